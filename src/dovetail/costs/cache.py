@@ -1,0 +1,112 @@
+"""What was measured, kept in SQLite under the user's cache folder.
+
+One row per (device key, signature). A device key says all that changes a measurement: processor,
+threads, torch version, and the version of the protocol. Processes may share the file: SQLite
+locks it, rows are only ever added or replaced whole.
+"""
+
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+
+from dovetail.errors import FileFormatError, UnwritableError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS costs (
+    device TEXT NOT NULL, signature TEXT NOT NULL, seconds REAL NOT NULL,
+    spread REAL NOT NULL, measured_at REAL NOT NULL, PRIMARY KEY (device, signature)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS probes (
+    device TEXT NOT NULL PRIMARY KEY, rates TEXT NOT NULL, measured_at REAL NOT NULL
+) WITHOUT ROWID;
+"""
+_BUSY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """seconds of one call; spread: (third quartile - first) / median of its samples."""
+
+    seconds: float
+    spread: float
+
+
+def default_cache_path() -> Path:
+    """`costs.sqlite` in $DOVETAIL_CACHE, else in the user's cache folder."""
+    folder = os.environ.get("DOVETAIL_CACHE")
+    return (Path(folder) if folder else user_cache_path("dovetail")) / "costs.sqlite"
+
+
+class CostCache:
+    """The cache file at `path`; made when it is not there. Raises `FileFormatError`."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or default_cache_path()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UnwritableError(str(self.path), error.strerror or str(error)) from None
+        with self._connect() as db:
+            db.executescript(_SCHEMA)
+
+    def costs(self, device: str, signatures: Iterable[str]) -> dict[str, Measured]:
+        """signature -> what was measured, for those that are known."""
+        found = {}
+        with self._connect() as db:
+            for signature in dict.fromkeys(signatures):
+                row = db.execute(
+                    "SELECT seconds, spread FROM costs WHERE device = ? AND signature = ?",
+                    (device, _digest(signature)),
+                ).fetchone()
+                if row is not None:
+                    found[signature] = Measured(*row)
+        return found
+
+    def add_costs(self, device: str, measured: dict[str, Measured]) -> None:
+        """Keep these, replacing older ones of the same signature."""
+        now = time.time()
+        rows = [(device, _digest(s), m.seconds, m.spread, now) for s, m in measured.items()]
+        with self._connect() as db:
+            db.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?, ?)", rows)
+
+    def probe(self, device: str) -> dict[str, Any] | None:
+        """The rates the probe found for this key, or None."""
+        with self._connect() as db:
+            row = db.execute("SELECT rates FROM probes WHERE device = ?", (device,)).fetchone()
+        return None if row is None else dict(json.loads(row[0]))
+
+    def add_probe(self, device: str, rates: dict[str, Any]) -> None:
+        with self._connect() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO probes VALUES (?, ?, ?)",
+                (device, json.dumps(rates), time.time()),
+            )
+
+    @contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        try:
+            db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS)
+            try:
+                with db:
+                    yield db
+            finally:
+                db.close()
+        except sqlite3.OperationalError as error:
+            raise UnwritableError(str(self.path), str(error)) from None
+        except sqlite3.DatabaseError as error:
+            raise FileFormatError(
+                str(self.path), f"not a cost cache ({error}); remove the file to measure anew"
+            ) from None
+
+
+def _digest(signature: str) -> str:
+    return hashlib.sha256(signature.encode()).hexdigest()[:32]

@@ -1,0 +1,277 @@
+"""Every exception this package raises.
+
+DovetailError
+├── InvalidError            bad input; the command line exits with 2
+│   ├── FileFormatError       .path .detail
+│   ├── UnwritableError       .path
+│   ├── UsageError            .option
+│   ├── GraphError            a graph that is not a usable DAG
+│   │   ├── CycleError          .cycle   names as data flows, first == last
+│   │   ├── DuplicateOpError    .op
+│   │   ├── UnknownProducerError .op .tensor
+│   │   └── InvalidSizeError    .op .field .value
+│   ├── MachineError          a machine that cannot be
+│   │   ├── UnknownPresetError  .preset .known
+│   │   ├── UnknownDeviceError  .device .known
+│   │   └── NoRouteError        .source .destination
+│   ├── ModelError            a MODEL text or module that cannot be used   .model
+│   │   ├── UnknownNetworkError .network .known
+│   │   └── CaptureError        .location  "file.py:12: the line", where it is known
+│   ├── CostError             an op without a cost   .op
+│   ├── PinError              a pin that matches no op   .pattern
+│   └── PlanError             a plan that breaks a rule   .rule
+│       ├── UnplacedOpError     .op .device
+│       ├── OrderError          .device
+│       ├── PromiseError        .promise .promised .found
+│       ├── GraphMismatchError  .expected .found
+│       └── MachineMismatchError .expected .found
+├── InfeasibleError         no plan fits; the command line exits with 3
+│   ├── OutOfMemoryError      .device .needed_bytes .available_bytes
+│   └── NoDeviceError         .op
+└── RunError                a plan that failed while it ran
+    ├── ProcessError          .process .traceback
+    ├── ProcessDiedError      .process .status
+    ├── WorkerError           .device .op .traceback
+    └── WorkerDiedError       .device .op .status
+"""
+
+from dovetail.units import format_bytes
+
+
+class DovetailError(Exception):
+    """Base class: `except DovetailError` catches everything we raise on purpose."""
+
+
+class InvalidError(DovetailError):
+    """Input that cannot be used; the message names it and says what to do."""
+
+
+class FileFormatError(InvalidError):
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(f"cannot read {path}: {detail}")
+        self.path = path
+        self.detail = detail
+
+
+class UnwritableError(InvalidError):
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(f"cannot write {path}: {detail}")
+        self.path = path
+
+
+class UsageError(InvalidError):
+    def __init__(self, option: str, detail: str) -> None:
+        super().__init__(f"{option}: {detail}")
+        self.option = option
+
+
+class GraphError(InvalidError):
+    """A graph that is not a usable DAG."""
+
+
+class CycleError(GraphError):
+    def __init__(self, cycle: tuple[str, ...]) -> None:
+        super().__init__("graph has a cycle: " + " -> ".join(cycle))
+        self.cycle = cycle
+
+
+class DuplicateOpError(GraphError):
+    def __init__(self, op: str) -> None:
+        super().__init__(f"two ops are named {op!r}; names must be unique")
+        self.op = op
+
+
+class UnknownProducerError(GraphError):
+    def __init__(self, op: str, tensor: int) -> None:
+        super().__init__(f"op {op!r} reads tensor {tensor}, which no op produces")
+        self.op = op
+        self.tensor = tensor
+
+
+class InvalidSizeError(GraphError):
+    def __init__(self, op: str, field: str, value: object) -> None:
+        super().__init__(f"op {op!r}: {field} is {value}, but must be finite and not negative")
+        self.op = op
+        self.field = field
+        self.value = value
+
+
+class MachineError(InvalidError):
+    """A machine that cannot be."""
+
+
+class UnknownPresetError(MachineError):
+    def __init__(self, preset: str, known: tuple[str, ...]) -> None:
+        super().__init__(
+            f"no machine named {preset!r}; use here, here/2, a .toml file, or presets joined as "
+            f'"4 x k80 + haswell" from: {", ".join(known)}'
+        )
+        self.preset = preset
+        self.known = known
+
+
+class UnknownDeviceError(MachineError):
+    def __init__(self, device: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"no device named {device!r}; the machine has {', '.join(known)}")
+        self.device = device
+        self.known = known
+
+
+class NoRouteError(MachineError):
+    def __init__(self, source: str, destination: str) -> None:
+        super().__init__(
+            f"no link from {source} to {destination}, and none through the host; add a link"
+        )
+        self.source = source
+        self.destination = destination
+
+
+class ModelError(InvalidError):
+    def __init__(self, model: str, detail: str) -> None:
+        super().__init__(f"{model}: {detail}")
+        self.model = model
+
+
+class UnknownNetworkError(ModelError):
+    def __init__(self, network: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"zoo:{network}", f"no such network; the zoo has {', '.join(known)}")
+        self.network = network
+        self.known = known
+
+
+class CaptureError(ModelError):
+    """A module that cannot become a graph.
+
+    `location` is "file.py:12: the line" of the model where the trouble began, or "" if unknown.
+    """
+
+    def __init__(self, model: str, detail: str, location: str = "") -> None:
+        super().__init__(model, f"{detail} (at {location})" if location else detail)
+        self.location = location
+
+
+class CostError(InvalidError):
+    def __init__(self, op: str, detail: str) -> None:
+        super().__init__(f"no cost for op {op!r}: {detail}")
+        self.op = op
+
+
+class PinError(InvalidError):
+    def __init__(self, pattern: str, detail: str = "matches no op or module") -> None:
+        super().__init__(f"pin {pattern!r} {detail}")
+        self.pattern = pattern
+
+
+class PlanError(InvalidError):
+    """A plan that breaks rule number `rule` of `plans.check`."""
+
+    rule = 0
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"plan rule {self.rule}: {message}" if self.rule else message)
+
+
+class GraphMismatchError(PlanError):
+    rule = 1
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(f"the plan was made for graph {expected}, but this graph is {found}")
+        self.expected = expected
+        self.found = found
+
+
+class MachineMismatchError(PlanError):
+    rule = 2
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(f"the plan was made for machine {expected}, but this machine is {found}")
+        self.expected = expected
+        self.found = found
+
+
+class UnplacedOpError(PlanError):
+    rule = 3
+
+    def __init__(self, op: str, device: int | str, detail: str = "is not a device") -> None:
+        super().__init__(f"op {op!r} is placed on {device}, which {detail}")
+        self.op = op
+        self.device = device
+
+
+class OrderError(PlanError):
+    rule = 4
+
+    def __init__(self, device: str, detail: str) -> None:
+        super().__init__(f"the order of device {device} {detail}")
+        self.device = device
+
+
+class PromiseError(PlanError):
+    rule = 5
+
+    def __init__(self, promise: str, promised: float, found: float) -> None:
+        super().__init__(f"the plan promises {promise} {promised!r}, but it is {found!r}")
+        self.promise = promise
+        self.promised = promised
+        self.found = found
+
+
+class InfeasibleError(DovetailError):
+    """No plan fits."""
+
+
+class OutOfMemoryError(InfeasibleError):
+    def __init__(self, device: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(
+            f"device {device} needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) but has "
+            f"{format_bytes(available_bytes)}; {needed_bytes - available_bytes} bytes are lacking"
+        )
+        self.device = device
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class NoDeviceError(InfeasibleError):
+    def __init__(self, op: str) -> None:
+        super().__init__(
+            f"no device may run op {op!r}: its device kinds, pins and costs forbid all"
+        )
+        self.op = op
+
+
+class RunError(DovetailError):
+    """A plan that failed while it ran."""
+
+
+class ProcessError(RunError):
+    """A worker process raised; `traceback` is the one it wrote."""
+
+    def __init__(self, process: str, traceback: str) -> None:
+        super().__init__(f"worker process {process} failed:\n{traceback}")
+        self.process = process
+        self.traceback = traceback
+
+
+class ProcessDiedError(RunError):
+    """A worker process is gone; `status` is "exit status 1" or "killed by SIGKILL"."""
+
+    def __init__(self, process: str, status: str) -> None:
+        super().__init__(f"worker process {process} died ({status})")
+        self.process = process
+        self.status = status
+
+
+class WorkerError(RunError):
+    def __init__(self, device: str, op: str, traceback: str) -> None:
+        super().__init__(f"device {device} failed in op {op!r}:\n{traceback}")
+        self.device = device
+        self.op = op
+        self.traceback = traceback
+
+
+class WorkerDiedError(RunError):
+    def __init__(self, device: str, op: str, status: str) -> None:
+        super().__init__(f"the process of device {device} died ({status}) in op {op!r}")
+        self.device = device
+        self.op = op
+        self.status = status

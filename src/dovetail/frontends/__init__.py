@@ -1,0 +1,1 @@
+"""Frontends: networks -> Captured (graph + program + source)."""

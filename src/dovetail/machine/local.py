@@ -1,0 +1,79 @@
+"""`here`: the machine we stand on, its cores as one device or split in several.
+
+GPUs join when an executor for them exists: `here` lists only devices that can be used.
+"""
+
+import os
+import platform
+
+from dovetail.errors import MachineError
+from dovetail.machine.records import Device, Link, Machine
+
+# Before the probe has measured: a core of the last ten years, and a copy through its cache.
+_FLOPS_PER_CORE = {"float32": 5e10, "float64": 2.5e10}
+_BANDWIDTH_PER_CORE = 1e10
+_OP_OVERHEAD_SECONDS = 8e-6
+_LATENCY_SECONDS = 2e-5
+
+
+def local_machine(count: int = 1) -> Machine:
+    """`here` for `count` 1, else `here/count`: this process's cores in `count` equal devices.
+
+    Cores that do not divide evenly go to the first devices. Memory is what is available now,
+    divided. Raises `MachineError` if there are fewer cores than devices.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if not 1 <= count <= len(cores):
+        raise MachineError(
+            f"here/{count}: there are {len(cores)} cores here; use here/1 to here/{len(cores)}"
+        )
+    memory_bytes = available_bytes() // count
+    shares = [cores[len(cores) * i // count : len(cores) * (i + 1) // count] for i in range(count)]
+    devices = tuple(
+        Device(
+            f"cpu{i}",
+            "cpu",
+            _cpu_model(),
+            memory_bytes,
+            {dtype: rate * len(share) for dtype, rate in _FLOPS_PER_CORE.items()},
+            _BANDWIDTH_PER_CORE * len(share),
+            _OP_OVERHEAD_SECONDS,
+            tuple(share),
+        )
+        for i, share in enumerate(shares)
+    )
+    names = [device.name for device in devices]
+    links = tuple(
+        Link(a, b, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, f"{a}->{b}")
+        for a in names
+        for b in names
+        if a != b
+    )
+    return Machine("here" if count == 1 else f"here/{count}", devices, names[0], links)
+
+
+def available_bytes() -> int:
+    """Memory that a new process could use, by the kernel's estimate and the control group's."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as lines:
+            available = next(
+                int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+            )
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            text = limit.read().strip()
+            available = min(available, int(text)) if text.isdigit() else available
+    except (OSError, StopIteration):
+        pass  # not Linux, or no control group: what the machine has
+    return available
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,155 @@
+"""Known devices, combined as text: "4 x k80 + haswell".
+
+Peak rates, memory bandwidth and capacity are the vendors' data sheets (K80: one of the board's two
+dies; P100: PCIe; V100, A100, H100, H200: SXM). `op_overhead_seconds` and the links are typical,
+not measured here: 5.7 us between ops and 7.6 GB/s with 25 us a transfer were fitted to TensorFlow
+on K80s by an earlier simulator; PCIe 3.0 x16 reaches about 11 GB/s, NVLink what its sheet says a
+direction. A machine that must be right is described in TOML.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dovetail.errors import UnknownPresetError
+from dovetail.machine.files import load_machine
+from dovetail.machine.local import local_machine
+from dovetail.machine.records import Device, Link, Machine
+from dovetail.units import GIB, MIB
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A device, and the links it brings: to the host, and to its peers of the same model."""
+
+    device: Device
+    host_bytes_per_second: float = 11e9
+    host_latency_seconds: float = 25e-6
+    peer_bytes_per_second: float = 11e9
+    peer_latency_seconds: float = 25e-6
+
+
+def _gpu(
+    model: str,
+    memory_bytes: int,
+    flops_per_second: dict[str, float],
+    bandwidth_bytes_per_second: float,
+    op_overhead_seconds: float = 5.7e-6,
+) -> Device:
+    return Device(
+        model,
+        "gpu",
+        model,
+        memory_bytes,
+        flops_per_second,
+        bandwidth_bytes_per_second,
+        op_overhead_seconds,
+    )
+
+
+def _tensor_core(float32: float, float16: float, float64: float) -> dict[str, float]:
+    return {"float32": float32, "float16": float16, "bfloat16": float16, "float64": float64}
+
+
+PRESETS: dict[str, Preset] = {
+    "k80": Preset(
+        _gpu("k80", 11441 * MIB, {"float32": 4.37e12, "float64": 1.46e12}, 240e9),
+        host_bytes_per_second=7.6e9,
+        peer_bytes_per_second=7.6e9,
+    ),
+    "p100": Preset(
+        _gpu("p100", 16 * GIB, {"float32": 9.5e12, "float16": 19e12, "float64": 4.7e12}, 732e9)
+    ),
+    "v100": Preset(
+        _gpu("v100", 16 * GIB, {"float32": 15.7e12, "float16": 125e12, "float64": 7.8e12}, 900e9),
+        peer_bytes_per_second=25e9,
+        peer_latency_seconds=10e-6,
+    ),
+    "a100": Preset(
+        _gpu("a100", 80 * GIB, _tensor_core(19.5e12, 312e12, 9.7e12), 2039e9, 4e-6),
+        host_bytes_per_second=24e9,
+        peer_bytes_per_second=300e9,
+        peer_latency_seconds=8e-6,
+    ),
+    "h100": Preset(
+        _gpu("h100", 80 * GIB, _tensor_core(67e12, 989e12, 34e12), 3350e9, 3e-6),
+        host_bytes_per_second=50e9,
+        peer_bytes_per_second=450e9,
+        peer_latency_seconds=8e-6,
+    ),
+    "h200": Preset(
+        _gpu("h200", 141 * 10**9, _tensor_core(67e12, 989e12, 34e12), 4800e9, 3e-6),
+        host_bytes_per_second=50e9,
+        peer_bytes_per_second=450e9,
+        peer_latency_seconds=8e-6,
+    ),
+    "haswell": Preset(
+        Device(
+            "haswell",
+            "cpu",
+            "haswell",
+            50 * 10**9,
+            {"float32": 1.3e12, "float64": 0.65e12},
+            68e9,
+            1e-6,
+        )
+    ),
+}
+
+
+def parse_machine(text: str) -> Machine:
+    """The machine that `text` names: "here", "here/2", "FILE.toml", or presets with counts.
+
+    The rates of `here` are typical ones until `costs.probe` measures them. Raises
+    `UnknownPresetError`, or what loading the file raises.
+    """
+    if re.fullmatch(r"here(/\d+)?", text):
+        return local_machine(int(text[5:] or 1))
+    if text.endswith(".toml"):
+        return load_machine(Path(text))
+    return combine(text)
+
+
+def combine(text: str) -> Machine:
+    """A machine of presets, e.g. "4 x k80 + haswell".
+
+    GPUs of one model reach each other directly, each direction of each pair over a channel of its
+    own; unlike GPUs go through the host. The first CPU is the host; without one a host that runs
+    nothing is implied.
+    """
+    wanted: Counter[str] = Counter()
+    for part in text.split("+"):
+        match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9_-]+)\s*", part)
+        if match is None or match[2].lower() not in PRESETS or match[1] == "0":
+            raise UnknownPresetError(part.strip() or text, tuple(PRESETS))
+        wanted[match[2].lower()] += int(match[1] or 1)
+    devices = [
+        replace(PRESETS[model].device, name=f"{model}:{i}" if count > 1 else model)
+        for model, count in wanted.items()
+        for i in range(count)
+    ]
+    cpus = [device for device in devices if device.kind == "cpu"]
+    host = cpus[0].name if cpus else "host"
+    if not cpus:
+        devices.append(Device("host", "host", "host", 2**50, {}, 0.0, 0.0))
+    return Machine(text, tuple(devices), host, tuple(_links(devices, host)))
+
+
+def _links(devices: list[Device], host: str) -> list[Link]:
+    links = []
+    for a in devices:
+        for b in devices:
+            if a is b:
+                continue
+            channel = f"{a.name}->{b.name}"
+            if host in (a.name, b.name):
+                preset = PRESETS[b.model if a.name == host else a.model]
+                rate, latency = preset.host_bytes_per_second, preset.host_latency_seconds
+            elif a.model == b.model:
+                preset = PRESETS[a.model]
+                rate, latency = preset.peer_bytes_per_second, preset.peer_latency_seconds
+            else:
+                continue
+            links.append(Link(a.name, b.name, rate, latency, channel))
+    return links

@@ -1,0 +1,145 @@
+"""Machines: devices, and the links that tensors travel on."""
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import MachineError, NoRouteError, UnknownDeviceError
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device that runs one op at a time.
+
+    kind            "cpu", "gpu", or "host" for a host that runs nothing
+    model           what it is, e.g. "k80": devices of one model cost the same
+    flops_per_second   peak rate by dtype name, e.g. {"float32": 4.37e12}
+    op_overhead_seconds   what every op costs beyond its arithmetic
+    cores           of a CPU of this machine: the cores it is pinned to; () elsewhere
+    """
+
+    name: str
+    kind: str
+    model: str
+    memory_bytes: int
+    flops_per_second: dict[str, float] = field(hash=False)
+    bandwidth_bytes_per_second: float
+    op_overhead_seconds: float
+    cores: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cpu", "gpu", "host"):
+            raise MachineError(f"device {self.name!r}: kind is {self.kind!r}, not cpu, gpu or host")
+        rates = {
+            "memory_bytes": self.memory_bytes,
+            "op_overhead_seconds": self.op_overhead_seconds,
+        }
+        if self.kind != "host":
+            rates["bandwidth_bytes_per_second"] = self.bandwidth_bytes_per_second
+            rates |= {f"flops_per_second.{k}": v for k, v in self.flops_per_second.items()}
+        for name, value in rates.items():
+            positive = name.startswith(("bandwidth", "flops"))
+            if not np.isfinite(value) or value < 0 or (positive and value == 0):
+                raise MachineError(f"device {self.name!r}: {name} is {value}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A directed link. Links with the same `channel` carry one transfer at a time between them."""
+
+    source: str
+    destination: str
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    channel: str
+
+    def __post_init__(self) -> None:
+        ok = self.bandwidth_bytes_per_second > 0 and 0 <= self.latency_seconds < np.inf
+        if not ok:
+            raise MachineError(
+                f"link {self.source} -> {self.destination}: bandwidth must be positive and "
+                "latency finite and not negative"
+            )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices, one of them the host where inputs start, and links between them.
+
+    Two devices without a link reach each other through the host in two hops; where a hop is
+    lacking too, `NoRouteError`.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    host: str
+    links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = self.device_names
+        if not names:
+            raise MachineError(f"machine {self.name!r} has no device")
+        if len(set(names)) < len(names):
+            raise MachineError(f"machine {self.name!r}: two devices share a name")
+        seen: set[tuple[str, str]] = set()
+        for name in (
+            self.host,
+            *(n for link in self.links for n in (link.source, link.destination)),
+        ):
+            self.device_index(name)
+        for link in self.links:
+            ends = (link.source, link.destination)
+            if link.source == link.destination or ends in seen:
+                raise MachineError(f"link {link.source} -> {link.destination} is double or a loop")
+            seen.add(ends)
+        for a in names:
+            for b in names:
+                through = a != self.host != b and {(a, self.host), (self.host, b)} <= seen
+                if a != b and (a, b) not in seen and not through:
+                    raise NoRouteError(a, b)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        return tuple(device.name for device in self.devices)
+
+    @property
+    def host_index(self) -> int:
+        return self.device_index(self.host)
+
+    @property
+    def local(self) -> bool:
+        """True if this machine is the one it was described on, whose devices can execute."""
+        return all(device.cores for device in self.devices)
+
+    def device_index(self, name: str) -> int:
+        """Index of the device called `name`. Raises `UnknownDeviceError`."""
+        try:
+            return self.device_names.index(name)
+        except ValueError:
+            raise UnknownDeviceError(name, self.device_names) from None
+
+    @cached_property
+    def channels(self) -> tuple[str, ...]:
+        """Names of the channels, in order of first use."""
+        return tuple(dict.fromkeys(link.channel for link in self.links))
+
+    @cached_property
+    def link_index(self) -> NDArray[np.int32]:
+        """[devices, devices] index into `links` from row to column; -1: no link."""
+        index = np.full((len(self.devices),) * 2, -1, dtype=np.int32)
+        for i, link in enumerate(self.links):
+            index[self.device_index(link.source), self.device_index(link.destination)] = i
+        return index
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits over what the machine *is*, without its measured rates."""
+        parts = (
+            [(d.name, d.kind, d.model, len(d.cores)) for d in self.devices],
+            self.host,
+            [(link.source, link.destination, link.channel) for link in self.links],
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,225 @@
+"""Inception-V3: a deep convolutional network whose blocks branch up to six ways.
+
+Paper: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
+https://arxiv.org/abs/1512.00567. The exact widths are those of torchvision's `inception_v3`, of
+which this is an equivalent: 23,834,568 parameters, 27,161,264 with the auxiliary classifier.
+Differences: the auxiliary classifier is off unless asked for; `width` scales every channel count
+(rounded, at least 1), for tests.
+
+    299x299x3 ─► stem ─► 3 x A (35x35) ─► B ─► 4 x C (17x17) ─► D ─► 2 x E (8x8) ─► pool ─► linear
+                                                        └─► auxiliary classifier (training)
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Pair = tuple[int, int]
+
+
+class Conv(nn.Module):
+    """Convolution, batch normalisation, ReLU."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int | Pair,
+        stride: int = 1,
+        padding: int | Pair = 0,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(outputs, eps=0.001)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)), inplace=True)
+
+
+def _average(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, kernel_size=3, stride=1, padding=1)
+
+
+class BlockA(nn.Module):
+    """35x35: 1x1, 5x5, double 3x3 and pooled branches."""
+
+    def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        w48, w64, w96, pooled = widths
+        self.branch1x1 = Conv(inputs, w64, 1)
+        self.branch5x5 = nn.Sequential(Conv(inputs, w48, 1), Conv(w48, w64, 5, padding=2))
+        self.branch3x3 = nn.Sequential(
+            Conv(inputs, w64, 1), Conv(w64, w96, 3, padding=1), Conv(w96, w96, 3, padding=1)
+        )
+        self.branch_pool = Conv(inputs, pooled, 1)
+        self.outputs = 2 * w64 + w96 + pooled
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = [self.branch1x1(x), self.branch5x5(x), self.branch3x3(x)]
+        return torch.cat([*branches, self.branch_pool(_average(x))], 1)
+
+
+class BlockB(nn.Module):
+    """35x35 to 17x17."""
+
+    def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        w64, w96, w384 = widths
+        self.branch3x3 = Conv(inputs, w384, 3, stride=2)
+        self.branch3x3_double = nn.Sequential(
+            Conv(inputs, w64, 1), Conv(w64, w96, 3, padding=1), Conv(w96, w96, 3, stride=2)
+        )
+        self.outputs = w384 + w96 + inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.max_pool2d(x, kernel_size=3, stride=2)
+        return torch.cat([self.branch3x3(x), self.branch3x3_double(x), pooled], 1)
+
+
+class BlockC(nn.Module):
+    """17x17: 7x7 convolutions factored into 1x7 and 7x1."""
+
+    def __init__(self, inputs: int, inner: int, w192: int) -> None:
+        super().__init__()
+        wide, tall = {"kernel": (1, 7), "padding": (0, 3)}, {"kernel": (7, 1), "padding": (3, 0)}
+        self.branch1x1 = Conv(inputs, w192, 1)
+        self.branch7x7 = nn.Sequential(
+            Conv(inputs, inner, 1), Conv(inner, inner, **wide), Conv(inner, w192, **tall)
+        )
+        self.branch7x7_double = nn.Sequential(
+            Conv(inputs, inner, 1),
+            Conv(inner, inner, **tall),
+            Conv(inner, inner, **wide),
+            Conv(inner, inner, **tall),
+            Conv(inner, w192, **wide),
+        )
+        self.branch_pool = Conv(inputs, w192, 1)
+        self.outputs = 4 * w192
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = [self.branch1x1(x), self.branch7x7(x), self.branch7x7_double(x)]
+        return torch.cat([*branches, self.branch_pool(_average(x))], 1)
+
+
+class BlockD(nn.Module):
+    """17x17 to 8x8."""
+
+    def __init__(self, inputs: int, w192: int, w320: int) -> None:
+        super().__init__()
+        self.branch3x3 = nn.Sequential(Conv(inputs, w192, 1), Conv(w192, w320, 3, stride=2))
+        self.branch7x7 = nn.Sequential(
+            Conv(inputs, w192, 1),
+            Conv(w192, w192, (1, 7), padding=(0, 3)),
+            Conv(w192, w192, (7, 1), padding=(3, 0)),
+            Conv(w192, w192, 3, stride=2),
+        )
+        self.outputs = w320 + w192 + inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = F.max_pool2d(x, kernel_size=3, stride=2)
+        return torch.cat([self.branch3x3(x), self.branch7x7(x), pooled], 1)
+
+
+class BlockE(nn.Module):
+    """8x8: 3x3 convolutions split into parallel 1x3 and 3x1."""
+
+    def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        w192, w320, w384, w448 = widths
+        self.branch1x1 = Conv(inputs, w320, 1)
+        self.branch3x3 = Conv(inputs, w384, 1)
+        self.branch3x3_split = _Split(w384)
+        self.branch3x3_double = nn.Sequential(Conv(inputs, w448, 1), Conv(w448, w384, 3, padding=1))
+        self.branch3x3_double_split = _Split(w384)
+        self.branch_pool = Conv(inputs, w192, 1)
+        self.outputs = w320 + 4 * w384 + w192
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = [
+            self.branch1x1(x),
+            self.branch3x3_split(self.branch3x3(x)),
+            self.branch3x3_double_split(self.branch3x3_double(x)),
+        ]
+        return torch.cat([*branches, self.branch_pool(_average(x))], 1)
+
+
+class _Split(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = Conv(width, width, (1, 3), padding=(0, 1))
+        self.tall = Conv(width, width, (3, 1), padding=(1, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.wide(x), self.tall(x)], 1)
+
+
+class Auxiliary(nn.Module):
+    """The second classifier, on the 17x17 grid."""
+
+    def __init__(self, inputs: int, w128: int, w768: int, classes: int) -> None:
+        super().__init__()
+        self.conv0 = Conv(inputs, w128, 1)
+        self.conv1 = Conv(w128, w768, 5)
+        self.fc = nn.Linear(w768, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(x, kernel_size=5, stride=3)
+        x = F.adaptive_avg_pool2d(self.conv1(self.conv0(x)), (1, 1))
+        return self.fc(torch.flatten(x, 1))  # type: ignore[no-any-return]
+
+
+class InceptionV3(nn.Module):
+    """Logits [batch, classes] of images [batch, 3, size, size], size >= 75.
+
+    With `aux` and in training mode: (logits, auxiliary logits), size >= 203.
+    """
+
+    def __init__(
+        self, classes: int = 1000, *, aux: bool = False, width: float = 1.0, dropout: float = 0.5
+    ) -> None:
+        super().__init__()
+
+        def scaled(*widths: int) -> tuple[int, ...]:
+            return tuple(max(1, round(width * w)) for w in widths)
+
+        w32, w64, w80, w192 = scaled(32, 64, 80, 192)
+        self.stem = nn.Sequential(
+            Conv(3, w32, 3, stride=2),
+            Conv(w32, w32, 3),
+            Conv(w32, w64, 3, padding=1),
+            nn.MaxPool2d(3, stride=2),
+            Conv(w64, w80, 1),
+            Conv(w80, w192, 3),
+            nn.MaxPool2d(3, stride=2),
+        )
+        self.blocks = nn.Sequential()
+        channels = w192
+        for pooled in (32, 64, 64):
+            self.blocks.append(BlockA(channels, scaled(48, 64, 96, pooled)))
+            channels = self.blocks[-1].outputs
+        self.blocks.append(BlockB(channels, scaled(64, 96, 384)))
+        channels = self.blocks[-1].outputs
+        for inner in (128, 160, 160, 192):
+            self.blocks.append(BlockC(channels, *scaled(inner, 192)))
+            channels = self.blocks[-1].outputs
+        self.aux = Auxiliary(channels, *scaled(128, 768), classes) if aux else None
+        self.tail = nn.Sequential(BlockD(channels, *scaled(192, 320)))
+        for _ in range(2):
+            self.tail.append(BlockE(self.tail[-1].outputs, scaled(192, 320, 384, 448)))
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(self.tail[-1].outputs, classes)
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.blocks(self.stem(images))
+        aux = self.aux(x) if self.aux is not None and self.training else None
+        x = F.adaptive_avg_pool2d(self.tail(x), (1, 1))
+        logits: Tensor = self.fc(torch.flatten(self.dropout(x), 1))
+        return logits if aux is None else (logits, aux)
+
+
+def inception_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """Mean cross entropy; the auxiliary classifier's counts .4 of the main one's."""
+    if isinstance(output, tuple):
+        logits, aux = output
+        return F.cross_entropy(logits, targets) + 0.4 * F.cross_entropy(aux, targets)
+    return F.cross_entropy(output, targets)

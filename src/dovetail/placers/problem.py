@@ -1,0 +1,228 @@
+"""Problem: what a placer is handed, with what all of them derive from it.
+
+Placers decide per *group* [groups]; `spread` turns that into a placement [ops].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.costs import Costs
+from dovetail.errors import NoDeviceError, PinError
+from dovetail.graph import EVERYWHERE, Graph, Groups, Phase
+from dovetail.machine import Machine
+from dovetail.plans import Placement, capacities_of
+
+if TYPE_CHECKING:  # placers are handed an evaluator; nothing of the simulator runs from here
+    from dovetail.simulator import Evaluation
+
+GroupPlacement = NDArray[np.int32]  # [groups]
+Evaluate = Callable[[NDArray[np.int32]], "Evaluation"]  # [batch, ops] -> Evaluation
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A graph to place on a machine.
+
+    allowed      [groups, devices] where each group may go: kinds, costs and pins together
+    capacities   [devices] bytes each device may use, caps applied
+    evaluate     placements [batch, ops] -> Evaluation of the objective
+    """
+
+    graph: Graph
+    machine: Machine
+    costs: Costs
+    groups: Groups
+    allowed: NDArray[np.bool_]
+    capacities: NDArray[np.int64]
+    objective: str
+    evaluate: Evaluate
+    seed: int
+
+    @property
+    def devices(self) -> int:
+        return self.allowed.shape[1]
+
+    @cached_property
+    def work_seconds(self) -> NDArray[np.float64]:
+        """[groups, devices] summed compute seconds; inf where an op of the group cannot run."""
+        columns = self.costs.compute_seconds.T
+        of_op, count = self.groups.of_op, self.groups.count
+        # bincount would turn inf * 0 into NaN nowhere: it only adds.
+        return np.stack([np.bincount(of_op, weights=c, minlength=count) for c in columns], axis=1)
+
+    @cached_property
+    def group_bytes(self) -> NDArray[np.int64]:
+        """[groups] bytes that stay for long: parameters and state, and what backward reads later.
+
+        An estimate that guides; whether a placement fits is for `evaluate` to say.
+        """
+        graph = self.graph
+        producers, readers = graph.producers, graph.readers
+        source = graph.is_source[producers]
+        lives = source & (graph.residences[producers] >= EVERYWHERE)
+        lives &= ~(source & (np.array(graph.kinds)[producers] == "input"))
+        late = np.isin(graph.phases[readers], (Phase.BACKWARD, Phase.UPDATE))
+        kept = np.zeros(graph.tensors, dtype=bool)
+        kept[graph.input_tensors[late]] = True
+        kept[graph.outputs] = True
+        kept &= ~source & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
+        weights = np.where(lives | kept, graph.tensor_bytes, 0)
+        owners = self.groups.of_op[producers]
+        return np.bincount(owners, weights=weights, minlength=self.groups.count).astype(np.int64)
+
+    @cached_property
+    def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+        """(from group, to group, bytes) of the tensors that go between groups, each tensor once
+        per destination. Parameters that live with their update count; inputs do not."""
+        graph, of_op = self.graph, self.groups.of_op
+        owners = graph.producers[graph.input_tensors]
+        moves = ~graph.is_source[owners] | (graph.residences[owners] >= 0)
+        ends = np.stack([of_op[owners], of_op[graph.readers], graph.input_tensors], axis=1)
+        ends = np.unique(ends[moves & (ends[:, 0] != ends[:, 1])], axis=0)
+        pairs, inverse = np.unique(ends[:, :2], axis=0, return_inverse=True)
+        sizes = graph.tensor_bytes[ends[:, 2]].astype(np.float64)
+        sums = np.bincount(inverse.ravel(), weights=sizes, minlength=len(pairs))
+        return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), sums
+
+    @cached_property
+    def fastest(self) -> GroupPlacement:
+        """[groups] the allowed device with the least work seconds; ties: the first."""
+        seconds = np.where(self.allowed, self.work_seconds, np.inf)
+        return seconds.argmin(axis=1).astype(np.int32)
+
+    @cached_property
+    def free(self) -> NDArray[np.int32]:
+        """Groups that have a choice: more than one allowed device, and an op that runs."""
+        runs = np.zeros(self.groups.count, dtype=bool)
+        runs[self.groups.of_op[~self.graph.is_source]] = True
+        return np.flatnonzero(runs & (self.allowed.sum(axis=1) > 1)).astype(np.int32)
+
+    @cached_property
+    def placements(self) -> float:
+        """Number of distinct group placements, as a float: it may be astronomical."""
+        return float(np.prod(self.allowed[self.free].sum(axis=1), dtype=np.float64))
+
+    def settle(self, placement: NDArray[np.integer]) -> GroupPlacement:
+        """A group placement with every group that may not be where it is moved to its fastest
+        device, and groups without a choice to theirs."""
+        settled = self.fastest.copy()
+        ok = self.allowed[self.free, placement[self.free]]
+        settled[self.free[ok]] = placement[self.free[ok]]
+        return settled
+
+    def spread(self, placement: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[..., groups] -> [..., ops], contiguous."""
+        return np.ascontiguousarray(placement[..., self.groups.of_op])
+
+
+def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every problem needs)
+    graph: Graph,
+    machine: Machine,
+    costs: Costs,
+    evaluate: Evaluate,
+    *,
+    groups: Groups,
+    objective: str = "step",
+    pins: Iterable[tuple[str, str]] = (),
+    caps: Iterable[tuple[str, int]] = (),
+    seed: int = 0,
+) -> Problem:
+    """Build the problem that placers solve.
+
+    pins   (pattern, device name): glob on op names and module paths; a module's path, or a glob
+           that matches it, pins everything inside
+    caps   (device name, bytes) the device may use at most
+
+    Raises `PinError` (a pin that matches nothing, or against another pin), `UnknownDeviceError`,
+    `NoDeviceError` (an op that no device may run) and `CostError`.
+    """
+    costs.check(graph)
+    pinned = _pinned(graph, machine, groups, tuple(pins))
+    allowed = _allowed(graph, machine, costs, groups)
+    for group, device in pinned.items():
+        allowed[group] &= np.arange(allowed.shape[1]) == device
+    stuck = np.flatnonzero(~allowed.any(axis=1))
+    if len(stuck):
+        raise NoDeviceError(graph.names[_culprit(graph, groups, allowed, int(stuck[0]))])
+    capacities = capacities_of(machine, dict(caps))
+    return Problem(
+        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed
+    )  # fmt: skip
+
+
+def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> NDArray[np.bool_]:
+    """[groups, devices] by kinds of device and by costs."""
+    kinds = [device.kind for device in machine.devices]
+    runs = np.array([kind != "host" for kind in kinds])
+
+    @lru_cache(maxsize=None)
+    def of_kinds(wanted: tuple[str, ...]) -> NDArray[np.bool_]:
+        return runs if not wanted else runs & np.array([kind in wanted for kind in kinds])
+
+    per_op = np.stack([of_kinds(wanted) for wanted in graph.device_kinds])
+    per_op = per_op & np.isfinite(costs.compute_seconds)
+    per_op[graph.is_source] = runs
+    forbidden = np.zeros((groups.count, len(kinds)), dtype=bool)
+    np.logical_or.at(forbidden, groups.of_op, ~per_op)
+    return ~forbidden
+
+
+def _culprit(graph: Graph, groups: Groups, allowed: NDArray[np.bool_], group: int) -> int:
+    """The first op of the group that runs, or else its first op."""
+    ops = np.flatnonzero(groups.of_op == group)
+    real = ops[~graph.is_source[ops]]
+    return int(real[0] if len(real) else ops[0])
+
+
+def _pinned(
+    graph: Graph, machine: Machine, groups: Groups, pins: tuple[tuple[str, str], ...]
+) -> dict[int, int]:
+    """group -> device."""
+    movable = graph.residences >= 0
+    by: dict[int, tuple[int, str]] = {}
+    for pattern, name in pins:
+        device = machine.device_index(name)
+        matched = _matched(graph, pattern)
+        if not matched.any():
+            raise PinError(pattern)
+        if not (matched & movable).any():
+            raise PinError(pattern, "matches only inputs and constants, which carry no choice")
+        for group in np.unique(groups.of_op[matched & movable]).tolist():
+            there, earlier = by.setdefault(group, (device, pattern))
+            if there != device:
+                raise PinError(
+                    pattern,
+                    f"puts a group of ops on {name}, but pin {earlier!r} puts it on "
+                    f"{machine.device_names[there]}; ops of one group stay together",
+                )
+    return {group: device for group, (device, _) in by.items()}
+
+
+def _matched(graph: Graph, pattern: str) -> NDArray[np.bool_]:
+    """[ops] whose name, module or a module around it matches."""
+
+    @lru_cache(maxsize=None)
+    def inside(module: str) -> bool:
+        same = module == pattern or module.startswith(pattern + ".")
+        return same or fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")
+
+    return np.array(
+        [
+            name == pattern or fnmatchcase(name, pattern) or inside(module)
+            for name, module in zip(graph.names, graph.modules, strict=True)
+        ],
+        dtype=bool,
+    )
+
+
+def as_placement(problem: Problem, placement: NDArray[np.integer]) -> Placement:
+    """A settled group placement as a placement [ops]."""
+    return problem.spread(problem.settle(placement))

@@ -1,0 +1,88 @@
+"""Plans: where each op runs, in what order, and what that promises.
+
+A placement is an array [ops] of device indices. Entries of source ops carry no choice: inputs are
+on the host, what is updated lives with its update, the rest wherever it is read.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.machine import Machine
+
+Placement = NDArray[np.int32]  # [ops]
+OBJECTIVES = ("step", "load")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Ops of one device that run together, for `seconds` in all."""
+
+    ops: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Stages of one device, in running order."""
+
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a plan's graph came from, so that it can be captured again.
+
+    model      the MODEL text, e.g. "zoo:rnnlm?layers=2"
+    training   the optimizer's text, e.g. "adam"; "" for inference
+    shapes     of the step's inputs, in order
+    """
+
+    model: str
+    training: str
+    shapes: tuple[tuple[int, ...], ...]
+    torch_version: str
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A placement with its orders, and as promises: value, bound, memory.
+
+    placement          [ops] device indices
+    orders             per device its ops in running order, or None: by priority, then index
+    schedules          per device a Schedule, or None. A device has an order or a schedule
+    pins               (pattern, device name) as the user gave them
+    caps               (device name, bytes) likewise
+    machine            the machine planned for, with the rates the promises were computed from
+    compute_seconds    [ops, devices] the costs the promises were computed from
+    value              predicted seconds of the objective
+    baselines          method -> value, None where infeasible, in the order tried
+    """
+
+    source: Source
+    graph_fingerprint: str
+    machine: Machine
+    placement: Placement
+    orders: tuple[tuple[int, ...], ...] | None
+    compute_seconds: NDArray[np.float64]
+    costs_source: str
+    placer: str
+    seed: int
+    objective: str
+    value: float
+    lower_bound: float
+    bound_proof: str
+    peak_memory_bytes: tuple[int, ...]
+    groups: int
+    planning_seconds: float
+    interrupted: bool = False
+    schedules: tuple[Schedule | None, ...] | None = None
+    pins: tuple[tuple[str, str], ...] = ()
+    caps: tuple[tuple[str, int], ...] = ()
+    baselines: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """How far the value may be above the optimum: (value - bound) / bound; inf: no bound."""
+        return self.value / self.lower_bound - 1 if self.lower_bound > 0 else float("inf")

@@ -1,0 +1,50 @@
+"""Writing a file whole or not at all."""
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from dovetail.errors import UnwritableError
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write `data` (text as UTF-8) to `path`, so that a reader sees the old file or the new one.
+
+    The bytes go to a temporary file in the same folder, which then takes the name; what is not a
+    plain file (`/dev/stdout`, a pipe) is written directly. Raises `UnwritableError`, leaving
+    nothing behind.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    target = Path(path)
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_bytes(content)
+        else:
+            # A link keeps pointing where it did: its target is replaced, not the link.
+            _replace(target.resolve(), content)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        detail = error.strerror if isinstance(error, OSError) else str(error)
+        raise UnwritableError(os.fspath(path), detail or str(error)) from error
+
+
+def _replace(target: Path, content: bytes) -> None:
+    if target.is_dir():
+        raise IsADirectoryError(None, "is a folder")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:80]}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_mode())
+        os.replace(temporary, target)
+    except BaseException:  # Ctrl-C too: no half file is left behind
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _new_mode() -> int:
+    """What `open` would give a new file; mkstemp alone makes it private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

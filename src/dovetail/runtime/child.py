@@ -1,0 +1,50 @@
+"""What a worker process runs first: `python child.py DESCRIPTOR PARENT CORES ENTRY PATHS`.
+
+Run as a file, not as a module, so that nothing (numpy starts threads) is imported before the
+process is pinned and bound to its parent's life.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run the entry function "package.module:function" with the channel; the exit status."""
+    descriptor, parent, cores, entry, paths = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _die_with(int(parent))
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    sys.path[:] = json.loads(paths)
+    from dovetail.runtime.channels import Channel, Failure
+
+    channel = Channel(int(descriptor))
+    try:
+        module, function = entry.split(":")
+        getattr(importlib.import_module(module), function)(channel)
+    except EOFError:
+        return 0  # the parent closed its end: the ordinary way to stop a worker
+    except BaseException:
+        channel.send(Failure(traceback.format_exc()))
+        return 1
+    return 0
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # nothing to tear down, and torch takes its time over it

@@ -1,0 +1,152 @@
+"""Worker processes: pinned to cores, never orphaned, their failures brought back.
+
+    with launch("dovetail.costs.worker:serve", cores=(0,), threads=1) as worker:
+        worker.send(request)             │ serve(channel): channel.receive(), channel.send(...)
+        reply = worker.receive()         │ until receive raises EOFError, which ends it
+
+Started by `subprocess` and not by `multiprocessing`: fork breaks OpenMP, spawn runs the user's
+script again. The kernel kills a worker when the *thread* that launched it ends, so launch from
+one that stays. Linux only.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dovetail.errors import ProcessDiedError, ProcessError
+from dovetail.runtime.channels import Channel, Failure
+
+GRACE_SECONDS = 5.0
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+)
+
+
+class Worker:
+    """The parent's handle of one worker process; a context manager that ends it.
+
+    `send` and `receive` raise `ProcessError` with the worker's traceback, or `ProcessDiedError`.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.name = name
+        self._process = process
+        self._channel = channel
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def send(self, message: object) -> None:
+        try:
+            self._channel.send(message)
+        except ConnectionError:
+            raise self._broken() from None
+
+    def send_descriptor(self, descriptor: int) -> None:
+        try:
+            self._channel.send_descriptor(descriptor)
+        except ConnectionError:
+            raise self._broken() from None
+
+    def receive(self, timeout_seconds: float | None = None) -> Any:
+        """The worker's next message; `TimeoutError` after `timeout_seconds`."""
+        try:
+            if timeout_seconds is not None and not self._channel.poll(timeout_seconds):
+                raise TimeoutError(f"worker process {self.name}: no reply in {timeout_seconds} s")
+            message = self._channel.receive()
+        except (EOFError, ConnectionError):
+            raise self._died() from None
+        if isinstance(message, Failure):
+            raise ProcessError(self.name, message.traceback)
+        return message
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the process: by closing its channel, by force after a grace period or at once."""
+        self._channel.close()
+        if kill:
+            self._process.kill()
+        try:
+            self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(kill=error is not None)
+
+    def _broken(self) -> ProcessError | ProcessDiedError:
+        """Why nothing can be sent: what the worker said last, or how it ended."""
+        try:
+            while True:
+                self.receive()
+        except (ProcessError, ProcessDiedError) as error:
+            return error
+
+    def _died(self) -> ProcessDiedError:
+        try:
+            status = self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:  # it closed its channel but lives on
+            self._process.kill()
+            status = self._process.wait()
+        return ProcessDiedError(self.name, describe_status(status))
+
+
+def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: str = "") -> Worker:
+    """Start a process that runs `entry`, "package.module:function", with its `Channel`.
+
+    Returns at once; the worker imports what it needs meanwhile. `cores`: those it may run on,
+    () for all. `threads`: what OpenMP and the BLAS libraries are told.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                str(Path(__file__).with_name("child.py")),
+                str(theirs.fileno()),
+                str(os.getpid()),
+                ",".join(map(str, cores)),
+                entry,
+                json.dumps(sys.path),
+            ],
+            pass_fds=(theirs.fileno(),),
+            env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # standard output is the parent's alone
+            process_group=0,  # out of reach of the terminal's Ctrl-C
+        )
+    return Worker(name or entry, process, Channel(ours.detach()))
+
+
+def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> list[Worker]:
+    """Block until some worker has a message, or has died; those whose `receive` returns."""
+    return [w for w in wait(list(workers), timeout_seconds) if isinstance(w, Worker)]
+
+
+def describe_status(status: int) -> str:
+    """`subprocess`'s return code in words."""
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

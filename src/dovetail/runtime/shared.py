@@ -1,0 +1,62 @@
+"""Shared memory without a name: nothing is left behind, however its processes end.
+
+A `Block` is an anonymous file in memory (`memfd_create`) that lives as long as a process holds it
+open or mapped. Its descriptor travels over a worker's channel.
+"""
+
+import mmap
+import os
+from typing import Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+ALIGNMENT_BYTES = 64
+"""Slots start on a cache line, as the allocations of numpy's and torch's libraries do."""
+
+
+class Layout:
+    """Hands out aligned offsets of a block that is yet to be made."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+    def reserve(self, size_bytes: int) -> int:
+        """Offset of a fresh slot of `size_bytes`."""
+        offset = self.size_bytes
+        self.size_bytes = offset + -(-max(size_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return offset
+
+
+class Block:
+    """Bytes that several processes see. Zero at first.
+
+    Freed when the last process has closed it and dropped its views.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the block behind `descriptor`, which it owns from here on."""
+        self.descriptor = descriptor
+        self.size_bytes = os.fstat(descriptor).st_size
+        self._memory = mmap.mmap(descriptor, self.size_bytes)
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Self:
+        descriptor = os.memfd_create("dovetail", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, max(size_bytes, 1))
+        return cls(descriptor)
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        """[size_bytes] all of it."""
+        return np.frombuffer(self._memory, dtype=np.uint8)
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
+        """The array of `shape` that starts `offset` bytes in."""
+        return np.ndarray(shape, dtype=dtype, buffer=self._memory, offset=offset)
+
+    def close(self) -> None:
+        """Give up the descriptor; views stay valid, and keep the memory while they live."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

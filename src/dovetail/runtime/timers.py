@@ -1,0 +1,54 @@
+"""Timing of calls: repeated, robust, on the clock that all processes share."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+clock = time.perf_counter
+"""Seconds of CLOCK_MONOTONIC: stamps of different processes compare."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call over `samples` samples; each sample is the mean of `calls` calls."""
+
+    median_seconds: float
+    minimum_seconds: float
+    spread: float  # interquartile range / median
+    samples: int
+    calls: int
+
+
+def time_call(
+    call: Callable[[], object],
+    *,
+    samples: int = 7,
+    sample_seconds: float = 5e-4,
+    budget_seconds: float = 0.2,
+    clock: Callable[[], float] = clock,
+) -> Timing:
+    """Time `call`, after one call to warm up.
+
+    A sample repeats it until `sample_seconds` have passed, as a short call is hidden by the
+    clock's own. Stops at `samples` samples, or past `budget_seconds` once it has three.
+    """
+    call()
+    begin = clock()
+    call()
+    calls = max(1, round(sample_seconds / max(clock() - begin, 1e-9)))
+    seconds: list[float] = []
+    while len(seconds) < samples and (len(seconds) < 3 or clock() - begin < budget_seconds):
+        start = clock()
+        for _ in range(calls):
+            call()
+        seconds.append((clock() - start) / calls)
+    return summarise(seconds, calls)
+
+
+def summarise(seconds: list[float], calls: int = 1) -> Timing:
+    """Median, minimum and spread of at least one sample."""
+    median = statistics.median(seconds)
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if seconds[1:] else [0.0] * 3
+    spread = (quartiles[2] - quartiles[0]) / median if median > 0 else 0.0
+    return Timing(median, min(seconds), spread, len(seconds), calls)

@@ -1,0 +1,61 @@
+"""Units: the only conversions between numbers and text. Inside the package: seconds and bytes."""
+
+import re
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+DTYPE_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_BYTES = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> "12.3 ms"; three digits."""
+    for scale, unit in _SECONDS:
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """`1536` -> "1.5 KiB"."""
+    for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size_bytes) >= scale:
+            return (
+                f"{size_bytes / scale:.3g} {unit}"
+                if size_bytes < 1000 * scale
+                else (f"{size_bytes / scale:.0f} {unit}")
+            )
+    return f"{size_bytes:.0f} B"
+
+
+def format_count(count: float, unit: str = "") -> str:
+    """`1.34e12, "FLOP"` -> "1.34 TFLOP"."""
+    for scale, prefix in _COUNTS:
+        if abs(count) >= scale:
+            return f"{count / scale:.3g} {prefix}{unit}"
+    return f"{count:.3g} {unit}".rstrip()
+
+
+def parse_bytes(text: str) -> int:
+    """ "12 GiB", "500MB" or "4096" -> bytes. Raises `ValueError` naming the text."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*?)b?\s*", text.lower())
+    scales = _BYTES | _BINARY_BYTES
+    if match is None or match[2] not in scales:
+        raise ValueError(f"{text!r} is not a size; write 12GiB, 500MB or 4096")
+    return int(float(match[1]) * scales[match[2]])

@@ -1,0 +1,33 @@
+import numpy as np
+import pytest
+from builders import Op, graph_of, machine_of, source
+
+from dovetail.costs.analytic import analytic_costs
+from dovetail.errors import CostError
+from dovetail.machine import parse_machine
+
+
+def test_an_op_takes_its_overhead_and_the_longer_of_arithmetic_and_memory():
+    graph = graph_of(
+        source("w"),
+        Op("arithmetic", ("w",), flops=5 * 10**9, accessed_bytes=8),
+        Op("memory", ("w",), flops=1, accessed_bytes=3 * 10**12),
+    )
+    costs = analytic_costs(graph, machine_of(1, overhead=0.5))  # 1e9 FLOP/s, 1e12 bytes/s
+    np.testing.assert_allclose(costs.compute_seconds[:, 0], [0.0, 5.5, 3.5])
+
+
+def test_the_implied_host_and_unsuited_kinds_run_nothing():
+    graph = graph_of(Op("a", device_kinds=("cpu",)), Op("b"))
+    machine = parse_machine("k80 + p100")
+    seconds = analytic_costs(graph, machine).compute_seconds
+    assert np.isinf(seconds[0]).all()
+    assert np.isinf(seconds[1, machine.host_index])
+    assert np.isfinite(seconds[1, :2]).all()
+
+
+def test_a_dtype_without_a_rate_names_the_op():
+    graph = graph_of(Op("a", dtype="float16"))
+    with pytest.raises(CostError, match="float16") as raised:
+        analytic_costs(graph, machine_of(1))
+    assert raised.value.op == "a"

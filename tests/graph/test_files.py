@@ -1,0 +1,78 @@
+import gzip
+import json
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from builders import Op, graph_of, source
+from test_records import training_graph
+
+from dovetail.errors import FileFormatError, InvalidSizeError, UnwritableError
+from dovetail.graph import load_graph, save_graph
+
+
+@pytest.mark.parametrize("name", ["g.json", "g.json.gz"])
+def test_a_saved_graph_loads_equal(tmp_path, name):
+    graph = training_graph()
+    save_graph(graph, tmp_path / name)
+    loaded = load_graph(tmp_path / name)
+    assert loaded.fingerprint == graph.fingerprint
+    for field in fields(graph):
+        np.testing.assert_array_equal(getattr(loaded, field.name), getattr(graph, field.name))
+
+
+def saved(tmp_path, change):
+    path = tmp_path / "g.json"
+    save_graph(graph_of(source("w"), Op("a", ("w",))), path)
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+    return path
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3])
+def test_a_size_that_is_not_finite_names_its_op(tmp_path, value):
+    path = saved(tmp_path, lambda raw: raw["ops"]["flops"].__setitem__(1, value))
+    with pytest.raises(InvalidSizeError) as raised:
+        load_graph(path)
+    assert (raised.value.op, raised.value.field) == ("a", "flops")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda raw: raw.pop("outputs"), "outputs: Field required"),
+        (lambda raw: raw["ops"].update(flops="many"), "ops.flops"),
+        (lambda raw: raw["ops"]["kinds"]["index"].__setitem__(0, 9), "outside its values"),
+        (lambda raw: raw["ops"]["colocation"].__setitem__(0, 2**40), "int"),
+        (lambda raw: raw.update(surprise=1), "surprise"),
+        (lambda raw: raw.update(version=2), "version"),
+    ],
+)
+def test_a_file_of_the_wrong_shape_says_where(tmp_path, change, complaint):
+    with pytest.raises(FileFormatError, match=complaint):
+        load_graph(saved(tmp_path, change))
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_what_is_not_json_is_refused(tmp_path, data):
+    (tmp_path / "g.json").write_bytes(data)
+    with pytest.raises(FileFormatError):
+        load_graph(tmp_path / "g.json")
+
+
+@pytest.mark.parametrize("data", [b"not gzip", gzip.compress(b"x" * 999)[:-9]])
+def test_what_is_not_gzip_is_refused(tmp_path, data):
+    (tmp_path / "g.json.gz").write_bytes(data)
+    with pytest.raises(FileFormatError):
+        load_graph(tmp_path / "g.json.gz")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileFormatError, match="no such file"):
+        load_graph(tmp_path / "nothing.json")
+
+
+def test_an_unwritable_path_is_named(tmp_path):
+    with pytest.raises(UnwritableError, match="nowhere"):
+        save_graph(training_graph(), tmp_path / "nowhere" / "g.json")

@@ -1,0 +1,79 @@
+import numpy as np
+from builders import Op, graph_of, source
+
+from dovetail.graph import Phase, group
+from dovetail.graph.grouping import colocate, merge_single_consumers
+
+
+def sets(graph, groups):
+    """The groups as sets of op names."""
+    return {
+        frozenset(graph.names[op] for op in np.flatnonzero(groups.of_op == g))
+        for g in range(groups.count)
+    }
+
+
+def test_colocation_joins_updates_views_and_gradients():
+    graph = graph_of(
+        source("w"),
+        Op("a", ("w",)),
+        Op("view", ("a",), view_of="a"),
+        Op("b", ("view",)),
+        Op("grad_b", ("b",), phase=Phase.BACKWARD, gradient_of="b"),
+        Op("update", ("w", "grad_b"), phase=Phase.UPDATE, overwrites="w"),
+    )
+    assert sets(graph, colocate(graph)) == {
+        frozenset({"w", "update"}),
+        frozenset({"a", "view"}),
+        frozenset({"b", "grad_b"}),
+    }
+
+
+def test_ops_of_one_colocation_id_share_a_group():
+    graph = graph_of(Op("a", colocation=3), Op("b", colocation=-1), Op("c", colocation=3))
+    assert sets(graph, colocate(graph)) == {frozenset({"a", "c"}), frozenset({"b"})}
+
+
+def test_a_chain_melts_into_one_group_and_a_fork_does_not():
+    #  a ─► b ─┬─► c ─► d ─┬─► f          b has two consumers, so it stays; c and d join f
+    #          └─► e ──────┘
+    graph = graph_of(
+        Op("a"),
+        Op("b", ("a",)),
+        Op("c", ("b",)),
+        Op("d", ("c",)),
+        Op("e", ("b",)),
+        Op("f", ("d", "e")),
+    )
+    # Once c, d and e have joined f, the consumers of b are one group, and b joins as well.
+    merged = merge_single_consumers(graph, colocate(graph))
+    assert merged.count == 1
+
+    two_ends = graph_of(Op("a"), Op("b", ("a",)), Op("c", ("b",)), Op("e", ("b",)))
+    assert sets(two_ends, merge_single_consumers(two_ends, colocate(two_ends))) == {
+        frozenset({"a", "b"}),
+        frozenset({"c"}),
+        frozenset({"e"}),
+    }
+
+
+def test_a_merge_stops_at_the_largest_share():
+    ops = [Op("op0")] + [Op(f"op{i}", (f"op{i - 1}",)) for i in range(1, 64)]
+    graph = graph_of(*ops)
+    groups = merge_single_consumers(graph, colocate(graph), largest_share=1 / 4)
+    assert groups.count >= 4
+    assert np.bincount(groups.of_op).max() <= 16
+
+
+def test_groups_are_numbered_by_their_first_op_and_cover_all():
+    graph = graph_of(*[Op(f"op{i}") for i in range(5)], Op("end", ("op3", "op1")))
+    groups = group(graph)
+    first = [int(np.flatnonzero(groups.of_op == g)[0]) for g in range(groups.count)]
+    assert first == sorted(first)
+    assert groups.of_op.min() >= 0
+
+
+def test_an_unwritten_source_goes_with_its_first_reader():
+    graph = graph_of(source("x", "input"), Op("a"), Op("b", ("x",)), Op("c", ("x",)))
+    groups = colocate(graph)
+    assert groups.of_op[0] == groups.of_op[2] != groups.of_op[3]

@@ -1,0 +1,127 @@
+from dataclasses import replace
+
+import pytest
+from builders import machine_of
+
+from dovetail.errors import (
+    FileFormatError,
+    MachineError,
+    NoRouteError,
+    UnknownDeviceError,
+    UnknownPresetError,
+)
+from dovetail.machine import (
+    PRESETS,
+    Device,
+    Link,
+    Machine,
+    load_machine,
+    local_machine,
+    parse_machine,
+    save_machine,
+)
+
+
+def test_a_machine_saved_as_toml_loads_equal(tmp_path):
+    machine = machine_of(3)
+    save_machine(machine, tmp_path / "m.toml")
+    assert load_machine(tmp_path / "m.toml") == machine
+
+
+def test_presets_combine_with_counts():
+    machine = parse_machine("4 x k80 + haswell")
+    assert machine.device_names == ("k80:0", "k80:1", "k80:2", "k80:3", "haswell")
+    assert machine.host == "haswell"
+    assert machine.link_index[0, 1] >= 0
+
+
+def test_gpus_without_a_cpu_have_an_implied_host_that_runs_nothing():
+    machine = parse_machine("2 x p100")
+    assert machine.devices[machine.host_index].kind == "host"
+
+
+def test_unlike_gpus_go_through_the_host():
+    machine = parse_machine("k80 + p100 + haswell")
+    assert machine.link_index[0, 1] == -1
+
+
+@pytest.mark.parametrize("model", sorted(PRESETS))
+def test_every_preset_stands_alone(model):
+    assert parse_machine(model).device_names[0] == model
+
+
+@pytest.mark.parametrize("text", ["5 x k81", "", "here/x", "0 x k80", "k80 +", "../etc/passwd"])
+def test_an_unknown_machine_is_named_with_what_there_is(text):
+    with pytest.raises(UnknownPresetError) as raised:
+        parse_machine(text)
+    assert "k80" in raised.value.known
+
+
+def test_here_splits_the_cores_in_disjoint_devices():
+    one = local_machine()
+    count = min(2, len(one.devices[0].cores))
+    many = local_machine(count)
+    cores = [core for device in many.devices for core in device.cores]
+    assert sorted(cores) == sorted(one.devices[0].cores)
+    assert many.local
+
+
+def test_more_devices_than_cores_are_refused():
+    with pytest.raises(MachineError, match="cores here"):
+        local_machine(100_000)
+
+
+def test_measured_rates_do_not_change_the_fingerprint_but_devices_do():
+    machine = machine_of(2)
+    faster = replace(machine, links=tuple(replace(x, latency_seconds=1.0) for x in machine.links))
+    assert faster.fingerprint == machine.fingerprint
+    assert machine_of(3).fingerprint != machine.fingerprint
+
+
+def test_an_unknown_device_is_named_with_those_there_are():
+    with pytest.raises(UnknownDeviceError) as raised:
+        machine_of(2).device_index("d9")
+    assert (raised.value.device, raised.value.known) == ("d9", ("d0", "d1"))
+
+
+def test_two_devices_that_cannot_reach_each_other_are_named():
+    devices = machine_of(3).devices
+    links = (Link("d0", "d1", 1e9, 0.0, "a"), Link("d1", "d0", 1e9, 0.0, "b"))
+    with pytest.raises(NoRouteError) as raised:
+        Machine("m", devices, "d0", links)
+    assert (raised.value.source, raised.value.destination) == ("d0", "d2")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "tpu"},
+        {"memory_bytes": -1},
+        {"flops_per_second": {"float32": 0.0}},
+        {"bandwidth_bytes_per_second": float("nan")},
+        {"op_overhead_seconds": float("inf")},
+    ],
+)
+def test_an_impossible_device_is_refused(change):
+    with pytest.raises(MachineError, match="d0"):
+        replace(machine_of(1).devices[0], **change)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("name = ", "not TOML"),
+        ('name = "m"', "host: Field required"),
+        ('name = "m"\nhost = "a"\nsurprise = 1\n[[devices]]\nname = "a"', "devices.0.kind"),
+    ],
+)
+def test_a_malformed_file_says_where(tmp_path, text, complaint):
+    (tmp_path / "m.toml").write_text(text)
+    with pytest.raises(FileFormatError, match=complaint):
+        load_machine(tmp_path / "m.toml")
+
+
+def test_devices_of_one_name_are_refused():
+    device = Device("a", "cpu", "m", 1, {}, 1.0, 0.0)
+    with pytest.raises(MachineError, match="share a name"):
+        Machine("m", (device, device), "a")
