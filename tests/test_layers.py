@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    {"errors", "units"},
+    {"units"},
+    {"errors"},
     {"runtime"},
     {"graph", "machine", "timeline", "training", "networks"},
     {"frontends", "plans"},

@@ -1,1 +1,54 @@
-"""dovetail: how to run a neural network fastest on the devices you have."""
+"""dovetail: how to run a neural network fastest on the devices you have.
+
+    import dovetail as dt
+
+    step = dt.capture(model, inputs, targets, loss=loss_fn, train=dt.Adam(1e-3))
+    plan = dt.plan(step, machine="here/2", budget="10s")
+    with dt.run(plan, step) as placed:
+        loss = placed.step(*inputs, *targets)
+    plan.save("plan.json")
+    dt.report(plan, step, "plan.html")
+
+Names are imported when they are first used, so that what needs no torch does not wait for it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "SGD": "dovetail.frontends",
+    "Adam": "dovetail.frontends",
+    "AdamW": "dovetail.frontends",
+    "Captured": "dovetail.frontends",
+    "DovetailError": "dovetail.errors",
+    "Graph": "dovetail.graph",
+    "InfeasibleError": "dovetail.errors",
+    "InvalidError": "dovetail.errors",
+    "Machine": "dovetail.machine",
+    "Plan": "dovetail.plans",
+    "RMSProp": "dovetail.frontends",
+    "Timeline": "dovetail.timeline",
+    "capture": "dovetail.frontends",
+    "load_graph": "dovetail.graph",
+    "load_machine": "dovetail.machine",
+    "load_plan": "dovetail.plans",
+    "open_plan": "dovetail.pipeline",
+    "plan": "dovetail.pipeline",
+    "report": "dovetail.pipeline",
+    "run": "dovetail.pipeline",
+    "save_graph": "dovetail.graph",
+    "save_machine": "dovetail.machine",
+}
+__all__ = list(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

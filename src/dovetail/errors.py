@@ -271,7 +271,8 @@ class WorkerError(RunError):
 
 class WorkerDiedError(RunError):
     def __init__(self, device: str, op: str, status: str) -> None:
-        super().__init__(f"the process of device {device} died ({status}) in op {op!r}")
+        where = f"in op {op!r}" if op else "between steps"
+        super().__init__(f"the process of device {device} died ({status}) {where}")
         self.device = device
         self.op = op
         self.status = status

@@ -77,3 +77,17 @@ def test_an_unwritten_source_goes_with_its_first_reader():
     graph = graph_of(source("x", "input"), Op("a"), Op("b", ("x",)), Op("c", ("x",)))
     groups = colocate(graph)
     assert groups.of_op[0] == groups.of_op[2] != groups.of_op[3]
+
+
+def test_a_gradients_view_of_an_arriving_gradient_does_not_chain_layers():
+    graph = graph_of(
+        Op("a"),
+        Op("b", ("a",)),
+        Op("grad_b", ("b",), phase=Phase.BACKWARD, gradient_of="b"),
+        Op("t", ("grad_b",), phase=Phase.BACKWARD, gradient_of="a", view_of="grad_b"),
+        Op("grad_a", ("t",), phase=Phase.BACKWARD, gradient_of="a"),
+    )
+    assert sets(graph, colocate(graph)) == {
+        frozenset({"a", "t", "grad_a"}),
+        frozenset({"b", "grad_b"}),
+    }

@@ -1,0 +1,13 @@
+"""Executors: a checked plan, for real. So far on the CPU devices of one machine."""
+
+from dovetail.executors.measuring import Measurement, measure_interleaved
+from dovetail.executors.placed import Placed, run
+from dovetail.executors.workers import Workers
+
+__all__ = [
+    "Measurement",
+    "Placed",
+    "Workers",
+    "measure_interleaved",
+    "run",
+]

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from dovetail.graph import Graph
 from dovetail.plans import Source
@@ -33,6 +35,24 @@ class Call:
     results: tuple[int, ...] = (0,)
     random: bool = False
     in_place: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch's operators do not pickle; their names do, so that a Program travels to a worker.
+        target = _Operator(str(self.target)) if isinstance(self.target, OpOverload) else self.target
+        return _call, (target, self.args, self.kwargs, self.results, self.random, self.in_place)
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator by name, e.g. "aten.mm.default"."""
+
+    name: str
+
+
+def _call(target: Any, *rest: Any) -> Call:
+    if isinstance(target, _Operator):
+        target = attrgetter(target.name)(torch.ops)
+    return Call(target, *rest)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,7 @@ class Captured:
     module   the module it came from: real weights, or fake ones
     make     builds the module anew with real weights, where the module's are fake; or None
     inputs, targets   the example tensors, as given (fake or real)
+    examples          draws real (inputs, targets), where those are fake; or None
     """
 
     graph: Graph
@@ -83,3 +104,4 @@ class Captured:
     make: Callable[[], torch.nn.Module] | None = None
     inputs: tuple[torch.Tensor, ...] = ()
     targets: tuple[torch.Tensor, ...] = ()
+    examples: Callable[[], tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] | None = None

@@ -51,9 +51,11 @@ def colocate(graph: Graph) -> Groups:
         for op in storage_writers[1:]:
             union.join(op, storage_writers[0])
     for tensor in np.flatnonzero((graph.bases >= 0) & ~graph.overwrites).tolist():
-        made = int(graph.producers[graph.bases[tensor]])
-        if not graph.is_source[made]:
-            union.join(int(graph.producers[tensor]), made)
+        view, made = int(graph.producers[tensor]), int(graph.producers[graph.bases[tensor]])
+        # A gradient's view of the gradient that arrives belongs to its own op: with its base it
+        # would chain each layer to the next.
+        if not graph.is_source[made] and graph.gradient_of[view] < 0:
+            union.join(view, made)
     for op in np.flatnonzero(graph.gradient_of >= 0).tolist():
         union.join(op, int(graph.gradient_of[op]))
     return _numbered(graph, union)

@@ -40,6 +40,14 @@ def _average(x: Tensor) -> Tensor:
     return F.avg_pool2d(x, kernel_size=3, stride=1, padding=1)
 
 
+def _wide(inputs: int, outputs: int) -> Conv:
+    return Conv(inputs, outputs, (1, 7), padding=(0, 3))
+
+
+def _tall(inputs: int, outputs: int) -> Conv:
+    return Conv(inputs, outputs, (7, 1), padding=(3, 0))
+
+
 class BlockA(nn.Module):
     """35x35: 1x1, 5x5, double 3x3 and pooled branches."""
 
@@ -81,17 +89,16 @@ class BlockC(nn.Module):
 
     def __init__(self, inputs: int, inner: int, w192: int) -> None:
         super().__init__()
-        wide, tall = {"kernel": (1, 7), "padding": (0, 3)}, {"kernel": (7, 1), "padding": (3, 0)}
         self.branch1x1 = Conv(inputs, w192, 1)
         self.branch7x7 = nn.Sequential(
-            Conv(inputs, inner, 1), Conv(inner, inner, **wide), Conv(inner, w192, **tall)
+            Conv(inputs, inner, 1), _wide(inner, inner), _tall(inner, w192)
         )
         self.branch7x7_double = nn.Sequential(
             Conv(inputs, inner, 1),
-            Conv(inner, inner, **tall),
-            Conv(inner, inner, **wide),
-            Conv(inner, inner, **tall),
-            Conv(inner, w192, **wide),
+            _tall(inner, inner),
+            _wide(inner, inner),
+            _tall(inner, inner),
+            _wide(inner, w192),
         )
         self.branch_pool = Conv(inputs, w192, 1)
         self.outputs = 4 * w192
@@ -109,8 +116,8 @@ class BlockD(nn.Module):
         self.branch3x3 = nn.Sequential(Conv(inputs, w192, 1), Conv(w192, w320, 3, stride=2))
         self.branch7x7 = nn.Sequential(
             Conv(inputs, w192, 1),
-            Conv(w192, w192, (1, 7), padding=(0, 3)),
-            Conv(w192, w192, (7, 1), padding=(3, 0)),
+            _wide(w192, w192),
+            _tall(w192, w192),
             Conv(w192, w192, 3, stride=2),
         )
         self.outputs = w320 + w192 + inputs
@@ -182,7 +189,7 @@ class InceptionV3(nn.Module):
         def scaled(*widths: int) -> tuple[int, ...]:
             return tuple(max(1, round(width * w)) for w in widths)
 
-        w32, w64, w80, w192 = scaled(32, 64, 80, 192)
+        w32, w64, w80, w192, w320 = scaled(32, 64, 80, 192, 320)
         self.stem = nn.Sequential(
             Conv(3, w32, 3, stride=2),
             Conv(w32, w32, 3),
@@ -192,22 +199,23 @@ class InceptionV3(nn.Module):
             Conv(w80, w192, 3),
             nn.MaxPool2d(3, stride=2),
         )
-        self.blocks = nn.Sequential()
-        channels = w192
-        for pooled in (32, 64, 64):
-            self.blocks.append(BlockA(channels, scaled(48, 64, 96, pooled)))
-            channels = self.blocks[-1].outputs
-        self.blocks.append(BlockB(channels, scaled(64, 96, 384)))
-        channels = self.blocks[-1].outputs
-        for inner in (128, 160, 160, 192):
-            self.blocks.append(BlockC(channels, *scaled(inner, 192)))
-            channels = self.blocks[-1].outputs
-        self.aux = Auxiliary(channels, *scaled(128, 768), classes) if aux else None
-        self.tail = nn.Sequential(BlockD(channels, *scaled(192, 320)))
+        grid35 = [BlockA(w192, scaled(48, 64, 96, 32))]
         for _ in range(2):
-            self.tail.append(BlockE(self.tail[-1].outputs, scaled(192, 320, 384, 448)))
+            grid35.append(BlockA(grid35[-1].outputs, scaled(48, 64, 96, 64)))
+        down17 = BlockB(grid35[-1].outputs, scaled(64, 96, 384))
+        grid17: list[BlockB | BlockC] = [down17]
+        for inner in scaled(128, 160, 160, 192):
+            grid17.append(BlockC(grid17[-1].outputs, inner, w192))
+        self.blocks = nn.Sequential(*grid35, *grid17)
+        channels = grid17[-1].outputs
+        w128, w768 = scaled(128, 768)
+        self.aux = Auxiliary(channels, w128, w768, classes) if aux else None
+        down8 = BlockD(channels, w192, w320)
+        first = BlockE(down8.outputs, scaled(192, 320, 384, 448))
+        second = BlockE(first.outputs, scaled(192, 320, 384, 448))
+        self.tail = nn.Sequential(down8, first, second)
         self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(self.tail[-1].outputs, classes)
+        self.fc = nn.Linear(second.outputs, classes)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = self.blocks(self.stem(images))

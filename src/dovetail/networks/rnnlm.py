@@ -59,7 +59,7 @@ class Softmax(nn.Module):
 
 
 class RNNLM(nn.Module):
-    """The unrolled language model; its input is time-major, so that a step's tokens are contiguous."""
+    """The unrolled model; its input is time-major, so that a step's tokens are contiguous."""
 
     def __init__(self, layers: int = 2, hidden: int = 2048, vocabulary: int = 10_000) -> None:
         super().__init__()

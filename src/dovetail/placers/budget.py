@@ -41,6 +41,7 @@ class Budget:
 
     seconds, evaluations   limits; inf: none
     clock                  returns seconds; only differences count
+    pace_seconds           what one evaluation of the latest batch took
     interrupted            a Ctrl-C arrived: nothing more is bought, but for what must be
     progress               called with (share of the budget spent, best feasible value or inf)
     """
@@ -51,7 +52,7 @@ class Budget:
     progress: Callable[[float, float], None] | None = None
     interrupted: bool = False
     spent: int = 0
-    evaluating_seconds: float = 0.0
+    pace_seconds: float = 0.0
     best: tuple[Score, GroupPlacement, NDArray[np.int64]] | None = None
     _ledger: dict[bytes, tuple[Score, NDArray[np.int64]]] = field(default_factory=dict)
     _began: float = field(init=False)
@@ -81,6 +82,11 @@ class Budget:
         """Has this placement been evaluated?"""
         return placement.tobytes() in self._ledger
 
+    @property
+    def distinct(self) -> int:
+        """Number of placements that have been evaluated."""
+        return len(self._ledger)
+
     def peaks(self, placement: GroupPlacement) -> NDArray[np.int64]:
         """[devices] peak memory in bytes of a placement that was evaluated."""
         return self._ledger[placement.tobytes()][1]
@@ -97,9 +103,9 @@ class Budget:
         rows = {key: i for i, key in enumerate(keys) if key not in self._ledger}
         wanted = sorted(rows.values())
         for batch in _batches(wanted, len(problem.graph)):
-            if self.exhausted and not always:
-                break
             affordable = batch if always else batch[: int(min(self.left, len(batch)))]
+            if not affordable or (self.exhausted and not always):
+                break
             try:
                 self._buy(problem, placements[affordable])
             except KeyboardInterrupt:
@@ -117,7 +123,7 @@ class Budget:
             self._ledger[row.tobytes()] = (score, found.peak_memory_bytes[i])
             if self.best is None or score < self.best[0]:
                 self.best = (score, row.copy(), found.peak_memory_bytes[i])
-        self.evaluating_seconds += self.clock() - began
+        self.pace_seconds = (self.clock() - began) / len(placements)
         if self.progress is not None and self.best is not None:
             score = self.best[0]
             self.progress(self.fraction, np.inf if score.lacking_bytes else score.value)

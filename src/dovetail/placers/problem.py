@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError, PinError
-from dovetail.graph import EVERYWHERE, Graph, Groups, Phase
+from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.machine import Machine
-from dovetail.plans import Placement, capacities_of
+from dovetail.plans import capacities_of
 
 if TYPE_CHECKING:  # placers are handed an evaluator; nothing of the simulator runs from here
     from dovetail.simulator import Evaluation
@@ -48,14 +48,13 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        return self.allowed.shape[1]
+        return int(self.allowed.shape[1])
 
     @cached_property
     def work_seconds(self) -> NDArray[np.float64]:
         """[groups, devices] summed compute seconds; inf where an op of the group cannot run."""
         columns = self.costs.compute_seconds.T
         of_op, count = self.groups.of_op, self.groups.count
-        # bincount would turn inf * 0 into NaN nowhere: it only adds.
         return np.stack([np.bincount(of_op, weights=c, minlength=count) for c in columns], axis=1)
 
     @cached_property
@@ -67,8 +66,7 @@ class Problem:
         graph = self.graph
         producers, readers = graph.producers, graph.readers
         source = graph.is_source[producers]
-        lives = source & (graph.residences[producers] >= EVERYWHERE)
-        lives &= ~(source & (np.array(graph.kinds)[producers] == "input"))
+        lives = self._lives
         late = np.isin(graph.phases[readers], (Phase.BACKWARD, Phase.UPDATE))
         kept = np.zeros(graph.tensors, dtype=bool)
         kept[graph.input_tensors[late]] = True
@@ -77,6 +75,22 @@ class Problem:
         weights = np.where(lives | kept, graph.tensor_bytes, 0)
         owners = self.groups.of_op[producers]
         return np.bincount(owners, weights=weights, minlength=self.groups.count).astype(np.int64)
+
+    @cached_property
+    def made_bytes(self) -> NDArray[np.int64]:
+        """[groups] bytes if everything that a group makes stayed: parameters, state, all outputs."""
+        graph = self.graph
+        made = self._lives | (~graph.is_source[graph.producers] & (graph.bases < 0))
+        weights = np.where(made, graph.tensor_bytes, 0)
+        owners = self.groups.of_op[graph.producers]
+        return np.bincount(owners, weights=weights, minlength=self.groups.count).astype(np.int64)
+
+    @property
+    def _lives(self) -> NDArray[np.bool_]:
+        """[tensors] there before the step, on a device of our choice."""
+        graph = self.graph
+        source = graph.is_source[graph.producers]
+        return np.asarray(source & (graph.residences[graph.producers] != HOST))
 
     @cached_property
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
@@ -90,13 +104,26 @@ class Problem:
         pairs, inverse = np.unique(ends[:, :2], axis=0, return_inverse=True)
         sizes = graph.tensor_bytes[ends[:, 2]].astype(np.float64)
         sums = np.bincount(inverse.ravel(), weights=sizes, minlength=len(pairs))
-        return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), sums
+        return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), sums.astype(np.float64)
 
     @cached_property
     def fastest(self) -> GroupPlacement:
         """[groups] the allowed device with the least work seconds; ties: the first."""
         seconds = np.where(self.allowed, self.work_seconds, np.inf)
-        return seconds.argmin(axis=1).astype(np.int32)
+        return np.asarray(seconds.argmin(axis=1), dtype=np.int32)
+
+    @cached_property
+    def device_sets(self) -> list[list[int]]:
+        """All devices; and where they are unlike, those of the model that works fastest."""
+        devices = [d for d, device in enumerate(self.machine.devices) if device.kind != "host"]
+        models = [self.machine.devices[d].model for d in devices]
+        if len(set(models)) == 1:
+            return [devices]
+        runs = np.isfinite(self.work_seconds)
+        seconds = np.where(runs, self.work_seconds, 0.0).sum(axis=0)
+        best = min(devices, key=lambda d: (-runs[:, d].sum(), seconds[d], d))
+        model = self.machine.devices[best].model
+        return [devices, [d for d in devices if self.machine.devices[d].model == model]]
 
     @cached_property
     def free(self) -> NDArray[np.int32]:
@@ -163,7 +190,7 @@ def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> ND
     kinds = [device.kind for device in machine.devices]
     runs = np.array([kind != "host" for kind in kinds])
 
-    @lru_cache(maxsize=None)
+    @cache
     def of_kinds(wanted: tuple[str, ...]) -> NDArray[np.bool_]:
         return runs if not wanted else runs & np.array([kind in wanted for kind in kinds])
 
@@ -209,7 +236,7 @@ def _pinned(
 def _matched(graph: Graph, pattern: str) -> NDArray[np.bool_]:
     """[ops] whose name, module or a module around it matches."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def inside(module: str) -> bool:
         same = module == pattern or module.startswith(pattern + ".")
         return same or fnmatchcase(module, pattern) or fnmatchcase(module, pattern + ".*")
@@ -221,8 +248,3 @@ def _matched(graph: Graph, pattern: str) -> NDArray[np.bool_]:
         ],
         dtype=bool,
     )
-
-
-def as_placement(problem: Problem, placement: NDArray[np.integer]) -> Placement:
-    """A settled group placement as a placement [ops]."""
-    return problem.spread(problem.settle(placement))

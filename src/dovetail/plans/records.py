@@ -5,11 +5,13 @@ on the host, what is updated lives with its update, the rest wherever it is read
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.machine import Machine
+from dovetail.units import format_bytes, format_seconds
 
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load")
@@ -86,3 +88,28 @@ class Plan:
     def gap(self) -> float:
         """How far the value may be above the optimum: (value - bound) / bound; inf: no bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound > 0 else float("inf")
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all. Raises `UnwritableError`."""
+        from dovetail.plans.files import save_plan  # files reads these records
+
+        save_plan(self, path)
+
+    def __str__(self) -> str:
+        """A table of the methods, best first, and of the memory each device needs."""
+        rows = [
+            f"{self.source.model or 'graph'} on {self.machine.name}: {self.objective} "
+            f"{format_seconds(self.value)} by {self.placer}, at most {self.gap:.1%} above the "
+            f"optimum ({self.bound_proof})"
+        ]
+        known = [(v, name) for name, v in self.baselines.items() if v is not None]
+        rows += [
+            f"  {name:<14}{format_seconds(v):>10}{v / self.value:8.2f} x"
+            for v, name in sorted(known)
+        ]
+        rows += [f"  {name:<14}no feasible plan" for name, v in self.baselines.items() if v is None]
+        rows += [
+            f"  {device.name:<14}{format_bytes(peak):>10} of {format_bytes(device.memory_bytes)}"
+            for device, peak in zip(self.machine.devices, self.peak_memory_bytes, strict=True)
+        ]
+        return "\n".join(rows)

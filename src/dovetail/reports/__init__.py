@@ -1,0 +1,28 @@
+"""Reports: one record, drawn as terminal tables, a web page or a trace."""
+
+from dovetail.reports.limits import Limits, find_limits
+from dovetail.reports.page import write_html
+from dovetail.reports.records import Report
+from dovetail.reports.tables import (
+    graph_summary,
+    limits_table,
+    machine_table,
+    networks_table,
+    plan_table,
+    run_table,
+)
+from dovetail.reports.trace import chrome_trace
+
+__all__ = [
+    "Limits",
+    "Report",
+    "chrome_trace",
+    "find_limits",
+    "graph_summary",
+    "limits_table",
+    "machine_table",
+    "networks_table",
+    "plan_table",
+    "run_table",
+    "write_html",
+]

@@ -48,3 +48,18 @@ def _new_mode() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise `UnwritableError` now where `write_atomically` would later, after long work."""
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(None, "is a folder")
+        if not target.exists() or target.is_file():
+            handle, temporary = tempfile.mkstemp(dir=target.resolve().parent, prefix=".dovetail.")
+            os.close(handle)
+            os.unlink(temporary)
+    except (OSError, ValueError) as error:
+        detail = error.strerror if isinstance(error, OSError) else str(error)
+        raise UnwritableError(os.fspath(path), detail or str(error)) from error

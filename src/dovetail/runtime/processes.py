@@ -144,7 +144,10 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
 
 def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> list[Worker]:
     """Block until some worker has a message, or has died; those whose `receive` returns."""
-    return [w for w in wait(list(workers), timeout_seconds) if isinstance(w, Worker)]
+    by_descriptor = {worker.fileno(): worker for worker in workers}
+    return [
+        by_descriptor[d] for d in wait(list(by_descriptor), timeout_seconds) if isinstance(d, int)
+    ]
 
 
 def describe_status(status: int) -> str:

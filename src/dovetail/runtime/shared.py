@@ -6,7 +6,7 @@ open or mapped. Its descriptor travels over a worker's channel.
 
 import mmap
 import os
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -51,12 +51,13 @@ class Block:
         """[size_bytes] all of it."""
         return np.frombuffer(self._memory, dtype=np.uint8)
 
-    def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
+    def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """The array of `shape` that starts `offset` bytes in."""
         return np.ndarray(shape, dtype=dtype, buffer=self._memory, offset=offset)
 
     def close(self) -> None:
-        """Give up the descriptor; views stay valid, and keep the memory while they live."""
+        """Give up the memory; it goes with the last view of it, here and elsewhere."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+            del self._memory

@@ -11,6 +11,7 @@ Flags are passed by address: unboxing an array costs more than the wait itself.
 """
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,13 @@ SPINS = 64
 """Looks between two `sched_yield`: some microseconds, about one hop."""
 
 _INT64 = ir.IntType(64)
-_PAUSE = {"x86_64": "pause", "aarch64": "yield"}.get(platform.machine(), "")
+# numba passes the first argument of an intrinsic itself, which its types do not know.
+_intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
+_declare: Any = cgutils.get_or_insert_function
+_PAUSE = {"x86_64": "llvm.x86.sse2.pause"}.get(platform.machine())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic
 def _load(typing: Any, address: Any) -> Any:
     """int64 at `address`, with acquire ordering."""
 
@@ -40,7 +44,7 @@ def _load(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic
 def _store(typing: Any, address: Any, value: Any) -> Any:
     """Write int64 `value` to `address`, with release ordering."""
 
@@ -52,33 +56,34 @@ def _store(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic
 def _pause(typing: Any) -> Any:
-    """Tell the core that this is a spin loop."""
+    """Tell the core that this is a spin loop, where it has an instruction for that."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = ir.FunctionType(ir.VoidType(), [])
-        builder.call(ir.InlineAsm(function, _PAUSE, "", side_effect=True), [])
+        if _PAUSE is not None:
+            function = ir.FunctionType(ir.VoidType(), [])
+            builder.call(_declare(builder.module, function, _PAUSE), [])
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic
 def _sched_yield(typing: Any) -> Any:
     """Let another thread have this core, if one is waiting for it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # Declared by name: an address taken through ctypes could not be cached on disk.
         function = ir.FunctionType(ir.IntType(32), [])
-        external = cgutils.get_or_insert_function(builder.module, function, "sched_yield")
+        external = _declare(builder.module, function, "sched_yield")
         builder.call(external, [])
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
-@njit("int64(int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64)", nogil=True, cache=True)
 def wait(flag: int, value: int, abort: int) -> int:
     """Block until the flag is at least `value`; what it is then, or `ABORTED`."""
     while True:
@@ -92,13 +97,13 @@ def wait(flag: int, value: int, abort: int) -> int:
         _sched_yield()
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("void(int64, int64)", nogil=True, cache=True)
 def publish(flag: int, value: int) -> None:
     """Set the flag, after all that was written before."""
     _store(flag, value)
 
 
-@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def barrier(flags: int, count: int, own: int, value: int, abort: int) -> int:
     """Arrive at flag `own` of the `count` flags (one a cache line) from address `flags` on, and
     block until every one is at least `value`. Returns `value`, or `ABORTED`."""

@@ -1,0 +1,7 @@
+"""Simulating plans event by event, and bounds that no plan can beat."""
+
+from dovetail.simulator.bounds import LowerBound, lower_bound
+from dovetail.simulator.loads import device_loads
+from dovetail.simulator.simulate import Evaluation, Simulator
+
+__all__ = ["Evaluation", "LowerBound", "Simulator", "device_loads", "lower_bound"]

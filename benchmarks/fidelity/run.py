@@ -1,0 +1,144 @@
+"""Predicted against measured step seconds of 20 plans a network on here/2, interleaved.
+
+    python benchmarks/fidelity/run.py [--repeats 3] [--steps 10] [--only rnnlm] [--csv FILE]
+
+8 random placements, 6 blended (each op from a planned placement with probability .5, else random)
+and 6 planned ones. Ops that must share a device are placed together; nothing else is.
+"""
+
+import argparse
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from scipy.stats import kendalltau
+
+import dovetail as dt
+from dovetail.executors import Workers
+from dovetail.executors import run as execute
+from dovetail.pipeline import costs_of, resolve_machine, resolve_model
+from dovetail.simulator import Simulator
+
+CASES = (
+    ("zoo:rnnlm?layers=2&steps=40&batch=16&vocabulary=1000&hidden=128", ""),
+    ("zoo:rnnlm?layers=2&steps=20&batch=16&vocabulary=1000&hidden=256", "adam"),
+    ("zoo:inception_v3?batch=1&size=149", ""),
+    ("zoo:inception_v3?batch=2&size=149", "rmsprop"),
+)
+KINDS = ("random", "blended", "planned")
+
+
+def placements(graph, planned: list[np.ndarray], rng) -> list[tuple[str, np.ndarray]]:
+    """(kind, [ops]) for 8 random, 6 blended and 6 planned placements."""
+    pinned = must_share(graph)
+
+    def random() -> np.ndarray:
+        return rng.integers(0, 2, pinned.max() + 1).astype(np.int32)[pinned]
+
+    def blend(one: np.ndarray) -> np.ndarray:
+        keep = rng.random(pinned.max() + 1)[pinned] < 0.5
+        return np.where(keep, one, random()).astype(np.int32)
+
+    return (
+        [("random", random()) for _ in range(8)]
+        + [("blended", blend(one)) for one in planned]
+        + [("planned", one) for one in planned]
+    )
+
+
+def must_share(graph) -> np.ndarray:
+    """[ops] the set of ops, by colocation id, that an op must share a device with."""
+    own = np.arange(len(graph)) + graph.colocation.max() + 1
+    ids = np.where(graph.colocation >= 0, graph.colocation, own)
+    return np.unique(ids, return_inverse=True)[1]
+
+
+def measure_case(model: str, train: str, repeats: int, steps: int, seed: int) -> list[dict]:
+    step = resolve_model(model, train)
+    graph = step.graph
+    machine = resolve_machine("here/2")
+    base = dt.plan(step, machine, placer="single")
+    methods = (("expert", 0), ("balanced", 0), ("etf", 0), *(("local_search", s) for s in range(3)))
+    planned = [
+        dt.plan(step, machine, placer=placer, seed=s, budget="1500e").placement
+        for placer, s in methods
+    ]
+    chosen = placements(graph, planned, np.random.default_rng(seed))
+    simulator = Simulator(graph, machine, costs_of(step, machine))
+    rows = []
+    with Workers(machine) as workers:
+        running = []
+        for kind, placement in chosen:
+            timeline = simulator.timeline(placement)
+            plan = replace(
+                base,
+                placement=placement,
+                orders=tuple(timeline.order_of(d) for d in range(2)),
+                value=timeline.step_seconds,
+                peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+            )
+            running.append(execute(plan, step, workers=workers))
+            rows.append({"model": model, "train": train, "kind": kind, "predicted": plan.value})
+        for repeat in range(repeats):
+            for row, placed in zip(track(rows, f"repeat {repeat}"), running, strict=True):
+                row[f"measured {repeat}"] = placed.measure(steps=steps).median_seconds
+        for placed in running:
+            placed.close()
+    return rows
+
+
+def summarise(rows: list[dict], repeats: int) -> dict[str, float]:
+    predicted = np.array([row["predicted"] for row in rows])
+    measured = np.array([[row[f"measured {r}"] for r in range(repeats)] for row in rows])
+    middle = np.median(measured, axis=1)
+    between = [
+        kendalltau(measured[:, a], measured[:, b]).statistic
+        for a in range(repeats)
+        for b in range(a)
+    ]
+    return {
+        "median absolute error": float(np.median(np.abs(predicted / middle - 1))),
+        "signed": float(np.median(predicted / middle - 1)),
+        "tau": float(kendalltau(predicted, middle).statistic),
+        "tau between repeats": float(np.median(between)) if between else float("nan"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    console = Console(width=160)
+    everything = []
+    console.print("| network | placements | median error | signed | tau | tau between repeats |")
+    console.print("|---|---|---|---|---|---|")
+    for model, train in CASES:
+        if arguments.only not in f"{model} {train or 'inference'}":
+            continue
+        rows = measure_case(model, train, arguments.repeats, arguments.steps, arguments.seed)
+        everything += rows
+        for kinds in (KINDS, *((kind,) for kind in KINDS)):
+            found = summarise([row for row in rows if row["kind"] in kinds], arguments.repeats)
+            name = f"{model.removeprefix('zoo:')} {train or 'inference'}"
+            console.print(
+                f"| {name} | {'all 20' if len(kinds) > 1 else kinds[0]} "
+                f"| {found['median absolute error']:.1%} | {found['signed']:+.1%} "
+                f"| {found['tau']:.2f} | {found['tau between repeats']:.2f} |",
+                markup=False,
+            )
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(everything[0]))
+            writer.writeheader()
+            writer.writerows(everything)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Measured costs: each distinct op signature timed once per kind of device, and kept.
+
+Devices of one kind (same processor, same number of cores) are timed at the same time, each with
+its share of the signatures: that is twice as fast on two devices, and what each sees of the memory
+and the caches is what it will see when a plan keeps the others busy.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.costs.cache import CostCache, Measured
+from dovetail.costs.records import Costs
+from dovetail.costs.worker import Layout
+from dovetail.errors import CostError, ProcessError
+from dovetail.frontends import Call, Program, Ref
+from dovetail.graph import Graph
+from dovetail.machine import Device, Machine
+from dovetail.runtime.processes import Worker, launch, ready
+
+PROTOCOL = 1
+"""Part of every cache key: raise it when what is measured changes."""
+_SAVE_EVERY = 64
+
+Progress = Callable[[float], None]
+
+
+def device_key(device: Device, machine: Machine) -> str:
+    """Everything that a measurement on this device depends on."""
+    peers = sum(_kind(other) == _kind(device) for other in machine.devices)
+    return (
+        f"{device.model} | {len(device.cores)} cores | {peers} at once | torch {torch.__version__} "
+        f"| protocol {PROTOCOL}"
+    )
+
+
+def measured_costs(
+    graph: Graph,
+    program: Program | None,
+    machine: Machine,
+    cache: CostCache,
+    *,
+    progress: Progress = lambda _fraction: None,
+) -> Costs:
+    """[ops, devices] measured seconds; what the cache holds is not measured again.
+
+    program   None (a graph from a file) works only if the cache holds every signature;
+              `CostError` names the first op it lacks.
+    """
+    seconds = np.zeros((len(graph), len(machine.devices)))
+    ops = np.flatnonzero(~graph.is_source)
+    first: dict[str, int] = {}
+    for op in ops.tolist():
+        first.setdefault(graph.signatures[op], op)
+    for kind, devices in _kinds(machine).items():
+        key = device_key(devices[0], machine)
+        known = cache.costs(key, first)
+        missing = [op for signature, op in first.items() if signature not in known]
+        if missing and program is None:
+            raise CostError(
+                graph.names[missing[0]],
+                "it was never measured here, and a saved graph holds no calls to measure; "
+                "name the model instead of its graph",
+            )
+        if missing and program is not None:
+            known |= _measure(graph, program, missing, devices, cache, key, progress)
+        column = np.array([known[graph.signatures[op]].seconds for op in ops.tolist()])
+        for d, device in enumerate(machine.devices):
+            if _kind(device) == kind:
+                seconds[ops, d] = column
+                seconds[_refused(graph, device), d] = np.inf
+    return Costs(seconds, "measured")
+
+
+def _kind(device: Device) -> tuple[str, int]:
+    return device.model, len(device.cores)
+
+
+def _kinds(machine: Machine) -> dict[tuple[str, int], list[Device]]:
+    kinds = defaultdict(list)
+    for device in machine.devices:
+        kinds[_kind(device)].append(device)
+    return kinds
+
+
+def _refused(graph: Graph, device: Device) -> NDArray[np.bool_]:
+    return np.array([bool(kinds) and device.kind not in kinds for kinds in graph.device_kinds])
+
+
+def _measure(
+    graph: Graph,
+    program: Program,
+    ops: list[int],
+    devices: list[Device],
+    cache: CostCache,
+    key: str,
+    progress: Progress,
+) -> dict[str, Measured]:
+    """Time these ops, handing each worker the next one as it comes free; save as we go."""
+    found: dict[str, Measured] = {}
+    unsaved: dict[str, Measured] = {}
+    todo = list(reversed(ops))
+    with ExitStack() as stack:
+        busy: dict[Worker, int] = {}
+        for device in devices[: len(ops)]:
+            threads = len(device.cores)
+            worker = stack.enter_context(
+                launch(
+                    "dovetail.costs.worker:serve",
+                    cores=device.cores,
+                    threads=threads,
+                    name=device.name,
+                )
+            )
+            worker.send(("set up", threads))
+            worker.receive()
+            _hand(worker, busy, todo, graph, program)
+        while busy:
+            for worker in ready(busy):
+                op = busy.pop(worker)
+                try:
+                    timing = worker.receive()
+                except ProcessError as error:
+                    raise CostError(graph.names[op], f"its call failed:\n{error}") from error
+                unsaved[graph.signatures[op]] = Measured(timing.median_seconds, timing.spread)
+                _hand(worker, busy, todo, graph, program)
+            if len(unsaved) >= _SAVE_EVERY or not busy:
+                cache.add_costs(key, unsaved)
+                found |= unsaved
+                unsaved = {}
+                progress(len(found) / len(ops))
+    return found
+
+
+def _hand(
+    worker: Worker, busy: dict[Worker, int], todo: list[int], graph: Graph, program: Program
+) -> None:
+    """Give the worker its next op, if there is one."""
+    if not todo:
+        return
+    op = todo.pop()
+    call = program.calls[op]
+    assert call is not None, graph.names[op]
+    worker.send(("time", call, _layouts(graph, call)))
+    busy[worker] = op
+
+
+def _layouts(graph: Graph, call: Call) -> dict[int, Layout]:
+    """Layout of every tensor that the call reads."""
+    layouts: dict[int, Layout] = {}
+
+    def visit(value: object) -> None:
+        if isinstance(value, Ref):
+            t = value.tensor
+            layouts[t] = (graph.shapes[t], graph.strides[t], graph.dtypes[t])
+        elif isinstance(value, tuple | list):
+            for element in value:
+                visit(element)
+        elif isinstance(value, dict):
+            for element in value.values():
+                visit(element)
+
+    visit(call.args)
+    visit(call.kwargs)
+    return layouts

@@ -1,0 +1,90 @@
+"""The probe: what the devices of this machine, and the links between them, really do.
+
+Takes a few seconds, most of them to start processes; the cache keeps what it finds.
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dovetail.costs.cache import CostCache
+from dovetail.costs.measured import device_key
+from dovetail.costs.worker import HOP_BYTES
+from dovetail.machine import Machine
+from dovetail.runtime.processes import Worker, launch
+from dovetail.runtime.shared import Block
+
+_BLOCK_BYTES = 256 + max(HOP_BYTES)
+
+
+def probed_machine(machine: Machine, cache: CostCache, *, fresh: bool = False) -> Machine:
+    """The machine with measured rates, from the cache unless `fresh`.
+
+    Devices are measured at the same time, as they will work. Links are taken to be alike: one pair
+    is measured and stands for all.
+    """
+    key = f"{machine.name} | {device_key(machine.devices[0], machine)}"
+    rates = None if fresh else cache.probe(key)
+    if rates is None:
+        rates = _measure(machine)
+        cache.add_probe(key, rates)
+    devices = tuple(
+        replace(device, **found)
+        for device, found in zip(machine.devices, rates["devices"], strict=True)
+    )
+    links = tuple(replace(link, **rates["link"]) for link in machine.links)
+    return replace(machine, devices=devices, links=links)
+
+
+def fit_link(hop_seconds: dict[int, float]) -> dict[str, float]:
+    """Latency and bandwidth with the least squared *relative* error over the measured sizes:
+    (latency + bytes / bandwidth) / seconds = 1. Neither comes out negative."""
+    sizes = np.array(sorted(hop_seconds), dtype=np.float64)
+    seconds = np.array([hop_seconds[int(size)] for size in sizes])
+    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
+    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
+    if latency <= 0 or per_byte <= 0:
+        latency = seconds[0]
+        per_byte = max(seconds[-1] - seconds[0], 1e-12) / sizes[-1]
+    return {"latency_seconds": float(latency), "bandwidth_bytes_per_second": float(1 / per_byte)}
+
+
+def _measure(machine: Machine) -> dict[str, Any]:
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                launch(
+                    "dovetail.costs.worker:serve",
+                    cores=device.cores,
+                    threads=len(device.cores),
+                    name=device.name,
+                )
+            )
+            for device in machine.devices
+        ]
+        for worker, device in zip(workers, machine.devices, strict=True):
+            worker.send(("set up", len(device.cores)))
+        for worker in workers:
+            worker.receive()
+            worker.send(("rates",))
+        devices = [worker.receive() for worker in workers]
+        link = fit_link(_hops(workers[0], workers[1])) if machine.links else {}
+    return {"devices": devices, "link": link}
+
+
+def _hops(first: Worker, second: Worker) -> dict[int, float]:
+    block = Block.create(_BLOCK_BYTES)
+    for worker in (first, second):
+        worker.send(("block",))
+        worker.send_descriptor(block.descriptor)
+        worker.receive()
+    seconds: dict[int, float] = {}
+    for round_base in (0, 10**6):  # the first game warms up
+        for worker in (first, second):
+            worker.send(("hops", worker is first, round_base))
+        seconds = first.receive()
+        second.receive()
+    block.close()
+    return seconds

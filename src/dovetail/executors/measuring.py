@@ -1,0 +1,81 @@
+"""Measuring plans at work.
+
+The protocol is RL17's (Mirhoseini et al., "Device Placement Optimization with Reinforcement
+Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4): warm up, run some steps, drop
+the first, report the rest. Differences: the median, as identical runs differ on a shared machine.
+The steps that count are not stamped; a few more are, for the timeline.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import UsageError
+from dovetail.runtime.timers import summarise
+from dovetail.timeline import Timeline
+
+TIMED_STEPS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """step_seconds [steps]: each step that counts. timeline: the median one of the stamped."""
+
+    step_seconds: NDArray[np.float64]
+    timeline: Timeline
+
+    @property
+    def median_seconds(self) -> float:
+        return float(np.median(self.step_seconds))
+
+    @property
+    def mean_seconds(self) -> float:
+        return float(np.mean(self.step_seconds))
+
+    @property
+    def minimum_seconds(self) -> float:
+        return float(np.min(self.step_seconds))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median."""
+        return summarise(self.step_seconds.tolist()).spread
+
+
+def measure_steps(
+    advance: Callable[[bool], float], timeline: Callable[[], Timeline], *, steps: int, warmup: int
+) -> Measurement:
+    """Warm up, run `steps` (at least 2) steps, drop the first; then stamped ones.
+
+    `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's.
+    """
+    if steps < 2:
+        raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")
+    for _ in range(warmup):
+        advance(False)
+    seconds = [advance(False) for _ in range(steps)][1:]
+    timelines = []
+    for _ in range(TIMED_STEPS):
+        advance(True)
+        timelines.append(timeline())
+    timelines.sort(key=lambda timeline: timeline.step_seconds)
+    return Measurement(np.array(seconds), timelines[TIMED_STEPS // 2])
+
+
+class Measurable(Protocol):
+    def measure(self, *, steps: int, warmup: int) -> Measurement: ...
+
+
+def measure_interleaved(
+    placed: Sequence[Measurable], *, steps: int = 10, warmup: int = 2, repeats: int = 3
+) -> list[list[Measurement]]:
+    """[placed][repeats]: measure all in turn, `repeats` times over, so that what disturbs the
+    machine for a while disturbs all alike. The others sleep meanwhile."""
+    found: list[list[Measurement]] = [[] for _ in placed]
+    for repeat in range(repeats):
+        for of_one, one in zip(found, placed, strict=True):
+            of_one.append(one.measure(steps=steps, warmup=warmup if repeat == 0 else 1))
+    return found

@@ -1,0 +1,345 @@
+"""A plan at work: its parameters in shared memory, its devices' processes ready for steps.
+
+    parent                   shared block                       worker of a device
+    step(*inputs) ─ copy ──► inputs                             reads its sources in place
+                             parameters, state ◄─ updated ───── by the device they live on
+                             slots and flags   ◄─────────────►  between devices
+    result ◄─────── copy ─── outputs           ◄─ copied ────── after the step
+
+Parameters are written and read by this process between steps only, so that `state_dict` needs no
+help of the workers.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.errors import (
+    ProcessDiedError,
+    ProcessError,
+    RunError,
+    UsageError,
+    WorkerDiedError,
+    WorkerError,
+)
+from dovetail.executors.measuring import Measurement, measure_steps
+from dovetail.executors.shares import Share, share_out
+from dovetail.executors.slots import distinct, tensor_at
+from dovetail.executors.timelines import progress_of, step_span, timeline_of
+from dovetail.executors.worker import Failed, Load, Step, Unload
+from dovetail.executors.workers import Workers
+from dovetail.frontends.arguments import fill_refs
+from dovetail.frontends.interpret import example_values, held_values, source_value
+from dovetail.frontends.program import Captured
+from dovetail.plans import Plan, check
+from dovetail.runtime.processes import Worker, ready
+from dovetail.runtime.shared import Block
+from dovetail.runtime.waiting import address_of, publish
+from dovetail.timeline import Timeline
+
+DRAIN_SECONDS = 10.0
+
+
+class Placed:
+    """A loaded plan; a context manager. Made by `executors.run`.
+
+    After a failed step it is closed, and says so.
+    """
+
+    def __init__(
+        self, plan: Plan, captured: Captured, workers: Workers, owns_workers: bool, seed: int
+    ) -> None:
+        self.plan = plan
+        self.captured = captured
+        self.workers = workers
+        self._owns_workers = owns_workers
+        self._seed = seed
+        self._closed = ""
+        self._steps = 0
+        self._key = workers.new_key()
+        self._shares = share_out(plan, captured.graph)
+        self._block = Block.create(self._shares.size_bytes)
+        self._abort = address_of(self._block.view(self._shares.abort, (1,), np.int64))
+        self._sources = {t: tensor_at(self._block, s) for t, s in self._shares.sources.items()}
+        self._by_name = _source_tensors(captured)
+        self._held = _fill(captured, self._sources, seed)
+        self._fed = False
+        self._processes: list[Worker] = []
+        self._load()
+
+    def step(self, *tensors: Tensor) -> Any:
+        """Run one step on the inputs, then the targets.
+
+        Returns the loss in training, else what the model returns. Raises `UsageError` for tensors
+        that do not fit, `WorkerError` or `WorkerDiedError` if a device fails.
+        """
+        self.feed(tensors)
+        self._advance()
+        return self._results()
+
+    def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Set the inputs and targets of the steps to come; None: the captured examples."""
+        self._check_open()
+        captured = self.captured
+        if tensors is None:
+            inputs, targets = example_values(captured, self._seed)
+            tensors = (*inputs, *targets)
+        names = [f"input.{i}" for i in range(len(captured.inputs))]
+        if captured.graph.training:
+            names += [f"target.{i}" for i in range(len(captured.targets))]
+        elif len(tensors) == len(names) + len(captured.targets):
+            tensors = tensors[: len(names)]  # inference has no use for targets
+        if len(tensors) != len(names):
+            raise UsageError("step", f"takes {', '.join(names)}, but got {len(tensors)} tensors")
+        for name, tensor in zip(names, tensors, strict=True):
+            if name in self._by_name:
+                _copy_into(self._sources[self._by_name[name]], tensor, name)
+        self._fed = True
+
+    def _advance(self, timed: bool = False) -> float:
+        """Run one step on what was fed last; its seconds, from the first device's start to the
+        last one's end. `timed`: stamp every instruction for `timeline`."""
+        self._check_open()
+        if not self._fed:
+            self.feed()
+        self._steps += 1
+        request = Step(self._key, self._steps, timed)
+        waiting = dict(zip(self._processes, self._shares.shares, strict=True))
+        try:
+            self._send(request, waiting)
+            self._collect(waiting)
+        except BaseException as error:
+            self._give_up(waiting, error)
+            raise
+        begin, end = step_span(self._shares.shares, self._block)
+        return (end - begin) / 1e9
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of parameters and buffers, under the names of the plain module's state_dict."""
+        self._check_open()
+        return {name: self._value_of(name).clone() for name in self.captured.module.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set parameters and buffers. Raises `UsageError` for missing, unknown or misshapen ones;
+        then nothing has changed."""
+        self._check_open()
+        names = list(self.captured.module.state_dict())
+        missing, unknown = set(names) - set(state), set(state) - set(names)
+        if missing or unknown:
+            raise UsageError(
+                "state_dict", f"lacks {sorted(missing)}, has unknown {sorted(unknown)}"
+            )
+        for name in names:
+            _check_fits(self._value_of(name), state[name], name)
+        for name in names:
+            self._value_of(name).copy_(state[name])
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """Copies of the optimizer's state, as "PARAMETER/exp_avg"."""
+        self._check_open()
+        return {
+            source.name: self._sources[self.captured.graph.outputs_of(op)[0]].clone()
+            for op, source in enumerate(self.captured.program.sources)
+            if source is not None and source.role == "state"
+        }
+
+    def measure(
+        self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
+    ) -> Measurement:
+        """Measure by RL17's protocol, on `inputs` (with targets), else on what was fed last or
+        the captured examples. They are real steps: in training they change the parameters."""
+        if inputs is not None:
+            self.feed(inputs)
+        return measure_steps(self._advance, self._timeline, steps=steps, warmup=warmup)
+
+    def timeline(self) -> Timeline:
+        """Run one step on what was fed last, or the captured examples: what happened when."""
+        self._advance(timed=True)
+        return self._timeline()
+
+    def close(self) -> None:
+        """Release the plan's memory, and its processes unless they were borrowed."""
+        if self._owns_workers:
+            self.workers.close()
+        elif not self._closed and not self.workers.closed:
+            for process in self._processes:
+                process.send(Unload(self._key))
+        self._release("it was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and self._owns_workers:
+            self.workers.close(kill=True)
+        self.close()
+
+    def _timeline(self) -> Timeline:
+        return timeline_of(self.plan.machine, self._shares.shares, self._block)
+
+    def _load(self) -> None:
+        graph, program = self.captured.graph, self.captured.program
+        shares = self._shares.shares
+        try:
+            self._processes = self.workers.start(tuple(share.device for share in shares))
+            for process, share in zip(self._processes, shares, strict=True):
+                calls = {op: call for op in share.ops if (call := program.calls[op]) is not None}
+                process.send(Load(self._key, share, calls, graph.tensors, self._seed))
+                process.send_descriptor(self._block.descriptor)
+            for process in self._processes:
+                process.receive()
+        except BaseException:
+            self.workers.close(kill=True)
+            self._release("its devices could not be started")
+            raise
+
+    def _send(self, request: Step, waiting: dict[Worker, Share]) -> None:
+        for process, share in waiting.items():
+            try:
+                process.send(request)
+            except (ProcessDiedError, ProcessError) as error:
+                raise self._failure(share, error) from None
+
+    def _collect(self, waiting: dict[Worker, Share]) -> None:
+        """Take every device's reply out of `waiting`; raise the first failure among them."""
+        failure: RunError | None = None
+        while waiting:
+            for process in ready(waiting):
+                share = waiting[process]
+                try:
+                    reply = process.receive()
+                except (ProcessDiedError, ProcessError) as error:
+                    publish(self._abort, 1)
+                    failure = failure or self._failure(share, error)
+                else:
+                    if isinstance(reply, Failed):
+                        name, op = self._device_name(share), self._op_name(reply.op)
+                        failure = failure or WorkerError(name, op, reply.traceback)
+                del waiting[process]
+        if failure is not None:
+            raise failure
+
+    def _failure(self, share: Share, error: ProcessDiedError | ProcessError) -> RunError:
+        """The error of a process that is gone, with the device and op it was at."""
+        name = self._device_name(share)
+        index = progress_of(share, self._block)[0]
+        op = self._op_name(share.instructions[index].op if index >= 0 else -1)
+        self.workers.closed = True
+        if isinstance(error, ProcessError):
+            return WorkerError(name, op, error.traceback)
+        return WorkerDiedError(name, op, error.status)
+
+    def _give_up(self, waiting: dict[Worker, Share], error: BaseException) -> None:
+        """Free all devices from the step that failed, then close. Borrowed workers live on if
+        they all answer."""
+        publish(self._abort, 1)
+        if not self._owns_workers and not self.workers.closed:
+            try:
+                for process in waiting:
+                    process.receive(DRAIN_SECONDS)
+                for process in self._processes:
+                    process.send(Unload(self._key))
+            except (ProcessDiedError, ProcessError, TimeoutError):
+                self.workers.closed = True
+        if self._owns_workers or self.workers.closed:
+            self.workers.close(kill=True)
+        self._release(f"a step failed ({type(error).__name__})")
+
+    def _release(self, reason: str) -> None:
+        if not self._closed:
+            self._closed = reason
+            self._sources.clear()
+            self._block.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
+
+    def _results(self) -> Any:
+        found = {
+            tensor: distinct(tensor_at(self._block, slot), slot.strides).expand(slot.shape).clone()
+            for tensor, slot in self._shares.outputs.items()
+        }
+        return fill_refs(self.captured.program.outputs, found)
+
+    def _value_of(self, name: str) -> Tensor:
+        """The parameter or buffer itself, by any of its names."""
+        name = self.captured.program.aliases.get(name, name)
+        return self._sources[self._by_name[name]] if name in self._by_name else self._held[name]
+
+    def _device_name(self, share: Share) -> str:
+        return self.plan.machine.device_names[share.device]
+
+    def _op_name(self, op: int) -> str:
+        return self.captured.graph.names[op] if op >= 0 else ""
+
+
+def run(plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None) -> Placed:
+    """Load the plan on this machine's CPU devices.
+
+    `seed` draws the weights where the captured module is fake, and the numbers of random ops.
+    `workers`: processes to share with other plans for the same devices.
+
+    Raises what `plans.check` raises, `OrderError` for orders that wait for each other, and
+    `UsageError` for a machine that is not here.
+    """
+    check(plan, captured.graph)
+    if workers is None:
+        return Placed(plan, captured, Workers(plan.machine), True, seed)
+    if not workers.serves(plan.machine):
+        raise UsageError("workers", f"are for other devices than {plan.machine.name}'s")
+    workers.check_open()
+    return Placed(plan, captured, workers, False, seed)
+
+
+def _source_tensors(captured: Captured) -> dict[str, int]:
+    """name -> tensor of each source."""
+    return {
+        source.name: captured.graph.outputs_of(op)[0]
+        for op, source in enumerate(captured.program.sources)
+        if source is not None
+    }
+
+
+def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str, Tensor]:
+    """Write every source's first value. Returns what the graph does not know: copies of held
+    parameters and buffers without a source."""
+    held = held_values(captured, seed)
+    with torch.no_grad():
+        for op, source in enumerate(captured.program.sources):
+            if source is None or source.role == "input":
+                continue
+            tensor = captured.graph.outputs_of(op)[0]
+            if source.role in ("parameter", "buffer"):
+                sources[tensor].copy_(held.pop(source.name))
+            elif source.fill is not None:
+                sources[tensor].fill_(source.fill)
+            else:
+                value = source_value(captured.graph, tensor, source)
+                strides = captured.graph.strides[tensor]
+                distinct(sources[tensor], strides).copy_(distinct(value, strides))
+    return {name: value.detach().clone() for name, value in held.items()}
+
+
+def _copy_into(slot: Tensor, tensor: Tensor, name: str) -> None:
+    _check_fits(slot, tensor, name)
+    strides = slot.stride()
+    distinct(slot, strides).copy_(distinct(tensor.detach(), strides))
+
+
+def _check_fits(slot: Tensor, tensor: Tensor, name: str) -> None:
+    if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+        raise UsageError(
+            name,
+            f"is {tensor.dtype} of shape {tuple(tensor.shape)}, but the plan was made for "
+            f"{slot.dtype} of shape {tuple(slot.shape)}",
+        )

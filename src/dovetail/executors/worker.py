@@ -1,0 +1,219 @@
+"""The process behind one device: loads shares, then runs them step by step.
+
+Between steps it sleeps on its channel; within a step it spins on flags in shared memory.
+
+    load ──► bind every instruction to the values ──► "ready"
+    step ──► barrier ─ instructions ─ barrier ─ copy outputs ──► "done", "aborted" or `Failed`
+"""
+
+import gc
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dovetail.executors.binding import Bound, Values, bind
+from dovetail.executors.shares import Run, Send, Share, Slot, Wait
+from dovetail.executors.slots import distinct, tensor_at
+from dovetail.frontends.interpret import seed_for
+from dovetail.frontends.program import Call
+from dovetail.runtime.channels import Channel
+from dovetail.runtime.shared import Block
+from dovetail.runtime.waiting import ABORTED, barrier, publish, wait
+
+SKEW = 63
+"""A flag is step number x 64 + the sent tensor's address modulo 64."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A share to get ready for, under a key; the block's descriptor follows on the channel."""
+
+    key: int
+    share: Share
+    calls: dict[int, Call]
+    tensors: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Run a loaded share. `number` counts from 1; `timed`: stamp every instruction."""
+
+    key: int
+    number: int
+    timed: bool
+
+
+@dataclass(frozen=True)
+class Unload:
+    key: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The reply to a step in which an op raised."""
+
+    op: int
+    traceback: str
+
+
+class Aborted(Exception):
+    """Another device failed; this one stops waiting."""
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests until the channel closes. The first one is the number of threads."""
+    torch.set_num_threads(channel.receive())
+    torch.set_flush_denormal(True)
+    gc.disable()  # a pause in one device would stall all; steps make no cycles
+    gc.freeze()  # what torch imported need not be looked through when a plan is unloaded
+    loaded: dict[int, _Loaded] = {}
+    with torch.inference_mode():
+        channel.send("ready")
+        while True:
+            request = channel.receive()
+            match request:
+                case Load(key=key):
+                    block = Block(channel.receive_descriptor())
+                    loaded[key] = _Loaded(request, block)
+                    channel.send("ready")
+                case Step(key=key, number=number, timed=timed):
+                    channel.send(loaded[key].run(number, timed))
+                case Unload(key=key):
+                    loaded.pop(key).block.close()
+                    gc.collect()
+
+
+class _Loaded:
+    """A share bound to its values."""
+
+    def __init__(self, load: Load, block: Block) -> None:
+        self.block = block
+        self.share = load.share
+        self.seed = load.seed
+        self.values: Values = [None] * load.tensors
+        self.now = [0]  # step number x 64, shared with the bound instructions
+        self.base = int(block.bytes.ctypes.data)
+        self.abort = self.base + load.share.abort
+        self.progress = block.view(load.share.progress, (3,), np.int64)
+        self.progress[0] = -1
+        count = len(load.share.instructions)
+        self.stamps = block.view(load.share.stamps, (count, 2), np.int64)
+        for tensor, slot in load.share.sources:
+            self.values[tensor] = tensor_at(block, slot)
+        self.bound = tuple(self._bind(i, load.calls) for i in load.share.instructions)
+        self.outputs = tuple((t, s, tensor_at(block, s)) for t, s in load.share.outputs)
+        lasting = {tensor for tensor, _ in load.share.sources}
+        self.kept = tuple(t for t, _ in load.share.outputs if t not in lasting)
+
+    def run(self, number: int, timed: bool) -> str | Failed:
+        """One step; what became of it."""
+        self.now[0] = number * (SKEW + 1)
+        try:
+            self._meet(2 * number - 1)
+            self.progress[1] = time.perf_counter_ns()
+            if timed:
+                self._run_timed()
+            else:
+                self._run_plain()
+            self.progress[2] = time.perf_counter_ns()
+            self._meet(2 * number)
+            for tensor, slot, copy in self.outputs:
+                value = self.values[tensor]
+                distinct(copy, slot.strides).copy_(distinct(value, slot.strides))
+            for tensor in self.kept:
+                self.values[tensor] = None
+        except Aborted:
+            return "aborted"
+        except Exception:
+            publish(self.abort, 1)
+            return Failed(self._current_op(), traceback.format_exc())
+        return "done"
+
+    def _run_plain(self) -> None:
+        progress = self.progress.data
+        for index, instruction in enumerate(self.bound):
+            progress[0] = index
+            instruction()
+        progress[0] = -1
+
+    def _run_timed(self) -> None:
+        now = time.perf_counter_ns
+        progress, stamps = self.progress.data, self.stamps.reshape(-1).data
+        for index, instruction in enumerate(self.bound):
+            progress[0] = index
+            stamps[2 * index] = now()
+            instruction()
+            stamps[2 * index + 1] = now()
+        progress[0] = -1
+
+    def _meet(self, value: int) -> None:
+        share = self.share
+        found = barrier(self.base + share.barrier, share.seats, share.seat, value, self.abort)
+        if found == ABORTED:
+            raise Aborted
+
+    def _current_op(self) -> int:
+        begun = int(self.progress[0])
+        return self.share.instructions[begun].op if begun >= 0 else -1
+
+    def _bind(self, instruction: Run | Send | Wait, calls: dict[int, Call]) -> Bound:
+        match instruction:
+            case Run(op=op, frees=frees):
+                return bind(calls[op], self.values, frees, self._seed_of(op))
+            case Send(slot=None) as send:
+                return self._bind_signal(send)
+            case Send(slot=Slot() as slot) as send:
+                return self._bind_send(send, slot)
+            case Wait() as waiting:
+                return self._bind_wait(waiting)
+        raise AssertionError(instruction)
+
+    def _seed_of(self, op: int) -> Callable[[], int]:
+        return lambda: seed_for(self.seed, self.now[0] // (SKEW + 1) - 1, op)
+
+    def _bind_signal(self, send: Send) -> Bound:
+        flag, now = self.base + send.flag, self.now
+        return lambda: publish(flag, now[0])
+
+    def _bind_send(self, send: Send, slot: Slot) -> Bound:
+        flag, now, frees = self.base + send.flag, self.now, send.frees
+        values, tensor, block, strides = self.values, send.tensor, self.block, slot.strides
+        expanded = 0 in strides
+        copy, skew = tensor_at(block, slot), -1
+
+        def run() -> None:
+            nonlocal skew, copy
+            value = values[tensor]
+            if value.data_ptr() & SKEW != skew:
+                skew = value.data_ptr() & SKEW
+                copy = distinct(tensor_at(block, slot, skew), strides)
+            copy.copy_(distinct(value, strides) if expanded else value)
+            publish(flag, now[0] + skew)
+            for free in frees:
+                values[free] = None
+
+        return run
+
+    def _bind_wait(self, waiting: Wait) -> Bound:
+        flag, now, abort = self.base + waiting.flag, self.now, self.abort
+        values, tensor, slot, block = self.values, waiting.tensor, waiting.slot, self.block
+        skew = 0
+        if slot is not None:
+            values[tensor] = tensor_at(block, slot)
+
+        def run() -> None:
+            nonlocal skew
+            found = wait(flag, now[0], abort)
+            if found != now[0] + skew:
+                if found == ABORTED:
+                    raise Aborted
+                assert slot is not None
+                skew = found & SKEW
+                values[tensor] = tensor_at(block, slot, skew)
+
+        return run

@@ -1,0 +1,334 @@
+"""From a trace to Graph and Program: tensors, storages, updates, control edges."""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from dovetail.frontends.arguments import (
+    distinct_refs,
+    dtype_of,
+    kind_of,
+    replace_nodes,
+    signature,
+)
+from dovetail.frontends.flops import count_bytes, count_flops, tensor_bytes
+from dovetail.frontends.optimizers import Optimizer
+from dovetail.frontends.ordering import control_edges
+from dovetail.frontends.program import Call, Program, Ref, SourceValue
+from dovetail.frontends.tracing import Trace
+from dovetail.graph import Graph, Phase
+
+aten = torch.ops.aten
+
+
+@dataclass
+class _Op:
+    name: str
+    kind: str
+    signature: str
+    module: str
+    phase: Phase
+    flops: int = 0
+    accessed_bytes: int = 0
+    colocation: int = -1
+    gradient_of: int = -1
+    reads: list[int] = field(default_factory=list)
+    call: Call | None = None
+    source: SourceValue | None = None
+
+
+@dataclass
+class _Tensor:
+    producer: int
+    value: Tensor  # fake: shape, strides, dtype
+    storage: int
+    overwrites: bool = False
+
+
+class _Builder:
+    """Ops and tensors so far, and which graph tensor each node of the trace became."""
+
+    def __init__(self) -> None:
+        self.ops: list[_Op] = []
+        self.tensors: list[_Tensor] = []
+        self.names: dict[str, int] = {}
+        self.tensor_of: dict[fx.Node, int] = {}
+        self.op_of: dict[fx.Node, int] = {}
+        self.source_of: dict[tuple[str, str], int] = {}  # (role, name) -> tensor
+        self.storage_of: dict[int, int] = {}  # identity of a fake storage -> storage id
+        self.storages = 0
+        self.colocations = 0
+
+    def unique(self, name: str) -> str:
+        """The name, with _1, _2, ... behind it where it is taken."""
+        count = self.names.get(name, -1) + 1
+        self.names[name] = count
+        return self.unique(f"{name}_{count}") if count else name
+
+    def op(self, op: _Op) -> int:
+        op.name = self.unique(op.name)
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def tensor(self, value: Tensor, storage: int = -1, overwrites: bool = False) -> int:
+        """A tensor of the last op; of a storage of its own if none is given."""
+        if storage < 0:
+            storage = self.storages
+            self.storages += 1
+        self.tensors.append(_Tensor(len(self.ops) - 1, value, storage, overwrites))
+        return len(self.tensors) - 1
+
+    def source(self, source: SourceValue, value: Tensor) -> int:
+        """A source op and its one tensor."""
+        kind = source.role
+        module = source.name.rpartition(".")[0] if kind in ("parameter", "buffer") else ""
+        self.op(_Op(source.name, kind, kind, module, Phase.SOURCE, source=source))
+        tensor = self.tensor(value)
+        self.source_of[source.role, source.name] = tensor
+        return tensor
+
+    def ref(self, node: fx.Node) -> Ref:
+        return Ref(self.tensor_of[node])
+
+    def colocate(self, ops: Iterable[int]) -> None:
+        for op in ops:
+            self.ops[op].colocation = self.colocations
+        self.colocations += 1
+
+
+def build(
+    model: str, trace: Trace, optimizer: Optimizer | None, aliases: dict[str, str]
+) -> tuple[Graph, Program]:
+    """The graph and the calls of a trace, with one update op per parameter that has a gradient.
+
+    `model` names the model in errors. O(nodes + edges x written storages / 64).
+    """
+    builder = _Builder()
+    _add_sources(builder, trace)
+    states = _add_states(builder, trace, optimizer)
+    for node in trace.origins:
+        _add_call(builder, trace, node)
+    for parameter in trace.gradients:
+        assert optimizer is not None
+        _add_update(builder, trace, parameter, states[parameter], optimizer)
+    for buffer in trace.written:
+        _add_copy(builder, trace, buffer)
+    results = pytree.tree_map_only(fx.Node, builder.ref, trace.results)
+    outputs = [leaf.tensor for leaf in pytree.tree_leaves(results) if isinstance(leaf, Ref)]
+    graph = _graph(model, builder, outputs)
+    program = Program(
+        calls=tuple(op.call for op in builder.ops),
+        sources=tuple(op.source for op in builder.ops),
+        loss=results.tensor if optimizer is not None else -1,
+        outputs=results,
+        aliases=aliases,
+    )
+    return graph, program
+
+
+def _add_sources(builder: _Builder, trace: Trace) -> None:
+    for node, (role, name) in trace.sources.items():
+        _bind(builder, node, builder.source(SourceValue(role, name), node.meta["val"]))
+    for node, value in trace.constants.items():
+        source = SourceValue("constant", str(node.target), value=value.detach())
+        _bind(builder, node, builder.source(source, value))
+
+
+def _add_states(
+    builder: _Builder, trace: Trace, optimizer: Optimizer | None
+) -> dict[str, list[int]]:
+    """Optimizer state of each parameter with a gradient: source ops, before everything else."""
+    tensors: dict[str, list[int]] = {}
+    if optimizer is None:
+        return tensors
+    for parameter in trace.gradients:
+        like = builder.tensors[builder.source_of["parameter", parameter]].value
+        tensors[parameter] = []
+        for state in optimizer.states:
+            value = (
+                torch.empty((), dtype=torch.float32, device="meta")
+                if state.scalar
+                else torch.empty_like(like)
+            )
+            source = SourceValue("state", f"{parameter}/{state.name}", fill=state.fill)
+            tensors[parameter].append(builder.source(source, value))
+    return tensors
+
+
+def _bind(builder: _Builder, node: fx.Node, tensor: int) -> None:
+    """Note that the node is this tensor, and whose storages the tensor's is."""
+    builder.tensor_of[node] = tensor
+    builder.op_of[node] = builder.tensors[tensor].producer
+    for value in (node.meta.get("val"), *node.meta.get("same_storage", ())):
+        if value is not None:
+            builder.storage_of.setdefault(_identity(value), builder.tensors[tensor].storage)
+
+
+def _identity(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
+    target: Any = node.target
+    origin = trace.origins[node]
+    args, kwargs = replace_nodes((node.args, dict(node.kwargs)), builder.ref)
+    fakes, fake_kwargs = replace_nodes((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    reads = distinct_refs((args, kwargs))
+    result = node.meta["val"]
+    forward = builder.op_of.get(origin.forward, -1) if origin.forward is not None else -1
+    kind, module = kind_of(target), origin.module or _module_of_reads(builder, origin, reads)
+    view = _is_view(builder, reads, result)
+    op = _Op(
+        name=f"{module}/{kind.rpartition('.')[2]}" if module else kind.rpartition(".")[2],
+        kind=kind,
+        signature=signature(str(target), fakes, fake_kwargs),
+        module=module,
+        phase=origin.phase,
+        flops=0 if view else count_flops(target, fakes, fake_kwargs, result),
+        accessed_bytes=0 if view else count_bytes(target, fakes, fake_kwargs, result),
+        gradient_of=forward,
+        reads=reads,
+    )
+    builder.op_of[node] = builder.op(op)
+    results = _add_results(builder, node, reads)
+    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    op.call = Call(target, args, kwargs, results, random=random)
+
+
+def _add_results(builder: _Builder, node: fx.Node, reads: list[int]) -> tuple[int, ...]:
+    """A tensor per result that is used or has data; -1 for others."""
+    result = node.meta["val"]
+    if isinstance(result, Tensor):
+        tensor = builder.tensor(result, _shared_storage(builder, reads, result))
+        _bind(builder, node, tensor)
+        return (tensor,)
+    users: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        if user.target is operator.getitem:
+            users.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
+    results = []
+    for index, value in enumerate(result):
+        if not isinstance(value, Tensor) or not (index in users or value.numel()):
+            results.append(-1)
+            continue
+        tensor = builder.tensor(value, _shared_storage(builder, reads, value))
+        results.append(tensor)
+        for user in users.get(index, ()):
+            _bind(builder, user, tensor)
+    return tuple(results)
+
+
+def _shared_storage(builder: _Builder, reads: list[int], value: Tensor) -> int:
+    """The storage of a read that the value aliases; -1 if it is fresh memory."""
+    storage = builder.storage_of.get(_identity(value), -1)
+    return storage if any(builder.tensors[t].storage == storage for t in reads) else -1
+
+
+def _is_view(builder: _Builder, reads: list[int], result: Any) -> bool:
+    values = [result] if isinstance(result, Tensor) else [v for v in result if v is not None]
+    return bool(values) and all(
+        isinstance(v, Tensor) and _shared_storage(builder, reads, v) >= 0 for v in values
+    )
+
+
+def _module_of_reads(builder: _Builder, origin: Any, reads: list[int]) -> str:
+    """The module of a backward op without a forward op (a sum of gradients): its first read's."""
+    if origin.phase != Phase.BACKWARD or not reads:
+        return ""
+    return builder.ops[builder.tensors[reads[0]].producer].module
+
+
+def _add_update(
+    builder: _Builder, trace: Trace, parameter: str, states: list[int], optimizer: Optimizer
+) -> None:
+    written = [builder.source_of["parameter", parameter], *states]
+    gradient = builder.tensor_of[trace.gradients[parameter]]
+    options = asdict(optimizer)
+    reads = [written[0], gradient, *states]
+    values = [builder.tensors[t].value for t in reads]
+    traffic = sum(tensor_bytes(v) for v in [*values, *values[:1], *values[2:]])
+    op = _Op(
+        name=f"{parameter}/{optimizer.name}",
+        kind=f"dovetail.{optimizer.name}",
+        signature=signature(f"dovetail.{optimizer.name}", values, options),
+        module=parameter.rpartition(".")[0],
+        phase=Phase.UPDATE,
+        flops=optimizer.flops_per_element * values[0].numel(),
+        accessed_bytes=traffic,
+        reads=list(dict.fromkeys(reads)),
+    )
+    _write(builder, op, written)
+    args = tuple(Ref(t) for t in reads)
+    results = tuple(range(len(builder.tensors) - len(written), len(builder.tensors)))
+    op.call = Call(optimizer.update, args, options, results, in_place=True)
+
+
+def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
+    node = next(
+        n for n, (role, name) in trace.sources.items() if (role, name) == ("buffer", buffer)
+    )
+    old, new = builder.tensor_of[node], builder.tensor_of[trace.written[buffer]]
+    values = [builder.tensors[t].value for t in (old, new)]
+    op = _Op(
+        name=f"{buffer}/copy_",
+        kind="aten.copy_",
+        signature=signature("aten.copy_.default", values, {}),
+        module=buffer.rpartition(".")[0],
+        phase=Phase.UPDATE,
+        accessed_bytes=sum(map(tensor_bytes, values)),
+        reads=[old, new],
+    )
+    _write(builder, op, [old])
+    results = (len(builder.tensors) - 1,)
+    op.call = Call(aten.copy_.default, (Ref(old), Ref(new)), {}, results, in_place=True)
+
+
+def _write(builder: _Builder, op: _Op, written: list[int]) -> None:
+    """Add an op that writes over these tensors, beside which it must run."""
+    index = builder.op(op)
+    for tensor in written:
+        old = builder.tensors[tensor]
+        builder.tensor(old.value, old.storage, overwrites=True)
+    builder.colocate([index, *(builder.tensors[t].producer for t in written)])
+
+
+def _graph(model: str, builder: _Builder, outputs: list[int]) -> Graph:
+    ops, tensors = builder.ops, builder.tensors
+    values = [t.value for t in tensors]
+    control = control_edges(
+        model,
+        [op.name for op in ops],
+        [op.reads for op in ops],
+        [t.producer for t in tensors],
+        [t.storage for t in tensors],
+        [t.overwrites for t in tensors],
+    )
+    return Graph(
+        names=tuple(op.name for op in ops),
+        kinds=tuple(op.kind for op in ops),
+        signatures=tuple(op.signature for op in ops),
+        modules=tuple(op.module for op in ops),
+        phases=np.array([op.phase for op in ops]),
+        flops=np.array([op.flops for op in ops]),
+        accessed_bytes=np.array([op.accessed_bytes for op in ops]),
+        colocation=np.array([op.colocation for op in ops]),
+        gradient_of=np.array([op.gradient_of for op in ops]),
+        device_kinds=tuple(() for _ in ops),
+        producers=np.array([t.producer for t in tensors]),
+        shapes=tuple(tuple(v.shape) for v in values),
+        strides=tuple(v.stride() for v in values),
+        dtypes=tuple(dtype_of(v) for v in values),
+        tensor_bytes=np.array([tensor_bytes(v) for v in values]),
+        storages=np.array([t.storage for t in tensors]),
+        overwrites=np.array([t.overwrites for t in tensors]),
+        input_offsets=np.cumsum([0, *(len(op.reads) for op in ops)]),
+        input_tensors=np.array([t for op in ops for t in op.reads], dtype=np.int64),
+        outputs=np.array(outputs, dtype=np.int64),
+        control=np.array(control, dtype=np.int32).reshape(-1, 2),
+    )

@@ -1,0 +1,147 @@
+"""Runs a Program in one process: the reference that every executor must equal bit for bit."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from dovetail.errors import ModelError
+from dovetail.frontends.arguments import fill_refs
+from dovetail.frontends.program import Call, Captured, Ref, SourceValue
+from dovetail.frontends.tracing import is_fake
+from dovetail.graph import Graph
+
+Values = dict[int, Tensor]
+"""Tensor of the graph -> its value; of source ops, inputs apart."""
+
+
+def seed_for(seed: int, step: int, op: int) -> int:
+    """What to seed torch with before a random op: the same wherever the op runs."""
+    digest = hashlib.blake2b(f"{seed} {step} {op}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def call_arguments(call: Call, tensors: Any) -> tuple[list[Any], dict[str, Any]]:
+    """(args, kwargs) of a call; `tensors` maps a tensor of the graph to its value."""
+    args = [
+        tensors[arg.tensor]
+        if isinstance(arg, Ref)
+        else fill_refs(arg, tensors)
+        if isinstance(arg, (list, tuple))
+        else arg
+        for arg in call.args
+    ]
+    return args, fill_refs(call.kwargs, tensors) if call.kwargs else {}
+
+
+def initial_values(captured: Captured, seed: int = 0) -> Values:
+    """Values of all parameters, buffers, optimizer state and constants, before the first step.
+
+    Copies of the real module's; where it is fake, of one that `make` builds after
+    `torch.manual_seed(seed)`.
+    """
+    held = held_values(captured, seed)
+    values: Values = {}
+    for op, source in enumerate(captured.program.sources):
+        if source is None or source.role == "input":
+            continue
+        tensor = captured.graph.outputs_of(op)[0]
+        if source.role in ("parameter", "buffer"):
+            # Strides count: a signature, and a measured cost, is of one layout.
+            values[tensor] = held[source.name].detach().clone()
+        else:
+            values[tensor] = source_value(captured.graph, tensor, source)
+    return values
+
+
+def held_values(captured: Captured, seed: int = 0) -> dict[str, Tensor]:
+    """name -> parameter or buffer of the real module, by the names of the Program's sources."""
+    module = captured.module
+    if any(map(is_fake, (*module.parameters(), *module.buffers()))):
+        if captured.make is None:
+            raise ModelError(
+                captured.source.model, "its weights are fake; capture a module with real ones"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = captured.make()
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def example_values(
+    captured: Captured, seed: int = 0
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Real (inputs, targets): those given, or, where they are fake, examples drawn with `seed`."""
+    if not any(map(is_fake, (*captured.inputs, *captured.targets))):
+        return captured.inputs, captured.targets
+    if captured.examples is None:
+        raise ModelError(captured.source.model, "its example inputs are fake; give real ones")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return captured.examples()
+
+
+def source_value(graph: Graph, tensor: int, source: SourceValue) -> Tensor:
+    """A fresh value of optimizer state, or the constant itself."""
+    if source.value is not None:
+        return source.value
+    assert source.fill is not None
+    dtype = getattr(torch, graph.dtypes[tensor])
+    value = torch.empty_strided(graph.shapes[tensor], graph.strides[tensor], dtype=dtype)
+    return value.fill_(source.fill)
+
+
+def run_step(
+    captured: Captured,
+    values: Values,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor] = (),
+    *,
+    seed: int = 0,
+    step: int = 0,
+) -> Any:
+    """One step: what `Program.outputs` says, with tensors. Updates `values` in place."""
+    graph, program = captured.graph, captured.program
+    given = {f"input.{i}": value for i, value in enumerate(inputs)}
+    given |= {f"target.{i}": value for i, value in enumerate(targets)}
+    tensors = dict(values)
+    for op, source in enumerate(program.sources):
+        if source is not None and source.role == "input":
+            tensors[graph.outputs_of(op)[0]] = given[source.name]
+    last_uses = _last_uses(graph)
+    with torch.no_grad():
+        for op, call in enumerate(program.calls):
+            if call is not None:
+                run_call(call, tensors, seed_for(seed, step, op) if call.random else 0)
+            for tensor in last_uses[op]:
+                tensors.pop(tensor, None)
+    return pytree.tree_map_only(Ref, lambda ref: tensors[ref.tensor], program.outputs)
+
+
+def run_call(call: Call, tensors: Values, seed: int) -> None:
+    """Run one call and file its results in `tensors`."""
+    if call.random:
+        torch.manual_seed(seed)
+    args, kwargs = call_arguments(call, tensors)
+    result = call.target(*args, **kwargs)
+    for tensor, value in zip(
+        call.results, (result,) if isinstance(result, Tensor) else result, strict=True
+    ):
+        if tensor >= 0:
+            tensors[tensor] = value
+
+
+def _last_uses(graph: Graph) -> list[list[int]]:
+    """[ops] the tensors that nobody needs once the op has run."""
+    last = graph.producers.tolist()
+    for reader, tensor in zip(graph.readers.tolist(), graph.input_tensors.tolist(), strict=True):
+        last[tensor] = max(last[tensor], reader)
+    kept = set(graph.outputs.tolist())
+    uses: list[list[int]] = [[] for _ in range(len(graph))]
+    for tensor, op in enumerate(last):
+        if tensor not in kept and not graph.is_source[op]:
+            uses[op].append(tensor)
+    return uses

@@ -1,0 +1,118 @@
+"""MODEL texts -> Captured: `zoo:NAME?options` and `package.module:function`."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dovetail.errors import ModelError, UnknownNetworkError
+from dovetail.frontends.capturing import capture
+from dovetail.frontends.optimizers import Optimizer
+from dovetail.frontends.program import Captured
+from dovetail.networks import NETWORKS, Network, Option
+
+FORMS = (
+    "a MODEL is zoo:NAME or zoo:NAME?option=value&option=value, package.module:function, or a "
+    "graph that `dovetail capture` saved (.json, .json.gz)"
+)
+
+
+def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
+    """What the MODEL text names, captured. A zoo network allocates no weights.
+
+    Raises `ModelError`, which names the text, or `CaptureError`.
+    """
+    if model.startswith("zoo:"):
+        captured = _resolve_zoo(model, train)
+    elif _names_function(model):
+        captured = _resolve_function(model, train)
+    else:
+        raise ModelError(model or "''", FORMS)
+    return replace(captured, source=replace(captured.source, model=model))
+
+
+def parse_zoo(model: str) -> tuple[Network, dict[str, Option]]:
+    """The network of "zoo:NAME?option=value" and the options given."""
+    name, _, query = model.removeprefix("zoo:").partition("?")
+    if name not in NETWORKS:
+        raise UnknownNetworkError(name, tuple(NETWORKS))
+    network = NETWORKS[name]
+    options: dict[str, Option] = {}
+    for part in filter(None, query.split("&")):
+        key, _, value = part.partition("=")
+        if key not in network.defaults:
+            raise ModelError(
+                model, f"{name} has no option {key!r}; it has {', '.join(network.defaults)}"
+            )
+        options[key] = _parse_option(model, key, value, network.defaults[key])
+    return network, options
+
+
+def _parse_option(model: str, key: str, value: str, default: Option) -> Option:
+    if isinstance(default, bool):
+        if value.lower() in ("true", "1", "false", "0"):
+            return value.lower() in ("true", "1")
+        raise ModelError(model, f"{key} is true or false, not {value!r}")
+    try:
+        parsed = type(default)(value)
+    except ValueError:
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        raise ModelError(model, f"{key} is {kind}, not {value!r}") from None
+    if parsed < 0 or (isinstance(default, int) and parsed < 1):
+        raise ModelError(model, f"{key} is {value}, but must be positive")
+    return parsed
+
+
+def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
+    network, options = parse_zoo(model)
+
+    full = network.defaults | options
+
+    def make() -> nn.Module:
+        return network.modules(**full).train(train is not None)
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            module, (inputs, targets) = make(), network.examples(**full)
+    except (RuntimeError, ValueError, ArithmeticError) as error:
+        raise ModelError(model, f"cannot be built: {error}") from error
+    captured = capture(module, inputs, targets, loss=network.loss, train=train)
+    return replace(captured, make=make, examples=lambda: network.examples(**full))
+
+
+def _names_function(model: str) -> bool:
+    package, colon, function = model.partition(":")
+    return (
+        bool(colon)
+        and function.isidentifier()
+        and all(part.isidentifier() for part in package.split("."))
+    )
+
+
+def _resolve_function(model: str, train: Optimizer | None) -> Captured:
+    package, _, name = model.partition(":")
+    try:
+        function = getattr(importlib.import_module(package), name, None)
+    except ImportError as error:
+        raise ModelError(model, f"cannot import {package}: {error}") from error
+    if not callable(function):
+        raise ModelError(model, f"{package} has no function {name}")
+    module, inputs, loss, targets = _unpack(model, function())
+    return capture(module, inputs, targets, loss=loss, train=train)
+
+
+def _unpack(model: str, returned: Any) -> tuple[nn.Module, Any, Any, Any]:
+    """(module, inputs[, loss[, targets]]) in full."""
+    if (
+        not isinstance(returned, tuple)
+        or not 2 <= len(returned) <= 4
+        or not isinstance(returned[0], nn.Module)
+    ):
+        raise ModelError(
+            model, "must return (module, inputs), (module, inputs, loss) or with targets after that"
+        )
+    loss = returned[2] if len(returned) > 2 else None
+    targets = returned[3] if len(returned) > 3 else ()
+    return returned[0], returned[1], loss, targets

@@ -1,0 +1,246 @@
+"""Optimizers as records, and the update of one parameter that each stands for.
+
+An update runs `torch.optim`'s own single-tensor function, so that the order of operations, and
+with it the result, is torch's bit for bit: another order drifts by .14 (relative) within three
+Adam steps of a deep convolutional net in float32.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.rmsprop import rmsprop
+from torch.optim.sgd import sgd
+
+from dovetail.errors import UsageError
+
+
+@dataclass(frozen=True)
+class State:
+    """Optimizer state of one parameter: all elements `fill` before the first step.
+
+    scalar   one float32 number (a step count), else of the parameter's shape and dtype
+    """
+
+    name: str
+    fill: float = 0.0
+    scalar: bool = False
+
+
+def _check(optimizer: Any) -> None:
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        if not math.isfinite(value) or value < 0:
+            raise UsageError(field.name, f"of {optimizer.name} is {value}; it must be >= 0")
+        if field.name in ("beta1", "beta2", "alpha") and value > 1:
+            raise UsageError(field.name, f"of {optimizer.name} is {value}; it must be <= 1")
+
+
+@dataclass(frozen=True)
+class SGD:
+    """`torch.optim.SGD`, with momentum if it is not 0."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    name: ClassVar[str] = "sgd"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.nesterov and not self.momentum:
+            raise UsageError("nesterov", "needs momentum; give momentum=0.9, say")
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        # At the first step torch takes the gradient itself as the buffer. -0.0 is the number that
+        # makes `buffer * momentum + gradient` the gradient, bit for bit: 0.0 would lose the sign
+        # of a gradient of -0.0.
+        return (State("momentum_buffer", -0.0),) if self.momentum else ()
+
+    @property
+    def flops_per_element(self) -> int:
+        return 2 + 2 * bool(self.weight_decay) + 3 * bool(self.momentum) + 2 * self.nesterov
+
+    @property
+    def update(self) -> Callable[..., tuple[Tensor, ...]]:
+        return update_sgd
+
+
+@dataclass(frozen=True)
+class RMSProp:
+    """`torch.optim.RMSprop`."""
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+
+    name: ClassVar[str] = "rmsprop"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        buffers = [State("step", scalar=True), State("square_avg")]
+        if self.momentum > 0:
+            buffers.append(State("momentum_buffer"))
+        if self.centered:
+            buffers.append(State("grad_avg"))
+        return tuple(buffers)
+
+    @property
+    def flops_per_element(self) -> int:
+        extra = 2 * bool(self.weight_decay) + 2 * bool(self.momentum) + 6 * self.centered
+        return 9 + extra
+
+    @property
+    def update(self) -> Callable[..., tuple[Tensor, ...]]:
+        return update_rmsprop
+
+
+@dataclass(frozen=True)
+class Adam:
+    """`torch.optim.Adam`."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    name: ClassVar[str] = "adam"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        return (State("step", scalar=True), State("exp_avg"), State("exp_avg_sq"))
+
+    @property
+    def flops_per_element(self) -> int:
+        return 13 + 2 * bool(self.weight_decay)
+
+    @property
+    def update(self) -> Callable[..., tuple[Tensor, ...]]:
+        return update_adam
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """`torch.optim.AdamW`: Adam whose weight decay does not pass through the gradient."""
+
+    weight_decay: float = 1e-2
+
+    name: ClassVar[str] = "adamw"
+
+    @property
+    def update(self) -> Callable[..., tuple[Tensor, ...]]:
+        return update_adamw
+
+
+Optimizer = SGD | RMSProp | Adam | AdamW
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": SGD(),
+    "momentum": SGD(momentum=0.9),
+    "rmsprop": RMSProp(),
+    "adam": Adam(),
+    "adamw": AdamW(),
+}
+
+
+def parse_optimizer(text: str) -> Optimizer:
+    """The optimizer of "adam" or "adam:lr=1e-3,weight_decay=0.1". Raises `UsageError`."""
+    name, _, options = text.partition(":")
+    if name not in OPTIMIZERS:
+        raise UsageError(
+            "--train", f"no optimizer named {name!r}; there are {', '.join(OPTIMIZERS)}"
+        )
+    optimizer = OPTIMIZERS[name]
+    values: dict[str, Any] = {}
+    for option in filter(None, options.split(",")):
+        key, _, value = option.partition("=")
+        known = asdict(optimizer)
+        if key not in known:
+            raise UsageError("--train", f"{name} has no option {key!r}; it has {', '.join(known)}")
+        values[key] = _parse_value(name, key, value, type(known[key]))
+    return replace(optimizer, **values)
+
+
+def format_optimizer(optimizer: Optimizer) -> str:
+    """The text that `parse_optimizer` reads back: what differs from the defaults."""
+    default = OPTIMIZERS[optimizer.name]
+    changed = [
+        f"{field.name}={getattr(optimizer, field.name)}"
+        for field in fields(optimizer)
+        if getattr(optimizer, field.name) != getattr(default, field.name)
+    ]
+    return optimizer.name + (":" + ",".join(changed) if changed else "")
+
+
+def _parse_value(name: str, key: str, value: str, kind: type) -> float | bool:
+    if kind is bool:
+        if value.lower() in ("true", "1", "false", "0"):
+            return value.lower() in ("true", "1")
+        raise UsageError("--train", f"{name}'s {key} is true or false, not {value!r}")
+    try:
+        return float(value)
+    except ValueError:
+        raise UsageError("--train", f"{name}'s {key} is a number, not {value!r}") from None
+
+
+# The updates. Each writes over the parameter and its states, in the order of `states`, and
+# returns them. Module-level functions, so that a call travels to another process by name.
+
+
+def update_sgd(
+    parameter: Tensor, gradient: Tensor, *states: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    buffer = states[0] if states else None
+    sgd(
+        [parameter], [gradient], [buffer], foreach=False, fused=False, dampening=0,
+        maximize=False, **options,
+    )  # fmt: skip
+    return (parameter, *states)
+
+
+def update_rmsprop(
+    parameter: Tensor, gradient: Tensor, step: Tensor, square_avg: Tensor, *states: Tensor,
+    **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rest = list(states)
+    momentum_buffers = [rest.pop(0)] if options["momentum"] > 0 else []
+    rmsprop(
+        [parameter], [gradient], [square_avg], rest, momentum_buffers, [step], foreach=False,
+        maximize=False, **options,
+    )  # fmt: skip
+    return (parameter, step, square_avg, *states)
+
+
+def update_adam(
+    parameter: Tensor, gradient: Tensor, step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    adam(
+        [parameter], [gradient], [exp_avg], [exp_avg_sq], [], [step], foreach=False, fused=False,
+        amsgrad=False, maximize=False, **options,
+    )  # fmt: skip
+    return parameter, step, exp_avg, exp_avg_sq
+
+
+def update_adamw(
+    parameter: Tensor, gradient: Tensor, step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+    **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return update_adam(
+        parameter, gradient, step, exp_avg, exp_avg_sq, decoupled_weight_decay=True, **options
+    )

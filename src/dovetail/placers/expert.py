@@ -1,0 +1,124 @@
+"""What an expert does by hand: layers of an RNN on devices of their own, else runs of layers.
+
+Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+https://arxiv.org/abs/1706.04972, section 4.1 and table 2: each LSTM layer on its own device,
+attention and softmax with the top layer, the embedding with the first; Inception in contiguous
+parts of equal layer count.
+
+Differences: layer i of more layers than devices goes to device i x devices // layers. A network is
+an RNN if modules named after recurrent layers carry an index ("lstm.0", "cells.1"); one with other
+indexed layers ("layers.2") is treated alike. A group goes where most of its forward work belongs,
+else its updates; one with neither follows the heaviest tensors that it shares.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.graph import Graph, Phase
+from dovetail.placers.budget import Budget
+from dovetail.placers.problem import GroupPlacement, Problem
+
+_LAYER = re.compile(
+    r"(?:^|\.)((?:\w*_)?(?:lstms?|grus?|rnns?|cells?|layers?))[._]?(\d+)(?=\.|$)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A place in the stack: `stack` tells encoder from decoder layers."""
+
+    stack: str
+    index: int
+
+
+def expert(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The expert's placement on the devices that an expert would use: the GPUs, if there are any,
+    else the CPUs. Evaluates nothing."""
+    devices = np.array(_expert_devices(problem), dtype=np.int32)
+    modules = problem.graph.modules
+    layers = {module: _layer_of(module) for module in dict.fromkeys(modules)}
+    if any(layers.values()):
+        place = _by_layer(problem.graph, layers, len(devices))
+    else:
+        place = _by_run(problem.graph, len(devices))
+    part_of_op = np.array([place[module] for module in modules])
+    return problem.settle(devices[_vote(problem, part_of_op, len(devices))])
+
+
+def _expert_devices(problem: Problem) -> list[int]:
+    kinds = [device.kind for device in problem.machine.devices]
+    wanted = "gpu" if "gpu" in kinds else "cpu"
+    return [d for d, kind in enumerate(kinds) if kind == wanted]
+
+
+def _layer_of(module: str) -> _Layer | None:
+    """The outermost indexed layer that `module` is or lies in."""
+    match = _LAYER.search(module)
+    return _Layer(module[: match.end(1)], int(match[2])) if match else None
+
+
+def _by_layer(graph: Graph, layers: dict[str, _Layer | None], devices: int) -> dict[str, int]:
+    """module -> part. Layers are counted per stack, since indices may begin anywhere. What runs
+    before the first layer (the embedding, a stem) goes with it, the rest with the top one."""
+    stacks: dict[str, list[int]] = {}
+    for layer in layers.values():
+        if layer is not None:
+            stacks.setdefault(layer.stack, []).append(layer.index)
+    ranks = {
+        _Layer(stack, index): (rank, len(set(found)))
+        for stack, found in stacks.items()
+        for rank, index in enumerate(sorted(set(found)))
+    }
+
+    def part(rank: int, count: int) -> int:
+        return rank if count <= devices else rank * devices // count
+
+    before: set[str] = set()
+    for module, phase in zip(graph.modules, graph.phases.tolist(), strict=True):
+        if phase == Phase.FORWARD:
+            if layers[module]:
+                break
+            before.add(module)
+    top = max(part(rank, count) for rank, count in ranks.values())
+    return {
+        module: part(*ranks[layer]) if layer else 0 if module in before else top
+        for module, layer in layers.items()
+    }
+
+
+def _by_run(graph: Graph, devices: int) -> dict[str, int]:
+    """module -> part: layers are the modules with forward ops, in the order they first run."""
+    forward = graph.phases == Phase.FORWARD
+    ran = dict.fromkeys(m for m, runs in zip(graph.modules, forward, strict=True) if runs)
+    place = {module: i * devices // len(ran) for i, module in enumerate(ran)}
+    return dict.fromkeys(graph.modules, devices - 1) | place
+
+
+def _vote(problem: Problem, part_of_op: NDArray[np.int_], parts: int) -> NDArray[np.int_]:
+    """[groups] the part with the most forward work, or of update work; ties: the first. Groups
+    with neither (sums of gradients) go where most of their bytes come from and go to."""
+    graph, of_op = problem.graph, problem.groups.of_op
+    seconds = problem.costs.compute_seconds.min(axis=1) + 1e-12
+    votes = np.zeros((problem.groups.count, parts))
+    for phase in (Phase.FORWARD, Phase.UPDATE):
+        of_phase = np.zeros_like(votes)
+        np.add.at(of_phase, (of_op, part_of_op), (graph.phases == phase) * seconds)
+        undecided = ~votes.any(axis=1)
+        votes[undecided] = of_phase[undecided]
+    sources, destinations, one_way = problem.edges
+    ends, others = np.append(sources, destinations), np.append(destinations, sources)
+    sizes = np.append(one_way, one_way)
+    while True:
+        decided = np.asarray(votes.any(axis=1))
+        pulled = np.zeros_like(votes)
+        known = decided[others]
+        parts_there = votes.argmax(axis=1)[others[known]]
+        np.add.at(pulled, (ends[known], parts_there), sizes[known] + 1)
+        follows = ~decided & pulled.any(axis=1)
+        if not follows.any():
+            return np.asarray(votes.argmax(axis=1))
+        votes[follows] = pulled[follows]

@@ -1,0 +1,225 @@
+"""What bounds a plan: the chain of events that makes the step as long as it is.
+
+From the last event back to 0, each event is explained by the one that it waited for:
+
+    cpu0   ├─── a ───┤▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒├── c ──┤     c waited for the transfer, that one for b
+    wire                      ├── t ──┤
+    cpu1   ├─────── b ───────┤                        chain: b, t, (waiting), c
+
+An op waits for its device (the op that ran there before) or for an input: a producer on the same
+device, or a transfer that brings it. A transfer waits for its channel or for what it carries. The
+event that ended last is what it waited for; of several at one instant an op comes before a
+transfer, then the lowest index. Time that no event explains (overhead of a measured run) is
+waiting. The parts add up to the length of the step.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.graph import Graph
+from dovetail.plans import Plan
+from dovetail.timeline import Timeline
+
+OP, TRANSFER = 0, 1
+FULL = 0.9
+"""Share of the step from which on a device counts as busy all the time."""
+Event = tuple[int, int]  # (OP, span) or (TRANSFER, transfer)
+
+
+@dataclass(frozen=True, eq=False)
+class Limits:
+    """Seconds of the step's critical chain, by what they were spent on.
+
+    compute_seconds    [devices]
+    transfer_seconds   [channels]
+    waiting_seconds    not explained by any event
+    chain              (OP, span) and (TRANSFER, transfer), first to last
+    """
+
+    compute_seconds: NDArray[np.float64]
+    transfer_seconds: NDArray[np.float64]
+    waiting_seconds: float
+    chain: tuple[Event, ...]
+
+    @property
+    def total_seconds(self) -> float:
+        return float(
+            self.compute_seconds.sum() + self.transfer_seconds.sum() + self.waiting_seconds
+        )
+
+
+def find_limits(timeline: Timeline, graph: Graph) -> Limits:
+    """The critical chain of a step. O(spans log spans + reads along the chain)."""
+    events = _Events(timeline, graph)
+    compute = np.zeros(len(timeline.devices))
+    transfers = np.zeros(len(timeline.channels))
+    waiting = 0.0
+    chain: list[Event] = []
+    seen: set[Event] = set()
+    now = timeline.step_seconds
+    event = events.latest(events.all(), now, seen)
+    while event is not None:
+        chain.append(event)
+        seen.add(event)
+        start, end = events.span(event)
+        end, start = min(end, now), min(start, now)
+        waiting += now - end
+        if event[0] == OP:
+            compute[timeline.op_devices[event[1]]] += end - start
+        else:
+            transfers[timeline.transfer_channels[event[1]]] += end - start
+        now = start
+        event = events.latest(events.before(event), now, seen)
+    return Limits(compute, transfers, waiting + now, tuple(reversed(chain)))
+
+
+class _Events:
+    """Who can have held up whom, of one timeline."""
+
+    def __init__(self, timeline: Timeline, graph: Graph) -> None:
+        self.timeline = timeline
+        self.graph = graph
+        self.span_of_op = np.full(len(graph), -1, dtype=np.int64)
+        self.span_of_op[timeline.ops] = np.arange(len(timeline.ops))
+        self.on_device = [
+            np.flatnonzero(timeline.op_devices == d) for d in range(len(timeline.devices))
+        ]
+        for spans in self.on_device:
+            spans[:] = spans[np.argsort(timeline.op_starts[spans], kind="stable")]
+        self.starts = [timeline.op_starts[spans].tolist() for spans in self.on_device]
+        self.channel_before: dict[int, int] = {}
+        self.arrivals: dict[tuple[int, int, int], list[int]] = {}
+        last: dict[int, int] = {}
+        for i in np.argsort(timeline.transfer_starts, kind="stable").tolist():
+            channel = int(timeline.transfer_channels[i])
+            if channel in last:
+                self.channel_before[i] = last[channel]
+            last[channel] = i
+            self.arrivals.setdefault(self._cargo(i, timeline.transfer_destinations), []).append(i)
+        self.control_before: dict[int, list[int]] = {}
+        for before, after in graph.control.tolist():
+            self.control_before.setdefault(after, []).append(before)
+
+    def all(self) -> list[Event]:
+        ops = [(OP, i) for i in range(len(self.timeline.ops))]
+        return ops + [(TRANSFER, i) for i in range(len(self.timeline.transfer_ops))]
+
+    def span(self, event: Event) -> tuple[float, float]:
+        kind, i = event
+        t = self.timeline
+        if kind == OP:
+            return float(t.op_starts[i]), float(t.op_ends[i])
+        return float(t.transfer_starts[i]), float(t.transfer_ends[i])
+
+    def latest(self, candidates: list[Event], now: float, seen: set[Event]) -> Event | None:
+        """The candidate that ended last before `now`. Where clocks of a measured run disagree, one
+        that began before `now` counts as ended then."""
+        best, best_end = None, -1.0
+        for event in sorted(set(candidates) - seen):
+            start, end = self.span(event)
+            if (end <= now or start < now) and min(end, now) > best_end:
+                best, best_end = event, min(end, now)
+        return best
+
+    def before(self, event: Event) -> list[Event]:
+        """Everything that can have held up an event."""
+        return self._before_op(event[1]) if event[0] == OP else self._before_transfer(event[1])
+
+    def _before_op(self, span: int) -> list[Event]:
+        """Ops that start together on a device are a stage, which waits for the inputs of all."""
+        device = int(self.timeline.op_devices[span])
+        starts, start = self.starts[device], float(self.timeline.op_starts[span])
+        first, last = bisect_left(starts, start), bisect_right(starts, start)
+        together = self.on_device[device][first:last].tolist()
+        found: list[Event] = [(OP, s) for s in together if s < span]
+        if first > 0:
+            found.append((OP, int(self.on_device[device][first - 1])))
+        for mate in together:
+            op = int(self.timeline.ops[mate])
+            for tensor in self.graph.inputs_of(op).tolist():
+                found += self._made(int(self.graph.producers[tensor]), device)
+                found += self._arrived((tensor, -1, device))
+            for earlier in self.control_before.get(op, []):
+                found += self._made(earlier, device)
+                found += self._arrived((-1, earlier, device))
+        return found
+
+    def _before_transfer(self, transfer: int) -> list[Event]:
+        source = int(self.timeline.transfer_sources[transfer])
+        found = self._made(int(self.timeline.transfer_ops[transfer]), source)
+        found += self._arrived(self._cargo(transfer, self.timeline.transfer_sources))
+        if transfer in self.channel_before:
+            found.append((TRANSFER, self.channel_before[transfer]))
+        return found
+
+    def _made(self, op: int, device: int) -> list[Event]:
+        span = int(self.span_of_op[op])
+        here = span >= 0 and self.timeline.op_devices[span] == device
+        return [(OP, span)] if here else []
+
+    def _arrived(self, cargo: tuple[int, int, int]) -> list[Event]:
+        return [(TRANSFER, i) for i in self.arrivals.get(cargo, [])]
+
+    def _cargo(self, transfer: int, ends: NDArray[np.int32]) -> tuple[int, int, int]:
+        """(tensor, -1, device), or of a control edge (-1, op, device)."""
+        tensor = int(self.timeline.transfer_tensors[transfer])
+        op = -1 if tensor >= 0 else int(self.timeline.transfer_ops[transfer])
+        return tensor, op, int(ends[transfer])
+
+
+def shares(limits: Limits, timeline: Timeline) -> list[tuple[str, float]]:
+    """(what, share of the chain), largest first: computing per device, carrying, waiting."""
+    total = limits.total_seconds or 1.0
+    parts = [
+        (f"computing on {name}", float(seconds))
+        for name, seconds in zip(timeline.devices, limits.compute_seconds, strict=True)
+    ]
+    parts += [
+        (f"transfers on {name}", float(seconds))
+        for name, seconds in zip(timeline.channels, limits.transfer_seconds, strict=True)
+    ]
+    parts.append(("waiting that no op or transfer explains", limits.waiting_seconds))
+    ordered = sorted(parts, key=lambda part: -part[1])
+    return [(what, seconds / total) for what, seconds in ordered if seconds > 0]
+
+
+def explain(limits: Limits, timeline: Timeline, plan: Plan) -> str:
+    """Two or three sentences: where the critical chain goes, and what the bound still allows."""
+    parts = [
+        f"{100 * share:.0f} % {what}"
+        for what, share in shares(limits, timeline)[:4]
+        if share >= 0.005
+    ]
+    chain = ", ".join(parts) or "empty"
+    text = f"The step's critical chain is {chain}."
+    if limits.total_seconds > 0:
+        text += " " + _reason(limits, timeline)
+    if plan.lower_bound > 0:
+        text += (
+            f" The bound '{plan.bound_proof}' proves that no plan takes less than "
+            f"{100 / (1 + max(plan.gap, 0.0)):.0f} % of this plan's value."
+        )
+    return text
+
+
+def _reason(limits: Limits, timeline: Timeline) -> str:
+    compute = float(limits.compute_seconds.sum())
+    carried = float(limits.transfer_seconds.sum())
+    if limits.waiting_seconds > max(compute, carried):
+        return "It is bound by waiting: overhead between ops outweighs the work."
+    if carried > compute:
+        return "It is bound by transfers: a faster link, or fewer cuts, would shorten it."
+    busy = timeline.busy_seconds / timeline.step_seconds
+    device, share = timeline.devices[int(busy.argmax())], float(busy.max())
+    if share >= FULL:
+        return (
+            f"It is bound by {device}, which computes {100 * share:.0f} % of the time: only less "
+            "work there, or a faster device, would shorten it."
+        )
+    return (
+        "It is bound by ops that wait for one another: even the busiest device, "
+        f"{device}, computes only {100 * share:.0f} % of the time."
+    )

@@ -1,0 +1,251 @@
+"""One self-contained web page: timelines, graph, memory, methods and what bounds the plan.
+
+Nothing is fetched: style and scripts are the files of `assets/`, allowed by their hashes in a
+Content-Security-Policy, and the data is JSON in the page. Every name in it is foreign: here it
+goes through `html.escape`, in the JSON through `payload.to_script`, and the scripts write text
+with `textContent` or onto a canvas, never as markup.
+"""
+
+import base64
+import hashlib
+import os
+from collections.abc import Iterable
+from html import escape
+from importlib import resources
+
+import numpy as np
+
+from dovetail.plans import Plan, capacities_of
+from dovetail.reports import charts, payload
+from dovetail.reports.layout import draw
+from dovetail.reports.limits import Limits, explain, find_limits, shares
+from dovetail.reports.records import Report, utilisation
+from dovetail.reports.tables import describe_gap, format_value, plan_facts, run_rows
+from dovetail.runtime.atomic import write_atomically
+from dovetail.timeline import Timeline
+from dovetail.units import format_bytes, format_count, format_seconds
+
+SCRIPTS = ("common.js", "timeline.js", "graph.js", "page.js")
+
+
+def write_html(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page to `path`, whole or not at all. Raises `UnwritableError`."""
+    # A name may hold a lone surrogate, which UTF-8 cannot: it is shown as "?".
+    write_atomically(path, render(report).encode("utf-8", "replace"))
+
+
+def render(report: Report) -> str:
+    """The page as text. O(spans + reads); 100,000 spans make less than 3 MB."""
+    limits = [find_limits(timeline, report.graph) for _, timeline in report.timelines]
+    style = _asset("page.css")
+    script = "\n".join(_asset(name) for name in SCRIPTS)
+    data = payload.pack(report, limits, draw(report.graph, report.plan))
+    parts = {
+        "policy": _policy(style, script),
+        "title": escape(f"{report.model or 'plan'} on {report.plan.machine.name}"),
+        "style": style,
+        "cards": _cards(report),
+        "limits": "".join(
+            _limits(name, limit, timeline, report.plan)
+            for (name, timeline), limit in zip(report.timelines, limits, strict=True)
+        ),
+        "run": _run(report),
+        "devices": _devices(report),
+        "methods": _methods(report.plan),
+        "memory": _memory(report),
+        "machine": _machine(report.plan),
+        "facts": _table((), plan_facts(report.plan, report.graph), "facts"),
+        "data": payload.to_script(data),
+        "script": script,
+    }
+    # One pass over the template: what is filled in is not searched again.
+    pieces = _asset("page.html").split("@@")
+    return "".join(parts[piece] if position % 2 else piece for position, piece in enumerate(pieces))
+
+
+def _asset(name: str) -> str:
+    return resources.files("dovetail.reports").joinpath("assets", name).read_text("utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Only this style and this script, and no request at all."""
+    allowed = (_digest(text) for text in (style, script))
+    return "default-src 'none'; style-src '{}'; script-src '{}'; base-uri 'none'".format(*allowed)
+
+
+def _digest(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return "sha256-" + base64.b64encode(digest).decode()
+
+
+def _cards(report: Report) -> str:
+    plan = report.plan
+    cards = [(f"predicted {plan.objective}", format_value(plan, plan.value), f"by {plan.placer}")]
+    measured = report.measured_step_seconds
+    if measured is not None:
+        error = "" if report.error is None else f"predicted {100 * report.error:+.1f} %"
+        cards.append(("measured step", format_seconds(measured), error))
+    if report.speedup is not None:
+        cards.append(("speed-up", f"{report.speedup:.2f} x", "over the best single device"))
+    bound = f"bound {format_value(plan, plan.lower_bound)}" if plan.lower_bound > 0 else ""
+    cards.append(("distance to the bound", describe_gap(plan), bound))
+    busy = utilisation(report.predicted)
+    used = f"{100 * float(busy.mean()):.0f} %"
+    cards.append(("devices at work", used, f"{len(busy)} devices, mean of the step"))
+    return "".join(
+        f'<div class="card"><span>{escape(label)}</span><strong>{escape(value)}</strong>'
+        f"<small>{escape(note)}</small></div>"
+        for label, value, note in cards
+    )
+
+
+def _limits(name: str, limits: Limits, timeline: Timeline, plan: Plan) -> str:
+    parts = shares(limits, timeline)
+    sentence = explain(limits, timeline, plan).replace(" %", "\u00a0%")
+    colours = {
+        f"computing on {device}": f"c{i % charts.COLOURS}"
+        for i, device in enumerate(timeline.devices)
+    } | {f"transfers on {channel}": "carry" for channel in timeline.channels}
+    coloured = [(what, share, colours.get(what, "wait")) for what, share in parts]
+    return f"<h3>{escape(name.capitalize())}</h3><p>{escape(sentence)}</p>" + charts.stacked_bar(
+        coloured, f"{name}: {sentence}"
+    )
+
+
+def _run(report: Report) -> str:
+    seconds = report.measured_seconds
+    if seconds is None and report.measured is None:
+        return "<p>Not measured yet: <code>dovetail run</code> does that.</p>"
+    rows = []
+    for label, predicted, measured in run_rows(
+        report.predicted, np.zeros(0) if seconds is None else seconds, report.measured
+    ):
+        both = isinstance(measured, float) and measured and predicted is not None
+        rows.append(
+            (
+                label,
+                "" if predicted is None else format_seconds(predicted),
+                _seconds(measured),
+                f"{100 * (predicted / measured - 1):+.1f} %" if both else "",  # type: ignore[operator]
+            )
+        )
+    counted = "" if seconds is None else f"<p>{len(seconds)} measured steps, warm-up left out.</p>"
+    return counted + _table(("", "predicted", "measured", "error"), rows)
+
+
+def _seconds(value: float | tuple[float, float] | None) -> str:
+    if isinstance(value, tuple):
+        return " to ".join(format_seconds(v) for v in value)
+    return "" if value is None else format_seconds(value)
+
+
+def _devices(report: Report) -> str:
+    """The timelines in words and figures, for those who cannot see the picture."""
+    head = ["device or channel"]
+    columns: list[dict[str, str]] = []
+    for name, timeline in report.timelines:
+        head += [f"{name} busy", "of the step"]
+        names = timeline.devices + timeline.channels
+        busy = [*timeline.busy_seconds.tolist(), *timeline.channel_seconds.tolist()]
+        step = timeline.step_seconds or 1.0
+        columns.append({n: format_seconds(s) for n, s in zip(names, busy, strict=True)})
+        columns.append({n: f"{100 * s / step:.1f} %" for n, s in zip(names, busy, strict=True)})
+    names = report.predicted.devices + report.predicted.channels
+    return _table(head, [(n, *(column.get(n, "") for column in columns)) for n in names])
+
+
+def _methods(plan: Plan) -> str:
+    rows = []
+    values = dict(plan.baselines)
+    values.setdefault(plan.placer, plan.value)
+    worst = max((v for v in values.values() if v is not None), default=0.0)
+    for method, value in values.items():
+        chosen = " class=chosen" * (method == plan.placer)
+        if value is None:
+            rows.append(
+                f"<tr class=none><th scope=row>{escape(method)}</th><td>infeasible</td><td></td>"
+                "<td></td></tr>"
+            )
+            continue
+        ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
+        bar = charts.bar(value / worst if worst > 0 else 0.0)
+        rows.append(
+            f"<tr{chosen}><th scope=row>{escape(method)}</th><td>{format_value(plan, value)}</td>"
+            f"<td>{ratio}</td><td class=bar>{bar}</td></tr>"
+        )
+    if plan.lower_bound > 0:
+        bar = charts.bar(plan.lower_bound / worst if worst > 0 else 0.0)
+        share = plan.lower_bound / (plan.value or 1.0)
+        rows.append(
+            f"<tr class=bound><th scope=row>lower bound: {escape(plan.bound_proof)}</th>"
+            f"<td>{format_value(plan, plan.lower_bound)}</td><td>{share:.3f} x</td>"
+            f"<td class=bar>{bar}</td></tr>"
+        )
+    head = _row("th scope=col", ("method", f"predicted {plan.objective}", "to the plan", ""))
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _memory(report: Report) -> str:
+    plan = report.plan
+    capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
+    parts = []
+    for device, (name, capacity) in enumerate(
+        zip(plan.machine.device_names, capacities, strict=True)
+    ):
+        curves = [
+            (label, timeline.memory_times[device], timeline.memory_bytes[device])
+            for label, timeline in report.timelines
+            if device < len(timeline.memory_times)
+        ]
+        end = max(timeline.step_seconds for _, timeline in report.timelines)
+        peak = plan.peak_memory_bytes[device]
+        text = f"{name}: peak {format_bytes(peak)} of {format_bytes(capacity)}"
+        parts.append(
+            f"<figure><figcaption>{escape(text)}</figcaption>"
+            f"{charts.memory(curves, capacity, end, text)}</figure>"
+        )
+    return "".join(parts)
+
+
+def _machine(plan: Plan) -> str:
+    devices = [
+        (
+            d.name,
+            d.kind + " (host)" * (d.name == plan.machine.host),
+            d.model,
+            format_bytes(d.memory_bytes),
+            ", ".join(f"{t} {format_count(r, 'FLOP/s')}" for t, r in d.flops_per_second.items()),
+            format_count(d.bandwidth_bytes_per_second, "B/s"),
+            format_seconds(d.op_overhead_seconds),
+        )
+        for d in plan.machine.devices
+    ]
+    head = ("device", "kind", "model", "memory", "peak rate", "memory bandwidth", "per op")
+    links = [
+        (
+            f"{link.source} → {link.destination}",
+            format_count(link.bandwidth_bytes_per_second, "B/s"),
+            format_seconds(link.latency_seconds),
+            link.channel,
+        )
+        for link in plan.machine.links
+    ]
+    text = _table(head, devices)
+    return text + _table(("link", "bandwidth", "latency", "channel"), links) if links else text
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], style: str = "scroll") -> str:
+    """A table whose cells are escaped; the first cell of a row names it."""
+    titles = tuple(head)
+    top = f"<thead>{_row('th scope=col', titles)}</thead>" if titles else ""
+    body = []
+    for row in rows:
+        first, *rest = row
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        body.append(f"<tr><th scope=row>{escape(first)}</th>{cells}</tr>")
+    return f'<div class="{style}"><table>{top}<tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    end = tag.split()[0]
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{end}>" for cell in cells) + "</tr>"

@@ -1,0 +1,72 @@
+"""Report: a plan, what was promised of it and what was measured."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.graph import Graph
+from dovetail.plans import Plan
+from dovetail.timeline import Timeline
+
+SINGLES = ("single", "here")
+"""Baselines on one device: the best of the machine's, and all cores of this one together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Everything that a page or a table shows.
+
+    predicted          the plan simulated
+    measured           one run of it, where it ran with spans recorded
+    measured_seconds   [steps] seconds of the steps that count, warm-up left out; where it ran
+    model              the MODEL text; "" takes the plan's
+    """
+
+    plan: Plan
+    graph: Graph
+    predicted: Timeline
+    measured: Timeline | None = None
+    measured_seconds: NDArray[np.float64] | None = None
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.measured_seconds is not None:
+            seconds = np.array(self.measured_seconds, dtype=np.float64).reshape(-1)
+            seconds.flags.writeable = False
+            object.__setattr__(self, "measured_seconds", seconds if len(seconds) else None)
+        if not self.model:
+            object.__setattr__(self, "model", self.plan.source.model)
+
+    @property
+    def timelines(self) -> tuple[tuple[str, Timeline], ...]:
+        """The predicted timeline and, where there is one, the measured."""
+        both = (("predicted", self.predicted), ("measured", self.measured))
+        return tuple((name, timeline) for name, timeline in both if timeline is not None)
+
+    @property
+    def speedup(self) -> float | None:
+        """Predicted: value of the best single device over the plan's; None: none fits."""
+        values = [self.plan.baselines.get(name) for name in SINGLES]
+        singles = [value for value in values if value is not None]
+        return min(singles) / self.plan.value if singles and self.plan.value > 0 else None
+
+    @property
+    def measured_step_seconds(self) -> float | None:
+        """Median of the measured steps; of a lone measured timeline its length."""
+        if self.measured_seconds is not None:
+            return float(np.median(self.measured_seconds))
+        return None if self.measured is None else self.measured.step_seconds
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured step seconds; positive: it ran faster than promised."""
+        measured = self.measured_step_seconds
+        return self.predicted.step_seconds / measured - 1 if measured else None
+
+
+def utilisation(timeline: Timeline) -> NDArray[np.float64]:
+    """[devices] share of the step in which each device computes."""
+    if timeline.step_seconds <= 0:
+        return np.zeros(len(timeline.devices))
+    return timeline.busy_seconds / timeline.step_seconds

@@ -1,0 +1,278 @@
+"""Terminal tables. Each function returns a rich renderable and prints nothing."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from dovetail.graph import Graph
+from dovetail.graph.records import SOURCE_KINDS, Phase
+from dovetail.machine import Machine
+from dovetail.plans import Plan, capacities_of
+from dovetail.reports.limits import Limits, explain, shares
+from dovetail.reports.records import utilisation
+from dovetail.timeline import Timeline
+from dovetail.units import format_bytes, format_count, format_seconds
+
+
+def format_value(plan: Plan, value: float) -> str:
+    """A value of the plan's objective: seconds, or the unit of the costs that were given."""
+    return f"{value:.6g}" if plan.costs_source == "given" else format_seconds(value)
+
+
+def describe_gap(plan: Plan) -> str:
+    """ "within 3.1 % of optimal", "optimal", "at most 2.5 x the optimum", or "no bound"."""
+    if not np.isfinite(plan.gap):
+        return "no bound"
+    if plan.gap >= 1:
+        return f"at most {1 + plan.gap:.3g} x the optimum"
+    return "optimal" if plan.gap <= 1e-9 else f"within {100 * plan.gap:.3g} % of optimal"
+
+
+def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
+    """(label, text) pairs that sum a plan up."""
+    sources = int(graph.is_source.sum())
+    what = f"{len(graph) - sources:,} ops and {sources:,} sources in {plan.groups:,} groups"
+    value = f"{plan.objective} {format_value(plan, plan.value)}"
+    facts = [
+        ("model", plan.source.model + (f", {plan.source.training}" * bool(plan.source.training))),
+        ("graph", what),
+        ("machine", f"{plan.machine.name}: {', '.join(plan.machine.device_names)}"),
+        ("costs", plan.costs_source),
+        ("method", f"{plan.placer}, seed {plan.seed}"),
+        ("predicted", value),
+    ]
+    if plan.lower_bound > 0:
+        bound = format_value(plan, plan.lower_bound)
+        facts.append(("lower bound", f"{bound}, by {plan.bound_proof}"))
+    facts.append(("gap", describe_gap(plan)))
+    searched = format_seconds(plan.planning_seconds)
+    facts.append(("planning", searched + (", interrupted: best so far" * plan.interrupted)))
+    facts += [("pin", f"{pattern} = {device}") for pattern, device in plan.pins]
+    facts += [("cap", f"{device}: {format_bytes(size)}") for device, size in plan.caps]
+    return facts
+
+
+def plan_table(plan: Plan, graph: Graph) -> RenderableType:
+    """The plan, every method tried beside it, and memory per device."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    for label, text in plan_facts(plan, graph):
+        facts.add_row(label, escape(text))
+    return Group(facts, Text(), methods_table(plan), Text(), memory_table(plan, graph))
+
+
+def methods_table(plan: Plan) -> Table:
+    """method -> value and its ratio to the chosen plan, best first as tried."""
+    table = _table("method", "value", "against the plan", title="Methods")
+    for method, value in plan.baselines.items():
+        chosen = method == plan.placer
+        style = "bold green" if chosen else None
+        name = escape(method) + (" (chosen)" * chosen)
+        if value is None:
+            table.add_row(name, "infeasible", "", style="dim")
+        else:
+            ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
+            table.add_row(name, format_value(plan, value), ratio, style=style)
+    if plan.placer not in plan.baselines:
+        value_text = format_value(plan, plan.value)
+        table.add_row(f"{escape(plan.placer)} (chosen)", value_text, "1.000 x", style="bold green")
+    return table
+
+
+def memory_table(plan: Plan, graph: Graph) -> Table:
+    """Per device its ops, peak memory and what it may use."""
+    table = _table("device", "ops", "peak memory", "available", "used", title="Devices")
+    counts = np.bincount(
+        plan.placement[~graph.is_source], minlength=len(plan.machine.devices)
+    ).tolist()
+    capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
+    capped = {device for device, _ in plan.caps}
+    for name, count, peak, capacity in zip(
+        plan.machine.device_names, counts, plan.peak_memory_bytes, capacities, strict=True
+    ):
+        available = format_bytes(capacity) + (" (cap)" * (name in capped))
+        used = f"{100 * peak / capacity:.1f} %" if capacity else ""
+        style = "bold red" if peak > capacity else None
+        table.add_row(escape(name), f"{count:,}", format_bytes(peak), available, used, style=style)
+    return table
+
+
+def run_table(
+    predicted: Timeline,
+    measured_seconds: NDArray[np.float64] | Sequence[float],
+    measured: Timeline | None = None,
+) -> RenderableType:
+    """Predicted beside measured: the step, then per device how long it computes."""
+    seconds = np.asarray(measured_seconds, dtype=np.float64)
+    step = _table("", "predicted", "measured", "error", title=f"{len(seconds)} measured steps")
+    for label, mine, found in run_rows(predicted, seconds, measured):
+        step.add_row(escape(label), *_compared(mine, found))
+    return step
+
+
+def run_rows(
+    predicted: Timeline, seconds: NDArray[np.float64], measured: Timeline | None
+) -> list[tuple[str, float | None, float | tuple[float, float] | None]]:
+    """(label, predicted, measured) in seconds; a pair is a range."""
+    rows: list[tuple[str, float | None, float | tuple[float, float] | None]] = []
+    if len(seconds):
+        rows.append(("step, median", predicted.step_seconds, float(np.median(seconds))))
+        rows.append(("step, mean", predicted.step_seconds, float(seconds.mean())))
+        rows.append(("step, lowest to highest", None, (float(seconds.min()), float(seconds.max()))))
+    else:
+        lone = None if measured is None else measured.step_seconds
+        rows.append(("step", predicted.step_seconds, lone))
+    found = [None] * len(predicted.devices) if measured is None else measured.busy_seconds.tolist()
+    for name, mine, theirs in zip(predicted.devices, predicted.busy_seconds, found, strict=True):
+        rows.append((f"{name} computes", float(mine), theirs))
+    carried = None if measured is None else float(measured.channel_seconds.sum())
+    rows.append(("channels carry", float(predicted.channel_seconds.sum()), carried))
+    return rows
+
+
+def _compared(
+    predicted: float | None, measured: float | tuple[float, float] | None
+) -> tuple[str, str, str]:
+    mine = "" if predicted is None else format_seconds(predicted)
+    if isinstance(measured, tuple):
+        return mine, f"{format_seconds(measured[0])} to {format_seconds(measured[1])}", ""
+    theirs = "" if measured is None else format_seconds(measured)
+    error = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else ""
+    return mine, theirs, error
+
+
+def limits_table(limits: Limits, timeline: Timeline, plan: Plan) -> RenderableType:
+    """What bounds the plan: the sentence, and the critical chain by share."""
+    table = _table("critical chain", "seconds", "share")
+    for what, share in shares(limits, timeline):
+        spent = format_seconds(share * limits.total_seconds)
+        table.add_row(escape(what), spent, f"{100 * share:.1f} %")
+    return Group(Text(explain(limits, timeline, plan)), table)
+
+
+def utilisation_table(timeline: Timeline) -> Table:
+    """Per device and channel: busy seconds and their share of the step."""
+    table = _table("", "busy", "of the step")
+    for name, busy, share in zip(
+        timeline.devices, timeline.busy_seconds, utilisation(timeline), strict=True
+    ):
+        table.add_row(escape(name), format_seconds(busy), f"{100 * share:.1f} %")
+    for name, busy in zip(timeline.channels, timeline.channel_seconds, strict=True):
+        share = busy / timeline.step_seconds if timeline.step_seconds else 0.0
+        table.add_row(escape(name), format_seconds(busy), f"{100 * share:.1f} %")
+    return table
+
+
+def machine_table(machine: Machine) -> RenderableType:
+    """Devices with their rates, and links."""
+    devices = _table(
+        "device", "kind", "model", "cores", "memory", "peak", "bandwidth", "per op",
+        title=f"Machine {escape(machine.name)}",
+    )  # fmt: skip
+    for device in machine.devices:
+        runs = device.kind != "host"
+        rates = ", ".join(
+            f"{dtype} {format_count(rate, 'FLOP/s')}"
+            for dtype, rate in device.flops_per_second.items()
+        )
+        bandwidth = f"{format_count(device.bandwidth_bytes_per_second, 'B/s')}" if runs else ""
+        devices.add_row(
+            escape(device.name) + (" (host)" * (device.name == machine.host)),
+            device.kind,
+            escape(device.model),
+            _ranges(device.cores),
+            format_bytes(device.memory_bytes),
+            escape(rates),
+            bandwidth,
+            format_seconds(device.op_overhead_seconds) if runs else "",
+        )
+    if not machine.links:
+        return devices
+    links = _table("link", "bandwidth", "latency", "channel", title="Links")
+    for link in machine.links:
+        links.add_row(
+            f"{escape(link.source)} -> {escape(link.destination)}",
+            format_count(link.bandwidth_bytes_per_second, "B/s"),
+            format_seconds(link.latency_seconds),
+            escape(link.channel),
+        )
+    return Group(devices, Text(), links)
+
+
+def networks_table(rows: Sequence[Mapping[str, object]]) -> Table:
+    """One row a network; its columns are the keys of the first. A number is written in the unit
+    that its key ends with: `parameter_bytes`, `step_seconds`, else as a count."""
+    keys = list(rows[0]) if rows else ["network"]
+    table = _table(*(key.replace("_", " ") for key in keys), title="Networks")
+    for column, key in zip(table.columns, keys, strict=True):
+        column.justify = "left" if any(isinstance(row.get(key), str) for row in rows) else "right"
+    for row in rows:
+        table.add_row(*(escape(_cell(key, row.get(key, ""))) for key in keys))
+    return table
+
+
+def graph_summary(graph: Graph) -> RenderableType:
+    """Ops, FLOPs and bytes by phase, and what the sources hold."""
+    table = _table("phase", "ops", "kinds", "FLOPs", "bytes accessed", title="Graph")
+    kinds = np.array(graph.kinds, dtype=object)
+    for phase in Phase:
+        of = graph.phases == phase
+        if phase == Phase.SOURCE or not of.any():
+            continue
+        table.add_row(
+            phase.name.lower(),
+            f"{int(of.sum()):,}",
+            f"{len(set(kinds[of])):,}",
+            format_count(float(graph.flops[of].sum())),
+            format_bytes(float(graph.accessed_bytes[of].sum())),
+        )
+    held = _table("source", "count", "elements", "bytes", title="Sources")
+    for kind in SOURCE_KINDS:
+        tensors = np.flatnonzero((kinds == kind)[graph.producers] & _of_sources(graph))
+        if len(tensors):
+            elements = sum(int(np.prod(graph.shapes[t])) for t in tensors)
+            size = format_bytes(float(graph.tensor_bytes[tensors].sum()))
+            held.add_row(kind, f"{len(tensors):,}", f"{elements:,}", size)
+    total = Text(
+        f"{len(graph):,} ops, {graph.tensors:,} tensors, "
+        f"{format_count(float(graph.flops.sum()), 'FLOP')}, "
+        f"{format_bytes(float(graph.tensor_bytes.sum()))} of tensors; {graph.fingerprint}"
+    )
+    return Group(table, Text(), held, total)
+
+
+def _of_sources(graph: Graph) -> NDArray[np.bool_]:
+    return graph.is_source[graph.producers]
+
+
+def _cell(key: str, value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if key.endswith("bytes"):
+        return format_bytes(value)
+    return format_seconds(value) if key.endswith("seconds") else format_count(float(value))
+
+
+def _ranges(cores: Sequence[int]) -> str:
+    """`(0, 1, 2, 5)` -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    """A plain table: first column left, the others right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(escape(column), justify="left" if i == 0 else "right", overflow="fold")
+    return table

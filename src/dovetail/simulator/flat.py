@@ -1,0 +1,343 @@
+"""Graph, machine and costs as the flat arrays that the kernel walks. Built once per simulator.
+
+Orders and stages become *slots*: what a device starts at one time. An explicit order is a list of
+slots of one op; a device without order has no slot and takes ready ops by rank.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.costs import Costs
+from dovetail.errors import OrderError
+from dovetail.graph import EVERYWHERE, HOST, Graph
+from dovetail.machine import Machine
+from dovetail.plans import Schedule
+
+Int8 = NDArray[np.int8]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+
+
+class Flat(NamedTuple):
+    """What stays the same from placement to placement.
+
+    sources, source_homes   [sources] source ops, ascending, and their `residences`
+    is_source          [ops] 1 for source ops
+    pending            [ops] arrivals an op waits for: reads of what is not resident everywhere,
+                       and control predecessors
+    fresh_bytes        [ops] bytes of the outputs that get new memory
+    resident           [tensors] 1 for tensors that are wherever they are read
+    consumer_offsets, consumers, control_offsets, control_targets   CSR by tensor, by op
+    link_of            [devices, devices] index of a link, -1: none
+    relayed            [devices] 1 where a device lacks a link to some other
+    """
+
+    ops: int
+    tensors: int
+    devices: int
+    channels: int
+    host: int
+    sources: Int32
+    source_homes: Int32
+    is_source: Int8
+    output_offsets: Int32
+    input_offsets: Int32
+    input_tensors: Int32
+    producers: Int32
+    tensor_bytes: Int64
+    bases: Int32
+    is_output: Int8
+    resident: Int8
+    pending: Int32
+    fresh_bytes: Int64
+    consumer_offsets: Int32
+    consumers: Int32
+    control_offsets: Int32
+    control_targets: Int32
+    compute_seconds: Float64
+    link_of: Int32
+    link_sources: Int32
+    link_channels: Int32
+    link_latencies: Float64
+    link_bandwidths: Float64
+    relayed: Int8
+
+
+class Rules(NamedTuple):
+    """How devices choose: by rank, or through slots in the given sequence.
+
+    pending       [ops] as in `Flat`, without arrivals from within an op's own slot
+    ranks, by_rank   [ops] place of each op by priority, and its inverse
+    ordered       [devices] 1: runs its slots `slot_offsets[d]` to `slot_offsets[d + 1]`
+    op_offsets, slot_ops   CSR [slots + 1], ops of each slot, ascending
+    slot_of       [ops] -1: none
+    slot_seconds  [slots]
+    """
+
+    pending: Int32
+    ranks: Int32
+    by_rank: Int32
+    ordered: Int8
+    slot_offsets: Int32
+    op_offsets: Int32
+    slot_ops: Int32
+    slot_of: Int32
+    slot_seconds: Float64
+
+
+class Work(NamedTuple):
+    """What one thread writes while it simulates.
+
+    homes      [tensors] device where each tensor is made
+    roots      [tensors] tensor whose memory it uses there; -1: memory that lives to the end
+    holds      [tensors, devices] users left of the memory rooted in a tensor on a device
+    stamps     [devices] last unit that was sent there: one send per destination
+    ready      [devices, ops] binary heaps of ranks, `ready_sizes` long
+    running    [devices + channels] op, slot or queue entry in work; -1: idle
+    event_*    binary heap of what is in work, by end; `counts` says how long
+    queue_*    pool of transfers, a doubly linked list per channel, `heads` to `tails`
+    touched    [devices + channels] what may start now, `is_touched` 1 for what is in it
+    span_*, transfer_*, log_*   what a timeline records; empty where none is wanted
+    """
+
+    placed: Int32
+    homes: Int32
+    roots: Int32
+    pending: Int32
+    holds: Int32
+    stamps: Int64
+    ready: Int32
+    ready_sizes: Int32
+    running: Int32
+    next_slots: Int32
+    slot_waits: Int32
+    event_times: Float64
+    event_slots: Int32
+    queue_ready: Float64
+    queue_units: Int32
+    queue_destinations: Int32
+    queue_links: Int32
+    queue_next: Int32
+    queue_previous: Int32
+    heads: Int32
+    tails: Int32
+    touched: Int32
+    is_touched: Int8
+    counts: Int64
+    memory: Int64
+    peaks: Int64
+    span_starts: Float64
+    span_ends: Float64
+    transfer_starts: Float64
+    transfer_ends: Float64
+    logged: Int64
+    log_times: Float64
+    log_devices: Int32
+    log_bytes: Int64
+
+
+def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
+    """The arrays of one graph on one machine. Raises `CostError` for missing costs."""
+    costs.check(graph)
+    ops, tensors, devices = len(graph), graph.tensors, len(machine.devices)
+    sources = np.flatnonzero(graph.is_source).astype(np.int32)
+    resident = (graph.is_source & (graph.residences == EVERYWHERE))[graph.producers]
+    waits = ~resident[graph.input_tensors]
+    fresh = np.where(graph.bases < 0, graph.tensor_bytes, 0)
+    order = np.argsort(graph.control[:, 0], kind="stable")
+    is_output = np.zeros(tensors, np.int8)
+    is_output[graph.outputs] = 1
+    links = machine.links
+    unlinked = (machine.link_index < 0) & ~np.eye(devices, dtype=bool)
+    channel_of = {name: channel for channel, name in enumerate(machine.channels)}
+    return Flat(
+        ops=ops,
+        tensors=tensors,
+        devices=devices,
+        channels=len(machine.channels),
+        host=machine.host_index,
+        sources=sources,
+        source_homes=_int32(graph.residences[sources]),
+        is_source=graph.is_source.astype(np.int8),
+        output_offsets=_int32(graph.output_offsets),
+        input_offsets=_int32(graph.input_offsets),
+        input_tensors=_int32(graph.input_tensors),
+        producers=_int32(graph.producers),
+        tensor_bytes=np.array(graph.tensor_bytes, np.int64),
+        bases=_int32(graph.bases),
+        is_output=is_output,
+        resident=resident.astype(np.int8),
+        pending=_int32(
+            np.bincount(graph.readers[waits], minlength=ops)
+            + np.bincount(graph.control[:, 1], minlength=ops)
+        ),
+        fresh_bytes=_sums(graph.producers, fresh, ops),
+        consumer_offsets=_int32(graph.consumer_offsets),
+        consumers=_int32(graph.consumers),
+        control_offsets=_offsets(graph.control[:, 0], ops),
+        control_targets=_int32(graph.control[order, 1]),
+        compute_seconds=np.array(costs.compute_seconds, np.float64, order="C"),
+        link_of=_int32(machine.link_index),
+        link_sources=_int32([machine.device_index(link.source) for link in links]),
+        link_channels=_int32([channel_of[link.channel] for link in links]),
+        link_latencies=np.array([link.latency_seconds for link in links], np.float64),
+        link_bandwidths=np.array([link.bandwidth_bytes_per_second for link in links], np.float64),
+        relayed=unlinked.any(axis=1).astype(np.int8),
+    )
+
+
+def free_rules(flat: Flat, priorities: Float64 | None = None) -> Rules:
+    """No device has an order: highest priority first, then lowest index."""
+    ranks = by_rank = np.arange(flat.ops, dtype=np.int32)
+    if priorities is not None:
+        by_rank = _int32(np.argsort(-np.asarray(priorities, np.float64), kind="stable"))
+        ranks = np.empty_like(by_rank)
+        ranks[by_rank] = np.arange(flat.ops, dtype=np.int32)
+    none, zeros = np.zeros(0, np.int32), np.zeros(flat.devices + 1, np.int32)
+    return Rules(
+        pending=flat.pending,
+        ranks=ranks,
+        by_rank=by_rank,
+        ordered=np.zeros(flat.devices, np.int8),
+        slot_offsets=zeros,
+        op_offsets=np.zeros(1, np.int32),
+        slot_ops=none,
+        slot_of=np.full(flat.ops, -1, np.int32),
+        slot_seconds=np.zeros(0),
+    )
+
+
+Slots = list[tuple[tuple[int, ...], float]]
+
+
+def ordered_rules(flat: Flat, free: Rules, slots: Sequence[Slots | None]) -> Rules:
+    """`free`, but where `slots[device]` is a list of (ops, seconds) that device runs those."""
+    slot_of, pending = free.slot_of.copy(), flat.pending.copy()
+    every = [slot for of_device in slots for slot in of_device or []]
+    for index, (ops, _) in enumerate(every):
+        slot_of[list(ops)] = index
+    for ops, _ in every:
+        for op in ops if len(ops) > 1 else ():
+            pending[op] -= _arrivals_within(flat, op, set(ops))
+    return free._replace(
+        pending=pending,
+        ordered=np.array([of_device is not None for of_device in slots], np.int8),
+        slot_offsets=_int32(np.cumsum([0] + [len(of_device or []) for of_device in slots])),
+        op_offsets=_int32(np.cumsum([0] + [len(ops) for ops, _ in every])),
+        slot_ops=_int32([op for ops, _ in every for op in sorted(ops)]),
+        slot_of=slot_of,
+        slot_seconds=np.array([seconds for _, seconds in every], np.float64),
+    )
+
+
+def slots_of(
+    flat: Flat, device: int, order: tuple[int, ...] | None, schedule: Schedule | None
+) -> Slots | None:
+    """What a device starts, one after another; None where it is free to choose."""
+    if schedule is not None:
+        return [(stage.ops, stage.seconds) for stage in schedule.stages]
+    if order is None:
+        return None
+    return [((op,), float(flat.compute_seconds[op, device])) for op in order]
+
+
+def check_slots(slots: Slots, placed: set[int], device: str) -> None:
+    """Raise `OrderError` unless the slots name each of the device's ops once."""
+    listed = sorted(op for ops, _ in slots for op in ops)
+    if listed != sorted(placed):
+        raise OrderError(device, "does not name each of its ops exactly once")
+    if any(not 0 <= seconds < np.inf for _, seconds in slots):
+        raise OrderError(device, "has a stage whose seconds are negative or not finite")
+
+
+def workspace(flat: Flat, slots: int = 0, *, record: bool = False) -> Work:
+    """Room for one simulation at a time; with the arrays of a timeline if `record`."""
+    ops, tensors, devices = flat.ops, flat.tensors, flat.devices
+    lanes = devices + flat.channels
+    transfers = _most_sends(flat.consumer_offsets, devices)
+    transfers += _most_sends(flat.control_offsets, devices)
+    kept_ops, kept_transfers = (ops, transfers) if record else (0, 0)
+    entries = 2 * (ops + slots + transfers + devices) if record else 0
+    return Work(
+        placed=np.zeros(ops, np.int32),
+        homes=np.zeros(tensors, np.int32),
+        roots=np.zeros(tensors, np.int32),
+        pending=np.zeros(ops, np.int32),
+        holds=np.zeros((tensors, devices), np.int32),
+        stamps=np.zeros(devices, np.int64),
+        ready=np.zeros((devices, ops), np.int32),
+        ready_sizes=np.zeros(devices, np.int32),
+        running=np.zeros(lanes, np.int32),
+        next_slots=np.zeros(devices, np.int32),
+        slot_waits=np.zeros(slots, np.int32),
+        event_times=np.zeros(lanes),
+        event_slots=np.zeros(lanes, np.int32),
+        queue_ready=np.zeros(transfers),
+        queue_units=np.zeros(transfers, np.int32),
+        queue_destinations=np.zeros(transfers, np.int32),
+        queue_links=np.zeros(transfers, np.int32),
+        queue_next=np.zeros(transfers, np.int32),
+        queue_previous=np.zeros(transfers, np.int32),
+        heads=np.zeros(flat.channels, np.int32),
+        tails=np.zeros(flat.channels, np.int32),
+        touched=np.zeros(lanes, np.int32),
+        is_touched=np.zeros(lanes, np.int8),
+        counts=np.zeros(6, np.int64),
+        memory=np.zeros(devices, np.int64),
+        peaks=np.zeros(devices, np.int64),
+        span_starts=np.zeros(kept_ops),
+        span_ends=np.zeros(kept_ops),
+        transfer_starts=np.zeros(kept_transfers),
+        transfer_ends=np.zeros(kept_transfers),
+        logged=np.zeros(devices, np.int64),
+        log_times=np.zeros(entries),
+        log_devices=np.zeros(entries, np.int32),
+        log_bytes=np.zeros(entries, np.int64),
+    )
+
+
+def homes_of(flat: Flat, placement: NDArray[np.integer]) -> Int32:
+    """[ops] the placement with its source entries filled: host, writer's device, `EVERYWHERE`."""
+    placed = np.array(placement, np.int32)
+    homes = flat.source_homes
+    with_writer = np.where(homes >= 0, placed[np.maximum(homes, 0)], EVERYWHERE)
+    placed[flat.sources] = np.where(homes == HOST, flat.host, with_writer)
+    return placed
+
+
+def _arrivals_within(flat: Flat, op: int, slot: set[int]) -> int:
+    reads = flat.input_tensors[flat.input_offsets[op] : flat.input_offsets[op + 1]].tolist()
+    count = sum(int(flat.producers[tensor]) in slot for tensor in reads)
+    for before in slot:
+        targets = flat.control_targets[flat.control_offsets[before] :]
+        count += targets[
+            : flat.control_offsets[before + 1] - flat.control_offsets[before]
+        ].tolist().count(op)
+    return count
+
+
+def _most_sends(offsets: Int32, devices: int) -> int:
+    """Sends that can be queued at most: one per other device, and one to the host on the way."""
+    fan_out = np.diff(offsets)
+    return int((np.minimum(fan_out, devices - 1) + (fan_out > 0)).sum())
+
+
+def _int32(values: object) -> Int32:
+    return np.array(values, np.int32, order="C").reshape(-1) if np.ndim(values) < 2 else np.array(  # type: ignore[arg-type]
+        values, np.int32, order="C"
+    )
+
+
+def _offsets(owners: Int32, count: int) -> Int32:
+    return _int32(np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count))]))
+
+
+def _sums(owners: Int32, values: Int64, count: int) -> Int64:
+    """[count] exact integer sums of `values` by owner."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, owners, values)
+    return sums

@@ -1,0 +1,503 @@
+"""One simulation, event by event, over flat arrays. The rules are those of docs/design.md:
+
+    until nothing is in work:
+        channels start, then devices start          start_all
+        now = the next end; everything that ends then:
+            op       its outputs go to consumers here, and into queues     finish_op
+            transfer its tensor goes to consumers there, and onwards       finish_transfer
+
+Memory is counted along the way: what starts allocates, and whoever ends last frees. Since frees come
+before starts, what is in use after the starts of an instant is the most at that instant. Ends at
+one instant may come in any order: queues and devices choose by key, and counts commute.
+
+Names: a *unit* is what a transfer carries, a tensor, or tensors + op for a control edge. A *lane*
+is what does one thing at a time: a device, or devices + channel.
+
+Complexity: O(log(devices + channels) + log(ready)) per event; queueing is O(1) but for transfers
+that become ready at one instant out of order.
+"""
+
+import numba
+
+from dovetail.graph import EVERYWHERE, HOST
+from dovetail.simulator.flat import Flat, Rules, Work
+
+# Without numba's memory manager, which would count references to every array on every call; nothing
+# is allocated here. Helpers are inlined, so that their many arrays are not passed at all.
+entry = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
+jit = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False, forceinline=True)
+
+# Where `Work.counts` keeps the scalars of one simulation.
+EVENTS, QUEUED, TOUCHED, SENT, DONE, LOGGED = range(6)
+
+
+@entry
+def simulate_batch(  # type: ignore[no-untyped-def]  # noqa: PLR0913 (kernel)
+    flat: Flat, rules: Rules, work: Work, placements, values, peaks, record
+) -> None:
+    """Simulate each row of `placements` [batch, ops]; fill `values` [batch] and `peaks`.
+
+    A value is the end of the last event, seconds. An op on a device that cannot run it, and orders
+    that cannot complete, give inf, and peaks of 0. `record` keeps what a timeline needs of the
+    last row in `work`. One entry point for both, so that both give the same numbers.
+    """
+    for row in range(len(placements)):
+        peaks[row, :] = 0
+        values[row] = float("inf")
+        if not fill_placement(flat, work, placements[row]):
+            continue
+        reset(flat, rules, work)
+        place_sources(flat, rules, work, record)
+        start_all(flat, rules, work, 0.0, record)
+        now = 0.0
+        while work.counts[EVENTS] > 0:
+            now = work.event_times[0]
+            while work.counts[EVENTS] > 0 and work.event_times[0] == now:
+                finish(flat, rules, work, now, pop_event(work))
+            start_all(flat, rules, work, now, record)
+        if work.counts[DONE] == flat.ops:
+            values[row] = now
+            copy(work.peaks, peaks[row])
+
+
+@jit
+def finish(flat: Flat, rules: Rules, work: Work, now: float, lane: int) -> None:
+    """End what a lane has in work."""
+    running = work.running[lane]
+    work.running[lane] = -1
+    touch(work, lane)
+    if lane >= flat.devices:
+        finish_transfer(flat, rules, work, now, running)
+        return
+    first, last = 0, 1
+    if rules.ordered[lane]:
+        first, last = rules.op_offsets[running], rules.op_offsets[running + 1]
+    for i in range(first, last):
+        op = rules.slot_ops[i] if rules.ordered[lane] else running
+        finish_op(flat, rules, work, now, op)
+
+
+@jit
+def fill_placement(flat: Flat, work: Work, placement) -> bool:  # type: ignore[no-untyped-def]
+    """Copy a placement with its source entries filled in; False if an op cannot run there."""
+    placed = work.placed
+    for op in range(flat.ops):
+        if not flat.is_source[op]:
+            placed[op] = placement[op]
+            if flat.compute_seconds[op, placed[op]] == float("inf"):
+                return False
+    for i in range(len(flat.sources)):
+        home = flat.source_homes[i]
+        if home == HOST:
+            home = flat.host
+        elif home >= 0:
+            home = placement[home]
+        placed[flat.sources[i]] = home
+    return True
+
+
+@jit
+def copy(source, destination) -> None:  # type: ignore[no-untyped-def]
+    """Element by element: numba's slice assignment wants its memory manager, which is off."""
+    for i in range(len(source)):
+        destination[i] = source[i]
+
+
+@jit
+def reset(flat: Flat, rules: Rules, work: Work) -> None:
+    copy(rules.pending, work.pending)
+    work.holds[:, :] = 0
+    work.stamps[:] = -1
+    work.ready_sizes[:] = 0
+    work.running[:] = -1
+    work.heads[:] = -1
+    work.tails[:] = -1
+    work.is_touched[:] = 0
+    work.counts[:] = 0
+    work.memory[:] = 0
+    work.logged[:] = -1
+    for device in range(flat.devices):
+        work.next_slots[device] = rules.slot_offsets[device]
+        touch(work, device)
+    for slot in range(len(rules.slot_seconds)):
+        work.slot_waits[slot] = rules.op_offsets[slot + 1] - rules.op_offsets[slot]
+    for tensor in range(flat.tensors):
+        work.homes[tensor] = work.placed[flat.producers[tensor]]
+
+
+@jit
+def place_sources(flat: Flat, rules: Rules, work: Work, record: bool) -> None:
+    """What is there at 0: memory of the sources, ops that wait for nothing, and the first sends."""
+    for i in range(len(flat.sources)):
+        op = flat.sources[i]
+        home = work.placed[op]
+        for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
+            if home != EVERYWHERE:
+                work.memory[home] += flat.tensor_bytes[tensor]
+                continue
+            work.counts[SENT] += 1
+            for k in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
+                device = work.placed[flat.consumers[k]]
+                if work.stamps[device] != work.counts[SENT]:
+                    work.stamps[device] = work.counts[SENT]
+                    work.memory[device] += flat.tensor_bytes[tensor]
+    copy(work.memory, work.peaks)
+    if record:
+        log_memory(flat, work, 0.0)
+    for op in range(flat.ops):
+        if work.pending[op] == 0 and not flat.is_source[op]:
+            make_ready(rules, work, op, work.placed[op])
+    for i in range(len(flat.sources)):
+        op = flat.sources[i]
+        pinned = flat.source_homes[i] != HOST
+        for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
+            if work.homes[tensor] == EVERYWHERE:
+                work.roots[tensor] = -1
+                continue
+            users = deliver(flat, rules, work, 0.0, tensor, work.homes[tensor])
+            hold_output(flat, work, tensor, work.homes[tensor], users, pinned)
+    work.counts[DONE] = len(flat.sources)
+
+
+@jit
+def finish_op(flat: Flat, rules: Rules, work: Work, now: float, op: int) -> None:
+    device = work.placed[op]
+    work.counts[DONE] += 1
+    for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
+        users = deliver(flat, rules, work, now, tensor, device)
+        hold_output(flat, work, tensor, device, users, False)
+    deliver_control(flat, rules, work, now, op, device)
+    for i in range(flat.input_offsets[op], flat.input_offsets[op + 1]):
+        release(flat, work, flat.input_tensors[i], device)
+
+
+@jit
+def finish_transfer(flat: Flat, rules: Rules, work: Work, now: float, entry: int) -> None:
+    unit, device = work.queue_units[entry], work.queue_destinations[entry]
+    if unit >= flat.tensors:
+        arrive_control(flat, rules, work, now, unit - flat.tensors, device)
+        return
+    release(flat, work, unit, flat.link_sources[work.queue_links[entry]])
+    users = 0
+    for k in range(flat.consumer_offsets[unit], flat.consumer_offsets[unit + 1]):
+        op = flat.consumers[k]
+        if work.placed[op] == device:
+            users += 1
+            arrive(rules, work, op, device)
+    if device == flat.host and flat.relayed[work.homes[unit]]:
+        work.counts[SENT] += 1
+        for k in range(flat.consumer_offsets[unit], flat.consumer_offsets[unit + 1]):
+            there = work.placed[flat.consumers[k]]
+            users += send_on(flat, work, now, unit, work.homes[unit], there)
+    work.holds[unit, device] = users
+
+
+@jit
+def deliver(flat: Flat, rules: Rules, work: Work, now: float, tensor: int, device: int) -> int:
+    """Hand a new tensor to its consumers here and queue its sends; return how many hold it."""
+    users = 0
+    work.counts[SENT] += 1
+    token = work.counts[SENT]
+    for k in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
+        op = flat.consumers[k]
+        there = work.placed[op]
+        if there == device:
+            users += 1
+            arrive(rules, work, op, device)
+        elif work.stamps[there] != token:
+            users += send(flat, work, now, tensor, device, there)
+    return users
+
+
+@jit
+def deliver_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, device: int) -> None:
+    work.counts[SENT] += 1
+    for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
+        after = flat.control_targets[k]
+        there = work.placed[after]
+        if there == device:
+            arrive(rules, work, after, device)
+        elif work.stamps[there] != work.counts[SENT]:
+            send(flat, work, now, flat.tensors + op, device, there)
+
+
+@jit
+def arrive_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, device: int) -> None:
+    home = work.placed[op]
+    work.counts[SENT] += 1
+    for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
+        after = flat.control_targets[k]
+        if work.placed[after] == device:
+            arrive(rules, work, after, device)
+        elif device == flat.host:
+            send_on(flat, work, now, flat.tensors + op, home, work.placed[after])
+
+
+@jit
+def send(flat: Flat, work: Work, now: float, unit: int, source: int, destination: int) -> int:
+    """Queue a send, to the host where there is no link; return 1, or 0 if that is queued."""
+    work.stamps[destination] = work.counts[SENT]
+    link = flat.link_of[source, destination]
+    if link < 0:
+        destination = flat.host
+        if work.stamps[destination] == work.counts[SENT]:
+            return 0
+        work.stamps[destination] = work.counts[SENT]
+        link = flat.link_of[source, destination]
+    enqueue(flat, work, now, unit, destination, link)
+    return 1
+
+
+@jit
+def send_on(flat: Flat, work: Work, now: float, unit: int, home: int, destination: int) -> int:
+    """Queue the second hop to a device that `home` has no link to; return 1 if it is new."""
+    if destination == home or flat.link_of[home, destination] >= 0:
+        return 0
+    if work.stamps[destination] == work.counts[SENT]:
+        return 0
+    work.stamps[destination] = work.counts[SENT]
+    enqueue(flat, work, now, unit, destination, flat.link_of[flat.host, destination])
+    return 1
+
+
+@jit
+def enqueue(flat: Flat, work: Work, now: float, unit: int, destination: int, link: int) -> None:
+    """Queue by (time ready, unit, destination). Nobody in the queue was ready later than now."""
+    new = work.counts[QUEUED]
+    work.counts[QUEUED] = new + 1
+    channel = flat.link_channels[link]
+    work.queue_ready[new] = now
+    work.queue_units[new] = unit
+    work.queue_destinations[new] = destination
+    work.queue_links[new] = link
+    before, after = work.tails[channel], -1
+    while before >= 0 and work.queue_ready[before] == now:
+        other = work.queue_units[before]
+        if other < unit or (other == unit and work.queue_destinations[before] < destination):
+            break
+        after = before
+        before = work.queue_previous[before]
+    work.queue_previous[new] = before
+    work.queue_next[new] = after
+    if before < 0:
+        work.heads[channel] = new
+    else:
+        work.queue_next[before] = new
+    if after < 0:
+        work.tails[channel] = new
+    else:
+        work.queue_previous[after] = new
+    touch(work, flat.devices + channel)
+
+
+@jit
+def hold_output(
+    flat: Flat, work: Work, tensor: int, device: int, users: int, pinned: bool
+) -> None:  # noqa: PLR0913 (kernel)
+    """Note who will use a new tensor's memory; free it if that is nobody."""
+    base = flat.bases[tensor]
+    root = tensor
+    if pinned:
+        root = -1
+    elif base >= 0:
+        root = work.roots[base] if work.homes[base] == device else base
+        if work.homes[base] == EVERYWHERE:
+            root = -1
+    work.roots[tensor] = root
+    if root >= 0:
+        work.holds[root, device] += users + flat.is_output[tensor]
+        if work.holds[root, device] == 0:
+            work.memory[device] -= flat.tensor_bytes[root]
+
+
+@jit
+def release(flat: Flat, work: Work, tensor: int, device: int) -> None:
+    """One user less of the copy of `tensor` on `device`; the last one frees its memory."""
+    home = work.homes[tensor]
+    if home == EVERYWHERE:
+        return
+    root = work.roots[tensor] if home == device else tensor
+    if root >= 0:
+        work.holds[root, device] -= 1
+        if work.holds[root, device] == 0:
+            work.memory[device] -= flat.tensor_bytes[root]
+
+
+@jit
+def arrive(rules: Rules, work: Work, op: int, device: int) -> None:
+    work.pending[op] -= 1
+    if work.pending[op] == 0:
+        make_ready(rules, work, op, device)
+
+
+@jit
+def make_ready(rules: Rules, work: Work, op: int, device: int) -> None:
+    touch(work, device)
+    if rules.ordered[device]:
+        work.slot_waits[rules.slot_of[op]] -= 1
+        return
+    heap = work.ready[device]
+    rank = rules.ranks[op]
+    i = work.ready_sizes[device]
+    work.ready_sizes[device] = i + 1
+    while i > 0:
+        parent = (i - 1) >> 1
+        if heap[parent] < rank:
+            break
+        heap[i] = heap[parent]
+        i = parent
+    heap[i] = rank
+
+
+@jit
+def pop_ready(work: Work, device: int) -> int:
+    """Remove and return the least rank of a device's ready ops."""
+    heap = work.ready[device]
+    size = work.ready_sizes[device] - 1
+    work.ready_sizes[device] = size
+    least, last = heap[0], heap[size]
+    i, child = 0, 1
+    while child < size:
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if last < heap[child]:
+            break
+        heap[i] = heap[child]
+        i = child
+        child = 2 * i + 1
+    heap[i] = last
+    return least
+
+
+@jit
+def push_event(work: Work, time: float, lane: int) -> None:
+    times, lanes = work.event_times, work.event_slots
+    i = work.counts[EVENTS]
+    work.counts[EVENTS] = i + 1
+    while i > 0:
+        parent = (i - 1) >> 1
+        if times[parent] <= time:
+            break
+        times[i] = times[parent]
+        lanes[i] = lanes[parent]
+        i = parent
+    times[i] = time
+    lanes[i] = lane
+
+
+@jit
+def pop_event(work: Work) -> int:
+    times, lanes = work.event_times, work.event_slots
+    size = work.counts[EVENTS] - 1
+    work.counts[EVENTS] = size
+    first, time, lane = lanes[0], times[size], lanes[size]
+    i, child = 0, 1
+    while child < size:
+        if child + 1 < size and times[child + 1] < times[child]:
+            child += 1
+        if time <= times[child]:
+            break
+        times[i] = times[child]
+        lanes[i] = lanes[child]
+        i = child
+        child = 2 * i + 1
+    times[i] = time
+    lanes[i] = lane
+    return first
+
+
+@jit
+def touch(work: Work, lane: int) -> None:
+    if not work.is_touched[lane]:
+        work.is_touched[lane] = 1
+        work.touched[work.counts[TOUCHED]] = lane
+        work.counts[TOUCHED] += 1
+
+
+@jit
+def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) -> None:
+    """Start what may start on the touched lanes. Channels first, though it makes no difference:
+    neither can take from the other."""
+    for i in range(work.counts[TOUCHED]):
+        lane = work.touched[i]
+        work.is_touched[lane] = 0
+        if work.running[lane] >= 0:
+            continue
+        if lane >= flat.devices:
+            start_transfer(flat, work, now, lane, record)
+        elif rules.ordered[lane]:
+            start_slot(flat, rules, work, now, lane, record)
+        elif work.ready_sizes[lane] > 0:
+            op = rules.by_rank[pop_ready(work, lane)]
+            work.running[lane] = op
+            allocate(work, lane, flat.fresh_bytes[op])
+            end = now + flat.compute_seconds[op, lane]
+            push_event(work, end, lane)
+            if record:
+                work.span_starts[op] = now
+                work.span_ends[op] = end
+    work.counts[TOUCHED] = 0
+    if record:
+        log_memory(flat, work, now)
+
+
+@jit
+def start_transfer(flat: Flat, work: Work, now: float, lane: int, record: bool) -> None:
+    channel = lane - flat.devices
+    entry = work.heads[channel]
+    if entry < 0:
+        return
+    after = work.queue_next[entry]
+    work.heads[channel] = after
+    if after < 0:
+        work.tails[channel] = -1
+    else:
+        work.queue_previous[after] = -1
+    unit, link = work.queue_units[entry], work.queue_links[entry]
+    seconds = flat.link_latencies[link]
+    if unit < flat.tensors:
+        seconds += flat.tensor_bytes[unit] / flat.link_bandwidths[link]
+        allocate(work, work.queue_destinations[entry], flat.tensor_bytes[unit])
+    work.running[lane] = entry
+    push_event(work, now + seconds, lane)
+    if record:
+        work.transfer_starts[entry] = now
+        work.transfer_ends[entry] = now + seconds
+
+
+@jit
+def start_slot(
+    flat: Flat, rules: Rules, work: Work, now: float, lane: int, record: bool
+) -> None:  # noqa: PLR0913 (kernel)
+    slot = work.next_slots[lane]
+    if slot == rules.slot_offsets[lane + 1] or work.slot_waits[slot] > 0:
+        return
+    work.next_slots[lane] = slot + 1
+    work.running[lane] = slot
+    end = now + rules.slot_seconds[slot]
+    push_event(work, end, lane)
+    for i in range(rules.op_offsets[slot], rules.op_offsets[slot + 1]):
+        op = rules.slot_ops[i]
+        allocate(work, lane, flat.fresh_bytes[op])
+        if record:
+            work.span_starts[op] = now
+            work.span_ends[op] = end
+
+
+@jit
+def allocate(work: Work, device: int, size_bytes: int) -> None:
+    work.memory[device] += size_bytes
+    work.peaks[device] = max(work.peaks[device], work.memory[device])
+
+
+@jit
+def log_memory(flat: Flat, work: Work, now: float) -> None:
+    """Note the bytes in use of each device where they changed since the last note."""
+    for device in range(flat.devices):
+        if work.memory[device] != work.logged[device]:
+            work.logged[device] = work.memory[device]
+            entry = work.counts[LOGGED]
+            work.counts[LOGGED] = entry + 1
+            work.log_times[entry] = now
+            work.log_devices[entry] = device
+            work.log_bytes[entry] = work.memory[device]

@@ -1,0 +1,225 @@
+"""The simulator's front: batches of placements to values, one plan to its `Timeline`."""
+
+import itertools
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.costs import Costs
+from dovetail.errors import OrderError, UnplacedOpError, UsageError
+from dovetail.graph import Graph
+from dovetail.machine import Machine
+from dovetail.plans import OBJECTIVES, Placement, Schedule
+from dovetail.simulator.flat import (
+    Flat,
+    Float64,
+    Int64,
+    Rules,
+    Work,
+    check_slots,
+    flatten,
+    free_rules,
+    homes_of,
+    ordered_rules,
+    slots_of,
+    workspace,
+)
+from dovetail.simulator.kernel import LOGGED, QUEUED, simulate_batch
+from dovetail.simulator.loads import sum_loads
+from dovetail.timeline import Timeline
+
+Bool = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What a batch of placements costs.
+
+    values             [batch] seconds of the objective, also where memory is exceeded; inf where
+                       an op cannot run on its device
+    peak_memory_bytes  [batch, devices] during one step; 0 where the value is inf
+    feasible           [batch] finite value, and every peak within its device's capacity
+    """
+
+    values: Float64
+    peak_memory_bytes: Int64
+    feasible: Bool
+
+
+class Simulator:
+    """Simulates placements of one graph on one machine, by the rules of docs/design.md.
+
+    `capacities` [devices] bytes, by default each device's memory. Not to be shared by threads:
+    it keeps one workspace for each thread that it starts itself.
+    """
+
+    def __init__(
+        self, graph: Graph, machine: Machine, costs: Costs, *, capacities: Int64 | None = None
+    ) -> None:
+        self.graph, self.machine, self.costs = graph, machine, costs
+        memory = [device.memory_bytes for device in machine.devices]
+        self.capacities = np.array(memory if capacities is None else capacities, np.int64)
+        self._flat = flatten(graph, machine, costs)
+        self._free = free_rules(self._flat)
+        self._works: list[Work] = []
+
+    def evaluate(
+        self,
+        placements: NDArray[np.integer],
+        objective: str = "step",
+        *,
+        threads: int | None = None,
+    ) -> Evaluation:
+        """Simulate every placement of a batch [batch, ops], lowest index first on each device.
+
+        `threads`: default, one per core we may use. Raises `UnplacedOpError` for a device that is
+        not there.
+        """
+        if objective not in OBJECTIVES:
+            raise UsageError("objective", f"is {objective!r}; use {' or '.join(OBJECTIVES)}")
+        batch = np.ascontiguousarray(np.atleast_2d(placements), dtype=np.int32)
+        self._check_devices(batch)
+        values, peaks = np.empty(len(batch)), np.zeros((len(batch), self._flat.devices), np.int64)
+        self._simulate_all(batch, values, peaks, threads or len(os.sched_getaffinity(0)))
+        if objective == "load":
+            self._replace_by_loads(batch, values)
+        feasible = np.isfinite(values) & (peaks <= self.capacities).all(axis=1)
+        return Evaluation(values, peaks, feasible)
+
+    def timeline(
+        self,
+        placement: Placement,
+        *,
+        priorities: Float64 | None = None,
+        orders: Sequence[tuple[int, ...] | None] | None = None,
+        schedules: Sequence[Schedule | None] | None = None,
+    ) -> Timeline:
+        """Every span, transfer and change of memory of one step.
+
+        `priorities` [ops], highest first; `orders` and `schedules` per device, None: free to
+        choose. Memory repeats a time where work of no duration changes it within an instant.
+        Raises `UnplacedOpError` for an op that its device cannot run, `OrderError` for orders that
+        do not fit the placement or cannot complete.
+        """
+        flat = self._flat
+        self._check_devices(np.asarray(placement)[None])
+        placed = homes_of(flat, placement)
+        self._check_runnable(placed)
+        rules = self._rules(placed, priorities, orders, schedules)
+        work = workspace(flat, len(rules.slot_seconds), record=True)
+        values, peaks = np.empty(1), np.zeros((1, flat.devices), np.int64)
+        rows = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
+        simulate_batch(flat, rules, work, rows, values, peaks, True)
+        for device, name in enumerate(self.machine.device_names):
+            if rules.ordered[device] and work.next_slots[device] < rules.slot_offsets[device + 1]:
+                raise OrderError(name, "cannot complete: " + self._blocked(rules, work, device))
+        return _timeline(self.machine, flat, work, float(values[0]))
+
+    def _simulate_all(
+        self, batch: NDArray[np.int32], values: Float64, peaks: Int64, threads: int
+    ) -> None:
+        """Fill `values` and `peaks`. Threads take small runs of rows until none is left."""
+        rows = max(1, len(batch) // (8 * threads))
+        firsts = range(0, len(batch), rows)
+        threads = max(1, min(threads, len(firsts)))
+        while len(self._works) < threads:
+            self._works.append(workspace(self._flat))
+        taken = itertools.count()
+
+        def simulate_some(work: Work) -> None:
+            while (turn := next(taken)) < len(firsts):
+                part = slice(firsts[turn], firsts[turn] + rows)
+                simulate_batch(self._flat, self._free, work, batch[part], values[part], peaks[part], False)
+
+        if threads == 1:
+            simulate_some(self._works[0])
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(simulate_some, self._works[:threads]))
+
+    def _replace_by_loads(self, batch: NDArray[np.int32], values: Float64) -> None:
+        loads = np.zeros(self._flat.devices)
+        stamps = np.zeros(self._flat.devices, np.int64)
+        for row in np.flatnonzero(np.isfinite(values)).tolist():
+            sum_loads(self._flat, homes_of(self._flat, batch[row]), stamps, loads)
+            values[row] = loads.max()
+
+    def _check_devices(self, batch: NDArray[np.integer]) -> None:
+        ops, devices = self._flat.ops, self._flat.devices
+        if batch.shape[1] != ops:
+            at = min(batch.shape[1], ops - 1)
+            raise UnplacedOpError(self.graph.names[at], f"row of {batch.shape[1]} entries")
+        bad = ((batch < 0) | (batch >= devices)) & ~self.graph.is_source
+        if bad.any():
+            row, op = np.argwhere(bad)[0].tolist()
+            raise UnplacedOpError(self.graph.names[op], int(batch[row, op]))
+
+    def _check_runnable(self, placed: NDArray[np.int32]) -> None:
+        ops = np.flatnonzero(~self.graph.is_source)
+        stuck = ops[np.isinf(self._flat.compute_seconds[ops, placed[ops]])]
+        if len(stuck):
+            op = int(stuck[0])
+            name = self.machine.device_names[placed[op]]
+            raise UnplacedOpError(self.graph.names[op], name, "cannot run it")
+
+    def _rules(
+        self,
+        placed: NDArray[np.int32],
+        priorities: Float64 | None,
+        orders: Sequence[tuple[int, ...] | None] | None,
+        schedules: Sequence[Schedule | None] | None,
+    ) -> Rules:
+        flat = self._flat
+        rules = self._free if priorities is None else free_rules(flat, priorities)
+        if orders is None and schedules is None:
+            return rules
+        every = []
+        for device, name in enumerate(self.machine.device_names):
+            order = orders[device] if orders else None
+            slots = slots_of(flat, device, order, schedules[device] if schedules else None)
+            if slots is not None:
+                here = np.flatnonzero((placed == device) & ~self.graph.is_source)
+                check_slots(slots, here.tolist(), name)
+            every.append(slots)
+        return ordered_rules(flat, rules, every)
+
+    def _blocked(self, rules: Rules, work: Work, device: int) -> str:
+        slot = work.next_slots[device]
+        ops = rules.slot_ops[rules.op_offsets[slot] : rules.op_offsets[slot + 1]]
+        waiting = [self.graph.names[op] for op in ops.tolist() if work.pending[op] > 0]
+        return f"op {waiting[0]!r} waits for what can never start before it"
+
+
+def _timeline(machine: Machine, flat: Flat, work: Work, seconds: float) -> Timeline:
+    ops = np.flatnonzero(flat.is_source == 0)
+    ops = ops[np.lexsort((ops, work.span_starts[ops]))].astype(np.int32)
+    sent = int(work.counts[QUEUED])
+    channels = flat.link_channels[work.queue_links[:sent]]
+    order = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))
+    units, links = work.queue_units[order], work.queue_links[order]
+    carried = units < flat.tensors
+    producers = np.append(flat.producers, 0)[np.where(carried, units, -1)]
+    log = slice(int(work.counts[LOGGED]))
+    logs = [work.log_devices[log] == device for device in range(flat.devices)]
+    return Timeline(
+        devices=machine.device_names,
+        channels=machine.channels,
+        ops=ops,
+        op_devices=work.placed[ops],
+        op_starts=work.span_starts[ops],
+        op_ends=work.span_ends[ops],
+        transfer_tensors=np.where(carried, units, -1).astype(np.int32),
+        transfer_ops=np.where(carried, producers, units - flat.tensors).astype(np.int32),
+        transfer_sources=flat.link_sources[links],
+        transfer_destinations=work.queue_destinations[order],
+        transfer_channels=flat.link_channels[links],
+        transfer_starts=work.transfer_starts[order],
+        transfer_ends=work.transfer_ends[order],
+        memory_times=tuple(work.log_times[log][of_device] for of_device in logs),
+        memory_bytes=tuple(work.log_bytes[log][of_device] for of_device in logs),
+        step_seconds=seconds,
+    )

@@ -1,0 +1,30 @@
+import pytest
+
+from dovetail.costs import CostCache, probed_machine
+from dovetail.costs.probe import fit_link
+from dovetail.machine import local_machine
+
+
+def test_a_link_is_fitted_exactly_where_its_hops_follow_the_rule():
+    hops = {size: 5e-6 + size / 4e9 for size in (4096, 262144, 4194304)}
+    fitted = fit_link(hops)
+    assert fitted["latency_seconds"] == pytest.approx(5e-6)
+    assert fitted["bandwidth_bytes_per_second"] == pytest.approx(4e9)
+
+
+def test_a_fit_is_never_negative():
+    fitted = fit_link({4096: 5e-6, 262144: 3e-5, 4194304: 4e-3})
+    assert fitted["latency_seconds"] > 0
+    assert fitted["bandwidth_bytes_per_second"] > 0
+
+
+def test_the_probe_measures_once_and_the_cache_remembers(tmp_path):
+    machine = local_machine(min(2, len(local_machine().devices[0].cores)))
+    cache = CostCache(tmp_path / "costs.sqlite")
+    probed = probed_machine(machine, cache)
+    assert probed.fingerprint == machine.fingerprint
+    for device in probed.devices:
+        assert device.flops_per_second["float32"] > 1e8
+        assert 1e8 < device.bandwidth_bytes_per_second < 1e13
+        assert 1e-8 < device.op_overhead_seconds < 1e-2
+    assert probed_machine(machine, cache) == probed

@@ -1,0 +1,91 @@
+"""Plans made by hand, for tests that must not depend on a placer."""
+
+import os
+
+import numpy as np
+
+from dovetail.machine import Device, Link, Machine
+from dovetail.plans import Plan
+
+
+def two_devices():
+    """Two CPU devices of one core each; the same core twice where there is only one."""
+    cores = sorted(os.sched_getaffinity(0))
+    rates = {"float32": 1e10, "float64": 1e10}
+    devices = tuple(
+        Device(f"cpu{i}", "cpu", "test", 1 << 33, rates, 1e10, 1e-6, (cores[i % len(cores)],))
+        for i in range(2)
+    )
+    links = (
+        Link("cpu0", "cpu1", 1e10, 1e-6, "cpu0->cpu1"),
+        Link("cpu1", "cpu0", 1e10, 1e-6, "cpu1->cpu0"),
+    )
+    return Machine("two", devices, "cpu0", links)
+
+
+def plan_for(captured, placement, orders="by index", machine=None):
+    """A plan for the placement [ops], or for one device index for all ops."""
+    graph, machine = captured.graph, machine or two_devices()
+    placement = np.broadcast_to(np.asarray(placement, dtype=np.int32), len(graph)).copy()
+    count = len(machine.devices)
+    if orders == "by index":
+        orders = tuple(
+            tuple(np.flatnonzero((placement == d) & ~graph.is_source).tolist())
+            for d in range(count)
+        )
+    return Plan(
+        source=captured.source,
+        graph_fingerprint=graph.fingerprint,
+        machine=machine,
+        placement=placement,
+        orders=orders,
+        compute_seconds=np.ones((len(graph), count)),
+        costs_source="given",
+        placer="hand",
+        seed=0,
+        objective="step",
+        value=1.0,
+        lower_bound=0.0,
+        bound_proof="none",
+        peak_memory_bytes=(0,) * count,
+        groups=0,
+        planning_seconds=0.0,
+    )
+
+
+def random_placement(graph, seed, devices=2):
+    """[ops] random devices; colocated ops share one."""
+    rng = np.random.default_rng(seed)
+    placement = rng.integers(0, devices, len(graph)).astype(np.int32)
+    for group in sorted(set(graph.colocation.tolist()) - {-1}):
+        members = graph.colocation == group
+        placement[members] = placement[np.argmax(members)]
+    return placement
+
+
+def random_order(graph, placement, seed):
+    """Per device its ops in one random topological order of the whole graph."""
+    rng = np.random.default_rng(seed)
+    before = [set() for _ in range(len(graph))]
+    for op in range(len(graph)):
+        before[op] |= {int(graph.producers[t]) for t in graph.inputs_of(op)}
+    for first, then in graph.control.tolist():
+        before[then].add(first)
+    after = [[] for _ in before]
+    for op, firsts in enumerate(before):
+        for first in firsts:
+            after[first].append(op)
+    missing = [len(firsts) for firsts in before]
+    able = [op for op, count in enumerate(missing) if count == 0]
+    order = []
+    while able:
+        op = able.pop(int(rng.integers(len(able))))
+        order.append(op)
+        for then in after[op]:
+            missing[then] -= 1
+            if missing[then] == 0:
+                able.append(then)
+    return tuple(
+        tuple(op for op in order if placement[op] == d and not graph.is_source[op])
+        for d in range(int(placement.max(initial=1)) + 1)
+    )

@@ -1,0 +1,140 @@
+"""Whatever fails, the caller learns the device and the op, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from placing import plan_for, two_devices
+from torch import nn
+
+from dovetail.errors import RunError, WorkerDiedError, WorkerError
+from dovetail.executors import Workers, run
+from dovetail.frontends import capture
+
+
+def captured_pair(fault=None):
+    """relu on device 0, then exp on device 1; `fault` stands in for relu."""
+
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x.relu().exp()
+
+    captured = capture(Pair(), torch.ones(2))
+    relu = captured.graph.kinds.index("aten.relu")
+    if fault is not None:
+        captured = faults.with_fault(captured, relu, fault)
+    placement = [1 if kind == "aten.exp" else 0 for kind in captured.graph.kinds]
+    return captured, plan_for(captured, placement), captured.graph.names[relu]
+
+
+def gone(pid):
+    for _ in range(500):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def shared_blocks():
+    return Path("/proc/self/maps").read_text().count("memfd:dovetail")
+
+
+def test_an_op_that_raises_is_named_and_frees_the_other_device(workers):
+    captured, plan, op = captured_pair(faults.fail)
+    before = shared_blocks()
+    with run(plan, captured, workers=workers) as placed:
+        with pytest.raises(WorkerError, match="the numbers are off") as raised:
+            placed.step(torch.ones(2))
+        assert (raised.value.device, raised.value.op) == ("cpu0", op)
+        assert "in fail" in raised.value.traceback
+        with pytest.raises(RunError, match="closed: a step failed"):
+            placed.step(torch.ones(2))
+    del placed, raised
+    assert shared_blocks() == before
+
+
+def test_borrowed_workers_go_on_after_an_op_raised(workers):
+    captured, plan, _ = captured_pair(faults.fail)
+    with run(plan, captured, workers=workers) as placed, pytest.raises(WorkerError):
+        placed.step(torch.ones(2))
+    captured, plan, _ = captured_pair()
+    with run(plan, captured, workers=workers) as placed:
+        assert torch.equal(placed.step(torch.ones(2)), torch.ones(2).exp())
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [(faults.kill_self, "killed by SIGKILL"), (faults.leave, "exit status 5")]
+)
+def test_a_device_that_dies_in_an_op_is_named_and_nothing_is_left(fault, status):
+    captured, plan, op = captured_pair(fault)
+    names, blocks = set(os.listdir("/dev/shm")), shared_blocks()
+    files = len(os.listdir("/proc/self/fd"))
+    with Workers(two_devices()) as workers, run(plan, captured, workers=workers) as placed:
+        pids = workers.start((0, 1)) and workers.pids
+        with pytest.raises(WorkerDiedError) as raised:
+            placed.step(torch.ones(2))
+    error = raised.value
+    assert (error.device, error.op, error.status) == ("cpu0", op, status)
+    assert all(map(gone, pids))
+    assert set(os.listdir("/dev/shm")) <= names
+    del placed, raised, error
+    assert shared_blocks() == blocks
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_device_that_was_killed_between_steps_is_reported_at_the_next():
+    captured, plan, _ = captured_pair()
+    with run(plan, captured) as placed:
+        placed.step(torch.ones(2))
+        victim = placed.workers.pids[1]
+        os.kill(victim, signal.SIGKILL)
+        assert gone(victim)
+        with pytest.raises(WorkerDiedError, match="between steps") as raised:
+            placed.step(torch.ones(2))
+        assert raised.value.device == "cpu1"
+        assert all(map(gone, placed.workers.pids))
+        with pytest.raises(RunError, match="closed"):
+            placed.step(torch.ones(2))
+
+
+SCRIPT = textwrap.dedent("""
+    import faults, torch
+    from test_failures import captured_pair
+    from dovetail.executors import run
+    captured, plan, _ = captured_pair(faults.hang)
+    placed = run(plan, captured)
+    print(*placed.workers.pids, flush=True)
+    placed.step(torch.ones(2))
+""")
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_no_device_outlives_a_caller_killed_in_a_step(kill, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    names = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.send_signal(kill)
+        errors = parent.stderr.read()
+    assert all(map(gone, pids))
+    assert set(os.listdir("/dev/shm")) <= names
+    assert errors.count("Traceback") == (1 if kill == signal.SIGINT else 0)

@@ -1,0 +1,291 @@
+import dataclasses
+
+import pytest
+import torch
+from placing import plan_for, random_placement, two_devices
+from torch import nn
+
+from dovetail.errors import GraphMismatchError, OrderError, RunError, UsageError
+from dovetail.executors import Workers, measure_interleaved, run
+from dovetail.frontends import SGD, capture, example_values, initial_values, run_step
+from dovetail.machine import Device, Machine
+
+
+class Tied(nn.Module):
+    """Tied weights, a frozen parameter, a written and an unwritten buffer, dropout, an expanded
+    and a transposed tensor between ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.full((8,), 0.5), requires_grad=False)
+        self.register_buffer("scale", torch.linspace(1, 2, 8))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.norm(self.first(x)) * self.scale + self.frozen
+        column = x.sum(1, keepdim=True).expand(-1, 8)
+        return self.second(self.dropout(x * column.sigmoid()) + x.t().contiguous().t())
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def training_step(**options):
+    torch.manual_seed(3)
+    inputs, targets = torch.randn(8, 8), torch.randn(8, 8)
+    return capture(Tied(), inputs, targets, loss=squared, train=SGD(lr=0.1, **options))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        hidden = self.layer(x)
+        return {"sum": hidden + y, "pair": (hidden.relu(), [x.t()])}
+
+
+def inference():
+    torch.manual_seed(1)
+    return capture(Two().eval(), (torch.randn(4, 4), torch.randn(4, 4)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_views_ties_buffers_and_random_ops_survive_any_placement(seed, workers, one_thread):
+    captured = training_step(momentum=0.9)
+    values = initial_values(captured)
+    expected = [
+        run_step(captured, values, captured.inputs, captured.targets, seed=7, step=i)
+        for i in range(3)
+    ]
+    plan = plan_for(captured, random_placement(captured.graph, seed))
+    with run(plan, captured, seed=7, workers=workers) as placed:
+        found = [placed.step(*captured.inputs, *captured.targets) for _ in range(3)]
+        state = placed.state_dict() | placed.optimizer_state_dict()
+    assert all(map(torch.equal, found, expected))
+    for op, source in enumerate(captured.program.sources):
+        if source is not None and source.role in ("parameter", "buffer", "state"):
+            assert torch.equal(state[source.name], values[captured.graph.outputs_of(op)[0]])
+
+
+def test_another_seed_draws_other_numbers(workers):
+    captured = training_step()
+    losses = []
+    for seed in (1, 1, 2):
+        with run(plan_for(captured, 0), captured, seed=seed, workers=workers) as placed:
+            losses.append(float(placed.step(*captured.inputs, *captured.targets)))
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_inference_returns_what_the_model_returns(seed, workers, one_thread):
+    captured = inference()
+    with torch.no_grad():
+        expected = captured.module(*captured.inputs)
+    plan = plan_for(captured, random_placement(captured.graph, seed))
+    with run(plan, captured, workers=workers) as placed:
+        found = placed.step(*captured.inputs)
+    assert torch.equal(found["sum"], expected["sum"])
+    assert torch.equal(found["pair"][0], expected["pair"][0])
+    assert torch.equal(found["pair"][1][0], expected["pair"][1][0])
+
+
+def test_other_inputs_give_other_results(workers, one_thread):
+    captured = inference()
+    x, y = torch.ones(4, 4), torch.zeros(4, 4).t()
+    with run(plan_for(captured, 1), captured, workers=workers) as placed, torch.no_grad():
+        placed.step(*captured.inputs)
+        found = placed.step(x, y)
+        assert torch.equal(found["sum"], captured.module(x, y)["sum"])
+
+
+def test_a_result_does_not_change_with_the_next_step(workers):
+    captured = inference()
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        first = placed.step(*captured.inputs)["sum"]
+        kept = first.clone()
+        placed.step(torch.zeros(4, 4), torch.zeros(4, 4))
+    assert torch.equal(first, kept)
+
+
+def test_the_state_dict_has_the_plain_models_names_and_values(workers):
+    captured = training_step()
+    plain = captured.module.state_dict()
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        found = placed.state_dict()
+        assert found.keys() == plain.keys()
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+        placed.step(*captured.inputs, *captured.targets)
+        trained = placed.state_dict()
+    assert not torch.equal(trained["first.weight"], plain["first.weight"])
+    assert torch.equal(trained["first.weight"], trained["second.weight"])
+    assert torch.equal(trained["frozen"], plain["frozen"])
+    assert not torch.equal(trained["norm.running_mean"], plain["norm.running_mean"])
+    captured.module.load_state_dict(trained)
+
+
+def test_training_goes_on_from_a_loaded_state(workers):
+    captured = training_step()
+    data = (*captured.inputs, *captured.targets)
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        before = placed.state_dict()
+        placed.step(*data)
+        after = placed.state_dict()
+        placed.load_state_dict(before)
+        assert torch.equal(placed.state_dict()["first.weight"], before["first.weight"])
+        placed.load_state_dict(after)
+    with run(plan_for(captured, 1), captured, workers=workers) as other:
+        other.load_state_dict(after)
+        assert all(torch.equal(v, after[name]) for name, v in other.state_dict().items())
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_whole(workers):
+    captured = training_step()
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        state = placed.state_dict()
+        wrong = {name: torch.zeros_like(value) for name, value in state.items()}
+        with pytest.raises(UsageError, match=r"scale.*, but the plan was made for"):
+            placed.load_state_dict(wrong | {"scale": torch.zeros(3)})
+        with pytest.raises(UsageError, match=r"lacks \['scale'\]"):
+            placed.load_state_dict({k: v for k, v in wrong.items() if k != "scale"})
+        found = placed.state_dict()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_inputs_that_do_not_fit_are_named(workers):
+    captured = inference()
+    x = torch.zeros(4, 4)
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        with pytest.raises(UsageError, match=r"takes input.0, input.1, but got 1"):
+            placed.step(x)
+        with pytest.raises(UsageError) as raised:
+            placed.step(x, torch.zeros(4, 5))
+        assert raised.value.option == "input.1"
+        with pytest.raises(UsageError, match="float64"):
+            placed.step(x.double(), x)
+        placed.step(x, x)  # none of that has harmed it
+
+
+def test_a_closed_run_says_so(workers):
+    captured = inference()
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        pass
+    with pytest.raises(RunError, match="closed"):
+        placed.step(*captured.inputs)
+    with pytest.raises(RunError, match="closed"):
+        placed.state_dict()
+
+
+def test_a_measured_timeline_has_every_op_in_order_and_every_transfer(workers):
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    data = (torch.ones(2, 4), torch.zeros(2, 4))
+    captured = capture(layers, *data, loss=squared, train=SGD())
+    graph = captured.graph
+    # The second weight is read by the backward pass: its update must wait for that.
+    placements = (random_placement(graph, seed) for seed in range(100))
+    crossing = (p for p in placements if (p[graph.control[:, 0]] != p[graph.control[:, 1]]).any())
+    plan = plan_for(captured, next(crossing))
+    with run(plan, captured, workers=workers) as placed:
+        timeline = placed.timeline()
+    assert sorted(timeline.ops.tolist()) == [i for i in range(len(graph)) if not graph.is_source[i]]
+    assert (timeline.order_of(0), timeline.order_of(1)) == plan.orders
+    assert (timeline.op_ends >= timeline.op_starts).all()
+    assert (timeline.op_starts >= 0).all()
+    assert timeline.op_ends.max() <= timeline.step_seconds
+    ends = dict(zip(timeline.ops.tolist(), timeline.op_ends.tolist(), strict=True))
+    starts = dict(zip(timeline.ops.tolist(), timeline.op_starts.tolist(), strict=True))
+    for op in starts:
+        for tensor in graph.inputs_of(op):
+            assert ends.get(int(graph.producers[tensor]), 0) <= starts[op]
+    for before, after in graph.control.tolist():
+        assert ends[before] <= starts[after]
+    sent = list(
+        zip(
+            timeline.transfer_tensors, timeline.transfer_ops, timeline.transfer_sources, strict=True
+        )
+    )
+    assert {int(graph.producers[t]) == op for t, op, _ in sent if t >= 0} == {True}
+    assert (timeline.transfer_sources != timeline.transfer_destinations).all()
+    assert any(t < 0 for t, _, _ in sent)
+
+
+def test_a_measurement_drops_the_first_step(workers):
+    captured = inference()
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        measurement = placed.measure(steps=4, warmup=1)
+        with pytest.raises(UsageError, match="first is dropped"):
+            placed.measure(steps=1)
+    assert len(measurement.step_seconds) == 3
+    assert measurement.minimum_seconds <= measurement.median_seconds
+    assert measurement.timeline.step_seconds > 0
+
+
+def test_plans_are_measured_in_turn_on_the_same_processes(workers):
+    captured = inference()
+    pids = workers.pids
+    with (
+        run(plan_for(captured, 0), captured, workers=workers) as first,
+        run(plan_for(captured, 1), captured, workers=workers) as second,
+    ):
+        found = measure_interleaved([first, second], steps=3, repeats=2)
+    assert [[len(m.step_seconds) for m in of_one] for of_one in found] == [[2, 2], [2, 2]]
+    assert found[0][0].timeline.op_devices.tolist() != found[1][0].timeline.op_devices.tolist()
+    assert workers.pids[:2] == pids[:2]
+
+
+def test_a_fake_network_is_made_and_fed_with_examples(workers, one_thread):
+    from dovetail.frontends import parse_optimizer, resolve
+
+    captured = resolve(
+        "zoo:rnnlm?layers=1&hidden=8&steps=2&batch=2&vocabulary=20", train=parse_optimizer("sgd")
+    )
+    inputs, targets = example_values(captured, 4)
+    values = initial_values(captured, 4)
+    expected = run_step(captured, values, inputs, targets)
+    with run(plan_for(captured, 0), captured, seed=4, workers=workers) as placed:
+        assert torch.equal(placed.step(*inputs, *targets), expected)
+
+
+def test_a_plan_for_another_graph_is_refused(workers):
+    plan = dataclasses.replace(plan_for(inference(), 0), graph_fingerprint="0" * 16)
+    with pytest.raises(GraphMismatchError):
+        run(plan, inference(), workers=workers)
+
+
+def test_orders_that_wait_for_each_other_are_refused(workers):
+    captured = inference()
+    plan = plan_for(captured, 0)
+    backwards = dataclasses.replace(plan, orders=(plan.orders[0][::-1], ()))
+    with pytest.raises(OrderError, match="would wait for ever") as raised:
+        run(backwards, captured, workers=workers)
+    assert raised.value.device == "cpu0"
+
+
+def test_a_machine_that_is_not_here_is_refused():
+    k80 = Device("k80", "gpu", "k80", 1 << 30, {"float32": 1e12}, 1e11, 1e-6)
+    captured = inference()
+    plan = plan_for(captured, 0, machine=Machine("k80", (k80,), "k80"))
+    with pytest.raises(UsageError, match="'k80' is not part of the machine we stand on"):
+        run(plan, captured)
+
+
+def test_cores_that_are_not_here_are_named():
+    here = two_devices()
+    far = dataclasses.replace(here.devices[1], cores=(4094, 4095))
+    machine = dataclasses.replace(here, devices=(here.devices[0], far))
+    with pytest.raises(UsageError, match=r"'cpu1' wants cores \[4094, 4095\]"):
+        Workers(machine)
+
+
+def test_workers_for_other_devices_are_refused(workers):
+    here = two_devices()
+    one = Machine("one", here.devices[:1], "cpu0")
+    captured = inference()
+    with pytest.raises(UsageError, match="for other devices"):
+        run(plan_for(captured, 0, machine=one), captured, workers=workers)

@@ -1,0 +1,236 @@
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.errors import CaptureError, ModelError, UnknownNetworkError, UsageError
+from dovetail.frontends import (
+    SGD,
+    Adam,
+    AdamW,
+    RMSProp,
+    capture,
+    example_values,
+    format_optimizer,
+    initial_values,
+    parse_optimizer,
+    resolve,
+    run_step,
+)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def branch(x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "advice"),
+    [
+        (branch, "if x.sum() > 0:", "torch.where"),
+        (lambda x: x * x.sum().item(), ".item()", "torch.where"),
+        (lambda x: x[x > 0], "x[x > 0]", "fixed size"),
+        (lambda x: x @ torch.zeros(4, 4), "x @ torch.zeros(4, 4)", "inputs' shapes"),
+        (lambda x: x.detach().numpy(), ".numpy()", "inputs' shapes"),
+    ],
+)
+@pytest.mark.parametrize("train", [None, SGD()])
+def test_what_cannot_be_captured_names_the_line_and_says_what_to_do(function, line, advice, train):
+    with pytest.raises(CaptureError) as raised:
+        capture(Wrapped(function), torch.randn(2, 3), loss=lambda out: out.sum(), train=train)
+    assert raised.value.model == "Wrapped"
+    assert raised.value.location.startswith("test_capture_errors.py:")
+    assert line in raised.value.location
+    assert advice in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (None, "the loss must be one number, but is of shape (2, 3)"),
+        (lambda out: out, "the loss must be one number"),
+        (lambda out: 3.0, "the loss must be one number, but is of float"),
+        (lambda out: out.detach().sum(), "does not depend on any trainable parameter"),
+        (lambda out, target: out.sum(), "missing 1 required positional argument"),
+    ],
+)
+def test_a_loss_that_cannot_train_is_an_error(loss, message):
+    with pytest.raises(CaptureError) as raised:
+        capture(Wrapped(torch.tanh), torch.randn(2, 3), loss=loss, train=SGD())
+    assert message in str(raised.value)
+
+
+def test_a_scalar_output_is_its_own_loss():
+    captured = capture(Wrapped(torch.sum), torch.randn(2, 3), train=SGD())
+    loss = run_step(captured, initial_values(captured), captured.inputs)
+    assert loss.shape == ()
+    assert captured.program.loss == captured.graph.outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((), "has no inputs"),
+        ((3,), "inputs[0] must be a tensor, not int"),
+        ("text", "inputs must be tensors, not str"),
+    ],
+)
+def test_wrong_inputs_are_an_error(inputs, message):
+    with pytest.raises(ModelError) as raised:
+        capture(nn.Linear(3, 3), inputs)
+    assert message in str(raised.value)
+
+
+def test_a_module_without_trainable_parameters_cannot_be_trained():
+    with pytest.raises(ModelError, match="nothing can be trained"):
+        capture(nn.Linear(3, 3).requires_grad_(False), torch.randn(2, 3), train=SGD())
+
+
+def test_writing_over_a_parameter_is_an_error():
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match="writes over a parameter"):
+        capture(Clipped(3, 3), torch.randn(2, 3))
+
+
+def test_a_buffer_that_grows_is_an_error():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(1, 3))
+
+        def forward(self, x):
+            self.cache = torch.cat([self.cache, x])
+            return self.cache.sum(0)
+
+    with pytest.raises(CaptureError, match="buffer cache changes its shape"):
+        capture(Grows(), torch.randn(2, 3))
+
+
+def test_sparse_gradients_are_an_error():
+    module = nn.Embedding(5, 3, sparse=True)
+    with pytest.raises(CaptureError, match="sparse"):
+        capture(module, torch.tensor([1, 2]), loss=lambda out: out.sum(), train=SGD())
+
+
+def test_fake_weights_without_a_maker_have_no_values():
+    with torch.device("meta"):
+        module = nn.Linear(3, 3)
+    captured = capture(module, torch.empty(2, 3, device="meta"))
+    with pytest.raises(ModelError, match="weights are fake"):
+        initial_values(captured)
+    with pytest.raises(ModelError, match="inputs are fake"):
+        example_values(captured)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zoo:rnnlm?layer=3", "rnnlm has no option 'layer'; it has layers, hidden"),
+        ("zoo:rnnlm?layers=x", "layers is a whole number, not 'x'"),
+        ("zoo:rnnlm?layers=0", "layers is 0, but must be positive"),
+        ("zoo:inception_v3?width=wide", "width is a number, not 'wide'"),
+        ("zoo:inception_v3?aux=maybe", "aux is true or false, not 'maybe'"),
+        ("zoo:inception_v3?dropout=2", "dropout"),
+        ("model.onnx", "a MODEL is zoo:NAME"),
+        ("", "a MODEL is zoo:NAME"),
+        ("no_such_package:build", "cannot import no_such_package"),
+        ("os:no_such_function", "os has no function no_such_function"),
+        ("os:getcwd", "must return (module, inputs)"),
+    ],
+)
+def test_a_wrong_model_text_says_what_is_wrong(text, message):
+    with pytest.raises(ModelError) as raised:
+        resolve(text)
+    assert message in str(raised.value)
+
+
+def test_an_unknown_network_lists_those_there_are():
+    with pytest.raises(UnknownNetworkError) as raised:
+        resolve("zoo:rnn")
+    assert raised.value.network == "rnn"
+    assert raised.value.known == ("inception_v3", "rnnlm")
+
+
+def test_zoo_networks_are_made_anew_from_the_seed():
+    captured = resolve("zoo:rnnlm?hidden=4&steps=2&batch=2&vocabulary=5&layers=1")
+    assert captured.source.model == "zoo:rnnlm?hidden=4&steps=2&batch=2&vocabulary=5&layers=1"
+    assert captured.source.shapes == ((2, 2),)
+    a, b, c = (initial_values(captured, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert example_values(captured, 1)[0][0].shape == (2, 2)
+
+
+def test_zoo_networks_train_in_training_mode_only():
+    text = "zoo:inception_v3?width=0.05&size=75&batch=2&classes=3"
+    assert not resolve(text).module.training
+
+
+@pytest.mark.parametrize("returned", [2, 3, 4])
+def test_a_function_names_a_model(returned, monkeypatch):
+    def build():
+        module = Wrapped(torch.tanh)
+        return (module, (torch.randn(2, 3),), lambda out, *_: out.sum(), (torch.zeros(2),))[
+            :returned
+        ]
+
+    package = types.ModuleType("some_models")
+    package.build = build
+    monkeypatch.setitem(sys.modules, "some_models", package)
+    captured = resolve("some_models:build", train=Adam() if returned > 2 else None)
+    assert captured.source.model == "some_models:build"
+    assert captured.source.training == ("adam" if returned > 2 else "")
+    assert captured.graph.training == (returned > 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "optimizer"),
+    [
+        ("sgd", SGD()),
+        ("momentum", SGD(momentum=0.9)),
+        ("momentum:nesterov=true,lr=0.5", SGD(0.5, momentum=0.9, nesterov=True)),
+        ("rmsprop:alpha=0.9", RMSProp(alpha=0.9)),
+        ("adam:lr=1e-4", Adam(1e-4)),
+        ("adamw", AdamW()),
+    ],
+)
+def test_optimizers_are_read_from_text_and_written_back(text, optimizer):
+    assert parse_optimizer(text) == optimizer
+    assert parse_optimizer(format_optimizer(optimizer)) == optimizer
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adagrad", "no optimizer named 'adagrad'; there are sgd, momentum"),
+        ("adam:rate=1", "adam has no option 'rate'; it has lr"),
+        ("adam:lr=fast", "lr is a number, not 'fast'"),
+        ("sgd:nesterov=maybe", "nesterov is true or false"),
+        ("sgd:nesterov=true", "needs momentum"),
+        ("sgd:lr=-1", "must be >= 0"),
+        ("adam:beta1=1.5", "must be <= 1"),
+        ("sgd:lr=nan", "must be >= 0"),
+    ],
+)
+def test_a_wrong_optimizer_says_what_is_wrong(text, message):
+    with pytest.raises(UsageError) as raised:
+        parse_optimizer(text)
+    assert message in str(raised.value)

@@ -1,0 +1,135 @@
+"""FLOPs and bytes of networks at the sizes of their papers, against closed forms."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dovetail.frontends import Adam, capture, matrix_flops, parse_optimizer, resolve
+from dovetail.graph import Phase
+from dovetail.networks import NETWORKS
+
+
+def by_name(graph):
+    """source op -> bytes of its tensor."""
+    return {
+        graph.names[op]: int(graph.tensor_bytes[graph.outputs_of(op)[0]])
+        for op in range(len(graph))
+        if graph.is_source[op]
+    }
+
+
+def assert_accounted(graph, module, optimizer, states):
+    """Every parameter's bytes, gradient and state."""
+    sizes = by_name(graph)
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        size = parameter.numel() * 4
+        assert sizes[name] == size
+        update = graph.index[f"{name}/{optimizer}"]
+        reads = graph.inputs_of(update).tolist()
+        gradient = reads[1]
+        assert graph.phases[graph.producers[gradient]] == Phase.BACKWARD
+        assert graph.tensor_bytes[gradient] == size
+        for state in states:
+            assert sizes[f"{name}/{state}"] == size
+        scalar = 4 * (len(reads) - 2 - len(states))
+        assert graph.accessed_bytes[update] == size * (3 + 2 * len(states)) + 2 * scalar
+    updates = int(sum(kind == f"dovetail.{optimizer}" for kind in graph.kinds))
+    assert updates == len(parameters)
+
+
+def test_rnnlm_of_the_papers_size_counts_as_its_closed_form():
+    captured = resolve("zoo:rnnlm", train=Adam())
+    steps, batch, layers, hidden, vocabulary = 40, 64, 2, 2048, 10_000
+    cell = 2 * batch * (hidden + hidden) * 4 * hidden
+    softmax = 2 * batch * hidden * vocabulary
+    forward = steps * (layers * cell + softmax)
+    assert matrix_flops(captured.graph) == pytest.approx(3 * forward, rel=0.01)
+    assert_accounted(captured.graph, captured.module, "adam", ["exp_avg", "exp_avg_sq"])
+
+
+def test_inception_v3_at_batch_32_counts_as_the_sum_of_its_layers():
+    captured = resolve("zoo:inception_v3", train=parse_optimizer("rmsprop"))
+    layers = []
+
+    def formula(module, inputs, output):
+        if isinstance(module, nn.Conv2d):
+            height, width = module.kernel_size
+            layers.append(2 * output.numel() * module.in_channels * height * width)
+        else:
+            layers.append(2 * output.numel() * module.in_features)
+
+    with FakeTensorMode():
+        module, images, _, _ = NETWORKS["inception_v3"].build(batch=32)
+        for layer in module.modules():
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                layer.register_forward_hook(formula)
+        module(*images)
+    assert len(layers) == 95
+    # Images need no gradient, so the first layer has no backward pass to its input.
+    assert matrix_flops(captured.graph) == pytest.approx(3 * sum(layers) - layers[0], rel=0.01)
+    assert_accounted(captured.graph, captured.module, "rmsprop", ["square_avg"])
+
+
+def test_capturing_the_big_rnnlm_takes_less_than_2_gb():
+    script = (
+        "import json, resource\n"
+        "from dovetail.frontends import Adam, resolve\n"
+        "graph = resolve('zoo:rnnlm', train=Adam()).graph\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "print(json.dumps([len(graph), peak]))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ops, peak_bytes = json.loads(run.stdout.splitlines()[-1])
+    assert ops > 3000
+    assert peak_bytes < 2e9
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (lambda a, b: a @ b, [(3, 4), (4, 5)], 2 * 3 * 4 * 5),
+        (lambda a, b: a @ b, [(2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
+        (lambda a, b: a @ b, [(3, 4), (4,)], 2 * 3 * 4),
+        (lambda a, b: a @ b, [(4,), (4,)], 2 * 4),
+        (nn.functional.conv2d, [(2, 3, 8, 8), (5, 3, 3, 3)], 2 * 2 * 5 * 6 * 6 * 3 * 3 * 3),
+        (
+            nn.functional.scaled_dot_product_attention,
+            [(2, 4, 6, 8), (2, 4, 7, 8), (2, 4, 7, 8)],
+            2 * 2 * (2 * 4 * 6 * 7 * 8),
+        ),
+        (lambda a: a.tanh(), [(3, 4)], 12),
+        (lambda a, b: a + b, [(3, 4), (4,)], 12),
+        (lambda a: a.sum(), [(3, 4)], 12),
+        (lambda a: torch.softmax(a, 1), [(3, 4)], 12),
+        (lambda a: a.t(), [(3, 4)], 0),
+        (lambda a: torch.cat([a, a]), [(3, 4)], 0),
+    ],
+)
+def test_flops_follow_the_formula(function, shapes, expected):
+    class Module(nn.Module):
+        def forward(self, *tensors):
+            return function(*tensors)
+
+    graph = capture(Module(), [torch.randn(shape) for shape in shapes]).graph
+    assert int(graph.flops.sum()) == expected
+
+
+def test_a_view_accesses_nothing_and_a_lookup_only_its_rows():
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 8)
+
+        def forward(self, tokens):
+            return self.table(tokens).view(-1)
+
+    graph = capture(Lookup(), torch.zeros(5, dtype=torch.int64)).graph
+    view, lookup = graph.index["view"], graph.index["table/embedding"]
+    assert graph.accessed_bytes[view] == 0
+    assert graph.accessed_bytes[lookup] == 2 * (5 * 8 * 4) + 5 * 8

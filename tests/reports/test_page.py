@@ -1,0 +1,234 @@
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from report_samples import (
+    EVIL,
+    make_graph,
+    make_machine,
+    make_plan,
+    make_timeline,
+    run_in_order,
+    training_chain,
+)
+
+from dovetail.errors import UnwritableError
+from dovetail.graph.records import Phase
+from dovetail.machine import Link
+from dovetail.reports import Report, write_html
+from dovetail.reports.page import render
+from dovetail.reports.payload import runs, split_name
+
+
+class Tags(HTMLParser):
+    """Every tag, and the text of every script."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags = []
+        self.scripts = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.lasttag == "script":
+            self.scripts[-1] += data
+
+
+def small_report(**changes):
+    machine = make_machine(2)
+    graph = training_chain(4)
+    placement = np.arange(len(graph)) // 12 % 2
+    rng = np.random.default_rng(0)
+    predicted = run_in_order(graph, machine, placement, rng.uniform(1e-6, 9e-6, len(graph)))
+    predicted = replace(
+        predicted,
+        memory_times=(np.array([0.0, 2e-5]), np.array([0.0])),
+        memory_bytes=(np.array([1000, 600_000]), np.array([300_000])),
+    )
+    plan = make_plan(graph, machine, placement)
+    return Report(**({"plan": plan, "graph": graph, "predicted": predicted} | changes))
+
+
+def unpack(page):
+    return json.loads(Tags(page).scripts[0])
+
+
+def names_of(ops):
+    """What assets/timeline.js makes of the packed names."""
+    names, template, last = [], 0, [0] * len(ops["templates"])
+    for step, difference in zip(ops["which"], ops["numbers"], strict=True):
+        template += step
+        last[template] += difference
+        before, after = (ops["strings"][i] for i in ops["templates"][template][:2])
+        names.append(before + (str(last[template]) if last[template] >= 0 else "") + after)
+    return names
+
+
+def spans_of(row):
+    """[(op, start, end)] in nanoseconds, likewise."""
+    spans, op, now = [], 0, 0
+    for step, gap, length in zip(row["ops"], row["gaps"], row["lengths"], strict=True):
+        op += step
+        spans.append((op, now + gap, now + gap + length))
+        now += gap + length
+    return spans
+
+
+def test_the_page_fetches_nothing_and_allows_only_its_own_script():
+    page = render(small_report())
+    tags = Tags(page).tags
+    assert not [attrs for _, attrs in tags if {"src", "href"} & attrs.keys()]
+    assert not re.search(r"https?://|url\(|@import|innerHTML|eval\(", page)
+    policy = next(a["content"] for _, a in tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    # The policy forbids style attributes and handlers: none may be relied on.
+    assert not [a for _, a in tags if any(k == "style" or k.startswith("on") for k in a)]
+
+
+@pytest.mark.parametrize("name", [EVIL, "a&amp;b\u2028<!--<script>", "'\"`\\", "x\ud800y"])
+def test_foreign_names_stay_text_everywhere(name, tmp_path):
+    harmless = small_report()
+    graph = replace(
+        harmless.graph,
+        names=(name, *harmless.graph.names[1:]),
+        kinds=tuple(k if k == "parameter" else name for k in harmless.graph.kinds),
+        modules=tuple(name for _ in harmless.graph.modules),
+    )
+    machine = replace(harmless.plan.machine, name=name)
+    machine = replace(
+        machine,
+        devices=tuple(replace(d, name=d.name + name) for d in machine.devices),
+        links=tuple(
+            Link(x.source + name, x.destination + name, 1e9, 0.0, name + x.channel)
+            for x in machine.links
+        ),
+        host=machine.host + name,
+    )  # fmt: skip
+    predicted = replace(harmless.predicted, devices=machine.device_names, channels=machine.channels)
+    plan = replace(
+        harmless.plan,
+        machine=machine,
+        placer=name,
+        bound_proof=name,
+        baselines={name: 4e-3, f"{name}2": None, f"{name}3": 5e-3},
+        pins=((name, name),),
+        caps=((machine.device_names[0], 700_000),),
+    )
+    report = Report(plan, graph, predicted, predicted, np.array([1e-3]), name)
+    write_html(report, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    allowed = [
+        tag
+        for tag, _ in Tags(
+            render(replace(harmless, measured=predicted, measured_seconds=[1e-3]))
+        ).tags
+    ]
+    found = [tag for tag, _ in Tags(page).tags]
+    assert set(found) == set(allowed)
+    assert found.count("script") == 2
+    assert EVIL not in page
+    shown = name.encode("utf-8", "replace").decode()
+    data = unpack(page)
+    assert names_of(data["ops"])[0] == shown
+    assert data["devices"][0] == "cpu0" + shown
+
+
+def test_what_the_script_unpacks_is_what_was_packed():
+    report = small_report()
+    data = unpack(render(report))
+    assert names_of(data["ops"]) == list(report.graph.names)
+    (timeline,) = data["timelines"]
+    assert timeline["name"] == "predicted"
+    predicted = report.predicted
+    for device, row in enumerate(timeline["rows"][:2]):
+        of = np.flatnonzero(predicted.op_devices == device)
+        assert [op for op, _, _ in spans_of(row)] == predicted.ops[of].tolist()
+        starts = [start for _, start, _ in spans_of(row)]
+        assert starts == np.rint(predicted.op_starts[of] * 1e9).astype(int).tolist()
+        assert sum(row["critical"]) == len(of)
+    assert sum(len(row["bytes"]) for row in timeline["rows"][2:]) == len(predicted.transfer_ops)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("lstm.0/addmm_3", ("lstm.0/addmm_", 3, "")),
+        ("mm_3_backward", ("mm_", 3, "_backward")),
+        ("plain", ("plain", -1, "")),
+        ("zero_007", ("zero_007", -1, "")),
+        ("5", ("", 5, "")),
+        ("big_12345678901", ("big_12345678901", -1, "")),
+        ("arabic_\u0663", ("arabic_\u0663", -1, "")),
+        ("line\n2", ("line\n", 2, "")),
+        ("", ("", -1, "")),
+    ],
+)
+def test_names_split_only_where_they_come_back(name, parts):
+    assert split_name(name) == parts
+
+
+def test_runs_alternate_and_start_with_false():
+    assert runs(np.array([True, True, False, True])) == [0, 2, 1, 1]
+    assert runs(np.array([False, True])) == [1, 1]
+    assert sum(runs(np.zeros(0, dtype=bool))) == 0
+
+
+def test_a_hundred_thousand_spans_make_a_page_of_less_than_3_mb(tmp_path):
+    machine = make_machine(2)
+    graph = training_chain(100, repeats=125)
+    placement = np.arange(len(graph)) % 997 // 499
+    seconds = np.random.default_rng(0).lognormal(np.log(2e-4), 1.0, len(graph))
+    predicted = run_in_order(graph, machine, placement, seconds)
+    assert len(predicted.ops) >= 100_000
+    report = Report(make_plan(graph, machine, placement), graph, predicted)
+    write_html(report, tmp_path / "large.html")
+    assert (tmp_path / "large.html").stat().st_size <= 3e6
+
+
+def test_measured_figures_stand_beside_the_predicted():
+    report = small_report()
+    bare = render(report)
+    assert "Not measured yet" in bare
+    slower = make_timeline(report.plan.machine, [(1, 0, 0.0, 2e-3)], step=2e-3)
+    page = render(replace(report, measured=slower, measured_seconds=np.array([1e-3, 2e-3, 6e-3])))
+    assert "Not measured yet" not in page
+    assert "3 measured steps" in page
+    assert "<td>1 ms to 6 ms</td>" in page
+    assert [t["name"] for t in unpack(page)["timelines"]] == ["predicted", "measured"]
+
+
+def test_methods_memory_and_bound_are_shown():
+    page = render(small_report())
+    assert "1.50 x" in page  # over the best single device
+    assert "within 25 % of optimal" in page
+    assert "<th scope=row>expert</th><td>infeasible</td>" in page
+    assert "lower bound: load balance (LP)" in page
+    assert "cpu0: peak 586 KiB of 1 MiB" in page
+    assert 'class="capacity"' in page
+
+
+def test_an_empty_step_and_costs_without_seconds_still_make_a_page():
+    machine = make_machine(1)
+    graph = make_graph([("w", Phase.SOURCE, [])])
+    plan = make_plan(
+        graph, machine, [0], value=0.0, lower_bound=0.0, costs_source="given", baselines={}
+    )
+    page = render(Report(plan, graph, make_timeline(machine, [])))
+    assert "no bound" in page
+    assert "Memory was not recorded" in page
+
+
+def test_an_unwritable_path_is_an_error_that_names_it(tmp_path):
+    path = str(tmp_path / "missing" / "page.html")
+    with pytest.raises(UnwritableError) as caught:
+        write_html(small_report(), path)
+    assert caught.value.path == path

@@ -1,0 +1,157 @@
+import json
+
+import numpy as np
+import pytest
+from report_samples import make_graph, make_machine, make_plan, make_timeline, training_chain
+from rich.console import Console
+
+from dovetail.graph.records import Phase
+from dovetail.reports import (
+    Report,
+    chrome_trace,
+    find_limits,
+    graph_summary,
+    limits_table,
+    machine_table,
+    networks_table,
+    plan_table,
+    run_table,
+)
+from dovetail.reports.records import utilisation
+from dovetail.reports.tables import describe_gap, utilisation_table
+
+
+def text_of(renderable):
+    console = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return console.export_text()
+
+
+def row_of(text, first):
+    """Words of the line that starts with `first`."""
+    return next(line.split() for line in text.splitlines() if line.startswith(first))
+
+
+@pytest.fixture
+def two_ops():
+    """cpu0 ├ a ┤ 0-1, tensor 0 over the wire 1-2, cpu1 ├ b ┤ 2-4."""
+    machine = make_machine(2)
+    graph = make_graph([("a", Phase.FORWARD, [], "top[red]"), ("b", Phase.FORWARD, [0])])
+    timeline = make_timeline(machine, [(0, 0, 0, 1), (1, 1, 2, 4)], [(0, 0, 0, 1, 1, 2)])
+    return machine, graph, timeline
+
+
+def test_a_plan_is_shown_with_its_methods_bound_and_memory(two_ops):
+    machine, graph, _ = two_ops
+    plan = make_plan(graph, machine, [0, 1], caps=(("cpu1", 300_001),), pins=(("b", "cpu1"),))
+    text = text_of(plan_table(plan, graph))
+    assert "zoo:sample?layers=2, adam" in text
+    assert row_of(text, "single") == ["single", "6", "ms", "1.500", "x"]
+    assert row_of(text, "expert") == ["expert", "infeasible"]
+    assert row_of(text, "etf (chosen)")[2:] == ["4", "ms", "1.000", "x"]
+    assert "3.2 ms, by load balance (LP)" in text
+    assert "within 25 % of optimal" in text
+    assert row_of(text, "cpu1")[-2:] == ["100.0", "%"]
+    assert "293 KiB (cap)" in text
+    assert "b = cpu1" in text
+
+
+def test_a_chosen_method_missing_from_the_methods_is_added(two_ops):
+    machine, graph, _ = two_ops
+    text = text_of(
+        plan_table(make_plan(graph, machine, [0, 1], placer="mine", baselines={}), graph)
+    )
+    assert row_of(text, "mine (chosen)")
+
+
+def test_an_interrupted_search_and_an_exact_plan_say_so(two_ops):
+    machine, graph, _ = two_ops
+    plan = make_plan(graph, machine, [0, 1], interrupted=True, lower_bound=4e-3)
+    text = text_of(plan_table(plan, graph))
+    assert "interrupted: best so far" in text
+    assert row_of(text, "gap") == ["gap", "optimal"]
+
+
+def test_a_distant_bound_is_a_ratio_and_none_is_no_bound(two_ops):
+    machine, graph, _ = two_ops
+    assert describe_gap(make_plan(graph, machine, [0, 1], lower_bound=1e-3)) == (
+        "at most 4 x the optimum"
+    )
+    assert describe_gap(make_plan(graph, machine, [0, 1], lower_bound=0.0)) == "no bound"
+
+
+def test_predicted_stands_beside_measured_with_the_error(two_ops):
+    _, _, timeline = two_ops
+    text = text_of(run_table(timeline, np.array([4.0, 5.0, 9.0]), timeline))
+    assert row_of(text, "step, median")[2:] == ["4", "s", "5", "s", "-20.0", "%"]
+    assert row_of(text, "step, mean")[2:] == ["4", "s", "6", "s", "-33.3", "%"]
+    assert "4 s to 9 s" in text
+    assert row_of(text, "cpu1 computes")[2:] == ["2", "s", "2", "s", "+0.0", "%"]
+
+
+def test_a_run_without_a_recorded_timeline_leaves_its_cells_empty(two_ops):
+    _, _, timeline = two_ops
+    text = text_of(run_table(timeline, [4.0]))
+    assert row_of(text, "cpu1 computes") == ["cpu1", "computes", "2", "s"]
+
+
+def test_machine_graph_networks_and_limits_are_tables(two_ops):
+    machine, graph, timeline = two_ops
+    text = text_of(machine_table(machine))
+    assert row_of(text, "cpu0 (host)")[2:6] == ["cpu", "here", "1", "MiB"]
+    assert row_of(text, "cpu0 -> cpu1")[3:] == ["10", "GB/s", "1", "us", "cpu0->cpu1"]
+    text = text_of(graph_summary(training_chain(3)))
+    assert row_of(text, "forward")[:2] == ["forward", "12"]
+    assert row_of(text, "parameter")[:3] == ["parameter", "3", "48"]
+    text = text_of(networks_table([{"network": "rnnlm", "parameters": 2e6, "parameter_bytes": 8}]))
+    assert row_of(text, "rnnlm") == ["rnnlm", "2", "M", "8", "B"]
+    plan = make_plan(graph, machine, [0, 1])
+    text = text_of(limits_table(find_limits(timeline, graph), timeline, plan))
+    assert row_of(text, "computing on cpu1")[3:] == ["2", "s", "50.0", "%"]
+    assert row_of(text_of(utilisation_table(timeline)), "cpu1")[1:] == ["2", "s", "50.0", "%"]
+
+
+def test_markup_in_foreign_names_is_not_obeyed(two_ops):
+    _, graph, _ = two_ops
+    machine = make_machine(2, name="[bold]box[/bold]")
+    plan = make_plan(
+        graph, machine, [0, 1], placer="[red]", baselines={"[/nope]": 1.0}, bound_proof="[x]"
+    )
+    text = text_of(plan_table(plan, graph))
+    assert "[bold]box[/bold]" in text
+    assert "[red] (chosen)" in text
+    assert "[/nope]" in text
+    assert "by [x]" in text
+    assert "[bold]box[/bold]" in text_of(machine_table(machine))
+    assert "[/red]" in text_of(networks_table([{"network": "[/red]"}]))
+
+
+def test_derived_figures_of_a_report(two_ops):
+    machine, graph, timeline = two_ops
+    plan = make_plan(graph, machine, [0, 1])
+    report = Report(plan, graph, timeline, measured_seconds=[4.0, 5.0, 9.0])
+    assert report.model == "zoo:sample?layers=2"
+    assert report.speedup == pytest.approx(1.5)
+    assert report.measured_step_seconds == 5.0
+    assert report.error == pytest.approx(-0.2)
+    assert utilisation(timeline).tolist() == [0.25, 0.5]
+    bare = Report(make_plan(graph, machine, [0, 1], baselines={"single": None}), graph, timeline)
+    assert bare.speedup is None
+    all_cores = {"single": 6e-3, "here": 5e-3}
+    faster = Report(make_plan(graph, machine, [0, 1], baselines=all_cores), graph, timeline)
+    assert faster.speedup == pytest.approx(1.25)
+    assert bare.error is None
+    assert [name for name, _ in bare.timelines] == ["predicted"]
+
+
+def test_a_trace_has_every_span_and_transfer_in_microseconds(two_ops):
+    _, graph, timeline = two_ops
+    trace = json.loads(json.dumps(chrome_trace(timeline, graph)))
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in spans] == [
+        ("a", 0, 0, 0.0, 1e6),
+        ("b", 0, 1, 2e6, 2e6),
+        ("a", 1, 0, 1e6, 1e6),
+    ]
+    assert spans[2]["args"] == {"bytes": 64, "tensor": 0}
+    assert spans[0]["args"] == {"kind": "aten.mm", "module": "top[red]"}

@@ -1,0 +1,75 @@
+"""Entry functions of the worker processes that the tests start."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from dovetail.runtime.shared import Block
+from dovetail.runtime.waiting import address_of, barrier, publish, wait
+
+
+def echo(channel):
+    while True:
+        channel.send(channel.receive())
+
+
+def describe(channel):
+    channel.send(
+        {
+            "cores": os.sched_getaffinity(0),
+            "threads": os.environ["OMP_NUM_THREADS"],
+            "path": sys.path,
+            "imported": "torch" in sys.modules,
+            "interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+        }
+    )
+
+
+def fail(channel):
+    raise ValueError(f"cannot digest {channel.receive()}")
+
+
+def leave(channel):
+    channel.receive()
+    os._exit(3)
+
+
+def sleep(channel):
+    channel.send(os.getpid())
+    time.sleep(600)
+
+
+def add_one(channel):
+    """Add one to every element of the shared array, when told to by flag 0; then set flag 8."""
+    block = Block(channel.receive_descriptor())
+    values = block.view(1024, (channel.receive(),), np.float64)
+    flags = block.view(0, (128,), np.int64)
+    wait(address_of(flags, 0), 1, address_of(flags, 16))
+    values += 1
+    publish(address_of(flags, 8), 1)
+    channel.receive()
+
+
+def spin(channel):
+    """Wait for what never comes, and tell how it ended."""
+    block = Block(channel.receive_descriptor())
+    flags = block.view(0, (128,), np.int64)
+    channel.send("spinning")
+    channel.send(wait(address_of(flags, 0), 1, address_of(flags, 16)))
+
+
+def race(channel):
+    """[rounds] sums over both processes' cells, each read after a barrier of its round."""
+    block, own, rounds = Block(channel.receive_descriptor()), *channel.receive()
+    flags = block.view(0, (128,), np.int64)
+    cells = block.view(1024, (2,), np.int64)
+    sums = []
+    for value in range(1, 2 * rounds, 2):
+        cells[own] = value
+        barrier(address_of(flags), 2, own, value, address_of(flags, 16))
+        sums.append(int(cells.sum()))
+        barrier(address_of(flags), 2, own, value + 1, address_of(flags, 16))
+    channel.send(sums)

@@ -1,0 +1,63 @@
+import threading
+
+import numpy as np
+
+from dovetail.runtime import launch
+from dovetail.runtime.shared import Block
+from dovetail.runtime.waiting import ABORTED, address_of, barrier, publish, wait
+
+
+def test_a_flag_that_is_far_enough_does_not_block():
+    flags = np.zeros(16, dtype=np.int64)
+    publish(address_of(flags, 0), 7)
+    assert flags[0] == 7
+    assert wait(address_of(flags, 0), 5, address_of(flags, 8)) == 7
+
+
+def test_a_wait_ends_when_the_flag_is_published():
+    flags = np.zeros(16, dtype=np.int64)
+    found = []
+    waiter = threading.Thread(
+        target=lambda: found.append(wait(address_of(flags, 0), 3, address_of(flags, 8)))
+    )
+    waiter.start()
+    publish(address_of(flags, 0), 2)
+    assert not found
+    publish(address_of(flags, 0), 3)
+    waiter.join(timeout=30)
+    assert found == [3]
+
+
+def test_the_abort_flag_releases_a_waiting_process():
+    block = Block.create(1024)
+    flags = block.view(0, (128,), np.int64)
+    with launch("runtime_entries:spin") as worker:
+        worker.send_descriptor(block.descriptor)
+        assert worker.receive() == "spinning"
+        publish(address_of(flags, 16), 1)
+        assert worker.receive() == ABORTED
+    block.close()
+
+
+def test_a_barrier_of_one_does_not_block():
+    flags = np.zeros(16, dtype=np.int64)
+    assert barrier(address_of(flags), 1, 0, 4, address_of(flags, 8)) == 4
+
+
+def test_an_aborted_barrier_says_so():
+    flags = np.zeros(32, dtype=np.int64)
+    publish(address_of(flags, 24), 1)
+    assert barrier(address_of(flags), 2, 0, 1, address_of(flags, 24)) == ABORTED
+
+
+def test_nobody_passes_a_barrier_before_all_have_written():
+    rounds = 300
+    block = Block.create(2048)
+    with launch("runtime_entries:race") as a, launch("runtime_entries:race") as b:
+        for own, worker in enumerate((a, b)):
+            worker.send_descriptor(block.descriptor)
+            worker.send((own, rounds))
+        expected = [2 * value for value in range(1, 2 * rounds, 2)]
+        assert a.receive() == expected
+        assert b.receive() == expected
+    block.close()

@@ -1,0 +1,37 @@
+"""What the documents show works as shown."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.txt")), ids=lambda p: p.stem)
+def test_an_example_prints_what_stands_beside_it(script):
+    run = [sys.executable, str(script.with_suffix(".py"))]
+    assert subprocess.check_output(run, text=True) == script.read_text()
+
+
+def test_the_readmes_python_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path, timeout=300)
+    assert (tmp_path / "plan.json").exists()
+    assert (tmp_path / "plan.html").exists()
+
+
+def test_every_term_of_an_error_is_in_the_tree_on_top():
+    from dovetail import errors
+
+    classes = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.DovetailError)
+    ]
+    for name in classes:
+        assert name in (errors.__doc__ or ""), f"{name} is not in the tree of errors.py"
