@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -149,7 +150,7 @@ def test_slots_do_not_overlap():
         spans.append((share.stamps, share.stamps + 16 * len(share.instructions)))
     spans.append((shares.abort, shares.abort + 8))
     spans.sort()
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert spans[-1][1] <= shares.size_bytes
 
 
@@ -171,10 +172,17 @@ def test_orders_that_wait_for_each_other_name_a_device_and_an_op():
     with pytest.raises(OrderError, match="op 'C' would wait for ever") as raised:
         share_out(plan_for(graph, placement, ((4, 2), (3, 5))), graph)
     assert raised.value.device == "cpu0"
-    # The update may not overtake A, which reads the weight, though no data flows between them.
-    chained = dataclasses.replace(graph, control=np.array([[C, A]]))
-    with pytest.raises(OrderError):
-        check_completes(plan_for(chained, placement), chained, [(2, 4), (3, 5)])
+
+
+def test_an_order_against_a_control_edge_is_refused():
+    graph = small_graph()
+    reads = graph.input_tensors.copy()
+    reads[-2] = B  # the update no longer reads C: only the control edge puts it last
+    graph = dataclasses.replace(graph, input_tensors=reads, control=np.array([[C, UPDATE]]))
+    plan = plan_for(graph, [0] * 6)
+    check_completes(plan, graph, [(A, B, C, UPDATE), ()])
+    with pytest.raises(OrderError, match="'update' would wait"):
+        check_completes(plan, graph, [(A, B, UPDATE, C), ()])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -88,7 +88,7 @@ def test_tensors_share_memory_exactly_where_they_share_a_storage(captured):
 def test_any_order_that_keeps_the_edges_gives_the_same_bits(captured):
     graph, rng = captured.graph, random.Random(0)
     expected = run_in(captured, range(len(graph)))
-    for _ in range(3):
+    for _ in range(2):
         found = run_in(captured, random_order(graph, rng))
         for tensor, producer in enumerate(graph.producers.tolist()):
             # The content of `empty` is whatever lay there.
@@ -179,7 +179,7 @@ def test_every_parameter_has_one_update_and_its_state(rnnlm):
         gradient = int(graph.inputs_of(update)[1])
         assert graph.shapes[gradient] == graph.shapes[old]
         assert graph.phases[graph.producers[gradient]] == Phase.BACKWARD
-        assert [graph.storages[t] for t in graph.outputs_of(update)][0] == graph.storages[old]
+        assert graph.storages[graph.outputs_of(update)[0]] == graph.storages[old]
         assert all(graph.overwrites[t] for t in graph.outputs_of(update))
 
 
@@ -284,9 +284,9 @@ def test_equal_calls_have_equal_signatures_and_others_do_not():
 def test_graph_and_program_travel_to_another_process(captured):
     graph, program = pickle.loads(pickle.dumps((captured.graph, captured.program)))
     assert graph.fingerprint == captured.graph.fingerprint
-    assert program == captured.program or list(map(repr, program.calls)) == list(
-        map(repr, captured.program.calls)
-    )
+    assert [call and call.target for call in program.calls] == [
+        call and call.target for call in captured.program.calls
+    ]
     moved = type(captured)(graph, program, captured.source, captured.module)
     inputs, targets = example_values(captured)
     losses = [run_step(c, initial_values(captured), inputs, targets) for c in (captured, moved)]

@@ -91,3 +91,34 @@ def test_a_gradients_view_of_an_arriving_gradient_does_not_chain_layers():
         frozenset({"a", "t", "grad_a"}),
         frozenset({"b", "grad_b"}),
     }
+
+
+def test_a_parameter_joins_its_one_reader_and_stays_apart_from_several():
+    def network(readers):
+        cells = [Op(f"cell{i}", ("w", f"x{i}")) for i in range(readers)]
+        sums = [Op(f"x{i}") for i in range(readers)]
+        ends = [Op(f"end{i}{j}", (f"cell{i}",)) for i in range(readers) for j in "ab"]
+        update = Op("update", ("w",), phase=Phase.UPDATE, overwrites="w")
+        return graph_of(source("w"), *sums, *cells, *ends, update)
+
+    one, two = network(1), network(2)
+    assert {"w", "update", "cell0", "x0"} in sets(one, merge_single_consumers(one, colocate(one)))
+    assert {"w", "update"} in sets(two, merge_single_consumers(two, colocate(two)))
+
+
+def test_the_last_cells_of_two_layers_stay_apart():
+    #   a0 ─► a1        layer a reads wa in both cells, layer b reads wb;
+    #    │     │        a1 has one consumer, b1, and would join it
+    #   b0 ─► b1 ─► end
+    graph = graph_of(
+        source("wa"),
+        source("wb"),
+        Op("a0", ("wa",)),
+        Op("a1", ("wa", "a0")),
+        Op("b0", ("wb", "a0")),
+        Op("b1", ("wb", "b0", "a1")),
+        Op("end", ("b1",)),
+    )
+    found = sets(graph, merge_single_consumers(graph, colocate(graph)))
+    assert {"a1"} in [names - {"wa", "wb"} for names in found]
+    assert any({"b1", "end"} <= names for names in found)

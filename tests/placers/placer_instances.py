@@ -119,14 +119,12 @@ def build_problem(graph, machine, *, groups=None, seconds=None, caps=(), evaluat
     return make_problem(graph, machine, costs, evaluate, groups=groups, caps=caps, **options)
 
 
-def random_problem(
-    rng, *, groups=None, devices=None, ops_per_group=2, memory_share=None, **options
-):
+def random_problem(rng, *, groups=None, devices=None, memory_share=None, **options):
     """A random graph in topological order. `memory_share`: each device may hold that share of all
     bytes, so that plans must spread."""
     count = groups or int(rng.integers(3, 9))
     devices = devices or int(rng.integers(2, 4))
-    ops = count * ops_per_group
+    ops = count * 2
     reads = [
         sorted({int(j) for j in rng.integers(0, i, size=rng.integers(1, 4))}) if i else []
         for i in range(ops)

@@ -1,4 +1,4 @@
-"""`place` as a whole: never worse than what it tried, exact where small, feasible where possible."""
+"""`place` as a whole: never worse than what it tried, exact where small, feasible if possible."""
 
 import dataclasses
 
@@ -39,11 +39,11 @@ def test_auto_equals_exhaustive_search_on_small_graphs(memory_share):
 
 @MEMORY
 def test_local_search_alone_mostly_finds_the_optimum_of_8_groups(memory_share):
-    # 2 devices have 256 placements, so 200 evaluations must choose; 3 devices have 6,561.
-    # Measured over 100 seeds: 400 evaluations find 94 (free memory) and 80 (tight).
-    cases = [case(seed, groups=8, memory_share=memory_share) for seed in range(40)]
+    # 2 devices have 256 placements, 3 have 6,561. Measured over 100 seeds, 400 evaluations find 94
+    # (free memory) and 81 (tight). That is why `auto` enumerates small cases.
+    cases = [case(seed, groups=8, memory_share=memory_share) for seed in range(30)]
     equal = [found_value(c, "local_search", "400e") == best_value(c) for c in cases]
-    assert sum(equal) >= (34 if memory_share is None else 28)
+    assert sum(equal) >= (26 if memory_share is None else 21)
 
 
 def test_auto_is_never_worse_than_a_method_it_tried():

@@ -15,7 +15,7 @@ class Builder:
         self.storages = 0
 
     def op(self, reads=(), sizes=(1,), kind="aten.mm", phase=1, aliases=None, overwrites=False):
-        """Add an op; return its tensors. `aliases`: a read tensor whose storage every output has."""
+        """Add an op; return its tensors. `aliases`: a read tensor whose storage it returns."""
         op, made = len(self.rows), []
         self.rows.append((kind, phase, tuple(reads)))
         for size in sizes:
@@ -110,5 +110,3 @@ def random_costs(rng, graph, machine):
     shape = (len(graph), len(machine.devices))
     few = rng.choice([0.0, 1.0, 1.0, 2.0, 0.1], shape)
     return Costs(few if rng.random() < 0.7 else rng.random(shape), "given")
-
-

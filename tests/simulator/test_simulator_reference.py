@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from simulator_cases import random_costs, random_graph, random_machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator_cases import random_costs, random_graph, random_machine
 from simulator_reference import reference
 
 from dovetail.errors import OrderError

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import dovetail
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
+from dovetail.frontends.fakes import fake, fake_mode_of
 from dovetail.frontends.optimizers import Optimizer, format_optimizer
 from dovetail.frontends.program import Captured
-from dovetail.frontends.tracing import Request, TracingError, fake, fake_mode_of, trace
+from dovetail.frontends.tracing import Request, TracingError, trace
 from dovetail.plans import Source
 
 

@@ -62,6 +62,7 @@ _OURS: dict[Any, Callable[..., int]] = {
     aten.mv: _shaped(_vector_flops),
     aten.addmv: _shaped(_vector_flops),
     aten.dot: _shaped(_vector_flops),
+    aten.vdot: _shaped(_vector_flops),
     aten._scaled_dot_product_flash_attention_for_cpu: _shaped(
         lambda q, k, v, *_: _attention_flops(q, k, v)
     ),

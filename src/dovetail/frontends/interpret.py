@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dovetail.errors import ModelError
 from dovetail.frontends.arguments import fill_refs
+from dovetail.frontends.fakes import is_fake
 from dovetail.frontends.program import Call, Captured, Ref, SourceValue
-from dovetail.frontends.tracing import is_fake
 from dovetail.graph import Graph
 
 Values = dict[int, Tensor]

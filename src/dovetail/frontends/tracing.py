@@ -5,13 +5,13 @@ autograd's sequence numbers tell where each node comes from. The second reruns t
 `functionalize`, which turns in-place ops into pure ones. Then what moves no data goes: detach,
 alias, and clones that protected something from an in-place op. No weight is ever allocated.
 
-Every private name of torch that capturing needs stands in this file; they are those of 2.13.
+The private names of torch that capturing needs stand here and in `fakes`; they are those of 2.13.
 """
 
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,14 +20,13 @@ import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dovetail.graph import Phase
 
 aten = torch.ops.aten
-_AccumulateGrad = torch._C._functions.AccumulateGrad
 _NO_OPS = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 LOSS_MODULE = "loss"
 
@@ -130,10 +129,12 @@ def _quiet() -> Iterator[None]:
 def _flat_step(request: Request, layout: list[Any]) -> Callable[..., list[Any]]:
     """The step as a function of flat tensors; `layout` receives the pytree of its results."""
 
+    trainable = set(request.trainable)
+
     def step(*flat: Tensor) -> list[Any]:
         rest = iter(flat)
         leaves = {
-            name: next(rest).detach().requires_grad_(name in request.trainable)
+            name: next(rest).detach().requires_grad_(name in trainable)
             for name in request.parameters
         }
         state = leaves | {name: next(rest).clone() for name in request.buffers}
@@ -193,17 +194,15 @@ def _mark_gradients(loss: Tensor) -> None:
     """Let every node that autograd makes while it runs one of its functions carry the sequence
     number of that function, which the forward op that made it carries too. What autograd does
     between its functions, summing gradients, carries none."""
-    open_scopes: list[Any] = []
 
     def enter(sequence: int) -> Callable[..., None]:
         def hook(_: Any) -> None:
-            open_scopes.append(fx_traceback.annotate({"sequence": sequence}))
-            open_scopes[-1].__enter__()
+            _annotation()["sequence"] = sequence
 
         return hook
 
     def leave(*_: Any) -> None:
-        open_scopes.pop().__exit__(None, None, None)
+        _annotation().pop("sequence", None)
 
     waiting, seen = [loss.grad_fn], set()
     while waiting:
@@ -211,10 +210,16 @@ def _mark_gradients(loss: Tensor) -> None:
         if function is None or function in seen:
             continue
         seen.add(function)
-        if not isinstance(function, _AccumulateGrad):
+        if type(function).__name__ != "AccumulateGrad":
             function.register_prehook(enter(function._sequence_nr()))
             function.register_hook(leave)
         waiting += [next_function for next_function, _ in function.next_functions]
+
+
+def _annotation() -> dict[str, Any]:
+    """What nodes made now get as their "custom" metadata; each takes a copy."""
+    annotation: dict[str, Any] = fx_traceback.current_meta["custom"]
+    return annotation
 
 
 @contextlib.contextmanager
@@ -227,18 +232,17 @@ def _phase(phase: Phase, module: str = "") -> Iterator[None]:
 def _module_paths(model: nn.Module) -> Iterator[None]:
     """While a submodule runs, annotate nodes with its path."""
     handles = []
-    open_scopes: list[Any] = []
+    callers: list[str] = []
 
     def enter(path: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            scope = fx_traceback.annotate({"module": path})
-            scope.__enter__()
-            open_scopes.append(scope)
+            callers.append(_annotation()["module"])
+            _annotation()["module"] = path
 
         return hook
 
     def leave(*_: Any) -> None:
-        open_scopes.pop().__exit__(None, None, None)
+        _annotation()["module"] = callers.pop()
 
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(path), prepend=True))
@@ -383,29 +387,3 @@ def _origins(graph: fx.Graph, origins: list[tuple[int, str, int]]) -> dict[fx.No
         by_index.setdefault(index, node)
         found[node] = Origin(Phase(phase), module, by_index.get(forward) if forward >= 0 else None)
     return found
-
-
-def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """The tensor's fake twin in `mode`, detached; the tensor itself if it is one already."""
-    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
-        return tensor.detach()
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        device = "cpu" if tensor.is_meta else tensor.device
-        with mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-            )
-    return mode.from_tensor(tensor.detach())
-
-
-def fake_mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode:
-    """The mode of the first fake tensor, or a new one."""
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """True if the tensor has no data."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta

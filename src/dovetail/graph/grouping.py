@@ -12,7 +12,9 @@ Differences: the rule runs on colocation groups instead of single ops, because a
 with its op here; of a group with forward ops only forward consumers count, so that a gradient's
 second read of an activation does not keep a forward chain apart. `largest_share`
 (ours) stops a merge that would hold more than that share of all FLOPs and bytes: unlimited, the
-rule melts a network without branches into one group, and no plan could split it.
+rule melts a network without branches into one group, and no plan could split it. Groups that read
+different shared parameters stay apart, which gives the paper's own group per LSTM cell and
+softmax step: joined, the last cells of two layers would drag both layers' weights to one device.
 """
 
 from collections import defaultdict
@@ -66,6 +68,7 @@ def merge_single_consumers(graph: Graph, groups: Groups, *, largest_share: float
     union = _Union(groups.count)
     weights = _weights(graph, groups)
     limit = largest_share * weights.sum(axis=0)
+    shared = _shared_parameters(graph, groups)
     edges = _edges_between(graph, groups)
     merged = True
     while merged:
@@ -77,9 +80,11 @@ def merge_single_consumers(graph: Graph, groups: Groups, *, largest_share: float
             if len(others) != 1:
                 continue
             b = others.pop()
-            if (weights[a] + weights[b] > limit).any():
+            apart = bool(shared[a] and shared[b]) and shared[a] != shared[b]
+            if apart or (weights[a] + weights[b] > limit).any():
                 continue
-            weights[union.join(a, b)] = weights[a] + weights[b]
+            root = union.join(a, b)
+            weights[root], shared[root] = weights[a] + weights[b], shared[a] | shared[b]
             merged = True
     roots = np.array([union.find(g) for g in range(groups.count)], dtype=np.int32)
     return _renumbered(roots[groups.of_op])
@@ -133,12 +138,29 @@ def _weights(graph: Graph, groups: Groups) -> NDArray[np.float64]:
     )
 
 
+def _shared_parameters(graph: Graph, groups: Groups) -> list[frozenset[int]]:
+    """Per group the parameters it reads that other groups read as well, their own apart."""
+    read: list[set[int]] = [set() for _ in range(groups.count)]
+    for op in np.flatnonzero(graph.is_source).tolist():
+        if graph.kinds[op] != "parameter":
+            continue
+        readers = {
+            int(groups.of_op[c]) for t in graph.outputs_of(op) for c in graph.consumers_of(t)
+        }
+        readers.discard(int(groups.of_op[op]) if graph.residences[op] >= 0 else -1)
+        if len(readers) > 1:
+            for reader in readers:
+                read[reader].add(op)
+    return [frozenset(parameters) for parameters in read]
+
+
 def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
     """[edges, 2] distinct (producer group, consumer group). Of a group with forward ops only the
     edges between forward ops."""
     producers = graph.producers[graph.input_tensors]
-    real = ~graph.is_source[producers]
-    ends = np.stack([producers[real], graph.readers[real]], axis=1)
+    # A parameter counts, with its update's group; what is resident everywhere moves nowhere.
+    moves = graph.residences[producers] >= 0
+    ends = np.stack([producers[moves], graph.readers[moves]], axis=1)
     is_forward = graph.phases == Phase.FORWARD
     has_forward = np.bincount(groups.of_op, weights=is_forward, minlength=groups.count) > 0
     pairs = groups.of_op[ends]

@@ -7,9 +7,9 @@ all cores are used. The best of the batch becomes current if it is no worse, or 
 
 where the temperature falls to 0 as the budget is spent (annealing; Kirkpatrick, Gelatt and Vecchi,
 Science 220, 1983, https://doi.org/10.1126/science.220.4598.671). When several moves of a batch
-improve, the next batch tries them together. A search that stalls goes back to the best placement,
-blended with another start or shaken by a few moves (iterated local search; Lourenco, Martin and
-Stutzle, 2003, https://doi.org/10.1007/0-306-48056-5_11).
+improve, the next batch tries them together. A search that stalls goes on from another start, or
+from the best placement, blended with another start or shaken by a few moves (iterated local search;
+Lourenco, Martin and Stutzle, 2003, https://doi.org/10.1007/0-306-48056-5_11).
 
 Memory comes first: of two placements the one that lacks fewer bytes is better, whatever its value.
 Kinds of move that have won are proposed more often. No placement is evaluated twice. Ties fall to
@@ -156,11 +156,14 @@ class _Search:
             self.tries = 4 + (self.tries - 4) / 2
 
     def _restart(self) -> GroupPlacement:
-        """The best so far, blended with another start or shaken."""
+        """Another start, or the best so far, shaken or blended with another start."""
         best = self.budget.best[1] if self.budget.best is not None else self.starts[0]
         current = best.copy()
-        if self.rng.random() < 0.3:
-            other = self.starts[self.rng.integers(len(self.starts))]
+        chance = self.rng.random()
+        other = self.starts[self.rng.integers(len(self.starts))]
+        if chance < 0.15:
+            return np.asarray(other)
+        if chance < 0.4:
             a, b = np.sort(self.rng.integers(len(current) + 1, size=2))
             current[a:b] = other[a:b]
         for _ in range(int(self.rng.integers(1, 6))):

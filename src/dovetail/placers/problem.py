@@ -78,7 +78,7 @@ class Problem:
 
     @cached_property
     def made_bytes(self) -> NDArray[np.int64]:
-        """[groups] bytes if everything that a group makes stayed: parameters, state, all outputs."""
+        """[groups] bytes if all that a group makes stayed: parameters, state, every output."""
         graph = self.graph
         made = self._lives | (~graph.is_source[graph.producers] & (graph.bases < 0))
         weights = np.where(made, graph.tensor_bytes, 0)

@@ -21,7 +21,6 @@ Plans with stages run ops together, which costs other than `Costs` says: no boun
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
@@ -31,9 +30,8 @@ from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError
 from dovetail.graph import HOST, Graph
 from dovetail.machine import Machine
-from dovetail.simulator.flat import Flat, Float64, flatten
-
-jit = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Flat, Float64, Int32, flatten
 
 Bool = NDArray[np.bool_]
 
@@ -65,9 +63,9 @@ def lower_bound(
     if allowed is not None:
         seconds[~np.asarray(allowed, bool)] = np.inf
     seconds[graph.is_source] = 0.0
-    stuck = ~np.isfinite(seconds).any(axis=1)
+    stuck: Bool = np.asarray(~np.isfinite(seconds).any(axis=1))
     classes = _colocated(graph, seconds)
-    stuck |= ~np.isfinite(classes).any(axis=1)[_class_of(graph)]
+    stuck |= np.asarray(~np.isfinite(classes).any(axis=1))[_class_of(graph)]
     if stuck.any():
         raise NoDeviceError(graph.names[int(np.flatnonzero(stuck)[0])])
     bounds = [LowerBound(load_balance_seconds(classes), "load balance (LP)")]
@@ -94,8 +92,10 @@ def critical_path_seconds(flat: Flat, seconds: Float64) -> float:
     return float(ends.min(axis=1).max(initial=0.0, where=flat.is_source == 0))
 
 
-@jit
-def _earliest_ends(flat: Flat, seconds, offsets, befores, ends):  # type: ignore[no-untyped-def]
+@kernel
+def _earliest_ends(
+    flat: Flat, seconds: Float64, offsets: Int32, befores: Int32, ends: Float64
+) -> None:
     """Fill `ends` [ops, devices] of ops that are no sources; `befores` is CSR by `offsets`."""
     for op in range(flat.ops):
         if flat.is_source[op]:
@@ -113,10 +113,10 @@ def _earliest_ends(flat: Flat, seconds, offsets, befores, ends):  # type: ignore
             ends[op, device] = start + seconds[op, device]
 
 
-@jit
-def _arrival(flat: Flat, ends, device: int, size_bytes: int) -> float:  # type: ignore[no-untyped-def]
+@inlined
+def _arrival(flat: Flat, ends: Float64, device: int, size_bytes: int) -> float:
     """Earliest time that something could be on `device`, made anywhere."""
-    earliest = ends[device]
+    earliest: float = ends[device]
     for there in range(flat.devices):
         if there == device:
             continue
@@ -163,7 +163,7 @@ def _dual_weights(rows: Float64) -> Float64:
     )
     objective = np.zeros(len(row) + 1)
     objective[-1] = 1.0
-    found = linprog(
+    found = linprog(  # type: ignore[call-overload]  # sparse matrices are fine, stubs differ
         objective, A_ub=loads, b_ub=np.zeros(devices), A_eq=shares, b_eq=np.ones(count)
     )
     duals = np.zeros(devices) if found.ineqlin is None else -found.ineqlin.marginals

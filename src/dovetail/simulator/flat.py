@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import OrderError
@@ -186,7 +186,7 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
         link_channels=_int32([channel_of[link.channel] for link in links]),
         link_latencies=np.array([link.latency_seconds for link in links], np.float64),
         link_bandwidths=np.array([link.bandwidth_bytes_per_second for link in links], np.float64),
-        relayed=unlinked.any(axis=1).astype(np.int8),
+        relayed=np.asarray(unlinked.any(axis=1), np.int8),
     )
 
 
@@ -242,10 +242,11 @@ def slots_of(
         return [(stage.ops, stage.seconds) for stage in schedule.stages]
     if order is None:
         return None
-    return [((op,), float(flat.compute_seconds[op, device])) for op in order]
+    costs = flat.compute_seconds[:, device].tolist()
+    return [((op,), costs[op] if 0 <= op < flat.ops else 0.0) for op in order]
 
 
-def check_slots(slots: Slots, placed: set[int], device: str) -> None:
+def check_slots(slots: Slots, placed: list[int], device: str) -> None:
     """Raise `OrderError` unless the slots name each of the device's ops once."""
     listed = sorted(op for ops, _ in slots for op in ops)
     if listed != sorted(placed):
@@ -314,9 +315,11 @@ def _arrivals_within(flat: Flat, op: int, slot: set[int]) -> int:
     count = sum(int(flat.producers[tensor]) in slot for tensor in reads)
     for before in slot:
         targets = flat.control_targets[flat.control_offsets[before] :]
-        count += targets[
-            : flat.control_offsets[before + 1] - flat.control_offsets[before]
-        ].tolist().count(op)
+        count += (
+            targets[: flat.control_offsets[before + 1] - flat.control_offsets[before]]
+            .tolist()
+            .count(op)
+        )
     return count
 
 
@@ -326,10 +329,8 @@ def _most_sends(offsets: Int32, devices: int) -> int:
     return int((np.minimum(fan_out, devices - 1) + (fan_out > 0)).sum())
 
 
-def _int32(values: object) -> Int32:
-    return np.array(values, np.int32, order="C").reshape(-1) if np.ndim(values) < 2 else np.array(  # type: ignore[arg-type]
-        values, np.int32, order="C"
-    )
+def _int32(values: ArrayLike) -> Int32:
+    return np.array(values, np.int32, order="C")
 
 
 def _offsets(owners: Int32, count: int) -> Int32:

@@ -6,9 +6,9 @@
             op       its outputs go to consumers here, and into queues     finish_op
             transfer its tensor goes to consumers there, and onwards       finish_transfer
 
-Memory is counted along the way: what starts allocates, and whoever ends last frees. Since frees come
-before starts, what is in use after the starts of an instant is the most at that instant. Ends at
-one instant may come in any order: queues and devices choose by key, and counts commute.
+Memory is counted along the way: what starts allocates, and whoever ends last frees. Since frees
+come before starts, what is in use after the starts of an instant is the most at that instant. Ends
+at one instant may come in any order: queues and devices choose by key, and counts commute.
 
 Names: a *unit* is what a transfer carries, a tensor, or tensors + op for a control edge. A *lane*
 is what does one thing at a time: a device, or devices + channel.
@@ -17,23 +17,26 @@ Complexity: O(log(devices + channels) + log(ready)) per event; queueing is O(1) 
 that become ready at one instant out of order.
 """
 
-import numba
+import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.graph import EVERYWHERE, HOST
-from dovetail.simulator.flat import Flat, Rules, Work
-
-# Without numba's memory manager, which would count references to every array on every call; nothing
-# is allocated here. Helpers are inlined, so that their many arrays are not passed at all.
-entry = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
-jit = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False, forceinline=True)
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Flat, Float64, Int32, Int64, Rules, Work
 
 # Where `Work.counts` keeps the scalars of one simulation.
 EVENTS, QUEUED, TOUCHED, SENT, DONE, LOGGED = range(6)
 
 
-@entry
-def simulate_batch(  # type: ignore[no-untyped-def]  # noqa: PLR0913 (kernel)
-    flat: Flat, rules: Rules, work: Work, placements, values, peaks, record
+@kernel
+def simulate_batch(
+    flat: Flat,
+    rules: Rules,
+    work: Work,
+    placements: Int32,
+    values: Float64,
+    peaks: Int64,
+    record: bool,
 ) -> None:
     """Simulate each row of `placements` [batch, ops]; fill `values` [batch] and `peaks`.
 
@@ -43,7 +46,7 @@ def simulate_batch(  # type: ignore[no-untyped-def]  # noqa: PLR0913 (kernel)
     """
     for row in range(len(placements)):
         peaks[row, :] = 0
-        values[row] = float("inf")
+        values[row] = np.inf
         if not fill_placement(flat, work, placements[row]):
             continue
         reset(flat, rules, work)
@@ -60,7 +63,7 @@ def simulate_batch(  # type: ignore[no-untyped-def]  # noqa: PLR0913 (kernel)
             copy(work.peaks, peaks[row])
 
 
-@jit
+@inlined
 def finish(flat: Flat, rules: Rules, work: Work, now: float, lane: int) -> None:
     """End what a lane has in work."""
     running = work.running[lane]
@@ -77,14 +80,14 @@ def finish(flat: Flat, rules: Rules, work: Work, now: float, lane: int) -> None:
         finish_op(flat, rules, work, now, op)
 
 
-@jit
-def fill_placement(flat: Flat, work: Work, placement) -> bool:  # type: ignore[no-untyped-def]
+@inlined
+def fill_placement(flat: Flat, work: Work, placement: Int32) -> bool:
     """Copy a placement with its source entries filled in; False if an op cannot run there."""
     placed = work.placed
     for op in range(flat.ops):
         if not flat.is_source[op]:
             placed[op] = placement[op]
-            if flat.compute_seconds[op, placed[op]] == float("inf"):
+            if flat.compute_seconds[op, placed[op]] == np.inf:
                 return False
     for i in range(len(flat.sources)):
         home = flat.source_homes[i]
@@ -96,14 +99,14 @@ def fill_placement(flat: Flat, work: Work, placement) -> bool:  # type: ignore[n
     return True
 
 
-@jit
-def copy(source, destination) -> None:  # type: ignore[no-untyped-def]
+@inlined
+def copy(source: NDArray[np.integer], destination: NDArray[np.integer]) -> None:
     """Element by element: numba's slice assignment wants its memory manager, which is off."""
     for i in range(len(source)):
         destination[i] = source[i]
 
 
-@jit
+@inlined
 def reset(flat: Flat, rules: Rules, work: Work) -> None:
     copy(rules.pending, work.pending)
     work.holds[:, :] = 0
@@ -125,7 +128,7 @@ def reset(flat: Flat, rules: Rules, work: Work) -> None:
         work.homes[tensor] = work.placed[flat.producers[tensor]]
 
 
-@jit
+@inlined
 def place_sources(flat: Flat, rules: Rules, work: Work, record: bool) -> None:
     """What is there at 0: memory of the sources, ops that wait for nothing, and the first sends."""
     for i in range(len(flat.sources)):
@@ -159,7 +162,7 @@ def place_sources(flat: Flat, rules: Rules, work: Work, record: bool) -> None:
     work.counts[DONE] = len(flat.sources)
 
 
-@jit
+@inlined
 def finish_op(flat: Flat, rules: Rules, work: Work, now: float, op: int) -> None:
     device = work.placed[op]
     work.counts[DONE] += 1
@@ -171,7 +174,7 @@ def finish_op(flat: Flat, rules: Rules, work: Work, now: float, op: int) -> None
         release(flat, work, flat.input_tensors[i], device)
 
 
-@jit
+@inlined
 def finish_transfer(flat: Flat, rules: Rules, work: Work, now: float, entry: int) -> None:
     unit, device = work.queue_units[entry], work.queue_destinations[entry]
     if unit >= flat.tensors:
@@ -192,7 +195,7 @@ def finish_transfer(flat: Flat, rules: Rules, work: Work, now: float, entry: int
     work.holds[unit, device] = users
 
 
-@jit
+@inlined
 def deliver(flat: Flat, rules: Rules, work: Work, now: float, tensor: int, device: int) -> int:
     """Hand a new tensor to its consumers here and queue its sends; return how many hold it."""
     users = 0
@@ -209,7 +212,7 @@ def deliver(flat: Flat, rules: Rules, work: Work, now: float, tensor: int, devic
     return users
 
 
-@jit
+@inlined
 def deliver_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, device: int) -> None:
     work.counts[SENT] += 1
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
@@ -221,7 +224,7 @@ def deliver_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, d
             send(flat, work, now, flat.tensors + op, device, there)
 
 
-@jit
+@inlined
 def arrive_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, device: int) -> None:
     home = work.placed[op]
     work.counts[SENT] += 1
@@ -233,7 +236,7 @@ def arrive_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, de
             send_on(flat, work, now, flat.tensors + op, home, work.placed[after])
 
 
-@jit
+@inlined
 def send(flat: Flat, work: Work, now: float, unit: int, source: int, destination: int) -> int:
     """Queue a send, to the host where there is no link; return 1, or 0 if that is queued."""
     work.stamps[destination] = work.counts[SENT]
@@ -248,7 +251,7 @@ def send(flat: Flat, work: Work, now: float, unit: int, source: int, destination
     return 1
 
 
-@jit
+@inlined
 def send_on(flat: Flat, work: Work, now: float, unit: int, home: int, destination: int) -> int:
     """Queue the second hop to a device that `home` has no link to; return 1 if it is new."""
     if destination == home or flat.link_of[home, destination] >= 0:
@@ -260,7 +263,7 @@ def send_on(flat: Flat, work: Work, now: float, unit: int, home: int, destinatio
     return 1
 
 
-@jit
+@inlined
 def enqueue(flat: Flat, work: Work, now: float, unit: int, destination: int, link: int) -> None:
     """Queue by (time ready, unit, destination). Nobody in the queue was ready later than now."""
     new = work.counts[QUEUED]
@@ -290,10 +293,8 @@ def enqueue(flat: Flat, work: Work, now: float, unit: int, destination: int, lin
     touch(work, flat.devices + channel)
 
 
-@jit
-def hold_output(
-    flat: Flat, work: Work, tensor: int, device: int, users: int, pinned: bool
-) -> None:  # noqa: PLR0913 (kernel)
+@inlined
+def hold_output(flat: Flat, work: Work, tensor: int, device: int, users: int, pinned: bool) -> None:
     """Note who will use a new tensor's memory; free it if that is nobody."""
     base = flat.bases[tensor]
     root = tensor
@@ -310,7 +311,7 @@ def hold_output(
             work.memory[device] -= flat.tensor_bytes[root]
 
 
-@jit
+@inlined
 def release(flat: Flat, work: Work, tensor: int, device: int) -> None:
     """One user less of the copy of `tensor` on `device`; the last one frees its memory."""
     home = work.homes[tensor]
@@ -323,14 +324,14 @@ def release(flat: Flat, work: Work, tensor: int, device: int) -> None:
             work.memory[device] -= flat.tensor_bytes[root]
 
 
-@jit
+@inlined
 def arrive(rules: Rules, work: Work, op: int, device: int) -> None:
     work.pending[op] -= 1
     if work.pending[op] == 0:
         make_ready(rules, work, op, device)
 
 
-@jit
+@inlined
 def make_ready(rules: Rules, work: Work, op: int, device: int) -> None:
     touch(work, device)
     if rules.ordered[device]:
@@ -349,13 +350,14 @@ def make_ready(rules: Rules, work: Work, op: int, device: int) -> None:
     heap[i] = rank
 
 
-@jit
+@inlined
 def pop_ready(work: Work, device: int) -> int:
     """Remove and return the least rank of a device's ready ops."""
     heap = work.ready[device]
     size = work.ready_sizes[device] - 1
     work.ready_sizes[device] = size
-    least, last = heap[0], heap[size]
+    least: int = heap[0]
+    last = heap[size]
     i, child = 0, 1
     while child < size:
         if child + 1 < size and heap[child + 1] < heap[child]:
@@ -369,7 +371,7 @@ def pop_ready(work: Work, device: int) -> int:
     return least
 
 
-@jit
+@inlined
 def push_event(work: Work, time: float, lane: int) -> None:
     times, lanes = work.event_times, work.event_slots
     i = work.counts[EVENTS]
@@ -385,12 +387,13 @@ def push_event(work: Work, time: float, lane: int) -> None:
     lanes[i] = lane
 
 
-@jit
+@inlined
 def pop_event(work: Work) -> int:
     times, lanes = work.event_times, work.event_slots
     size = work.counts[EVENTS] - 1
     work.counts[EVENTS] = size
-    first, time, lane = lanes[0], times[size], lanes[size]
+    first: int = lanes[0]
+    time, lane = times[size], lanes[size]
     i, child = 0, 1
     while child < size:
         if child + 1 < size and times[child + 1] < times[child]:
@@ -406,7 +409,7 @@ def pop_event(work: Work) -> int:
     return first
 
 
-@jit
+@inlined
 def touch(work: Work, lane: int) -> None:
     if not work.is_touched[lane]:
         work.is_touched[lane] = 1
@@ -414,7 +417,7 @@ def touch(work: Work, lane: int) -> None:
         work.counts[TOUCHED] += 1
 
 
-@jit
+@inlined
 def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) -> None:
     """Start what may start on the touched lanes. Channels first, though it makes no difference:
     neither can take from the other."""
@@ -441,7 +444,7 @@ def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) ->
         log_memory(flat, work, now)
 
 
-@jit
+@inlined
 def start_transfer(flat: Flat, work: Work, now: float, lane: int, record: bool) -> None:
     channel = lane - flat.devices
     entry = work.heads[channel]
@@ -465,10 +468,8 @@ def start_transfer(flat: Flat, work: Work, now: float, lane: int, record: bool) 
         work.transfer_ends[entry] = now + seconds
 
 
-@jit
-def start_slot(
-    flat: Flat, rules: Rules, work: Work, now: float, lane: int, record: bool
-) -> None:  # noqa: PLR0913 (kernel)
+@inlined
+def start_slot(flat: Flat, rules: Rules, work: Work, now: float, lane: int, record: bool) -> None:
     slot = work.next_slots[lane]
     if slot == rules.slot_offsets[lane + 1] or work.slot_waits[slot] > 0:
         return
@@ -484,13 +485,13 @@ def start_slot(
             work.span_ends[op] = end
 
 
-@jit
+@inlined
 def allocate(work: Work, device: int, size_bytes: int) -> None:
     work.memory[device] += size_bytes
     work.peaks[device] = max(work.peaks[device], work.memory[device])
 
 
-@jit
+@inlined
 def log_memory(flat: Flat, work: Work, now: float) -> None:
     """Note the bytes in use of each device where they changed since the last note."""
     for device in range(flat.devices):

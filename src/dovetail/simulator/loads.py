@@ -6,16 +6,14 @@ Transfers are those of the step: one per (tensor, destination), two hops where t
 one empty one per control edge and destination. Nothing waits for anything, so a load is a sum.
 """
 
-import numba
 import numpy as np
 
 from dovetail.costs import Costs
 from dovetail.graph import EVERYWHERE, Graph
 from dovetail.machine import Machine
 from dovetail.plans import Placement
-from dovetail.simulator.flat import Flat, Float64, Int32, flatten, homes_of
-
-jit = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Flat, Float64, Int32, Int64, flatten, homes_of
 
 
 def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placement) -> Float64:
@@ -26,8 +24,8 @@ def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placem
     return loads
 
 
-@jit
-def sum_loads(flat: Flat, placed: Int32, stamps: Int32, loads: Float64) -> None:
+@kernel
+def sum_loads(flat: Flat, placed: Int32, stamps: Int64, loads: Float64) -> None:
     """Fill `loads` for `placed`, sources filled in. `stamps` [devices] is scratch."""
     loads[:] = 0.0
     stamps[:] = -1
@@ -48,11 +46,11 @@ def sum_loads(flat: Flat, placed: Int32, stamps: Int32, loads: Float64) -> None:
             add_sends(flat, placed, stamps, loads, flat.tensors + op, placed[op], 0, targets)
 
 
-@jit
+@inlined
 def add_sends(  # noqa: PLR0913 (kernel)
     flat: Flat,
     placed: Int32,
-    stamps: Int32,
+    stamps: Int64,
     loads: Float64,
     unit: int,
     home: int,
@@ -74,7 +72,7 @@ def add_sends(  # noqa: PLR0913 (kernel)
         add_hop(flat, loads, flat.host, there, size_bytes)
 
 
-@jit
+@inlined
 def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_bytes: int) -> None:
     link = flat.link_of[source, destination]
     seconds = flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]

@@ -133,7 +133,9 @@ class Simulator:
         def simulate_some(work: Work) -> None:
             while (turn := next(taken)) < len(firsts):
                 part = slice(firsts[turn], firsts[turn] + rows)
-                simulate_batch(self._flat, self._free, work, batch[part], values[part], peaks[part], False)
+                simulate_batch(
+                    self._flat, self._free, work, batch[part], values[part], peaks[part], False
+                )
 
         if threads == 1:
             simulate_some(self._works[0])
@@ -195,8 +197,8 @@ class Simulator:
 
 
 def _timeline(machine: Machine, flat: Flat, work: Work, seconds: float) -> Timeline:
-    ops = np.flatnonzero(flat.is_source == 0)
-    ops = ops[np.lexsort((ops, work.span_starts[ops]))].astype(np.int32)
+    unordered = np.flatnonzero(flat.is_source == 0)
+    ops = unordered[np.lexsort((unordered, work.span_starts[unordered]))].astype(np.int32)
     sent = int(work.counts[QUEUED])
     channels = flat.link_channels[work.queue_links[:sent]]
     order = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))

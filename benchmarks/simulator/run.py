@@ -1,0 +1,262 @@
+"""Placements simulated per second: this package beside C++, a Python heap and SimPy.
+
+    python benchmarks/simulator/run.py [--ops 50000] [--placements 40] [--repeats 5]
+
+The C++ port is built with g++ -O3 if there is one; its values and peaks must equal ours. Rates are
+taken in turn, so that a busy machine slows all alike.
+"""
+
+import argparse
+import heapq
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from dovetail.costs import Costs
+from dovetail.graph import Graph
+from dovetail.machine import Device, Link, Machine
+from dovetail.simulator import Simulator
+from dovetail.simulator.flat import Flat, flatten
+
+HERE = Path(__file__).parent
+READS = 3
+REACH = 2000  # an op reads from the ops that stand so many places before it, at most
+
+
+def random_case(ops: int, devices: int, rng: np.random.Generator):
+    """A graph of `ops` ops with `READS` producers each, a linked machine, and random costs."""
+    # The last ops read more, for what the first could not: ops * READS pairs in all.
+    counts = [min(op, READS + (op >= ops - READS * (READS + 1) // 2)) for op in range(ops)]
+    reads = [
+        np.sort(rng.choice(min(op, REACH), counts[op], replace=False) + max(0, op - REACH))
+        for op in range(ops)
+    ]
+    none = np.zeros(ops, np.int64)
+    graph = Graph(
+        names=tuple(f"op{i}" for i in range(ops)),
+        kinds=("aten.mm",) * ops,
+        signatures=("",) * ops,
+        modules=("",) * ops,
+        phases=none + 1,
+        flops=none,
+        accessed_bytes=none,
+        colocation=none - 1,
+        gradient_of=none - 1,
+        device_kinds=((),) * ops,
+        producers=np.arange(ops),
+        shapes=((),) * ops,
+        strides=((),) * ops,
+        dtypes=("uint8",) * ops,
+        tensor_bytes=rng.integers(0, 1 << 20, ops),
+        storages=np.arange(ops),
+        overwrites=none > 0,
+        input_offsets=np.cumsum([0] + [len(of_op) for of_op in reads]),
+        input_tensors=np.concatenate(reads),
+        outputs=np.array([ops - 1]),
+        control=np.zeros((0, 2)),
+    )
+    names = [f"gpu{i}" for i in range(devices)]
+    machine = Machine(
+        "benchmark",
+        tuple(Device(name, "gpu", "m", 12 << 30, {}, 1e11, 1e-6) for name in names),
+        names[0],
+        tuple(Link(a, b, 1.2e10, 1e-5, f"{a}-{b}") for a in names for b in names if a != b),
+    )
+    return graph, machine, Costs(rng.uniform(1e-5, 2e-4, (ops, devices)), "given")
+
+
+def rate(simulator: Simulator, placements, threads: int) -> float:
+    start = time.perf_counter()
+    simulator.evaluate(placements, threads=threads)
+    return len(placements) / (time.perf_counter() - start)
+
+
+def write_port_input(path: Path, flat: Flat, placements) -> None:
+    """Every array as its int64 length and its bytes, in the order of `Flat`; then placements."""
+    arrays = [np.array(flat[:5], np.int64)]
+    arrays += [
+        v for k, v in flat._asdict().items() if isinstance(v, np.ndarray) and k != "resident"
+    ]
+    with path.open("wb") as file:
+        for array in (*arrays, placements):
+            flattened = np.ascontiguousarray(array).reshape(-1)
+            file.write(np.int64(len(flattened)).tobytes() + flattened.tobytes())
+
+
+class Port:
+    """The C++ port, built and fed in a folder that is thrown away."""
+
+    def __init__(self, folder: Path, flat: Flat, placements) -> None:
+        self.folder, self.rows, self.devices = folder, len(placements), flat.devices
+        command = ["g++", "-O3", "-ffp-contract=off", "-o", folder / "port", HERE / "port.cpp"]
+        subprocess.run(command, check=True)
+        write_port_input(folder / "in", flat, placements)
+
+    def run(self):
+        """(placements per second, values, peaks)."""
+        command = [self.folder / "port", self.folder / "in", self.folder / "out", "1"]
+        subprocess.run(command, check=True)
+        numbers = np.fromfile(self.folder / "out")
+        table = numbers[1:].reshape(self.rows, 1 + self.devices)
+        return self.rows / numbers[0], table[:, 0], table[:, 1:].astype(np.int64)
+
+
+def needs(flat: Flat, placement):
+    """Per op the distinct (producer, sent or not) it waits for, and per op its destinations."""
+    ops = range(flat.ops)
+    reads = [
+        flat.input_tensors[flat.input_offsets[o] : flat.input_offsets[o + 1]].tolist() for o in ops
+    ]
+    readers = [{} for _ in ops]
+    for op in ops:
+        for producer in reads[op]:
+            readers[producer].setdefault(int(placement[op]), []).append(op)
+    return reads, readers
+
+
+def heap_step_seconds(flat: Flat, placement) -> float:  # noqa: C901 (one loop, to be read whole)
+    """The same rules with heapq, without memory: for graphs without sources, views and relays."""
+    reads, readers = needs(flat, placement)
+    waiting = [len(of_op) for of_op in reads]
+    ready = [[] for _ in range(flat.devices)]
+    queues = [[] for _ in range(flat.channels)]
+    busy, events, now = set(), [], 0.0
+    for op in range(flat.ops):
+        if not waiting[op]:
+            heapq.heappush(ready[placement[op]], op)
+
+    def start():
+        for channel, queue in enumerate(queues):
+            if queue and ("channel", channel) not in busy:
+                _, tensor, there, link = heapq.heappop(queue)
+                size = flat.tensor_bytes[tensor] / flat.link_bandwidths[link]
+                busy.add(("channel", channel))
+                end = now + (flat.link_latencies[link] + size)
+                heapq.heappush(events, (end, 1, tensor, there, channel))
+        for device, heap in enumerate(ready):
+            if heap and ("device", device) not in busy:
+                op = heapq.heappop(heap)
+                busy.add(("device", device))
+                end = now + flat.compute_seconds[op, device]
+                heapq.heappush(events, (end, 0, op, device, 0))
+
+    def arrive(tensor, there):
+        for op in readers[tensor].get(there, ()):
+            waiting[op] -= 1
+            if not waiting[op]:
+                heapq.heappush(ready[there], op)
+
+    start()
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, transfer, unit, there, channel = heapq.heappop(events)
+            busy.discard(("channel", channel) if transfer else ("device", there))
+            arrive(unit, there)
+            for destination in () if transfer else readers[unit]:
+                if destination != there:
+                    link = int(flat.link_of[there, destination])
+                    entry = (now, unit, destination, link)
+                    heapq.heappush(queues[flat.link_channels[link]], entry)
+        start()
+    return float(now)
+
+
+def simpy_step_seconds(flat: Flat, placement) -> float:
+    """The same traffic in SimPy's own words: priority resources, one process per op and send.
+
+    SimPy settles ties at one instant by its own event order, so values may differ a little.
+    """
+    import simpy
+
+    reads, readers = needs(flat, placement)
+    env = simpy.Environment()
+    devices = [simpy.PriorityResource(env) for _ in range(flat.devices)]
+    channels = [simpy.PriorityResource(env) for _ in range(flat.channels)]
+    here = {(t, d): env.event() for t in range(flat.ops) for d in {*readers[t], int(placement[t])}}
+
+    def transfer(tensor, there, link):
+        with channels[flat.link_channels[link]].request(priority=tensor) as turn:
+            yield turn
+            size = flat.tensor_bytes[tensor] / flat.link_bandwidths[link]
+            yield env.timeout(flat.link_latencies[link] + size)
+        here[tensor, there].succeed()
+
+    def compute(op):
+        device = int(placement[op])
+        yield env.all_of([here[tensor, device] for tensor in reads[op]])
+        with devices[device].request(priority=op) as turn:
+            yield turn
+            yield env.timeout(flat.compute_seconds[op, device])
+        here[op, device].succeed()
+        for there in readers[op]:
+            if there != device:
+                env.process(transfer(op, there, int(flat.link_of[device, there])))
+
+    for op in range(flat.ops):
+        env.process(compute(op))
+    env.run()
+    return float(env.now)
+
+
+def line(name: str, rates, note: str = "") -> str:
+    spread = f"{min(rates):.3g} to {max(rates):.3g}"
+    return f"| {name} | {statistics.median(rates):.3g} | {spread} | {note} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops", type=int, default=50_000)
+    parser.add_argument("--placements", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    graph, machine, costs = random_case(options.ops, 4, rng)
+    shape = (options.placements, options.ops)
+    placements = rng.integers(0, 4, shape).astype(np.int32)
+    simulator, flat = Simulator(graph, machine, costs), flatten(graph, machine, costs)
+    start = time.perf_counter()
+    ours = simulator.evaluate(placements[:1], threads=1)
+    print(f"first call: {time.perf_counter() - start:.1f} s (compiles where nothing is cached)")
+    ours = simulator.evaluate(placements)
+
+    one, two, port_rates, two_by_one, one_by_port = [], [], [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        port = Port(Path(folder), flat, placements) if shutil.which("g++") else None
+        for _ in range(options.repeats):
+            one.append(rate(simulator, placements, 1))
+            two.append(rate(simulator, placements, 2))
+            two_by_one.append(two[-1] / one[-1])
+            if port:
+                found, values, peaks = port.run()
+                assert (values == ours.values).all() and (peaks == ours.peak_memory_bytes).all()
+                port_rates.append(found)
+                one_by_port.append(one[-1] / found)
+    heap, simpy = [], []
+    for placement in placements[: min(2, options.repeats)]:
+        start = time.perf_counter()
+        seconds = heap_step_seconds(flat, placement)
+        heap.append(1 / (time.perf_counter() - start))
+        assert seconds == simulator.timeline(placement).step_seconds
+        start = time.perf_counter()
+        simpy_step_seconds(flat, placement)
+        simpy.append(1 / (time.perf_counter() - start))
+
+    print(f"{options.ops} ops, {len(graph.input_tensors)} pairs, 4 devices\n")
+    print("| simulator | placements/s, median | spread | |\n|---|---:|---|---|")
+    print(line("dovetail, 1 thread", one))
+    print(line("dovetail, 2 threads", two, f"{statistics.median(two_by_one):.2f} x one thread"))
+    if port_rates:
+        ratio = statistics.median(one_by_port)
+        print(line("C++, g++ -O3", port_rates, f"same bits; dovetail is {ratio:.2f} x this"))
+    print(line("Python heapq, no memory", heap, "same step seconds"))
+    print(line("SimPy, no memory", simpy))
+
+
+if __name__ == "__main__":
+    main()
