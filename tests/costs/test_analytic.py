@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from builders import Op, graph_of, machine_of, source
 
+from builders import Op, graph_of, machine_of, source
 from dovetail.costs.analytic import analytic_costs
 from dovetail.errors import CostError
 from dovetail.machine import parse_machine

@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from builders import Op, graph_of, source
 from test_records import training_graph
 
+from builders import Op, graph_of, source
 from dovetail.errors import FileFormatError, InvalidSizeError, UnwritableError
 from dovetail.graph import load_graph, save_graph
 

@@ -1,6 +1,6 @@
 import numpy as np
-from builders import Op, graph_of, source
 
+from builders import Op, graph_of, source
 from dovetail.graph import Phase, group
 from dovetail.graph.grouping import colocate, merge_single_consumers
 

@@ -1,9 +1,10 @@
+import itertools
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from builders import Op, graph_of, source
 
+from builders import Op, graph_of, source
 from dovetail.errors import (
     CycleError,
     DuplicateOpError,
@@ -75,7 +76,7 @@ def test_a_cycle_is_named_as_data_flows():
         replace(good, input_offsets=np.array([0, 1, 2, 3]), input_tensors=np.array([2, 0, 1]))
     cycle = raised.value.cycle
     assert cycle[0] == cycle[-1]
-    assert set(zip(cycle, cycle[1:], strict=False)) == {("a", "b"), ("b", "c"), ("c", "a")}
+    assert set(itertools.pairwise(cycle)) == {("a", "b"), ("b", "c"), ("c", "a")}
 
 
 def test_an_order_that_is_not_topological_is_refused_with_both_names():

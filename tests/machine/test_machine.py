@@ -1,8 +1,8 @@
 from dataclasses import replace
 
 import pytest
-from builders import machine_of
 
+from builders import machine_of
 from dovetail.errors import (
     FileFormatError,
     MachineError,

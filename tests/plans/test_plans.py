@@ -3,8 +3,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from builders import Op, graph_of, machine_of, source
 
+from builders import Op, graph_of, machine_of, source
 from dovetail.errors import (
     FileFormatError,
     GraphMismatchError,

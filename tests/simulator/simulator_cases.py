@@ -91,7 +91,8 @@ def random_graph(rng):
 
 
 def random_machine(rng):
-    """1 to 4 devices; some pairs only through the host; some links share a channel."""
+    """1 to 4 devices; some pairs only through the host; some links share a channel, and some are
+    carried by their source."""
     names = tuple("abcd"[: rng.integers(1, 5)])
     host = str(rng.choice(names))
     links = []
@@ -99,7 +100,7 @@ def random_machine(rng):
         for b in names:
             if a == b or (host not in (a, b) and rng.random() < 0.5):
                 continue
-            channel = "bus" if rng.random() < 0.3 else a + b
+            channel = str(rng.choice(["bus", a, a + b], p=[0.25, 0.25, 0.5]))
             bandwidth = float(rng.choice([1.0, 2.0, 3.0, np.inf]))
             links.append((a, b, float(rng.choice([0.0, 0.1, 1.0])), bandwidth, channel))
     return machine_of(names, links, host, memory_bytes=8)

@@ -185,11 +185,16 @@ class Run:
                 log.append((now, used))
             self.result.peaks[device] = max(self.result.peaks[device], used)
 
+    def carrier(self, channel):
+        """The device that is this channel, or None."""
+        name, devices = self.machine.channels[channel], self.machine.device_names
+        return devices.index(name) if name in devices else None
+
     # -- time ------------------------------------------------------------------------------------
     def start_channels(self, now):
         for channel in range(len(self.machine.channels)):
             waiting = [t for t in self.queued if t["channel"] == channel]
-            if channel in self.carrying or not waiting:
+            if channel in self.carrying or not waiting or self.carrier(channel) in self.running:
                 continue
             first = min(waiting, key=lambda t: (t["ready"], t["unit"], t["destination"]))
             self.queued.remove(first)
@@ -203,7 +208,7 @@ class Run:
 
     def start_devices(self, now):
         for device in self.devices:
-            if device in self.running:
+            if device in self.running or device in map(self.carrier, self.carrying):
                 continue
             if device in self.stages:
                 if not self.stages[device]:

@@ -15,16 +15,17 @@ from numpy.typing import NDArray
 
 from dovetail.costs.cache import CostCache, Measured
 from dovetail.costs.records import Costs
-from dovetail.costs.worker import Layout
-from dovetail.errors import CostError, ProcessError
+from dovetail.costs.worker import Entry, FailedCall, Layout
+from dovetail.errors import CostError
 from dovetail.frontends import Call, Program, Ref
-from dovetail.graph import Graph
+from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
 from dovetail.runtime.processes import Worker, launch, ready
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Part of every cache key: raise it when what is measured changes."""
-_SAVE_EVERY = 64
+_BATCH_OPS = 64
+_BATCH_BYTES = 2**28
 
 Progress = Callable[[float], None]
 
@@ -100,53 +101,81 @@ def _measure(
     key: str,
     progress: Progress,
 ) -> dict[str, Measured]:
-    """Time these ops, handing each worker the next one as it comes free; save as we go."""
+    """Time these ops, handing each worker the next batch as it comes free; save as we go."""
     found: dict[str, Measured] = {}
-    unsaved: dict[str, Measured] = {}
-    todo = list(reversed(ops))
+    batches = _batches(graph, ops, len(devices))
+    todo = list(reversed(batches))
     with ExitStack() as stack:
-        busy: dict[Worker, int] = {}
-        for device in devices[: len(ops)]:
-            threads = len(device.cores)
-            worker = stack.enter_context(
-                launch(
-                    "dovetail.costs.worker:serve",
-                    cores=device.cores,
-                    threads=threads,
-                    name=device.name,
-                )
-            )
-            worker.send(("set up", threads))
+        busy: dict[Worker, list[int]] = {}
+        workers = [stack.enter_context(start_worker(d)) for d in devices[: len(batches)]]
+        for worker in workers:
             worker.receive()
             _hand(worker, busy, todo, graph, program)
         while busy:
             for worker in ready(busy):
-                op = busy.pop(worker)
-                try:
-                    timing = worker.receive()
-                except ProcessError as error:
-                    raise CostError(graph.names[op], f"its call failed:\n{error}") from error
-                unsaved[graph.signatures[op]] = Measured(timing.median_seconds, timing.spread)
-                _hand(worker, busy, todo, graph, program)
-            if len(unsaved) >= _SAVE_EVERY or not busy:
-                cache.add_costs(key, unsaved)
-                found |= unsaved
-                unsaved = {}
+                batch = busy.pop(worker)
+                timings = worker.receive()
+                if isinstance(timings, FailedCall):
+                    name = graph.names[batch[timings.index]]
+                    raise CostError(name, f"its call failed:\n{timings.traceback}")
+                measured = {
+                    graph.signatures[op]: Measured(timing.median_seconds, timing.spread)
+                    for op, timing in zip(batch, timings, strict=True)
+                }
+                cache.add_costs(key, measured)
+                found |= measured
                 progress(len(found) / len(ops))
+                _hand(worker, busy, todo, graph, program)
     return found
 
 
+def start_worker(device: Device) -> Worker:
+    """A worker for the device, told to set up; its reply is still to come."""
+    threads = len(device.cores)
+    entry = "dovetail.costs.worker:serve"
+    worker = launch(entry, cores=device.cores, threads=threads, name=device.name)
+    worker.send(("set up", threads))
+    return worker
+
+
+def _batches(graph: Graph, ops: list[int], workers: int) -> list[list[int]]:
+    """Ops in graph order, cut where a batch grows too long or its inputs too large."""
+    most = max(1, min(_BATCH_OPS, -(-len(ops) // workers)))
+    batches: list[list[int]] = [[]]
+    held = 0
+    for op in ops:
+        size = int(graph.tensor_bytes[graph.inputs_of(op)].sum())
+        if len(batches[-1]) == most or (batches[-1] and held + size > _BATCH_BYTES):
+            batches.append([])
+            held = 0
+        batches[-1].append(op)
+        held += size
+    return batches
+
+
 def _hand(
-    worker: Worker, busy: dict[Worker, int], todo: list[int], graph: Graph, program: Program
+    worker: Worker,
+    busy: dict[Worker, list[int]],
+    todo: list[list[int]],
+    graph: Graph,
+    program: Program,
 ) -> None:
-    """Give the worker its next op, if there is one."""
+    """Give the worker its next batch, if there is one."""
     if not todo:
         return
-    op = todo.pop()
+    batch = todo.pop()
+    worker.send(("time", [_entry(graph, program, op) for op in batch]))
+    busy[worker] = batch
+
+
+def _entry(graph: Graph, program: Program, op: int) -> Entry:
     call = program.calls[op]
     assert call is not None, graph.names[op]
-    worker.send(("time", call, _layouts(graph, call)))
-    busy[worker] = op
+    layouts = _layouts(graph, call)
+    held = graph.is_source[graph.producers] & (graph.residences[graph.producers] != HOST)
+    lasting = set(graph.storages[held].tolist())
+    cold = frozenset(t for t in layouts if int(graph.storages[t]) in lasting)
+    return Entry(call, layouts, cold)
 
 
 def _layouts(graph: Graph, call: Call) -> dict[int, Layout]:

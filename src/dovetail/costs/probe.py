@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from dovetail.costs.cache import CostCache
-from dovetail.costs.measured import device_key
+from dovetail.costs.measured import device_key, start_worker
 from dovetail.costs.worker import HOP_BYTES
 from dovetail.machine import Machine
-from dovetail.runtime.processes import Worker, launch
+from dovetail.runtime.processes import Worker
 from dovetail.runtime.shared import Block
 
-_BLOCK_BYTES = 256 + max(HOP_BYTES)
+_BLOCK_BYTES = 256 + 2 * max(HOP_BYTES)
 
 
 def probed_machine(machine: Machine, cache: CostCache, *, fresh: bool = False) -> Machine:
@@ -53,19 +53,7 @@ def fit_link(hop_seconds: dict[int, float]) -> dict[str, float]:
 
 def _measure(machine: Machine) -> dict[str, Any]:
     with ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                launch(
-                    "dovetail.costs.worker:serve",
-                    cores=device.cores,
-                    threads=len(device.cores),
-                    name=device.name,
-                )
-            )
-            for device in machine.devices
-        ]
-        for worker, device in zip(workers, machine.devices, strict=True):
-            worker.send(("set up", len(device.cores)))
+        workers = [stack.enter_context(start_worker(device)) for device in machine.devices]
         for worker in workers:
             worker.receive()
             worker.send(("rates",))

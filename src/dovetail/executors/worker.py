@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.executors.binding import Bound, Values, bind
 from dovetail.executors.shares import Run, Send, Share, Slot, Wait
 from dovetail.executors.slots import distinct, tensor_at
+from dovetail.frontends.binding import Bound, Values, bind
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
 from dovetail.runtime.channels import Channel

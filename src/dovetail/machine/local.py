@@ -43,11 +43,8 @@ def local_machine(count: int = 1) -> Machine:
         for i, share in enumerate(shares)
     )
     names = [device.name for device in devices]
-    links = tuple(
-        Link(a, b, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, f"{a}->{b}")
-        for a in names
-        for b in names
-        if a != b
+    links = tuple(  # the sender copies into shared memory: it is its own channel
+        Link(a, b, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, a) for a in names for b in names if a != b
     )
     return Machine("here" if count == 1 else f"here/{count}", devices, names[0], links)
 

@@ -48,7 +48,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A directed link. Links with the same `channel` carry one transfer at a time between them."""
+    """A directed link. Links with the same `channel` carry one transfer at a time between them.
+
+    A channel that has the name of the links' source *is* that device: it makes the copies itself,
+    as a CPU does into shared memory, and runs no op meanwhile.
+    """
 
     source: str
     destination: str
@@ -94,6 +98,11 @@ class Machine:
             ends = (link.source, link.destination)
             if link.source == link.destination or ends in seen:
                 raise MachineError(f"link {link.source} -> {link.destination} is double or a loop")
+            if link.channel in names and link.channel != link.source:
+                raise MachineError(
+                    f"link {link.source} -> {link.destination}: of the devices only its source "
+                    f"can be its channel, not {link.channel}"
+                )
             seen.add(ends)
         for a in names:
             for b in names:

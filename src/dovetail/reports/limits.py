@@ -6,8 +6,9 @@ From the last event back to 0, each event is explained by the one that it waited
     wire                      ├── t ──┤
     cpu1   ├─────── b ───────┤                        chain: b, t, (waiting), c
 
-An op waits for its device (the op that ran there before) or for an input: a producer on the same
-device, or a transfer that brings it. A transfer waits for its channel or for what it carries. The
+An op waits for its device (the op that ran there before, or the transfer that the device carried
+itself) or for an input: a producer on the same device, or a transfer that brings it. A transfer
+waits for its channel or for what it carries. The
 event that ended last is what it waited for; of several at one instant an op comes before a
 transfer, then the lowest index. Time that no event explains (overhead of a measured run) is
 waiting. The parts add up to the length of the step.
@@ -92,12 +93,14 @@ class _Events:
         self.starts = [timeline.op_starts[spans].tolist() for spans in self.on_device]
         self.channel_before: dict[int, int] = {}
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
+        self.carried: dict[str, list[int]] = {}  # by channel, in order of starts
         last: dict[int, int] = {}
         for i in np.argsort(timeline.transfer_starts, kind="stable").tolist():
             channel = int(timeline.transfer_channels[i])
             if channel in last:
                 self.channel_before[i] = last[channel]
             last[channel] = i
+            self.carried.setdefault(timeline.channels[channel], []).append(i)
             self.arrivals.setdefault(self._cargo(i, timeline.transfer_destinations), []).append(i)
         self.control_before: dict[int, list[int]] = {}
         for before, after in graph.control.tolist():
@@ -137,6 +140,7 @@ class _Events:
         found: list[Event] = [(OP, s) for s in together if s < span]
         if first > 0:
             found.append((OP, int(self.on_device[device][first - 1])))
+        found += self._carried_by(device, start)
         for mate in together:
             op = int(self.timeline.ops[mate])
             for tensor in self.graph.inputs_of(op).tolist():
@@ -153,7 +157,21 @@ class _Events:
         found += self._arrived(self._cargo(transfer, self.timeline.transfer_sources))
         if transfer in self.channel_before:
             found.append((TRANSFER, self.channel_before[transfer]))
+        channel = self.timeline.channels[int(self.timeline.transfer_channels[transfer])]
+        if channel in self.timeline.devices:
+            device = self.timeline.devices.index(channel)
+            start = float(self.timeline.transfer_starts[transfer])
+            first = bisect_left(self.starts[device], start)
+            if first > 0:
+                found.append((OP, int(self.on_device[device][first - 1])))
         return found
+
+    def _carried_by(self, device: int, start: float) -> list[Event]:
+        """The last transfer before `start` that the device itself carried."""
+        carried = self.carried.get(self.timeline.devices[device], [])
+        starts = self.timeline.transfer_starts
+        before = bisect_left(carried, start, key=lambda i: float(starts[i]))
+        return [(TRANSFER, carried[before - 1])] if before else []
 
     def _made(self, op: int, device: int) -> list[Event]:
         span = int(self.span_of_op[op])

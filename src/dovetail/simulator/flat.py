@@ -34,6 +34,7 @@ class Flat(NamedTuple):
     consumer_offsets, consumers, control_offsets, control_targets   CSR by tensor, by op
     link_of            [devices, devices] index of a link, -1: none
     relayed            [devices] 1 where a device lacks a link to some other
+    carriers, carried  [channels] device that is the channel, [devices] channel it is; -1: none
     """
 
     ops: int
@@ -65,6 +66,8 @@ class Flat(NamedTuple):
     link_latencies: Float64
     link_bandwidths: Float64
     relayed: Int8
+    carriers: Int32
+    carried: Int32
 
 
 class Rules(NamedTuple):
@@ -187,6 +190,8 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
         link_latencies=np.array([link.latency_seconds for link in links], np.float64),
         link_bandwidths=np.array([link.bandwidth_bytes_per_second for link in links], np.float64),
         relayed=np.asarray(unlinked.any(axis=1), np.int8),
+        carriers=_int32([_index(machine.device_names, name) for name in machine.channels]),
+        carried=_int32([_index(machine.channels, name) for name in machine.device_names]),
     )
 
 
@@ -327,6 +332,10 @@ def _most_sends(offsets: Int32, devices: int) -> int:
     """Sends that can be queued at most: one per other device, and one to the host on the way."""
     fan_out = np.diff(offsets)
     return int((np.minimum(fan_out, devices - 1) + (fan_out > 0)).sum())
+
+
+def _index(names: tuple[str, ...], name: str) -> int:
+    return names.index(name) if name in names else -1
 
 
 def _int32(values: ArrayLike) -> Int32:

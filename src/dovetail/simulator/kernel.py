@@ -301,16 +301,27 @@ def release(flat: Flat, work: Work, tensor: int, device: int) -> None:
 
 @inlined
 def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) -> None:
-    """Start what may start on the touched lanes. Channels first, though it makes no difference:
-    neither can take from the other."""
+    """Start what may start on the touched lanes. The lane of a channel that a device carries is
+    the device's: it sends what waits before it runs another op."""
     for i in range(work.counts[TOUCHED]):
         lane = work.touched[i]
         work.is_touched[lane] = 0
         if work.running[lane] >= 0:
             continue
-        if lane >= flat.devices:
-            start_transfer(flat, work, now, lane, record)
-        elif rules.ordered[lane]:
+        channel = lane - flat.devices
+        if channel >= 0:
+            lane = flat.carriers[channel]
+        else:
+            channel = flat.carried[lane]
+        if channel >= 0:
+            if (lane >= 0 and work.running[lane] >= 0) or work.running[flat.devices + channel] >= 0:
+                continue
+            if work.heads[channel] >= 0:
+                start_transfer(flat, work, now, flat.devices + channel, record)
+                continue
+        if lane < 0:
+            continue
+        if rules.ordered[lane]:
             start_slot(flat, rules, work, now, lane, record)
         elif work.ready_sizes[lane] > 0:
             op = rules.by_rank[pop_ready(work, lane)]
@@ -330,8 +341,6 @@ def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) ->
 def start_transfer(flat: Flat, work: Work, now: float, lane: int, record: bool) -> None:
     channel = lane - flat.devices
     entry = work.heads[channel]
-    if entry < 0:
-        return
     after = work.queue_next[entry]
     work.heads[channel] = after
     if after < 0:
