@@ -4,14 +4,19 @@ python benchmarks/cpu_devices/run.py [--budget 20s] [--rounds 5] [--only rnnlm]
 """
 
 import argparse
+import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 import dovetail as dt
-from dovetail.executors import measure_interleaved
 from dovetail.pipeline import resolve_model
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from calm import Calm
 
 RNNLM = "zoo:rnnlm?layers=2&steps=40&batch=16&vocabulary=1000&hidden="
 CASES = (
@@ -40,21 +45,21 @@ class Result:
         return min(statistic(self.one), statistic(self.two)) / statistic(self.auto)
 
 
-def measure(model: str, train: str, budget: str, rounds: int) -> Result:
+def measure(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> Result:
     step = resolve_model(model, train)
     plans = [
         dt.plan(step, "here/2", placer="single"),
         dt.plan(step, "here", placer="single"),
-        dt.plan(step, "here/2", budget=budget),
+        dt.plan(step, "here/2", budget=arguments.budget),
     ]
-    placed = []
-    try:
-        placed = [dt.run(plan, step) for plan in plans]
-        found = measure_interleaved(placed, steps=STEPS + 1, repeats=rounds)
-    finally:
-        for one in placed:
-            one.close()
-    one, two, auto = (1e3 * np.concatenate([m.step_seconds for m in ms]) for ms in found)
+    found = [[], [], []]
+    with ExitStack() as stack:
+        placed = [stack.enter_context(dt.run(plan, step)) for plan in plans]
+        for _ in range(arguments.rounds):
+            for of_plan, one in zip(found, placed, strict=True):
+                measurement = calm.measure(lambda one=one: one.measure(steps=STEPS + 1))
+                of_plan.append(measurement.step_seconds)
+    one, two, auto = (1e3 * np.concatenate(of_plan) for of_plan in found)
     return Result(one, two, auto, plans[2].placer, 1e3 * plans[2].value)
 
 
@@ -65,13 +70,14 @@ def main() -> None:
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
     console = Console(width=160)
+    calm = Calm()
     console.print("| network | 1 thread ms | 2 threads ms | auto ms (predicted) | by | ", end="")
     console.print("better over auto: median | minimum |")
     console.print("|---|---|---|---|---|---|---|")
     for model, train in CASES:
         if arguments.only not in model:
             continue
-        result = measure(model, train, arguments.budget, arguments.rounds)
+        result = measure(model, train, arguments, calm)
         cells = [f"{np.median(ms):.2f}" for ms in (result.one, result.two)]
         console.print(
             f"| {model.removeprefix('zoo:')} {train or 'inference'} | {' | '.join(cells)} "
@@ -79,6 +85,7 @@ def main() -> None:
             f"| {result.ratio(np.median):.2f} | {result.ratio(np.min):.2f} |",
             markup=False,
         )
+    console.print(f"{calm.taken} measurements, {calm.disturbed} of them on disturbed cores")
 
 
 if __name__ == "__main__":

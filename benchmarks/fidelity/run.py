@@ -8,6 +8,7 @@ and 6 planned ones. Ops that must share a device are placed together; nothing el
 
 import argparse
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.pipeline import costs_of, resolve_machine, resolve_model
 from dovetail.simulator import Simulator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from calm import Calm
 
 CASES = (
     ("zoo:rnnlm?layers=2&steps=40&batch=16&vocabulary=1000&hidden=128", ""),
@@ -56,7 +60,7 @@ def must_share(graph) -> np.ndarray:
     return np.unique(ids, return_inverse=True)[1]
 
 
-def measure_case(model: str, train: str, repeats: int, steps: int, seed: int) -> list[dict]:
+def measure_case(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> list[dict]:
     step = resolve_model(model, train)
     graph = step.graph
     machine = resolve_machine("here/2")
@@ -66,7 +70,7 @@ def measure_case(model: str, train: str, repeats: int, steps: int, seed: int) ->
         dt.plan(step, machine, placer=placer, seed=s, budget="1500e").placement
         for placer, s in methods
     ]
-    chosen = placements(graph, planned, np.random.default_rng(seed))
+    chosen = placements(graph, planned, np.random.default_rng(arguments.seed))
     simulator = Simulator(graph, machine, costs_of(step, machine))
     rows = []
     with Workers(machine) as workers:
@@ -82,9 +86,10 @@ def measure_case(model: str, train: str, repeats: int, steps: int, seed: int) ->
             )
             running.append(execute(plan, step, workers=workers))
             rows.append({"model": model, "train": train, "kind": kind, "predicted": plan.value})
-        for repeat in range(repeats):
+        for repeat in range(arguments.repeats):
             for row, placed in zip(track(rows, f"repeat {repeat}"), running, strict=True):
-                row[f"measured {repeat}"] = placed.measure(steps=steps).median_seconds
+                measurement = calm.measure(lambda one=placed: one.measure(steps=arguments.steps))
+                row[f"measured {repeat}"] = measurement.median_seconds
         for placed in running:
             placed.close()
     return rows
@@ -117,12 +122,13 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=160)
     everything = []
+    calm = Calm()
     console.print("| network | placements | median error | signed | tau | tau between repeats |")
     console.print("|---|---|---|---|---|---|")
     for model, train in CASES:
         if arguments.only not in f"{model} {train or 'inference'}":
             continue
-        rows = measure_case(model, train, arguments.repeats, arguments.steps, arguments.seed)
+        rows = measure_case(model, train, arguments, calm)
         everything += rows
         for kinds in (KINDS, *((kind,) for kind in KINDS)):
             found = summarise([row for row in rows if row["kind"] in kinds], arguments.repeats)
@@ -133,6 +139,7 @@ def main() -> None:
                 f"| {found['tau']:.2f} | {found['tau between repeats']:.2f} |",
                 markup=False,
             )
+    console.print(f"{calm.taken} measurements, {calm.disturbed} of them on disturbed cores")
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(everything[0]))

@@ -125,3 +125,14 @@ def test_devices_of_one_name_are_refused():
     device = Device("a", "cpu", "m", 1, {}, 1.0, 0.0)
     with pytest.raises(MachineError, match="share a name"):
         Machine("m", (device, device), "a")
+
+
+def test_only_its_own_source_can_be_a_links_channel():
+    devices = machine_of(2).devices
+    Machine(
+        "m", devices, "d0", (Link("d0", "d1", 1e9, 0.0, "d0"), Link("d1", "d0", 1e9, 0.0, "d1"))
+    )
+    with pytest.raises(MachineError, match="not d1"):
+        Machine(
+            "m", devices, "d0", (Link("d0", "d1", 1e9, 0.0, "d1"), Link("d1", "d0", 1e9, 0.0, "d1"))
+        )

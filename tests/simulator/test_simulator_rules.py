@@ -109,6 +109,19 @@ def test_rule_3_a_tensor_is_sent_once_per_destination_and_channels_serve_in_orde
     assert spans(timeline) == {0: (0, 1), 1: (3, 4), 2: (4, 5), 3: (5, 6)}
 
 
+def test_rule_3_a_device_that_is_its_links_channel_sends_before_it_runs_another_op():
+    #   a ├0┤├─ t0 ─┤├2┤     the copy is a's own work; with a channel of its own op 2 starts at 1
+    #   b            ├1┤
+    b = Builder()
+    b.op()
+    b.op([0])
+    b.op()
+    machine = machine_of("ab", [("a", "b", 2.0, np.inf, "a"), ("b", "a", 2.0, np.inf, "b")])
+    timeline = simulator(b.build(), machine, [1, 1, 1]).timeline(np.array([0, 1, 0]))
+    assert transfers(timeline) == [(0, 1, 1, 3)]
+    assert spans(timeline) == {0: (0, 1), 1: (3, 4), 2: (3, 4)}
+
+
 def test_rule_3_without_a_link_a_tensor_takes_two_hops_through_the_host():
     #   a ├0┤─t0─►host─t0─►b ├1┤       and host needs it too: the first hop is shared
     b = Builder()

@@ -5,6 +5,7 @@ its share of the signatures: that is twice as fast on two devices, and what each
 and the caches is what it will see when a plan keeps the others busy.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
 from dovetail.runtime.processes import Worker, launch, ready
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Part of every cache key: raise it when what is measured changes."""
 _BATCH_OPS = 64
 _BATCH_BYTES = 2**28
@@ -105,27 +106,30 @@ def _measure(
     found: dict[str, Measured] = {}
     batches = _batches(graph, ops, len(devices))
     todo = list(reversed(batches))
+    pace = (cache.probe(_pace_key(key)) or {"seconds": math.inf})["seconds"]
     with ExitStack() as stack:
         busy: dict[Worker, list[int]] = {}
         workers = [stack.enter_context(start_worker(d)) for d in devices[: len(batches)]]
         for worker in workers:
             worker.receive()
-            _hand(worker, busy, todo, graph, program)
+            busy |= _hand(worker, todo, graph, program, pace)
         while busy:
             for worker in ready(busy):
                 batch = busy.pop(worker)
-                timings = worker.receive()
-                if isinstance(timings, FailedCall):
-                    name = graph.names[batch[timings.index]]
-                    raise CostError(name, f"its call failed:\n{timings.traceback}")
+                reply = worker.receive()
+                if isinstance(reply, FailedCall):
+                    name = graph.names[batch[reply.index]]
+                    raise CostError(name, f"its call failed:\n{reply.traceback}")
                 measured = {
                     graph.signatures[op]: Measured(timing.median_seconds, timing.spread)
-                    for op, timing in zip(batch, timings, strict=True)
+                    for op, timing in zip(batch, reply.timings, strict=True)
                 }
+                pace = min(pace, reply.pace_seconds)
                 cache.add_costs(key, measured)
+                cache.add_probe(_pace_key(key), {"seconds": pace})
                 found |= measured
                 progress(len(found) / len(ops))
-                _hand(worker, busy, todo, graph, program)
+                busy |= _hand(worker, todo, graph, program, pace)
     return found
 
 
@@ -153,19 +157,19 @@ def _batches(graph: Graph, ops: list[int], workers: int) -> list[list[int]]:
     return batches
 
 
+def _pace_key(key: str) -> str:
+    return f"{key} | pace"
+
+
 def _hand(
-    worker: Worker,
-    busy: dict[Worker, list[int]],
-    todo: list[list[int]],
-    graph: Graph,
-    program: Program,
-) -> None:
-    """Give the worker its next batch, if there is one."""
+    worker: Worker, todo: list[list[int]], graph: Graph, program: Program, pace: float
+) -> dict[Worker, list[int]]:
+    """Give the worker its next batch; {worker: batch}, or nothing when all are given out."""
     if not todo:
-        return
+        return {}
     batch = todo.pop()
-    worker.send(("time", [_entry(graph, program, op) for op in batch]))
-    busy[worker] = batch
+    worker.send(("time", [_entry(graph, program, op) for op in batch], pace))
+    return {worker: batch}
 
 
 def _entry(graph: Graph, program: Program, op: int) -> Entry:

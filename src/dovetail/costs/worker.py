@@ -23,8 +23,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in eleme
 HOP_BYTES = (4096, 262144, 4194304)
 """Sizes of the messages that a link's latency and bandwidth are fitted to."""
 _HOPS = 60
-_LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_SECONDS = 5, 200, 1.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 400
+_BUDGET_SECONDS, _PATIENCE_SECONDS = 1.0, 12.0
 _MOST_COPIES, _COLD_BYTES = 8, 2**23
+_PACE_LOOPS, _DISTURBED = 2000, 1.15
 _FLAG_BYTES = 256  # two flags and an abort flag, a cache line each, before the payload
 
 
@@ -35,6 +37,14 @@ class Entry:
     call: Call
     layouts: dict[int, Layout]
     cold: frozenset[int]
+
+
+@dataclass(frozen=True)
+class TimedCalls:
+    """A timing per entry, and the best `pace` seen or known before."""
+
+    timings: list[Timing]
+    pace_seconds: float
 
 
 @dataclass(frozen=True)
@@ -62,31 +72,62 @@ def set_up(threads: int) -> None:
     torch.set_flush_denormal(True)
 
 
-def time_calls(entries: list[Entry]) -> list[Timing] | FailedCall:
+def time_calls(entries: list[Entry], pace_seconds: float) -> TimedCalls | FailedCall:
     """Time calls in turn, round after round, on random inputs, bound as an executor binds them.
 
     In turn, since a call that follows itself finds its code in the nearest cache, which in a
     network it does not. What a network holds from step to step is cold there, so it comes in
-    several copies that take turns.
+    several copies that take turns. Rounds on a disturbed core do not count, unless it stays so
+    for longer than we wait. `pace_seconds`: the best `pace` known of this kind of core.
     """
     runs = [_prepared(entry) for entry in entries]
-    samples: list[list[float]] = [[] for _ in runs]
     for index, copies in enumerate(runs):
         try:
             for run in copies:
                 run()
         except Exception:
             return FailedCall(index, traceback.format_exc())
+    rounds: list[tuple[float, list[float]]] = []  # (pace, seconds of each call)
     began = clock()
-    for round_ in range(_MOST_ROUNDS):
-        if round_ >= _LEAST_ROUNDS and clock() - began > _BUDGET_SECONDS:
-            break
-        for copies, of_call in zip(runs, samples, strict=True):
-            run = copies[round_ % len(copies)]
+    while not _enough(len(rounds), clock() - began, _undisturbed(rounds, pace_seconds)):
+        now = pace()
+        pace_seconds = min(pace_seconds, now)
+        seconds = []
+        for copies in runs:
+            run = copies[len(rounds) % len(copies)]
             start = clock()
             run()
-            of_call.append(clock() - start)
-    return [summarise(of_call) for of_call in samples]
+            seconds.append(clock() - start)
+        rounds.append((now, seconds))
+    limit = _DISTURBED * pace_seconds
+    counted = [seconds for now, seconds in rounds if now <= limit]
+    if len(counted) < _LEAST_ROUNDS:
+        counted = [seconds for _, seconds in rounds]
+    return TimedCalls(
+        [summarise(list(column)) for column in zip(*counted, strict=True)], pace_seconds
+    )
+
+
+def _undisturbed(rounds: list[tuple[float, list[float]]], pace_seconds: float) -> int:
+    return sum(now <= _DISTURBED * pace_seconds for now, _ in rounds)
+
+
+def _enough(rounds: int, spent_seconds: float, undisturbed: int) -> bool:
+    if undisturbed >= _LEAST_ROUNDS:
+        return rounds >= _MOST_ROUNDS or spent_seconds > _BUDGET_SECONDS
+    return rounds >= _LEAST_ROUNDS and spent_seconds > _PATIENCE_SECONDS
+
+
+def pace() -> float:
+    """Seconds of a fixed piece of Python: how fast the core runs just now.
+
+    A core of a shared machine runs at two thirds for many seconds at a time when a neighbour
+    works; kernels slow down unequally then, so it cannot be divided out.
+    """
+    start = clock()
+    for _ in range(_PACE_LOOPS):
+        pass
+    return clock() - start
 
 
 def _prepared(entry: Entry) -> list[Callable[[], None]]:
