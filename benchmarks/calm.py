@@ -4,48 +4,55 @@ A core of a shared machine runs at two thirds for many seconds at a time when a 
 What was measured then is measured again, for a while; how often no calm time came is reported.
 """
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from dovetail.costs.worker import pace
+from dovetail.costs.worker import pace_seconds
 from dovetail.executors import Measurement
 
+T = TypeVar("T")
 TRIES, PATIENCE_SECONDS = 25, 8.0
 DISTURBED = 1.15
 
 
+def _median(measurement: Measurement) -> float:
+    return measurement.median_seconds
+
+
 @dataclass
 class Calm:
-    """best: least pace seen so far, seconds; taken: measurements; disturbed: those given up on."""
+    """best: least `pace_seconds` so far; taken: measurements; disturbed: those given up on."""
 
-    best: float = field(default_factory=lambda: min(pace() for _ in range(5000)))
+    best: float = field(default_factory=lambda: min(pace_seconds() for _ in range(5000)))
     taken: int = 0
     disturbed: int = 0
 
-    def measure(self, call: Callable[[], Measurement]) -> Measurement:
+    def measure(self, call: Callable[[], T], seconds: Callable[[T], float] = _median) -> T:
         """`call()` from a time when every core was undisturbed before and after it, else the
-        quickest of those made."""
+        quickest of those made, by `seconds`; inf: it knows itself that it was disturbed."""
         self.taken += 1
-        made: list[Measurement] = []
+        made: list[T] = []
         began = time.perf_counter()
         calm = self._is_calm()
         while len(made) < TRIES and time.perf_counter() - began < PATIENCE_SECONDS:
             made.append(call())
             before, calm = calm, self._is_calm()
-            if before and calm:
+            if before and calm and seconds(made[-1]) < math.inf:
                 return made[-1]
         self.disturbed += 1
-        return min(made, key=lambda measurement: measurement.median_seconds)
+        return min(made, key=seconds)
 
     def _is_calm(self) -> bool:
         everywhere = os.sched_getaffinity(0)
         try:
             for core in everywhere:
                 os.sched_setaffinity(0, {core})
-                now = statistics.median(pace() for _ in range(31))
+                now = statistics.median(pace_seconds() for _ in range(31))
                 self.best = min(self.best, now)
                 if now > DISTURBED * self.best:
                     return False

@@ -10,10 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.txt")), ids=lambda p: p.stem)
+# The demo runs plans on this machine, and what it prints depends on that.
+EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
+
+
+def test_there_are_examples_to_run():
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_prints_what_stands_beside_it(script):
-    run = [sys.executable, str(script.with_suffix(".py"))]
-    assert subprocess.check_output(run, text=True) == script.read_text()
+    printed = subprocess.check_output([sys.executable, str(script)], text=True)
+    assert printed == script.with_suffix(".txt").read_text()
 
 
 def test_the_readmes_python_runs(tmp_path):

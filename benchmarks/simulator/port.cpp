@@ -38,6 +38,7 @@ struct Simulation {
     std::vector<i32> link_of, link_sources, link_channels;
     std::vector<f64> link_latencies, link_bandwidths;
     std::vector<i8> relayed;
+    std::vector<i32> carriers, carried;
 
     std::vector<i32> placed, homes, roots, pending, holds, ready, ready_sizes, running;
     std::vector<i64> stamps, memory, peaks;
@@ -62,7 +63,7 @@ struct Simulation {
         compute_seconds = read<f64>(file), link_of = read<i32>(file);
         link_sources = read<i32>(file), link_channels = read<i32>(file);
         link_latencies = read<f64>(file), link_bandwidths = read<f64>(file);
-        relayed = read<i8>(file);
+        relayed = read<i8>(file), carriers = read<i32>(file), carried = read<i32>(file);
         i64 lanes = devices + channels, transfers = 0;
         for (i64 t = 0; t < tensors; t++)
             transfers += most_sends(consumer_offsets[t + 1] - consumer_offsets[t]);
@@ -331,8 +332,17 @@ struct Simulation {
             i32 lane = touched[i];
             is_touched[lane] = 0;
             if (running[lane] >= 0) continue;
-            if (lane >= devices) start_transfer(lane);
-            else if (ready_sizes[lane] > 0) {
+            i32 channel = lane >= devices ? lane - (i32)devices : carried[lane];
+            if (lane >= devices) lane = carriers[channel];
+            if (channel >= 0) {
+                i32 send = devices + channel;
+                if ((lane >= 0 && running[lane] >= 0) || running[send] >= 0) continue;
+                if (heads[channel] >= 0) {
+                    start_transfer(send);
+                    continue;
+                }
+            }
+            if (lane >= 0 && ready_sizes[lane] > 0) {
                 i32 op = pop_ready(lane);
                 running[lane] = op;
                 allocate(lane, fresh_bytes[op]);
@@ -344,7 +354,6 @@ struct Simulation {
 
     void start_transfer(i32 lane) {
         i32 channel = lane - devices, entry = heads[channel];
-        if (entry < 0) return;
         i32 after = queue_next[entry];
         heads[channel] = after;
         (after < 0 ? tails[channel] : queue_previous[after]) = -1;

@@ -16,13 +16,14 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dovetail.errors import DovetailError, InfeasibleError, InvalidError, UsageError
-from dovetail.units import format_seconds, parse_bytes
+from dovetail.units import format_seconds, parse_bytes, printable
 
 if TYPE_CHECKING:
     from dovetail.frontends import Captured
     from dovetail.graph import Graph
     from dovetail.pipeline import Progress as Report
     from dovetail.plans import Plan
+    from dovetail.timeline import Timeline
 
 app = typer.Typer(
     help="Finds how to run a neural network fastest on the devices you have.",
@@ -31,8 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 MODEL_HELP = (
-    "zoo:NAME?option=value, package.module:function (returns module, inputs[, loss[, targets]]), "
-    "or a saved graph (.json, .json.gz)"
+    "zoo:NAME?option=value, package.module:function (returns module, inputs[, loss[, targets]]; "
+    "looked for in the current folder first), or a saved graph (.json, .json.gz)"
 )
 MACHINE_HELP = 'here, here/2, FILE.toml, or presets such as "4 x k80 + haswell"'
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
@@ -74,15 +75,13 @@ def machine(
     fresh: Annotated[bool, typer.Option(help="Measure anew, whatever the cache holds")] = False,
 ) -> None:
     """What a machine is; of this one, measured."""
-    from dovetail.costs import CostCache, probed_machine
-    from dovetail.machine import parse_machine, save_machine
+    from dovetail.machine import save_machine
+    from dovetail.pipeline import resolve_machine
     from dovetail.reports import machine_table
 
-    where = parse_machine(name)
-    if where.local:
-        with _progress() as progress:
-            progress("measuring the machine", 0.0, None)
-            where = probed_machine(where, CostCache(), fresh=fresh)
+    _check_writable(out)
+    with _progress() as progress:
+        where = resolve_machine(name, progress, fresh=fresh)
     _print(machine_table(where))
     if out is not None:
         save_machine(where, out)
@@ -92,7 +91,7 @@ def machine(
 @app.command()
 def networks() -> None:
     """The built-in networks, with their sizes."""
-    from dovetail.pipeline import network_rows
+    from dovetail.frontends.models import network_rows
     from dovetail.reports import networks_table
 
     _print(networks_table(network_rows()))
@@ -108,6 +107,7 @@ def capture(
     from dovetail.graph import save_graph
     from dovetail.reports import graph_summary
 
+    _check_writable(out)
     graph = _graph(_resolve(model, train))
     save_graph(graph, out)
     _print(graph_summary(graph))
@@ -143,23 +143,21 @@ def plan_command(  # noqa: PLR0913  one argument an option
     _check_writable(out, report)
     pins = [_split("--pin", text) for text in pin or []]
     caps = [(device, _bytes(size)) for device, size in (_split("--cap", t) for t in cap or [])]
+    search: dict[str, Any] = {
+        "placer": placer, "objective": objective, "budget": budget, "seed": seed
+    }  # fmt: skip
+    named = [device for _, device in pins] + [device for device, _ in caps]
+    pipeline.check_request(machine, **search, devices=named)
     step = _resolve(model, train)
+    graph_file = model if pipeline.names_graph(model) else ""
     try:
         with _progress() as progress:
             found = pipeline.plan(
-                step,
-                machine,
-                placer=placer,
-                objective=objective,
-                budget=budget,
-                seed=seed,
-                pins=pins,
-                caps=caps,
-                progress=progress,
+                step, machine, **search, pins=pins, caps=caps, model=graph_file, progress=progress
             )
     except InfeasibleError as error:
         if as_json:
-            _print_json(_infeasible(model, step, machine, objective, error))
+            _print_json(_infeasible(model, step, machine, search, error))
         raise
     if out is not None:
         found.save(out)
@@ -173,6 +171,7 @@ def plan_command(  # noqa: PLR0913  one argument an option
         from dovetail.reports import plan_table
 
         _print(plan_table(found, _graph(step)))
+        _print_limits(found, _graph(step), pipeline.timeline_of(found, _graph(step)))
     if found.interrupted:
         _say("interrupted: this is the best plan so far")
 
@@ -182,7 +181,7 @@ def run(
     plan: Annotated[Path, typer.Argument(help="A plan that `dovetail plan --out` wrote")],
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "",
     steps: Annotated[int, typer.Option(min=2, help="Steps to measure; the first is dropped")] = 10,
-    seed: Annotated[int, typer.Option(help="Of initial weights and random ops")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of initial weights and random ops")] = 0,
     report: Annotated[
         Path | None, typer.Option(help="Write the page, with what was measured")
     ] = None,
@@ -216,6 +215,7 @@ def run(
     else:
         predicted_timeline = pipeline.timeline_of(opened, captured.graph)
         _print(run_table(predicted_timeline, measurement.step_seconds, measurement.timeline))
+        _print_limits(opened, captured.graph, measurement.timeline)
 
 
 @app.command(name="report")
@@ -223,15 +223,21 @@ def report_command(
     plan: Annotated[Path, typer.Argument(help="A plan that `dovetail plan --out` wrote")],
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = "",
     out: Annotated[Path | None, typer.Option(help="Default: the plan's name with .html")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the predicted step as a Chrome trace, for Perfetto")
+    ] = None,
 ) -> None:
     """Write a plan's page: timeline, graph, methods, memory, and what bounds it."""
     from dovetail import pipeline
 
     path = out or plan.with_suffix(".html")
-    _check_writable(path)
+    _check_writable(path, trace)
     opened, step = pipeline.open_plan(plan, model)
     pipeline.report(opened, step, path)
     _say(f"wrote {path}")
+    if trace is not None:
+        pipeline.write_trace(opened, step, trace)
+        _say(f"wrote {trace}")
 
 
 def _resolve(model: str, train: str) -> "Captured | Graph":
@@ -286,6 +292,7 @@ def _check_writable(*paths: Path | None) -> None:
 def _plan_object(
     model: str, plan: "Plan", step: "Captured | Graph", out: Path | None
 ) -> dict[str, Any]:
+    """What `plan --json` prints. Its keys are stable: `_infeasible` has them too."""
     names = plan.machine.device_names
     return {
         "model": model,
@@ -309,21 +316,27 @@ def _plan_object(
 
 
 def _infeasible(
-    model: str, step: "Captured | Graph", machine: str, objective: str, error: InfeasibleError
+    model: str,
+    step: "Captured | Graph",
+    machine: str,
+    search: dict[str, Any],
+    error: InfeasibleError,
 ) -> dict[str, Any]:
+    """The keys of `_plan_object`, null where unknown, and the error's fields."""
+    unknown = (
+        "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
+        "planning_seconds", "peak_memory_bytes", "baselines", "plan",
+    )  # fmt: skip
     return {
+        **dict.fromkeys(unknown),
         "model": model,
         "ops": len(_graph(step)),
         "machine": machine,
-        "objective": objective,
-        "value": None,
+        "objective": search["objective"],
+        "placer": search["placer"],
         "feasible": False,
         "error": str(error),
-        **{
-            name: getattr(error, name)
-            for name in ("device", "needed_bytes", "available_bytes", "op")
-            if hasattr(error, name)
-        },
+        **vars(error),
     }
 
 
@@ -339,7 +352,8 @@ def _progress() -> "Iterator[Report]":
 
         def show(doing: str, fraction: float, best: float | None) -> None:
             text = doing if best is None else f"{doing}: {format_seconds(best)}"
-            bar.update(task, description=text.replace("[", r"\["), completed=fraction)
+            shown = printable(text).replace("[", r"\[")
+            bar.update(task, description=shown, completed=fraction)
 
         yield show
 
@@ -348,12 +362,19 @@ def _print(what: RenderableType) -> None:
     Console().print(what)
 
 
+def _print_limits(plan: "Plan", graph: "Graph", timeline: "Timeline") -> None:
+    from dovetail.reports import find_limits, limits_table
+
+    _print("")
+    _print(limits_table(find_limits(timeline, graph), timeline, plan))
+
+
 def _print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")
 
 
 if __name__ == "__main__":

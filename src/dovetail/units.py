@@ -3,6 +3,8 @@
 import re
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+MOST_BYTES = 2**62
+"""Sizes are kept as int64; half of its range leaves room to add two."""
 DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -22,6 +24,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_BYTES = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def format_seconds(seconds: float) -> str:
@@ -52,10 +55,19 @@ def format_count(count: float, unit: str = "") -> str:
     return f"{count:.3g} {unit}".rstrip()
 
 
+def printable(text: str) -> str:
+    """`text` with control characters and lone surrogates written out, as "\\x1b": a foreign name
+    must not drive the terminal. Tabs and line ends stay."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def parse_bytes(text: str) -> int:
     """ "12 GiB", "500MB" or "4096" -> bytes. Raises `ValueError` naming the text."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*?)b?\s*", text.lower())
     scales = _BYTES | _BINARY_BYTES
     if match is None or match[2] not in scales:
         raise ValueError(f"{text!r} is not a size; write 12GiB, 500MB or 4096")
-    return int(float(match[1]) * scales[match[2]])
+    size_bytes = float(match[1]) * scales[match[2]]
+    if size_bytes > MOST_BYTES:
+        raise ValueError(f"{text!r} is more than any memory: {MOST_BYTES} bytes at most")
+    return int(size_bytes)

@@ -26,8 +26,15 @@ def test_the_implied_host_and_unsuited_kinds_run_nothing():
     assert np.isfinite(seconds[1, :2]).all()
 
 
-def test_a_dtype_without_a_rate_names_the_op():
-    graph = graph_of(Op("a", dtype="float16"))
-    with pytest.raises(CostError, match="float16") as raised:
+@pytest.mark.parametrize("dtype", ["float16", "complex64", "float8_e4m3fn"])
+def test_a_dtype_without_a_rate_names_the_op(dtype):
+    graph = graph_of(Op("a", dtype=dtype), Op("b", ("a",), dtype="float32", flops=0))
+    with pytest.raises(CostError, match=dtype) as raised:
         analytic_costs(graph, machine_of(1))
     assert raised.value.op == "a"
+
+
+def test_integer_and_boolean_work_counts_at_the_float32_rate():
+    for dtype in ("int64", "uint8", "bool"):
+        graph = graph_of(Op("a", dtype=dtype, flops=2 * 10**9, accessed_bytes=8))
+        assert analytic_costs(graph, machine_of(1)).compute_seconds[0, 0] == 2.0

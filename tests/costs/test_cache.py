@@ -1,10 +1,12 @@
+import math
 import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 
-from dovetail.costs.cache import CostCache, Measured
+from dovetail.costs.cache import PACE_LASTS_SECONDS, CostCache, Measured
 from dovetail.errors import FileFormatError, UnwritableError
 
 
@@ -24,11 +26,26 @@ def test_probes_are_kept(tmp_path):
     assert CostCache(tmp_path / "costs.sqlite").probe("cpu") == {"link": {"latency_seconds": 1e-6}}
 
 
+def test_the_best_pace_is_kept_until_it_is_old(tmp_path, monkeypatch):
+    cache = CostCache(tmp_path / "costs.sqlite")
+    now = 1e9
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert cache.pace("core") == math.inf
+    for seconds, best in ((3.0, 3.0), (2.0, 2.0), (2.5, 2.0)):
+        cache.add_pace("core", seconds)
+        assert cache.pace("core") == best
+    assert cache.pace("another") == math.inf
+    now += PACE_LASTS_SECONDS
+    assert cache.pace("core") == math.inf
+    cache.add_pace("core", 2.5)
+    assert cache.pace("core") == 2.5
+
+
 def test_several_processes_write_one_cache(tmp_path):
     path = tmp_path / "costs.sqlite"
     script = (
         "import sys; from pathlib import Path\n"
-        "from dovetail.costs.cache import CostCache, Measured\n"
+        "from dovetail.costs.cache import PACE_LASTS_SECONDS, CostCache, Measured\n"
         "cache = CostCache(Path(sys.argv[1]))\n"
         "for i in range(50): cache.add_costs(sys.argv[2], {str(i): Measured(float(i), 0.0)})\n"
     )

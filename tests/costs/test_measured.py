@@ -1,13 +1,17 @@
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from dovetail.costs import CostCache, measured_costs
+from dovetail.costs import CostCache, measured, measured_costs, worker
+from dovetail.costs.worker import Entry, FailedCall, copies_for, time_calls
 from dovetail.errors import CostError
-from dovetail.frontends import capture
-from dovetail.machine import local_machine
+from dovetail.frontends import Call, Ref, capture
+from dovetail.machine import Link, Machine, local_machine
+from dovetail.runtime.processes import Worker
+from setting_up import check_set_up
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,122 @@ def test_a_call_that_fails_while_it_is_measured_names_its_op(step, machine, tmp_
     with pytest.raises(CostError, match="its call failed") as raised:
         measured_costs(step.graph, broken, machine, CostCache(tmp_path / "costs.sqlite"))
     assert raised.value.op == step.graph.names[op]
+
+
+def test_ops_of_one_signature_are_told_apart_by_what_lies_cold(tmp_path, machine):
+    class Scores(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x, y):
+            return x @ self.weight, x @ y, self.weight @ x
+
+    step = capture(Scores(), (torch.ones(8, 8), torch.ones(8, 8)))
+    products = [op for op, kind in enumerate(step.graph.kinds) if kind == "aten.mm"]
+    assert len({step.graph.signatures[op] for op in products}) == 1
+    costs = measured_costs(step.graph, step.program, machine, CostCache(tmp_path / "costs.sqlite"))
+    assert len({float(costs.compute_seconds[op, 0]) for op in products}) == 3
+
+
+def test_a_device_with_nothing_left_to_measure_keeps_the_others_company(tmp_path, monkeypatch):
+    one = local_machine().devices[0]
+    one = replace(one, cores=one.cores[:1])
+    two = replace(one, name="cpu1")
+    links = tuple(Link(a, b, 1e9, 1e-6, a) for a, b in (("cpu0", "cpu1"), ("cpu1", "cpu0")))
+    machine = Machine("two", (one, two), "cpu0", links)
+    told, send = [], Worker.send
+
+    def record(self, message):
+        told.append((self.name, message[0], message[-1]))
+        send(self, message)
+
+    monkeypatch.setattr(Worker, "send", record)
+    step = capture(torch.nn.Tanh(), torch.ones(4))
+    measured_costs(step.graph, step.program, machine, CostCache(tmp_path / "costs.sqlite"))
+    times = {name: patience for name, what, patience in told if what == "time"}
+    assert times == {"cpu0": measured._PATIENCE_SECONDS, "cpu1": 0.0}
+
+
+class _Outputs:
+    """Makes tensors and knows how many of them live."""
+
+    def __init__(self):
+        self.made, self.most = [], 0
+
+    def __call__(self, x):
+        made = x.clone()
+        self.made = [*filter(lambda one: one() is not None, self.made), weakref.ref(made)]
+        self.most = max(self.most, len(self.made))
+        return made
+
+
+def entry_of(target, shape=(4,), cold=()):
+    strides = tuple(torch.empty(shape).stride())
+    return Entry(Call(target, (Ref(0),), {}, (1,)), {0: (shape, strides, "float32")}, cold)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(worker, "_BUDGET_SECONDS", 0.0)
+
+
+def test_results_are_freed_while_calls_are_timed(quick):
+    outputs = _Outputs()
+    time_calls([entry_of(outputs, cold=frozenset({0}))] * 3, 0.0, 0.0)
+    assert outputs.most == 1
+
+
+def test_on_cores_that_stay_disturbed_waiting_ends_and_all_rounds_count(quick, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(worker, "clock", lambda: float(next(now)))
+    monkeypatch.setattr(worker, "pace_seconds", lambda: 2.0)
+    found = time_calls([entry_of(torch.neg)], 1.0, 100.0)
+    assert found.pace_seconds == 1.0
+    assert 100 <= found.waited_seconds < 110
+    again = time_calls([entry_of(torch.neg)], 1.0, 0.0)
+    assert again.waited_seconds < found.waited_seconds
+    assert again.timings[0].samples == 5
+
+
+def test_disturbed_rounds_do_not_count_once_there_are_others(quick, monkeypatch):
+    paces = iter([9.0, 9.0, *[1.0] * 100])
+    durations = iter(range(10**6))
+    monkeypatch.setattr(worker, "clock", lambda: float(next(durations)))
+    monkeypatch.setattr(worker, "pace_seconds", lambda: next(paces))
+    found = time_calls([entry_of(torch.neg)], 9.0, 100.0)
+    assert found.pace_seconds == 1.0
+    assert found.timings[0].samples == 5
+
+
+def test_a_call_that_fails_says_which_and_why():
+    found = time_calls([entry_of(torch.neg), entry_of(torch.linalg.inv)], 1.0, 0.0)
+    assert isinstance(found, FailedCall)
+    assert found.index == 1
+    assert "must have at least 2 dimensions" in found.traceback
+
+
+def test_the_process_that_measures_is_set_up_as_one_that_runs():
+    device = local_machine().devices[0]
+    with measured.start_worker(replace(device, cores=device.cores[:1])) as process:
+        process.receive()
+        process.send(("time", [entry_of(check_set_up)], 0.0, 0.0))
+        found = process.receive()
+    assert not isinstance(found, FailedCall), found.traceback
+
+
+def test_batches_hold_no_more_than_they_may(step, monkeypatch):
+    # Copies of what is cold are held at once, and so is what a call returns.
+    entries = {
+        op: measured._entry(step.graph, step.program, measured._cold_tensors(step.graph), op)
+        for op in np.flatnonzero(~step.graph.is_source).tolist()
+    }
+    sizes = {op: measured._held_bytes(step.graph, op, entry) for op, entry in entries.items()}
+    lookup = step.graph.kinds.index("aten.embedding")
+    assert copies_for(50 * 8 * 4) == 8
+    assert sizes[lookup] == 9 * 50 * 8 * 4 + 4 * 3 * 8 + 4 * 3 * 8 * 4
+    monkeypatch.setattr(measured, "_BATCH_BYTES", max(sizes.values()))
+    batches = measured._batches(step.graph, entries, 1)
+    assert len(batches) > 1
+    assert all(sum(sizes[op] for op in batch) <= max(sizes.values()) for batch in batches)
+    assert [op for batch in batches for op in batch] == list(entries)

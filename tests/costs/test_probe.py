@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from dovetail.costs import CostCache, probed_machine
+from dovetail.costs import CostCache, probe, probed_machine
 from dovetail.costs.probe import fit_link
 from dovetail.machine import local_machine
 
@@ -28,3 +30,41 @@ def test_the_probe_measures_once_and_the_cache_remembers(tmp_path):
         assert 1e8 < device.bandwidth_bytes_per_second < 1e13
         assert 1e-8 < device.op_overhead_seconds < 1e-2
     assert probed_machine(machine, cache) == probed
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The machines that were measured, without the work."""
+    machines = []
+
+    def measure(machine):
+        machines.append(machine)
+        return {"devices": [{"op_overhead_seconds": 1e-5}] * len(machine.devices), "link": {}}
+
+    monkeypatch.setattr(probe, "_measure", measure)
+    return machines
+
+
+def test_two_machines_that_only_share_a_name_are_measured_apart(tmp_path, measured):
+    machine, cache = local_machine(), CostCache(tmp_path / "costs.sqlite")
+    other = replace(machine.devices[0], name="other")
+    probed_machine(machine, cache)
+    probed_machine(replace(machine, devices=(other,), host="other"), cache)
+    probed_machine(machine, cache)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"devices": [], "link": {}},
+        {"devices": [{"surprise": 1}], "link": {}},
+        {"devices": [{"op_overhead_seconds": -1.0}], "link": {}},
+    ],
+)
+def test_a_row_that_does_not_fit_is_measured_anew(tmp_path, measured, monkeypatch, row):
+    monkeypatch.setattr(CostCache, "probe", lambda _cache, _key: row)
+    probed = probed_machine(local_machine(), CostCache(tmp_path / "costs.sqlite"))
+    assert len(measured) == 1
+    assert probed.devices[0].op_overhead_seconds == 1e-5

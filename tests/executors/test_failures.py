@@ -109,7 +109,8 @@ def test_a_device_that_was_killed_between_steps_is_reported_at_the_next():
 
 
 SCRIPT = textwrap.dedent("""
-    import faults, torch
+    import faults, signal, torch
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     from test_failures import captured_pair
     from dovetail.executors import run
     captured, plan, _ = captured_pair(faults.hang)

@@ -1,14 +1,25 @@
 import dataclasses
+import os
 
 import pytest
 import torch
+from faults import with_fault
 from placing import plan_for, random_placement, two_devices
 from torch import nn
 
-from dovetail.errors import GraphMismatchError, OrderError, RunError, UsageError
+from dovetail.errors import (
+    GraphMismatchError,
+    OrderError,
+    OutOfMemoryError,
+    RunError,
+    UsageError,
+)
 from dovetail.executors import Workers, measure_interleaved, run
-from dovetail.frontends import SGD, capture, example_values, initial_values, run_step
+from dovetail.executors import placed as placed_runs
+from dovetail.executors.shares import share_out
+from dovetail.frontends import SGD, Adam, capture, example_values, initial_values, run_step
 from dovetail.machine import Device, Machine
+from setting_up import check_set_up
 
 
 class Tied(nn.Module):
@@ -96,6 +107,26 @@ def test_inference_returns_what_the_model_returns(seed, workers, one_thread):
     assert torch.equal(found["pair"][1][0], expected["pair"][1][0])
 
 
+class Awkward(nn.Module):
+    """Tensors to send that are lazily negated, lazily conjugated, empty, scalar, or have gaps."""
+
+    def forward(self, x):
+        turned = torch.complex(x, x + 1).conj()
+        sent = (turned.imag, turned, x[:0], x.sum(), x[:, 1:3], x.t(), x[2:])
+        return tuple(part * 2 for part in sent)
+
+
+@pytest.mark.parametrize("way", [(0, 1), (1, 0)])
+def test_tensors_of_every_kind_arrive_as_they_are(way, workers, one_thread):
+    x = torch.randn(4, 4)
+    captured = capture(Awkward(), x)
+    placement = [way[kind == "aten.mul"] for kind in captured.graph.kinds]
+    with run(plan_for(captured, placement), captured, workers=workers) as placed:
+        for given in (x, torch.randn(4, 4)):
+            found, expected = placed.step(given), Awkward()(given)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_other_inputs_give_other_results(workers, one_thread):
     captured = inference()
     x, y = torch.ones(4, 4), torch.zeros(4, 4).t()
@@ -130,19 +161,79 @@ def test_the_state_dict_has_the_plain_models_names_and_values(workers):
     captured.module.load_state_dict(trained)
 
 
-def test_training_goes_on_from_a_loaded_state(workers):
-    captured = training_step()
-    data = (*captured.inputs, *captured.targets)
+def test_training_goes_on_from_a_loaded_state(workers, one_thread):
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+    data = (torch.randn(8, 4), torch.randn(8, 4))
+    captured = capture(layers, *data, loss=squared, train=Adam(lr=0.1))
+
+    def states(placed):
+        return placed.state_dict(), placed.optimizer_state_dict()
+
     with run(plan_for(captured, 0), captured, workers=workers) as placed:
-        before = placed.state_dict()
-        placed.step(*data)
-        after = placed.state_dict()
-        placed.load_state_dict(before)
-        assert torch.equal(placed.state_dict()["first.weight"], before["first.weight"])
-        placed.load_state_dict(after)
-    with run(plan_for(captured, 1), captured, workers=workers) as other:
-        other.load_state_dict(after)
-        assert all(torch.equal(v, after[name]) for name, v in other.state_dict().items())
+        for _ in range(2):
+            placed.step(*data)
+        model, optimizer = states(placed)
+        losses = [placed.step(*data) for _ in range(2)]
+        expected = states(placed)
+    with run(plan_for(captured, random_placement(captured.graph, 1)), captured) as other:
+        other.step(*data)  # somewhere else, to be brought back
+        other.load_state_dict(model)
+        other.load_optimizer_state_dict(optimizer)
+        assert all(map(torch.equal, [other.step(*data) for _ in range(2)], losses))
+        found = states(other)
+    for one, same in zip(found, expected, strict=True):
+        assert one.keys() == same.keys()
+        assert all(torch.equal(one[name], same[name]) for name in one)
+    assert "0.weight/exp_avg_sq" in optimizer
+
+
+def test_an_optimizers_state_that_does_not_fit_is_refused_whole(workers):
+    captured = training_step(momentum=0.9)
+    with run(plan_for(captured, 0), captured, workers=workers) as placed:
+        placed.step(*captured.inputs, *captured.targets)
+        state = placed.optimizer_state_dict()
+        wrong = {name: torch.full_like(value, 9) for name, value in state.items()}
+        last = list(state)[-1]
+        with pytest.raises(UsageError, match="but the plan was made for"):
+            placed.load_optimizer_state_dict(wrong | {last: torch.zeros(3, 3, 3)})
+        with pytest.raises(UsageError, match=r"optimizer_state_dict: lacks \[\], has unknown"):
+            placed.load_optimizer_state_dict(wrong | {"nobody/exp_avg": torch.zeros(3)})
+        found = placed.optimizer_state_dict()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_what_cannot_fit_into_memory_is_refused_before_it_is_asked_for(workers, monkeypatch):
+    captured = inference()
+    plan = plan_for(captured, 0)
+    needed = share_out(plan, captured.graph).size_bytes
+    monkeypatch.setattr(placed_runs, "available_bytes", lambda: needed)
+    run(plan, captured, workers=workers).close()
+    monkeypatch.setattr(placed_runs, "available_bytes", lambda: needed - 1)
+    with pytest.raises(OutOfMemoryError) as raised:
+        run(plan, captured, workers=workers)
+    assert (raised.value.needed_bytes, raised.value.available_bytes) == (needed, needed - 1)
+
+
+def test_what_fails_while_parameters_are_filled_in_leaves_nothing(workers, monkeypatch):
+    captured = inference()
+    monkeypatch.setattr(placed_runs, "held_values", lambda *_: {})
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyError):
+        run(plan_for(captured, 0), captured, workers=workers)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_the_process_of_a_device_is_set_up_for_ops(workers):
+    class Negated(nn.Module):
+        def forward(self, x):
+            return -x
+
+    captured = capture(Negated(), torch.ones(4))
+    op = captured.graph.kinds.index("aten.neg")
+    checked = with_fault(captured, op, check_set_up)
+    with run(plan_for(checked, 0), checked, workers=workers) as placed:
+        assert torch.equal(placed.step(torch.ones(4)), torch.ones(4))
 
 
 def test_a_state_dict_that_does_not_fit_is_refused_whole(workers):

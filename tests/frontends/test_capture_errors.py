@@ -94,6 +94,12 @@ def test_wrong_inputs_are_an_error(inputs, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("train", [None, SGD()])
+def test_targets_without_a_loss_are_an_error(train):
+    with pytest.raises(ModelError, match="targets are given, but no loss"):
+        capture(Wrapped(torch.sum), torch.randn(2, 3), torch.randn(2, 3), train=train)
+
+
 def test_a_module_without_trainable_parameters_cannot_be_trained():
     with pytest.raises(ModelError, match="nothing can be trained"):
         capture(nn.Linear(3, 3).requires_grad_(False), torch.randn(2, 3), train=SGD())

@@ -7,8 +7,8 @@ import pytest
 from test_records import training_graph
 
 from builders import Op, graph_of, source
-from dovetail.errors import FileFormatError, InvalidSizeError, UnwritableError
-from dovetail.graph import load_graph, save_graph
+from dovetail.errors import FileFormatError, GraphError, InvalidSizeError, UnwritableError
+from dovetail.graph import files, load_graph, save_graph
 
 
 @pytest.mark.parametrize("name", ["g.json", "g.json.gz"])
@@ -30,7 +30,7 @@ def saved(tmp_path, change):
     return path
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3, -(10**400)])
 def test_a_size_that_is_not_finite_names_its_op(tmp_path, value):
     path = saved(tmp_path, lambda raw: raw["ops"]["flops"].__setitem__(1, value))
     with pytest.raises(InvalidSizeError) as raised:
@@ -45,6 +45,7 @@ def test_a_size_that_is_not_finite_names_its_op(tmp_path, value):
         (lambda raw: raw["ops"].update(flops="many"), "ops.flops"),
         (lambda raw: raw["ops"]["kinds"]["index"].__setitem__(0, 9), "outside its values"),
         (lambda raw: raw["ops"]["colocation"].__setitem__(0, 2**40), "int"),
+        (lambda raw: raw["ops"]["flops"].__setitem__(1, 10**400), "int"),
         (lambda raw: raw.update(surprise=1), "surprise"),
         (lambda raw: raw.update(version=2), "version"),
     ],
@@ -54,7 +55,7 @@ def test_a_file_of_the_wrong_shape_says_where(tmp_path, change, complaint):
         load_graph(saved(tmp_path, change))
 
 
-@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"[" * 100_000, b"null"])
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"[" * 100_000, b"null", b"1" * 5000])
 def test_what_is_not_json_is_refused(tmp_path, data):
     (tmp_path / "g.json").write_bytes(data)
     with pytest.raises(FileFormatError):
@@ -66,6 +67,20 @@ def test_what_is_not_gzip_is_refused(tmp_path, data):
     (tmp_path / "g.json.gz").write_bytes(data)
     with pytest.raises(FileFormatError):
         load_graph(tmp_path / "g.json.gz")
+
+
+@pytest.mark.parametrize("name", ["g.json", "g.json.gz"])
+def test_a_file_that_holds_more_than_the_limit_is_refused(tmp_path, monkeypatch, name):
+    save_graph(training_graph(), tmp_path / name)
+    monkeypatch.setattr(files, "MOST_BYTES", 256)
+    with pytest.raises(FileFormatError, match=r"more than 256 B"):
+        load_graph(tmp_path / name)
+
+
+def test_a_storage_beyond_all_tensors_is_refused_before_room_is_made_for_it(tmp_path):
+    path = saved(tmp_path, lambda raw: raw["tensors"]["storages"].__setitem__(1, 2**31 - 1))
+    with pytest.raises(GraphError, match="tensor 1 has storage 2147483647"):
+        load_graph(path)
 
 
 def test_a_missing_file_is_named(tmp_path):

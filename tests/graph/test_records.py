@@ -120,6 +120,19 @@ def test_a_control_edge_of_a_source_is_refused():
         graph_of(source("w"), Op("a"), control=(("w", "a"),))
 
 
+@pytest.mark.parametrize("storage", [-1, 2])
+def test_a_storage_that_is_no_tensors_is_refused(storage):
+    with pytest.raises(GraphError, match=f"tensor 1 has storage {storage}"):
+        replace(graph_of(Op("a"), Op("b")), storages=np.array([0, storage]))
+
+
+def test_a_kind_of_device_runs_the_ops_that_allow_it_and_a_host_runs_none():
+    graph = graph_of(Op("a"), Op("b", device_kinds=("cpu",)), Op("c", device_kinds=("cpu", "gpu")))
+    assert graph.runs_on("cpu").tolist() == [True, True, True]
+    assert graph.runs_on("gpu").tolist() == [True, False, True]
+    assert graph.runs_on("host").tolist() == [False, False, False]
+
+
 def test_columns_of_unequal_length_are_refused():
     with pytest.raises(GraphError, match="kinds has 1 entries, not 2"):
         replace(graph_of(Op("a"), Op("b")), kinds=("k",))

@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from dovetail.machine import (
     Device,
     Link,
     Machine,
+    check_local,
     load_machine,
     local_machine,
     parse_machine,
@@ -66,6 +68,45 @@ def test_here_splits_the_cores_in_disjoint_devices():
     assert many.local
 
 
+def test_the_host_is_among_the_smaller_devices_where_cores_do_not_divide(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(5)))
+    sizes = [len(device.cores) for device in local_machine(3).devices]
+    assert sizes == [1, 2, 2]
+
+
+def test_the_devices_of_here_are_of_this_machine():
+    check_local(local_machine(min(2, len(os.sched_getaffinity(0)))))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model": "another processor"}, "another processor"),
+        ({"kind": "gpu"}, "is a gpu"),
+        ({"cores": (99_999,)}, "core 99999"),
+        ({"cores": (-1,)}, "core -1"),
+        ({"cores": "twice"}, "listed twice"),
+    ],
+)
+def test_devices_with_cores_of_another_machine_are_refused(change, complaint):
+    machine = local_machine()
+    (device,) = machine.devices
+    if change.get("cores") == "twice":
+        change = {"cores": device.cores[:1] * 2}
+    with pytest.raises(MachineError, match=complaint):
+        check_local(replace(machine, devices=(replace(device, **change),)))
+
+
+def test_two_devices_that_share_a_core_are_refused():
+    core = local_machine().devices[0].cores[:1]
+    devices = tuple(
+        replace(device, model=local_machine().devices[0].model, cores=core)
+        for device in machine_of(2).devices
+    )
+    with pytest.raises(MachineError, match="each belongs to one device"):
+        check_local(replace(machine_of(2), devices=devices))
+
+
 def test_more_devices_than_cores_are_refused():
     with pytest.raises(MachineError, match="cores here"):
         local_machine(100_000)
@@ -97,6 +138,8 @@ def test_two_devices_that_cannot_reach_each_other_are_named():
     [
         {"kind": "tpu"},
         {"memory_bytes": -1},
+        {"memory_bytes": 2**63},
+        {"memory_bytes": 10**400},
         {"flops_per_second": {"float32": 0.0}},
         {"bandwidth_bytes_per_second": float("nan")},
         {"op_overhead_seconds": float("inf")},

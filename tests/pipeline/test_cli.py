@@ -9,7 +9,6 @@ import threading
 
 import pytest
 
-from dovetail import cli
 from dovetail.simulator import Simulator
 
 TWO_GPUS = ("--machine", "2 x p100 + haswell", "--budget", "200e")
@@ -18,28 +17,6 @@ KEYS = {
     "bound_proof", "gap", "placer", "feasible", "interrupted", "planning_seconds",
     "peak_memory_bytes", "baselines", "plan",
 }  # fmt: skip
-
-
-@pytest.fixture
-def dovetail(monkeypatch, capsys):
-    """dovetail(*arguments) -> (exit status, standard output, standard error)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dovetail", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            status = stop.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def here():
-    return f"here/{min(2, len(os.sched_getaffinity(0)))}"
 
 
 def test_help_and_imports_of_the_package_wait_for_no_torch():

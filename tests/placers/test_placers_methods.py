@@ -114,6 +114,22 @@ def test_etf_goes_on_where_no_device_has_room():
     assert sorted(placement.tolist()) == [0, 0, 1, 1]
 
 
+def test_etf_asks_again_where_the_last_device_gives_an_op_to_one_that_had_none():
+    #   gpu0 ├─ 0: 60 bytes ─┤├─ 2: 50 ─┤     op 2 no longer fits beside op 0, so gpu0 drops it;
+    #   gpu1 ├─ 1: 60 bytes ─┤                then not beside op 1, and goes back where room is
+    graph = build_graph([[]] * 3, sizes=[60, 60, 50], outputs=[0, 1, 2])
+    problem = build_problem(graph, build_machine(2, memory_bytes=100))
+    assert etf(problem, Budget()).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.35])
+def test_etf_places_every_group_however_tight_memory_is(share):
+    for seed in range(20):
+        problem = random_problem(np.random.default_rng(seed), groups=12, memory_share=share)
+        placement = etf(problem, Budget())
+        assert problem.allowed[np.arange(12), placement].all()
+
+
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 def test_every_move_changes_only_groups_with_a_choice(move):
     rng = np.random.default_rng(0)

@@ -85,6 +85,25 @@ def test_a_printed_plan_names_every_method_and_device():
         assert word in text
 
 
+def test_a_printed_plan_without_a_bound_says_so_and_shows_what_a_cap_leaves():
+    text = str(a_plan(lower_bound=0.0))
+    assert "no bound" in text
+    assert "inf" not in text
+    assert "16 B of 1000 B (cap)" in text
+
+
+def test_a_printed_plan_of_no_time_at_all_prints():
+    assert "0 s" in str(a_plan(value=0.0, lower_bound=0.0, baselines={"single": 0.0}))
+
+
+def test_control_characters_in_foreign_names_are_printed_as_escapes():
+    evil = "\x1b]0;x\x07"
+    text = str(a_plan(placer=evil, bound_proof=evil, baselines={evil: 4.0}))
+    assert text.count(r"\x1b]0;x\x07") == 3
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
 def test_sources_are_filled_in_by_where_they_live():
     #               x   w   c   a  b  update
     placement = np.array([9, 9, 9, 1, 0, 1], dtype=np.int32)
@@ -165,6 +184,7 @@ def test_every_rule_has_its_number():
         (lambda raw: raw.update(value=None), "value"),
         (lambda raw: raw.update(value=-1), "value"),
         (lambda raw: raw["costs"]["index"].append(99), "outside the rows"),
+        (lambda raw: raw["costs"]["index"].pop(), "costs.index"),
         (lambda raw: raw["costs"]["rows"][0].append(1.0), "one entry a device"),
         (lambda raw: raw.update(orders=[[0]]), "orders"),
         (lambda raw: raw["placement"].append(2**40), "int"),

@@ -6,6 +6,7 @@ from report_samples import make_graph, make_machine, make_plan, make_timeline, t
 from rich.console import Console
 
 from dovetail.graph.records import Phase
+from dovetail.plans import describe_gap
 from dovetail.reports import (
     Report,
     chrome_trace,
@@ -18,7 +19,6 @@ from dovetail.reports import (
     run_table,
 )
 from dovetail.reports.records import utilisation
-from dovetail.reports.tables import describe_gap, utilisation_table
 
 
 def text_of(renderable):
@@ -108,7 +108,6 @@ def test_machine_graph_networks_and_limits_are_tables(two_ops):
     plan = make_plan(graph, machine, [0, 1])
     text = text_of(limits_table(find_limits(timeline, graph), timeline, plan))
     assert row_of(text, "computing on cpu1")[3:] == ["2", "s", "50.0", "%"]
-    assert row_of(text_of(utilisation_table(timeline)), "cpu1")[1:] == ["2", "s", "50.0", "%"]
 
 
 def test_markup_in_foreign_names_is_not_obeyed(two_ops):
@@ -124,6 +123,25 @@ def test_markup_in_foreign_names_is_not_obeyed(two_ops):
     assert "by [x]" in text
     assert "[bold]box[/bold]" in text_of(machine_table(machine))
     assert "[/red]" in text_of(networks_table([{"network": "[/red]"}]))
+
+
+def test_control_characters_in_foreign_names_never_reach_the_terminal():
+    evil = "\x1b]0;x\x07"
+    machine = make_machine(2, name=evil)
+    graph = make_graph([(evil, Phase.FORWARD, []), ("b", Phase.FORWARD, [0])])
+    timeline = make_timeline(machine, [(0, 0, 0, 1), (1, 1, 1, 2)])
+    plan = make_plan(graph, machine, [0, 1], placer=evil, baselines={evil: 1.0}, bound_proof=evil)
+    shown = (
+        plan_table(plan, graph),
+        machine_table(machine),
+        networks_table([{"network": evil}]),
+        limits_table(find_limits(timeline, graph), timeline, plan),
+    )
+    for table in shown:
+        text = text_of(table)
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        assert r"\x1b]0;x\x07" in text
 
 
 def test_derived_figures_of_a_report(two_ops):

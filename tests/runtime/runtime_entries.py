@@ -21,6 +21,7 @@ def describe(channel):
         {
             "cores": os.sched_getaffinity(0),
             "threads": os.environ["OMP_NUM_THREADS"],
+            "spins": os.environ.get("GOMP_SPINCOUNT"),
             "path": sys.path,
             "imported": "torch" in sys.modules,
             "interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,

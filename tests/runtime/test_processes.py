@@ -44,6 +44,18 @@ def test_a_worker_is_pinned_before_it_imports_anything():
     assert found["interrupt"]
 
 
+@pytest.mark.parametrize(
+    ("threads", "chosen", "spins"), [(2, None, "10000"), (1, None, None), (2, "77", "77")]
+)
+def test_threads_that_wait_for_each_other_soon_sleep(threads, chosen, spins, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", chosen)
+    with launch("runtime_entries:describe", threads=threads) as worker:
+        assert worker.receive()["spins"] == spins
+
+
 def test_a_failing_worker_brings_its_traceback():
     with launch("runtime_entries:fail", name="cook") as worker:
         worker.send("stones")
@@ -105,7 +117,8 @@ def test_the_first_of_several_workers_to_answer_is_found():
 
 # The script has no `if __name__ == "__main__"` guard, as users' scripts have none.
 SCRIPT = textwrap.dedent("""
-    import sys, time
+    import signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     from dovetail.runtime import launch
     with launch("runtime_entries:sleep") as worker:
         print(worker.receive(), flush=True)

@@ -51,6 +51,27 @@ def test_nothing_is_left_of_a_closed_block():
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
+def test_nothing_is_left_of_a_block_that_nobody_closed():
+    before, open_before = mappings(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ArithmeticError):
+        fail_with(Block.create(1 << 20))
+    assert mappings() == before
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def fail_with(block):
+    raise ArithmeticError
+
+
+def test_a_block_that_cannot_be_made_leaves_nothing():
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((OSError, OverflowError)):
+        Block.create(1 << 64)
+    with pytest.raises((OSError, OverflowError)):
+        Block.create((1 << 63) - 1)
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
 def test_shared_memory_has_no_name():
     before = set(os.listdir("/dev/shm"))
     block = Block.create(1 << 16)

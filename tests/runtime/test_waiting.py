@@ -4,7 +4,7 @@ import numpy as np
 
 from dovetail.runtime import launch
 from dovetail.runtime.shared import Block
-from dovetail.runtime.waiting import ABORTED, address_of, barrier, publish, wait
+from dovetail.runtime.waiting import ABORTED, address_of, barrier, publish, publish_copy, wait
 
 
 def test_a_flag_that_is_far_enough_does_not_block():
@@ -12,6 +12,16 @@ def test_a_flag_that_is_far_enough_does_not_block():
     publish(address_of(flags, 0), 7)
     assert flags[0] == 7
     assert wait(address_of(flags, 0), 5, address_of(flags, 8)) == 7
+
+
+def test_a_published_copy_is_there_when_its_flag_is():
+    flags, data = np.zeros(16, dtype=np.int64), np.arange(40, dtype=np.int64)
+    target = np.zeros_like(data)
+    publish_copy(address_of(flags, 0), 7, address_of(target, 3), address_of(data, 1), 8 * 20)
+    assert flags.tolist() == [7] + [0] * 15
+    assert target.tolist() == [0] * 3 + list(range(1, 21)) + [0] * 17
+    publish_copy(address_of(flags, 0), 8, address_of(target), address_of(data), 0)
+    assert (flags[0], target[0]) == (8, 0)
 
 
 def test_a_wait_ends_when_the_flag_is_published():

@@ -14,21 +14,22 @@ from dovetail.errors import CostError
 from dovetail.graph import Graph
 from dovetail.machine import Device, Machine
 
-_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_WIDEST_FIRST = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16")
+_EXACT = ("bool", "int", "uint")
 
 
 def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     """[ops, devices] seconds by the roofline.
 
-    An op's rate is that of its widest floating-point output or input; integer and boolean work
-    counts at the float32 rate. Raises `CostError` for a dtype the device has no rate for.
+    An op's rate is that of its widest floating-point or complex output or input; integer and
+    boolean work counts at the float32 rate. Raises `CostError` for a dtype the device has no rate
+    for.
     """
     dtypes = np.array([_rate_dtype(graph, op) for op in range(len(graph))])
     seconds = np.zeros((len(graph), len(machine.devices)))
     for d, device in enumerate(machine.devices):
         seconds[:, d] = np.inf if device.kind == "host" else _roofline(graph, dtypes, device)
-        refused = [bool(kinds) and device.kind not in kinds for kinds in graph.device_kinds]
-        seconds[refused, d] = np.inf
+        seconds[~graph.runs_on(device.kind), d] = np.inf
     seconds[graph.is_source] = 0.0
     return Costs(seconds, "analytic")
 
@@ -56,4 +57,6 @@ def _roofline(graph: Graph, dtypes: NDArray[np.str_], device: Device) -> NDArray
 def _rate_dtype(graph: Graph, op: int) -> str:
     tensors = (*graph.outputs_of(op), *graph.inputs_of(op).tolist())
     used = {graph.dtypes[tensor] for tensor in tensors}
-    return next((dtype for dtype in _FLOATS if dtype in used), "float32")
+    inexact = {dtype for dtype in used if not dtype.startswith(_EXACT)}
+    known = (dtype for dtype in _WIDEST_FIRST if dtype in inexact)
+    return next(known, min(inexact, default="float32"))

@@ -2,11 +2,12 @@
 
 One row per (device key, signature). A device key says all that changes a measurement: processor,
 threads, torch version, and the version of the protocol. Processes may share the file: SQLite
-locks it, rows are only ever added or replaced whole.
+locks it, and each change is one statement.
 """
 
 import hashlib
 import json
+import math
 import os
 import sqlite3
 import time
@@ -28,8 +29,13 @@ CREATE TABLE IF NOT EXISTS costs (
 CREATE TABLE IF NOT EXISTS probes (
     device TEXT NOT NULL PRIMARY KEY, rates TEXT NOT NULL, measured_at REAL NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS paces (
+    core TEXT NOT NULL PRIMARY KEY, seconds REAL NOT NULL, measured_at REAL NOT NULL
+) WITHOUT ROWID;
 """
 _BUSY_SECONDS = 30.0
+PACE_LASTS_SECONDS = 7 * 24 * 3600.0
+"""A best pace that old is forgotten: a machine can become slower for good."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,26 @@ class CostCache:
             db.execute(
                 "INSERT OR REPLACE INTO probes VALUES (?, ?, ?)",
                 (device, json.dumps(rates), time.time()),
+            )
+
+    def pace(self, core: str) -> float:
+        """The best pace of this kind of core of late, in seconds; inf if there is none."""
+        with self._connect() as db:
+            row = db.execute(
+                "SELECT seconds FROM paces WHERE core = ? AND measured_at > ?",
+                (core, time.time() - PACE_LASTS_SECONDS),
+            ).fetchone()
+        return math.inf if row is None else float(row[0])
+
+    def add_pace(self, core: str, seconds: float) -> None:
+        """Keep this pace, unless a better one of late is there."""
+        now = time.time()
+        with self._connect() as db:
+            db.execute(
+                "INSERT INTO paces VALUES (?, ?, ?) ON CONFLICT (core) DO UPDATE "
+                "SET seconds = excluded.seconds, measured_at = excluded.measured_at "
+                "WHERE excluded.seconds < seconds OR measured_at <= ?",
+                (core, seconds, now, now - PACE_LASTS_SECONDS),
             )
 
     @contextmanager

@@ -2,12 +2,14 @@
 
 Devices of one kind (same processor, same number of cores) are timed at the same time, each with
 its share of the signatures: that is twice as fast on two devices, and what each sees of the memory
-and the caches is what it will see when a plan keeps the others busy.
+and the caches is what it will see when a plan keeps the others busy. One that has nothing left to
+measure repeats what another measures.
 """
 
-import math
+import platform
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import numpy as np
@@ -16,17 +18,20 @@ from numpy.typing import NDArray
 
 from dovetail.costs.cache import CostCache, Measured
 from dovetail.costs.records import Costs
-from dovetail.costs.worker import Entry, FailedCall, Layout
+from dovetail.costs.worker import Entry, FailedCall, TimedCalls, copies_for
 from dovetail.errors import CostError
-from dovetail.frontends import Call, Program, Ref
+from dovetail.frontends import Program
+from dovetail.frontends.arguments import distinct_refs
 from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
 from dovetail.runtime.processes import Worker, launch, ready
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Part of every cache key: raise it when what is measured changes."""
 _BATCH_OPS = 64
 _BATCH_BYTES = 2**28
+_PATIENCE_SECONDS = 20.0
+"""How long a device waits, in all, for its core to be undisturbed."""
 
 Progress = Callable[[float], None]
 
@@ -55,13 +60,15 @@ def measured_costs(
     """
     seconds = np.zeros((len(graph), len(machine.devices)))
     ops = np.flatnonzero(~graph.is_source)
+    cold = _cold_tensors(graph)
+    keys = [_signature_key(graph, cold, op) for op in ops.tolist()]
     first: dict[str, int] = {}
-    for op in ops.tolist():
-        first.setdefault(graph.signatures[op], op)
+    for key, op in zip(keys, ops.tolist(), strict=True):
+        first.setdefault(key, op)
     for kind, devices in _kinds(machine).items():
-        key = device_key(devices[0], machine)
-        known = cache.costs(key, first)
-        missing = [op for signature, op in first.items() if signature not in known]
+        device_name = device_key(devices[0], machine)
+        known = cache.costs(device_name, first)
+        missing = [op for key, op in first.items() if key not in known]
         if missing and program is None:
             raise CostError(
                 graph.names[missing[0]],
@@ -69,12 +76,17 @@ def measured_costs(
                 "name the model instead of its graph",
             )
         if missing and program is not None:
-            known |= _measure(graph, program, missing, devices, cache, key, progress)
-        column = np.array([known[graph.signatures[op]].seconds for op in ops.tolist()])
+            entries = {op: _entry(graph, program, cold, op) for op in missing}
+            for found in _measure(graph, entries, devices, cache):
+                by_key = {_signature_key(graph, cold, op): cost for op, cost in found.items()}
+                cache.add_costs(device_name, by_key)
+                known |= by_key
+                progress(1 - sum(key not in known for key in first) / len(missing))
+        column = np.array([known[key].seconds for key in keys])
         for d, device in enumerate(machine.devices):
             if _kind(device) == kind:
                 seconds[ops, d] = column
-                seconds[_refused(graph, device), d] = np.inf
+                seconds[~graph.runs_on(device.kind), d] = np.inf
     return Costs(seconds, "measured")
 
 
@@ -89,48 +101,49 @@ def _kinds(machine: Machine) -> dict[tuple[str, int], list[Device]]:
     return kinds
 
 
-def _refused(graph: Graph, device: Device) -> NDArray[np.bool_]:
-    return np.array([bool(kinds) and device.kind not in kinds for kinds in graph.device_kinds])
-
-
 def _measure(
-    graph: Graph,
-    program: Program,
-    ops: list[int],
-    devices: list[Device],
-    cache: CostCache,
-    key: str,
-    progress: Progress,
-) -> dict[str, Measured]:
-    """Time these ops, handing each worker the next batch as it comes free; save as we go."""
-    found: dict[str, Measured] = {}
-    batches = _batches(graph, ops, len(devices))
-    todo = list(reversed(batches))
-    pace = (cache.probe(_pace_key(key)) or {"seconds": math.inf})["seconds"]
+    graph: Graph, entries: dict[int, Entry], devices: list[Device], cache: CostCache
+) -> Iterator[dict[int, Measured]]:
+    """Time the entries of these ops, handing each worker the next batch as it comes free:
+    op -> what was measured, batch by batch."""
+    todo = list(reversed(_batches(graph, entries, len(devices))))
+    core = _core_key(devices[0])
+    best_seconds = cache.pace(core)
     with ExitStack() as stack:
-        busy: dict[Worker, list[int]] = {}
-        workers = [stack.enter_context(start_worker(d)) for d in devices[: len(batches)]]
-        for worker in workers:
+        idle = [stack.enter_context(start_worker(device)) for device in devices]
+        patience = dict.fromkeys(idle, _PATIENCE_SECONDS)
+        for worker in idle:
             worker.receive()
-            busy |= _hand(worker, todo, graph, program, pace)
-        while busy:
-            for worker in ready(busy):
-                batch = busy.pop(worker)
-                reply = worker.receive()
+        working: dict[Worker, list[int]] = {}
+        repeating: set[Worker] = set()
+        while todo or working:
+            for worker in idle:
+                if todo:
+                    batch = working[worker] = todo.pop()
+                    allowed = patience[worker]
+                else:
+                    batch, allowed = next(iter(working.values())), 0.0
+                    repeating.add(worker)
+                worker.send(("time", [entries[op] for op in batch], best_seconds, allowed))
+            idle = ready([*working, *repeating])
+            for worker in idle:
+                reply: TimedCalls | FailedCall = worker.receive()
+                if worker in repeating:
+                    repeating.remove(worker)
+                    continue
+                batch = working.pop(worker)
                 if isinstance(reply, FailedCall):
                     name = graph.names[batch[reply.index]]
                     raise CostError(name, f"its call failed:\n{reply.traceback}")
-                measured = {
-                    graph.signatures[op]: Measured(timing.median_seconds, timing.spread)
+                patience[worker] -= reply.waited_seconds
+                best_seconds = min(best_seconds, reply.pace_seconds)
+                cache.add_pace(core, best_seconds)
+                yield {
+                    op: Measured(timing.median_seconds, timing.spread)
                     for op, timing in zip(batch, reply.timings, strict=True)
                 }
-                pace = min(pace, reply.pace_seconds)
-                cache.add_costs(key, measured)
-                cache.add_probe(_pace_key(key), {"seconds": pace})
-                found |= measured
-                progress(len(found) / len(ops))
-                busy |= _hand(worker, todo, graph, program, pace)
-    return found
+        for worker in repeating:  # nobody waits for what these measure
+            worker.close(kill=True)
 
 
 def start_worker(device: Device) -> Worker:
@@ -142,13 +155,13 @@ def start_worker(device: Device) -> Worker:
     return worker
 
 
-def _batches(graph: Graph, ops: list[int], workers: int) -> list[list[int]]:
-    """Ops in graph order, cut where a batch grows too long or its inputs too large."""
-    most = max(1, min(_BATCH_OPS, -(-len(ops) // workers)))
+def _batches(graph: Graph, entries: dict[int, Entry], workers: int) -> list[list[int]]:
+    """Ops in graph order, cut where a batch grows too long or its tensors too large."""
+    most = max(1, min(_BATCH_OPS, -(-len(entries) // workers)))
     batches: list[list[int]] = [[]]
     held = 0
-    for op in ops:
-        size = int(graph.tensor_bytes[graph.inputs_of(op)].sum())
+    for op, entry in entries.items():
+        size = _held_bytes(graph, op, entry)
         if len(batches[-1]) == most or (batches[-1] and held + size > _BATCH_BYTES):
             batches.append([])
             held = 0
@@ -157,46 +170,36 @@ def _batches(graph: Graph, ops: list[int], workers: int) -> list[list[int]]:
     return batches
 
 
-def _pace_key(key: str) -> str:
-    return f"{key} | pace"
+def _held_bytes(graph: Graph, op: int, entry: Entry) -> int:
+    """Of all tensors with which the op is timed: its inputs, their copies, its outputs."""
+    inputs = int(graph.tensor_bytes[graph.inputs_of(op)].sum())
+    cold = int(graph.tensor_bytes[sorted(entry.cold)].sum())
+    outputs = int(graph.tensor_bytes[list(graph.outputs_of(op))].sum())
+    return inputs + copies_for(cold) * cold + outputs
 
 
-def _hand(
-    worker: Worker, todo: list[list[int]], graph: Graph, program: Program, pace: float
-) -> dict[Worker, list[int]]:
-    """Give the worker its next batch; {worker: batch}, or nothing when all are given out."""
-    if not todo:
-        return {}
-    batch = todo.pop()
-    worker.send(("time", [_entry(graph, program, op) for op in batch], pace))
-    return {worker: batch}
+def _core_key(device: Device) -> str:
+    """What the pace of an undisturbed core depends on: it runs a piece of Python."""
+    return f"{device.model} | {sys.implementation.name} {platform.python_version()}"
 
 
-def _entry(graph: Graph, program: Program, op: int) -> Entry:
+def _cold_tensors(graph: Graph) -> NDArray[np.bool_]:
+    """[tensors] those held from step to step: a step uses much else before it reads them again."""
+    held = graph.is_source[graph.producers] & (graph.residences[graph.producers] != HOST)
+    return np.isin(graph.storages, graph.storages[held])
+
+
+def _signature_key(graph: Graph, cold: NDArray[np.bool_], op: int) -> str:
+    """The op's signature, and which of its inputs are cold: both change what is measured."""
+    places = " ".join(map(str, np.flatnonzero(cold[graph.inputs_of(op)]).tolist()))
+    return graph.signatures[op] + (f" | cold {places}" if places else "")
+
+
+def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> Entry:
     call = program.calls[op]
     assert call is not None, graph.names[op]
-    layouts = _layouts(graph, call)
-    held = graph.is_source[graph.producers] & (graph.residences[graph.producers] != HOST)
-    lasting = set(graph.storages[held].tolist())
-    cold = frozenset(t for t in layouts if int(graph.storages[t]) in lasting)
-    return Entry(call, layouts, cold)
-
-
-def _layouts(graph: Graph, call: Call) -> dict[int, Layout]:
-    """Layout of every tensor that the call reads."""
-    layouts: dict[int, Layout] = {}
-
-    def visit(value: object) -> None:
-        if isinstance(value, Ref):
-            t = value.tensor
-            layouts[t] = (graph.shapes[t], graph.strides[t], graph.dtypes[t])
-        elif isinstance(value, tuple | list):
-            for element in value:
-                visit(element)
-        elif isinstance(value, dict):
-            for element in value.values():
-                visit(element)
-
-    visit(call.args)
-    visit(call.kwargs)
-    return layouts
+    layouts = {
+        t: (graph.shapes[t], graph.strides[t], graph.dtypes[t])
+        for t in distinct_refs((call.args, call.kwargs))
+    }
+    return Entry(call, layouts, frozenset(t for t in layouts if cold[t]))

@@ -12,6 +12,7 @@ import numpy as np
 from dovetail.costs.cache import CostCache
 from dovetail.costs.measured import device_key, start_worker
 from dovetail.costs.worker import HOP_BYTES
+from dovetail.errors import MachineError
 from dovetail.machine import Machine
 from dovetail.runtime.processes import Worker
 from dovetail.runtime.shared import Block
@@ -25,11 +26,19 @@ def probed_machine(machine: Machine, cache: CostCache, *, fresh: bool = False) -
     Devices are measured at the same time, as they will work. Links are taken to be alike: one pair
     is measured and stands for all.
     """
-    key = f"{machine.name} | {device_key(machine.devices[0], machine)}"
+    key = f"{machine.name} | {machine.fingerprint} | {device_key(machine.devices[0], machine)}"
     rates = None if fresh else cache.probe(key)
-    if rates is None:
-        rates = _measure(machine)
-        cache.add_probe(key, rates)
+    if rates is not None:
+        try:
+            return _with_rates(machine, rates)
+        except (KeyError, TypeError, ValueError, MachineError):
+            pass  # a row that does not fit, from another version say: measure anew
+    rates = _measure(machine)
+    cache.add_probe(key, rates)
+    return _with_rates(machine, rates)
+
+
+def _with_rates(machine: Machine, rates: dict[str, Any]) -> Machine:
     devices = tuple(
         replace(device, **found)
         for device, found in zip(machine.devices, rates["devices"], strict=True)

@@ -3,6 +3,7 @@
 Messages are tuples whose first element is a key of `_ANSWERS`; each is answered by one reply.
 """
 
+import gc
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from dovetail.frontends.binding import Values, bind
 from dovetail.frontends.program import Call
 from dovetail.runtime.channels import Channel
+from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import Timing, clock, summarise, time_call
 from dovetail.runtime.waiting import address_of, publish, wait
@@ -24,7 +26,7 @@ HOP_BYTES = (4096, 262144, 4194304)
 """Sizes of the messages that a link's latency and bandwidth are fitted to."""
 _HOPS = 60
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 400
-_BUDGET_SECONDS, _PATIENCE_SECONDS = 1.0, 12.0
+_BUDGET_SECONDS = 1.0
 _MOST_COPIES, _COLD_BYTES = 8, 2**23
 _PACE_LOOPS, _DISTURBED = 2000, 1.15
 _FLAG_BYTES = 256  # two flags and an abort flag, a cache line each, before the payload
@@ -41,10 +43,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """A timing per entry, and the best `pace` seen or known before."""
+    """A timing per entry; the best pace seen or known before; what disturbed rounds took."""
 
     timings: list[Timing]
     pace_seconds: float
+    waited_seconds: float
 
 
 @dataclass(frozen=True)
@@ -65,20 +68,15 @@ def serve(channel: Channel) -> None:
             channel.send(_ANSWERS[name](*arguments))
 
 
-def set_up(threads: int) -> None:
-    """What every process that runs ops sets: its threads, and that denormals count as zero
-    (an elementwise product of denormals took 20 times as long)."""
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)
-
-
-def time_calls(entries: list[Entry], pace_seconds: float) -> TimedCalls | FailedCall:
+def time_calls(
+    entries: list[Entry], best_seconds: float, patience_seconds: float
+) -> TimedCalls | FailedCall:
     """Time calls in turn, round after round, on random inputs, bound as an executor binds them.
 
     In turn, since a call that follows itself finds its code in the nearest cache, which in a
     network it does not. What a network holds from step to step is cold there, so it comes in
-    several copies that take turns. Rounds on a disturbed core do not count, unless it stays so
-    for longer than we wait. `pace_seconds`: the best `pace` known of this kind of core.
+    several copies that take turns. Rounds on a disturbed core do not count, unless those have
+    taken `patience_seconds`. `best_seconds`: the best `pace_seconds` known of this kind of core.
     """
     runs = [_prepared(entry) for entry in entries]
     for index, copies in enumerate(runs):
@@ -88,37 +86,46 @@ def time_calls(entries: list[Entry], pace_seconds: float) -> TimedCalls | Failed
         except Exception:
             return FailedCall(index, traceback.format_exc())
     rounds: list[tuple[float, list[float]]] = []  # (pace, seconds of each call)
+    undisturbed, turn, waited = 0, 0, 0.0
     began = clock()
-    while not _enough(len(rounds), clock() - began, _undisturbed(rounds, pace_seconds)):
-        now = pace()
-        pace_seconds = min(pace_seconds, now)
-        seconds = []
-        for copies in runs:
-            run = copies[len(rounds) % len(copies)]
-            start = clock()
-            run()
-            seconds.append(clock() - start)
-        rounds.append((now, seconds))
-    limit = _DISTURBED * pace_seconds
-    counted = [seconds for now, seconds in rounds if now <= limit]
-    if len(counted) < _LEAST_ROUNDS:
-        counted = [seconds for _, seconds in rounds]
-    return TimedCalls(
-        [summarise(list(column)) for column in zip(*counted, strict=True)], pace_seconds
+    while not _enough(len(rounds), clock() - began, undisturbed, patience_seconds - waited):
+        start = clock()
+        now = pace_seconds()
+        if now < best_seconds:
+            best_seconds = now
+            undisturbed = sum(earlier <= _DISTURBED * now for earlier, _ in rounds)
+        seconds = _one_round(runs, turn)
+        turn += 1
+        calm = now <= _DISTURBED * best_seconds
+        undisturbed += calm
+        waited += 0.0 if calm else clock() - start
+        if calm or len(rounds) < _MOST_ROUNDS:
+            rounds.append((now, seconds))
+    limit = _DISTURBED * best_seconds if undisturbed >= _LEAST_ROUNDS else float("inf")
+    columns = zip(*(seconds for now, seconds in rounds if now <= limit), strict=True)
+    gc.collect()
+    return TimedCalls([summarise(list(column)) for column in columns], best_seconds, waited)
+
+
+def _enough(rounds: int, spent_seconds: float, undisturbed: int, patience_seconds: float) -> bool:
+    full = rounds >= _MOST_ROUNDS or spent_seconds > _BUDGET_SECONDS
+    return (
+        full and rounds >= _LEAST_ROUNDS and (undisturbed >= _LEAST_ROUNDS or patience_seconds <= 0)
     )
 
 
-def _undisturbed(rounds: list[tuple[float, list[float]]], pace_seconds: float) -> int:
-    return sum(now <= _DISTURBED * pace_seconds for now, _ in rounds)
+def _one_round(runs: list[list[Callable[[], None]]], turn: int) -> list[float]:
+    """Seconds of each call, with the copy whose turn it is."""
+    seconds = []
+    for copies in runs:
+        run = copies[turn % len(copies)]
+        start = clock()
+        run()
+        seconds.append(clock() - start)
+    return seconds
 
 
-def _enough(rounds: int, spent_seconds: float, undisturbed: int) -> bool:
-    if undisturbed >= _LEAST_ROUNDS:
-        return rounds >= _MOST_ROUNDS or spent_seconds > _BUDGET_SECONDS
-    return rounds >= _LEAST_ROUNDS and spent_seconds > _PATIENCE_SECONDS
-
-
-def pace() -> float:
+def pace_seconds() -> float:
     """Seconds of a fixed piece of Python: how fast the core runs just now.
 
     A core of a shared machine runs at two thirds for many seconds at a time when a neighbour
@@ -130,18 +137,24 @@ def pace() -> float:
     return clock() - start
 
 
+def copies_for(cold_bytes: int) -> int:
+    """How many copies of its cold tensors a call gets: as many as overflow the nearest caches."""
+    return max(1, min(_MOST_COPIES, _COLD_BYTES // cold_bytes)) if cold_bytes else 1
+
+
 def _prepared(entry: Entry) -> list[Callable[[], None]]:
-    """The entry's call bound to its inputs, once for each copy of what is cold."""
+    """The entry's call bound to its inputs, once for each copy of what is cold. As in an executor
+    results are freed, which belongs to what is timed."""
     hot = {t: _random_tensor(x, entry.layouts) for t, x in entry.layouts.items()}
     cold_bytes = sum(hot[tensor].untyped_storage().nbytes() for tensor in entry.cold)
-    copies = max(1, min(_MOST_COPIES, _COLD_BYTES // max(cold_bytes, 1))) if entry.cold else 1
     count = 1 + max((*entry.layouts, *entry.call.results), default=0)
+    frees = tuple(tensor for tensor in entry.call.results if tensor >= 0)
     runs = []
-    for _ in range(copies):
+    for _ in range(copies_for(cold_bytes)):
         values: Values = [None] * count
         for tensor, value in hot.items():
             values[tensor] = value.clone() if tensor in entry.cold else value
-        runs.append(bind(entry.call, values, (), lambda: 0))
+        runs.append(bind(entry.call, values, frees, lambda: 0))
     return runs
 
 

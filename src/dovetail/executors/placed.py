@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import (
+    OutOfMemoryError,
     ProcessDiedError,
     ProcessError,
     RunError,
@@ -35,6 +36,7 @@ from dovetail.executors.workers import Workers
 from dovetail.frontends.arguments import fill_refs
 from dovetail.frontends.interpret import example_values, held_values, source_value
 from dovetail.frontends.program import Captured
+from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.processes import Worker, ready
 from dovetail.runtime.shared import Block
@@ -62,6 +64,7 @@ class Placed:
         self._steps = 0
         self._key = workers.new_key()
         self._shares = share_out(plan, captured.graph)
+        _check_memory(plan.machine.name, self._shares.size_bytes)
         self._block = Block.create(self._shares.size_bytes)
         self._abort = address_of(self._block.view(self._shares.abort, (1,), np.int64))
         self._sources = {t: tensor_at(self._block, s) for t, s in self._shares.sources.items()}
@@ -127,25 +130,19 @@ class Placed:
         """Set parameters and buffers. Raises `UsageError` for missing, unknown or misshapen ones;
         then nothing has changed."""
         self._check_open()
-        names = list(self.captured.module.state_dict())
-        missing, unknown = set(names) - set(state), set(state) - set(names)
-        if missing or unknown:
-            raise UsageError(
-                "state_dict", f"lacks {sorted(missing)}, has unknown {sorted(unknown)}"
-            )
-        for name in names:
-            _check_fits(self._value_of(name), state[name], name)
-        for name in names:
-            self._value_of(name).copy_(state[name])
+        names = self.captured.module.state_dict()
+        _load_values("state_dict", {name: self._value_of(name) for name in names}, state)
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """Copies of the optimizer's state, as "PARAMETER/exp_avg"."""
         self._check_open()
-        return {
-            source.name: self._sources[self.captured.graph.outputs_of(op)[0]].clone()
-            for op, source in enumerate(self.captured.program.sources)
-            if source is not None and source.role == "state"
-        }
+        return {name: value.clone() for name, value in self._optimizer_state().items()}
+
+    def load_optimizer_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set the optimizer's state, with which training goes on as if it had not stopped (but
+        for random ops, which draw by the steps of this run). Raises as `load_state_dict` does."""
+        self._check_open()
+        _load_values("optimizer_state_dict", self._optimizer_state(), state)
 
     def measure(
         self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
@@ -276,6 +273,14 @@ class Placed:
         name = self.captured.program.aliases.get(name, name)
         return self._sources[self._by_name[name]] if name in self._by_name else self._held[name]
 
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """The optimizer's state itself."""
+        return {
+            source.name: self._sources[self._by_name[source.name]]
+            for source in self.captured.program.sources
+            if source is not None and source.role == "state"
+        }
+
     def _device_name(self, share: Share) -> str:
         return self.plan.machine.device_names[share.device]
 
@@ -289,8 +294,9 @@ def run(plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | Non
     `seed` draws the weights where the captured module is fake, and the numbers of random ops.
     `workers`: processes to share with other plans for the same devices.
 
-    Raises what `plans.check` raises, `OrderError` for orders that wait for each other, and
-    `UsageError` for a machine that is not here.
+    Raises what `plans.check` raises, `OrderError` for orders that wait for each other,
+    `OutOfMemoryError` where all that lies in shared memory does not fit at once, and `UsageError`
+    for a machine that is not here.
     """
     check(plan, captured.graph)
     if workers is None:
@@ -328,6 +334,25 @@ def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str
                 strides = captured.graph.strides[tensor]
                 distinct(sources[tensor], strides).copy_(distinct(value, strides))
     return {name: value.detach().clone() for name, value in held.items()}
+
+
+def _check_memory(machine: str, needed_bytes: int) -> None:
+    """Raise `OutOfMemoryError` unless a block this large fits. Writing to one that does not would
+    end the process without a word."""
+    free_bytes = available_bytes()
+    if needed_bytes > free_bytes:
+        raise OutOfMemoryError(machine, needed_bytes, free_bytes)
+
+
+def _load_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+    """Copy all of `given` into the values of the same names, or raise `UsageError`."""
+    missing, unknown = set(values) - set(given), set(given) - set(values)
+    if missing or unknown:
+        raise UsageError(what, f"lacks {sorted(missing)}, has unknown {sorted(unknown)}")
+    for name, value in values.items():
+        _check_fits(value, given[name], name)
+    for name, value in values.items():
+        value.copy_(given[name])
 
 
 def _copy_into(slot: Tensor, tensor: Tensor, name: str) -> None:

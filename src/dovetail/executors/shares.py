@@ -7,7 +7,10 @@
 
 Sources that live on one device and are read on others are sent as the step begins. Every (tensor,
 destination) has its own flag and slot, so nothing waits for a slot to become free; the barrier at
-the end of a step lets the next one write. Takes O(ops + tensors + reads).
+the end of a step lets the next one write. The price is memory: received copies, which the
+simulator frees after their last use, all stand in the block at once.
+
+Takes O(ops + tensors + reads).
 """
 
 import math

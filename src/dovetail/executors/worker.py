@@ -21,11 +21,14 @@ from dovetail.frontends.binding import Bound, Values, bind
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
 from dovetail.runtime.channels import Channel
+from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
-from dovetail.runtime.waiting import ABORTED, barrier, publish, wait
+from dovetail.runtime.waiting import ABORTED, barrier, publish, publish_copy, wait
 
 SKEW = 63
 """A flag is step number x 64 + the sent tensor's address modulo 64."""
+_PLAIN_BYTES = 2**17
+"""Up to here a copy of adjacent bytes is quicker without torch, which has threads for more."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,7 @@ class Aborted(Exception):
 
 def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first one is the number of threads."""
-    torch.set_num_threads(channel.receive())
-    torch.set_flush_denormal(True)
-    gc.disable()  # a pause in one device would stall all; steps make no cycles
-    gc.freeze()  # what torch imported need not be looked through when a plan is unloaded
+    set_up(channel.receive())
     loaded: dict[int, _Loaded] = {}
     with torch.inference_mode():
         channel.send("ready")
@@ -85,7 +85,7 @@ def serve(channel: Channel) -> None:
                     channel.send(loaded[key].run(number, timed))
                 case Unload(key=key):
                     loaded.pop(key).block.close()
-                    gc.collect()
+                    gc.collect()  # its values and its instructions refer to each other
 
 
 class _Loaded:
@@ -181,6 +181,32 @@ class _Loaded:
         return lambda: publish(flag, now[0])
 
     def _bind_send(self, send: Send, slot: Slot) -> Bound:
+        copying = self._bind_copying_send(send, slot)
+        if slot.bytes > _PLAIN_BYTES or not tensor_at(self.block, slot).is_contiguous():
+            return copying
+        flag, now, frees = self.base + send.flag, self.now, send.frees
+        values, tensor, shape = self.values, send.tensor, slot.shape
+        target, size_bytes = self.base + slot.offset, slot.bytes
+        plain = False
+
+        def run() -> None:
+            nonlocal plain
+            value = values[tensor]
+            if not plain:  # what decides does not change from step to step
+                plain = value.shape == shape and not (value.is_neg() or value.is_conj())
+            if not (plain and value.is_contiguous()):
+                return copying()
+            source = value.data_ptr()
+            skew = source & SKEW
+            publish_copy(flag, now[0] + skew, target + skew, source, size_bytes)
+            for free in frees:
+                values[free] = None
+            return None
+
+        return run
+
+    def _bind_copying_send(self, send: Send, slot: Slot) -> Bound:
+        """A send of any layout, by torch."""
         flag, now, frees = self.base + send.flag, self.now, send.frees
         values, tensor, block, strides = self.values, send.tensor, self.block, slot.strides
         expanded = 0 in strides

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import dovetail
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
 from dovetail.frontends.fakes import fake, fake_mode_of
@@ -39,7 +38,8 @@ def capture(
     name = type(model).__name__
     inputs, targets = _tensors(name, "inputs", inputs), _tensors(name, "targets", targets)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    _check(name, model, inputs, loss, train)
+    _check(name, model, inputs, train)
+    _check_loss(name, targets, loss)
     mode = fake_mode_of([*parameters.values(), *buffers.values(), *inputs, *targets])
     request = Request(
         module=model,
@@ -86,15 +86,21 @@ def _check(
     name: str,
     model: nn.Module,
     inputs: tuple[Tensor, ...],
-    loss: Callable[..., Tensor] | None,
     train: Optimizer | None,
 ) -> None:
-    if loss is not None and not callable(loss):
-        raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
     if not inputs:
         raise ModelError(name, "has no inputs; give at least one example tensor")
     if train is not None and not any(p.requires_grad for p in model.parameters()):
         raise ModelError(name, "has no parameter that requires gradients; nothing can be trained")
+
+
+def _check_loss(name: str, targets: tuple[Tensor, ...], loss: Callable[..., Tensor] | None) -> None:
+    if loss is not None and not callable(loss):
+        raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
+    if targets and loss is None:
+        raise ModelError(
+            name, "targets are given, but no loss to compare with them; give loss(output, *targets)"
+        )
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -133,7 +139,7 @@ def _advice(error: BaseException) -> str:
 
 def _location(error: BaseException) -> str:
     """ "file.py:12: the line" of the deepest frame that is neither torch's nor ours."""
-    ours = (str(Path(torch.__file__).parent), str(Path(dovetail.__file__).parent / "frontends"))
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename

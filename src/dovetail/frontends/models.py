@@ -1,6 +1,8 @@
 """MODEL texts -> Captured: `zoo:NAME?options` and `package.module:function`."""
 
 import importlib
+import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,7 @@ FORMS = (
 def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
     """What the MODEL text names, captured. A zoo network allocates no weights.
 
+    For a function the current folder is put in front of `sys.path`, where it is not in it.
     Raises `ModelError`, which names the text, or `CaptureError`.
     """
     if model.startswith("zoo:"):
@@ -48,6 +51,25 @@ def parse_zoo(model: str) -> tuple[Network, dict[str, Option]]:
             )
         options[key] = _parse_option(model, key, value, network.defaults[key])
     return network, options
+
+
+def network_rows() -> list[dict[str, object]]:
+    """One row a built-in network: its options' defaults, parameters and paper."""
+    rows: list[dict[str, object]] = []
+    for name, network in NETWORKS.items():
+        with FakeTensorMode():
+            module = network.modules(**network.defaults)
+        parameters = list(module.parameters())
+        rows.append(
+            {
+                "network": f"zoo:{name}",
+                "parameters": sum(p.numel() for p in parameters),
+                "parameter_bytes": sum(p.nbytes for p in parameters),
+                "options": " ".join(f"{k}={v}" for k, v in network.defaults.items()),
+                "paper": network.paper,
+            }
+        )
+    return rows
 
 
 def _parse_option(model: str, key: str, value: str, default: Option) -> Option:
@@ -93,6 +115,8 @@ def _names_function(model: str) -> bool:
 
 def _resolve_function(model: str, train: Optimizer | None) -> Captured:
     package, _, name = model.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` does; an installed script has only its own
+        sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(package), name, None)
     except ImportError as error:

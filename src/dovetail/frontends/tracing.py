@@ -5,7 +5,9 @@ autograd's sequence numbers tell where each node comes from. The second reruns t
 `functionalize`, which turns in-place ops into pure ones. Then what moves no data goes: detach,
 alias, and clones that protected something from an in-place op. No weight is ever allocated.
 
-The private names of torch that capturing needs stand here and in `fakes`; they are those of 2.13.
+Written against torch 2.13. `OpOverload`, `FakeTensorMode` and `torch.utils._pytree` are private by
+name only and used wherever they are needed; the rest of torch's private names stands here, but for
+an operator's `_op` in `binding` and a storage's `_cdata` in `building`.
 """
 
 import contextlib

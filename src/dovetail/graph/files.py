@@ -17,7 +17,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -27,9 +27,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dovetail.errors import FileFormatError, InvalidSizeError
 from dovetail.graph.records import Graph
 from dovetail.runtime.atomic import write_atomically
+from dovetail.units import format_bytes
 
 T = TypeVar("T", bound=Hashable)
 _STRICT = ConfigDict(extra="forbid")
+MOST_BYTES = 2**31
+"""Largest JSON that is read. A gzip file of a few kilobytes can unpack to any size."""
+_CHUNK_BYTES = 2**20
 
 
 class _Table(BaseModel, Generic[T]):
@@ -164,18 +168,26 @@ def load_graph(path: str | Path) -> Graph:
 def read_json(path: str | Path) -> Any:
     """Parsed JSON of a file, unzipped where the name ends in `.gz`. Raises `FileFormatError`."""
     try:
-        data = Path(path).read_bytes()
-        if str(path).endswith(".gz"):
-            data = gzip.decompress(data)
+        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+            data = b"".join(_chunks(file.read, str(path)))
         return json.loads(data)
     except FileNotFoundError:
         raise FileFormatError(str(path), "no such file") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise FileFormatError(str(path), str(error)) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or an integer of more digits than Python converts
         raise FileFormatError(str(path), f"not JSON: {error}") from None
     except RecursionError:
         raise FileFormatError(str(path), "nested too deeply") from None
+
+
+def _chunks(read: Callable[[int], bytes], path: str) -> Iterator[bytes]:
+    left = MOST_BYTES
+    while chunk := read(_CHUNK_BYTES):
+        left -= len(chunk)
+        if left < 0:
+            raise FileFormatError(path, f"holds more than {format_bytes(MOST_BYTES)} of JSON")
+        yield chunk
 
 
 def first_complaint(error: ValidationError) -> str:
@@ -206,5 +218,5 @@ def _check_sizes(raw: Any) -> None:
         if not isinstance(values, list):
             return
         for value, op in zip(values, of, strict=False):
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise InvalidSizeError(str(op), field, value)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.graph.validation import SOURCE_KINDS as SOURCE_KINDS
 from dovetail.graph.validation import validate
 
 Int32 = NDArray[np.int32]
@@ -41,9 +42,6 @@ class Phase(IntEnum):
     FORWARD = 1
     BACKWARD = 2
     UPDATE = 3
-
-
-SOURCE_KINDS = ("input", "parameter", "state", "buffer", "constant")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +129,13 @@ class Graph:
         """Ops that read `tensor`, ascending."""
         return self.consumers[self.consumer_offsets[tensor] : self.consumer_offsets[tensor + 1]]
 
+    def runs_on(self, kind: str) -> Bool:
+        """[ops] True for ops that a device of this kind may run; a "host" runs none."""
+        return np.array(
+            [kind != "host" and (not kinds or kind in kinds) for kinds in self.device_kinds],
+            dtype=bool,
+        )
+
     @cached_property
     def index(self) -> dict[str, int]:
         """Position of each op, by name."""
@@ -144,7 +149,7 @@ class Graph:
     @cached_property
     def output_offsets(self) -> Int32:
         """CSR [ops + 1]: tensors of op i are `output_offsets[i]` to `output_offsets[i + 1]`."""
-        return _offsets(self.producers, len(self))
+        return csr_offsets(self.producers, len(self))
 
     @cached_property
     def readers(self) -> Int32:
@@ -154,7 +159,7 @@ class Graph:
     @cached_property
     def consumer_offsets(self) -> Int32:
         """CSR [tensors + 1] into `consumers`."""
-        return _offsets(self.input_tensors, self.tensors)
+        return csr_offsets(self.input_tensors, self.tensors)
 
     @cached_property
     def consumers(self) -> Int32:
@@ -233,8 +238,8 @@ _DTYPES = {
 }
 
 
-def _offsets(owners: NDArray[np.integer], count: int) -> Int32:
-    """CSR offsets [count + 1] of entries that belong to `owners`."""
+def csr_offsets(owners: NDArray[np.integer], count: int) -> Int32:
+    """CSR offsets [count + 1] of entries that belong to `owners`, once sorted by owner."""
     return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count)[:count])]).astype(
         np.int32
     )

@@ -23,6 +23,7 @@ _PER_OP = (
     "kinds", "signatures", "modules", "phases", "flops", "accessed_bytes", "colocation",
     "gradient_of", "device_kinds",
 )  # fmt: skip
+SOURCE_KINDS = ("input", "parameter", "state", "buffer", "constant")
 _PER_TENSOR = ("shapes", "strides", "dtypes", "tensor_bytes", "storages", "overwrites")
 
 
@@ -100,8 +101,13 @@ def _check_reads(graph: Graph) -> None:
     if ((graph.gradient_of < -1) | (graph.gradient_of >= ops)).any():
         raise GraphError("gradient_of names an unknown op")
     storages = graph.storages
-    if len(storages) and (storages < 0).any():
-        raise GraphError("a storage id is negative")
+    unknown = (storages < 0) | (storages >= tensors)
+    if unknown.any():
+        tensor = int(np.flatnonzero(unknown)[0])
+        raise GraphError(
+            f"tensor {tensor} has storage {int(storages[tensor])}, which is not below the number "
+            f"of tensors, {tensors}"
+        )
 
 
 def _check_order(graph: Graph) -> None:
@@ -132,7 +138,7 @@ def _check_sources(graph: Graph) -> None:
         name = graph.names[op]
         if graph.input_offsets[op] != graph.input_offsets[op + 1]:
             raise GraphError(f"source op {name!r} reads a tensor; sources have no inputs")
-        if graph.kinds[op] not in ("input", "parameter", "state", "buffer", "constant"):
+        if graph.kinds[op] not in SOURCE_KINDS:
             raise GraphError(f"source op {name!r} has the unknown kind {graph.kinds[op]!r}")
     if len(graph.control) and np.isin(graph.control, sources).any():
         raise GraphError("a control edge touches a source op, which occupies no device")

@@ -1,8 +1,8 @@
 """Machines: records, TOML files, presets, and the machine we stand on."""
 
 from dovetail.machine.files import load_machine, save_machine
-from dovetail.machine.local import local_machine
-from dovetail.machine.presets import PRESETS, parse_machine
+from dovetail.machine.local import check_local, local_machine
+from dovetail.machine.presets import PRESETS, names_here, parse_machine
 from dovetail.machine.records import Device, Link, Machine
 
 __all__ = [
@@ -10,8 +10,10 @@ __all__ = [
     "Device",
     "Link",
     "Machine",
+    "check_local",
     "load_machine",
     "local_machine",
+    "names_here",
     "parse_machine",
     "save_machine",
 ]

@@ -11,7 +11,8 @@ memory_bytes = 50000000000
 bandwidth_bytes_per_second = 68e9
 op_overhead_seconds = 1e-6
 flops_per_second = { float32 = 1.3e12 }
-cores = [0, 1]                     # only of a CPU of the machine the file is used on
+cores = [0, 1]                     # only of a CPU of the machine the file is used on, which can
+                                   # run plans then; its rates are taken as they stand here
 
 [[links]]
 source = "cpu0"

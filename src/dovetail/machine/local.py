@@ -19,8 +19,9 @@ _LATENCY_SECONDS = 2e-5
 def local_machine(count: int = 1) -> Machine:
     """`here` for `count` 1, else `here/count`: this process's cores in `count` equal devices.
 
-    Cores that do not divide evenly go to the first devices. Memory is what is available now,
-    divided. Raises `MachineError` if there are fewer cores than devices.
+    Where cores do not divide evenly, some devices have one more, the last one always and the
+    first, the host, never. Memory is what is available now, divided. Raises `MachineError` if
+    there are fewer cores than devices.
     """
     cores = sorted(os.sched_getaffinity(0))
     if not 1 <= count <= len(cores):
@@ -47,6 +48,25 @@ def local_machine(count: int = 1) -> Machine:
         Link(a, b, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, a) for a in names for b in names if a != b
     )
     return Machine("here" if count == 1 else f"here/{count}", devices, names[0], links)
+
+
+def check_local(machine: Machine) -> None:
+    """Raise `MachineError` unless the devices are CPUs of the machine we stand on: its model, and
+    cores that this process may use, none of them twice."""
+    here, seen = os.sched_getaffinity(0), set[int]()
+    for device in machine.devices:
+        where = f"machine {machine.name!r}: device {device.name!r}"
+        if device.kind != "cpu" or device.model != _cpu_model():
+            raise MachineError(
+                f"{where} is a {device.kind} {device.model!r} with cores, but the cores here are "
+                f"of a cpu {_cpu_model()!r}; leave out cores to plan for another machine"
+            )
+        missing = sorted(set(device.cores) - here)
+        if missing:
+            raise MachineError(f"{where} has core {missing[0]}; here are {sorted(here)}")
+        if len(set(device.cores)) < len(device.cores) or seen & set(device.cores):
+            raise MachineError(f"{where}: a core is listed twice; each belongs to one device")
+        seen |= set(device.cores)
 
 
 def available_bytes() -> int:

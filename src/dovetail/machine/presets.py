@@ -104,11 +104,16 @@ def parse_machine(text: str) -> Machine:
     The rates of `here` are typical ones until `costs.probe` measures them. Raises
     `UnknownPresetError`, or what loading the file raises.
     """
-    if re.fullmatch(r"here(/\d+)?", text):
+    if names_here(text):
         return local_machine(int(text[5:] or 1))
     if text.endswith(".toml"):
         return load_machine(Path(text))
     return combine(text)
+
+
+def names_here(text: str) -> bool:
+    """Is this the text of the machine we stand on, "here" or "here/2"?"""
+    return re.fullmatch(r"here(/[0-9]{1,9})?", text) is not None
 
 
 def combine(text: str) -> Machine:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import MachineError, NoRouteError, UnknownDeviceError
+from dovetail.units import MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Device:
         if self.kind != "host":
             rates["bandwidth_bytes_per_second"] = self.bandwidth_bytes_per_second
             rates |= {f"flops_per_second.{k}": v for k, v in self.flops_per_second.items()}
+        if not 0 <= self.memory_bytes <= MOST_BYTES:
+            raise MachineError(
+                f"device {self.name!r}: memory_bytes is {self.memory_bytes}, not 0 to {MOST_BYTES}"
+            )
         for name, value in rates.items():
             positive = name.startswith(("bandwidth", "flops"))
             if not np.isfinite(value) or value < 0 or (positive and value == 0):
@@ -120,7 +125,8 @@ class Machine:
 
     @property
     def local(self) -> bool:
-        """True if this machine is the one it was described on, whose devices can execute."""
+        """True if every device is a CPU of the machine it was described on: what can execute.
+        `machine.check_local` says whether that is the one we stand on."""
         return all(device.cores for device in self.devices)
 
     def device_index(self, name: str) -> int:

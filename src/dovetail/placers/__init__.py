@@ -1,8 +1,9 @@
 """Placers: which device runs each op. One file per method."""
 
-from dovetail.placers.auto import BASELINES, PLACERS, Outcome, Placer, place
-from dovetail.placers.budget import Budget, Score, parse_budget
-from dovetail.placers.problem import GroupPlacement, Problem, make_problem
+from dovetail.placers.auto import PLACERS, Outcome, place
+from dovetail.placers.baselines import BASELINES, Placer
+from dovetail.placers.budget import Budget, Score, keeping_interrupts, parse_budget
+from dovetail.placers.problem import GroupPlacement, Problem, make_problem, permitted
 
 __all__ = [
     "BASELINES",
@@ -13,7 +14,9 @@ __all__ = [
     "Placer",
     "Problem",
     "Score",
+    "keeping_interrupts",
     "make_problem",
     "parse_budget",
+    "permitted",
     "place",
 ]

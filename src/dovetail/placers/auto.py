@@ -13,23 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import OutOfMemoryError, UsageError
-from dovetail.placers.balanced import balanced
-from dovetail.placers.budget import UNKNOWN, Budget, Score
-from dovetail.placers.etf import etf
+from dovetail.placers.baselines import BASELINES, Placer, attempt, try_baselines
+from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, exhaustive
-from dovetail.placers.expert import expert
 from dovetail.placers.local_search import local_search
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.placers.single import single
 from dovetail.plans import Placement, normalise
-
-Placer = Callable[[Problem, Budget], GroupPlacement]
-BASELINES: dict[str, Placer] = {
-    "single": single,
-    "expert": expert,
-    "balanced": balanced,
-    "etf": etf,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +46,13 @@ class Outcome:
 
 
 def auto(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best feasible placement of all methods."""
-    for method in BASELINES.values():
-        budget.score(problem, method(problem, budget)[None], always=True)
-    return _search_of(problem, budget)[1](problem, budget)
+    """The best placement of all methods; ties: of the first one."""
+    try_baselines(problem, budget)
+    if can_enumerate(problem, budget):
+        attempt("exhaustive", exhaustive, problem, budget)
+    else:
+        attempt("local_search", local_search, problem, budget)
+    return min(budget.found.values(), key=lambda pair: pair[0])[1]
 
 
 PLACERS: dict[str, Placer] = {
@@ -81,24 +73,21 @@ def place(
     budget     of the search; the four baselines are always evaluated, and count
     progress   called with (share of the budget spent, best feasible value so far or inf)
 
-    Ctrl-C ends the search with the best so far, `interrupted`. Raises `UsageError` for an unknown
+    Ctrl-C ends the search with the best so far, `interrupted`; within `keeping_interrupts` at
+    whatever moment it arrives. Raises `UsageError` for an unknown
     name, and `OutOfMemoryError` with the device that lacks most where the method found nothing
     that fits.
     """
     if placer_name not in PLACERS:
         raise UsageError("--placer", f"{placer_name!r} is not one of {', '.join(PLACERS)}")
     budget.progress = progress
-    found = {name: _found(BASELINES[name], problem, budget) for name in BASELINES}
-    if placer_name == "auto":
-        name, search = _search_of(problem, budget)
-        found[name] = _found(search, problem, budget)
-    elif placer_name not in found:
-        found[placer_name] = _found(PLACERS[placer_name], problem, budget)
-    known = {name: result for name, result in found.items() if result is not None}
-    if not known or (placer_name in BASELINES and placer_name not in known):
-        raise KeyboardInterrupt  # stopped before the first evaluation: there is nothing to return
-    chosen = placer_name if placer_name in known else min(known, key=lambda name: known[name][0])
-    score, placement = known[chosen]
+    try_baselines(problem, budget)
+    attempt(placer_name, PLACERS[placer_name], problem, budget)
+    found = {name: pair for name, pair in budget.found.items() if name != "auto"}
+    if placer_name in BASELINES and placer_name not in found:
+        raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for
+    chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
+    score, placement = found[chosen]
     if score.lacking_bytes:
         raise _lack(problem, budget.peaks(placement))
     return Outcome(
@@ -108,30 +97,12 @@ def place(
         feasible=True,
         placer=chosen,
         baselines={
-            name: None if found_score.lacking_bytes else found_score.value
-            for name, (found_score, _) in known.items()
+            name: None if score.lacking_bytes else score.value for name, (score, _) in found.items()
         },
         evaluations=budget.spent,
         seconds=budget.spent_seconds,
         interrupted=budget.interrupted,
     )
-
-
-def _search_of(problem: Problem, budget: Budget) -> tuple[str, Placer]:
-    if can_enumerate(problem, budget):
-        return "exhaustive", exhaustive
-    return "local_search", local_search
-
-
-def _found(method: Placer, problem: Problem, budget: Budget) -> tuple[Score, GroupPlacement] | None:
-    """What a method finds, evaluated; None if a Ctrl-C left nothing."""
-    try:
-        placement = method(problem, budget)
-        score = budget.score(problem, placement[None], always=True)[0]
-    except KeyboardInterrupt:
-        budget.interrupted = True
-        return None
-    return None if score == UNKNOWN else (score, placement)
 
 
 def _lack(problem: Problem, peaks: NDArray[np.int64]) -> OutOfMemoryError:

@@ -6,9 +6,13 @@ leaves it whole.
 """
 
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +48,7 @@ class Budget:
     pace_seconds           what one evaluation of the latest batch took
     interrupted            a Ctrl-C arrived: nothing more is bought, but for what must be
     progress               called with (share of the budget spent, best feasible value or inf)
+    found                  method -> what it found, in the order tried
     """
 
     seconds: float = np.inf
@@ -54,6 +59,7 @@ class Budget:
     spent: int = 0
     pace_seconds: float = 0.0
     best: tuple[Score, GroupPlacement, NDArray[np.int64]] | None = None
+    found: dict[str, tuple[Score, GroupPlacement]] = field(default_factory=dict)
     _ledger: dict[bytes, tuple[Score, NDArray[np.int64]]] = field(default_factory=dict)
     _began: float = field(init=False)
 
@@ -138,6 +144,38 @@ def parse_budget(text: str, clock: Callable[[], float] = time.monotonic) -> Budg
     if match[2] == "e":
         return Budget(evaluations=amount, clock=clock)
     return Budget(seconds=amount, clock=clock)
+
+
+@contextmanager
+def keeping_interrupts(budget: Budget) -> Iterator[None]:
+    """Within it a first Ctrl-C only sets `budget.interrupted`, wherever it arrives; a second raises
+    `KeyboardInterrupt`.
+
+    Does nothing outside the main thread, which alone is interrupted, or where the program has its
+    own handler.
+    """
+    theirs = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or theirs is not signal.default_int_handler:
+        yield
+        return
+
+    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+        if budget.interrupted:
+            raise _SecondInterrupt
+        budget.interrupted = True
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    except _SecondInterrupt:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, theirs)
+
+
+class _SecondInterrupt(BaseException):
+    """Passes through whatever keeps the best so far at a `KeyboardInterrupt`."""
 
 
 def _batches(rows: list[int], ops: int) -> Iterator[list[int]]:

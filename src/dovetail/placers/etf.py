@@ -62,6 +62,7 @@ class _Schedule:
         self.now: list[list[tuple[float, int]]] = [[] for _ in range(problem.devices)]
         self.later: list[list[tuple[float, float, int]]] = [[] for _ in range(problem.devices)]
         self.done: list[bool] = graph.is_source.tolist()
+        self.given_away = False
 
     def run(self) -> NDArray[np.int32]:
         for op, waits in enumerate(self.waiting):
@@ -69,7 +70,11 @@ class _Schedule:
                 self._make_ready(op)
         left = self.done.count(False)
         while left:
-            starts, _, op, device = min(filter(None, map(self._first, range(len(self.free)))))
+            self.given_away = False
+            firsts = [self._first(device) for device in range(len(self.free))]
+            if self.given_away:  # perhaps to a device that had answered before: ask all again
+                continue
+            starts, _, op, device = min(first for first in firsts if first is not None)
             self._start(op, device, starts)
             left -= 1
         return np.array(self.placed, dtype=np.int32)
@@ -114,6 +119,7 @@ class _Schedule:
             return self.done[op] or home != device
         fits = [d for d in self.choices[group] if self.room[d] >= self.bytes[group]]
         if not fits:
+            self.given_away = True
             roomiest = max(self.choices[group], key=lambda d: (self.room[d], -d))
             self._settle(group, roomiest)
             for ready in sorted(self.ready_in[group] - {op}):

@@ -11,6 +11,9 @@ improve, the next batch tries them together. A search that stalls goes on from a
 from the best placement, blended with another start or shaken by a few moves (iterated local search;
 Lourenco, Martin and Stutzle, 2003, https://doi.org/10.1007/0-306-48056-5_11).
 
+Differences: annealing judges the best of a batch instead of one move, and its temperature follows
+the budget spent instead of a fixed schedule; a restart is accepted whatever it finds.
+
 Memory comes first: of two placements the one that lacks fewer bytes is better, whatever its value.
 Kinds of move that have won are proposed more often. No placement is evaluated twice. Ties fall to
 the earlier proposal, so a seed and a budget of evaluations give one result.
@@ -21,13 +24,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.placers.balanced import balanced
+from dovetail.placers.baselines import try_baselines
 from dovetail.placers.budget import UNKNOWN, Budget, Score
-from dovetail.placers.etf import etf
-from dovetail.placers.expert import expert
 from dovetail.placers.moves import MOVES, Landscape, landscape
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.placers.single import single
 
 BATCH = 16
 TEMPERATURE = 0.02
@@ -42,17 +42,15 @@ GIVE_UP = 20
 
 def local_search(problem: Problem, budget: Budget) -> GroupPlacement:
     """The best placement found until the budget is spent, or until nothing new is found."""
-    starts = np.unique(
-        np.stack([method(problem, budget) for method in (single, expert, balanced, etf)]), axis=0
-    )
-    scores = budget.score(problem, starts, always=True)
-    order = sorted(range(len(starts)), key=lambda i: (scores[i], i))
+    try_baselines(problem, budget)
+    found = [placement for _, placement in sorted(budget.found.values(), key=lambda pair: pair[0])]
+    starts = list({placement.tobytes(): placement for placement in found}.values())
     if len(problem.free):
         try:
-            _Search(problem, budget, starts[order]).run()
+            _Search(problem, budget, np.stack(starts)).run()
         except KeyboardInterrupt:
             budget.interrupted = True
-    return budget.best[1] if budget.best is not None else starts[order[0]]
+    return budget.best[1] if budget.best is not None else starts[0]
 
 
 @dataclass

@@ -188,15 +188,9 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
 def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> NDArray[np.bool_]:
     """[groups, devices] by kinds of device and by costs."""
     kinds = [device.kind for device in machine.devices]
-    runs = np.array([kind != "host" for kind in kinds])
-
-    @cache
-    def of_kinds(wanted: tuple[str, ...]) -> NDArray[np.bool_]:
-        return runs if not wanted else runs & np.array([kind in wanted for kind in kinds])
-
-    per_op = np.stack([of_kinds(wanted) for wanted in graph.device_kinds])
-    per_op = per_op & np.isfinite(costs.compute_seconds)
-    per_op[graph.is_source] = runs
+    per_op = np.stack([graph.runs_on(kind) for kind in kinds], axis=1)
+    per_op &= np.isfinite(costs.compute_seconds)
+    per_op[graph.is_source] = [kind != "host" for kind in kinds]
     forbidden = np.zeros((groups.count, len(kinds)), dtype=bool)
     np.logical_or.at(forbidden, groups.of_op, ~per_op)
     return ~forbidden
@@ -213,16 +207,10 @@ def _pinned(
     graph: Graph, machine: Machine, groups: Groups, pins: tuple[tuple[str, str], ...]
 ) -> dict[int, int]:
     """group -> device."""
-    movable = graph.residences >= 0
     by: dict[int, tuple[int, str]] = {}
     for pattern, name in pins:
         device = machine.device_index(name)
-        matched = _matched(graph, pattern)
-        if not matched.any():
-            raise PinError(pattern)
-        if not (matched & movable).any():
-            raise PinError(pattern, "matches only inputs and constants, which carry no choice")
-        for group in np.unique(groups.of_op[matched & movable]).tolist():
+        for group in np.unique(groups.of_op[_choosable(graph, pattern)]).tolist():
             there, earlier = by.setdefault(group, (device, pattern))
             if there != device:
                 raise PinError(
@@ -231,6 +219,31 @@ def _pinned(
                     f"{machine.device_names[there]}; ops of one group stay together",
                 )
     return {group: device for group, (device, _) in by.items()}
+
+
+def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
+    """[ops, devices] where kinds of device and pins let each op run, whatever group it is in: what
+    holds for every plan that the user permits, not only for those that a placer looks at.
+
+    Raises `PinError` and `UnknownDeviceError`.
+    """
+    allowed = np.stack([graph.runs_on(device.kind) for device in machine.devices], axis=1)
+    for pattern, name in pins:
+        pinned = np.arange(allowed.shape[1]) == machine.device_index(name)
+        # What is updated lives with its update.
+        allowed[graph.residences[_choosable(graph, pattern)]] &= pinned
+    return allowed
+
+
+def _choosable(graph: Graph, pattern: str) -> NDArray[np.bool_]:
+    """[ops] that match and carry a choice; `PinError` where there is none."""
+    matched = _matched(graph, pattern)
+    if not matched.any():
+        raise PinError(pattern)
+    matched &= graph.residences >= 0
+    if not matched.any():
+        raise PinError(pattern, "matches only inputs and constants, which carry no choice")
+    return matched
 
 
 def _matched(graph: Graph, pattern: str) -> NDArray[np.bool_]:

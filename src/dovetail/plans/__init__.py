@@ -1,7 +1,15 @@
 """Plans: records, rules, files."""
 
 from dovetail.plans.files import load_plan, save_plan
-from dovetail.plans.records import OBJECTIVES, Placement, Plan, Schedule, Source, Stage
+from dovetail.plans.records import (
+    OBJECTIVES,
+    Placement,
+    Plan,
+    Schedule,
+    Source,
+    Stage,
+    describe_gap,
+)
 from dovetail.plans.rules import capacities_of, check, check_placement, normalise
 
 __all__ = [
@@ -14,6 +22,7 @@ __all__ = [
     "capacities_of",
     "check",
     "check_placement",
+    "describe_gap",
     "load_plan",
     "normalise",
     "save_plan",

@@ -110,6 +110,8 @@ def load_plan(path: str | Path) -> Plan:
         machine = machine_from_dict(file.machine)
         seconds = _seconds(file.costs, len(machine.devices))
         placement = np.array(file.placement, dtype=np.int32)
+        if len(seconds) != len(placement):
+            raise ValueError("costs.index: not one entry an op of the placement")
     except ValidationError as error:
         raise FileFormatError(str(path), first_complaint(error)) from None
     except (ValueError, OverflowError, MachineError) as error:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.machine import Machine
-from dovetail.units import format_bytes, format_seconds
+from dovetail.units import format_bytes, format_seconds, printable
 
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load")
@@ -36,7 +36,7 @@ class Schedule:
 class Source:
     """Where a plan's graph came from, so that it can be captured again.
 
-    model      the MODEL text, e.g. "zoo:rnnlm?layers=2"
+    model      the MODEL text, e.g. "zoo:rnnlm?layers=2"; of a saved graph its file's name
     training   the optimizer's text, e.g. "adam"; "" for inference
     shapes     of the step's inputs, in order
     """
@@ -97,19 +97,32 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the methods, best first, and of the memory each device needs."""
+        proof = f"; bound by {self.bound_proof}" if self.lower_bound > 0 else ""
         rows = [
             f"{self.source.model or 'graph'} on {self.machine.name}: {self.objective} "
-            f"{format_seconds(self.value)} by {self.placer}, at most {self.gap:.1%} above the "
-            f"optimum ({self.bound_proof})"
+            f"{format_seconds(self.value)} by {self.placer}, {describe_gap(self)}{proof}"
         ]
         known = [(v, name) for name, v in self.baselines.items() if v is not None]
         rows += [
-            f"  {name:<14}{format_seconds(v):>10}{v / self.value:8.2f} x"
+            f"  {name:<14}{format_seconds(v):>10}"
+            + (f"{v / self.value:8.2f} x" if self.value > 0 else "")
             for v, name in sorted(known)
         ]
         rows += [f"  {name:<14}no feasible plan" for name, v in self.baselines.items() if v is None]
-        rows += [
-            f"  {device.name:<14}{format_bytes(peak):>10} of {format_bytes(device.memory_bytes)}"
-            for device, peak in zip(self.machine.devices, self.peak_memory_bytes, strict=True)
-        ]
-        return "\n".join(rows)
+        caps = dict(self.caps)
+        for device, peak in zip(self.machine.devices, self.peak_memory_bytes, strict=True):
+            available = min(device.memory_bytes, caps.get(device.name, device.memory_bytes))
+            cap = " (cap)" if device.name in caps else ""
+            rows.append(
+                f"  {device.name:<14}{format_bytes(peak):>10} of {format_bytes(available)}{cap}"
+            )
+        return printable("\n".join(rows))
+
+
+def describe_gap(plan: Plan) -> str:
+    """ "within 3.1 % of optimal", "optimal", "at most 2.5 x the optimum", or "no bound"."""
+    if not np.isfinite(plan.gap):
+        return "no bound"
+    if plan.gap >= 1:
+        return f"at most {1 + plan.gap:.3g} x the optimum"
+    return "optimal" if plan.gap <= 1e-9 else f"within {100 * plan.gap:.3g} % of optimal"

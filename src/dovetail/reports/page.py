@@ -15,12 +15,12 @@ from importlib import resources
 
 import numpy as np
 
-from dovetail.plans import Plan, capacities_of
+from dovetail.plans import Plan, capacities_of, describe_gap
 from dovetail.reports import charts, payload
 from dovetail.reports.layout import draw
 from dovetail.reports.limits import Limits, explain, find_limits, shares
 from dovetail.reports.records import Report, utilisation
-from dovetail.reports.tables import describe_gap, format_value, plan_facts, run_rows
+from dovetail.reports.tables import format_value, plan_facts, run_rows
 from dovetail.runtime.atomic import write_atomically
 from dovetail.timeline import Timeline
 from dovetail.units import format_bytes, format_count, format_seconds

@@ -1,36 +1,35 @@
-"""Terminal tables. Each function returns a rich renderable and prints nothing."""
+"""Terminal tables. Each function returns a rich renderable and prints nothing.
+
+Every name in them is foreign: `escape` keeps rich from obeying its markup, and the terminal its
+control characters.
+"""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.table import Table
 from rich.text import Text
 
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Machine
-from dovetail.plans import Plan, capacities_of
+from dovetail.plans import Plan, capacities_of, describe_gap
 from dovetail.reports.limits import Limits, explain, shares
-from dovetail.reports.records import utilisation
 from dovetail.timeline import Timeline
-from dovetail.units import format_bytes, format_count, format_seconds
+from dovetail.units import format_bytes, format_count, format_seconds, printable
+
+
+def escape(text: str) -> str:
+    """A foreign text as rich and the terminal show it, character by character."""
+    return escape_markup(printable(text))
 
 
 def format_value(plan: Plan, value: float) -> str:
     """A value of the plan's objective: seconds, or the unit of the costs that were given."""
     return f"{value:.6g}" if plan.costs_source == "given" else format_seconds(value)
-
-
-def describe_gap(plan: Plan) -> str:
-    """ "within 3.1 % of optimal", "optimal", "at most 2.5 x the optimum", or "no bound"."""
-    if not np.isfinite(plan.gap):
-        return "no bound"
-    if plan.gap >= 1:
-        return f"at most {1 + plan.gap:.3g} x the optimum"
-    return "optimal" if plan.gap <= 1e-9 else f"within {100 * plan.gap:.3g} % of optimal"
 
 
 def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
@@ -153,20 +152,7 @@ def limits_table(limits: Limits, timeline: Timeline, plan: Plan) -> RenderableTy
     for what, share in shares(limits, timeline):
         spent = format_seconds(share * limits.total_seconds)
         table.add_row(escape(what), spent, f"{100 * share:.1f} %")
-    return Group(Text(explain(limits, timeline, plan)), table)
-
-
-def utilisation_table(timeline: Timeline) -> Table:
-    """Per device and channel: busy seconds and their share of the step."""
-    table = _table("", "busy", "of the step")
-    for name, busy, share in zip(
-        timeline.devices, timeline.busy_seconds, utilisation(timeline), strict=True
-    ):
-        table.add_row(escape(name), format_seconds(busy), f"{100 * share:.1f} %")
-    for name, busy in zip(timeline.channels, timeline.channel_seconds, strict=True):
-        share = busy / timeline.step_seconds if timeline.step_seconds else 0.0
-        table.add_row(escape(name), format_seconds(busy), f"{100 * share:.1f} %")
-    return table
+    return Group(Text(printable(explain(limits, timeline, plan))), table)
 
 
 def machine_table(machine: Machine) -> RenderableType:

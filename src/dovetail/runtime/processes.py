@@ -31,6 +31,14 @@ _THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMBA_NUM_THREADS",
 )
+_SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_SPINS = 10_000
+"""How often an OpenMP thread looks for its next piece of work before it sleeps: about 0.1 ms.
+
+By default it is 30 times as often; where another program takes one of the cores, the threads then
+wait for each other through whole time slices (ops of 40 us took 8 ms). To sleep at once would cost
+every small op some 90 us (see `benchmarks/spinning`).
+"""
 
 
 class Worker:
@@ -134,12 +142,19 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
                 json.dumps(sys.path),
             ],
             pass_fds=(theirs.fileno(),),
-            env=os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
+            env=_environment(threads),
             stdin=subprocess.DEVNULL,
             stdout=2,  # standard output is the parent's alone
             process_group=0,  # out of reach of the terminal's Ctrl-C
         )
     return Worker(name or entry, process, Channel(ours.detach()))
+
+
+def _environment(threads: int) -> dict[str, str]:
+    found = dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    if threads > 1 and not any(name in found for name in _SPIN_VARIABLES):
+        found["GOMP_SPINCOUNT"] = str(_SPINS)
+    return found
 
 
 def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> list[Worker]:

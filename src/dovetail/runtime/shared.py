@@ -6,6 +6,7 @@ open or mapped. Its descriptor travels over a worker's channel.
 
 import mmap
 import os
+import weakref
 from typing import Any, Self
 
 import numpy as np
@@ -36,14 +37,21 @@ class Block:
 
     def __init__(self, descriptor: int) -> None:
         """Map the block behind `descriptor`, which it owns from here on."""
+        self._close = weakref.finalize(self, os.close, descriptor)  # also if nobody closes it
         self.descriptor = descriptor
         self.size_bytes = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, self.size_bytes)
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
+        """A new block. The system promises its memory to whoever asks, and kills a process that
+        writes to what is not there: compare with what is available first."""
         descriptor = os.memfd_create("dovetail", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, max(size_bytes, 1))
+        try:
+            os.ftruncate(descriptor, max(size_bytes, 1))
+        except BaseException:
+            os.close(descriptor)
+            raise
         return cls(descriptor)
 
     @property
@@ -58,6 +66,6 @@ class Block:
     def close(self) -> None:
         """Give up the memory; it goes with the last view of it, here and elsewhere."""
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            self._close()
             self.descriptor = -1
             del self._memory

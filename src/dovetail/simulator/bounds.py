@@ -29,6 +29,7 @@ from scipy.sparse import coo_array
 from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError
 from dovetail.graph import HOST, Graph
+from dovetail.graph.records import csr_offsets
 from dovetail.machine import Machine
 from dovetail.simulator.compiling import inlined, kernel
 from dovetail.simulator.flat import Flat, Float64, Int32, flatten
@@ -85,8 +86,7 @@ def critical_path_seconds(flat: Flat, seconds: Float64) -> float:
             ends[op] = np.inf
             ends[op, flat.host] = 0.0
     befores = np.argsort(flat.control_targets, kind="stable").astype(np.int32)
-    counts = np.bincount(flat.control_targets, minlength=flat.ops)
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    offsets = csr_offsets(flat.control_targets, flat.ops)
     owners = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.control_offsets))
     _earliest_ends(flat, seconds, offsets, owners[befores], ends)
     return float(ends.min(axis=1).max(initial=0.0, where=flat.is_source == 0))

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from dovetail.costs import Costs
 from dovetail.errors import OrderError
 from dovetail.graph import EVERYWHERE, HOST, Graph
+from dovetail.graph.records import csr_offsets
 from dovetail.machine import Machine
 from dovetail.plans import Schedule
 
@@ -181,7 +182,7 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
         fresh_bytes=_sums(graph.producers, fresh, ops),
         consumer_offsets=_int32(graph.consumer_offsets),
         consumers=_int32(graph.consumers),
-        control_offsets=_offsets(graph.control[:, 0], ops),
+        control_offsets=csr_offsets(graph.control[:, 0], ops),
         control_targets=_int32(graph.control[order, 1]),
         compute_seconds=np.array(costs.compute_seconds, np.float64, order="C"),
         link_of=_int32(machine.link_index),
@@ -340,10 +341,6 @@ def _index(names: tuple[str, ...], name: str) -> int:
 
 def _int32(values: ArrayLike) -> Int32:
     return np.array(values, np.int32, order="C")
-
-
-def _offsets(owners: Int32, count: int) -> Int32:
-    return _int32(np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count))]))
 
 
 def _sums(owners: Int32, values: Int64, count: int) -> Int64:

@@ -1,0 +1,90 @@
+"""Ops on two threads under several lengths of OpenMP's spinning, in turn.
+
+python benchmarks/spinning/run.py [--rounds 3] [--steps 300]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+SETTINGS = (
+    {},
+    {"OMP_WAIT_POLICY": "passive"},
+    {"GOMP_SPINCOUNT": "1000"},
+    {"GOMP_SPINCOUNT": "10000"},
+    {"GOMP_SPINCOUNT": "100000"},
+)
+
+
+def one(steps: int) -> dict[str, float]:
+    """Microseconds of a chain of ops, and the median of its one elementwise product."""
+    import torch
+
+    torch.set_num_threads(2)
+    rows, weight, bias = torch.rand(16, 256), torch.rand(256, 1024), torch.rand(1024)
+    left, right = torch.rand(64, 2048), torch.rand(64, 2048)
+    image, kernel, square = (
+        torch.rand(1, 64, 35, 35),
+        torch.rand(96, 64, 3, 3),
+        torch.rand(512, 512),
+    )
+    chain = [
+        lambda: left * right,
+        lambda: torch.addmm(bias, rows, weight),
+        lambda: torch.sigmoid(left),
+        lambda: torch.log_softmax(left, 1),
+        lambda: torch.nn.functional.conv2d(image, kernel, padding=1),
+        lambda: square @ square,
+    ]
+    seconds: list[list[float]] = []
+    with torch.inference_mode():
+        for _ in range(steps):
+            stamps = [time.perf_counter()]
+            for call in chain:
+                call()
+                stamps.append(time.perf_counter())
+            seconds.append([stamps[1] - stamps[0], stamps[-1] - stamps[0]])
+    whole = sorted(chain_seconds for _, chain_seconds in seconds[20:])
+    return {
+        "product": statistics.median(product for product, _ in seconds[20:]) * 1e6,
+        "median": statistics.median(whole) * 1e6,
+        "mean": statistics.mean(whole) * 1e6,
+        "99 %": whole[int(0.99 * len(whole))] * 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--one", action="store_true", help="one setting, as JSON")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(one(arguments.steps)))
+        return
+    found: dict[str, list[dict[str, float]]] = {}
+    for _ in range(arguments.rounds):
+        for setting in SETTINGS:
+            name = ", ".join("=".join(pair) for pair in setting.items()) or "default"
+            ran = subprocess.run(
+                [sys.executable, __file__, "--one", "--steps", str(arguments.steps)],
+                env=os.environ | setting,
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+            found.setdefault(name, []).append(json.loads(ran.stdout))
+    print("| setting | product us | chain us: median | mean | 99 % |\n|---|---|---|---|---|")
+    for name, rows in found.items():
+        columns = [
+            " / ".join(f"{row[key]:.0f}" for row in rows)
+            for key in ("product", "median", "mean", "99 %")
+        ]
+        print(f"| {name} | {' | '.join(columns)} |")
+
+
+if __name__ == "__main__":
+    main()
