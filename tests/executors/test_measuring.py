@@ -3,7 +3,7 @@ import pytest
 from test_shares import plan_for, small_graph
 
 from dovetail.errors import UsageError
-from dovetail.executors.measuring import Measurement, measure_interleaved, measure_steps
+from dovetail.executors.measuring import measure_steps
 from dovetail.executors.shares import share_out
 from dovetail.executors.timelines import timeline_of
 from dovetail.runtime.shared import Block
@@ -40,22 +40,6 @@ def test_one_step_cannot_be_measured():
     fake = FakePlan([])
     with pytest.raises(UsageError, match="must be at least 2"):
         measure_steps(fake.advance, fake.timeline, steps=1, warmup=0)
-
-
-def test_interleaving_goes_round():
-    turns = []
-
-    class Fake:
-        def __init__(self, name):
-            self.name = name
-
-        def measure(self, *, steps, warmup):
-            turns.append((self.name, warmup))
-            return Measurement(np.ones(steps - 1), FakePlan([1.0]).timeline)
-
-    found = measure_interleaved([Fake("a"), Fake("b")], steps=5, warmup=3, repeats=2)
-    assert turns == [("a", 3), ("b", 3), ("a", 1), ("b", 1)]
-    assert [[len(m.step_seconds) for m in of_one] for of_one in found] == [[4, 4], [4, 4]]
 
 
 def test_stamps_become_a_timeline():

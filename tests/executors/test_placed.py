@@ -14,7 +14,7 @@ from dovetail.errors import (
     RunError,
     UsageError,
 )
-from dovetail.executors import Workers, measure_interleaved, run
+from dovetail.executors import Workers, run
 from dovetail.executors import placed as placed_runs
 from dovetail.executors.shares import share_out
 from dovetail.frontends import SGD, Adam, capture, example_values, initial_values, run_step
@@ -324,9 +324,9 @@ def test_plans_are_measured_in_turn_on_the_same_processes(workers):
         run(plan_for(captured, 0), captured, workers=workers) as first,
         run(plan_for(captured, 1), captured, workers=workers) as second,
     ):
-        found = measure_interleaved([first, second], steps=3, repeats=2)
-    assert [[len(m.step_seconds) for m in of_one] for of_one in found] == [[2, 2], [2, 2]]
-    assert found[0][0].timeline.op_devices.tolist() != found[1][0].timeline.op_devices.tolist()
+        found = [one.measure(steps=3) for one in (first, second, first)]
+    assert [len(measurement.step_seconds) for measurement in found] == [2, 2, 2]
+    assert found[0].timeline.op_devices.tolist() != found[1].timeline.op_devices.tolist()
     assert workers.pids[:2] == pids[:2]
 
 

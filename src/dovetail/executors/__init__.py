@@ -1,6 +1,6 @@
 """Executors: a checked plan, for real. So far on the CPU devices of one machine."""
 
-from dovetail.executors.measuring import Measurement, measure_interleaved
+from dovetail.executors.measuring import Measurement
 from dovetail.executors.placed import Placed, run
 from dovetail.executors.workers import Workers
 
@@ -8,6 +8,5 @@ __all__ = [
     "Measurement",
     "Placed",
     "Workers",
-    "measure_interleaved",
     "run",
 ]

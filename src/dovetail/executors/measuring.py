@@ -6,9 +6,8 @@ the first, report the rest. Differences: the median, as identical runs differ on
 The steps that count are not stamped; a few more are, for the timeline.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,19 +62,3 @@ def measure_steps(
         timelines.append(timeline())
     timelines.sort(key=lambda timeline: timeline.step_seconds)
     return Measurement(np.array(seconds), timelines[TIMED_STEPS // 2])
-
-
-class Measurable(Protocol):
-    def measure(self, *, steps: int, warmup: int) -> Measurement: ...
-
-
-def measure_interleaved(
-    placed: Sequence[Measurable], *, steps: int = 10, warmup: int = 2, repeats: int = 3
-) -> list[list[Measurement]]:
-    """[placed][repeats]: measure all in turn, `repeats` times over, so that what disturbs the
-    machine for a while disturbs all alike. The others sleep meanwhile."""
-    found: list[list[Measurement]] = [[] for _ in placed]
-    for repeat in range(repeats):
-        for of_one, one in zip(found, placed, strict=True):
-            of_one.append(one.measure(steps=steps, warmup=warmup if repeat == 0 else 1))
-    return found

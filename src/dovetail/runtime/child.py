@@ -50,7 +50,8 @@ def _die_with(parent: int) -> None:
 
 def _keep_memory() -> None:
     """Have malloc keep what is freed, as far as it can be told: a step frees and asks for the same
-    sizes over and over, and fresh pages cost a fault each (a log-softmax took 29 us, 12 without).
+    sizes over and over, and fresh pages cost a fault each (a log-softmax took 29 us; 15 to 18
+    without).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # a libc without it has a policy of its own
