@@ -12,7 +12,7 @@ LAYERS = [
     {"graph", "machine", "timeline", "training", "networks"},
     {"frontends", "plans"},
     {"costs"},
-    {"simulator"},
+    {"simulator", "instances"},
     {"placers", "schedulers"},
     {"executors"},
     {"reports"},

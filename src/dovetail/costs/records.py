@@ -1,4 +1,4 @@
-"""Costs: how long every op takes on every device."""
+"""Costs: how long every op takes on every device, and what every send moves."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,21 @@ SOURCES = ("analytic", "measured", "given")
 class Costs:
     """compute_seconds [ops, devices]: inf where the device cannot run the op, 0 for source ops.
 
-    source   "analytic", "measured" or "given"
+    source       "analytic", "measured" or "given"
+    sent_bytes   [tensors] what a send of each tensor moves, where that is given apart from the
+                 bytes it occupies; None: its own bytes
     """
 
     compute_seconds: NDArray[np.float64]
     source: str
+    sent_bytes: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        seconds = np.array(self.compute_seconds, dtype=np.float64)
-        seconds.flags.writeable = False
-        object.__setattr__(self, "compute_seconds", seconds)
+        for name in ("compute_seconds", "sent_bytes"):
+            if getattr(self, name) is not None:
+                values = np.array(getattr(self, name), dtype=np.float64)
+                values.flags.writeable = False
+                object.__setattr__(self, name, values)
         assert self.source in SOURCES, self.source
 
     def check(self, graph: Graph) -> None:
@@ -35,3 +40,15 @@ class Costs:
         if bad.any():
             op = int(np.flatnonzero(bad.any(axis=1))[0])
             raise CostError(graph.names[op], f"seconds are {self.compute_seconds[op].tolist()}")
+        sent = self.sends_of(graph)
+        bad = ~((sent >= 0) & (sent < np.inf))
+        if len(sent) != graph.tensors or bad.any():
+            tensor = int(np.flatnonzero(bad)[0]) if bad.any() else -1
+            name = graph.names[int(graph.producers[tensor])]
+            raise CostError(name, f"bytes sent are {sent[tensor] if bad.any() else sent.shape}")
+
+    def sends_of(self, graph: Graph) -> NDArray[np.float64]:
+        """[tensors] bytes that a send of each tensor moves."""
+        if self.sent_bytes is not None:
+            return self.sent_bytes
+        return graph.tensor_bytes.astype(np.float64)

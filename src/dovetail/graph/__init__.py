@@ -1,7 +1,19 @@
-"""Graphs: records, validation, files, grouping."""
+"""Graphs: records, validation, files, grouping, a synthetic network."""
 
 from dovetail.graph.files import load_graph, save_graph
-from dovetail.graph.grouping import Groups, group
+from dovetail.graph.grouping import Groups, colocate, group
 from dovetail.graph.records import EVERYWHERE, HOST, Graph, Phase
+from dovetail.graph.synthetic import layered
 
-__all__ = ["EVERYWHERE", "HOST", "Graph", "Groups", "Phase", "group", "load_graph", "save_graph"]
+__all__ = [
+    "EVERYWHERE",
+    "HOST",
+    "Graph",
+    "Groups",
+    "Phase",
+    "colocate",
+    "group",
+    "layered",
+    "load_graph",
+    "save_graph",
+]

@@ -1,8 +1,8 @@
 """Placers: which device runs each op. One file per method."""
 
-from dovetail.placers.auto import PLACERS, Outcome, place
 from dovetail.placers.baselines import BASELINES, Placer
 from dovetail.placers.budget import Budget, Score, keeping_interrupts, parse_budget
+from dovetail.placers.placing import PLACERS, Outcome, place
 from dovetail.placers.problem import GroupPlacement, Problem, make_problem, permitted
 
 __all__ = [

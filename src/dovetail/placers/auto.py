@@ -1,48 +1,53 @@
-"""All methods within one budget, and the table of what each found.
+"""The anytime portfolio: every method within one budget, and the table of what each found.
 
-`auto` tries the best single device, the expert's split, balanced runs and list scheduling, then
-searches with what is left of the budget: every placement where they are few (at most
-`exhaustive.MOST_PLACEMENTS`, and within the budget), which is exact, else local search. It returns
-the best feasible placement that *any* of them evaluated, so it is never worse than one of them.
+1. The baselines, then, where there are few placements (at most `exhaustive.MOST_PLACEMENTS`, and
+   within the budget), all of them, which is exact.
+2. Else the other constructive methods, while they take less than `CONSTRUCTIVE_SHARE`.
+3. What is left goes to the methods that improve, slice by slice. All share the best placement so
+   far and the best bound. A method's share of the budget follows what it has brought,
+
+       share(m)  ~  FLOOR + gains(m) / all gains        gains fade by half at every slice
+
+   where a gain is the relative fall of the best value plus the relative rise of the bound; the
+   next slice goes to the method furthest behind its share. A method's slices double, since exact
+   search and annealing use one long run better than many short ones. A method that returns early
+   with nothing new is done.
+
+The search stops early when the value meets the bound or every method is done. It returns the best
+feasible placement that *any* method evaluated, so it is never worse than one of them.
+
+Portfolio with shares by past success: Gomes and Selman, "Algorithm portfolios", Artificial
+Intelligence 126, 2001, https://doi.org/10.1016/S0004-3702(00)00081-3; dynamic shares as in Gagliolo
+and Schmidhuber, "Learning dynamic algorithm portfolios", 2006,
+https://doi.org/10.1007/s10472-006-9036-z. Differences: one deterministic rule instead of a bandit,
+so that a seed and a budget of evaluations give one plan.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dovetail.errors import OutOfMemoryError, UsageError
-from dovetail.placers.baselines import BASELINES, Placer, attempt, try_baselines
+from dovetail.errors import InvalidError
+from dovetail.placers.baselines import Placer, attempt, try_baselines
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, exhaustive
 from dovetail.placers.local_search import local_search
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.plans import Placement, normalise
 
+CONSTRUCTIVE_SHARE = 0.4
+FIRST_SLICE = 1 / 24
+"""Of what is left when the improving methods begin; slices double from there."""
+FLOOR = 0.15
+"""Share that even a method without gains keeps, before shares are made to sum to 1."""
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a placer found.
-
-    placement           [ops], source entries filled in
-    value               seconds of the objective
-    peak_memory_bytes   [devices]
-    feasible            it fits: always, since what does not fit is raised
-    placer              the method that found it
-    baselines           method -> value, None where it does not fit, in the order tried
-    evaluations         distinct placements that were evaluated
-    """
-
-    placement: Placement
-    value: float
-    peak_memory_bytes: NDArray[np.int64]
-    feasible: bool
-    placer: str
-    baselines: dict[str, float | None]
-    evaluations: int
-    seconds: float
-    interrupted: bool
+CONSTRUCTIVE: dict[str, tuple[tuple[str, Placer], ...]] = {
+    "step": (),
+    "load": (),
+    "latency": (),
+}
+IMPROVING: dict[str, tuple[tuple[str, Placer], ...]] = {
+    "step": (("local_search", local_search),),
+    "load": (("local_search", local_search),),
+    "latency": (("local_search", local_search),),
+}
 
 
 def auto(problem: Problem, budget: Budget) -> GroupPlacement:
@@ -51,62 +56,78 @@ def auto(problem: Problem, budget: Budget) -> GroupPlacement:
     if can_enumerate(problem, budget):
         attempt("exhaustive", exhaustive, problem, budget)
     else:
-        attempt("local_search", local_search, problem, budget)
+        _construct(problem, budget)
+        _improve(problem, budget)
     return min(budget.found.values(), key=lambda pair: pair[0])[1]
 
 
-PLACERS: dict[str, Placer] = {
-    **BASELINES,
-    "local_search": local_search,
-    "auto": auto,
-}
+def _construct(problem: Problem, budget: Budget) -> None:
+    for name, method in CONSTRUCTIVE[problem.objective]:
+        if budget.optimal or budget.fraction >= CONSTRUCTIVE_SHARE:
+            return
+        _attempt(name, method, problem, budget)
 
 
-def place(
-    problem: Problem,
-    placer_name: str,
-    budget: Budget,
-    progress: Callable[[float, float], None] | None = None,
-) -> Outcome:
-    """Run one method, and the cheap ones to compare it with.
-
-    budget     of the search; the four baselines are always evaluated, and count
-    progress   called with (share of the budget spent, best feasible value so far or inf)
-
-    Ctrl-C ends the search with the best so far, `interrupted`; within `keeping_interrupts` at
-    whatever moment it arrives. Raises `UsageError` for an unknown
-    name, and `OutOfMemoryError` with the device that lacks most where the method found nothing
-    that fits.
-    """
-    if placer_name not in PLACERS:
-        raise UsageError("--placer", f"{placer_name!r} is not one of {', '.join(PLACERS)}")
-    budget.progress = progress
-    try_baselines(problem, budget)
-    attempt(placer_name, PLACERS[placer_name], problem, budget)
-    found = {name: pair for name, pair in budget.found.items() if name != "auto"}
-    if placer_name in BASELINES and placer_name not in found:
-        raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for
-    chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
-    score, placement = found[chosen]
-    if score.lacking_bytes:
-        raise _lack(problem, budget.peaks(placement))
-    return Outcome(
-        placement=normalise(problem.spread(placement), problem.graph, problem.machine),
-        value=score.value,
-        peak_memory_bytes=budget.peaks(placement),
-        feasible=True,
-        placer=chosen,
-        baselines={
-            name: None if score.lacking_bytes else score.value for name, (score, _) in found.items()
-        },
-        evaluations=budget.spent,
-        seconds=budget.spent_seconds,
-        interrupted=budget.interrupted,
-    )
+def _improve(problem: Problem, budget: Budget) -> None:
+    arms = [_Arm(name, method) for name, method in IMPROVING[problem.objective]]
+    first = (1 - budget.fraction) * FIRST_SLICE
+    while arms and not (budget.exhausted or budget.optimal):
+        arm = _furthest_behind(arms)
+        arm.slices += 1
+        share = min(first * 2 ** (arm.slices - 1), 1 - budget.fraction)
+        part = budget.slice(
+            seconds=share * budget.seconds, evaluations=_whole(share * budget.evaluations)
+        )
+        gap, began = _state(budget), budget.fraction
+        usable = _attempt(arm.name, arm.method, problem, part)
+        gain, spent = _gain(gap, _state(budget)), budget.fraction - began
+        arm.gains = arm.gains / 2 + gain
+        arm.spent += max(spent, share / 8)
+        if not usable or (gain == 0 and spent < share / 2 and not budget.exhausted):
+            arms.remove(arm)
 
 
-def _lack(problem: Problem, peaks: NDArray[np.int64]) -> OutOfMemoryError:
-    """The error that names the device that lacks most."""
-    device = int((peaks - problem.capacities).argmax())
-    name = problem.machine.device_names[device]
-    return OutOfMemoryError(name, int(peaks[device]), int(problem.capacities[device]))
+@dataclass
+class _Arm:
+    """One improving method: what it was given and what it brought."""
+
+    name: str
+    method: Placer
+    slices: int = 0
+    spent: float = 0.0
+    gains: float = 0.0
+
+
+def _attempt(name: str, method: Placer, problem: Problem, budget: Budget) -> bool:
+    """Run it; False where it refuses this problem (a library is absent, a limit exceeded)."""
+    try:
+        attempt(name, method, problem, budget)
+    except InvalidError:
+        return False
+    return True
+
+
+def _furthest_behind(arms: list[_Arm]) -> _Arm:
+    """Of least spent / share; ties: the first."""
+    total = sum(arm.gains for arm in arms) or 1.0
+    return min(arms, key=lambda arm: arm.spent / (FLOOR + arm.gains / total))
+
+
+def _state(budget: Budget) -> tuple[float, float, float]:
+    """(bytes lacking, best value, bound)"""
+    assert budget.best is not None, "the baselines were evaluated"
+    score = budget.best[0]
+    return score.lacking_bytes, score.value, 0.0 if budget.bound is None else budget.bound.seconds
+
+
+def _gain(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """Relative fall of the value plus relative rise of the bound; fitting into memory counts 1."""
+    (lacking, value, bound), (lacking_now, value_now, bound_now) = before, after
+    if lacking_now < lacking:
+        return 1.0
+    fall = max(0.0, value - value_now) / value if 0 < value < float("inf") else 0.0
+    return fall + (bound_now - bound) / bound_now if bound_now > bound else fall
+
+
+def _whole(evaluations: float) -> float:
+    return evaluations if evaluations == float("inf") else max(1.0, float(int(evaluations)))

@@ -21,22 +21,23 @@ BASELINES: dict[str, Placer] = {
 def try_baselines(problem: Problem, budget: Budget) -> None:
     """Note in `budget.found` what each of them finds, even beyond the budget."""
     for name, method in BASELINES.items():
-        attempt(name, method, problem, budget)
+        if name not in budget.found:
+            attempt(name, method, problem, budget)
 
 
 def attempt(name: str, method: Placer, problem: Problem, budget: Budget) -> None:
-    """Note in `budget.found` what a method finds, unless it stands there; a Ctrl-C leaves it out.
+    """Note in `budget.found` what a method finds, if that is better than what stands there; a
+    Ctrl-C leaves it out.
 
     Raises `KeyboardInterrupt` if nothing at all is found by then.
     """
-    if name not in budget.found:
-        try:
-            placement = method(problem, budget)
-            score = budget.score(problem, placement[None], always=True)[0]
-        except KeyboardInterrupt:
-            budget.interrupted = True
-        else:
-            if score != UNKNOWN:
-                budget.found[name] = (score, placement)
+    try:
+        placement = method(problem, budget)
+        score = budget.score(problem, placement[None], always=True)[0]
+    except KeyboardInterrupt:
+        budget.interrupted = True
+    else:
+        if score != UNKNOWN and (name not in budget.found or score < budget.found[name][0]):
+            budget.note(name, score, placement)
     if not budget.found:
         raise KeyboardInterrupt

@@ -5,6 +5,8 @@ nothing. The ledger holds plain tuples that are stored in one assignment, so a C
 leaves it whole.
 """
 
+import hashlib
+import os
 import re
 import signal
 import threading
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
 from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.simulator.bounds import LowerBound
 
 BATCH_ENTRIES = 2**21
 """Largest batch handed to the evaluator, in ops x placements: 8 MiB of device indices."""
@@ -37,6 +40,27 @@ class Score:
 
 
 UNKNOWN = Score(np.inf, np.inf)
+CLOSED_GAP = 1e-9
+"""Relative: a value this close to a lower bound is the optimum, up to rounding."""
+
+
+@dataclass
+class _Shared:
+    """What a budget and its slices have in common.
+
+    entries    placement's digest -> (score, peak bytes)
+    best       of all that was evaluated
+    bound      the best lower bound that holds while groups stay together
+    """
+
+    entries: dict[bytes, tuple[Score, NDArray[np.int64]]] = field(default_factory=dict)
+    found: dict[str, tuple[Score, GroupPlacement]] = field(default_factory=dict)
+    found_seconds: dict[str, float] = field(default_factory=dict)
+    best: tuple[Score, GroupPlacement, NDArray[np.int64]] | None = None
+    bound: LowerBound | None = None
+    interrupted: bool = False
+    pace_seconds: float = 0.0
+    rounds: int = 0
 
 
 @dataclass
@@ -44,27 +68,70 @@ class Budget:
     """Limits of seconds and of evaluations, and everything that was evaluated under them.
 
     seconds, evaluations   limits; inf: none
-    clock                  returns seconds; only differences count
-    pace_seconds           what one evaluation of the latest batch took
-    interrupted            a Ctrl-C arrived: nothing more is bought, but for what must be
-    progress               called with (share of the budget spent, best feasible value or inf)
-    found                  method -> what it found, in the order tried
+    clock        returns seconds; only differences count
+    progress     called with (share of the budget spent, best feasible value or inf)
+    threads      cores that a search may use
+    spent        evaluations so far, and what was charged as such
     """
 
     seconds: float = np.inf
     evaluations: float = np.inf
     clock: Callable[[], float] = time.monotonic
     progress: Callable[[float, float], None] | None = None
-    interrupted: bool = False
-    spent: int = 0
-    pace_seconds: float = 0.0
-    best: tuple[Score, GroupPlacement, NDArray[np.int64]] | None = None
-    found: dict[str, tuple[Score, GroupPlacement]] = field(default_factory=dict)
-    _ledger: dict[bytes, tuple[Score, NDArray[np.int64]]] = field(default_factory=dict)
+    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    spent: float = 0
+    parent: "Budget | None" = None
+    _shared: _Shared = field(default_factory=_Shared)
     _began: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = self.clock()
+
+    def slice(self, *, seconds: float = np.inf, evaluations: float = np.inf) -> "Budget":
+        """A smaller budget within this one: what it spends is spent here too, and what it finds
+        is known here."""
+        return Budget(
+            min(seconds, self.left_seconds),
+            min(evaluations, self.left),
+            self.clock,
+            threads=self.threads,
+            parent=self,
+            _shared=self._shared,
+        )
+
+    @property
+    def interrupted(self) -> bool:
+        """A Ctrl-C arrived: nothing more is bought, but for what must be."""
+        return self._shared.interrupted
+
+    @interrupted.setter
+    def interrupted(self, value: bool) -> None:
+        self._shared.interrupted = value
+
+    @property
+    def best(self) -> tuple[Score, GroupPlacement, NDArray[np.int64]] | None:
+        """(score, placement, peaks) of the best placement that was evaluated."""
+        return self._shared.best
+
+    @property
+    def bound(self) -> LowerBound | None:
+        """The best lower bound that was proven, for placements whose groups stay together."""
+        return self._shared.bound
+
+    @property
+    def found(self) -> dict[str, tuple[Score, GroupPlacement]]:
+        """method -> the best that it returned, in the order tried."""
+        return self._shared.found
+
+    @property
+    def found_seconds(self) -> dict[str, float]:
+        """method -> when it first returned that."""
+        return self._shared.found_seconds
+
+    @property
+    def pace_seconds(self) -> float:
+        """What one evaluation of the latest batch took."""
+        return self._shared.pace_seconds
 
     @property
     def spent_seconds(self) -> float:
@@ -76,26 +143,70 @@ class Budget:
         return 0 if self.interrupted else max(0, self.evaluations - self.spent)
 
     @property
+    def left_seconds(self) -> float:
+        """Seconds that may still pass; 0 after an interrupt."""
+        return 0.0 if self.interrupted else max(0.0, self.seconds - self.spent_seconds)
+
+    @property
+    def timed(self) -> bool:
+        """The clock limits it: without that, no decision may look at a clock."""
+        return bool(np.isfinite(self.seconds))
+
+    @property
     def fraction(self) -> float:
         """Share of the budget that is spent, 0 to 1."""
+        if self.evaluations <= 0 or self.seconds <= 0:
+            return 1.0
         return min(1.0, max(self.spent / self.evaluations, self.spent_seconds / self.seconds))
 
     @property
     def exhausted(self) -> bool:
         return self.interrupted or self.fraction >= 1.0
 
+    @property
+    def optimal(self) -> bool:
+        """The best placement meets the bound, up to rounding."""
+        if self.best is None or self.bound is None or self.best[0].lacking_bytes:
+            return False
+        return self.best[0].value <= self.bound.seconds * (1 + CLOSED_GAP)
+
+    def charge(self, evaluations: float) -> None:
+        """Spend what is no evaluation of a whole placement, at the method's rate of exchange."""
+        budget: Budget | None = self
+        while budget is not None:
+            budget.spent += evaluations
+            budget = budget.parent
+
+    def prove(self, seconds: float, proof: str) -> None:
+        """Note a lower bound on the objective of every placement whose groups stay together."""
+        if self._shared.bound is None or seconds > self._shared.bound.seconds:
+            self._shared.bound = LowerBound(float(seconds), proof)
+
+    def next_round(self) -> int:
+        """0, 1, 2, ...: a new number for each search under this budget, for its random stream."""
+        self._shared.rounds += 1
+        return self._shared.rounds - 1
+
+    def note(self, name: str, score: Score, placement: GroupPlacement) -> None:
+        """Enter what a method found, and when."""
+        self._shared.found[name] = (score, placement)
+        whole = self
+        while whole.parent is not None:
+            whole = whole.parent
+        self._shared.found_seconds[name] = whole.spent_seconds
+
     def known(self, placement: GroupPlacement) -> bool:
         """Has this placement been evaluated?"""
-        return placement.tobytes() in self._ledger
+        return _digest(placement) in self._shared.entries
 
     @property
     def distinct(self) -> int:
         """Number of placements that have been evaluated."""
-        return len(self._ledger)
+        return len(self._shared.entries)
 
     def peaks(self, placement: GroupPlacement) -> NDArray[np.int64]:
         """[devices] peak memory in bytes of a placement that was evaluated."""
-        return self._ledger[placement.tobytes()][1]
+        return self._shared.entries[_digest(placement)][1]
 
     def score(
         self, problem: Problem, placements: NDArray[np.int32], *, always: bool = False
@@ -105,8 +216,9 @@ class Budget:
         `always` evaluates even beyond the budget: what every result is compared with. A Ctrl-C in
         the evaluator is kept in `interrupted`, and the batch that it broke stays unknown.
         """
-        keys = [row.tobytes() for row in placements]
-        rows = {key: i for i, key in enumerate(keys) if key not in self._ledger}
+        entries = self._shared.entries
+        keys = [_digest(row) for row in placements]
+        rows = {key: i for i, key in enumerate(keys) if key not in entries}
         wanted = sorted(rows.values())
         for batch in _batches(wanted, len(problem.graph)):
             affordable = batch if always else batch[: int(min(self.left, len(batch)))]
@@ -116,23 +228,30 @@ class Budget:
                 self._buy(problem, placements[affordable])
             except KeyboardInterrupt:
                 self.interrupted = True
-        return [self._ledger[key][0] if key in self._ledger else UNKNOWN for key in keys]
+        return [entries[key][0] if key in entries else UNKNOWN for key in keys]
 
     def _buy(self, problem: Problem, placements: NDArray[np.int32]) -> None:
         began = self.clock()
         found = problem.evaluate(problem.spread(placements))
-        self.spent += len(placements)
+        self.charge(len(placements))
         over = np.maximum(found.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
         lacking = np.where(found.feasible, over, np.maximum(over, 1))
         for i, row in enumerate(placements):
             score = Score(float(lacking[i]), float(found.values[i]))
-            self._ledger[row.tobytes()] = (score, found.peak_memory_bytes[i])
+            self._shared.entries[_digest(row)] = (score, found.peak_memory_bytes[i])
             if self.best is None or score < self.best[0]:
-                self.best = (score, row.copy(), found.peak_memory_bytes[i])
-        self.pace_seconds = (self.clock() - began) / len(placements)
-        if self.progress is not None and self.best is not None:
+                self._shared.best = (score, row.copy(), found.peak_memory_bytes[i])
+        self._shared.pace_seconds = (self.clock() - began) / len(placements)
+        self.report()
+
+    def report(self) -> None:
+        """Tell `progress` how far the whole budget is spent, and the best value."""
+        whole = self
+        while whole.parent is not None:
+            whole = whole.parent
+        if whole.progress is not None and self.best is not None:
             score = self.best[0]
-            self.progress(self.fraction, np.inf if score.lacking_bytes else score.value)
+            whole.progress(whole.fraction, np.inf if score.lacking_bytes else score.value)
 
 
 def parse_budget(text: str, clock: Callable[[], float] = time.monotonic) -> Budget:
@@ -176,6 +295,11 @@ def keeping_interrupts(budget: Budget) -> Iterator[None]:
 
 class _SecondInterrupt(BaseException):
     """Passes through whatever keeps the best so far at a `KeyboardInterrupt`."""
+
+
+def _digest(placement: GroupPlacement) -> bytes:
+    """Names a placement in 16 bytes, however many groups there are."""
+    return hashlib.blake2b(np.ascontiguousarray(placement), digest_size=16).digest()
 
 
 def _batches(rows: list[int], ops: int) -> Iterator[list[int]]:

@@ -19,8 +19,9 @@ from dovetail.errors import NoDeviceError, PinError
 from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.machine import Machine
 from dovetail.plans import capacities_of
+from dovetail.simulator.load_model import LoadModel, load_model
 
-if TYPE_CHECKING:  # placers are handed an evaluator; nothing of the simulator runs from here
+if TYPE_CHECKING:  # placers are handed an evaluator
     from dovetail.simulator import Evaluation
 
 GroupPlacement = NDArray[np.int32]  # [groups]
@@ -34,6 +35,7 @@ class Problem:
     allowed      [groups, devices] where each group may go: kinds, costs and pins together
     capacities   [devices] bytes each device may use, caps applied
     evaluate     placements [batch, ops] -> Evaluation of the objective
+    contiguous   only placements whose devices' forward ops are convex are feasible
     """
 
     graph: Graph
@@ -45,10 +47,28 @@ class Problem:
     objective: str
     evaluate: Evaluate
     seed: int
+    contiguous: bool = False
 
     @property
     def devices(self) -> int:
         return int(self.allowed.shape[1])
+
+    @cached_property
+    def sent_bytes(self) -> NDArray[np.float64]:
+        """[tensors] bytes that a send of each tensor moves."""
+        return self.costs.sends_of(self.graph)
+
+    @cached_property
+    def load(self) -> LoadModel:
+        """Work, nets and memory of the groups: the `load` objective, for searches of its own."""
+        return load_model(
+            self.graph,
+            self.machine,
+            self.costs,
+            group_of=self.groups.of_op,
+            allowed=self.allowed,
+            capacities=self.capacities,
+        )
 
     @cached_property
     def work_seconds(self) -> NDArray[np.float64]:
@@ -102,7 +122,7 @@ class Problem:
         ends = np.stack([of_op[owners], of_op[graph.readers], graph.input_tensors], axis=1)
         ends = np.unique(ends[moves & (ends[:, 0] != ends[:, 1])], axis=0)
         pairs, inverse = np.unique(ends[:, :2], axis=0, return_inverse=True)
-        sizes = graph.tensor_bytes[ends[:, 2]].astype(np.float64)
+        sizes = self.sent_bytes[ends[:, 2]]
         sums = np.bincount(inverse.ravel(), weights=sizes, minlength=len(pairs))
         return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32), sums.astype(np.float64)
 
@@ -161,6 +181,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     pins: Iterable[tuple[str, str]] = (),
     caps: Iterable[tuple[str, int]] = (),
     seed: int = 0,
+    contiguous: bool = False,
 ) -> Problem:
     """Build the problem that placers solve.
 
@@ -181,7 +202,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
         raise NoDeviceError(graph.names[_culprit(graph, groups, allowed, int(stuck[0]))])
     capacities = capacities_of(machine, dict(caps))
     return Problem(
-        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed
+        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed, contiguous
     )  # fmt: skip
 
 

@@ -1,7 +1,17 @@
 """Simulating plans event by event, and bounds that no plan can beat."""
 
 from dovetail.simulator.bounds import LowerBound, lower_bound
+from dovetail.simulator.load_model import LoadModel, group_loads, load_model
 from dovetail.simulator.loads import device_loads
 from dovetail.simulator.simulate import Evaluation, Simulator
 
-__all__ = ["Evaluation", "LowerBound", "Simulator", "device_loads", "lower_bound"]
+__all__ = [
+    "Evaluation",
+    "LoadModel",
+    "LowerBound",
+    "Simulator",
+    "device_loads",
+    "group_loads",
+    "load_model",
+    "lower_bound",
+]

@@ -30,6 +30,7 @@ class Flat(NamedTuple):
     is_source          [ops] 1 for source ops
     pending            [ops] arrivals an op waits for: reads of what is not resident everywhere,
                        and control predecessors
+    tensor_bytes, sent_bytes   [tensors] occupied where it is, and moved by a send of it
     fresh_bytes        [ops] bytes of the outputs that get new memory
     resident           [tensors] 1 for tensors that are wherever they are read
     consumer_offsets, consumers, control_offsets, control_targets   CSR by tensor, by op
@@ -51,6 +52,7 @@ class Flat(NamedTuple):
     input_tensors: Int32
     producers: Int32
     tensor_bytes: Int64
+    sent_bytes: Float64
     bases: Int32
     is_output: Int8
     resident: Int8
@@ -172,6 +174,7 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
         input_tensors=_int32(graph.input_tensors),
         producers=_int32(graph.producers),
         tensor_bytes=np.array(graph.tensor_bytes, np.int64),
+        sent_bytes=np.array(costs.sends_of(graph), np.float64),
         bases=_int32(graph.bases),
         is_output=is_output,
         resident=resident.astype(np.int8),

@@ -350,7 +350,7 @@ def start_transfer(flat: Flat, work: Work, now: float, lane: int, record: bool) 
     unit, link = work.queue_units[entry], work.queue_links[entry]
     seconds = flat.link_latencies[link]
     if unit < flat.tensors:
-        seconds += flat.tensor_bytes[unit] / flat.link_bandwidths[link]
+        seconds += flat.sent_bytes[unit] / flat.link_bandwidths[link]
         allocate(work, work.queue_destinations[entry], flat.tensor_bytes[unit])
     work.running[lane] = entry
     push_event(work, now + seconds, lane)

@@ -3,7 +3,8 @@
     load(device) = seconds it computes + seconds of every transfer into it and out of it
 
 Transfers are those of the step: one per (tensor, destination), two hops where there is no link,
-one empty one per control edge and destination. Nothing waits for anything, so a load is a sum.
+one empty one per control edge and destination. Nothing waits for anything, so a load is a sum. A host that runs nothing is memory, not a device:
+what passes through it makes no load there.
 """
 
 import numpy as np
@@ -36,14 +37,14 @@ def sum_loads(flat: Flat, placed: Int32, stamps: Int64, loads: Float64) -> None:
         home = placed[flat.producers[tensor]]
         if home != EVERYWHERE:
             first, last = flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]
-            size_bytes = flat.tensor_bytes[tensor]
+            size_bytes = flat.sent_bytes[tensor]
             targets = flat.consumers[first:last]
             add_sends(flat, placed, stamps, loads, tensor, home, size_bytes, targets)
     for op in range(flat.ops):
         first, last = flat.control_offsets[op], flat.control_offsets[op + 1]
         if first < last:
             targets = flat.control_targets[first:last]
-            add_sends(flat, placed, stamps, loads, flat.tensors + op, placed[op], 0, targets)
+            add_sends(flat, placed, stamps, loads, flat.tensors + op, placed[op], 0.0, targets)
 
 
 @inlined
@@ -54,7 +55,7 @@ def add_sends(  # noqa: PLR0913 (kernel)
     loads: Float64,
     unit: int,
     home: int,
-    size_bytes: int,
+    size_bytes: float,
     targets: Int32,
 ) -> None:
     for op in targets:
@@ -73,7 +74,7 @@ def add_sends(  # noqa: PLR0913 (kernel)
 
 
 @inlined
-def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_bytes: int) -> None:
+def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_bytes: float) -> None:
     link = flat.link_of[source, destination]
     seconds = flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
     loads[source] += seconds

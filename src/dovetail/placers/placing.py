@@ -1,0 +1,102 @@
+"""Every method by name, and one of them at work on a problem."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import OutOfMemoryError, UsageError
+from dovetail.placers.auto import auto
+from dovetail.placers.baselines import BASELINES, Placer, attempt, try_baselines
+from dovetail.placers.budget import Budget
+from dovetail.placers.local_search import local_search
+from dovetail.placers.problem import Problem
+from dovetail.plans import Placement, normalise
+from dovetail.simulator import LowerBound
+
+PLACERS: dict[str, Placer] = {
+    **BASELINES,
+    "local_search": local_search,
+    "auto": auto,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a placer found.
+
+    placement           [ops], source entries filled in
+    value               seconds of the objective
+    peak_memory_bytes   [devices]
+    feasible            it fits: always, since what does not fit is raised
+    placer              the method that found it
+    baselines           method -> value, None where it does not fit, in the order tried
+    found_seconds       method -> seconds from the start of the search to its value
+    bound               proven by the search for placements whose groups stay together, if any
+    evaluations         distinct placements that were evaluated
+    """
+
+    placement: Placement
+    value: float
+    peak_memory_bytes: NDArray[np.int64]
+    feasible: bool
+    placer: str
+    baselines: dict[str, float | None]
+    found_seconds: dict[str, float]
+    bound: LowerBound | None
+    evaluations: int
+    seconds: float
+    interrupted: bool
+
+
+def place(
+    problem: Problem,
+    placer_name: str,
+    budget: Budget,
+    progress: Callable[[float, float], None] | None = None,
+) -> Outcome:
+    """Run one method, and the cheap ones to compare it with.
+
+    budget     of the search; the four baselines are always evaluated, and count
+    progress   called with (share of the budget spent, best feasible value so far or inf)
+
+    Ctrl-C ends the search with the best so far, `interrupted`; within `keeping_interrupts` at
+    whatever moment it arrives. Raises `UsageError` for an unknown name, and `OutOfMemoryError` with
+    the device that lacks most where the method found nothing that fits.
+    """
+    if placer_name not in PLACERS:
+        raise UsageError("--placer", f"{placer_name!r} is not one of {', '.join(PLACERS)}")
+    budget.progress = progress
+    try_baselines(problem, budget)
+    if placer_name not in BASELINES:
+        attempt(placer_name, PLACERS[placer_name], problem, budget)
+    found = {name: pair for name, pair in budget.found.items() if name != "auto"}
+    if placer_name in BASELINES and placer_name not in found:
+        raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for
+    chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
+    score, placement = found[chosen]
+    if score.lacking_bytes:
+        raise _lack(problem, budget.peaks(placement))
+    return Outcome(
+        placement=normalise(problem.spread(placement), problem.graph, problem.machine),
+        value=score.value,
+        peak_memory_bytes=budget.peaks(placement),
+        feasible=True,
+        placer=chosen,
+        baselines={
+            name: None if score.lacking_bytes else score.value for name, (score, _) in found.items()
+        },
+        found_seconds={name: budget.found_seconds[name] for name in found},
+        bound=budget.bound,
+        evaluations=budget.distinct,
+        seconds=budget.spent_seconds,
+        interrupted=budget.interrupted,
+    )
+
+
+def _lack(problem: Problem, peaks: NDArray[np.int64]) -> OutOfMemoryError:
+    """The error that names the device that lacks most."""
+    device = int((peaks - problem.capacities).argmax())
+    name = problem.machine.device_names[device]
+    return OutOfMemoryError(name, int(peaks[device]), int(problem.capacities[device]))
