@@ -15,7 +15,7 @@ LAYERS = [
     {"simulator", "instances"},
     {"placers", "schedulers"},
     {"executors"},
-    {"reports"},
+    {"reports", "exports"},
     {"pipeline"},
     {"bench"},
     {"cli"},

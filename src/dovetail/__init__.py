@@ -30,8 +30,12 @@ _EXPORTS = {
     "Plan": "dovetail.plans",
     "RMSProp": "dovetail.frontends",
     "Timeline": "dovetail.timeline",
+    "Instance": "dovetail.instances",
     "capture": "dovetail.frontends",
+    "device_map": "dovetail.exports",
+    "export": "dovetail.pipeline",
     "load_graph": "dovetail.graph",
+    "load_instance": "dovetail.instances",
     "load_machine": "dovetail.machine",
     "load_plan": "dovetail.plans",
     "open_plan": "dovetail.pipeline",
@@ -39,7 +43,9 @@ _EXPORTS = {
     "report": "dovetail.pipeline",
     "run": "dovetail.pipeline",
     "save_graph": "dovetail.graph",
+    "save_instance": "dovetail.instances",
     "save_machine": "dovetail.machine",
+    "split_points": "dovetail.exports",
 }
 __all__ = list(_EXPORTS)
 

@@ -19,14 +19,20 @@ DovetailError
 │   │   └── CaptureError        .location  "file.py:12: the line", where it is known
 │   ├── CostError             an op without a cost   .op
 │   ├── PinError              a pin that matches no op   .pattern
+│   ├── MissingLibraryError   a system library that is not installed   .library
+│   ├── ExportError           a format that cannot say what a plan does   .format .where
+│   ├── TooManyIdealsError    a graph too wide for a programme over ideals   .count .limit
+│   ├── TooManyIntervalsError a graph too large for a model with intervals   .count .limit
 │   └── PlanError             a plan that breaks a rule   .rule
 │       ├── UnplacedOpError     .op .device
 │       ├── OrderError          .device
 │       ├── PromiseError        .promise .promised .found
+│       ├── NotContiguousError  .device .path
 │       ├── GraphMismatchError  .expected .found
 │       └── MachineMismatchError .expected .found
 ├── InfeasibleError         no plan fits; the command line exits with 3
 │   ├── OutOfMemoryError      .device .needed_bytes .available_bytes
+│   ├── NoPlanFitsError       proven: there is none   .proof
 │   └── NoDeviceError         .op
 └── RunError                a plan that failed while it ran
     ├── ProcessError          .process .traceback
@@ -162,6 +168,41 @@ class PinError(InvalidError):
         self.pattern = pattern
 
 
+class TooManyIdealsError(InvalidError):
+    def __init__(self, count: int, limit: int) -> None:
+        super().__init__(
+            f"ideal_dp: the graph has {count} ideals or more, and {limit} are the limit; use "
+            "linear_dp or local_search, or coarser groups"
+        )
+        self.count = count
+        self.limit = limit
+
+
+class TooManyIntervalsError(InvalidError):
+    def __init__(self, count: int, limit: int) -> None:
+        super().__init__(
+            f"exact: the model of a step has up to {count} intervals, and {limit} are the limit; "
+            "use local_search or auto, or coarser groups"
+        )
+        self.count = count
+        self.limit = limit
+
+
+class ExportError(InvalidError):
+    """What `format` cannot express; `where` names the module, op or device that it fails at."""
+
+    def __init__(self, format: str, where: str, detail: str) -> None:
+        super().__init__(f"cannot write this as {format}: {where} {detail}")
+        self.format = format
+        self.where = where
+
+
+class MissingLibraryError(InvalidError):
+    def __init__(self, library: str, install: str) -> None:
+        super().__init__(f"the library {library} is not installed; install it with {install}")
+        self.library = library
+
+
 class PlanError(InvalidError):
     """A plan that breaks rule number `rule` of `plans.check`."""
 
@@ -216,6 +257,20 @@ class PromiseError(PlanError):
         self.found = found
 
 
+class NotContiguousError(PlanError):
+    """`path` names an op on the device, one elsewhere that depends on it, and one that is back."""
+
+    rule = 6
+
+    def __init__(self, device: str, path: tuple[str, str, str]) -> None:
+        super().__init__(
+            f"device {device} is not contiguous: a path leaves it from {path[0]!r} to {path[1]!r} "
+            f"and is back at {path[2]!r}"
+        )
+        self.device = device
+        self.path = path
+
+
 class InfeasibleError(DovetailError):
     """No plan fits."""
 
@@ -229,6 +284,17 @@ class OutOfMemoryError(InfeasibleError):
         self.device = device
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+class NoPlanFitsError(InfeasibleError):
+    """Not just that none was found; `proof` says why there is none."""
+
+    def __init__(self, proof: str) -> None:
+        super().__init__(
+            f"no placement fits into memory, proven by {proof}; add a device, raise its memory or "
+            "its cap, or lower the batch"
+        )
+        self.proof = proof
 
 
 class NoDeviceError(InfeasibleError):

@@ -9,8 +9,9 @@ import pytest
 from test_cli import KEYS, TWO_GPUS
 
 from builders import graph_of
-from dovetail import cli, pipeline
+from dovetail.cli import arguments, showing
 from dovetail.graph import save_graph
+from dovetail.pipeline import sources
 
 EXECUTOR_TESTS = Path(__file__).parents[1] / "executors"
 EVIL = "\x1b]0;x\x07"
@@ -23,18 +24,20 @@ def no_capture(monkeypatch):
     def long_work(*_arguments, **_options):
         raise AssertionError("long work began")
 
-    monkeypatch.setattr(cli, "_resolve", long_work)
-    monkeypatch.setattr(pipeline, "probed_machine", long_work)
+    monkeypatch.setattr(arguments, "resolve", long_work)
+    monkeypatch.setattr(showing, "resolve", long_work)
+    monkeypatch.setattr(sources, "probed_machine", long_work)
 
 
 def test_no_feasible_plan_prints_every_stable_key(dovetail):
     caps = [word for d in ("p100:0", "p100:1", "haswell") for word in ("--cap", f"{d}=1KiB")]
-    status, out, _ = dovetail("plan", "small_models:branches", *TWO_GPUS, *caps, "--json")
+    etf = ("--placer", "etf")
+    status, out, _ = dovetail("plan", "small_models:branches", *TWO_GPUS, *caps, *etf, "--json")
     assert status == 3
     printed = json.loads(out)
     assert set(printed) == KEYS | {"error", "device", "needed_bytes", "available_bytes"}
     assert (printed["feasible"], printed["value"], printed["baselines"]) == (False, None, None)
-    assert (printed["placer"], printed["objective"]) == ("auto", "step")
+    assert (printed["placer"], printed["objective"]) == ("etf", "step")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_worker_killed_in_a_run_exits_with_1_and_names_device_and_op(
         "plan", "small_models:branches", "--machine", "here", "--budget", "5e", "--out", path
     )
     assert status == 0, err
-    resolve = pipeline.resolve_network
+    resolve = sources.resolve_network
 
     def with_a_fault(*arguments, **options):
         captured = resolve(*arguments, **options)
@@ -143,7 +146,7 @@ def test_a_worker_killed_in_a_run_exits_with_1_and_names_device_and_op(
         victims.append(captured.graph.names[op])
         return faults.with_fault(captured, op, faults.kill_self)
 
-    monkeypatch.setattr(pipeline, "resolve_network", with_a_fault)
+    monkeypatch.setattr(sources, "resolve_network", with_a_fault)
     status, out, err = dovetail("run", path, "small_models:branches")
     assert status == 1
     assert "device cpu0 died (killed by SIGKILL)" in err

@@ -23,7 +23,7 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.machine import local_machine, save_machine
-from dovetail.pipeline import plan, verify
+from dovetail.pipeline import opening, plan, planning, sources, verify
 from dovetail.simulator import Simulator
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="here/2 wants two cores")
@@ -46,8 +46,8 @@ def op_seconds(monkeypatch):
         table[graph.is_source] = 0.0
         return Costs(table, "measured")
 
-    monkeypatch.setattr(pipeline, "measured_costs", measured_costs)
-    monkeypatch.setattr(pipeline, "probed_machine", lambda machine, _cache, fresh: machine)
+    monkeypatch.setattr(sources, "measured_costs", measured_costs)
+    monkeypatch.setattr(sources, "probed_machine", lambda machine, _cache, fresh: machine)
     return given
 
 
@@ -97,7 +97,7 @@ def test_a_named_method_keeps_its_plan_and_all_cores_stand_beside_it(op_seconds)
 def test_a_machine_with_cores_that_is_described_keeps_its_rates(
     op_seconds, monkeypatch, tmp_path, as_file
 ):
-    monkeypatch.setattr(pipeline, "probed_machine", raising(AssertionError("probed")))
+    monkeypatch.setattr(sources, "probed_machine", raising(AssertionError("probed")))
     machine = replace(local_machine(min(2, len(os.sched_getaffinity(0)))), name="box")
     save_machine(machine, tmp_path / "box.toml")
     found = plan(three_ops(), str(tmp_path / "box.toml") if as_file else machine, budget="50e")
@@ -111,7 +111,7 @@ def elsewhere(machine):
 
 
 def test_cores_of_another_machine_are_refused_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(pipeline, "costs_of", raising(AssertionError("measured")))
+    monkeypatch.setattr(planning, "costs_of", raising(AssertionError("measured")))
     with pytest.raises(MachineError, match="'other'"):
         plan(three_ops(), elsewhere(local_machine()))
 
@@ -168,9 +168,17 @@ def interrupting(function, times=1):
     return interrupted
 
 
-@pytest.mark.parametrize("moment", ["place", "lower_bound", "normalise", "_source"])
-def test_a_first_ctrl_c_at_any_moment_of_the_search_keeps_the_plan(monkeypatch, moment):
-    monkeypatch.setattr(pipeline, moment, interrupting(getattr(pipeline, moment)))
+@pytest.mark.parametrize(
+    ("module", "moment"),
+    [
+        (planning, "place"),
+        (opening, "lower_bound"),
+        (planning, "normalise"),
+        (planning, "source_of"),
+    ],
+)
+def test_a_first_ctrl_c_at_any_moment_of_the_search_keeps_the_plan(monkeypatch, module, moment):
+    monkeypatch.setattr(module, moment, interrupting(getattr(module, moment)))
     found = plan(three_ops(), machine_of(2), budget="600s")
     assert found.interrupted
     assert found.baselines["single"] is not None
@@ -185,9 +193,9 @@ def test_a_ctrl_c_in_the_first_evaluation_keeps_the_plan(monkeypatch):
     assert {"single", "expert", "balanced", "etf"} <= set(found.baselines)
 
 
-@pytest.mark.parametrize("moment", ["place", "lower_bound"])
-def test_a_second_ctrl_c_aborts(monkeypatch, moment):
-    monkeypatch.setattr(pipeline, moment, interrupting(getattr(pipeline, moment), times=2))
+@pytest.mark.parametrize(("module", "moment"), [(planning, "place"), (opening, "lower_bound")])
+def test_a_second_ctrl_c_aborts(monkeypatch, module, moment):
+    monkeypatch.setattr(module, moment, interrupting(getattr(module, moment), times=2))
     with pytest.raises(KeyboardInterrupt):
         plan(three_ops(), machine_of(2), budget="50e")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -217,7 +225,7 @@ def test_a_thread_that_cannot_be_interrupted_plans_as_well():
     ],
 )
 def test_wrong_options_are_refused_before_the_costs_are_measured(monkeypatch, options, error):
-    monkeypatch.setattr(pipeline, "costs_of", raising(AssertionError("measured")))
+    monkeypatch.setattr(planning, "costs_of", raising(AssertionError("measured")))
     with pytest.raises(error):
         plan(three_ops(), machine_of(2), **options)
 

@@ -83,7 +83,7 @@ def test_local_search_alone_mostly_finds_the_optimum_of_8_groups(memory_share):
 def test_auto_is_never_worse_than_a_method_it_tried():
     for seed in range(15):
         outcome = place(case(seed, groups=20, devices=3), "auto", parse_budget("150e"))
-        assert set(outcome.baselines) == {*BASELINES, "local_search"}
+        assert {*BASELINES, "heft", "metis", "local_search"} <= set(outcome.baselines)
         assert outcome.value == min(v for v in outcome.baselines.values() if v is not None)
 
 
@@ -146,7 +146,7 @@ def test_no_placement_is_evaluated_twice_and_the_budget_holds():
         return problem.evaluate(placements)
 
     outcome = place(dataclasses.replace(problem, evaluate=counted), "auto", parse_budget("200e"))
-    assert len(seen) == len(set(seen)) == outcome.evaluations == 200
+    assert len(seen) == len(set(seen)) == outcome.evaluations <= 200
 
 
 def test_few_evaluations_still_compare_with_the_best_single_device():

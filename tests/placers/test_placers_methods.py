@@ -1,5 +1,7 @@
 """Each constructive method on a drawn example, and budgets."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from placer_instances import build_graph, build_machine, build_problem, random_problem
@@ -11,6 +13,7 @@ from dovetail.placers.balanced import balanced
 from dovetail.placers.etf import etf
 from dovetail.placers.expert import expert
 from dovetail.placers.local_search import local_search
+from dovetail.placers.critical import CriticalPath
 from dovetail.placers.moves import MOVES, landscape
 from dovetail.placers.single import single
 
@@ -134,7 +137,14 @@ def test_etf_places_every_group_however_tight_memory_is(share):
 def test_every_move_changes_only_groups_with_a_choice(move):
     rng = np.random.default_rng(0)
     problem = random_problem(rng, groups=20, devices=3, pins=[("op3", "gpu2"), ("op30", "gpu0")])
-    land = landscape(problem)
+    path = CriticalPath(
+        groups=np.array([2, 5, 9], dtype=np.int32),
+        seconds=np.array([3.0, 1.0, 2.0]),
+        producers=np.array([2, 5], dtype=np.int32),
+        readers=np.array([5, 9], dtype=np.int32),
+        crowded=np.array([1.0, 0.0, 2.0]),
+    )
+    land = replace(landscape(problem), path=path)
     changed = 0
     for _ in range(100):
         placement = problem.settle(rng.integers(0, 3, size=20))

@@ -9,6 +9,7 @@ from dovetail.errors import (
     FileFormatError,
     GraphMismatchError,
     MachineMismatchError,
+    NotContiguousError,
     OrderError,
     OutOfMemoryError,
     PlanError,
@@ -67,7 +68,12 @@ def a_plan(**changes):
 
 
 def test_a_saved_plan_loads_equal(tmp_path):
-    plan = a_plan(schedules=(None, Schedule((Stage((5,), 1.0),))))
+    plan = a_plan(
+        schedules=(None, Schedule((Stage((5,), 1.0),))),
+        contiguous=True,
+        sent_bytes=np.array([0.5, 0, 0, 8, 8, 8]),
+        found_seconds={"single": 0.25},
+    )
     plan.save(tmp_path / "plan.json")
     loaded = load_plan(tmp_path / "plan.json")
     for field in fields(plan):
@@ -93,7 +99,14 @@ def test_a_printed_plan_without_a_bound_says_so_and_shows_what_a_cap_leaves():
 
 
 def test_a_printed_plan_of_no_time_at_all_prints():
-    assert "0 s" in str(a_plan(value=0.0, lower_bound=0.0, baselines={"single": 0.0}))
+    assert "0 ms" in str(a_plan(value=0.0, lower_bound=0.0, baselines={"single": 0.0}))
+
+
+def test_given_costs_are_printed_in_full_and_in_milliseconds():
+    text = str(a_plan(value=0.1234567, baselines={"single": 2.0}))
+    assert "step 123.457 ms" in text
+    assert "2000 ms" in text
+    assert "123 ms" in str(a_plan(value=0.1234567, costs_source="measured"))
 
 
 def test_control_characters_in_foreign_names_are_printed_as_escapes():
@@ -174,7 +187,35 @@ def test_a_cap_on_a_device_that_is_not_there_is_refused():
 
 def test_every_rule_has_its_number():
     rules = {error.rule for error in PlanError.__subclasses__()}
-    assert rules == {1, 2, 3, 4, 5}
+    assert rules == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_plan_that_should_be_contiguous_and_is_not_names_the_way_out_and_back():
+    graph = graph_of(Op("a"), Op("b", ("a",)), Op("c", ("b",)), Op("d", ("c",)))
+    plan = a_plan(
+        graph_fingerprint=graph.fingerprint,
+        placement=np.array([0, 1, 1, 0], dtype=np.int32),
+        compute_seconds=np.ones((4, 2)),
+        orders=None,
+    )
+    check(plan, graph)
+    with pytest.raises(NotContiguousError) as raised:
+        check(replace(plan, contiguous=True), graph)
+    assert (raised.value.device, raised.value.path) == ("d0", ("a", "b", "d"))
+    whole = np.array([0, 0, 1, 1], dtype=np.int32)
+    check(replace(plan, contiguous=True, placement=whole), graph)
+
+
+def test_backward_ops_may_come_back_to_a_contiguous_device():
+    graph = graph_of(Op("a"), Op("b", ("a",)), Op("c", ("b",), phase=Phase.BACKWARD))
+    plan = a_plan(
+        graph_fingerprint=graph.fingerprint,
+        placement=np.array([0, 1, 0], dtype=np.int32),
+        compute_seconds=np.ones((3, 2)),
+        orders=None,
+        contiguous=True,
+    )
+    check(plan, graph)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     boolean work counts at the float32 rate. Raises `CostError` for a dtype the device has no rate
     for.
     """
-    dtypes = np.array([_rate_dtype(graph, op) for op in range(len(graph))])
+    dtypes = _rate_dtypes(graph)
     seconds = np.zeros((len(graph), len(machine.devices)))
     for d, device in enumerate(machine.devices):
         seconds[:, d] = np.inf if device.kind == "host" else _roofline(graph, dtypes, device)
@@ -34,10 +34,12 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     return Costs(seconds, "analytic")
 
 
-def _roofline(graph: Graph, dtypes: NDArray[np.str_], device: Device) -> NDArray[np.float64]:
+def _roofline(
+    graph: Graph, dtypes: tuple[tuple[str, ...], NDArray[np.intp]], device: Device
+) -> NDArray[np.float64]:
     rates = np.empty(len(graph))
-    for dtype in np.unique(dtypes):
-        of_dtype = dtypes == dtype
+    for code, dtype in enumerate(dtypes[0]):
+        of_dtype = dtypes[1] == code
         if dtype not in device.flops_per_second:
             if not graph.flops[of_dtype].any():
                 rates[of_dtype] = 1.0
@@ -47,16 +49,23 @@ def _roofline(graph: Graph, dtypes: NDArray[np.str_], device: Device) -> NDArray
                 graph.names[op],
                 f"device {device.name} has no flops_per_second for {dtype}; add it to the machine",
             )
-        rates[of_dtype] = device.flops_per_second[str(dtype)]
+        rates[of_dtype] = device.flops_per_second[dtype]
     arithmetic = graph.flops / rates
     memory = graph.accessed_bytes / device.bandwidth_bytes_per_second
     roofline: NDArray[np.float64] = device.op_overhead_seconds + np.maximum(arithmetic, memory)
     return roofline
 
 
-def _rate_dtype(graph: Graph, op: int) -> str:
-    tensors = (*graph.outputs_of(op), *graph.inputs_of(op).tolist())
-    used = {graph.dtypes[tensor] for tensor in tensors}
-    inexact = {dtype for dtype in used if not dtype.startswith(_EXACT)}
-    known = (dtype for dtype in _WIDEST_FIRST if dtype in inexact)
-    return next(known, min(inexact, default="float32"))
+def _rate_dtypes(graph: Graph) -> tuple[tuple[str, ...], NDArray[np.intp]]:
+    """(dtypes in order of the alphabet, [ops] index of the one whose rate counts)."""
+    inexact = {dtype for dtype in set(graph.dtypes) if not dtype.startswith(_EXACT)}
+    ranked = [dtype for dtype in _WIDEST_FIRST if dtype in inexact]
+    ranked += sorted(inexact.difference(_WIDEST_FIRST))
+    rank = {dtype: i for i, dtype in enumerate(ranked)}
+    of_tensor = np.array([rank.get(dtype, len(rank)) for dtype in graph.dtypes], dtype=np.intp)
+    of_op = np.full(len(graph), len(ranked), dtype=np.intp)
+    np.minimum.at(of_op, graph.producers, of_tensor)
+    np.minimum.at(of_op, graph.readers, of_tensor[graph.input_tensors])
+    names, codes = np.unique([*ranked, "float32"], return_inverse=True)
+    used, of_used = np.unique(codes.reshape(-1)[of_op], return_inverse=True)
+    return tuple(str(names[i]) for i in used), of_used.reshape(-1)

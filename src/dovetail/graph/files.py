@@ -131,7 +131,11 @@ def save_graph(graph: Graph, path: str | Path) -> None:
 
 def load_graph(path: str | Path) -> Graph:
     """Read a graph. Raises `FileFormatError` (not such a file) or `GraphError` (no such graph)."""
-    raw = read_json(path)
+    return graph_from(read_json(path), str(path))
+
+
+def graph_from(raw: Any, path: str) -> Graph:
+    """The graph of a file's JSON; `path` names it in errors."""
     _check_sizes(raw)
     try:
         file = _File.model_validate(raw)
@@ -159,9 +163,9 @@ def load_graph(path: str | Path) -> Graph:
             "control": np.array(file.control, dtype=np.int32).reshape(-1, 2),
         }
     except ValidationError as error:
-        raise FileFormatError(str(path), first_complaint(error)) from None
+        raise FileFormatError(path, first_complaint(error)) from None
     except (ValueError, OverflowError) as error:
-        raise FileFormatError(str(path), str(error)) from None
+        raise FileFormatError(path, str(error)) from None
     return Graph(names=tuple(ops.names), **columns)
 
 

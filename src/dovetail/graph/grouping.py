@@ -22,8 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph.records import Graph, Int32, Phase
+from dovetail.runtime.compiling import inlined, kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,80 +47,130 @@ def group(graph: Graph, *, largest_share: float = 1 / 32) -> Groups:
 
 def colocate(graph: Graph) -> Groups:
     """Step 1. Near-linear in ops + reads."""
-    union = _Union(len(graph))
-    first: dict[int, int] = {}
-    for op, colocation in enumerate(graph.colocation.tolist()):
-        if colocation >= 0:
-            union.join(op, first.setdefault(colocation, op))
+    ops = np.arange(len(graph), dtype=np.int32)
+    first = np.full(int(graph.colocation.max(initial=-1)) + 1, len(graph), dtype=np.int32)
+    given = graph.colocation >= 0
+    np.minimum.at(first, graph.colocation[given], ops[given])
+    pairs = [(ops[given], first[graph.colocation[given]])]
     for storage_writers in graph.writers.values():
-        for op in storage_writers[1:]:
-            union.join(op, storage_writers[0])
-    for tensor in np.flatnonzero((graph.bases >= 0) & ~graph.overwrites).tolist():
-        view, made = int(graph.producers[tensor]), int(graph.producers[graph.bases[tensor]])
-        # A gradient's view of the gradient that arrives belongs to its own op: with its base it
-        # would chain each layer to the next.
-        if not graph.is_source[made] and graph.gradient_of[view] < 0:
-            union.join(view, made)
-    for op in np.flatnonzero(graph.gradient_of >= 0).tolist():
-        union.join(op, int(graph.gradient_of[op]))
-    return _numbered(graph, union)
+        if len(storage_writers) > 1:
+            one = np.array(storage_writers, dtype=np.int32)
+            pairs.append((one, np.full_like(one, one[0])))
+    aliases = np.flatnonzero((graph.bases >= 0) & ~graph.overwrites)
+    views, made = graph.producers[aliases], graph.producers[graph.bases[aliases]]
+    # A gradient's view of the gradient that arrives belongs to its own op: with its base it
+    # would chain each layer to the next.
+    joins = ~graph.is_source[made] & (graph.gradient_of[views] < 0)
+    pairs.append((views[joins], made[joins]))
+    gradients = ops[graph.gradient_of >= 0]
+    pairs.append((gradients, graph.gradient_of[gradients]))
+    befores, afters = (np.concatenate(ends) for ends in zip(*pairs, strict=True))
+    edges = coo_array((np.ones(len(befores), np.int8), (befores, afters)), shape=(len(graph),) * 2)
+    _, sets = connected_components(edges, directed=False)
+    return _renumbered(_with_sources(graph, sets.astype(np.int32)))
 
 
 def merge_single_consumers(graph: Graph, groups: Groups, *, largest_share: float = 1.0) -> Groups:
     """Step 2. `largest_share=1` is the paper's rule without a limit. O(rounds x reads)."""
-    union = _Union(groups.count)
     weights = _weights(graph, groups)
     limit = largest_share * weights.sum(axis=0)
-    shared = _shared_parameters(graph, groups)
+    roots = np.arange(groups.count, dtype=np.int32)
     edges = _edges_between(graph, groups)
-    merged = True
-    while merged:
-        merged = False
-        for producer, consumers in _consumer_groups(edges, union).items():
-            a = union.find(producer)
-            # Merges since the round began may have joined these; roots are looked up anew.
-            others = {union.find(consumer) for consumer in consumers} - {a}
-            if len(others) != 1:
-                continue
-            b = others.pop()
-            apart = bool(shared[a] and shared[b]) and shared[a] != shared[b]
-            if apart or (weights[a] + weights[b] > limit).any():
-                continue
-            root = union.join(a, b)
-            weights[root], shared[root] = weights[a] + weights[b], shared[a] | shared[b]
-            merged = True
-    roots = np.array([union.find(g) for g in range(groups.count)], dtype=np.int32)
+    _merge(
+        np.ascontiguousarray(edges[:, 0]),
+        np.ascontiguousarray(edges[:, 1]),
+        weights,
+        limit,
+        _shared_parameters(graph, groups),
+        roots,
+        np.full(groups.count, -1, dtype=np.int32),
+        np.empty(groups.count, dtype=np.int32),
+        np.empty(len(edges), dtype=np.int32),
+    )
     return _renumbered(roots[groups.of_op])
 
 
-class _Union:
-    """Disjoint sets; the smaller index is the root, so that numbering is stable."""
+@kernel
+def _merge(  # noqa: PLR0913 (kernel)
+    producers: Int32,
+    consumers: Int32,
+    weights: NDArray[np.float64],
+    limit: NDArray[np.float64],
+    shared: Int32,
+    roots: Int32,
+    heads: Int32,
+    order: Int32,
+    following: Int32,
+) -> None:
+    """Rounds of the rule, until none merges; `roots` [groups] in: each its own; out: the least
+    group of each set.
 
-    def __init__(self, count: int) -> None:
-        self.parents = list(range(count))
+    producers, consumers   [edges] ordered; overwritten
+    shared                 [groups] id of the set of shared parameters that it reads; -1: none.
+                           Sets merge only with none or with their like, so no new one arises
+    heads, order, following   room: [groups] of -1, [groups], [edges]
+    """
+    edges, merged = len(producers), True
+    while merged:
+        merged = False
+        kept = found = 0
+        for edge in range(edges):  # each producer's edges as a list; producers as they appear
+            a, b = _root(roots, producers[edge]), _root(roots, consumers[edge])
+            if a == b and heads[a] >= 0:
+                continue  # within a set; its first edge says when its turn comes
+            producers[kept], consumers[kept] = a, b
+            if heads[a] < 0:
+                order[found] = a
+                found += 1
+            following[kept] = heads[a]
+            heads[a] = kept
+            kept += 1
+        edges = kept
+        for i in range(found):
+            producer = order[i]
+            a, b = _root(roots, producer), -1
+            several = False
+            edge = heads[producer]
+            heads[producer] = -1
+            while edge >= 0 and not several:
+                # Merges since the round began may have joined these; roots are looked up anew.
+                other = _root(roots, consumers[edge])
+                several = other != a and b >= 0 and other != b
+                if other != a:
+                    b = other
+                edge = following[edge]
+            if several or b < 0:
+                continue
+            apart = shared[a] >= 0 and shared[b] >= 0 and shared[a] != shared[b]
+            flops, size_bytes = weights[a, 0] + weights[b, 0], weights[a, 1] + weights[b, 1]
+            if apart or flops > limit[0] or size_bytes > limit[1]:
+                continue
+            root = min(a, b)
+            roots[max(a, b)] = root
+            weights[root, 0], weights[root, 1] = flops, size_bytes
+            shared[root] = max(shared[a], shared[b])
+            merged = True
+    for group in range(len(roots)):
+        roots[group] = _root(roots, group)
 
-    def find(self, item: int) -> int:
-        while self.parents[item] != item:
-            self.parents[item] = self.parents[self.parents[item]]
-            item = self.parents[item]
-        return item
 
-    def join(self, a: int, b: int) -> int:
-        a, b = sorted((self.find(a), self.find(b)))
-        self.parents[b] = a
-        return a
+@inlined
+def _root(roots: Int32, item: int) -> int:
+    root = item
+    while roots[root] != root:
+        roots[root] = roots[roots[root]]
+        root = int(roots[root])
+    return root
 
 
-def _numbered(graph: Graph, union: _Union) -> Groups:
-    roots = np.array([union.find(op) for op in range(len(graph))], dtype=np.int32)
-    for op in np.flatnonzero(graph.is_source).tolist():
-        readers = [int(c) for t in graph.outputs_of(op) for c in graph.consumers_of(t)[:1]]
-        home = int(graph.residences[op])
-        if home >= 0:
-            roots[op] = roots[home]
-        elif readers:
-            roots[op] = roots[min(readers)]
-    return _renumbered(roots)
+def _with_sources(graph: Graph, sets: Int32) -> Int32:
+    """[ops] `sets`, but a source has that of the op that writes it, else of its first reader."""
+    first = np.full(len(graph), len(graph), dtype=np.int32)
+    np.minimum.at(first, graph.producers[graph.input_tensors], graph.readers)
+    home = np.where(graph.residences >= 0, graph.residences, first)
+    moved = graph.is_source & (home < len(graph))
+    sets[moved] = sets[home[moved]]
+    return sets
 
 
 def _renumbered(roots: Int32) -> Groups:
@@ -138,20 +191,25 @@ def _weights(graph: Graph, groups: Groups) -> NDArray[np.float64]:
     )
 
 
-def _shared_parameters(graph: Graph, groups: Groups) -> list[frozenset[int]]:
-    """Per group the parameters it reads that other groups read as well, their own apart."""
-    read: list[set[int]] = [set() for _ in range(groups.count)]
-    for op in np.flatnonzero(graph.is_source).tolist():
-        if graph.kinds[op] != "parameter":
-            continue
-        readers = {
-            int(groups.of_op[c]) for t in graph.outputs_of(op) for c in graph.consumers_of(t)
-        }
-        readers.discard(int(groups.of_op[op]) if graph.residences[op] >= 0 else -1)
-        if len(readers) > 1:
-            for reader in readers:
-                read[reader].add(op)
-    return [frozenset(parameters) for parameters in read]
+def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
+    """[groups] the set of parameters it reads that other groups read as well, their own apart: an
+    id of 0 or more, equal for equal sets, -1 for none."""
+    parameter = np.array([kind == "parameter" for kind in graph.kinds]) & graph.is_source
+    producers = graph.producers[graph.input_tensors]
+    reads = parameter[producers]
+    pairs = np.stack([producers[reads], groups.of_op[graph.readers[reads]]], axis=1)
+    pairs = np.unique(pairs, axis=0)
+    written = graph.residences[pairs[:, 0]] >= 0
+    pairs = pairs[~written | (groups.of_op[pairs[:, 0]] != pairs[:, 1])]
+    several = np.bincount(pairs[:, 0], minlength=len(graph)) > 1
+    read: dict[int, list[int]] = defaultdict(list)
+    for parameter_op, reader in pairs[several[pairs[:, 0]]].tolist():
+        read[reader].append(parameter_op)
+    ids: dict[tuple[int, ...], int] = {}
+    shared = np.full(groups.count, -1, dtype=np.int32)
+    for reader, parameters in read.items():
+        shared[reader] = ids.setdefault(tuple(parameters), len(ids))
+    return shared
 
 
 def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
@@ -166,11 +224,3 @@ def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
     pairs = groups.of_op[ends]
     counts = is_forward[ends].all(axis=1) | ~has_forward[pairs[:, 0]]
     return np.unique(pairs[counts & (pairs[:, 0] != pairs[:, 1])], axis=0)
-
-
-def _consumer_groups(edges: NDArray[np.int32], union: _Union) -> dict[int, set[int]]:
-    """producer group -> its consumers' groups, as merged so far."""
-    consumers: dict[int, set[int]] = defaultdict(set)
-    for producer, consumer in edges.tolist():
-        consumers[union.find(producer)].add(union.find(consumer))
-    return consumers

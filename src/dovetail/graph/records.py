@@ -131,10 +131,15 @@ class Graph:
 
     def runs_on(self, kind: str) -> Bool:
         """[ops] True for ops that a device of this kind may run; a "host" runs none."""
-        return np.array(
-            [kind != "host" and (not kinds or kind in kinds) for kinds in self.device_kinds],
-            dtype=bool,
-        )
+        distinct, of_op = self._kind_sets
+        runs = [kind != "host" and (not kinds or kind in kinds) for kinds in distinct]
+        return np.array(runs, dtype=bool)[of_op]
+
+    @cached_property
+    def _kind_sets(self) -> tuple[tuple[tuple[str, ...], ...], Int32]:
+        """Distinct entries of `device_kinds`, and [ops] index of each op's."""
+        index = {kinds: i for i, kinds in enumerate(dict.fromkeys(self.device_kinds))}
+        return tuple(index), np.array([index[kinds] for kinds in self.device_kinds], dtype=np.int32)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -171,14 +176,15 @@ class Graph:
         """[tensors] the tensor whose storage this one shares on the device where it is made: its
         producer's first input of the same storage; -1 for fresh memory."""
         bases = np.full(self.tensors, -1, dtype=np.int32)
-        first: dict[int, int] = {}
-        for tensor, storage in enumerate(self.storages.tolist()):
-            if first.setdefault(storage, tensor) == tensor:
-                continue
-            for read in self.inputs_of(int(self.producers[tensor])).tolist():
-                if self.storages[read] == storage:
-                    bases[tensor] = read
-                    break
+        _, first = np.unique(self.storages, return_index=True)
+        aliases = np.ones(self.tensors, dtype=bool)
+        aliases[first] = False
+        tensors = np.flatnonzero(aliases)
+        of_alias, entries = gather(self.input_offsets, self.producers[tensors])
+        reads = self.input_tensors[entries]
+        same = self.storages[reads] == self.storages[tensors[of_alias]]
+        found, first = np.unique(of_alias[same], return_index=True)
+        bases[tensors[found]] = reads[same][first]
         return bases
 
     @cached_property
@@ -196,17 +202,17 @@ class Graph:
     def residences(self) -> Int32:
         """[ops] where a source lives: `HOST` (inputs), `EVERYWHERE` (whatever is never written),
         else the op that writes it, on whose device it lives. Of other ops: themselves."""
+        never = len(self)
+        first = np.full(int(self.storages.max(initial=-1)) + 1, never, dtype=np.int32)
+        written = np.flatnonzero(self.overwrites)
+        np.minimum.at(first, self.storages[written], self.producers[written])
+        writer = np.full(len(self), never, dtype=np.int32)
+        np.minimum.at(writer, self.producers, first[self.storages])
         residences = np.arange(len(self), dtype=np.int32)
-        for op in np.flatnonzero(self.is_source).tolist():
-            written = [
-                self.writers[s]
-                for s in {int(self.storages[t]) for t in self.outputs_of(op)}
-                if s in self.writers
-            ]
-            if written:
-                residences[op] = min(min(ops) for ops in written)
-            else:
-                residences[op] = HOST if self.kinds[op] == "input" else EVERYWHERE
+        for op in np.flatnonzero(self.is_source & (writer == never)).tolist():
+            residences[op] = HOST if self.kinds[op] == "input" else EVERYWHERE
+        moved = self.is_source & (writer < never)
+        residences[moved] = writer[moved]
         return residences
 
     @cached_property
@@ -215,7 +221,7 @@ class Graph:
         digest = hashlib.sha256()
         for field in fields(self):
             value = getattr(self, field.name)
-            data = value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode()
+            data = value.tobytes() if isinstance(value, np.ndarray) else _repr(value).encode()
             digest.update(f"{field.name} {len(data)} ".encode())
             digest.update(data)
         return digest.hexdigest()[:16]
@@ -243,3 +249,19 @@ def csr_offsets(owners: NDArray[np.integer], count: int) -> Int32:
     return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count)[:count])]).astype(
         np.int32
     )
+
+
+def gather(offsets: NDArray[np.integer], rows: NDArray[np.integer]) -> tuple[Int64, Int64]:
+    """(place in `rows`, entry) of every entry of some rows of a CSR, row after row."""
+    counts = np.asarray(offsets[rows + 1] - offsets[rows], dtype=np.int64)
+    places = np.repeat(np.arange(len(rows)), counts)
+    within = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return places, offsets[rows][places] + within
+
+
+def _repr(values: tuple[Any, ...]) -> str:
+    """`repr(values)`, with the text of equal values made once."""
+    texts = {value: repr(value) for value in set(values)}
+    if len(values) < 2 or len(texts) > len(values) / 2:
+        return repr(values)
+    return f"({', '.join([texts[value] for value in values])})"

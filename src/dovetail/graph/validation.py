@@ -80,10 +80,16 @@ def _check_sizes(graph: Graph) -> None:
         tensor = int(np.flatnonzero(sizes < 0)[0])
         name = graph.names[graph.producers[tensor]]
         raise InvalidSizeError(name, "tensor_bytes", int(sizes[tensor]))
-    for tensor, shape in enumerate(graph.shapes):
-        if any(n < 0 for n in shape) or len(shape) != len(graph.strides[tensor]):
-            name = graph.names[graph.producers[tensor]]
-            raise InvalidSizeError(name, "shape", shape)
+    pairs = list(zip(graph.shapes, graph.strides, strict=True))
+    wrong = {
+        (shape, strides)
+        for shape, strides in set(pairs)
+        if min(shape, default=0) < 0 or len(shape) != len(strides)
+    }
+    if wrong:
+        tensor = next(tensor for tensor, pair in enumerate(pairs) if pair in wrong)
+        name = graph.names[graph.producers[tensor]]
+        raise InvalidSizeError(name, "shape", graph.shapes[tensor])
 
 
 def _check_reads(graph: Graph) -> None:
@@ -133,25 +139,22 @@ def _check_order(graph: Graph) -> None:
 
 
 def _check_sources(graph: Graph) -> None:
-    sources = np.flatnonzero(graph.phases == 0).tolist()
-    for op in sources:
-        name = graph.names[op]
-        if graph.input_offsets[op] != graph.input_offsets[op + 1]:
-            raise GraphError(f"source op {name!r} reads a tensor; sources have no inputs")
-        if graph.kinds[op] not in SOURCE_KINDS:
-            raise GraphError(f"source op {name!r} has the unknown kind {graph.kinds[op]!r}")
-    if len(graph.control) and np.isin(graph.control, sources).any():
+    sources = np.flatnonzero(graph.phases == 0)
+    reading = sources[graph.input_offsets[sources] != graph.input_offsets[sources + 1]]
+    unknown = [op for op in sources.tolist() if graph.kinds[op] not in SOURCE_KINDS]
+    if len(reading) and (not unknown or reading[0] <= unknown[0]):
+        name = graph.names[reading[0]]
+        raise GraphError(f"source op {name!r} reads a tensor; sources have no inputs")
+    if unknown:
+        name, kind = graph.names[unknown[0]], graph.kinds[unknown[0]]
+        raise GraphError(f"source op {name!r} has the unknown kind {kind!r}")
+    if len(graph.control) and (graph.phases[graph.control] == 0).any():
         raise GraphError("a control edge touches a source op, which occupies no device")
     # A storage is shared along reads only: a tensor that aliases what its op does not read
     # would have no copy to alias on its own device.
-    first = np.full(int(graph.storages.max(initial=-1)) + 1, -1)
-    for tensor, storage in enumerate(graph.storages.tolist()):
-        if first[storage] < 0:
-            first[storage] = tensor
-            continue
-        op = int(graph.producers[tensor])
-        reads = graph.input_tensors[graph.input_offsets[op] : graph.input_offsets[op + 1]]
-        if not (graph.storages[reads] == storage).any():
-            raise GraphError(
-                f"op {graph.names[op]!r} returns an alias of a storage that it does not read"
-            )
+    aliases = np.ones(len(graph.storages), dtype=bool)
+    aliases[np.unique(graph.storages, return_index=True)[1]] = False
+    unread = np.flatnonzero(aliases & (graph.bases < 0))
+    if len(unread):
+        name = graph.names[graph.producers[unread[0]]]
+        raise GraphError(f"op {name!r} returns an alias of a storage that it does not read")

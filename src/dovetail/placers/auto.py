@@ -28,9 +28,21 @@ from dataclasses import dataclass
 from dovetail.errors import InvalidError
 from dovetail.placers.baselines import Placer, attempt, try_baselines
 from dovetail.placers.budget import Budget
+from dovetail.placers.exact import exact
 from dovetail.placers.exhaustive import can_enumerate, exhaustive
+from dovetail.placers.families import families
+from dovetail.placers.heft import heft
+from dovetail.placers.ideal_dp import ideal_dp
+from dovetail.placers.latency_search import latency_search
+from dovetail.placers.linear_dp import linear_dp
 from dovetail.placers.local_search import local_search
+from dovetail.placers.m_topo import m_topo
+from dovetail.placers.metis import metis
+from dovetail.placers.mincut import mincut
+from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.scotch import scotch
+from dovetail.placers.sct import sct
 
 CONSTRUCTIVE_SHARE = 0.4
 FIRST_SLICE = 1 / 24
@@ -38,15 +50,23 @@ FIRST_SLICE = 1 / 24
 FLOOR = 0.15
 """Share that even a method without gains keeps, before shares are made to sum to 1."""
 
-CONSTRUCTIVE: dict[str, tuple[tuple[str, Placer], ...]] = {
-    "step": (),
-    "load": (),
-    "latency": (),
+CONSTRUCTIVE: dict[str, dict[str, Placer]] = {
+    "step": {
+        "m_topo": m_topo,
+        "heft": heft,
+        "metis": metis,
+        "sct": sct,
+        "families": families,
+        "scotch": scotch,
+        "mincut": mincut,
+    },
+    "load": {"linear_dp": linear_dp, "m_topo": m_topo, "metis": metis, "scotch": scotch},
+    "latency": {"linear_dp": linear_dp, "m_topo": m_topo},
 }
-IMPROVING: dict[str, tuple[tuple[str, Placer], ...]] = {
-    "step": (("local_search", local_search),),
-    "load": (("local_search", local_search),),
-    "latency": (("local_search", local_search),),
+IMPROVING: dict[str, dict[str, Placer]] = {
+    "step": {"local_search": local_search, "multilevel": multilevel, "exact": exact},
+    "load": {"local_search": local_search, "ideal_dp": ideal_dp, "exact": exact},
+    "latency": {"latency_search": latency_search, "exact": exact},
 }
 
 
@@ -62,24 +82,22 @@ def auto(problem: Problem, budget: Budget) -> GroupPlacement:
 
 
 def _construct(problem: Problem, budget: Budget) -> None:
-    for name, method in CONSTRUCTIVE[problem.objective]:
-        if budget.optimal or budget.fraction >= CONSTRUCTIVE_SHARE:
+    for name, method in CONSTRUCTIVE[problem.objective].items():
+        left = CONSTRUCTIVE_SHARE - budget.fraction
+        if left <= 0 or budget.optimal or budget.exhausted:
             return
-        _attempt(name, method, problem, budget)
+        _attempt(name, method, problem, _part(budget, left / 2))
 
 
 def _improve(problem: Problem, budget: Budget) -> None:
-    arms = [_Arm(name, method) for name, method in IMPROVING[problem.objective]]
+    arms = [_Arm(name, method) for name, method in IMPROVING[problem.objective].items()]
     first = (1 - budget.fraction) * FIRST_SLICE
     while arms and not (budget.exhausted or budget.optimal):
         arm = _furthest_behind(arms)
         arm.slices += 1
         share = min(first * 2 ** (arm.slices - 1), 1 - budget.fraction)
-        part = budget.slice(
-            seconds=share * budget.seconds, evaluations=_whole(share * budget.evaluations)
-        )
         gap, began = _state(budget), budget.fraction
-        usable = _attempt(arm.name, arm.method, problem, part)
+        usable = _attempt(arm.name, arm.method, problem, _part(budget, share))
         gain, spent = _gain(gap, _state(budget)), budget.fraction - began
         arm.gains = arm.gains / 2 + gain
         arm.spent += max(spent, share / 8)
@@ -129,5 +147,8 @@ def _gain(before: tuple[float, float, float], after: tuple[float, float, float])
     return fall + (bound_now - bound) / bound_now if bound_now > bound else fall
 
 
-def _whole(evaluations: float) -> float:
-    return evaluations if evaluations == float("inf") else max(1.0, float(int(evaluations)))
+def _part(budget: Budget, share: float) -> Budget:
+    """A slice of that share of the whole budget."""
+    evaluations = share * budget.evaluations
+    whole = evaluations if evaluations == float("inf") else max(1.0, float(int(evaluations)))
+    return budget.slice(seconds=share * budget.seconds, evaluations=whole)

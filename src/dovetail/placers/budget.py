@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
 from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.runtime.compiling import working_clock
 from dovetail.simulator.bounds import LowerBound
 
 BATCH_ENTRIES = 2**21
@@ -40,8 +40,8 @@ class Score:
 
 
 UNKNOWN = Score(np.inf, np.inf)
-CLOSED_GAP = 1e-9
-"""Relative: a value this close to a lower bound is the optimum, up to rounding."""
+CLOSED_GAP = 1e-6
+"""Relative: a value this close to a lower bound is the optimum, up to the margins of bounds."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Budget:
     """Limits of seconds and of evaluations, and everything that was evaluated under them.
 
     seconds, evaluations   limits; inf: none
-    clock        returns seconds; only differences count
+    clock        returns seconds; only differences count. By default compiling takes none
     progress     called with (share of the budget spent, best feasible value or inf)
     threads      cores that a search may use
     spent        evaluations so far, and what was charged as such
@@ -76,7 +76,7 @@ class Budget:
 
     seconds: float = np.inf
     evaluations: float = np.inf
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = working_clock
     progress: Callable[[float, float], None] | None = None
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     spent: float = 0
@@ -254,7 +254,7 @@ class Budget:
             whole.progress(whole.fraction, np.inf if score.lacking_bytes else score.value)
 
 
-def parse_budget(text: str, clock: Callable[[], float] = time.monotonic) -> Budget:
+def parse_budget(text: str, clock: Callable[[], float] = working_clock) -> Budget:
     """ "10" or "10s": a budget of seconds; "5000e": of evaluations. Raises `UsageError`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([se]?)\s*", text)
     amount = float(match[1]) if match else 0.0
@@ -299,7 +299,7 @@ class _SecondInterrupt(BaseException):
 
 def _digest(placement: GroupPlacement) -> bytes:
     """Names a placement in 16 bytes, however many groups there are."""
-    return hashlib.blake2b(np.ascontiguousarray(placement), digest_size=16).digest()
+    return hashlib.blake2b(placement.tobytes(), digest_size=16).digest()
 
 
 def _batches(rows: list[int], ops: int) -> Iterator[list[int]]:

@@ -4,193 +4,317 @@ Of all ready ops and all devices, the pair that can start earliest is scheduled;
 start at one instant the op with the longest path to the end (its static level) goes first, then
 the lower op index, then the lower device.
 
-    starts(op, d) = max(free_d,  max over inputs of  ends(producer) + transfer(producer's d, d))
+    starts(op, d) = max(free_d, arrives(op, d))            arrives: see `list_scheduling`
 
 Paper: Hwang, Chow, Anger and Lee, "Scheduling precedence graphs in systems with interprocessor
 communication times", SIAM Journal on Computing 18(2), 1989,
-https://doi.org/10.1137/0218016, section 4.
+https://doi.org/10.1137/0218016, section 4. With memory: m-ETF of Jeon et al., "Baechi: Fast Device
+Placement of Machine Learning Graphs", SoCC 2020, https://arxiv.org/abs/2301.08695.
 Differences: unlike devices; a group follows the first of its ops; a group goes only where its
 bytes (`Problem.group_bytes`) still fit, and where none has room, to the one with the most left.
 As in the paper links are never busy.
 
 Each device keeps the ready ops in two heaps: those whose inputs are there by the time it is free,
-by level, and those that come later, by arrival. O((ops x log ops + reads) x devices).
+by rank, and those that come later, by arrival. O((ops x log ops + reads) x devices).
+
+For `sct` the same loop knows favourite children and lets devices wait for them. An op is *urgent*
+once its inputs could be on every device that it may choose; urgent ops stand in heaps of their own,
+in lanes `devices` to `2 x devices - 1`.
 """
 
-import heapq
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dovetail.graph import Graph
-from dovetail.machine import Machine
 from dovetail.placers.budget import Budget
+from dovetail.placers.list_scheduling import (
+    Heaps,
+    Limits,
+    Listed,
+    Tasks,
+    arrival,
+    best_of_sets,
+    empty_heaps,
+    fits,
+    longest_paths,
+    pop_later,
+    pop_now,
+    push_later,
+    push_now,
+    ranked,
+    roomiest_unless_fitting,
+    tasks_of,
+)
 from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Float64, Int8, Int32, Int64
+
+
+class Favourites(NamedTuple):
+    """children [ops] the op that should follow on the same device, -1: none; and
+    patience_seconds [ops] for how long the device may wait for it."""
+
+    children: Int32
+    patience_seconds: Float64
+
+
+class _Work(NamedTuple):
+    """The growing schedule. Times in seconds from the start of the step.
+
+    placed, room     [groups] device or -1, [devices] bytes left
+    waiting, done    [ops] ops before it that have not started; 1: started
+    ready_heads, ready_next   [groups], [ops] linked lists: ops that became ready while their group
+                     was nowhere
+    heaps            ranks of ready ops by lane
+    firsts, first_times        [devices] rank that a device could start first, -1: none; and when
+    last             [devices] op that ran last
+    fresh            [ops] stack of ops to offer, `fresh_count[0]` high: they became ready, or their
+                     group was given to the device with most room
+    """
+
+    placed: Int32
+    room: Int64
+    starts: Float64
+    ends: Float64
+    free: Float64
+    waiting: Int32
+    done: Int8
+    ready_heads: Int32
+    ready_next: Int32
+    heaps: Heaps
+    firsts: Int32
+    first_times: Float64
+    last: Int32
+    fresh: Int32
+    fresh_count: Int64
 
 
 def etf(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The better of schedules over all devices and over the fastest model of device only.
+    """The better of schedules over all devices and over the fastest model of device only."""
+    tasks = tasks_of(problem)
+    return best_of_sets(problem, budget, lambda limits: etf_schedule(tasks, limits).placed)
 
-    Starting earliest says nothing of ending: idle slow devices draw ops that fast ones should run.
-    """
-    found = np.stack(
-        [problem.settle(_Schedule(problem, devices).run()) for devices in problem.device_sets]
+
+def etf_schedule(tasks: Tasks, limits: Limits, favourites: Favourites | None = None) -> Listed:
+    """The schedule of one set of devices; with `favourites` that of `sct`."""
+    ops, devices = tasks.seconds.shape
+    aware = favourites is not None
+    if favourites is None:
+        favourites = Favourites(np.zeros(0, np.int32), np.zeros(0))
+    levels = np.zeros(ops)
+    longest_paths(tasks, tasks.seconds.min(axis=1), np.zeros(len(tasks.befores)), levels)
+    work = _workspace(tasks, limits, lanes=2 * devices if aware else devices)
+    left = _schedule(tasks, limits, favourites, *ranked(levels), work)
+    assert left == 0, "some op never became ready: its predecessors form a cycle"
+    return Listed(work.placed, work.starts, work.ends)
+
+
+def _workspace(tasks: Tasks, limits: Limits, lanes: int) -> _Work:
+    (ops, devices), groups = tasks.seconds.shape, len(limits.choices)
+    return _Work(
+        placed=np.full(groups, -1, np.int32),
+        room=limits.room_bytes.copy(),
+        starts=np.zeros(ops),
+        ends=np.zeros(ops),
+        free=np.zeros(devices),
+        waiting=np.diff(tasks.before_offsets).astype(np.int32),
+        done=(tasks.runs == 0).astype(np.int8),
+        ready_heads=np.full(groups, -1, np.int32),
+        ready_next=np.full(ops, -1, np.int32),
+        heaps=empty_heaps(lanes, 2 * ops),  # an op is offered twice where its group is given away
+        firsts=np.zeros(devices, np.int32),
+        first_times=np.zeros(devices),
+        last=np.full(devices, -1, np.int32),
+        fresh=np.empty(ops, np.int32),
+        fresh_count=np.zeros(1, np.int64),
     )
-    scores = budget.score(problem, found, always=True)
-    return np.asarray(found[scores.index(min(scores))])
 
 
-class _Schedule:
-    """The growing schedule. Times in seconds from the start of the step."""
-
-    def __init__(self, problem: Problem, devices: list[int]) -> None:
-        graph = problem.graph
-        self.problem = problem
-        self.seconds: list[list[float]] = problem.costs.compute_seconds.tolist()
-        self.predecessors, self.successors = _neighbours(graph)
-        self.latency, self.per_byte = _transfer_model(problem.machine)
-        self.levels = _levels(problem, self.successors)
-        self.waiting = [len(before) for before in self.predecessors]
-        self.of_op: list[int] = problem.groups.of_op.tolist()
-        self.choices: list[list[int]] = [_choices(row, devices) for row in problem.allowed]
-        self.placed = [-1] * problem.groups.count
-        self.room: list[float] = problem.capacities.astype(float).tolist()
-        self.bytes: list[int] = problem.group_bytes.tolist()
-        self.ready_in: list[set[int]] = [set() for _ in range(problem.groups.count)]
-        self.ends = [0.0] * len(graph)
-        self.free = [0.0] * problem.devices
-        self.now: list[list[tuple[float, int]]] = [[] for _ in range(problem.devices)]
-        self.later: list[list[tuple[float, float, int]]] = [[] for _ in range(problem.devices)]
-        self.done: list[bool] = graph.is_source.tolist()
-        self.given_away = False
-
-    def run(self) -> NDArray[np.int32]:
-        for op, waits in enumerate(self.waiting):
-            if not waits and not self.done[op]:
-                self._make_ready(op)
-        left = self.done.count(False)
-        while left:
-            self.given_away = False
-            firsts = [self._first(device) for device in range(len(self.free))]
-            if self.given_away:  # perhaps to a device that had answered before: ask all again
+@kernel
+def _schedule(
+    tasks: Tasks, limits: Limits, favourites: Favourites, by_rank: Int32, ranks: Int32, work: _Work
+) -> int:
+    """Fill `work`; return how many ops never became ready."""
+    left = 0
+    for op in range(len(work.done)):
+        if not work.done[op]:
+            left += 1
+            if work.waiting[op] == 0:
+                add_fresh(work, op)
+    while left > 0:
+        offer_fresh(tasks, limits, ranks, work)
+        best, best_awake = -1, False
+        for device in range(len(work.free)):
+            awake = look(tasks, limits, favourites, by_rank, ranks, work, device)
+            if work.fresh_count[0] > 0:
+                break
+            if work.firsts[device] < 0:
                 continue
-            starts, _, op, device = min(first for first in firsts if first is not None)
-            self._start(op, device, starts)
-            left -= 1
-        return np.array(self.placed, dtype=np.int32)
-
-    def _make_ready(self, op: int) -> None:
-        group = self.of_op[op]
-        self.ready_in[group].add(op)
-        home = self.placed[group]
-        for device in self.choices[group] if home < 0 else [home]:
-            self._offer(op, device)
-
-    def _offer(self, op: int, device: int) -> None:
-        heapq.heappush(self.later[device], (self._arrival(op, device), -self.levels[op], op))
-
-    def _arrival(self, op: int, device: int) -> float:
-        arrival = 0.0
-        for before, size in self.predecessors[op]:
-            there = self.placed[self.of_op[before]]
-            moves = there != device
-            wait = self.latency[there][device] + size * self.per_byte[there][device] if moves else 0
-            arrival = max(arrival, self.ends[before] + wait)
-        return arrival
-
-    def _first(self, device: int) -> tuple[float, float, int, int] | None:
-        """(start, -level, op, device) of what `device` could start earliest."""
-        now, later = self.now[device], self.later[device]
-        while later and (later[0][0] <= self.free[device] or self._gone(later[0][2], device)):
-            _, level, op = heapq.heappop(later)
-            if not self._gone(op, device):
-                heapq.heappush(now, (level, op))
-        while now and self._gone(now[0][1], device):
-            heapq.heappop(now)
-        if now:
-            return (self.free[device], *now[0], device)
-        return (*later[0], device) if later else None
-
-    def _gone(self, op: int, device: int) -> bool:
-        """Started, or its group cannot be here."""
-        group = self.of_op[op]
-        home = self.placed[group]
-        if self.done[op] or home >= 0:
-            return self.done[op] or home != device
-        fits = [d for d in self.choices[group] if self.room[d] >= self.bytes[group]]
-        if not fits:
-            self.given_away = True
-            roomiest = max(self.choices[group], key=lambda d: (self.room[d], -d))
-            self._settle(group, roomiest)
-            for ready in sorted(self.ready_in[group] - {op}):
-                self._offer(ready, roomiest)
-            if roomiest != device:
-                self._offer(op, roomiest)
-            return roomiest != device
-        return device not in fits
-
-    def _settle(self, group: int, device: int) -> None:
-        self.placed[group] = device
-        self.room[device] -= self.bytes[group]
-
-    def _start(self, op: int, device: int, starts: float) -> None:
-        group = self.of_op[op]
-        if self.placed[group] < 0:
-            self._settle(group, device)
-        self.done[op] = True
-        self.ready_in[group].discard(op)
-        self.ends[op] = self.free[device] = starts + self.seconds[op][device]
-        for after in self.successors[op]:
-            self.waiting[after] -= 1
-            if not self.waiting[after]:
-                self._make_ready(after)
+            sooner = best < 0 or work.first_times[device] < work.first_times[best]
+            if not sooner and work.first_times[device] == work.first_times[best]:
+                better = work.firsts[device] < work.firsts[best]
+                sooner = better if awake == best_awake else best_awake
+            if sooner:
+                best, best_awake = device, awake
+        if work.fresh_count[0] > 0:  # perhaps for a device that had answered: ask all again
+            continue
+        if best < 0:
+            return left
+        start(tasks, limits, work, by_rank[work.firsts[best]], best)
+        left -= 1
+    return 0
 
 
-def _choices(allowed: NDArray[np.bool_], devices: list[int]) -> list[int]:
-    """Of `devices` those that are allowed; all that are, where that leaves none."""
-    everywhere: list[int] = np.flatnonzero(allowed).tolist()
-    return [d for d in everywhere if d in devices] or everywhere
+@inlined
+def look(
+    tasks: Tasks,
+    limits: Limits,
+    favourites: Favourites,
+    by_rank: Int32,
+    ranks: Int32,
+    work: _Work,
+    device: int,
+) -> bool:
+    """Fill `firsts` and `first_times` of a device with what it could start earliest.
+
+    Returns True if it is awake: it keeps itself for a favourite child that it could start sooner
+    than any other device, and until then takes urgent ops only.
+    """
+    free = work.free[device]
+    lane = device
+    child, begins = -1, np.inf
+    if len(work.heaps.now_sizes) > len(work.free) and work.last[device] >= 0:
+        child = favourites.children[work.last[device]]
+        if child >= 0 and work.waiting[child] == 0 and not work.done[child]:
+            begins = child_start(tasks, limits, work, child, device)
+            if begins - free <= favourites.patience_seconds[work.last[device]]:
+                lane = len(work.free) + device
+    if lane == device or begins > free:
+        find_first(tasks, limits, by_rank, work, lane, device)
+    if lane > device:
+        urgent = begins > free and work.firsts[device] >= 0 and work.first_times[device] <= free
+        if not urgent:
+            work.firsts[device] = ranks[child]
+            work.first_times[device] = begins
+    return lane > device
 
 
-def _neighbours(graph: Graph) -> tuple[list[list[tuple[int, float]]], list[list[int]]]:
-    """Per op: (op before, bytes that it sends here), and the ops after. Sources are no ops."""
-    before: list[dict[int, float]] = [{} for _ in range(len(graph))]
-    producers = graph.producers[graph.input_tensors]
-    sizes = graph.tensor_bytes[graph.input_tensors]
-    real = ~graph.is_source[producers]
-    reads = np.stack([producers, graph.readers, sizes], axis=1)[real].tolist()
-    for producer, reader, size in reads:
-        before[reader][producer] = before[reader].get(producer, 0.0) + size
-    for earlier, later in graph.control.tolist():
-        before[later].setdefault(earlier, 0.0)
-    after: list[list[int]] = [[] for _ in range(len(graph))]
-    for op, ops in enumerate(before):
-        for earlier in ops:
-            after[earlier].append(op)
-    return [list(ops.items()) for ops in before], after
+@inlined
+def child_start(tasks: Tasks, limits: Limits, work: _Work, child: int, device: int) -> float:
+    """When a favourite child could start on `device`; inf if it may not, or sooner elsewhere."""
+    group = tasks.of_op[child]
+    home = work.placed[group]
+    here = elsewhere = np.inf
+    for other in range(len(work.free)):
+        if home == other or (home < 0 and fits(limits, work.room, group, other)):
+            time = arrival(tasks, work.placed, work.ends, child, other)
+            time = max(time, work.free[other])
+            if other == device:
+                here = time
+            else:
+                elsewhere = min(elsewhere, time)
+    return here if here <= elsewhere else np.inf
 
 
-def _transfer_model(machine: Machine) -> tuple[list[list[float]], list[list[float]]]:
-    """(latency seconds, seconds per byte) from row to column; two hops where there is no link."""
-    index, host = machine.link_index, machine.host_index
-    count = len(machine.devices)
-    latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
-    for a in range(count):
-        for b in range(count):
-            if a == b:
-                continue
-            hops = [index[a, b]] if index[a, b] >= 0 else [index[a, host], index[host, b]]
-            links = [machine.links[hop] for hop in hops]
-            latency[a, b] = sum(link.latency_seconds for link in links)
-            per_byte[a, b] = sum(1 / link.bandwidth_bytes_per_second for link in links)
-    return latency.tolist(), per_byte.tolist()
+@inlined
+def find_first(
+    tasks: Tasks, limits: Limits, by_rank: Int32, work: _Work, lane: int, device: int
+) -> None:
+    """Fill `firsts` and `first_times` of a device with what is first in a lane."""
+    heaps, free = work.heaps, work.free[device]
+    work.firsts[device] = -1
+    while heaps.later_sizes[lane] > 0 and heaps.later_times[lane, 0] <= free:
+        push_now(heaps, lane, heaps.later_ranks[lane, 0])
+        pop_later(heaps, lane)
+    while heaps.now_sizes[lane] + heaps.later_sizes[lane] > 0:
+        is_now = heaps.now_sizes[lane] > 0
+        rank = heaps.now[lane, 0] if is_now else heaps.later_ranks[lane, 0]
+        if not is_gone(tasks, limits, work, by_rank[rank], device):
+            work.firsts[device] = rank
+            work.first_times[device] = free if is_now else heaps.later_times[lane, 0]
+            return
+        if is_now:
+            pop_now(heaps, lane)
+        else:
+            pop_later(heaps, lane)
 
 
-def _levels(problem: Problem, successors: list[list[int]]) -> list[float]:
-    """Seconds of the longest path from each op to the end, on the fastest devices, at no
-    communication."""
-    least = problem.costs.compute_seconds.min(axis=1).tolist()
-    levels = [0.0] * len(least)
-    for op in range(len(least) - 1, -1, -1):
-        levels[op] = least[op] + max((levels[after] for after in successors[op]), default=0.0)
-    return levels
+@inlined
+def is_gone(tasks: Tasks, limits: Limits, work: _Work, op: int, device: int) -> bool:
+    """Has the op started, or can its group not be here? A group that fits nowhere is given away."""
+    group = tasks.of_op[op]
+    home = work.placed[group]
+    if work.done[op] == 1:
+        return True
+    if home >= 0:
+        return bool(home != device)
+    if work.room[device] >= limits.group_bytes[group]:
+        return False
+    roomiest = roomiest_unless_fitting(limits, work.room, group)
+    if roomiest >= 0:
+        settle(limits, work, group, roomiest)
+        ready = work.ready_heads[group]
+        while ready >= 0:  # who was dropped there for want of room is offered again
+            add_fresh(work, ready)
+            ready = work.ready_next[ready]
+    return True
+
+
+@inlined
+def settle(limits: Limits, work: _Work, group: int, device: int) -> None:
+    work.placed[group] = device
+    work.room[device] -= limits.group_bytes[group]
+
+
+@inlined
+def add_fresh(work: _Work, op: int) -> None:
+    work.fresh[work.fresh_count[0]] = op
+    work.fresh_count[0] += 1
+
+
+@inlined
+def offer_fresh(tasks: Tasks, limits: Limits, ranks: Int32, work: _Work) -> None:
+    while work.fresh_count[0] > 0:
+        work.fresh_count[0] -= 1
+        offer(tasks, limits, ranks, work, work.fresh[work.fresh_count[0]])
+
+
+@inlined
+def offer(tasks: Tasks, limits: Limits, ranks: Int32, work: _Work, op: int) -> None:
+    """Put a ready op into the lanes of every device where its group may be."""
+    group = tasks.of_op[op]
+    home = work.placed[group]
+    if home < 0:
+        work.ready_next[op] = work.ready_heads[group]
+        work.ready_heads[group] = op
+    time = latest = 0.0
+    for lane in range(len(work.heaps.now_sizes)):
+        urgent = lane >= len(work.free)
+        device = lane - len(work.free) if urgent else lane
+        if home == device or (home < 0 and limits.choices[group, device] == 1):
+            if urgent:
+                time = latest
+            else:
+                time = arrival(tasks, work.placed, work.ends, op, device)
+                latest = max(latest, time)
+            if time <= work.free[device]:
+                push_now(work.heaps, lane, ranks[op])
+            else:
+                push_later(work.heaps, lane, ranks[op], time)
+
+
+@inlined
+def start(tasks: Tasks, limits: Limits, work: _Work, op: int, device: int) -> None:
+    group = tasks.of_op[op]
+    if work.placed[group] < 0:
+        settle(limits, work, group, device)
+    work.done[op] = 1
+    work.last[device] = op
+    work.starts[op] = work.first_times[device]
+    work.ends[op] = work.starts[op] + tasks.seconds[op, device]
+    work.free[device] = work.ends[op]
+    for i in range(tasks.after_offsets[op], tasks.after_offsets[op + 1]):
+        after = tasks.afters[i]
+        work.waiting[after] -= 1
+        if work.waiting[after] == 0:
+            add_fresh(work, after)

@@ -19,19 +19,23 @@ Kinds of move that have won are proposed more often. No placement is evaluated t
 the earlier proposal, so a seed and a budget of evaluations give one result.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.baselines import try_baselines
 from dovetail.placers.budget import UNKNOWN, Budget, Score
+from dovetail.placers.critical import critical_path
+from dovetail.placers.load_search import load_search
 from dovetail.placers.moves import MOVES, Landscape, landscape
 from dovetail.placers.problem import GroupPlacement, Problem
 
 BATCH = 16
 TEMPERATURE = 0.02
 """Of a fresh search: moves that lose about 2 % are taken."""
+TRACE_ROUNDS = 6
+"""Rounds between two looks at the critical path: one costs about three evaluations."""
 STALL_ROUNDS = 40
 """Rounds without a new best before a restart, and as many more as there are groups / `BATCH`."""
 TRIES = 6
@@ -41,9 +45,16 @@ GIVE_UP = 20
 
 
 def local_search(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best placement found until the budget is spent, or until nothing new is found."""
+    """The best placement found until the budget is spent, or until nothing new is found.
+
+    For `load` that is `load_search`, which needs no evaluator on the way.
+    """
     try_baselines(problem, budget)
+    if problem.objective == "load" and not problem.contiguous:
+        return load_search(problem, budget)
     found = [placement for _, placement in sorted(budget.found.values(), key=lambda pair: pair[0])]
+    if budget.best is not None:
+        found.insert(0, budget.best[1])
     starts = list({placement.tobytes(): placement for placement in found}.values())
     if len(problem.free):
         try:
@@ -71,7 +82,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.land = landscape(self.problem)
-        self.rng = np.random.default_rng(self.problem.seed)
+        self.rng = np.random.default_rng((self.problem.seed, self.budget.next_round()))
         self.wins = np.ones(len(MOVES))
         self.tries = np.full(len(MOVES), 4.0)
 
@@ -90,6 +101,8 @@ class _Search:
         score = self._scores(current[None])[0]
         best, stalled = score, 0
         merged: list[GroupPlacement] = []
+        self._trace(current)
+        rounds = 0
         while stalled < patience and not self._complete():
             kinds, batch = self._propose(current, merged)
             if not len(batch):
@@ -100,8 +113,17 @@ class _Search:
             merged = _merge(current, batch, scores, score)
             if self._accepts(scores[winner], score):
                 current, score = batch[winner], scores[winner]
+            rounds += 1
+            if rounds % TRACE_ROUNDS == 0:
+                self._trace(current)
             stalled = 0 if score < best else stalled + 1
             best = min(best, score)
+
+    def _trace(self, current: GroupPlacement) -> None:
+        """Find the critical path that moves are guided by; it grows old until the next look."""
+        if self.problem.trace is not None and self.problem.objective == "step":
+            timeline = self.problem.trace(self.problem.spread(current))
+            self.land = replace(self.land, path=critical_path(self.problem, timeline))
 
     def _complete(self) -> bool:
         """The budget is spent, or every placement is known."""

@@ -5,17 +5,21 @@ Every move only touches groups with a choice and only puts them where they may b
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.placers.critical import CriticalPath
 from dovetail.placers.problem import GroupPlacement, Problem
 
 GroupSet = NDArray[np.int32]
 MODULE_SHARE = 0.8
 """A module or cluster is one thing to move if it holds at most this share of the groups."""
 CLUSTER_GROUPS = 256
-"""Largest cluster, so that building them stays O(groups x this)."""
+"""Largest cluster, so that building them stays O(edges x this)."""
+CLUSTER_EDGES = 20_000
+"""Edges that make clusters, the heaviest ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +31,7 @@ class Landscape:
     modules          sets of groups that lie in one module
     clusters         sets of groups that heavy tensors join: every union that arises when groups
                      are joined along edges from the heaviest to the lightest
+    path             critical path of the placement that moves start from, if it is known
     """
 
     problem: Problem
@@ -36,13 +41,15 @@ class Landscape:
     pull: NDArray[np.float64]  # [edges]
     modules: tuple[GroupSet, ...]
     clusters: tuple[GroupSet, ...]
+    path: CriticalPath | None = None
 
 
 Move = Callable[[GroupPlacement, Landscape, np.random.Generator], GroupPlacement | None]
 
 
+@lru_cache(maxsize=1)
 def landscape(problem: Problem) -> Landscape:
-    """Built once a search. O(ops x module depth + reads)."""
+    """Built once a problem. O(ops x module depth + reads)."""
     sources, destinations, sizes = problem.edges
     can = np.zeros(problem.groups.count, dtype=bool)
     can[problem.free] = True
@@ -203,6 +210,80 @@ def unload(
     return relocate(placement, group[None], int(options.argmin()), problem)
 
 
+def critical_group(
+    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+) -> GroupPlacement | None:
+    """A group of the critical path to another device, the longest ones first."""
+    group = _critical(land, rng)
+    if group is None:
+        return None
+    alone = np.array([group], dtype=np.int32)
+    return relocate(placement, alone, _other(placement, group, land, rng), land.problem)
+
+
+def critical_send(
+    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+) -> GroupPlacement | None:
+    """One end of a send on the critical path joins the other, perhaps with its neighbours."""
+    path = land.path
+    if path is None or not len(path.producers):
+        return None
+    send = rng.integers(len(path.producers))
+    mover, stays = path.producers[send], path.readers[send]
+    if rng.random() < 0.5:
+        mover, stays = stays, mover
+    near = land.neighbours[mover]
+    along = near[(placement[near] == placement[mover]) & (near != stays)]
+    along = along[rng.random(len(along)) < rng.choice((0.0, 0.5))]
+    return relocate(placement, np.append(along, mover), int(placement[stays]), land.problem)
+
+
+def make_room(
+    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+) -> GroupPlacement | None:
+    """A group that is not on the critical path leaves the device that the path waits for."""
+    path = land.path
+    if path is None or path.crowded.sum() <= 0:
+        return None
+    odds = np.cumsum(path.crowded)
+    device = int(np.searchsorted(odds, rng.random() * odds[-1], side="right"))
+    here = np.setdiff1d(land.free[placement[land.free] == device], path.groups)
+    if not len(here):
+        return None
+    group = here[rng.integers(len(here))]
+    return relocate(placement, group[None], _other(placement, group, land, rng), land.problem)
+
+
+def critical_swap(
+    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+) -> GroupPlacement | None:
+    """A group of the critical path changes places with a group of another device."""
+    a = _critical(land, rng)
+    if a is None:
+        return None
+    others = land.free[placement[land.free] != placement[a]]
+    if not len(others):
+        return None
+    b = others[rng.integers(len(others))]
+    allowed = land.problem.allowed
+    if not (allowed[a, placement[b]] and allowed[b, placement[a]]):
+        return None
+    moved = placement.copy()
+    moved[a], moved[b] = placement[b], placement[a]
+    return moved
+
+
+def _critical(land: Landscape, rng: np.random.Generator) -> np.int32 | None:
+    """A group with a choice on the critical path, drawn by its seconds there."""
+    if land.path is None:
+        return None
+    can = land.problem.allowed[land.path.groups].sum(axis=1) > 1
+    odds = np.cumsum(land.path.seconds * can)
+    if not len(odds) or odds[-1] <= 0:
+        return None
+    return np.int32(land.path.groups[np.searchsorted(odds, rng.random() * odds[-1], side="right")])
+
+
 MOVES: tuple[Move, ...] = (
     one_group,
     with_neighbours,
@@ -214,6 +295,10 @@ MOVES: tuple[Move, ...] = (
     follow,
     cut_edge,
     unload,
+    critical_group,
+    critical_send,
+    make_room,
+    critical_swap,
 )
 
 
@@ -244,7 +329,7 @@ def _cluster_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, .
     sources, destinations, sizes = problem.edges
     clusters: list[list[int]] = [[group] for group in range(len(can))]
     found: list[GroupSet] = []
-    for edge in np.lexsort((destinations, sources, -sizes)).tolist():
+    for edge in np.lexsort((destinations, sources, -sizes))[:CLUSTER_EDGES].tolist():
         a, b = clusters[sources[edge]], clusters[destinations[edge]]
         if a is b or not (can[sources[edge]] and can[destinations[edge]]):
             continue

@@ -10,14 +10,38 @@ from dovetail.errors import OutOfMemoryError, UsageError
 from dovetail.placers.auto import auto
 from dovetail.placers.baselines import BASELINES, Placer, attempt, try_baselines
 from dovetail.placers.budget import Budget
+from dovetail.placers.exact import exact
+from dovetail.placers.families import families
+from dovetail.placers.heft import heft
+from dovetail.placers.ideal_dp import ideal_dp
+from dovetail.placers.latency_search import latency_search
+from dovetail.placers.linear_dp import linear_dp
 from dovetail.placers.local_search import local_search
+from dovetail.placers.m_topo import m_topo
+from dovetail.placers.metis import metis
+from dovetail.placers.mincut import mincut
+from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import Problem
+from dovetail.placers.scotch import scotch
+from dovetail.placers.sct import sct
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound
 
 PLACERS: dict[str, Placer] = {
     **BASELINES,
+    "m_topo": m_topo,
+    "heft": heft,
+    "sct": sct,
+    "metis": metis,
+    "scotch": scotch,
+    "mincut": mincut,
+    "linear_dp": linear_dp,
+    "ideal_dp": ideal_dp,
+    "families": families,
     "local_search": local_search,
+    "latency_search": latency_search,
+    "multilevel": multilevel,
+    "exact": exact,
     "auto": auto,
 }
 
@@ -78,6 +102,8 @@ def place(
     score, placement = found[chosen]
     if score.lacking_bytes:
         raise _lack(problem, budget.peaks(placement))
+    if progress is not None:
+        progress(1.0, score.value)
     return Outcome(
         placement=normalise(problem.spread(placement), problem.graph, problem.machine),
         value=score.value,

@@ -6,7 +6,7 @@ Placers decide per *group* [groups]; `spread` turns that into a placement [ops].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
@@ -17,15 +17,18 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError, PinError
 from dovetail.graph import HOST, Graph, Groups, Phase
+from dovetail.graph.convexity import find_return
 from dovetail.machine import Machine
 from dovetail.plans import capacities_of
 from dovetail.simulator.load_model import LoadModel, load_model
+from dovetail.timeline import Timeline
 
 if TYPE_CHECKING:  # placers are handed an evaluator
     from dovetail.simulator import Evaluation
 
 GroupPlacement = NDArray[np.int32]  # [groups]
 Evaluate = Callable[[NDArray[np.int32]], "Evaluation"]  # [batch, ops] -> Evaluation
+Trace = Callable[[NDArray[np.int32]], Timeline]  # [ops] -> Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,7 @@ class Problem:
     allowed      [groups, devices] where each group may go: kinds, costs and pins together
     capacities   [devices] bytes each device may use, caps applied
     evaluate     placements [batch, ops] -> Evaluation of the objective
+    trace        placement [ops] -> Timeline of the step; None: nobody simulates it
     contiguous   only placements whose devices' forward ops are convex are feasible
     """
 
@@ -48,6 +52,7 @@ class Problem:
     evaluate: Evaluate
     seed: int
     contiguous: bool = False
+    trace: Trace | None = None
 
     @property
     def devices(self) -> int:
@@ -155,7 +160,8 @@ class Problem:
     @cached_property
     def placements(self) -> float:
         """Number of distinct group placements, as a float: it may be astronomical."""
-        return float(np.prod(self.allowed[self.free].sum(axis=1), dtype=np.float64))
+        with np.errstate(over="ignore"):
+            return float(np.prod(self.allowed[self.free].sum(axis=1), dtype=np.float64))
 
     def settle(self, placement: NDArray[np.integer]) -> GroupPlacement:
         """A group placement with every group that may not be where it is moved to its fastest
@@ -182,6 +188,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     caps: Iterable[tuple[str, int]] = (),
     seed: int = 0,
     contiguous: bool = False,
+    trace: Trace | None = None,
 ) -> Problem:
     """Build the problem that placers solve.
 
@@ -201,9 +208,23 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     if len(stuck):
         raise NoDeviceError(graph.names[_culprit(graph, groups, allowed, int(stuck[0]))])
     capacities = capacities_of(machine, dict(caps))
+    if contiguous:
+        evaluate = _only_convex(evaluate, graph)
     return Problem(
-        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed, contiguous
+        graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
+        contiguous, trace,
     )  # fmt: skip
+
+
+def _only_convex(evaluate: Evaluate, graph: Graph) -> Evaluate:
+    """`evaluate`, but a placement is infeasible where a device's forward ops are not convex."""
+
+    def evaluate_convex(placements: NDArray[np.int32]) -> Evaluation:
+        found = evaluate(placements)
+        convex = [find_return(graph, placement) is None for placement in placements]
+        return replace(found, feasible=found.feasible & np.array(convex, dtype=bool))
+
+    return evaluate_convex
 
 
 def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> NDArray[np.bool_]:

@@ -3,17 +3,20 @@
 from dovetail.plans.files import load_plan, save_plan
 from dovetail.plans.records import (
     OBJECTIVES,
+    SEARCH_PROOFS,
     Placement,
     Plan,
     Schedule,
     Source,
     Stage,
     describe_gap,
+    format_value,
 )
 from dovetail.plans.rules import capacities_of, check, check_placement, normalise
 
 __all__ = [
     "OBJECTIVES",
+    "SEARCH_PROOFS",
     "Placement",
     "Plan",
     "Schedule",
@@ -23,6 +26,7 @@ __all__ = [
     "check",
     "check_placement",
     "describe_gap",
+    "format_value",
     "load_plan",
     "normalise",
     "save_plan",

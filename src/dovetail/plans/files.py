@@ -4,9 +4,10 @@
  "machine": {...as in a machine's TOML...}, "placement": [device of each op],
  "orders": [[ops of device 0], ...] or null, "schedules": [null or stages, ...] or null,
  "costs": {"source": "measured", "rows": [[seconds on each device, null: cannot]],
-           "index": [row of each op]},
+           "index": [row of each op], "sent_bytes": [of each tensor] or null},
  "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
- "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines"}
+ "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "found_seconds",
+ "contiguous"}
 """
 
 import json
@@ -46,6 +47,7 @@ class _Costs(BaseModel):
     source: Literal["analytic", "measured", "given"]
     rows: list[list[float | None]]
     index: list[int]
+    sent_bytes: list[float] | None = None
 
 
 class _Plan(BaseModel):
@@ -61,7 +63,7 @@ class _Plan(BaseModel):
     costs: _Costs
     placer: str
     seed: int
-    objective: Literal["step", "load"]
+    objective: Literal["step", "load", "latency"]
     value: float = _Seconds
     lower_bound: float = _Seconds
     bound_proof: str
@@ -72,11 +74,14 @@ class _Plan(BaseModel):
     pins: tuple[tuple[str, str], ...]
     caps: tuple[tuple[str, int], ...]
     baselines: dict[str, float | None]
+    found_seconds: dict[str, float] = {}
+    contiguous: bool = False
 
 
 _PLAIN = (
     "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
     "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "orders",
+    "found_seconds", "contiguous",
 )  # fmt: skip
 
 
@@ -96,6 +101,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             "source": plan.costs_source,
             "rows": [[s if np.isfinite(s) else None for s in row] for row in rows.tolist()],
             "index": index.ravel().tolist(),
+            "sent_bytes": None if plan.sent_bytes is None else plan.sent_bytes.tolist(),
         },
         **{name: getattr(plan, name) for name in _PLAIN},
     }
@@ -127,6 +133,7 @@ def load_plan(path: str | Path) -> Plan:
         placement=placement,
         compute_seconds=seconds,
         costs_source=file.costs.source,
+        sent_bytes=None if file.costs.sent_bytes is None else np.array(file.costs.sent_bytes),
         schedules=_schedules(file.schedules),
         **{name: getattr(file, name) for name in _PLAIN},
     )

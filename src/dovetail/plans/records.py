@@ -14,7 +14,14 @@ from dovetail.machine import Machine
 from dovetail.units import format_bytes, format_seconds, printable
 
 Placement = NDArray[np.int32]  # [ops]
-OBJECTIVES = ("step", "load")
+OBJECTIVES = ("step", "load", "latency")
+SEARCH_PROOFS = (
+    "CP-SAT",
+    "ideals (dynamic programme)",
+    "every placement",
+    "share of one device (MILP)",
+)
+"""Proofs of a lower bound that take a search again; all others take a moment."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,9 @@ class Plan:
     compute_seconds    [ops, devices] the costs the promises were computed from
     value              predicted seconds of the objective
     baselines          method -> value, None where infeasible, in the order tried
+    contiguous         asked for: every device's forward ops are convex in the graph
+    sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
+    found_seconds      method -> when it first found its value, from the start of the search
     """
 
     source: Source
@@ -83,6 +93,9 @@ class Plan:
     pins: tuple[tuple[str, str], ...] = ()
     caps: tuple[tuple[str, int], ...] = ()
     baselines: dict[str, float | None] = field(default_factory=dict)
+    contiguous: bool = False
+    sent_bytes: NDArray[np.float64] | None = None
+    found_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
@@ -100,11 +113,11 @@ class Plan:
         proof = f"; bound by {self.bound_proof}" if self.lower_bound > 0 else ""
         rows = [
             f"{self.source.model or 'graph'} on {self.machine.name}: {self.objective} "
-            f"{format_seconds(self.value)} by {self.placer}, {describe_gap(self)}{proof}"
+            f"{format_value(self, self.value)} by {self.placer}, {describe_gap(self)}{proof}"
         ]
         known = [(v, name) for name, v in self.baselines.items() if v is not None]
         rows += [
-            f"  {name:<14}{format_seconds(v):>10}"
+            f"  {name:<14}{format_value(self, v):>10}"
             + (f"{v / self.value:8.2f} x" if self.value > 0 else "")
             for v, name in sorted(known)
         ]
@@ -117,6 +130,12 @@ class Plan:
                 f"  {device.name:<14}{format_bytes(peak):>10} of {format_bytes(available)}{cap}"
             )
         return printable("\n".join(rows))
+
+
+def format_value(plan: Plan, value: float) -> str:
+    """A value of the plan's objective; where costs were given, in full and in milliseconds, as the
+    published instances have them."""
+    return f"{value * 1e3:.6g} ms" if plan.costs_source == "given" else format_seconds(value)
 
 
 def describe_gap(plan: Plan) -> str:

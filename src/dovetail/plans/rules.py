@@ -6,11 +6,13 @@ from numpy.typing import NDArray
 from dovetail.errors import (
     GraphMismatchError,
     MachineMismatchError,
+    NotContiguousError,
     OrderError,
     OutOfMemoryError,
     UnplacedOpError,
 )
 from dovetail.graph import EVERYWHERE, HOST, Graph
+from dovetail.graph.convexity import find_return
 from dovetail.machine import Machine
 from dovetail.plans.records import Placement, Plan
 
@@ -39,6 +41,8 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
     3. Every op is on a device that can run it, and colocated ops share one. `UnplacedOpError`
     4. Orders and schedules name each op of their device once.   `OrderError`
     (5. Its promises hold: `pipeline.verify`, which simulates it.)
+    6. Where it was asked to be contiguous, every device's forward ops are convex.
+                                                            `NotContiguousError`
     Memory within capacity and caps is checked against the promised peaks: `OutOfMemoryError`.
     """
     if plan.graph_fingerprint != graph.fingerprint:
@@ -50,6 +54,8 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
         )
     check_placement(plan.placement, graph, plan.machine, plan.compute_seconds)
     _check_orders(plan, graph)
+    if plan.contiguous:
+        check_contiguous(plan.placement, graph, plan.machine)
     capacities = capacities_of(plan.machine, dict(plan.caps))
     for device, needed, available in zip(
         plan.machine.device_names, plan.peak_memory_bytes, capacities.tolist(), strict=True
@@ -90,6 +96,15 @@ def check_placement(
             raise UnplacedOpError(
                 graph.names[op], names[device], "is not the device of the ops it belongs with"
             )
+
+
+def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> None:
+    """Raise `NotContiguousError` for a path of forward ops that leaves a device and comes back."""
+    found = find_return(graph, placement)
+    if found is not None:
+        leaves, elsewhere, returns = (graph.names[op] for op in found)
+        device = machine.device_names[placement[found[0]]]
+        raise NotContiguousError(device, (leaves, elsewhere, returns))
 
 
 def _check_orders(plan: Plan, graph: Graph) -> None:

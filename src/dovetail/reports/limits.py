@@ -212,8 +212,11 @@ def explain(limits: Limits, timeline: Timeline, plan: Plan) -> str:
         if share >= 0.005
     ]
     chain = ", ".join(parts) or "empty"
-    text = f"The step's critical chain is {chain}."
-    if limits.total_seconds > 0:
+    if plan.objective != "step":
+        text = f"The plan is for {plan.objective}; of one step alone the critical chain is {chain}."
+    else:
+        text = f"The step's critical chain is {chain}."
+    if limits.total_seconds > 0 and plan.objective == "step":
         text += " " + _reason(limits, timeline)
     if plan.lower_bound > 0:
         text += (

@@ -15,12 +15,12 @@ from importlib import resources
 
 import numpy as np
 
-from dovetail.plans import Plan, capacities_of, describe_gap
+from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports import charts, payload
 from dovetail.reports.layout import draw
 from dovetail.reports.limits import Limits, explain, find_limits, shares
 from dovetail.reports.records import Report, utilisation
-from dovetail.reports.tables import format_value, plan_facts, run_rows
+from dovetail.reports.tables import found_after, plan_facts, run_rows
 from dovetail.runtime.atomic import write_atomically
 from dovetail.timeline import Timeline
 from dovetail.units import format_bytes, format_count, format_seconds
@@ -164,14 +164,14 @@ def _methods(plan: Plan) -> str:
         if value is None:
             rows.append(
                 f"<tr class=none><th scope=row>{escape(method)}</th><td>infeasible</td><td></td>"
-                "<td></td></tr>"
+                "<td></td><td></td></tr>"
             )
             continue
         ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
         bar = charts.bar(value / worst if worst > 0 else 0.0)
         rows.append(
             f"<tr{chosen}><th scope=row>{escape(method)}</th><td>{format_value(plan, value)}</td>"
-            f"<td>{ratio}</td><td class=bar>{bar}</td></tr>"
+            f"<td>{ratio}</td><td>{found_after(plan, method)}</td><td class=bar>{bar}</td></tr>"
         )
     if plan.lower_bound > 0:
         bar = charts.bar(plan.lower_bound / worst if worst > 0 else 0.0)
@@ -179,9 +179,10 @@ def _methods(plan: Plan) -> str:
         rows.append(
             f"<tr class=bound><th scope=row>lower bound: {escape(plan.bound_proof)}</th>"
             f"<td>{format_value(plan, plan.lower_bound)}</td><td>{share:.3f} x</td>"
-            f"<td class=bar>{bar}</td></tr>"
+            f"<td></td><td class=bar>{bar}</td></tr>"
         )
-    head = _row("th scope=col", ("method", f"predicted {plan.objective}", "to the plan", ""))
+    columns = ("method", f"predicted {plan.objective}", "to the plan", "found after", "")
+    head = _row("th scope=col", columns)
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Machine
-from dovetail.plans import Plan, capacities_of, describe_gap
+from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports.limits import Limits, explain, shares
 from dovetail.timeline import Timeline
 from dovetail.units import format_bytes, format_count, format_seconds, printable
@@ -25,11 +25,6 @@ from dovetail.units import format_bytes, format_count, format_seconds, printable
 def escape(text: str) -> str:
     """A foreign text as rich and the terminal show it, character by character."""
     return escape_markup(printable(text))
-
-
-def format_value(plan: Plan, value: float) -> str:
-    """A value of the plan's objective: seconds, or the unit of the costs that were given."""
-    return f"{value:.6g}" if plan.costs_source == "given" else format_seconds(value)
 
 
 def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
@@ -43,7 +38,7 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
         ("machine", f"{plan.machine.name}: {', '.join(plan.machine.device_names)}"),
         ("costs", plan.costs_source),
         ("method", f"{plan.placer}, seed {plan.seed}"),
-        ("predicted", value),
+        ("predicted", value + (", contiguous" * plan.contiguous)),
     ]
     if plan.lower_bound > 0:
         bound = format_value(plan, plan.lower_bound)
@@ -67,21 +62,31 @@ def plan_table(plan: Plan, graph: Graph) -> RenderableType:
 
 
 def methods_table(plan: Plan) -> Table:
-    """method -> value and its ratio to the chosen plan, best first as tried."""
-    table = _table("method", "value", "against the plan", title="Methods")
+    """method -> value, its ratio to the chosen plan, and when it was found, as tried."""
+    table = _table("method", "value", "against the plan", "found after", title="Methods")
     for method, value in plan.baselines.items():
         chosen = method == plan.placer
         style = "bold green" if chosen else None
         name = escape(method) + (" (chosen)" * chosen)
         if value is None:
-            table.add_row(name, "infeasible", "", style="dim")
+            table.add_row(name, "infeasible", "", "", style="dim")
         else:
             ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
-            table.add_row(name, format_value(plan, value), ratio, style=style)
+            table.add_row(
+                name, format_value(plan, value), ratio, found_after(plan, method), style=style
+            )
     if plan.placer not in plan.baselines:
         value_text = format_value(plan, plan.value)
-        table.add_row(f"{escape(plan.placer)} (chosen)", value_text, "1.000 x", style="bold green")
+        table.add_row(
+            f"{escape(plan.placer)} (chosen)", value_text, "1.000 x", "", style="bold green"
+        )
     return table
+
+
+def found_after(plan: Plan, method: str) -> str:
+    """When the search first had the method's value; "" where that is not known."""
+    seconds = plan.found_seconds.get(method)
+    return "" if seconds is None else format_seconds(seconds)
 
 
 def memory_table(plan: Plan, graph: Graph) -> Table:

@@ -1,43 +1,51 @@
 """Lower bounds: seconds that no placement beats, with the name of what proves them.
 
-Critical path. The earliest end of op o on device d, if every predecessor were wherever suits o
-best and no device or channel were ever busy:
+    step      critical path; load balance; head, load and tail
+    load      load balance; closure; both; largest op
+    latency   critical path, sends and queues left out
 
-    L(o, d) = c(o, d) + max over reads (o' -> o) of  min over d' of  L(o', d') + send(d', d)
-
-With the simulator's own order of floating-point operations, which are monotone, the bound holds to
-the last bit.
-
-Load balance. However the ops are split, with weights y >= 0 that sum to 1,
-
-    max_d load(d) >= sum_d y_d load(d) >= sum_o min_d y_d c(o, d)
-
-Every y proves a bound; the best y are the dual values of the linear programme that splits ops
-among devices fractionally. Colocated ops move as one. For speed the programme sees ops of nearly
-the same proportions between devices merged; the proof sums every class exactly.
+Load balance is with memory where memory is scarce. Each holds for every placement that the user
+permits: only ops with one colocation id, and sources with the ops that write them, move together.
 
 Plans with stages run ops together, which costs other than `Costs` says: no bound here covers them.
+
+Cost: O(reads x devices^2 + ops x log ops), and a linear programme of merged classes. Beyond
+`MOST_CLOSURE_CLASSES` classes there is no closure. `covering` proves more on `load`, given time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError
-from dovetail.graph import HOST, Graph
-from dovetail.graph.records import csr_offsets
+from dovetail.graph import Graph
 from dovetail.machine import Machine
-from dovetail.simulator.compiling import inlined, kernel
-from dovetail.simulator.flat import Flat, Float64, Int32, flatten
+from dovetail.simulator.closure import closure_balance_seconds, closure_seconds, closures
+from dovetail.simulator.critical_path import (
+    earliest_ends,
+    head_load_tail,
+    longest_seconds,
+    shortest_tails,
+    without_sends,
+)
+from dovetail.simulator.flat import Flat, Float64, flatten
+from dovetail.simulator.load_balance import (
+    ROUNDING,
+    class_burdens,
+    class_bytes,
+    class_seconds,
+    classes_of,
+    load_balance_prices,
+    proven_seconds,
+)
+from dovetail.simulator.load_model import load_model
 
 Bool = NDArray[np.bool_]
+Int64 = NDArray[np.int64]
 
-# Sums of floats round; a bound may not. Far above n * 2**-53 for every n that fits in memory.
-_ROUNDING = 1e-9
+MOST_CLOSURE_CLASSES = 20_000
 
 
 @dataclass(frozen=True)
@@ -48,149 +56,116 @@ class LowerBound:
     proof: str
 
 
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """What the bounds of one call look at: seconds [ops, devices] where each op may be, else inf;
+    of_op [ops] its class; classes [classes, devices] seconds, sizes [classes] bytes, capacities
+    [devices] bytes."""
+
+    graph: Graph
+    machine: Machine
+    costs: Costs
+    flat: Flat
+    seconds: Float64
+    of_op: Int64
+    classes: Float64
+    sizes: Float64
+    capacities: Float64
+
+
 def lower_bound(
     graph: Graph,
     machine: Machine,
     costs: Costs,
     objective: str = "step",
     allowed: Bool | None = None,
+    *,
+    capacities: NDArray[np.integer] | None = None,
 ) -> LowerBound:
-    """The best bound we can prove on `objective`; `allowed` [ops, devices] narrows the choice.
+    """The best bound we can prove on `objective`.
 
-    Raises `NoDeviceError` for an op that no device may run.
+    `allowed` [ops, devices] narrows the choice; `capacities` [devices] bytes, by default each
+    device's memory. Raises `NoDeviceError` for an op that no device may run.
     """
+    bounds = lower_bounds(graph, machine, costs, objective, allowed, capacities=capacities)
+    return max(bounds, key=lambda bound: bound.seconds)
+
+
+def lower_bounds(
+    graph: Graph,
+    machine: Machine,
+    costs: Costs,
+    objective: str = "step",
+    allowed: Bool | None = None,
+    *,
+    capacities: NDArray[np.integer] | None = None,
+) -> list[LowerBound]:
+    """Every bound on `objective` that `lower_bound` chooses from. Arguments and errors are its."""
     flat = flatten(graph, machine, costs)
     seconds = flat.compute_seconds.copy()
     if allowed is not None:
         seconds[~np.asarray(allowed, bool)] = np.inf
     seconds[graph.is_source] = 0.0
-    stuck: Bool = np.asarray(~np.isfinite(seconds).any(axis=1))
-    classes = _colocated(graph, seconds)
-    stuck |= np.asarray(~np.isfinite(classes).any(axis=1))[_class_of(graph)]
+    of_op = classes_of(graph)
+    classes = class_seconds(of_op, seconds)
+    stuck = np.asarray(~np.isfinite(classes).any(axis=1))[of_op] & ~graph.is_source
     if stuck.any():
         raise NoDeviceError(graph.names[int(np.flatnonzero(stuck)[0])])
-    bounds = [LowerBound(load_balance_seconds(classes), "load balance (LP)")]
-    if objective == "step":
-        bounds.append(LowerBound(critical_path_seconds(flat, seconds), "critical path"))
-    else:
-        largest = float(classes.min(axis=1).max(initial=0.0)) * (1 - _ROUNDING)
-        bounds.append(LowerBound(largest, "largest op"))
-    return max(bounds, key=lambda bound: bound.seconds)
+    memory = [device.memory_bytes for device in machine.devices]
+    case = _Case(
+        graph, machine, costs, flat, seconds, of_op, classes, class_bytes(graph, of_op),
+        np.array(memory if capacities is None else capacities, np.float64),
+    )  # fmt: skip
+    if objective == "latency":
+        ends = earliest_ends(*without_sends(flat, seconds))
+        return [LowerBound(longest_seconds(flat, ends), "critical path")]
+    bounds = _load_balance(case)
+    return bounds + (_of_step(case) if objective == "step" else _of_load(case, bounds))
 
 
-def critical_path_seconds(flat: Flat, seconds: Float64) -> float:
-    """Longest chain of ops and sends, each op on the device that suits the chain best."""
-    ends = np.zeros((flat.ops, flat.devices))
-    for op, home in zip(flat.sources.tolist(), flat.source_homes.tolist(), strict=True):
-        if home == HOST:  # an input: on the host and nowhere else
-            ends[op] = np.inf
-            ends[op, flat.host] = 0.0
-    befores = np.argsort(flat.control_targets, kind="stable").astype(np.int32)
-    offsets = csr_offsets(flat.control_targets, flat.ops)
-    owners = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.control_offsets))
-    _earliest_ends(flat, seconds, offsets, owners[befores], ends)
-    return float(ends.min(axis=1).max(initial=0.0, where=flat.is_source == 0))
+def _load_balance(case: _Case) -> list[LowerBound]:
+    plain = load_balance_prices(case.classes)
+    bounds = [LowerBound(proven_seconds(case.classes, plain), "load balance (LP)")]
+    if case.sizes.sum() > case.capacities.min():
+        limits = case.sizes, case.capacities
+        prices = load_balance_prices(case.classes, *limits)
+        proven = proven_seconds(case.classes, prices, *limits)
+        bounds.append(LowerBound(proven, "load balance with memory (LP)"))
+    return bounds
 
 
-@kernel
-def _earliest_ends(
-    flat: Flat, seconds: Float64, offsets: Int32, befores: Int32, ends: Float64
-) -> None:
-    """Fill `ends` [ops, devices] of ops that are no sources; `befores` is CSR by `offsets`."""
-    for op in range(flat.ops):
-        if flat.is_source[op]:
-            continue
-        for device in range(flat.devices):
-            start = 0.0
-            for i in range(flat.input_offsets[op], flat.input_offsets[op + 1]):
-                tensor = flat.input_tensors[i]
-                if not flat.resident[tensor]:
-                    before = flat.producers[tensor]
-                    size_bytes = flat.tensor_bytes[tensor]
-                    start = max(start, _arrival(flat, ends[before], device, size_bytes))
-            for i in range(offsets[op], offsets[op + 1]):
-                start = max(start, _arrival(flat, ends[befores[i]], device, 0))
-            ends[op, device] = start + seconds[op, device]
+def _of_step(case: _Case) -> list[LowerBound]:
+    ends = earliest_ends(case.flat, case.seconds)
+    path = LowerBound(longest_seconds(case.flat, ends), "critical path")
+    ops = np.flatnonzero(case.flat.is_source == 0)
+    with np.errstate(invalid="ignore"):  # inf - inf: not there
+        starts = ends[ops] - case.seconds[ops]
+    heads = np.where(np.isfinite(starts), starts, np.inf).min(axis=1)
+    tails = shortest_tails(case.flat, case.seconds)[ops]
+    seconds = case.seconds[ops]
+    burdens = class_burdens(seconds, load_balance_prices(seconds))
+    window = head_load_tail(heads, burdens, tails) * (1 - ROUNDING)
+    return [path, LowerBound(window, "head, load and tail")]
 
 
-@inlined
-def _arrival(flat: Flat, ends: Float64, device: int, size_bytes: int) -> float:
-    """Earliest time that something could be on `device`, made anywhere."""
-    earliest: float = ends[device]
-    for there in range(flat.devices):
-        if there == device:
-            continue
-        link, time = flat.link_of[there, device], ends[there]
-        if link < 0:
-            hop = flat.link_of[there, flat.host]
-            time += flat.link_latencies[hop] + size_bytes / flat.link_bandwidths[hop]
-            link = flat.link_of[flat.host, device]
-        time += flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
-        earliest = min(earliest, time)
-    return earliest
-
-
-def load_balance_seconds(classes: Float64) -> float:
-    """Seconds that some device must compute; `classes` [classes, devices] move whole.
-
-    inf in a row means not there.
-    """
-    classes = classes[classes.min(axis=1) > 0]  # what is free somewhere burdens nobody
-    if not len(classes):
-        return 0.0
-    weights = _dual_weights(_merged(classes))
-    with np.errstate(invalid="ignore"):  # 0 * inf: not there, whatever the weight
-        weighted = np.where(np.isfinite(classes), classes * weights, np.inf)
-    return float(weighted.min(axis=1).sum()) * (1 - _ROUNDING)
-
-
-def _dual_weights(rows: Float64) -> Float64:
-    """[devices] weights that prove the most, by HiGHS; they sum to 1 at most."""
-    count, devices = rows.shape
-    scale = float(rows[np.isfinite(rows)].max())
-    row, device = np.nonzero(np.isfinite(rows))
-    column = np.arange(len(row))
-    shares = coo_array((np.ones(len(row)), (row, column)), shape=(count, len(row) + 1))
-    loads = coo_array(
-        (
-            np.concatenate([rows[row, device] / scale, -np.ones(devices)]),
-            (
-                np.concatenate([device, np.arange(devices)]),
-                np.concatenate([column, np.full(devices, len(row))]),
-            ),
-        ),
-        shape=(devices, len(row) + 1),
+def _of_load(case: _Case, bounds: list[LowerBound]) -> list[LowerBound]:
+    largest = float(case.classes.min(axis=1).max(initial=0.0)) * (1 - ROUNDING)
+    if len(case.classes) > MOST_CLOSURE_CLASSES:
+        return [LowerBound(largest, "largest op")]
+    model = load_model(
+        case.graph,
+        case.machine,
+        replace(case.costs, compute_seconds=case.seconds),
+        group_of=case.of_op,
+        allowed=np.isfinite(case.classes),
+        capacities=case.capacities.astype(np.int64),
     )
-    objective = np.zeros(len(row) + 1)
-    objective[-1] = 1.0
-    found = linprog(  # type: ignore[call-overload]  # sparse matrices are fine, stubs differ
-        objective, A_ub=loads, b_ub=np.zeros(devices), A_eq=shares, b_eq=np.ones(count)
-    )
-    duals = np.zeros(devices) if found.ineqlin is None else -found.ineqlin.marginals
-    weights = np.maximum(duals, 0.0)
-    return weights / weights.sum() if weights.sum() > 0 else np.full(devices, 1 / devices)
-
-
-def _merged(classes: Float64) -> Float64:
-    """Rows of nearly the same proportions (1 part in 50) summed: they split alike."""
-    with np.errstate(divide="ignore", over="ignore"):
-        ratio = np.log(classes / classes.min(axis=1, keepdims=True)) * 50
-    keys = np.where(np.isfinite(ratio), np.rint(np.minimum(ratio, 1e6)), -1).astype(np.int32)
-    order = np.lexsort(keys.T)
-    new = np.concatenate([[True], (keys[order][1:] != keys[order][:-1]).any(axis=1)])
-    return np.add.reduceat(classes[order], np.flatnonzero(new), axis=0)
-
-
-def _class_of(graph: Graph) -> NDArray[np.int64]:
-    """[ops] ops with one colocation id are one class, others each their own."""
-    own = np.arange(len(graph)) + int(graph.colocation.max(initial=-1)) + 1
-    keys = np.where(graph.colocation >= 0, graph.colocation, own)
-    return np.unique(keys, return_inverse=True)[1].reshape(-1)
-
-
-def _colocated(graph: Graph, seconds: Float64) -> Float64:
-    """[classes, devices] seconds of each class on each device."""
-    class_of = _class_of(graph)
-    classes = np.zeros((int(class_of.max(initial=-1)) + 1, seconds.shape[1]))
-    np.add.at(classes, class_of, seconds)
-    return classes
+    proven = max(largest, *(bound.seconds for bound in bounds))
+    found = closures(model, proven)
+    closed = LowerBound(closure_seconds(found), "closure (min cut)")
+    proven = max(proven, closed.seconds)
+    balanced = closure_balance_seconds(model, found, proven)
+    bounds = [LowerBound(largest, "largest op"), closed]
+    if balanced > proven:
+        bounds.append(LowerBound(balanced, "closure (min cut) and load balance"))
+    return bounds

@@ -79,7 +79,7 @@ def load_model(
     O(ops + reads x log reads).
     """
     groups, devices = allowed.shape
-    columns = costs.compute_seconds.T
+    columns = np.where(graph.is_source[:, None], 0.0, costs.compute_seconds).T
     work = np.stack([np.bincount(group_of, weights=c, minlength=groups) for c in columns], axis=1)
     latency, per_byte, linked = _links(machine)
     sources, offsets, targets, sizes, sends = _nets(graph, costs, group_of)
@@ -209,11 +209,11 @@ def _nets(
         entry[0] += float(sent[unit])
         entry[1] += 1
     nets = sorted(merged.items(), key=lambda net: net[0])
-    targets = [np.frombuffer(key[1], np.int32) for key, _ in nets]
+    targets_of = [np.frombuffer(key[1], np.int32) for key, _ in nets]
     return (
         np.array([key[0] for key, _ in nets], np.int32),
-        np.cumsum([0] + [len(of_net) for of_net in targets]).astype(np.int32),
-        np.concatenate([np.zeros(0, np.int32), *targets]),
+        np.cumsum([0] + [len(of_net) for of_net in targets_of]).astype(np.int32),
+        np.concatenate([np.zeros(0, np.int32), *targets_of]),
         np.array([size for _, (size, _) in nets], np.float64),
         np.array([count for _, (_, count) in nets], np.float64),
     )
@@ -224,7 +224,8 @@ def _resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) ->
     the group that it is numbered with, which is one of its readers."""
     lives = graph.is_source & (graph.residences != HOST)
     sizes = np.where(lives[graph.producers] & (graph.bases < 0), graph.tensor_bytes, 0)
-    return np.bincount(group_of[graph.producers], weights=sizes, minlength=groups)
+    sums = np.bincount(group_of[graph.producers], weights=sizes, minlength=groups)
+    return sums.astype(np.float64)
 
 
 def _forward_edges(

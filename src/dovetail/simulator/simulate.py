@@ -29,6 +29,7 @@ from dovetail.simulator.flat import (
     workspace,
 )
 from dovetail.simulator.kernel import simulate_batch
+from dovetail.simulator.latency import LatencyModel, latencies, latency_model, latency_work
 from dovetail.simulator.loads import sum_loads
 from dovetail.simulator.queues import LOGGED, QUEUED
 from dovetail.timeline import Timeline
@@ -67,6 +68,7 @@ class Simulator:
         self._flat = flatten(graph, machine, costs)
         self._free = free_rules(self._flat)
         self._works: list[Work] = []
+        self._latency: LatencyModel | None = None
 
     def evaluate(
         self,
@@ -78,16 +80,20 @@ class Simulator:
         """Simulate every placement of a batch [batch, ops], lowest index first on each device.
 
         `threads`: default, one per core we may use. Raises `UnplacedOpError` for a device that is
-        not there.
+        not there, and `UsageError` for an objective that the graph and machine do not have.
         """
         if objective not in OBJECTIVES:
             raise UsageError("objective", f"is {objective!r}; use {' or '.join(OBJECTIVES)}")
+        if objective == "latency" and self._latency is None:
+            self._latency = latency_model(self.graph, self.machine, self.costs)
         batch = np.ascontiguousarray(np.atleast_2d(placements), dtype=np.int32)
         self._check_devices(batch)
         values, peaks = np.empty(len(batch)), np.zeros((len(batch), self._flat.devices), np.int64)
         self._simulate_all(batch, values, peaks, threads or len(os.sched_getaffinity(0)))
         if objective == "load":
             self._replace_by_loads(batch, values)
+        elif objective == "latency" and self._latency is not None:
+            values[:] = latencies(self._latency, latency_work(self._latency), batch)
         feasible = np.isfinite(values) & (peaks <= self.capacities).all(axis=1)
         return Evaluation(values, peaks, feasible)
 
@@ -146,10 +152,11 @@ class Simulator:
 
     def _replace_by_loads(self, batch: NDArray[np.int32], values: Float64) -> None:
         loads = np.zeros(self._flat.devices)
+        counted = np.array([device.kind != "host" for device in self.machine.devices])
         stamps = np.zeros(self._flat.devices, np.int64)
         for row in np.flatnonzero(np.isfinite(values)).tolist():
             sum_loads(self._flat, homes_of(self._flat, batch[row]), stamps, loads)
-            values[row] = loads.max()
+            values[row] = loads[counted].max()
 
     def _check_devices(self, batch: NDArray[np.integer]) -> None:
         ops, devices = self._flat.ops, self._flat.devices

@@ -1,87 +1,30 @@
-"""Published placement instances: a graph, its machine and its costs in one JSON file.
-
-    {"maxSizePerFPGA": bytes, "maxFPGAs": k, "maxCPUs": l,
-     "nodes": [{"id", "name", "supportedOnFpga", "cpuLatency", "fpgaLatency", "isBackwardNode",
-                "colorClass", "size"}, ...],
-     "edges": [{"sourceId", "destId", "cost"}, ...]}
-
-Latencies and costs are milliseconds; `cost` moves the source's whole output between an accelerator
-and host memory, and is paid once per (source, device). `size` is bytes on an accelerator.
-
-Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
-NeurIPS 2020, https://arxiv.org/abs/2006.16423, sections 3 and 4.
-
-As records: every accelerator and every CPU hangs on a host that runs nothing, the CPUs by links
-that cost nothing. A node's `size` is a parameter that it alone reads, its output occupies nothing
-and `Costs.sent_bytes` says what moving it costs; nodes of one colour share a colocation id.
-"""
+"""Files -> records. Nodes may stand in any order, fields that nobody needs are ignored."""
 
 import heapq
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from numpy.typing import NDArray
 
 from dovetail.costs import Costs
-from dovetail.errors import CycleError, FileFormatError
+from dovetail.errors import CycleError
 from dovetail.graph import Graph, Phase
-from dovetail.graph.files import first_complaint, read_json
+from dovetail.graph.files import read_json
+from dovetail.instances.format import File, Node, parse
+from dovetail.instances.records import (
+    FREE_BYTES_PER_SECOND,
+    LINK_BYTES_PER_SECOND,
+    MILLISECOND,
+    UNLIMITED_BYTES,
+    Instance,
+)
 from dovetail.machine import Device, Link, Machine
-
-MILLISECOND = 1e-3
-LINK_BYTES_PER_SECOND = 1e9
-"""Of an accelerator's links. Any figure would do: bytes to send are derived from it."""
-FREE_BYTES_PER_SECOND = 1e300
-"""Of a CPU's links: host memory is its own."""
-UNLIMITED_BYTES = 2**50
-
-
-@dataclass(frozen=True, eq=False)
-class Instance:
-    """What a file holds. `name` is the file's, without folder and ending."""
-
-    name: str
-    graph: Graph
-    machine: Machine
-    costs: Costs
-
-
-_Amount = Field(ge=0, allow_inf_nan=False)
-
-
-class _Node(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    id: int
-    name: str = ""
-    supportedOnFpga: bool = True
-    cpuLatency: float = _Amount
-    fpgaLatency: float = _Amount
-    isBackwardNode: bool = False
-    colorClass: int | None = None
-    size: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-
-
-class _Edge(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    sourceId: int
-    destId: int
-    cost: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-
-
-class _File(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    maxSizePerFPGA: float = _Amount
-    maxFPGAs: int = Field(ge=0)
-    maxCPUs: int = Field(ge=0)
-    nodes: list[_Node]
-    edges: list[_Edge]
 
 
 def is_instance(raw: object) -> bool:
     """Does a file's JSON look like a published instance?"""
-    return isinstance(raw, dict) and {"nodes", "edges", "maxFPGAs"} <= raw.keys()
+    return isinstance(raw, dict) and {"nodes", "edges"} <= raw.keys() and "format" not in raw
 
 
 def load_instance(path: str | Path) -> Instance:
@@ -91,13 +34,7 @@ def load_instance(path: str | Path) -> Instance:
 
 def instance_from(raw: Any, path: str) -> Instance:
     """The instance of a file's JSON; `path` names it in errors."""
-    try:
-        file = _File.model_validate(raw)
-        _check(file)
-    except ValidationError as error:
-        raise FileFormatError(path, first_complaint(error)) from None
-    except ValueError as error:
-        raise FileFormatError(path, str(error)) from None
+    file = parse(raw, path)
     nodes = _ordered(file)
     graph, sent_bytes = _graph(file, nodes)
     machine = _machine(Path(path).name.removesuffix(".gz").removesuffix(".json"), file)
@@ -105,23 +42,7 @@ def instance_from(raw: Any, path: str) -> Instance:
     return Instance(machine.name, graph, machine, costs)
 
 
-def _check(file: _File) -> None:
-    if not file.nodes:
-        raise ValueError("nodes: there are none")
-    if file.maxFPGAs + file.maxCPUs < 1:
-        raise ValueError("maxFPGAs and maxCPUs are 0: no device")
-    ids = [node.id for node in file.nodes]
-    if len(set(ids)) < len(ids):
-        double = next(i for i in ids if ids.count(i) > 1)
-        raise ValueError(f"nodes: two have the id {double}")
-    known = set(ids)
-    for edge in file.edges:
-        for end in (edge.sourceId, edge.destId):
-            if end not in known:
-                raise ValueError(f"edges: {edge.sourceId} -> {edge.destId}: no node {end}")
-
-
-def _ordered(file: _File) -> list[_Node]:
+def _ordered(file: File) -> list[Node]:
     """Nodes in topological order; of those that are free the first of the file comes first."""
     position = {node.id: i for i, node in enumerate(file.nodes)}
     after: list[list[int]] = [[] for _ in file.nodes]
@@ -143,7 +64,7 @@ def _ordered(file: _File) -> list[_Node]:
     return [file.nodes[i] for i in order]
 
 
-def _cycle(file: _File, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
+def _cycle(file: File, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
     """Every node that is left has one before it that is left; going back must close a circle."""
     before = {b: a for a in sorted(left) for b in after[a] if b in left}
     path = [min(left)]
@@ -153,14 +74,12 @@ def _cycle(file: _File, after: list[list[int]], left: set[int]) -> tuple[str, ..
     return tuple(file.nodes[i].name or str(file.nodes[i].id) for i in circle)
 
 
-def _graph(file: _File, nodes: list[_Node]) -> tuple[Graph, np.ndarray[Any, Any]]:
+def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
     """The graph, and [tensors] bytes that a send moves."""
-    costs: dict[int, float] = {}
-    inputs: dict[int, list[int]] = {node.id: [] for node in nodes}
+    costs = {edge.sourceId: edge.cost for edge in reversed(file.edges)}  # the first one counts
+    inputs: dict[int, dict[int, None]] = {node.id: {} for node in nodes}
     for edge in file.edges:
-        costs[edge.sourceId] = max(costs.get(edge.sourceId, 0.0), edge.cost)
-        if edge.sourceId not in inputs[edge.destId]:
-            inputs[edge.destId].append(edge.sourceId)
+        inputs[edge.destId][edge.sourceId] = None
     names = _unique_names(nodes)
     colours = {
         c: i for i, c in enumerate(dict.fromkeys(n.colorClass for n in nodes)) if c is not None
@@ -168,7 +87,8 @@ def _graph(file: _File, nodes: list[_Node]) -> tuple[Graph, np.ndarray[Any, Any]
     rows: list[tuple[str, str, int, int, tuple[str, ...]]] = []  # one an op, in order
     reads: list[list[int]] = []
     tensor_of: dict[int, int] = {}
-    sizes, sent = [], []
+    sizes: list[int] = []
+    sent: list[float] = []
     for node, name in zip(nodes, names, strict=True):
         kinds = () if node.supportedOnFpga else ("cpu",)
         colour = -1 if node.colorClass is None else colours[node.colorClass]
@@ -192,17 +112,17 @@ def _graph(file: _File, nodes: list[_Node]) -> tuple[Graph, np.ndarray[Any, Any]
         signatures=tuple(row[0] for row in rows),
         modules=("",) * ops,
         phases=np.array([row[2] for row in rows]),
-        flops=np.zeros(ops),
-        accessed_bytes=np.zeros(ops),
+        flops=np.zeros(ops, np.int64),
+        accessed_bytes=np.zeros(ops, np.int64),
         colocation=np.array([row[3] for row in rows]),
         gradient_of=np.full(ops, -1),
         device_kinds=tuple(row[4] for row in rows),
-        producers=np.arange(tensors),
+        producers=np.arange(tensors, dtype=np.int32),
         shapes=((),) * tensors,
         strides=((),) * tensors,
         dtypes=("uint8",) * tensors,
         tensor_bytes=np.array(sizes),
-        storages=np.arange(tensors),
+        storages=np.arange(tensors, dtype=np.int32),
         overwrites=np.zeros(tensors, bool),
         input_offsets=np.cumsum([0] + [len(of_op) for of_op in reads]),
         input_tensors=np.array([tensor for of_op in reads for tensor in of_op], np.int32),
@@ -212,17 +132,21 @@ def _graph(file: _File, nodes: list[_Node]) -> tuple[Graph, np.ndarray[Any, Any]
     return graph, np.array(sent)
 
 
-def _unique_names(nodes: list[_Node]) -> list[str]:
-    """A node's own name where no other has it, else with its id."""
+def _unique_names(nodes: list[Node]) -> list[str]:
+    """A node's own name where no other has it, else with its id; only ids where names would still
+    be mistaken for one another or for a node's size."""
     count: dict[str, int] = {}
     for node in nodes:
         count[node.name] = count.get(node.name, 0) + 1
-    names = [n.name if n.name and count[n.name] == 1 else f"{n.name}#{n.id}" for n in nodes]
-    taken = set(names)
-    return names if len(taken) == len(names) else [f"{n.name}#{n.id}" for n in nodes]
+    own = [n.name if n.name and count[n.name] == 1 else f"{n.name}#{n.id}" for n in nodes]
+    for names in (own, [f"{n.name}#{n.id}" for n in nodes]):
+        taken = {*names, *(f"{name}.size" for name in names)}
+        if len(taken) == 2 * len(names):
+            return names
+    return [f"#{n.id}" for n in nodes]
 
 
-def _machine(name: str, file: _File) -> Machine:
+def _machine(name: str, file: File) -> Machine:
     size = min(int(file.maxSizePerFPGA), UNLIMITED_BYTES)
     devices = [_device(f"acc{i}", "gpu", size) for i in range(file.maxFPGAs)]
     devices += [_device(f"cpu{i}", "cpu", UNLIMITED_BYTES) for i in range(file.maxCPUs)]
@@ -241,7 +165,7 @@ def _device(name: str, kind: str, memory_bytes: int) -> Device:
     return Device(name, kind, model, memory_bytes, {"float32": 1e12}, 1e12, 0.0)
 
 
-def _seconds(graph: Graph, machine: Machine, nodes: list[_Node]) -> np.ndarray[Any, Any]:
+def _seconds(graph: Graph, machine: Machine, nodes: list[Node]) -> NDArray[np.float64]:
     """[ops, devices]"""
     by_kind = {
         "gpu": [n.fpgaLatency if n.supportedOnFpga else np.inf for n in nodes],
@@ -250,5 +174,5 @@ def _seconds(graph: Graph, machine: Machine, nodes: list[_Node]) -> np.ndarray[A
     }
     seconds = np.zeros((len(graph), len(machine.devices)))
     for d, device in enumerate(machine.devices):
-        seconds[~graph.is_source, d] = np.array(by_kind[device.kind]) * MILLISECOND
+        seconds[~graph.is_source, d] = np.array(by_kind[device.kind], np.float64) * MILLISECOND
     return seconds

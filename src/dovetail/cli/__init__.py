@@ -1,0 +1,49 @@
+"""The command line: arguments -> pipeline. Results on standard output, all else on standard error.
+
+Exit status: 0 done, 2 invalid input or usage, 3 no feasible plan, 1 a run that failed or a bug.
+Nothing here imports torch before a command needs it.
+"""
+
+import sys
+
+import typer
+
+from dovetail.cli.output import say
+from dovetail.cli.planning import plan
+from dovetail.cli.showing import capture, machine, networks
+from dovetail.cli.using import export, report, run
+from dovetail.errors import DovetailError, InfeasibleError, InvalidError
+
+app = typer.Typer(
+    help="Finds how to run a neural network fastest on the devices you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (machine, networks, capture, plan, run, report, export):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        say("interrupted")
+        sys.exit(130)
+    except InvalidError as error:
+        say(f"error: {error}")
+        sys.exit(2)
+    except InfeasibleError as error:
+        say(f"no feasible plan: {error}")
+        sys.exit(3)
+    except DovetailError as error:
+        say(f"error: {error}")
+        sys.exit(1)
+    except Exception as error:  # click's own usage errors know how to show themselves
+        if not hasattr(error, "show"):
+            raise
+        error.show()
+        sys.exit(getattr(error, "exit_code", 2))

@@ -1,0 +1,81 @@
+"""Arguments that several commands take, and how their texts are read."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.cli.output import progress_bar
+from dovetail.errors import UsageError
+from dovetail.units import parse_bytes
+
+if TYPE_CHECKING:
+    from dovetail.frontends import Captured
+    from dovetail.pipeline import Step
+    from dovetail.plans import Plan
+
+MODEL_HELP = (
+    "zoo:NAME?option=value, package.module:function (returns module, inputs[, loss[, targets]]; "
+    "looked for in the current folder first), or a file (.json, .json.gz): a saved graph, or a "
+    "published placement instance"
+)
+MACHINE_HELP = 'here, here/2, FILE.toml, or presets such as "4 x k80 + haswell"'
+PLACERS_HELP = (
+    "single, expert, balanced, etf, m_topo, heft, sct, metis, scotch, mincut, linear_dp, "
+    "ideal_dp, families, local_search, latency_search, multilevel, exact, or auto: all that suit"
+)
+"""A test holds it against `PLACERS`, whose import takes seconds."""
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+PlanModel = Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
+PlanFile = Annotated[Path, typer.Argument(help="A plan that `dovetail plan --out` wrote")]
+Train = Annotated[
+    str, typer.Option(help="Capture a whole training step: sgd, momentum, rmsprop, adam, adamw")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
+
+
+def resolve(model: str, train: str = "") -> "Step":
+    """What MODEL names, captured or loaded."""
+    from dovetail.pipeline import resolve_model
+
+    with progress_bar() as progress:
+        progress(f"capturing {model}", 0.0, None)
+        return resolve_model(model, train)
+
+
+def executable(plan: "Plan", step: "Step") -> "Captured":
+    """The step, if it can run on this machine. Raises `UsageError`."""
+    from dovetail.frontends import Captured
+
+    if not isinstance(step, Captured):
+        raise UsageError("MODEL", "what a file holds cannot run; name the network it came from")
+    if not plan.machine.local:
+        raise UsageError(
+            "plan", f"it is for {plan.machine.name}, which is not this machine; plan for here/2"
+        )
+    return step
+
+
+def split_pair(option: str, text: str) -> tuple[str, str]:
+    """ "NAME=VALUE" at the last "=". Raises `UsageError`."""
+    left, equals, right = text.rpartition("=")
+    if not (left and equals and right):
+        raise UsageError(option, f"{text!r} has no NAME=VALUE")
+    return left, right
+
+
+def size_of(option: str, text: str) -> int:
+    """ "2GiB" in bytes. Raises `UsageError`."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(option, str(error)) from None
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Raise `UnwritableError` before the long work, not after it."""
+    from dovetail.runtime.atomic import check_writable
+
+    for path in paths:
+        if path is not None:
+            check_writable(path)

@@ -1,0 +1,58 @@
+"""What commands print: results on standard output, progress and messages on standard error."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from dovetail.units import format_seconds, printable
+
+if TYPE_CHECKING:
+    from dovetail.graph import Graph
+    from dovetail.pipeline import Progress
+    from dovetail.plans import Plan
+    from dovetail.timeline import Timeline
+
+
+@contextmanager
+def progress_bar() -> "Iterator[Progress]":
+    """A `pipeline.Progress` drawn on standard error; silent where that is not a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def show(doing: str, fraction: float, best: float | None) -> None:
+            text = doing if best is None else f"{doing}: {format_seconds(best)}"
+            shown = printable(text).replace("[", r"\[")
+            bar.update(task, description=shown, completed=fraction)
+
+        yield show
+
+
+def show(what: RenderableType) -> None:
+    """Print a table."""
+    Console().print(what)
+
+
+def show_limits(plan: "Plan", graph: "Graph", timeline: "Timeline") -> None:
+    """Print what bounds a plan."""
+    from dovetail.reports import find_limits, limits_table
+
+    show("")
+    show(limits_table(find_limits(timeline, graph), timeline, plan))
+
+
+def show_json(value: dict[str, Any]) -> None:
+    """Print one object on one line."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def say(text: str) -> None:
+    """Tell the user; not part of the result."""
+    sys.stderr.write(printable(text) + "\n")

@@ -1,0 +1,158 @@
+"""`dovetail plan`, and the one object that it prints."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli import arguments
+from dovetail.cli.arguments import MACHINE_HELP, PLACERS_HELP, Json, Model, Train
+from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
+from dovetail.errors import InfeasibleError
+
+if TYPE_CHECKING:
+    from dovetail.pipeline import Step
+    from dovetail.plans import Plan
+
+
+def plan(  # noqa: PLR0913  one argument an option
+    model: Model,
+    train: Train = "",
+    machine: Annotated[
+        str, typer.Option(help=f"{MACHINE_HELP}; an instance brings its own", show_default="here")
+    ] = "",
+    placer: Annotated[str, typer.Option(help=PLACERS_HELP)] = "auto",
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="step: seconds of one step; load: the busiest device's, for pipelines; latency: "
+            "of one sample, for instances",
+            show_default="step; load for an instance",
+        ),
+    ] = "",
+    contiguous: Annotated[
+        bool,
+        typer.Option("--contiguous", help="Whole stages only: no path leaves a device and returns"),
+    ] = False,
+    budget: Annotated[str, typer.Option(help="Seconds (10, 10s) or evaluations (5000e)")] = "10s",
+    seed: Annotated[int, typer.Option(help="Same seed, same plan")] = 0,
+    pin: Annotated[
+        list[str] | None, typer.Option(help="PATTERN=DEVICE: ops or modules that stay there")
+    ] = None,
+    cap: Annotated[
+        list[str] | None, typer.Option(help="DEVICE=BYTES: memory it may use, e.g. cpu0=2GiB")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write its page (HTML)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find where each operation should run. Ctrl-C keeps the best plan so far."""
+    from dovetail import pipeline
+
+    arguments.check_outputs(out, report)
+    pins = [arguments.split_pair("--pin", text) for text in pin or []]
+    pairs = [arguments.split_pair("--cap", text) for text in cap or []]
+    caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
+    search: dict[str, Any] = {
+        "placer": placer, "objective": objective, "budget": budget, "seed": seed,
+        "contiguous": contiguous,
+    }  # fmt: skip
+    named = [device for _, device in pins] + [device for device, _ in caps]
+    file = model if pipeline.names_file(model) else ""
+    step = arguments.resolve(model, train) if file else None
+    pipeline.check_request(machine, **search, devices=named, step=step)
+    step = step or arguments.resolve(model, train)
+    try:
+        with progress_bar() as progress:
+            found = pipeline.plan(
+                step, machine, **search, pins=pins, caps=caps, model=file, progress=progress
+            )
+    except InfeasibleError as error:
+        if as_json:
+            show_json(_infeasible(model, step, machine, search, error))
+        raise
+    if out is not None:
+        found.save(out)
+        say(f"wrote {out}")
+    if report is not None:
+        pipeline.report(found, step, report)
+        say(f"wrote {report}")
+    if as_json:
+        show_json(_found(model, found, step, out))
+    else:
+        from dovetail.reports import plan_table
+
+        graph = pipeline.graph_of(step)
+        show(plan_table(found, graph))
+        show_limits(found, graph, pipeline.timeline_of(found, graph))
+    if found.interrupted:
+        say("interrupted: this is the best plan so far")
+
+
+def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str, Any]:
+    """What `plan --json` prints. Its keys are stable: `_infeasible` has them too."""
+    from dovetail.pipeline import graph_of
+
+    names = plan.machine.device_names
+    unit, scale = _unit(step)
+    return {
+        "model": model,
+        "ops": len(graph_of(step)),
+        "groups": plan.groups,
+        "machine": plan.machine.name,
+        "devices": list(names),
+        "objective": plan.objective,
+        "contiguous": plan.contiguous,
+        "unit": unit,
+        "value": plan.value * scale,
+        "lower_bound": plan.lower_bound * scale,
+        "bound_proof": plan.bound_proof,
+        "gap": plan.gap if plan.lower_bound > 0 else None,
+        "placer": plan.placer,
+        "feasible": True,
+        "interrupted": plan.interrupted,
+        "planning_seconds": plan.planning_seconds,
+        "peak_memory_bytes": dict(zip(names, plan.peak_memory_bytes, strict=True)),
+        "baselines": {
+            name: None if value is None else value * scale for name, value in plan.baselines.items()
+        },
+        "found_seconds": plan.found_seconds,
+        "plan": None if out is None else str(out),
+    }
+
+
+def _infeasible(
+    model: str,
+    step: "Step",
+    machine: str,
+    search: dict[str, Any],
+    error: InfeasibleError,
+) -> dict[str, Any]:
+    """The keys of `_found`, null where unknown, and the error's fields."""
+    from dovetail.pipeline import default_objective, graph_of, machine_of
+
+    unknown = (
+        "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
+        "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan",
+    )  # fmt: skip
+    return {
+        **dict.fromkeys(unknown),
+        "model": model,
+        "ops": len(graph_of(step)),
+        "machine": machine or machine_of(step, machine).name,
+        "objective": search["objective"] or default_objective(step),
+        "contiguous": search["contiguous"],
+        "unit": _unit(step)[0],
+        "placer": search["placer"],
+        "feasible": False,
+        "error": str(error),
+        **vars(error),
+    }
+
+
+def _unit(step: "Step") -> tuple[str, float]:
+    """The unit in which values are printed, and how many of it make a second: an instance's
+    values are published in milliseconds."""
+    from dovetail.instances import Instance
+
+    return ("ms", 1e3) if isinstance(step, Instance) else ("s", 1.0)

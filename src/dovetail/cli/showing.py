@@ -1,0 +1,58 @@
+"""`dovetail machine`, `networks` and `capture`: what there is to plan for."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.arguments import MACHINE_HELP, Model, Train, check_outputs, resolve
+from dovetail.cli.output import progress_bar, say, show
+from dovetail.errors import UsageError
+
+
+def machine(
+    name: Annotated[str, typer.Argument(metavar="MACHINE", help=MACHINE_HELP)] = "here",
+    out: Annotated[Path | None, typer.Option(help="Write it as TOML")] = None,
+    fresh: Annotated[bool, typer.Option(help="Measure anew, whatever the cache holds")] = False,
+) -> None:
+    """What a machine is; of this one, measured."""
+    from dovetail.machine import save_machine
+    from dovetail.pipeline import resolve_machine
+    from dovetail.reports import machine_table
+
+    check_outputs(out)
+    with progress_bar() as progress:
+        where = resolve_machine(name, progress, fresh=fresh)
+    show(machine_table(where))
+    if out is not None:
+        save_machine(where, out)
+        say(f"wrote {out}")
+
+
+def networks() -> None:
+    """The built-in networks, with their sizes."""
+    from dovetail.frontends.models import network_rows
+    from dovetail.reports import networks_table
+
+    show(networks_table(network_rows()))
+
+
+def capture(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Where the graph goes: .json or .json.gz")],
+    train: Train = "",
+) -> None:
+    """Capture a network as a graph and save it."""
+    from dovetail.graph import save_graph
+    from dovetail.instances import Instance
+    from dovetail.pipeline import graph_of
+    from dovetail.reports import graph_summary
+
+    check_outputs(out)
+    step = resolve(model, train)
+    if isinstance(step, Instance):
+        raise UsageError("MODEL", f"{model} is an instance; it is planned for as it is")
+    graph = graph_of(step)
+    save_graph(graph, out)
+    show(graph_summary(graph))
+    say(f"wrote {out}")

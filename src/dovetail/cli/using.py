@@ -1,0 +1,97 @@
+"""`dovetail run`, `report` and `export`: what is done with a plan."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.cli.arguments import Json, PlanFile, PlanModel, check_outputs, executable
+from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
+
+
+def run(
+    plan: PlanFile,
+    model: PlanModel = "",
+    steps: Annotated[int, typer.Option(min=2, help="Steps to measure; the first is dropped")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of initial weights and random ops")] = 0,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the page, with what was measured")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a plan on this machine and measure it: predicted beside measured."""
+    from dovetail import pipeline
+    from dovetail.reports import run_table
+
+    check_outputs(report)
+    opened, step = pipeline.open_plan(plan, model)
+    captured = executable(opened, step)
+    with progress_bar() as progress:
+        progress("running", 0.0, None)
+        with pipeline.run(opened, captured, seed=seed) as placed:
+            measurement = placed.measure(steps=steps)
+    if report is not None:
+        pipeline.report(opened, step, report, measurement=measurement)
+        say(f"wrote {report}")
+    predicted = pipeline.timeline_of(opened, captured.graph)
+    if as_json:
+        seconds = predicted.step_seconds
+        show_json(
+            {
+                "predicted_seconds": seconds,
+                "median_seconds": measurement.median_seconds,
+                "mean_seconds": measurement.mean_seconds,
+                "steps": steps,
+                "error": seconds / measurement.median_seconds - 1,
+            }
+        )
+    else:
+        show(run_table(predicted, measurement.step_seconds, measurement.timeline))
+        show_limits(opened, captured.graph, measurement.timeline)
+
+
+def report(
+    plan: PlanFile,
+    model: PlanModel = "",
+    out: Annotated[Path | None, typer.Option(help="Default: the plan's name with .html")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the predicted step as a Chrome trace, for Perfetto")
+    ] = None,
+) -> None:
+    """Write a plan's page: timeline, graph, methods, memory, and what bounds it."""
+    from dovetail import pipeline
+
+    path = out or plan.with_suffix(".html")
+    check_outputs(path, trace)
+    opened, step = pipeline.open_plan(plan, model)
+    pipeline.report(opened, step, path)
+    say(f"wrote {path}")
+    if trace is not None:
+        pipeline.write_trace(opened, step, trace)
+        say(f"wrote {trace}")
+
+
+def export(
+    plan: PlanFile,
+    model: PlanModel = "",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="device-map: for Hugging Face accelerate; split-points: for "
+            "torch.distributed.pipelining; trace: for Perfetto; instance: a published "
+            "placement instance"
+        ),
+    ] = "device-map",
+    out: Annotated[Path | None, typer.Option(help="Default: standard output")] = None,
+) -> None:
+    """Write a plan as another tool reads it (JSON)."""
+    from dovetail import pipeline
+
+    pipeline.check_export(to)
+    check_outputs(out)
+    opened, step = pipeline.open_plan(plan, model)
+    written = pipeline.export(opened, step, to, out)
+    if out is None:
+        show_json(written)
+    else:
+        say(f"wrote {out}")

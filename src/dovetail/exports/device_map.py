@@ -1,0 +1,133 @@
+"""A plan as a `device_map` of Hugging Face accelerate.
+
+    {"embedding": 0, "layers.0": 0, "layers.1": 1, "head": "cpu"}
+
+A module whose forward ops are all on one device stands for everything within; of one that is split
+its children stand there instead. Accelerators are numbered as in the machine, and the CPU is "cpu".
+Backward and update follow the forward ops.
+
+`accelerate.dispatch_model` moves tensors where a listed module is called, and nowhere else: an op
+that a split module runs itself, between the calls of its children, runs where its inputs are. Where
+there are accelerators, it keeps the weights of what is on "cpu" in host memory, but computes it on
+the first accelerator.
+https://huggingface.co/docs/accelerate/concept_guides/big_model_inference
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dovetail.errors import ExportError
+from dovetail.exports.modules import Module, forward_ops, module_tree
+from dovetail.graph import HOST, Graph
+from dovetail.plans import Plan
+
+FORMAT = "a device_map"
+Name = int | str
+
+
+def device_map(
+    plan: Plan, graph: Graph, names: Mapping[str, Name] | None = None
+) -> dict[str, Name]:
+    """Module (or of a split module's own tensors: parameter) path -> device, in the model's order.
+
+    names   device name -> what accelerate is to call it; by default as above
+
+    Raises `ExportError` for a module without children whose ops are on several devices, for an op
+    between modules that would get its inputs on several devices, and for a second CPU.
+    """
+    named = _named(plan, graph, names)
+    top = module_tree(graph)
+    found: dict[str, int] = {}
+    _descend(top, plan, graph, found)
+    if set(found) == {""}:
+        return {"": named[found[""]]}
+    _check_glue(plan, graph, found, named)
+    return {path: named[device] for path, device in found.items()}
+
+
+def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
+    """device -> its name, of those that run forward ops."""
+    used = sorted(set(plan.placement[forward_ops(graph)].tolist()))
+    if names is not None:
+        for device in used:
+            if plan.machine.device_names[device] not in names:
+                raise ExportError(FORMAT, plan.machine.device_names[device], "has no name given")
+        return {device: names[plan.machine.device_names[device]] for device in used}
+    kinds = [device.kind for device in plan.machine.devices]
+    cpus = [device for device in used if kinds[device] == "cpu"]
+    if len(cpus) > 1:
+        where = plan.machine.device_names[cpus[1]]
+        raise ExportError(FORMAT, where, "is a second CPU, and all CPUs are one 'cpu' there")
+    return {d: "cpu" if kinds[d] == "cpu" else kinds[:d].count("gpu") for d in used}
+
+
+def _descend(module: Module, plan: Plan, graph: Graph, found: dict[str, int]) -> None:
+    """Enter the module if it is whole, else its children and its own tensors."""
+    ops = module.all_ops
+    devices = sorted(set(plan.placement[ops].tolist()))
+    if len(devices) <= 1:
+        if devices or any(inner.held for inner in module.walk()):
+            found[module.path] = devices[0] if devices else _unread(plan, graph)
+        return
+    if not module.children:
+        at = [next(op for op in ops if plan.placement[op] == device) for device in devices[:2]]
+        (a, there), (b, elsewhere) = (
+            (graph.names[op], plan.machine.device_names[plan.placement[op]]) for op in at
+        )
+        raise ExportError(
+            FORMAT,
+            f"module {module.path!r}",
+            f"is split: {a!r} runs on {there}, {b!r} on {elsewhere}; pin the module to one device",
+        )
+    for op in module.held:
+        readers = [int(r) for t in graph.outputs_of(op) for r in graph.consumers_of(t)]
+        at_home = [r for r in readers if not graph.is_source[r]][:1]
+        found[graph.names[op]] = (
+            int(plan.placement[at_home[0]]) if at_home else _unread(plan, graph)
+        )
+    for child in module.children.values():
+        _descend(child, plan, graph, found)
+
+
+def _unread(plan: Plan, graph: Graph) -> int:
+    """Where what nothing reads goes: to the device of the first op."""
+    return int(plan.placement[forward_ops(graph)[0]])
+
+
+def _check_glue(plan: Plan, graph: Graph, found: dict[str, int], named: dict[int, Name]) -> None:
+    """Follow every tensor as accelerate would; raise where an op between modules, which nothing
+    moves tensors for, reads from two devices."""
+    main = min((d for d in named if named[d] != "cpu"), default=min(named))
+    listed = {path: device for path, device in found.items()}
+    made: dict[int, int] = {}  # tensor -> device; constants and the like are missing
+    for op in np.flatnonzero(graph.is_source).tolist():
+        for tensor in graph.outputs_of(op):
+            if graph.residences[op] == HOST:
+                made[tensor] = main
+            elif graph.names[op] in listed:
+                made[tensor] = listed[graph.names[op]]
+    for op in forward_ops(graph):
+        home = _home(graph.modules[op], listed)
+        if home is None:
+            reads = {made[t]: t for t in graph.inputs_of(op).tolist() if t in made}
+            if len(reads) > 1:
+                devices = sorted(plan.machine.device_names[device] for device in reads)
+                raise ExportError(
+                    FORMAT,
+                    f"op {graph.names[op]!r}",
+                    f"in the split module {graph.modules[op]!r} would read tensors that are on "
+                    f"{' and '.join(devices)}; pin its inputs' modules to one device",
+                )
+            home = next(iter(reads), main)
+        for tensor in graph.outputs_of(op):
+            made[tensor] = home
+
+
+def _home(path: str, listed: dict[str, int]) -> int | None:
+    """The device of the listed module around a path; None: it is in none."""
+    while path:
+        if path in listed:
+            return listed[path]
+        path = path.rpartition(".")[0]
+    return None

@@ -1,0 +1,60 @@
+"""The tree of modules, as the paths of ops and parameters show it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dovetail.graph import Graph, Phase
+
+HELD = ("parameter", "buffer")
+
+
+@dataclass
+class Module:
+    """path       "" at the top
+    ops        forward ops that run in the module itself, ascending
+    held       parameters and buffers (source ops) of its own
+    children   by name, in order of first appearance
+    """
+
+    path: str
+    ops: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    children: dict[str, "Module"] = field(default_factory=dict)
+
+    def walk(self) -> Iterator["Module"]:
+        """The module and all within it, from the top."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    @property
+    def all_ops(self) -> list[int]:
+        """Forward ops in it and within, ascending."""
+        return sorted(op for module in self.walk() for op in module.ops)
+
+
+def module_tree(graph: Graph) -> Module:
+    """The top module. Only what has forward ops, parameters or buffers is in the tree."""
+    top = Module("")
+    for op in forward_ops(graph):
+        _find(top, graph.modules[op]).ops.append(op)
+    for op in np.flatnonzero(graph.is_source).tolist():
+        if graph.kinds[op] in HELD:
+            _find(top, graph.modules[op]).held.append(op)
+    return top
+
+
+def forward_ops(graph: Graph) -> list[int]:
+    """Forward ops in order."""
+    ops: list[int] = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
+    return ops
+
+
+def _find(top: Module, path: str) -> Module:
+    at = top
+    for name in path.split(".") if path else ():
+        below = f"{at.path}.{name}" if at.path else name
+        at = at.children.setdefault(name, Module(below))
+    return at

@@ -1,0 +1,69 @@
+"""A plan as the split points of `torch.distributed.pipelining`.
+
+    split_spec = {"layers.1": SplitPoint.BEGINNING, "layers.3": SplitPoint.BEGINNING}
+    pipeline(module, mb_args, split_spec=split_spec)
+
+Stages are runs of forward ops in the order in which the model calls them, so the plan must give
+each device one such run, and every run but the first must begin where a module is called that is
+called only once. https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+"""
+
+from typing import TYPE_CHECKING
+
+from dovetail.errors import ExportError
+from dovetail.exports.modules import forward_ops, module_tree
+from dovetail.graph import Graph
+from dovetail.plans import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import SplitPoint
+
+FORMAT = "split points"
+
+
+def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
+    """Path of the module before which each stage but the first begins, in order; empty where all
+    is on one device. A stage's device is that of the ops from there on.
+
+    Raises `ExportError` for a device with several runs, and for a run that begins within a module.
+    """
+    from torch.distributed.pipelining import SplitPoint
+
+    ops = forward_ops(graph)
+    starts = [i for i in range(1, len(ops)) if plan.placement[ops[i]] != plan.placement[ops[i - 1]]]
+    seen = {int(plan.placement[ops[0]])} if ops else set()
+    begins = _begins(graph)
+    found = {}
+    for start in starts:
+        op, device = ops[start], int(plan.placement[ops[start]])
+        name = plan.machine.device_names[device]
+        if device in seen:
+            raise ExportError(
+                FORMAT,
+                f"device {name}",
+                f"comes back at op {graph.names[op]!r}: in the order of the forward ops its part "
+                "is not contiguous; plan with objective load and contiguous",
+            )
+        seen.add(device)
+        if op not in begins:
+            raise ExportError(
+                FORMAT,
+                f"module {graph.modules[op]!r}",
+                f"is split: the stage on {name} begins within it, at op {graph.names[op]!r}, and "
+                "not where a module begins that is called once; pin modules whole",
+            )
+        found[begins[op]] = SplitPoint.BEGINNING
+    return found
+
+
+def _begins(graph: Graph) -> dict[int, str]:
+    """first op -> the outermost module that begins there and whose ops stand together: what is
+    called several times, with something in between, has no one beginning."""
+    place = {op: i for i, op in enumerate(forward_ops(graph))}
+    begins: dict[int, str] = {}
+    for module in module_tree(graph).walk():
+        ops = module.all_ops
+        whole = bool(ops) and place[ops[-1]] - place[ops[0]] == len(ops) - 1
+        if whole and module.path:
+            begins.setdefault(ops[0], module.path)
+    return begins

@@ -1,0 +1,121 @@
+"""From a saved plan back to its graph: every rule and every promise checked again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dovetail.costs import Costs
+from dovetail.errors import MachineError, MachineMismatchError, ModelError, PromiseError, UsageError
+from dovetail.graph import Graph
+from dovetail.instances import Instance
+from dovetail.machine import Machine, check_local
+from dovetail.pipeline.sources import Step, graph_of, names_file, resolve_model
+from dovetail.placers import permitted
+from dovetail.plans import SEARCH_PROOFS, Plan, capacities_of, check, load_plan
+from dovetail.simulator import LowerBound, Simulator, lower_bound
+from dovetail.timeline import Timeline
+
+BOUND_TOLERANCE = 1e-6
+"""Relative: what another version of the LP solver may find less than a promised bound."""
+
+
+def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
+    """A saved plan with its graph captured or loaded again, every rule and promise checked.
+
+    A `package.module:function` is imported only if `model` names it. Raises what `check` and
+    `verify` raise, and `MachineMismatchError` for a plan of the devices of another machine.
+    """
+    saved = load_plan(path)
+    text = model or saved.source.model
+    if not model and not text.startswith("zoo:") and not names_file(text):
+        raise ModelError(
+            text or "the plan",
+            "a plan does not say what to import or open by itself; name MODEL after the plan",
+        )
+    check_machine(saved.machine)
+    step = resolve_model(text, saved.source.training)
+    graph = graph_of(step)
+    check(saved, graph, step.machine if isinstance(step, Instance) else None)
+    verify(saved, graph)
+    return saved, step
+
+
+def verify(plan: Plan, graph: Graph) -> None:
+    """Raise `PromiseError` unless simulating the plan gives its promised value and memory, and its
+    lower bound can be proven again.
+
+    A bound that only a search proves (`SEARCH_PROOFS`) would take that search again: of it we
+    check that the plan's value is not below it, and no more.
+    """
+    timeline = timeline_of(plan, graph)
+    peaks = timeline.peak_memory_bytes.tolist()
+    value = timeline.step_seconds
+    if plan.objective != "step":
+        value = float(
+            _simulator(plan, graph).evaluate(plan.placement[None], plan.objective).values[0]
+        )
+    if not np.isclose(value, plan.value, rtol=1e-9, atol=0.0):
+        raise PromiseError(plan.objective, plan.value, value)
+    for device, promised, found in zip(
+        plan.machine.device_names, plan.peak_memory_bytes, peaks, strict=True
+    ):
+        if promised != found:
+            raise PromiseError(f"peak memory of {device}", promised, found)
+    provable = value
+    if plan.bound_proof not in SEARCH_PROOFS:
+        costs = costs_in(plan)
+        bound = bound_of(graph, plan.machine, costs, plan.objective, plan.pins, plan.caps)
+        provable = bound.seconds
+    if plan.lower_bound > provable * (1 + BOUND_TOLERANCE):
+        raise PromiseError("lower bound", plan.lower_bound, provable)
+
+
+def timeline_of(plan: Plan, graph: Graph) -> Timeline:
+    """The plan's predicted timeline, from the costs it carries."""
+    return _simulator(plan, graph).timeline(
+        plan.placement, orders=plan.orders, schedules=plan.schedules
+    )
+
+
+def costs_in(plan: Plan) -> Costs:
+    """The costs that a plan carries."""
+    return Costs(plan.compute_seconds, plan.costs_source, plan.sent_bytes)
+
+
+def bound_of(
+    graph: Graph,
+    machine: Machine,
+    costs: Costs,
+    objective: str,
+    pins: Sequence[tuple[str, str]],
+    caps: Sequence[tuple[str, int]],
+) -> LowerBound:
+    """Of every plan that pins and caps permit, not only of those whose groups stay together."""
+    allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
+    return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
+
+
+def check_seed(seed: int) -> None:
+    """Raise `UsageError` for a seed that a plan cannot keep."""
+    if not 0 <= seed < 2**63:
+        raise UsageError("seed", f"is {seed}; use a whole number from 0 to {2**63 - 1}")
+
+
+def check_machine(machine: Machine) -> None:
+    """Raise `MachineMismatchError` for devices with cores that are not of this machine."""
+    if not machine.local:
+        return
+    try:
+        check_local(machine)
+    except MachineError as error:
+        expected = f"{machine.name} ({machine.fingerprint})"
+        raise MachineMismatchError(expected, f"another: {error}") from None
+
+
+def _simulator(plan: Plan, graph: Graph) -> Simulator:
+    costs = costs_in(plan)
+    costs.check(graph)
+    return Simulator(
+        graph, plan.machine, costs, capacities=capacities_of(plan.machine, dict(plan.caps))
+    )

@@ -1,0 +1,243 @@
+"""From a step to its plan, on one screen: machine -> costs -> problem -> placement -> plan."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dovetail.errors import CostError, InfeasibleError, UsageError
+from dovetail.instances import Instance
+from dovetail.machine import Machine, check_local, names_here, parse_machine
+from dovetail.pipeline.opening import bound_of, check_seed
+from dovetail.pipeline.sources import (
+    HERE,
+    Progress,
+    Step,
+    costs_of,
+    default_objective,
+    graph_of,
+    groups_of,
+    machine_of,
+    silent,
+    source_of,
+)
+from dovetail.placers import (
+    PLACERS,
+    Outcome,
+    Problem,
+    keeping_interrupts,
+    make_problem,
+    parse_budget,
+    permitted,
+    place,
+)
+from dovetail.plans import OBJECTIVES, Plan, Source, capacities_of, normalise
+from dovetail.simulator import LowerBound, Simulator
+
+
+def plan(  # noqa: PLR0913  all but two are keyword-only
+    step: Step,
+    machine: str | Machine = "",
+    *,
+    placer: str = "auto",
+    objective: str = "",
+    contiguous: bool = False,
+    budget: str | float = "10s",
+    seed: int = 0,
+    pins: Sequence[tuple[str, str]] = (),
+    caps: Sequence[tuple[str, int]] = (),
+    model: str = "",
+    progress: Progress = silent,
+) -> Plan:
+    """Find how to run `step` fastest on `machine`.
+
+    machine     a `Machine`, or its text: "here", "here/2", "box.toml", "4 x k80 + haswell"; by
+                default an instance's own, and else "here"
+    objective   "step", "load" or "latency" (of instances); by default an instance's is "load",
+                and else it is "step"
+    contiguous  only plans whose devices' forward ops are convex; for "load"
+    budget      seconds (10 or "10s") or evaluations ("5000e"), for the search alone
+    pins        (pattern of op or module names, device name)
+    caps        (device name, bytes) it may use
+    model       of a graph or an instance from a file: that file's name, which the plan keeps
+
+    Without pins and caps a plan on the text here/n has `here`, all cores as one device, among its
+    baselines; where that is faster than what `auto` found, it is the plan that is returned, whose
+    machine is `here`. A machine with cores that was described otherwise keeps its rates.
+
+    From the start of the search on, a first Ctrl-C ends it with the best plan so far,
+    `interrupted`. Raises `InvalidError`, or `InfeasibleError` when nothing fits.
+    """
+    began = time.perf_counter()
+    objective = objective or default_objective(step)
+    check_request(
+        machine,
+        placer=placer,
+        objective=objective,
+        budget=budget,
+        seed=seed,
+        contiguous=contiguous,
+        devices=[name for _, name in pins] + [name for name, _ in caps],
+        step=step,
+    )
+    graph = graph_of(step)
+    where = machine_of(step, machine, progress)
+    permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
+    costs = costs_of(step, where, progress)
+    simulator = Simulator(graph, where, costs, capacities=capacities_of(where, dict(caps)))
+    problem = make_problem(
+        graph,
+        where,
+        costs,
+        lambda placements: simulator.evaluate(placements, objective),
+        groups=groups_of(step),
+        objective=objective,
+        pins=pins,
+        caps=caps,
+        seed=seed,
+        contiguous=contiguous,
+        trace=simulator.timeline,
+    )
+    limit = parse_budget(str(budget))
+    found: Plan | None = None
+    try:
+        with keeping_interrupts(limit):
+            bound = bound_of(graph, where, costs, objective, pins, caps)
+            limit.prove(bound.seconds, bound.proof)
+            outcome = place(
+                problem,
+                placer,
+                limit,
+                lambda done, best: progress("planning", done, best if best < np.inf else None),
+            )
+            if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
+                bound = max(bound, outcome.bound, key=lambda one: one.seconds)
+            found = replace(
+                _to_plan(problem, outcome, simulator, bound),
+                source=source_of(step, model),
+                pins=tuple(pins),
+                caps=tuple(caps),
+                planning_seconds=time.perf_counter() - began,
+            )
+        found = replace(found, interrupted=limit.interrupted)
+        free = not (pins or caps or found.interrupted) and len(where.devices) > 1
+        if free and isinstance(machine, str) and names_here(machine):
+            found = _or_all_cores(step, found, placer, progress)
+    except KeyboardInterrupt:
+        if found is None:
+            raise
+        found = replace(found, interrupted=True)
+    return found
+
+
+def check_request(  # noqa: PLR0913  keyword-only but one
+    machine: str | Machine = "",
+    *,
+    placer: str,
+    objective: str,
+    budget: str | float,
+    seed: int,
+    contiguous: bool = False,
+    devices: Sequence[str] = (),
+    step: Step | None = None,
+) -> None:
+    """Raise the `InvalidError` of `plan` that can be known before the long work.
+
+    objective   "" where the step's default is meant
+    devices     those that pins and caps name
+    step        where it is known already, as what a file holds
+    """
+    for option, text, known in (("placer", placer, PLACERS), ("objective", objective, OBJECTIVES)):
+        if text not in known and (text or option == "placer"):
+            raise UsageError(option, f"{text!r} is not one of {', '.join(known)}")
+    parse_budget(str(budget))
+    check_seed(seed)
+    _check_objective(step, objective, contiguous)
+    if isinstance(step, Instance):
+        where = machine_of(step, machine)
+    else:
+        where = parse_machine(machine or HERE) if isinstance(machine, str) else machine
+    if where.local:
+        check_local(where)
+    for name in devices:
+        where.device_index(name)
+
+
+def _check_objective(step: Step | None, objective: str, contiguous: bool) -> None:
+    is_instance = isinstance(step, Instance)
+    if objective == "latency" and not is_instance:
+        raise UsageError(
+            "objective",
+            "latency is defined for published instances alone, whose accelerators run their part "
+            "in one call; for a network use step, the seconds of one step",
+        )
+    if contiguous and (objective or ("load" if is_instance else "step")) != "load":
+        raise UsageError(
+            "contiguous",
+            "is for objective load; a step has no stages, and for the latency an "
+            "accelerator runs its part in one call in any case",
+        )
+
+
+def _to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: LowerBound) -> Plan:
+    """The plan but for what the problem does not know: where its graph came from, pins and caps."""
+    graph, machine, costs = problem.graph, problem.machine, problem.costs
+    timeline = simulator.timeline(outcome.placement)
+    return Plan(
+        source=Source("", "", (), ""),
+        graph_fingerprint=graph.fingerprint,
+        machine=machine,
+        placement=normalise(outcome.placement, graph, machine),
+        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+        compute_seconds=costs.compute_seconds,
+        costs_source=costs.source,
+        placer=outcome.placer,
+        seed=problem.seed,
+        objective=problem.objective,
+        value=outcome.value,
+        lower_bound=bound.seconds,
+        bound_proof=bound.proof,
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        groups=problem.groups.count,
+        planning_seconds=outcome.seconds,
+        baselines=outcome.baselines,
+        found_seconds=outcome.found_seconds,
+        contiguous=problem.contiguous,
+        sent_bytes=costs.sent_bytes,
+    )
+
+
+def _or_all_cores(step: Step, found: Plan, placer: str, progress: Progress) -> Plan:
+    """`found` with `here`, all cores as one device, among its baselines, None where that cannot
+    be; or, where `auto` chose and it is faster, the plan for it."""
+    try:
+        whole = plan(
+            step,
+            HERE,
+            placer="single",
+            objective=found.objective,
+            contiguous=found.contiguous,
+            seed=found.seed,
+            model=found.source.model,
+            progress=progress,
+        )
+    except (InfeasibleError, CostError):  # it does not fit, or a saved graph was never measured so
+        return replace(found, baselines={**found.baselines, HERE: None})
+    chosen = replace(
+        found,
+        baselines={**found.baselines, HERE: whole.value},
+        interrupted=whole.interrupted,
+    )
+    if placer != "auto" or whole.value >= found.value:
+        return chosen
+    weaker = min((found, whole), key=lambda one: one.lower_bound)  # it holds on both machines
+    return replace(
+        whole,
+        placer=HERE,
+        baselines=chosen.baselines,
+        found_seconds=found.found_seconds,
+        planning_seconds=found.planning_seconds,
+        lower_bound=weaker.lower_bound,
+        bound_proof=weaker.bound_proof,
+    )

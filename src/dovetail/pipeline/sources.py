@@ -1,0 +1,128 @@
+"""Where a plan starts: what MODEL and MACHINE texts name, and what it costs.
+
+MODEL ──► step: a captured network, a saved graph, or a published instance
+MACHINE ──► machine; an instance brings its own
+(step, machine) ──► costs: measured here, analytic elsewhere, an instance's own
+"""
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+import numpy as np
+
+from dovetail.costs import CostCache, Costs, analytic_costs, measured_costs, probed_machine
+from dovetail.errors import GraphError, ModelError, UsageError
+from dovetail.frontends import Captured, parse_optimizer
+from dovetail.frontends import resolve as resolve_network
+from dovetail.graph import Graph, Groups, colocate, group
+from dovetail.graph.files import graph_from, read_json
+from dovetail.instances import Instance, instance_from, is_instance
+from dovetail.machine import Machine, names_here, parse_machine
+from dovetail.plans import Source
+
+HERE = "here"
+Step = Captured | Graph | Instance
+"""What can be planned. Only what was captured can run."""
+Progress = Callable[[str, float, float | None], None]
+"""progress(what is being done, fraction of it, best value so far or None)."""
+
+
+def silent(_doing: str, _fraction: float, _best: float | None) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def resolve_model(text: str, train: str = "") -> Step:
+    """What MODEL names: a saved graph or a published instance, told apart by what the file holds,
+    or a network to capture."""
+    if not names_file(text):
+        return resolve_network(text, train=parse_optimizer(train) if train else None)
+    raw = read_json(text)
+    if is_instance(raw):
+        if train:
+            raise ModelError(text, "an instance holds its backward nodes; leave --train out")
+        return instance_from(raw, text)
+    if train:
+        raise ModelError(text, "a saved graph cannot be trained anew; capture with --train")
+    return graph_from(raw, text)
+
+
+def names_file(text: str) -> bool:
+    """Is this MODEL text the name of a saved graph or of an instance?"""
+    return text.endswith((".json", ".json.gz")) and ":" not in text
+
+
+def graph_of(step: Step) -> Graph:
+    """The graph to plan for. Raises `GraphError` for one without ops."""
+    graph = step if isinstance(step, Graph) else step.graph
+    if not len(graph):
+        raise GraphError("the graph has no ops: there is nothing to place")
+    return graph
+
+
+def groups_of(step: Step) -> Groups:
+    """What placers place as one: of an instance its colour classes and no more, since its bounds
+    and published values are for those."""
+    graph = graph_of(step)
+    return colocate(graph) if isinstance(step, Instance) else group(graph)
+
+
+def default_objective(step: Step) -> str:
+    """What is planned for where nobody says: an instance for throughput, the rest for one step."""
+    return "load" if isinstance(step, Instance) else "step"
+
+
+def machine_of(step: Step, machine: str | Machine, progress: Progress = silent) -> Machine:
+    """The machine to plan for; "" is an instance's own, and else `here`.
+
+    Raises `UsageError` for an instance on another machine: its costs are for its own.
+    """
+    if not isinstance(step, Instance):
+        return resolve_machine(machine or HERE, progress)
+    if machine:
+        raise UsageError("machine", "an instance brings its own machine and costs; leave it out")
+    return step.machine
+
+
+def resolve_machine(
+    machine: str | Machine, progress: Progress = silent, *, fresh: bool = False
+) -> Machine:
+    """The machine that a text names; `here` and `here/n` with the rates the probe measured, where
+    `fresh` without a look at the cache."""
+    if not isinstance(machine, str):
+        return machine
+    where = parse_machine(machine)
+    if not names_here(machine):
+        return where
+    progress("measuring the machine", 0.0, None)
+    return probed_machine(where, CostCache(), fresh=fresh)
+
+
+def costs_of(step: Step, machine: Machine, progress: Progress = silent) -> Costs:
+    """An instance's own costs; measured ones where the machine is this one, else analytic ones."""
+    if isinstance(step, Instance):
+        return step.costs
+    graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
+    if not machine.local:
+        return analytic_costs(graph, machine)
+    return measured_costs(
+        graph,
+        program,
+        machine,
+        CostCache(),
+        progress=lambda fraction: progress("measuring ops", fraction, None),
+    )
+
+
+def source_of(step: Step, model: str) -> Source:
+    """Where the step came from; `model` is the name of the file that held it, if one did."""
+    if isinstance(step, Captured):
+        return step.source
+    if isinstance(step, Instance):
+        return Source(model, "", (), version("torch"))
+    shapes = [
+        step.shapes[tensor]
+        for op in np.flatnonzero(step.is_source).tolist()
+        if step.kinds[op] == "input"
+        for tensor in step.outputs_of(op)
+    ]
+    return Source(model, "", tuple(shapes), version("torch"))

@@ -1,0 +1,88 @@
+"""What is done with a plan: run it, draw it, hand it on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import UsageError
+from dovetail.executors import Measurement, Placed
+from dovetail.executors import run as execute
+from dovetail.exports import device_map, split_points
+from dovetail.frontends import Captured
+from dovetail.graph import Graph
+from dovetail.instances import instance_to_dict
+from dovetail.pipeline.opening import check_machine, check_seed, costs_in, timeline_of
+from dovetail.pipeline.sources import Step, graph_of
+from dovetail.plans import Plan, check
+from dovetail.reports import Report, chrome_trace, write_html
+from dovetail.runtime.atomic import write_atomically
+
+
+def run(plan: Plan, step: Captured, *, seed: int = 0) -> Placed:
+    """The plan at work: a context manager with `step`, `measure` and `state_dict`."""
+    check_seed(seed)
+    check(plan, step.graph)
+    check_machine(plan.machine)
+    return execute(plan, step, seed=seed)
+
+
+def report(
+    plan: Plan,
+    step: Step,
+    path: str | Path,
+    *,
+    measurement: Measurement | None = None,
+) -> None:
+    """Write the page of a plan: predicted, and measured where a measurement is given."""
+    graph = graph_of(step)
+    write_html(
+        Report(
+            plan,
+            graph,
+            predicted=timeline_of(plan, graph),
+            measured=None if measurement is None else measurement.timeline,
+            measured_seconds=None if measurement is None else measurement.step_seconds,
+        ),
+        path,
+    )
+
+
+def write_trace(plan: Plan, step: Step, path: str | Path) -> None:
+    """Write the predicted step as a Chrome trace, for Perfetto. Raises `UnwritableError`."""
+    export(plan, step, "trace", path)
+
+
+def _split_names(plan: Plan, graph: Graph) -> dict[str, str]:
+    return {path: point.name for path, point in split_points(plan, graph).items()}
+
+
+EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any]]] = {
+    "device-map": device_map,
+    "split-points": _split_names,
+    "trace": lambda plan, graph: chrome_trace(timeline_of(plan, graph), graph),
+    "instance": lambda plan, graph: instance_to_dict(graph, plan.machine, costs_in(plan)),
+}
+
+
+def check_export(to: str) -> None:
+    """Raise `UsageError` for a format that we do not write."""
+    if to not in EXPORTS:
+        raise UsageError("to", f"{to!r} is not one of {', '.join(EXPORTS)}")
+
+
+def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> dict[str, Any]:
+    """The plan as another tool reads it, also written to `path` as JSON where that is given.
+
+    device-map     of Hugging Face accelerate: {module path: accelerator's number or "cpu"}
+    split-points   of torch.distributed.pipelining: {module path: "BEGINNING"}
+    trace          the predicted step, for Perfetto or chrome://tracing
+    instance       graph, machine and costs as a published placement instance
+
+    Raises `ExportError` where the format cannot say what the plan does, and `UnwritableError`.
+    """
+    check_export(to)
+    written = EXPORTS[to](plan, graph_of(step))
+    if path is not None:
+        write_atomically(path, json.dumps(written, allow_nan=False))
+    return written

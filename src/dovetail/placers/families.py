@@ -1,0 +1,122 @@
+"""Weights stay with all that reads them: a search over few, large units.
+
+Moving the weights of a layer means moving every group that reads them with it: one by one each such
+move loses, so a search that moves groups never sees what a layer of its own would bring. Here a
+unit is a *family*: the groups that read one parameter, most bytes first, with the groups that read
+none and exchange most bytes with them. Units descend, from the best placement known and from random
+ones,
+
+    each unit in random order goes to the device where the step is shortest, until none moves
+
+which is coordinate descent over units x devices. By hand it is what RL17's expert does
+(https://arxiv.org/abs/1706.04972, section 4.1), who gives each layer a device. Differences: the
+input and the recurrent weights of a layer are two families, and the step decides, not a rule.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.placers.budget import Budget, Score
+from dovetail.placers.problem import GroupPlacement, Problem
+
+RESTARTS = 6
+MOST_UNITS = 512
+"""Beyond it a sweep over all units and devices costs too much, and only the start is scored."""
+
+
+def families(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The best placement of whole families that some descents find."""
+    units = family_of(problem)
+    count = int(units.max(initial=-1)) + 1
+    rng = np.random.default_rng((problem.seed, budget.next_round()))
+    starts = [_majority(problem, units, problem.fastest)]
+    if budget.best is not None:
+        starts.insert(0, _majority(problem, units, budget.best[1]))
+    best, chosen = _score(problem, budget, starts[0], always=True), starts[0]
+    for restart in range(RESTARTS):
+        if budget.exhausted or not 1 < count <= MOST_UNITS:
+            break
+        if restart < len(starts):
+            start = starts[restart]
+        else:
+            drawn = rng.integers(problem.devices, size=count)[units]
+            start = problem.settle(drawn)
+        score, placement = _descend(problem, budget, units, start, rng)
+        if score < best:
+            best, chosen = score, placement
+    return chosen
+
+
+def family_of(problem: Problem) -> NDArray[np.int32]:
+    """[groups] the unit of each group, numbered by first group. O(reads x log reads)."""
+    graph, of_op = problem.graph, problem.groups.of_op
+    reads = np.flatnonzero(graph.is_source[graph.producers[graph.input_tensors]])
+    tensors = graph.input_tensors[reads]
+    is_weight = np.array([kind != "input" for kind in graph.kinds])[graph.producers[tensors]]
+    reads, tensors = reads[is_weight], tensors[is_weight]
+    readers = of_op[graph.readers[reads]]
+    # Of what a group reads the largest comes last and stays; ties: the first parameter.
+    order = np.lexsort((-tensors, graph.tensor_bytes[tensors]))
+    family = np.full(problem.groups.count, -1, dtype=np.int64)
+    family[readers[order]] = graph.producers[tensors[order]]
+    _follow_neighbours(problem, family)
+    alone = np.flatnonzero(family < 0)
+    family[alone] = len(graph) + alone
+    _, first, inverse = np.unique(family, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int32)
+    rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
+    return rank[inverse.ravel()]
+
+
+def _follow_neighbours(problem: Problem, family: NDArray[np.int64]) -> None:
+    """Groups without a family join that of the neighbour they exchange most bytes with."""
+    sources, destinations, sizes = problem.edges
+    ends, others = np.append(sources, destinations), np.append(destinations, sources)
+    order = np.lexsort((-others, np.append(sizes, sizes)))
+    ends, others = ends[order], others[order]
+    while True:
+        joins = (family[ends] < 0) & (family[others] >= 0)
+        if not joins.any():
+            return
+        family[ends[joins]] = family[others[joins]]  # of several the heaviest comes last
+
+
+def _majority(
+    problem: Problem, units: NDArray[np.int32], placement: GroupPlacement
+) -> GroupPlacement:
+    """Each unit whole, on the device where most of its work is in `placement`."""
+    work = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0).min(axis=1)
+    votes = np.zeros((int(units.max()) + 1, problem.devices))
+    np.add.at(votes, (units, placement), work + 1e-12)
+    return problem.settle(votes.argmax(axis=1)[units])
+
+
+def _descend(
+    problem: Problem,
+    budget: Budget,
+    units: NDArray[np.int32],
+    placement: GroupPlacement,
+    rng: np.random.Generator,
+) -> tuple[Score, GroupPlacement]:
+    score = _score(problem, budget, placement)
+    moved = True
+    while moved:
+        moved = False
+        for unit in rng.permutation(int(units.max()) + 1).tolist():
+            if budget.exhausted:
+                return score, placement
+            members = units == unit
+            options = np.repeat(placement[None], problem.devices, axis=0)
+            options[:, members] = np.arange(problem.devices)[:, None]
+            options = np.stack([problem.settle(option) for option in options])
+            scores = budget.score(problem, options)
+            winner = min(range(len(scores)), key=lambda i: (scores[i], i))
+            if scores[winner] < score:
+                score, placement, moved = scores[winner], options[winner], True
+    return score, placement
+
+
+def _score(
+    problem: Problem, budget: Budget, placement: GroupPlacement, *, always: bool = False
+) -> Score:
+    return budget.score(problem, placement[None], always=always)[0]

@@ -1,0 +1,192 @@
+"""Heterogeneous earliest finish time: list scheduling for unlike devices.
+
+Ops are taken by falling upward rank, the longest path to the end with mean costs,
+
+    rank_u(n_i) = w_i + max over n_j after n_i of   c_ij + rank_u(n_j)
+
+w_i the mean of its seconds over devices, c_ij the mean seconds of the send over pairs of devices.
+Each goes to the device where it finishes first, into the first idle gap between ops there that
+holds it (the insertion-based policy), else behind the last:
+
+    EFT(n_i, p) = w_i,p + max(start of the gap, arrives(n_i, p))      arrives: see `list_scheduling`
+
+Ties: the lower op index, the lower device.
+
+Paper: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
+heterogeneous computing", IEEE Transactions on Parallel and Distributed Systems 13(3), 2002,
+https://doi.org/10.1109/71.993206, section 4.2.
+Differences: a group follows the first of its ops; a group goes only where it may and its bytes
+(`Problem.group_bytes`) still fit, and where none has room, to the one with the most left. A device
+remembers its latest `MOST_GAPS` gaps: up to then the policy is the paper's. O(ops x log ops +
+(reads + ops x MOST_GAPS) x devices), and gaps that end too soon are skipped by bisection.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dovetail.placers.budget import Budget
+from dovetail.placers.list_scheduling import (
+    Limits,
+    Listed,
+    Tasks,
+    arrival,
+    best_of_sets,
+    fits,
+    longest_paths,
+    mean_seconds,
+    mean_transfer,
+    ranked,
+    roomiest_unless_fitting,
+    tasks_of,
+)
+from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Float64, Int32, Int64
+
+MOST_GAPS = 256
+"""Gaps that a device remembers: the latest."""
+
+
+class _Work(NamedTuple):
+    """The growing schedule. Times in seconds from the start of the step.
+
+    placed, room      [groups] device or -1, [devices] bytes left
+    tails             [devices] end of the last op there
+    gap_starts, gap_ends, gap_counts   [devices, MOST_GAPS] idle before that, in order of time
+    """
+
+    placed: Int32
+    room: Int64
+    starts: Float64
+    ends: Float64
+    tails: Float64
+    gap_starts: Float64
+    gap_ends: Float64
+    gap_counts: Int64
+
+
+def heft(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The better of schedules over all devices and over the fastest model of device only."""
+    tasks = tasks_of(problem)
+    return best_of_sets(problem, budget, lambda limits: heft_schedule(tasks, limits).placed)
+
+
+def heft_schedule(tasks: Tasks, limits: Limits) -> Listed:
+    """The schedule of one set of devices."""
+    ops, devices = tasks.seconds.shape
+    by_rank, _ = ranked(upward_ranks(tasks, limits))
+    work = _Work(
+        placed=np.full(len(limits.choices), -1, np.int32),
+        room=limits.room_bytes.copy(),
+        starts=np.zeros(ops),
+        ends=np.zeros(ops),
+        tails=np.zeros(devices),
+        gap_starts=np.zeros((devices, MOST_GAPS)),
+        gap_ends=np.zeros((devices, MOST_GAPS)),
+        gap_counts=np.zeros(devices, np.int64),
+    )
+    _schedule(tasks, limits, by_rank, work)
+    return Listed(work.placed, work.starts, work.ends)
+
+
+def upward_ranks(tasks: Tasks, limits: Limits) -> Float64:
+    """[ops] seconds. An op is never ranked above one before it."""
+    latency, per_byte = mean_transfer(tasks, limits)
+    ranks = np.zeros(len(tasks.of_op))
+    own = mean_seconds(tasks, limits)
+    longest_paths(tasks, own, latency + per_byte * tasks.before_bytes, ranks)
+    return ranks
+
+
+@kernel
+def _schedule(tasks: Tasks, limits: Limits, by_rank: Int32, work: _Work) -> None:
+    """Fill `work`."""
+    for i in range(len(by_rank)):
+        op = by_rank[i]
+        if tasks.runs[op] == 0:
+            continue
+        group = tasks.of_op[op]
+        home = work.placed[group]
+        if home < 0:
+            home = roomiest_unless_fitting(limits, work.room, group)
+        best, best_gap, best_start = -1, -1, np.inf
+        for device in range(len(work.tails)):
+            if home == device or (home < 0 and fits(limits, work.room, group, device)):
+                ready = arrival(tasks, work.placed, work.ends, op, device)
+                gap = find_gap(work, device, ready, tasks.seconds[op, device])
+                begins = max(ready, gap_start(work, device, gap))
+                sooner = begins + tasks.seconds[op, device]
+                if best < 0 or sooner < best_start + tasks.seconds[op, best]:
+                    best, best_gap, best_start = device, gap, begins
+        if work.placed[group] < 0:
+            work.placed[group] = best
+            work.room[best] -= limits.group_bytes[group]
+        work.starts[op] = best_start
+        work.ends[op] = best_start + tasks.seconds[op, best]
+        fill_gap(work, best, best_gap, best_start, work.ends[op])
+
+
+@inlined
+def find_gap(work: _Work, device: int, ready: float, seconds: float) -> int:
+    """The first gap that holds an op that is ready then; the number of gaps: behind the last op."""
+    low, count = 0, work.gap_counts[device]
+    high = count
+    while low < high:  # gaps that end too soon for certain
+        middle = (low + high) >> 1
+        if work.gap_ends[device, middle] < ready + seconds:
+            low = middle + 1
+        else:
+            high = middle
+    while low < count:
+        begins = max(ready, work.gap_starts[device, low])
+        if begins + seconds <= work.gap_ends[device, low]:
+            break
+        low += 1
+    return low
+
+
+@inlined
+def gap_start(work: _Work, device: int, gap: int) -> float:
+    start: float = work.tails[device]
+    if gap < work.gap_counts[device]:
+        start = work.gap_starts[device, gap]
+    return start
+
+
+@inlined
+def fill_gap(work: _Work, device: int, gap: int, start: float, end: float) -> None:
+    """Take start to end out of a gap; what is left before and after it are gaps."""
+    before, after = gap_start(work, device, gap), end
+    if gap < work.gap_counts[device]:
+        after = work.gap_ends[device, gap]
+        work.gap_counts[device] -= 1
+        for i in range(gap, work.gap_counts[device]):
+            work.gap_starts[device, i] = work.gap_starts[device, i + 1]
+            work.gap_ends[device, i] = work.gap_ends[device, i + 1]
+    else:
+        work.tails[device] = end
+    for part in range(2):  # the later first, so that the earlier goes before it
+        first, last = (end, after) if part == 0 else (before, start)
+        if first < last:
+            add_gap(work, device, gap, first, last)
+
+
+@inlined
+def add_gap(work: _Work, device: int, gap: int, first: float, last: float) -> None:
+    """Insert a gap at index `gap`; beyond `MOST_GAPS` the earliest is forgotten."""
+    count = work.gap_counts[device]
+    if count == MOST_GAPS:
+        if gap == 0:
+            return
+        gap -= 1
+        for i in range(gap):
+            work.gap_starts[device, i] = work.gap_starts[device, i + 1]
+            work.gap_ends[device, i] = work.gap_ends[device, i + 1]
+    else:
+        for i in range(count, gap, -1):
+            work.gap_starts[device, i] = work.gap_starts[device, i - 1]
+            work.gap_ends[device, i] = work.gap_ends[device, i - 1]
+        work.gap_counts[device] = count + 1
+    work.gap_starts[device, gap] = first
+    work.gap_ends[device, gap] = last

@@ -1,0 +1,277 @@
+"""The contiguous optimum: a dynamic programme over all ideals of the groups.
+
+An ideal is a set of groups that holds all predecessors of its members; contiguous stages are the
+differences along a chain of ideals, and `stages.best_chain` finds the best chain. Ideals come from
+one another by adding an element all of whose predecessors are in. Elements are numbered in
+topological order, so each ideal is made once, from the one without its last element, and no set is
+ever looked up:
+
+    up(I, x), x > last(I)   a new ideal
+    up(I, x), x < last(I)   up(up(I - last(I), x), last(I))
+
+Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 5.
+Differences: only plans better than those of `linear_dp` are looked for, which cuts off most pairs
+of ideals (see `stages`); any number of kinds of devices, and pins; where the evaluator finds that
+memory lacks, rooms shrink and it is done again. More ideals than `MOST_IDEALS` are refused.
+
+Exact where all transfers go over a host that counts for nothing, as on published instances, and
+memory is what parameters and state take; elsewhere as good as that estimate.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import TooManyIdealsError
+from dovetail.placers.budget import Budget
+from dovetail.placers.contiguity import Order, elements_of, forward_order, kinds_of, order_of
+from dovetail.placers.linear_dp import (
+    Task,
+    along_orders,
+    fitted,
+    is_exact,
+    orders_of,
+    step_evaluations,
+    to_placement,
+)
+from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.stage_kernel import Lattice
+from dovetail.placers.stages import MOST_ENTRIES, Chain, best_chain
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Int32, Int64
+
+MOST_IDEALS = 100_000
+PROOF = "ideals (dynamic programme)"
+_SHAVED = 1e-12
+"""Relative: what the same sums in another order may differ by."""
+
+
+def ideal_dp(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The best contiguous plan; where the budget ends first, the best along the orders of
+    `linear_dp`. Each step of the programme is charged as one op of an evaluation.
+
+    Proves the optimum where contiguity is asked for; where backward groups without forward ops were
+    given a place in the order, what is proven is the optimum without them.
+    Raises `TooManyIdealsError`.
+    """
+    order = order_of(problem, merging=True)
+    lattice = ideals_of(order)
+    rng = np.random.default_rng([problem.seed, budget.next_round()])
+    orders = list(orders_of(order, rng))
+
+    proven: list[float] = []
+
+    def search(task: Task) -> list[GroupPlacement]:
+        chain, element_of, complete = best_stages(problem, budget, (order, lattice, orders), task)
+        # What groups hold for sure, and all the room there is: later searches have less.
+        relaxed = task.strict and task.group_bytes is problem.load.resident_bytes
+        if relaxed and complete and chain is not None:
+            proven.append(chain.value)
+        return [] if chain is None else [to_placement(problem, chain, element_of)]
+
+    found = fitted(problem, budget, (problem.device_sets[0], True), search)
+    if problem.contiguous and is_exact(problem) and proven:
+        plain = forward_order(problem, mirrored=False, merging=True)
+        if (plain.element_of == order.element_of).all():
+            budget.prove(proven[0] * (1 - _SHAVED), PROOF)
+        else:
+            _prove_without_orphans(problem, budget, plain)
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _prove_without_orphans(problem: Problem, budget: Budget, plain: Order) -> None:
+    """Hand the budget a lower bound on contiguous plans: groups without forward ops, which
+    contiguity says nothing of, are left out."""
+    kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
+    orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
+    task = Task(kinds, problem.load.resident_bytes)
+    space = (plain, ideals_of(plain), orders)
+    chain, _, complete = best_stages(problem, budget, space, task)
+    if complete and chain is not None:
+        budget.prove(chain.value * (1 - _SHAVED), PROOF)
+
+
+def best_stages(
+    problem: Problem, budget: Budget, space: tuple[Order, Lattice, list[Int32]], task: Task
+) -> tuple[Chain | None, Int32, bool]:
+    """The best chain, what [groups] is its element, and whether it is known to be the best."""
+    order, lattice, orders = space
+    states = np.prod([len(members) + 1.0 for members in task.kinds.members])
+    if len(lattice.parents) * states > MOST_ENTRIES:
+        raise TooManyIdealsError(len(lattice.parents), int(MOST_ENTRIES / states))
+    seeds = along_orders(problem, budget, (order, orders), task)
+    elements = elements_of(problem, order.element_of, task.kinds, task.group_bytes, task.strict)
+    best, complete = best_chain(
+        elements,
+        lattice,
+        task.kinds,
+        ceiling=seeds[0][0].value if seeds else np.inf,
+        budget=budget,
+        step_evaluations=step_evaluations(problem),
+    )
+    if best is None and seeds:
+        return *seeds[0], complete
+    return best, order.element_of, complete
+
+
+def _prove(problem: Problem, budget: Budget, order: Order, lattice: Lattice) -> None:
+    """Hand the budget a lower bound on contiguous plans: groups without forward ops, which
+    contiguity says nothing of, are left out, and memory is what they hold for sure."""
+    plain = forward_order(problem, mirrored=False, merging=True)
+    if (plain.element_of != order.element_of).any():
+        lattice = ideals_of(plain)
+    kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
+    orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
+    task = Task(kinds, problem.load.resident_bytes)
+    chain, _, complete = best_stages(problem, budget, (plain, lattice, orders), task)
+    if complete and chain is not None:
+        budget.prove(chain.value * (1 - _SHAVED), PROOF)
+
+
+def ideals_of(order: Order, most: int = MOST_IDEALS) -> Lattice:
+    """Every ideal, by size. Raises `TooManyIdealsError` beyond `most`. O(ideals x elements)."""
+    before_offsets, befores = _csr(order.elements, order.edges[:, ::-1])
+    after_offsets, afters = _csr(order.elements, order.edges)
+    parents, lasts = np.full(most + 1, -1, np.int32), np.full(most + 1, -1, np.int32)
+    offsets, marks = np.zeros(most + 2, np.int64), np.full(order.elements, -1, np.int32)
+    room = 4 * (most + order.elements + 1)
+    while True:
+        adds, leads = np.empty(room, np.int32), np.empty(room, np.int32)
+        lattice = Lattice(offsets, adds, leads, parents, lasts, marks)
+        ideals = _enumerate(before_offsets, befores, after_offsets, afters, lattice, most)
+        if ideals > most:
+            raise TooManyIdealsError(ideals, most)
+        if ideals > 0:
+            break
+        room *= 2
+    edges = int(offsets[ideals])
+    _fill_in(lattice, ideals)
+    return Lattice(
+        add_offsets=offsets[: ideals + 1].copy(),
+        adds=adds[:edges].copy(),
+        leads=leads[:edges].copy(),
+        parents=parents[:ideals].copy(),
+        lasts=lasts[:ideals].copy(),
+        ranks=np.arange(order.elements, dtype=np.int32),
+    )
+
+
+def _csr(count: int, edges: NDArray[np.integer]) -> tuple[Int64, Int32]:
+    """Offsets [count + 1] and second ends, by first end."""
+    edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
+    offsets = np.searchsorted(edges[:, 0], np.arange(count + 1))
+    return offsets.astype(np.int64), np.ascontiguousarray(edges[:, 1], np.int32)
+
+
+@kernel
+def _enumerate(
+    before_offsets: Int64,
+    befores: Int32,
+    after_offsets: Int64,
+    afters: Int32,
+    lattice: Lattice,
+    most: int,
+) -> int:
+    """Make the ideals, with the edges to those above them that they are made for; return their
+    number, or more than `most`, or 0: the edges have no room. `ranks` are marks, -1 at first."""
+    marks = lattice.ranks
+    count, ideal, end = 1, 0, 0
+    for element in range(len(marks)):
+        marks[element] = -1
+    while ideal < count:
+        if end + len(marks) > len(lattice.adds):
+            return 0
+        start, last = end, lattice.lasts[ideal]
+        lattice.add_offsets[ideal] = start
+        if ideal == 0:
+            end = _first_adds(before_offsets, lattice.adds, len(marks))
+        else:
+            _mark(lattice, ideal)
+            end = _kept_adds(lattice, ideal, end)
+            for i in range(after_offsets[last], after_offsets[last + 1]):
+                if _is_ready(before_offsets, befores, marks, afters[i], ideal):
+                    end = _insert(lattice.adds, start, end, afters[i])
+        lattice.add_offsets[ideal + 1] = end
+        for i in range(start, end):
+            lattice.leads[i] = -1
+            if lattice.adds[i] > last:
+                if count > most:
+                    return count
+                lattice.leads[i] = count
+                if count < len(lattice.parents):
+                    lattice.parents[count] = ideal
+                    lattice.lasts[count] = lattice.adds[i]
+                count += 1
+        ideal += 1
+    return count
+
+
+@inlined
+def _first_adds(before_offsets: Int64, adds: Int32, count: int) -> int:
+    """What may be added to nothing; return the end."""
+    end = 0
+    for element in range(count):
+        if before_offsets[element] == before_offsets[element + 1]:
+            adds[end] = element
+            end += 1
+    return end
+
+
+@inlined
+def _kept_adds(lattice: Lattice, ideal: int, end: int) -> int:
+    """What may still be added once an ideal has its last element; return the new end."""
+    parent = lattice.parents[ideal]
+    for i in range(lattice.add_offsets[parent], lattice.add_offsets[parent + 1]):
+        if lattice.adds[i] != lattice.lasts[ideal]:
+            lattice.adds[end] = lattice.adds[i]
+            end += 1
+    return end
+
+
+@inlined
+def _mark(lattice: Lattice, ideal: int) -> None:
+    below = ideal
+    while below > 0:
+        lattice.ranks[lattice.lasts[below]] = ideal
+        below = lattice.parents[below]
+
+
+@inlined
+def _is_ready(
+    before_offsets: Int64, befores: Int32, marks: Int32, element: int, ideal: int
+) -> bool:
+    ready = True
+    for i in range(before_offsets[element], before_offsets[element + 1]):
+        if marks[befores[i]] != ideal:
+            ready = False
+    return ready
+
+
+@inlined
+def _insert(adds: Int32, start: int, end: int, element: int) -> int:
+    """Keep the list ascending; return its new end."""
+    i = end
+    while i > start and adds[i - 1] > element:
+        adds[i] = adds[i - 1]
+        i -= 1
+    adds[i] = element
+    return end + 1
+
+
+@kernel
+def _fill_in(lattice: Lattice, ideals: int) -> None:
+    """The edges to ideals that were made from others. Those of smaller ideals are there first."""
+    for ideal in range(1, ideals):
+        last, parent = lattice.lasts[ideal], lattice.parents[ideal]
+        for i in range(lattice.add_offsets[ideal], lattice.add_offsets[ideal + 1]):
+            if lattice.leads[i] < 0:
+                beside = _lead(lattice, parent, lattice.adds[i])
+                lattice.leads[i] = _lead(lattice, beside, last)
+
+
+@inlined
+def _lead(lattice: Lattice, ideal: int, element: int) -> int:
+    i = lattice.add_offsets[ideal]
+    while lattice.adds[i] != element:
+        i += 1
+    return int(lattice.leads[i])

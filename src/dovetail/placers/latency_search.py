@@ -1,0 +1,196 @@
+"""Latency search: fill accelerators greedily, then anneal.
+
+Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+NeurIPS 2020, https://arxiv.org/abs/2006.16423, appendix F: the *greedy* baseline goes through the
+groups in topological order, depth first, and puts as many as fit into the memory of the first
+accelerator, then of the second, and so on; what is left goes to a CPU. Groups that wait for each
+other are one block.
+
+Differences: four orders instead of one, and from the best placement known, `latency_kernel`'s
+annealing with restarts, at geometrically falling temperatures, where the paper solves an integer
+programme. Only for the objective `latency`; elsewhere it returns the best that is known, or else
+the fastest devices.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from dovetail.graph.records import csr_offsets
+from dovetail.placers.budget import Budget
+from dovetail.placers.latency_kernel import BEST, ENERGY, PENALTY, Search, anneal, start
+from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.simulator.latency import LatencyModel, LatencyWork, latency_model, latency_work
+
+CHANGES_PER_EVALUATION = 10
+"""Of a budget in evaluations: a simulated step of the same graph takes about ten walks."""
+CALL_OPS = 10**6
+"""Changes x ops of one call of the kernel: a few hundredths of a second."""
+STEPS = 40
+"""Temperatures of one cooling; the next has twice the changes at each."""
+HOTTEST, COLDEST = 0.05, 1e-5
+"""Relative to the latency at the start."""
+
+
+def latency_search(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The best placement by the budget's end: greedy ones, then annealed. Ties: the first found."""
+    if problem.objective == "latency":
+        budget.score(problem, np.stack(greedy_placements(problem)), always=True)
+        if len(problem.free) and budget.best is not None:
+            _anneal(problem, budget)
+    return problem.fastest.copy() if budget.best is None else budget.best[1].copy()
+
+
+def greedy_placements(problem: Problem) -> list[GroupPlacement]:
+    """The paper's greedy placement, the same along three other orders, every group where it works
+    fastest, and all on CPUs."""
+    edges = _group_edges(problem)
+    blocks = _blocks(problem, edges)
+    found = []
+    for depth_first in (True, False):
+        for ascending in (True, False):
+            order = _order(blocks, edges, depth_first, ascending)
+            found.append(_fill(problem, blocks, order))
+    return [*found, problem.fastest, problem.settle(_on_cpus(problem))]
+
+
+def _fill(problem: Problem, blocks: NDArray[np.int32], order: list[int]) -> GroupPlacement:
+    """Blocks [groups] in turn onto the accelerators; what fits none, to the CPU that is best."""
+    accelerators = [d for d, one in enumerate(problem.machine.devices) if one.kind == "gpu"]
+    placement = _on_cpus(problem)
+    sizes = problem.load.resident_bytes
+    turn, used = 0, 0.0
+    for block in order:
+        members = np.flatnonzero(blocks == block)
+        size = float(sizes[members].sum())
+        while turn < len(accelerators):
+            device = accelerators[turn]
+            if not problem.allowed[members, device].all() or size > problem.capacities[device]:
+                break
+            if used + size <= problem.capacities[device]:
+                placement[members] = device
+                used += size
+                break
+            turn, used = turn + 1, 0.0
+    return problem.settle(placement)
+
+
+def _on_cpus(problem: Problem) -> GroupPlacement:
+    """Every group on the first CPU that is fastest; those that may be on none, where they are."""
+    on_cpu = np.array([device.kind != "gpu" for device in problem.machine.devices])
+    seconds = np.where(problem.allowed & on_cpu, problem.work_seconds, np.inf)
+    some = np.isfinite(seconds).any(axis=1)
+    return np.where(some, seconds.argmin(axis=1), problem.fastest).astype(np.int32)
+
+
+def _order(
+    blocks: NDArray[np.int32], edges: NDArray[np.int32], depth_first: bool, ascending: bool
+) -> list[int]:
+    """Blocks in topological order: of those that are free the latest to become so, or the first."""
+    count = int(blocks.max(initial=-1)) + 1
+    pairs = blocks[edges]
+    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2)
+    waits = np.bincount(pairs[:, 1], minlength=count)
+    after: list[list[int]] = [[] for _ in range(count)]
+    for a, b in pairs.tolist() if ascending else pairs[::-1].tolist():
+        after[a].append(b)
+    free = np.flatnonzero(waits == 0).tolist()
+    order = []
+    while free:
+        block = free.pop(-1 if depth_first else 0)
+        order.append(block)
+        for b in after[block]:
+            waits[b] -= 1
+            if not waits[b]:
+                free.append(b)
+    return order
+
+
+def _blocks(problem: Problem, edges: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[groups] the strongly connected component of each, numbered by its first group."""
+    count = problem.groups.count
+    matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), (count, count))
+    _, labels = connected_components(matrix.tocsr(), connection="strong")
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int32)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse]
+
+
+def _group_edges(problem: Problem) -> NDArray[np.int32]:
+    """[edges, 2] distinct (from group, to group) along which tensors move."""
+    graph, of_op = problem.graph, problem.groups.of_op
+    makers = graph.producers[graph.input_tensors]
+    moves = ~graph.is_source[makers]
+    pairs = np.stack([of_op[makers[moves]], of_op[graph.readers[moves]]], axis=1)
+    return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2).astype(np.int32)
+
+
+def _anneal(problem: Problem, budget: Budget) -> None:
+    """Coolings, each with twice the changes of the one before, until the budget is spent. What
+    they find is evaluated, and so known to the budget."""
+    model = latency_model(problem.graph, problem.machine, problem.costs)
+    work = latency_work(model)
+    rng = np.random.default_rng([problem.seed, budget.next_round()])
+    search = _search(problem, rng)
+    finite = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0)
+    moved = model.in_seconds.max(axis=1) + model.out_seconds.max(axis=1)
+    longest = finite.max(axis=1).sum() + problem.devices * moved.sum()
+    search.scalars[PENALTY] = longest  # above every latency
+    changes = 50 * len(problem.free)
+    while not budget.exhausted and not budget.optimal:
+        assert budget.best is not None, "its caller has evaluated something"
+        search.groups[:] = search.best[:] = budget.best[1]
+        start(model, work, search)
+        search.scalars[BEST] = search.scalars[ENERGY]
+        _cool(problem, budget, (model, work, search), changes)
+        budget.score(problem, search.best[None], always=True)
+        changes *= 2
+
+
+def _cool(
+    problem: Problem,
+    budget: Budget,
+    at: tuple[LatencyModel, LatencyWork, Search],
+    changes: int,
+) -> None:
+    """`changes` changes in `STEPS` temperatures from `HOTTEST` down to `COLDEST`."""
+    model, work, search = at
+    most = max(1, CALL_OPS // model.ops)
+    warm = min(float(search.scalars[ENERGY]), float(search.scalars[PENALTY]))
+    for share in np.linspace(0.0, 1.0, STEPS).tolist():
+        temperature = warm * HOTTEST ** (1 - share) * COLDEST**share
+        left = -(-changes // STEPS)
+        while left > 0 and not budget.exhausted:
+            affordable = int(min(budget.left * CHANGES_PER_EVALUATION, most))
+            some = max(1, min(left, affordable))
+            anneal(model, work, search, temperature, some)
+            budget.charge(some / CHANGES_PER_EVALUATION)
+            left -= some
+
+
+def _search(problem: Problem, rng: np.random.Generator) -> Search:
+    count = problem.groups.count
+    rows, choices = np.nonzero(problem.allowed)
+    edges = _group_edges(problem)
+    both = np.unique(np.concatenate([edges, edges[:, ::-1]]), axis=0)
+    of_op = problem.groups.of_op
+    return Search(
+        free=problem.free,
+        choice_offsets=csr_offsets(rows, count),
+        choices=choices.astype(np.int32),
+        near_offsets=csr_offsets(both[:, 0], count),
+        near=both[:, 1].astype(np.int32),
+        member_offsets=csr_offsets(of_op, count),
+        members=np.argsort(of_op, kind="stable").astype(np.int32),
+        sizes=problem.load.resident_bytes.astype(np.float64),
+        capacities=problem.capacities.astype(np.float64),
+        used_bytes=np.zeros(problem.devices),
+        groups=np.zeros(count, np.int32),
+        saved=np.zeros(count, np.int32),
+        placement=np.zeros(len(problem.graph), np.int32),
+        best=np.zeros(count, np.int32),
+        scalars=np.zeros(3),
+        random=rng.integers(1, 2**63, 1, dtype=np.uint64),
+    )

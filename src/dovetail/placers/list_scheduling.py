@@ -1,0 +1,351 @@
+"""What the list schedulers share: the problem as flat arrays, and how memory is respected.
+
+A list scheduler takes the ops one after another, in an order of its own, and gives each a device
+and a time there. Its picture of the machine is that of the papers: a device runs one op at a time,
+links are never busy, and what an op reads from another device arrives at
+
+    arrives(op, d) = max over ops b before it of   ends(b) + latency(b's d, d)
+                                                           + bytes x seconds_per_byte(b's d, d)
+
+with the bytes of all that op reads of b, each tensor once. Where there is no link, latencies and
+seconds per byte of the two hops through the host add. A source op is no op: what it holds is there.
+Order without data is an empty send. A group goes where the first of its ops goes.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.graph.records import csr_offsets
+from dovetail.machine import Machine
+from dovetail.placers.budget import Budget, Score
+from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Float64, Int8, Int32, Int64
+
+MEMORY_ATTEMPTS = 4
+"""Schedules per set of devices: one, and three more where memory turns out short."""
+
+
+class Tasks(NamedTuple):
+    """The ops to schedule, in topological order.
+
+    of_op             [ops] group
+    runs              [ops] 1 for ops, 0 for source ops
+    before_offsets, befores, before_bytes   CSR: distinct ops before each op, ascending, and the
+                      bytes they send it
+    after_offsets, afters   CSR: distinct ops after each op, ascending
+    seconds           [ops, devices]
+    latency_seconds, seconds_per_byte   [devices, devices] from row to column; 0 on the diagonal
+    """
+
+    of_op: Int32
+    runs: Int8
+    before_offsets: Int32
+    befores: Int32
+    before_bytes: Float64
+    after_offsets: Int32
+    afters: Int32
+    seconds: Float64
+    latency_seconds: Float64
+    seconds_per_byte: Float64
+
+
+class Limits(NamedTuple):
+    """Where groups may go.
+
+    choices       [groups, devices] 1 where allowed
+    group_bytes   [groups] what each takes
+    room_bytes    [devices] what there is
+    """
+
+    choices: Int8
+    group_bytes: Int64
+    room_bytes: Int64
+
+
+class Listed(NamedTuple):
+    """A schedule: placed [groups], and of each op its start and end, seconds; 0 for source ops."""
+
+    placed: Int32
+    starts: Float64
+    ends: Float64
+
+
+Scheduler = Callable[[Limits], Int32]  # -> placed [groups], -1 where nothing runs
+
+
+def tasks_of(problem: Problem) -> Tasks:
+    """The flat arrays of a problem. O(ops x devices + reads x log reads)."""
+    graph = problem.graph
+    readers, befores, sizes = _edges(problem)
+    latency, per_byte = _transfers(problem.machine)
+    by_before = np.argsort(befores, kind="stable")
+    return Tasks(
+        of_op=np.array(problem.groups.of_op, np.int32),
+        runs=(~graph.is_source).astype(np.int8),
+        before_offsets=csr_offsets(readers, len(graph)),
+        befores=befores.astype(np.int32),
+        before_bytes=sizes,
+        after_offsets=csr_offsets(befores, len(graph)),
+        afters=readers[by_before].astype(np.int32),
+        seconds=np.array(problem.costs.compute_seconds, np.float64, order="C"),
+        latency_seconds=latency,
+        seconds_per_byte=per_byte,
+    )
+
+
+def best_of_sets(problem: Problem, budget: Budget, schedule: Scheduler) -> GroupPlacement:
+    """The better of schedules over all devices and over the fastest model of device only.
+
+    Starting early says nothing of ending: idle slow devices draw ops that fast ones should run.
+    Memory is estimated while scheduling. Where the evaluator then finds a device over its capacity,
+    the same is done again as if all that a group makes stayed, and then with that much less room.
+    Ties: the earlier attempt, the larger set.
+    """
+    open_sets = {i: problem.capacities.astype(np.int64) for i in range(len(problem.device_sets))}
+    found: list[tuple[Score, GroupPlacement]] = []
+    for attempt in range(MEMORY_ATTEMPTS):
+        placements = [
+            problem.settle(schedule(limits_of(problem, i, room, made=attempt > 0)))
+            for i, room in open_sets.items()
+        ]
+        scores = budget.score(problem, np.stack(placements), always=True)
+        found += zip(scores, placements, strict=True)
+        for i, score, placement in zip(list(open_sets), scores, placements, strict=True):
+            if not 0 < score.lacking_bytes < np.inf:
+                del open_sets[i]
+            elif attempt:
+                open_sets[i] = _less_room(problem, open_sets[i], budget.peaks(placement))
+        if not open_sets:
+            break
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def limits_of(
+    problem: Problem, device_set: int, room_bytes: Int64 | None = None, *, made: bool = False
+) -> Limits:
+    """Groups keep to `problem.device_sets[device_set]`, but for those that may not be there.
+
+    room_bytes   [devices]; None: the capacities
+    made         count all that a group makes, not only what stays for long
+    """
+    within = np.isin(np.arange(problem.devices), problem.device_sets[device_set])
+    choices = problem.allowed & within
+    choices = np.where(np.any(choices, axis=1, keepdims=True), choices, problem.allowed)
+    sizes = problem.made_bytes if made else problem.group_bytes
+    room = problem.capacities if room_bytes is None else room_bytes
+    return Limits(
+        np.array(choices, np.int8, order="C"), np.array(sizes, np.int64), np.array(room, np.int64)
+    )
+
+
+def _less_room(problem: Problem, room: Int64, peaks: Int64) -> Int64:
+    """`room`, less by the share that each device's peak is above its capacity, and a little."""
+    share = problem.capacities / np.maximum(peaks, 1)
+    return np.asarray(np.where(share < 1, 0.95 * share * room, room), np.int64)
+
+
+def _edges(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64], Float64]:
+    """(op, op before it, bytes sent) by op, then op before. Sources are no ops."""
+    graph = problem.graph
+    source, ops = graph.is_source, len(graph)
+    tensors, control = graph.input_tensors, graph.control.astype(np.int64)
+    befores = np.concatenate([graph.producers[tensors], control[:, 0]])
+    readers = np.concatenate([graph.readers, control[:, 1]]).astype(np.int64)
+    sizes = np.concatenate([problem.sent_bytes[tensors], np.zeros(len(control))])
+    real = ~source[befores] & ~source[readers]
+    keys, inverse = np.unique(readers[real] * ops + befores[real], return_inverse=True)
+    sums = np.bincount(inverse.ravel(), weights=sizes[real], minlength=len(keys))
+    return keys // ops, keys % ops, sums.astype(np.float64)
+
+
+def _transfers(machine: Machine) -> tuple[Float64, Float64]:
+    """(latency seconds, seconds per byte) from row to column; two hops where there is no link."""
+    index, host = machine.link_index, machine.host_index
+    count = len(machine.devices)
+    latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
+    for a in range(count):
+        for b in range(count):
+            if a == b:
+                continue
+            hops = [index[a, b]] if index[a, b] >= 0 else [index[a, host], index[host, b]]
+            links = [machine.links[hop] for hop in hops]
+            latency[a, b] = sum(link.latency_seconds for link in links)
+            per_byte[a, b] = sum(1 / link.bandwidth_bytes_per_second for link in links)
+    return latency, per_byte
+
+
+def mean_transfer(tasks: Tasks, limits: Limits) -> tuple[float, float]:
+    """(latency seconds, seconds per byte), means over ordered pairs of the devices that any group
+    may choose; 0 where that is one device."""
+    used = np.flatnonzero(limits.choices.any(axis=0))
+    pairs = max(1, len(used) * (len(used) - 1))
+    square = np.ix_(used, used)
+    latency, per_byte = tasks.latency_seconds[square], tasks.seconds_per_byte[square]
+    return float(latency.sum() / pairs), float(per_byte.sum() / pairs)
+
+
+def mean_seconds(tasks: Tasks, limits: Limits) -> Float64:
+    """[ops] mean seconds over the devices that each may choose."""
+    may = limits.choices[tasks.of_op] == 1
+    return np.asarray(np.where(may, tasks.seconds, 0.0).sum(axis=1) / may.sum(axis=1))
+
+
+def ranked(levels: Float64) -> tuple[Int32, Int32]:
+    """(by rank, ranks): ops by falling level, then index, and the inverse."""
+    by_rank = np.argsort(-levels, kind="stable").astype(np.int32)
+    ranks = np.empty_like(by_rank)
+    ranks[by_rank] = np.arange(len(by_rank), dtype=np.int32)
+    return by_rank, ranks
+
+
+@kernel
+def longest_paths(
+    tasks: Tasks, own_seconds: Float64, send_seconds: Float64, levels: Float64
+) -> None:
+    """Fill `levels` [ops] with the seconds of the longest path from each op on, it included.
+
+    own_seconds    [ops]
+    send_seconds   [befores] of each send
+    """
+    levels[:] = 0.0
+    for op in range(len(levels) - 1, -1, -1):
+        levels[op] += own_seconds[op]
+        for i in range(tasks.before_offsets[op], tasks.before_offsets[op + 1]):
+            before = tasks.befores[i]
+            levels[before] = max(levels[before], send_seconds[i] + levels[op])
+
+
+@inlined
+def arrival(tasks: Tasks, placed: Int32, ends: Float64, op: int, device: int) -> float:
+    """When all that `op` reads is on `device`; the ops before it are placed and have ended."""
+    latest = 0.0
+    for i in range(tasks.before_offsets[op], tasks.before_offsets[op + 1]):
+        before = tasks.befores[i]
+        there = placed[tasks.of_op[before]]
+        time = ends[before]
+        if there != device:
+            wait = tasks.before_bytes[i] * tasks.seconds_per_byte[there, device]
+            time += tasks.latency_seconds[there, device] + wait
+        latest = max(latest, time)
+    return latest
+
+
+@inlined
+def fits(limits: Limits, room: Int64, group: int, device: int) -> bool:
+    """May the group go there, and is there room left?"""
+    return bool(limits.choices[group, device] == 1 and room[device] >= limits.group_bytes[group])
+
+
+@inlined
+def roomiest_unless_fitting(limits: Limits, room: Int64, group: int) -> int:
+    """-1 if some device has room for the group, else the one that may and has most; ties: first."""
+    best = -1
+    for device in range(len(room)):
+        if limits.choices[group, device] == 1:
+            if room[device] >= limits.group_bytes[group]:
+                return -1
+            if best < 0 or room[device] > room[best]:
+                best = device
+    return best
+
+
+class Heaps(NamedTuple):
+    """Two binary heaps per lane, of which the first `*_sizes[lane]` entries count.
+
+    now           [lanes, most] ranks of what may start as soon as the lane is free
+    later_times, later_ranks   [lanes, most] of what comes later, by time, then rank
+    """
+
+    now: Int32
+    now_sizes: Int64
+    later_times: Float64
+    later_ranks: Int32
+    later_sizes: Int64
+
+
+def empty_heaps(lanes: int, most: int) -> Heaps:
+    """Room for `most` entries per heap; memory that is never used is never taken."""
+    return Heaps(
+        now=np.empty((lanes, most), np.int32),
+        now_sizes=np.zeros(lanes, np.int64),
+        later_times=np.empty((lanes, most)),
+        later_ranks=np.empty((lanes, most), np.int32),
+        later_sizes=np.zeros(lanes, np.int64),
+    )
+
+
+@inlined
+def push_now(heaps: Heaps, lane: int, rank: int) -> None:
+    i = heaps.now_sizes[lane]
+    heaps.now_sizes[lane] = i + 1
+    while i > 0:
+        parent = (i - 1) >> 1
+        if heaps.now[lane, parent] <= rank:
+            break
+        heaps.now[lane, i] = heaps.now[lane, parent]
+        i = parent
+    heaps.now[lane, i] = rank
+
+
+@inlined
+def pop_now(heaps: Heaps, lane: int) -> None:
+    size = heaps.now_sizes[lane] - 1
+    heaps.now_sizes[lane] = size
+    rank = heaps.now[lane, size]
+    i, child = 0, 1
+    while child < size:
+        if child + 1 < size and heaps.now[lane, child + 1] < heaps.now[lane, child]:
+            child += 1
+        if rank <= heaps.now[lane, child]:
+            break
+        heaps.now[lane, i] = heaps.now[lane, child]
+        i = child
+        child = 2 * i + 1
+    heaps.now[lane, i] = rank
+
+
+@inlined
+def push_later(heaps: Heaps, lane: int, rank: int, time: float) -> None:
+    i = heaps.later_sizes[lane]
+    heaps.later_sizes[lane] = i + 1
+    while i > 0:
+        parent = (i - 1) >> 1
+        if is_sooner(heaps, lane, parent, time, rank):
+            break
+        heaps.later_times[lane, i] = heaps.later_times[lane, parent]
+        heaps.later_ranks[lane, i] = heaps.later_ranks[lane, parent]
+        i = parent
+    heaps.later_times[lane, i] = time
+    heaps.later_ranks[lane, i] = rank
+
+
+@inlined
+def pop_later(heaps: Heaps, lane: int) -> None:
+    size = heaps.later_sizes[lane] - 1
+    heaps.later_sizes[lane] = size
+    time, rank = heaps.later_times[lane, size], heaps.later_ranks[lane, size]
+    i, child = 0, 1
+    while child < size:
+        if child + 1 < size:
+            right_time = heaps.later_times[lane, child + 1]
+            if not is_sooner(heaps, lane, child, right_time, heaps.later_ranks[lane, child + 1]):
+                child += 1
+        if not is_sooner(heaps, lane, child, time, rank):
+            break
+        heaps.later_times[lane, i] = heaps.later_times[lane, child]
+        heaps.later_ranks[lane, i] = heaps.later_ranks[lane, child]
+        i = child
+        child = 2 * i + 1
+    heaps.later_times[lane, i] = time
+    heaps.later_ranks[lane, i] = rank
+
+
+@inlined
+def is_sooner(heaps: Heaps, lane: int, i: int, time: float, rank: int) -> bool:
+    """Does entry `i` come before (time, rank)?"""
+    other = heaps.later_times[lane, i]
+    return bool(other < time or (other == time and heaps.later_ranks[lane, i] < rank))

@@ -1,0 +1,87 @@
+"""Contiguous runs of a topological order that share memory evenly.
+
+Groups in the order of their first op fill one device after another, each up to
+
+    limit(d) = share(d) + the largest group's bytes
+
+where share is the total over the number of devices: the simplest method that respects memory, and
+one that looks at no cost at all.
+
+Paper: Jeon, Cai, Srivastava, Jiang, Ke, Meng, Xie and Gupta, "Baechi: Fast Device Placement of
+Machine Learning Graphs", SoCC 2020, https://arxiv.org/abs/2301.08695, algorithm m-TOPO.
+Differences: devices of unlike capacity: what one cannot hold of its even share the others share
+evenly, up to their capacities; where the sum is above all capacities, shares are as capacities. A
+group that may not be on the device of its run goes to the one with most left of those where it may.
+What a group takes is all it makes (`Problem.made_bytes`), as in the paper, which counts an op's
+outputs; memory is reused in a step, so this balances rather than fits, and the evaluator says what
+fits.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.placers.budget import Budget
+from dovetail.placers.list_scheduling import Limits, best_of_sets
+from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.simulator.compiling import kernel
+from dovetail.simulator.flat import Float64, Int32, Int64
+
+
+def m_topo(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The better of runs over all devices and over the fastest model of device only. O(groups x
+    devices)."""
+    made = problem.made_bytes.astype(np.int64)
+    return best_of_sets(
+        problem, budget, lambda limits: runs(limits._replace(group_bytes=made), problem.capacities)
+    )
+
+
+def runs(limits: Limits, capacities: NDArray[np.int64]) -> Int32:
+    """[groups] the device of each group, in runs of the group order.
+
+    Shares are by `capacities`; where the limits leave a device less room, its share is that much
+    less.
+    """
+    used = limits.choices.any(axis=0)
+    total, largest = int(limits.group_bytes.sum()), int(limits.group_bytes.max(initial=0))
+    shares = even_shares(total, np.where(used, capacities, 0).astype(np.float64))
+    shares *= limits.room_bytes / np.maximum(capacities, 1)
+    shares *= total / max(1.0, float(shares.sum()))
+    room = np.where(shares > 0, shares + largest, 0).astype(np.int64)
+    devices = np.flatnonzero(used).astype(np.int32)
+    placed = np.full(len(limits.choices), -1, np.int32)
+    _fill(limits, devices, room, placed)
+    return placed
+
+
+def even_shares(total_bytes: int, room_bytes: Float64) -> Float64:
+    """[devices] shares that sum to the total: min(room, level) with one level for all; as large as
+    the rooms in proportion, where those are less in all."""
+    if total_bytes >= room_bytes.sum():
+        return np.asarray(room_bytes * (total_bytes / max(1.0, float(room_bytes.sum()))))
+    level, left, count = 0.0, float(total_bytes), len(room_bytes)
+    for room in np.sort(room_bytes).tolist():
+        level = left / count
+        if room >= level:
+            break
+        left, count = left - room, count - 1
+    return np.minimum(room_bytes, level)
+
+
+@kernel
+def _fill(limits: Limits, devices: Int32, room: Int64, placed: Int32) -> None:
+    """Fill `placed`; the last device takes what is left."""
+    now = 0
+    for group in range(len(placed)):
+        size = limits.group_bytes[group]
+        while now + 1 < len(devices) and room[devices[now]] < size:
+            now += 1
+        here = devices[now]
+        if limits.choices[group, here] == 0:
+            here = -1
+            for device in range(len(room)):
+                sooner = here < 0 or room[device] > room[here]
+                if limits.choices[group, device] == 1 and sooner:
+                    here = device
+        placed[group] = here
+        room[here] -= size

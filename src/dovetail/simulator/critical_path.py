@@ -1,0 +1,202 @@
+"""Critical path, forwards and backwards, and what it says together with load balance.
+
+Head and tail. The earliest end of op o on device d, if every predecessor were wherever suits o
+best and no device or channel were ever busy, and likewise what must follow its end:
+
+    end(o, d)  = c(o, d) + max over reads (o' -> o) of
+                           min over d' of  end(o', d') + send(d', d)
+    tail(o, d) = max over readers (o -> o') of
+                 min over d' of  send(d, d') + c(o', d') + tail(o', d')
+
+The largest end is the critical path. With the simulator's own order of floating-point operations,
+which are monotone, it bounds to the last bit.
+
+Head, load and tail (Carlier, "The one-machine sequencing problem", European Journal of Operational
+Research 11, 1982, section 2). Ops that cannot start before r and after which at least q
+must follow are computed between r and makespan - q, so that for all thresholds r and q
+
+    makespan >= r + load_balance({o: head(o) >= r, tail(o) >= q}) + q
+
+Differences: many unlike devices instead of one; load balance is the dual's sum of `load_balance`,
+with one set of weights for all thresholds, op by op without colocation. All pairs of thresholds
+are tried in O(ops x log ops): ops enter by falling head into a tree over tails that holds the best
+q + load.
+"""
+
+import numpy as np
+
+from dovetail.graph import HOST
+from dovetail.graph.records import csr_offsets
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Flat, Float64, Int32
+
+
+def earliest_ends(flat: Flat, seconds: Float64) -> Float64:
+    """[ops, devices] earliest end of each op there; sources: 0 where they may be."""
+    ends = np.zeros((flat.ops, flat.devices))
+    for op, home in zip(flat.sources.tolist(), flat.source_homes.tolist(), strict=True):
+        if home == HOST:  # an input: on the host and nowhere else
+            ends[op] = np.inf
+            ends[op, flat.host] = 0.0
+    befores = np.argsort(flat.control_targets, kind="stable").astype(np.int32)
+    offsets = csr_offsets(flat.control_targets, flat.ops)
+    owners = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.control_offsets))
+    _fill_ends(flat, seconds, offsets, owners[befores], ends)
+    return ends
+
+
+def shortest_tails(flat: Flat, seconds: Float64) -> Float64:
+    """[ops] least seconds from an op's end to the step's end."""
+    before_end = np.zeros((flat.ops, flat.devices))
+    tails = np.zeros(flat.ops)
+    _fill_tails(flat, seconds, before_end, tails)
+    return tails
+
+
+def longest_seconds(flat: Flat, ends: Float64) -> float:
+    """Longest chain of ops and sends, each op on the device that suits the chain best."""
+    return float(ends.min(axis=1).max(initial=0.0, where=flat.is_source == 0))
+
+
+def without_sends(flat: Flat, seconds: Float64) -> tuple[Flat, Float64]:
+    """The same ops on one device that is the best of all for each, and never busy."""
+    one = flat._replace(
+        devices=1, host=0, link_of=np.full((1, 1), -1, np.int32), compute_seconds=seconds
+    )
+    return one, np.ascontiguousarray(seconds.min(axis=1, keepdims=True))
+
+
+def head_load_tail(heads: Float64, loads: Float64, tails: Float64) -> float:
+    """Largest r + sum of loads(head >= r and tail >= q) + q over all r and q, of ops [ops].
+
+    Any subset of the ops gives a bound; 0 for none.
+    """
+    if not len(heads):
+        return 0.0
+    order = np.argsort(-heads, kind="stable").astype(np.int32)
+    thresholds, ranks = np.unique(tails, return_inverse=True)
+    size = 1 << int(len(thresholds) - 1).bit_length()
+    best = np.full(2 * size, -np.inf)
+    added = np.zeros(2 * size)
+    return float(
+        _best_window(
+            order, heads, loads, ranks.reshape(-1).astype(np.int32), thresholds, best, added
+        )
+    )
+
+
+@kernel
+def _fill_ends(flat: Flat, seconds: Float64, offsets: Int32, befores: Int32, ends: Float64) -> None:
+    """Fill `ends` [ops, devices] of ops that are no sources; `befores` is CSR by `offsets`."""
+    for op in range(flat.ops):
+        if flat.is_source[op]:
+            continue
+        for device in range(flat.devices):
+            start = 0.0
+            for i in range(flat.input_offsets[op], flat.input_offsets[op + 1]):
+                tensor = flat.input_tensors[i]
+                if not flat.resident[tensor]:
+                    before = flat.producers[tensor]
+                    size_bytes = flat.sent_bytes[tensor]
+                    start = max(start, _arrival(flat, ends[before], device, size_bytes))
+            for i in range(offsets[op], offsets[op + 1]):
+                start = max(start, _arrival(flat, ends[befores[i]], device, 0.0))
+            ends[op, device] = start + seconds[op, device]
+
+
+@inlined
+def _arrival(flat: Flat, ends: Float64, device: int, size_bytes: float) -> float:
+    """Earliest time that something could be on `device`, made anywhere."""
+    earliest: float = ends[device]
+    for there in range(flat.devices):
+        if there == device:
+            continue
+        link, time = flat.link_of[there, device], ends[there]
+        if link < 0:
+            hop = flat.link_of[there, flat.host]
+            time += flat.link_latencies[hop] + size_bytes / flat.link_bandwidths[hop]
+            link = flat.link_of[flat.host, device]
+        time += flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
+        earliest = min(earliest, time)
+    return earliest
+
+
+@kernel
+def _fill_tails(flat: Flat, seconds: Float64, before_end: Float64, tails: Float64) -> None:
+    """Fill `tails`; `before_end` [ops, devices]: least seconds from the op's start there to the
+    step's end."""
+    for op in range(flat.ops - 1, -1, -1):
+        least = np.inf
+        for device in range(flat.devices):
+            tail = 0.0
+            for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
+                if flat.resident[tensor]:
+                    continue
+                size_bytes = flat.sent_bytes[tensor]
+                for i in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
+                    after = before_end[flat.consumers[i]]
+                    tail = max(tail, _remainder(flat, after, device, size_bytes))
+            for i in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
+                after = before_end[flat.control_targets[i]]
+                tail = max(tail, _remainder(flat, after, device, 0.0))
+            before_end[op, device] = tail + seconds[op, device]
+            if seconds[op, device] < np.inf:
+                least = min(least, tail)
+        tails[op] = least
+
+
+@inlined
+def _remainder(flat: Flat, after: Float64, device: int, size_bytes: float) -> float:
+    """Least seconds to send from `device` to a reader anywhere and run what follows."""
+    least: float = after[device]
+    for there in range(flat.devices):
+        if there == device:
+            continue
+        link, time = flat.link_of[device, there], after[there]
+        if link < 0:
+            hop = flat.link_of[flat.host, there]
+            time += flat.link_latencies[hop] + size_bytes / flat.link_bandwidths[hop]
+            link = flat.link_of[device, flat.host]
+        time += flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
+        least = min(least, time)
+    return least
+
+
+@kernel
+def _best_window(
+    order: Int32,
+    heads: Float64,
+    loads: Float64,
+    ranks: Int32,
+    thresholds: Float64,
+    best: Float64,
+    added: Float64,
+) -> float:
+    """A node of the tree has `best`, the most of q + load below it, and `added`, load that all
+    below it got at once. Thresholds above every tail that entered stay at -inf: no op is there."""
+    size = len(best) // 2
+    entered = -1
+    found = 0.0
+    for i in range(len(order)):
+        op = order[i]
+        while entered < ranks[op]:
+            entered += 1
+            best[size + entered] = thresholds[entered]
+            _climb(best, added, size + entered)
+        node = size + ranks[op]
+        best[node] += loads[op]
+        while node > 1:
+            if node % 2:  # all thresholds left of here are lower: the op counts there too
+                best[node - 1] += loads[op]
+                added[node - 1] += loads[op]
+            node //= 2
+            best[node] = max(best[2 * node], best[2 * node + 1]) + added[node]
+        found = max(found, heads[op] + best[1])
+    return found
+
+
+@inlined
+def _climb(best: Float64, added: Float64, node: int) -> None:
+    while node > 1:
+        node //= 2
+        best[node] = max(best[2 * node], best[2 * node + 1]) + added[node]

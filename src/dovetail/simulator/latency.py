@@ -1,0 +1,253 @@
+"""Latency: how long one sample takes where an accelerator runs its part in one call.
+
+Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4. With S the ops of one accelerator, w(v)
+the seconds of an op and c(u) those of moving the whole output of u between accelerator and host,
+
+    start(S)  = max of end(u)            over u outside S that S reads
+    end(S)    = start(S) + sum of c(u)   over those u, once each
+                         + sum of w(v)   over S
+                         + sum of c(v)   over v in S that is read outside S, once each
+    end(v)    = end(S) for all v in S
+    end(v)    = w(v) + max of end(u)     on a CPU, over all u that v reads: as many run at once as
+                                         are ready, and host memory is theirs
+
+and the latency is the largest end. Where S waits for itself there is none: inf.
+
+Differences: in training an accelerator has two calls, its forward ops and then its backward ops;
+what the first hands to the second stays on the accelerator. The paper's integer programme forbids
+backward ops and lets an accelerator have q calls; here q = 1.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.costs import Costs
+from dovetail.errors import UsageError
+from dovetail.graph import Graph, Phase
+from dovetail.machine import Machine
+from dovetail.simulator.compiling import inlined, kernel
+from dovetail.simulator.flat import Float64, Int8, Int32
+
+
+class LatencyModel(NamedTuple):
+    """What stays the same from placement to placement.
+
+    ops                nodes of the walk: all ops of the graph; sources take no part
+    is_source          [ops]
+    late               [ops] 1: backward
+    accelerator        [devices] 1: runs its part in one call
+    work_seconds       [ops, devices]
+    in_seconds, out_seconds   [ops, devices] of moving what an op makes to, from an accelerator
+    user_offsets, users       CSR [ops + 1]: the ops that read it, once each, forward ops first
+    """
+
+    ops: int
+    is_source: Int8
+    late: Int8
+    accelerator: Int8
+    work_seconds: Float64
+    in_seconds: Float64
+    out_seconds: Float64
+    user_offsets: Int32
+    users: Int32
+
+
+class LatencyWork(NamedTuple):
+    """What the walk writes. Calls are numbered 2 x device, + 1 for the backward one, and after
+    those every op on a CPU is its own call.
+
+    call_of                [ops]
+    heads, nexts           first op of each call, next op of the same call; -1: none
+    waits                  [calls] reads from other calls that are not there yet
+    starts, carries        [calls] start so far; seconds of its ops and its communication
+    ready                  [calls] stack of the calls that can start
+    stamps                 [calls] last op whose output was counted into the call
+    """
+
+    call_of: Int32
+    heads: Int32
+    nexts: Int32
+    waits: Int32
+    starts: Float64
+    carries: Float64
+    ready: Int32
+    stamps: Int32
+
+
+def latency_model(graph: Graph, machine: Machine, costs: Costs) -> LatencyModel:
+    """Raises `UsageError` for what the objective is not defined for: accelerators that reach each
+    other without a host that runs nothing, inputs, control edges and updates."""
+    _check(graph, machine)
+    seconds = costs.compute_seconds.copy()
+    starts, ends = graph.producers[graph.input_tensors], graph.readers
+    moves = ~graph.is_source[starts]
+    edges = np.unique(np.stack([starts[moves], ends[moves]], axis=1), axis=0).reshape(-1, 2)
+    made_bytes = np.bincount(graph.producers, costs.sends_of(graph), minlength=len(graph))
+    is_accelerator = np.array([device.kind == "gpu" for device in machine.devices])
+    incoming, outgoing = np.zeros_like(seconds), np.zeros_like(seconds)
+    for device in np.flatnonzero(is_accelerator).tolist():
+        to_host = machine.links[machine.link_index[device, machine.host_index]]
+        from_host = machine.links[machine.link_index[machine.host_index, device]]
+        for link, column in ((to_host, outgoing), (from_host, incoming)):
+            column[:, device] = link.latency_seconds + made_bytes / link.bandwidth_bytes_per_second
+    late = graph.phases == Phase.BACKWARD
+    edges = edges[np.lexsort((edges[:, 1], late[edges[:, 1]], edges[:, 0]))]
+    return LatencyModel(
+        ops=len(graph),
+        is_source=graph.is_source.astype(np.int8),
+        late=late.astype(np.int8),
+        accelerator=is_accelerator.astype(np.int8),
+        work_seconds=np.ascontiguousarray(seconds),
+        in_seconds=incoming,
+        out_seconds=outgoing,
+        user_offsets=_offsets(edges[:, 0], len(graph)),
+        users=edges[:, 1].astype(np.int32),
+    )
+
+
+def latency_work(model: LatencyModel) -> LatencyWork:
+    """Room for one walk at a time."""
+    calls = 2 * len(model.accelerator) + model.ops
+    return LatencyWork(
+        call_of=np.zeros(model.ops, np.int32),
+        heads=np.zeros(calls, np.int32),
+        nexts=np.zeros(model.ops, np.int32),
+        waits=np.zeros(calls, np.int32),
+        starts=np.zeros(calls),
+        carries=np.zeros(calls),
+        ready=np.zeros(calls, np.int32),
+        stamps=np.zeros(calls, np.int32),
+    )
+
+
+def latencies(model: LatencyModel, work: LatencyWork, placements: Int32) -> Float64:
+    """[batch] latency in seconds of placements [batch, ops]; inf where a call waits for itself or
+    an op is where it cannot run. O(batch x (ops + reads))."""
+    values = np.empty(len(placements))
+    _walk_all(model, work, np.ascontiguousarray(placements, np.int32), values)
+    return values
+
+
+@kernel
+def _walk_all(model: LatencyModel, work: LatencyWork, placements: Int32, values: Float64) -> None:
+    for row in range(len(placements)):
+        latency = walk(model, work, placements[row])
+        values[row] = latency if latency >= 0 else np.inf
+
+
+@inlined
+def walk(model: LatencyModel, work: LatencyWork, placement: Int32) -> float:
+    """The latency of one placement [ops]; minus the number of calls that never start, if any."""
+    devices = len(model.accelerator)
+    work.heads[:] = -1
+    work.waits[:] = 0
+    work.starts[:] = 0.0
+    work.carries[:] = 0.0
+    work.stamps[:] = -1
+    for op in range(model.ops):
+        if model.is_source[op]:
+            continue
+        device = placement[op]
+        call = 2 * devices + op
+        if model.accelerator[device]:
+            call = 2 * device + model.late[op]
+        work.call_of[op] = call
+        work.nexts[op] = work.heads[call]
+        work.heads[call] = op
+        work.carries[call] += model.work_seconds[op, device]
+    for device in range(devices):
+        if work.heads[2 * device] >= 0 and work.heads[2 * device + 1] >= 0:
+            work.waits[2 * device + 1] = 1  # the forward call comes first
+    for op in range(model.ops):
+        if not model.is_source[op]:
+            _count_reads(model, work, placement, op)
+    return _run_calls(model, work)
+
+
+@inlined
+def _count_reads(model: LatencyModel, work: LatencyWork, placement: Int32, op: int) -> None:
+    """Note who waits for what `op` makes, and what moving it costs."""
+    call, device = work.call_of[op], placement[op]
+    first, last = model.user_offsets[op], model.user_offsets[op + 1]
+    leaves = False
+    for i in range(first, last):
+        user = model.users[i]
+        there, theirs = work.call_of[user], placement[user]
+        if there == call:
+            continue
+        work.waits[there] += 1
+        if theirs == device and model.accelerator[device]:
+            continue
+        leaves = True
+        if model.accelerator[theirs] and work.stamps[there] != op:
+            work.stamps[there] = op
+            if work.stamps[there ^ 1] != op:  # the forward call has fetched it already
+                work.carries[there] += model.in_seconds[op, theirs]
+    if leaves and model.accelerator[device]:
+        work.carries[call] += model.out_seconds[op, device]
+
+
+@inlined
+def _run_calls(model: LatencyModel, work: LatencyWork) -> float:
+    """The last end of all calls; minus the number of those that never start, if any."""
+    devices = len(model.accelerator)
+    left, ready, latest = 0, 0, 0.0
+    for call in range(len(work.heads)):
+        if work.heads[call] >= 0:
+            left += 1
+            if work.waits[call] == 0:
+                work.ready[ready] = call
+                ready += 1
+    while ready > 0:
+        ready -= 1
+        left -= 1
+        call = work.ready[ready]
+        end = work.starts[call] + work.carries[call]
+        latest = max(latest, end)
+        after = call + 1
+        if call < 2 * devices and call % 2 == 0 and work.heads[after] >= 0:
+            work.starts[after] = max(work.starts[after], end)
+            work.waits[after] -= 1
+            if work.waits[after] == 0:
+                work.ready[ready] = after
+                ready += 1
+        op = work.heads[call]
+        while op >= 0:
+            for i in range(model.user_offsets[op], model.user_offsets[op + 1]):
+                there = work.call_of[model.users[i]]
+                if there == call:
+                    continue
+                work.starts[there] = max(work.starts[there], end)
+                work.waits[there] -= 1
+                if work.waits[there] == 0:
+                    work.ready[ready] = there
+                    ready += 1
+            op = work.nexts[op]
+    return latest if left == 0 else -float(left)
+
+
+def _check(graph: Graph, machine: Machine) -> None:
+    reason = ""
+    host = machine.host_index
+    if machine.devices[host].kind != "host":
+        reason = f"the host {machine.host} runs ops itself"
+    elif ((machine.link_index >= 0).sum() > 2 * (len(machine.devices) - 1)) or any(
+        machine.link_index[host, d] < 0 or machine.link_index[d, host] < 0
+        for d in range(len(machine.devices))
+        if d != host
+    ):
+        reason = "devices have links that do not end at the host"
+    elif len(graph.control) or (graph.phases == Phase.UPDATE).any() or "input" in graph.kinds:
+        reason = "the graph has inputs, updates or control edges"
+    if reason:
+        raise UsageError(
+            "objective", f"latency is defined for published instances alone, and here {reason}"
+        )
+
+
+def _offsets(owners: NDArray[np.integer], count: int) -> Int32:
+    """CSR [count + 1]"""
+    return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count))]).astype(np.int32)

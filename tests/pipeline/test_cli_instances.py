@@ -1,0 +1,218 @@
+"""Published instances on the command line: planned, saved, opened again, exported, refused."""
+
+import gzip
+import json
+
+import pytest
+from test_cli import KEYS, TWO_GPUS
+
+from dovetail.cli.arguments import PLACERS_HELP
+from dovetail.instances import load_instance
+from dovetail.placers import PLACERS
+from instance_files import INSTANCES, edge, file_of, node
+
+BERT = INSTANCES / "throughput" / "bert24_inference.json"
+FAST = ("--placer", "balanced", "--budget", "50e")
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file of four nodes, two accelerators and a CPU."""
+    nodes = [node(i, cpu=10.0 * i, acc=1.0 * i, size=40.0, name=f"n{i}") for i in range(1, 5)]
+    file = file_of(nodes, [edge(1, 2, 0.5), edge(2, 3, 0.5), edge(3, 4, 0.5)])
+    (tmp_path / "small.json").write_text(json.dumps(file))
+    return tmp_path / "small.json"
+
+
+def test_an_instance_is_planned_for_load_in_its_own_milliseconds(dovetail):
+    status, out, err = dovetail("plan", BERT, *FAST, "--json")
+    assert status == 0, err
+    printed = json.loads(out)
+    assert set(printed) == KEYS
+    assert (printed["unit"], printed["objective"], printed["groups"]) == ("ms", "load", 32)
+    assert printed["machine"] == "bert24_inference"
+    assert printed["devices"] == [*(f"acc{i}" for i in range(6)), "cpu0", "host"]
+    assert printed["baselines"]["single"] == pytest.approx(92.406)
+    assert 15 < printed["lower_bound"] <= printed["value"] < 30
+    assert all(seconds >= 0 for seconds in printed["found_seconds"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        # Memory holds two: 1 and 4 against 2 and 3, each 5 + .5 in + .5 out.
+        (("--objective", "load"), 6.0),
+        # Whole stages: 3 + 4 + .5 in.
+        (("--objective", "load", "--contiguous"), 7.5),
+        # In a chain nothing overlaps: 10 + .5 out and .5 in.
+        (("--objective", "latency"), 11.0),
+        (("--objective", "step"), 11.0),
+    ],
+)
+def test_every_objective_of_an_instance(dovetail, small, options, value):
+    status, out, err = dovetail("plan", small, "--budget", "2000e", "--json", *options)
+    assert status == 0, err
+    printed = json.loads(out)
+    assert printed["value"] == pytest.approx(value)
+    assert printed["contiguous"] == ("--contiguous" in options)
+
+
+@pytest.mark.parametrize("objective", ["load", "latency", "step"])
+def test_a_saved_plan_of_an_instance_opens_with_its_own_costs(dovetail, small, tmp_path, objective):
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    status, out, err = dovetail(
+        "plan", small, "--budget", "200e", "--objective", objective, "--out", plan
+    )
+    assert status == 0, err
+    assert " ms" in out
+    status, _, err = dovetail("report", plan, "--trace", trace)
+    assert status == 0, err
+    assert " ms" in plan.with_suffix(".html").read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    saved = json.loads(plan.read_text())
+    assert saved["costs"]["source"] == "given"
+    assert max(saved["costs"]["sent_bytes"]) > 0
+    saved["value"] *= 0.9
+    plan.write_text(json.dumps(saved))
+    status, _, err = dovetail("report", plan)
+    assert status == 2
+    assert "promises" in err
+
+
+def test_a_bound_that_a_search_proved_is_held_against_the_value_alone(dovetail, small, tmp_path):
+    plan = tmp_path / "plan.json"
+    dovetail("plan", small, "--budget", "200e", "--out", plan)
+    saved = json.loads(plan.read_text())
+    for bound, proof, complaint in (
+        (saved["value"], "CP-SAT", ""),
+        (saved["value"], "load balance (LP)", "lower bound"),
+        (saved["value"] * 1.01, "CP-SAT", "lower bound"),
+    ):
+        plan.write_text(json.dumps({**saved, "lower_bound": bound, "bound_proof": proof}))
+        status, _, err = dovetail("report", plan)
+        assert status == (2 if complaint else 0)
+        assert complaint in err
+
+
+def test_a_packed_instance_is_told_from_a_saved_graph_by_what_it_holds(dovetail, small):
+    packed = small.with_suffix(".json.gz")
+    packed.write_bytes(gzip.compress(small.read_bytes()))
+    status, out, err = dovetail("plan", packed, *FAST, "--json")
+    assert status == 0, err
+    assert json.loads(out)["ops"] == 8
+
+
+def test_pins_and_caps_name_the_instances_devices(dovetail, small):
+    # 4 is pinned to the CPU; acc1 holds none, acc0 two of the others, and so 1 is there too.
+    status, out, err = dovetail(
+        "plan", small, "--budget", "200e", "--json", "--pin", "n4=cpu0", "--cap", "acc1=10"
+    )
+    assert status == 0, err
+    assert json.loads(out)["value"] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--machine", "here"), "brings its own machine"),
+        (("--machine", "2 x k80"), "brings its own machine"),
+        (("--train", "adam"), "leave --train out"),
+        (("--pin", "n1=gpu0"), "no device named 'gpu0'; the machine has acc0"),
+        (("--cap", "gpu0=1"), "no device named 'gpu0'"),
+        (("--objective", "latency", "--contiguous"), "objective load"),
+        (("--objective", "step", "--contiguous"), "objective load"),
+        (("--objective", "joy"), "joy"),
+    ],
+)
+def test_what_an_instance_cannot_do_exits_with_2_and_says_why(dovetail, small, options, complaint):
+    status, out, err = dovetail("plan", small, *options)
+    assert status == 2
+    assert complaint in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--objective", "latency"), "published instances alone"),
+        (("--contiguous",), "objective load"),
+    ],
+)
+def test_what_a_network_cannot_do_is_refused_before_it_is_captured(dovetail, options, complaint):
+    status, _, err = dovetail("plan", "no.such.module:build", *TWO_GPUS, *options)
+    assert status == 2
+    assert complaint in err
+
+
+def test_an_instance_is_neither_captured_nor_run(dovetail, small, tmp_path):
+    plan = tmp_path / "plan.json"
+    status, _, err = dovetail("capture", small, "--out", tmp_path / "g.json")
+    assert status == 2
+    assert "is an instance" in err
+    dovetail("plan", small, *FAST, "--out", plan)
+    status, _, err = dovetail("run", plan)
+    assert status == 2
+    assert "cannot run" in err
+
+
+def test_an_instance_that_does_not_fit_prints_every_stable_key(dovetail, tmp_path):
+    path = tmp_path / "tight.json"
+    nodes = [node(1, size=200.0)]
+    path.write_text(json.dumps(file_of(nodes, [], cpus=0)))
+    status, out, _ = dovetail("plan", path, "--budget", "50e", "--json")
+    assert status == 3
+    printed = json.loads(out)
+    assert set(printed) >= KEYS
+    assert (printed["machine"], printed["unit"]) == ("tight", "ms")
+    assert (printed["objective"], printed["value"]) == ("load", None)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"nodes": [], "edges": []}', '{"nodes": 3, "edges": []}'])
+def test_a_malformed_instance_exits_with_2_and_its_name(dovetail, tmp_path, text):
+    (tmp_path / "i.json").write_text(text)
+    status, _, err = dovetail("plan", tmp_path / "i.json")
+    assert status == 2
+    assert "i.json" in err
+
+
+def test_a_plan_is_exported_as_an_instance_that_is_the_same(dovetail, small, tmp_path):
+    plan, again = tmp_path / "plan.json", tmp_path / "again.json"
+    dovetail("plan", small, *FAST, "--out", plan)
+    status, _, err = dovetail("export", plan, "--to", "instance", "--out", again)
+    assert status == 0, err
+    mine, theirs = load_instance(small), load_instance(again)
+    assert (mine.costs.compute_seconds == theirs.costs.compute_seconds).all()
+    assert mine.costs.sent_bytes == pytest.approx(theirs.costs.sent_bytes)
+
+
+def test_a_plan_of_a_network_is_exported_in_every_format(dovetail, tmp_path):
+    plan = tmp_path / "plan.json"
+    dovetail("plan", "small_models:branches", *TWO_GPUS, "--placer", "single", "--out", plan)
+    for to, check in {
+        "device-map": lambda found: set(found) == {""},
+        "split-points": lambda found: found == {},
+        "trace": lambda found: len(found["traceEvents"]) > 5,
+        "instance": lambda found: found["maxFPGAs"] == 2,
+    }.items():
+        status, out, err = dovetail("export", plan, "small_models:branches", "--to", to)
+        assert status == 0, err
+        assert check(json.loads(out)), to
+
+
+def test_wrong_exports_exit_with_2_before_the_network_is_captured(dovetail, tmp_path):
+    plan = tmp_path / "plan.json"
+    dovetail("plan", "small_models:branches", *TWO_GPUS, "--placer", "single", "--out", plan)
+    status, _, err = dovetail("export", plan, "no.such:module", "--to", "onnx")
+    assert status == 2
+    assert "device-map, split-points, trace, instance" in err
+    status, _, err = dovetail("export", plan, "no.such:module", "--out", "/nowhere/x.json")
+    assert status == 2
+    assert "/nowhere/x.json" in err
+
+
+def test_the_help_names_every_placer(dovetail):
+    named = PLACERS_HELP.partition(": ")[0].replace("or ", "").split(", ")
+    assert named == list(PLACERS)
+    status, _, err = dovetail("plan", BERT, "--placer", "magic")
+    assert status == 2
+    assert all(name in err for name in PLACERS)
