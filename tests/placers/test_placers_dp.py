@@ -237,7 +237,7 @@ def test_what_ideal_dp_proves_no_contiguous_plan_beats(seed, training):
         assert budget.bound.proof == "ideals (dynamic programme)"
     if not training and 0 < best < np.inf:
         assert budget.bound.seconds == pytest.approx(best, rel=1e-9)
-        assert budget.optimal
+        assert budget.closed
 
 
 @settings(max_examples=30, deadline=None)
@@ -314,7 +314,7 @@ def test_ideal_dp_reproduces_the_published_optimum(name):
     assert is_contiguous(problem.load, placement)
     assert float(f"{found.value * 1e3:.6g}") == CONTIGUOUS_OPTIMUM[name]
     if (problem.load.forward == 1).all():
-        assert budget.optimal
+        assert budget.closed
     else:
         assert budget.bound.seconds < found.value
 

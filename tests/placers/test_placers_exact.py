@@ -74,7 +74,7 @@ def test_few_placements_are_all_evaluated_at_once(objective):
     problem, budget = small_problem(1, objective), Budget(evaluations=10**6)
     exact(problem, budget)
     assert budget.bound.proof == "every placement"
-    assert budget.optimal and budget.distinct == problem.placements
+    assert budget.closed and budget.distinct == problem.placements
 
 
 def test_relaxed_step_of_a_drawn_example_is_the_step_itself():

@@ -10,10 +10,10 @@ from dovetail.errors import UsageError
 from dovetail.graph import Phase
 from dovetail.placers import Budget, Score, parse_budget
 from dovetail.placers.balanced import balanced
+from dovetail.placers.critical import CriticalPath
 from dovetail.placers.etf import etf
 from dovetail.placers.expert import expert
 from dovetail.placers.local_search import local_search
-from dovetail.placers.critical import CriticalPath
 from dovetail.placers.moves import MOVES, landscape
 from dovetail.placers.single import single
 

@@ -35,6 +35,9 @@ def plan(  # noqa: PLR0913  one argument an option
         typer.Option("--contiguous", help="Whole stages only: no path leaves a device and returns"),
     ] = False,
     budget: Annotated[str, typer.Option(help="Seconds (10, 10s) or evaluations (5000e)")] = "10s",
+    gap: Annotated[
+        float, typer.Option(min=0, help="Stop at a plan proven within this of the best: .02 is 2 %")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Same seed, same plan")] = 0,
     pin: Annotated[
         list[str] | None, typer.Option(help="PATTERN=DEVICE: ops or modules that stay there")
@@ -65,7 +68,14 @@ def plan(  # noqa: PLR0913  one argument an option
     try:
         with progress_bar() as progress:
             found = pipeline.plan(
-                step, machine, **search, pins=pins, caps=caps, model=file, progress=progress
+                step,
+                machine,
+                **search,
+                gap=gap,
+                pins=pins,
+                caps=caps,
+                model=file,
+                progress=progress,
             )
     except InfeasibleError as error:
         if as_json:

@@ -44,6 +44,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     objective: str = "",
     contiguous: bool = False,
     budget: str | float = "10s",
+    gap: float = 0.0,
     seed: int = 0,
     pins: Sequence[tuple[str, str]] = (),
     caps: Sequence[tuple[str, int]] = (),
@@ -58,6 +59,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 and else it is "step"
     contiguous  only plans whose devices' forward ops are convex; for "load"
     budget      seconds (10 or "10s") or evaluations ("5000e"), for the search alone
+    gap         a plan proven to be within this of the best is good enough: .02 is 2 %
     pins        (pattern of op or module names, device name)
     caps        (device name, bytes) it may use
     model       of a graph or an instance from a file: that file's name, which the plan keeps
@@ -100,6 +102,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         trace=simulator.timeline,
     )
     limit = parse_budget(str(budget))
+    limit.gap = max(limit.gap, gap)
     found: Plan | None = None
     try:
         with keeping_interrupts(limit):

@@ -47,6 +47,11 @@ from dovetail.placers.sct import sct
 CONSTRUCTIVE_SHARE = 0.4
 FIRST_SLICE = 1 / 24
 """Of what is left when the improving methods begin; slices double from there."""
+SETTING_UP = {"exact": 4, "multilevel": 2}
+"""How many times longer the first slice of a method is that first builds a model."""
+LARGE_OPS, LARGE_SLICE = 20_000, 10
+"""Of a graph, and how many times longer the first slice of `multilevel` is then: simulating merged
+graphs is what makes moves cheap there."""
 FLOOR = 0.15
 """Share that even a method without gains keeps, before shares are made to sum to 1."""
 
@@ -55,17 +60,23 @@ CONSTRUCTIVE: dict[str, dict[str, Placer]] = {
         "m_topo": m_topo,
         "heft": heft,
         "metis": metis,
-        "sct": sct,
         "families": families,
         "scotch": scotch,
         "mincut": mincut,
+        "sct": sct,
     },
-    "load": {"linear_dp": linear_dp, "m_topo": m_topo, "metis": metis, "scotch": scotch},
+    "load": {
+        "linear_dp": linear_dp,
+        "ideal_dp": ideal_dp,
+        "m_topo": m_topo,
+        "metis": metis,
+        "scotch": scotch,
+    },
     "latency": {"linear_dp": linear_dp, "m_topo": m_topo},
 }
 IMPROVING: dict[str, dict[str, Placer]] = {
-    "step": {"local_search": local_search, "multilevel": multilevel, "exact": exact},
-    "load": {"local_search": local_search, "ideal_dp": ideal_dp, "exact": exact},
+    "step": {"multilevel": multilevel, "local_search": local_search, "exact": exact},
+    "load": {"local_search": local_search, "exact": exact},
     "latency": {"latency_search": latency_search, "exact": exact},
 }
 
@@ -84,7 +95,7 @@ def auto(problem: Problem, budget: Budget) -> GroupPlacement:
 def _construct(problem: Problem, budget: Budget) -> None:
     for name, method in CONSTRUCTIVE[problem.objective].items():
         left = CONSTRUCTIVE_SHARE - budget.fraction
-        if left <= 0 or budget.optimal or budget.exhausted:
+        if left <= 0 or budget.closed or budget.exhausted:
             return
         _attempt(name, method, problem, _part(budget, left / 2))
 
@@ -92,10 +103,11 @@ def _construct(problem: Problem, budget: Budget) -> None:
 def _improve(problem: Problem, budget: Budget) -> None:
     arms = [_Arm(name, method) for name, method in IMPROVING[problem.objective].items()]
     first = (1 - budget.fraction) * FIRST_SLICE
-    while arms and not (budget.exhausted or budget.optimal):
+    while arms and not (budget.exhausted or budget.closed):
         arm = _furthest_behind(arms)
         arm.slices += 1
-        share = min(first * 2 ** (arm.slices - 1), 1 - budget.fraction)
+        share = first * _setting_up(problem, arm.name) * 2 ** (arm.slices - 1)
+        share = min(share, 1 - budget.fraction)
         gap, began = _state(budget), budget.fraction
         usable = _attempt(arm.name, arm.method, problem, _part(budget, share))
         gain, spent = _gain(gap, _state(budget)), budget.fraction - began
@@ -103,6 +115,12 @@ def _improve(problem: Problem, budget: Budget) -> None:
         arm.spent += max(spent, share / 8)
         if not usable or (gain == 0 and spent < share / 2 and not budget.exhausted):
             arms.remove(arm)
+
+
+def _setting_up(problem: Problem, name: str) -> int:
+    if name == "multilevel" and len(problem.graph) > LARGE_OPS:
+        return LARGE_SLICE
+    return SETTING_UP.get(name, 1)
 
 
 @dataclass

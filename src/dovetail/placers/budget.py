@@ -40,8 +40,9 @@ class Score:
 
 
 UNKNOWN = Score(np.inf, np.inf)
-CLOSED_GAP = 1e-6
-"""Relative: a value this close to a lower bound is the optimum, up to the margins of bounds."""
+CLOSED_GAP = 1e-5
+"""Relative: a value this close to a lower bound is the optimum, up to the margins of bounds, which
+an exact method has to leave for rounding."""
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Budget:
     clock        returns seconds; only differences count. By default compiling takes none
     progress     called with (share of the budget spent, best feasible value or inf)
     threads      cores that a search may use
+    gap          (value - bound) / bound at which a search is done
     spent        evaluations so far, and what was charged as such
     """
 
@@ -79,6 +81,7 @@ class Budget:
     clock: Callable[[], float] = working_clock
     progress: Callable[[float, float], None] | None = None
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    gap: float = CLOSED_GAP
     spent: float = 0
     parent: "Budget | None" = None
     _shared: _Shared = field(default_factory=_Shared)
@@ -95,6 +98,7 @@ class Budget:
             min(evaluations, self.left),
             self.clock,
             threads=self.threads,
+            gap=self.gap,
             parent=self,
             _shared=self._shared,
         )
@@ -164,11 +168,11 @@ class Budget:
         return self.interrupted or self.fraction >= 1.0
 
     @property
-    def optimal(self) -> bool:
-        """The best placement meets the bound, up to rounding."""
+    def closed(self) -> bool:
+        """The best placement is as close to the bound as was asked for."""
         if self.best is None or self.bound is None or self.best[0].lacking_bytes:
             return False
-        return self.best[0].value <= self.bound.seconds * (1 + CLOSED_GAP)
+        return self.best[0].value <= self.bound.seconds * (1 + self.gap)
 
     def charge(self, evaluations: float) -> None:
         """Spend what is no evaluation of a whole placement, at the method's rate of exchange."""

@@ -123,7 +123,7 @@ class _Search:
     @property
     def settled(self) -> bool:
         """Proven, up to the model's resolution."""
-        if self.closed or self.budget.optimal:
+        if self.closed or self.budget.closed:
             return True
         if self.master is None or self.budget.bound is None or not np.isfinite(self.limit_seconds):
             return False

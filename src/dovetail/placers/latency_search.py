@@ -139,7 +139,7 @@ def _anneal(problem: Problem, budget: Budget) -> None:
     longest = finite.max(axis=1).sum() + problem.devices * moved.sum()
     search.scalars[PENALTY] = longest  # above every latency
     changes = 50 * len(problem.free)
-    while not budget.exhausted and not budget.optimal:
+    while not budget.exhausted and not budget.closed:
         assert budget.best is not None, "its caller has evaluated something"
         search.groups[:] = search.best[:] = budget.best[1]
         start(model, work, search)

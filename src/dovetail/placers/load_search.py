@@ -90,7 +90,7 @@ class _Search:
         limited = self.budget.timed or np.isfinite(self.budget.left)
         stalled = 0
         with ThreadPoolExecutor(max(1, min(count, self.budget.threads))) as executor:
-            while not (self.budget.exhausted or self.budget.optimal):
+            while not (self.budget.exhausted or self.budget.closed):
                 before = self.pool[0][0]
                 self._cycle(walks, executor)
                 stalled = 0 if self.pool[0][0] < before else stalled + 1

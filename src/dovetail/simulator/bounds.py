@@ -10,7 +10,7 @@ permits: only ops with one colocation id, and sources with the ops that write th
 Plans with stages run ops together, which costs other than `Costs` says: no bound here covers them.
 
 Cost: O(reads x devices^2 + ops x log ops), and a linear programme of merged classes. Beyond
-`MOST_CLOSURE_CLASSES` classes there is no closure. `covering` proves more on `load`, given time.
+`MOST_CLOSURE_CLASSES` classes there is no closure.
 """
 
 from dataclasses import dataclass, replace
