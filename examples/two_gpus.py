@@ -27,7 +27,7 @@ def main() -> None:
     step = dt.capture(
         TwoTowers(), inputs, targets, loss=nn.functional.mse_loss, train=dt.Adam(1e-3)
     )
-    plan = dt.plan(step, "2 x p100 + haswell", budget="2000e", seed=0)
+    plan = dt.plan(step, "2 x p100 + haswell", placer="local_search", budget="2000e", seed=0)
     print(plan)
     towers = {name: set() for name in ("users", "items")}
     for op, module in enumerate(step.graph.modules):

@@ -1,6 +1,13 @@
 import pytest
 
-from dovetail.units import parse_bytes, printable
+from dovetail.units import (
+    UNLIMITED_BYTES,
+    UNLIMITED_RATE,
+    format_bandwidth,
+    format_bytes,
+    parse_bytes,
+    printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,10 @@ def test_control_characters_are_written_out_and_lines_and_letters_stay():
     assert printable("\x1b]0;x\x07\r\x9b\x7f") == r"\x1b]0;x\x07\r\x9b\x7f"
     assert printable("\ud800") == r"\ud800"
     assert printable("a\tb\nüß→ \\x") == "a\tb\nüß→ \\x"
+
+
+def test_what_has_no_limit_is_called_unlimited():
+    assert format_bytes(UNLIMITED_BYTES) == "unlimited"
+    assert format_bytes(2**50) == "1048576 GiB"
+    assert format_bandwidth(UNLIMITED_RATE) == "unlimited"
+    assert format_bandwidth(1.34e10) == "13.4 GB/s"

@@ -5,6 +5,10 @@ import re
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MOST_BYTES = 2**62
 """Sizes are kept as int64; half of its range leaves room to add two."""
+UNLIMITED_BYTES = MOST_BYTES // 2
+"""A memory of so many bytes or more is one without a limit."""
+UNLIMITED_RATE = 1e30
+"""A bandwidth of so many bytes per second or more is one that costs nothing."""
 DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -36,7 +40,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """`1536` -> "1.5 KiB"."""
+    """`1536` -> "1.5 KiB"; `UNLIMITED_BYTES` -> "unlimited"."""
+    if size_bytes >= UNLIMITED_BYTES:
+        return "unlimited"
     for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= scale:
             return (
@@ -53,6 +59,13 @@ def format_count(count: float, unit: str = "") -> str:
         if abs(count) >= scale:
             return f"{count / scale:.3g} {prefix}{unit}"
     return f"{count:.3g} {unit}".rstrip()
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """`1.34e10` -> "13.4 GB/s"; `UNLIMITED_RATE` -> "unlimited"."""
+    if bytes_per_second >= UNLIMITED_RATE:
+        return "unlimited"
+    return format_count(bytes_per_second, "B/s")
 
 
 def printable(text: str) -> str:

@@ -185,3 +185,13 @@ def test_a_function_in_the_current_folder_is_found_by_an_installed_script(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "g.json").exists()
+
+
+def test_a_ctrl_c_before_the_search_exits_with_130(dovetail, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dovetail.pipeline.resolve_model", interrupted)
+    status, out, err = dovetail("plan", "small_models:branches", *TWO_GPUS)
+    assert (status, out) == (130, "")
+    assert "interrupted" in err

@@ -152,7 +152,7 @@ def test_an_instance_is_neither_captured_nor_run(dovetail, small, tmp_path):
     dovetail("plan", small, *FAST, "--out", plan)
     status, _, err = dovetail("run", plan)
     assert status == 2
-    assert "cannot run" in err
+    assert "instance has nothing to run" in err
 
 
 def test_an_instance_that_does_not_fit_prints_every_stable_key(dovetail, tmp_path):
@@ -216,3 +216,79 @@ def test_the_help_names_every_placer(dovetail):
     status, _, err = dovetail("plan", BERT, "--placer", "magic")
     assert status == 2
     assert all(name in err for name in PLACERS)
+
+
+def test_the_tables_of_an_instance_show_loads_and_no_limits_that_are_none(dovetail, small):
+    status, out, err = dovetail("plan", small, "--budget", "2000e")
+    assert status == 0, err
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    busiest = max(float(rows[name][2]) for name in ("acc0", "acc1", "cpu0"))
+    assert busiest == pytest.approx(6.0)
+    assert rows["cpu0"][-1] == "unlimited"
+    assert "host" not in rows  # it runs nothing and holds nothing
+    assert "GiB" not in out
+
+
+def test_a_step_of_an_instance_has_no_loads(dovetail, small):
+    status, out, _ = dovetail("plan", small, *FAST, "--objective", "step")
+    assert status == 0
+    assert " load " not in out
+
+
+def test_the_page_of_an_instance_shows_its_loads_and_no_rates_that_mean_nothing(
+    dovetail, small, tmp_path
+):
+    page = tmp_path / "page.html"
+    status, _, err = dovetail("plan", small, *FAST, "--report", page)
+    assert status == 0, err
+    text = page.read_text()
+    for nonsense in ("FLOP/s", "GB/s", "2147483648", "dovetail run", "e+"):
+        assert nonsense not in text.partition("<script")[0], nonsense
+    assert "<th scope=col>load</th>" in text
+    assert "unlimited" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "small.json", "--out", "small.json"),
+        ("plan", "small.json", "--report", "small.json"),
+        ("plan", "small.json", "--out", "x", "--report", "../{}/x"),
+        ("report", "plan.json", "--out", "plan.json"),
+        ("report", "plan.json", "small.json", "--trace", "small.json"),
+        ("report", "plan.json", "--trace", "plan.html"),
+        ("export", "plan.json", "--to", "trace", "--out", "plan.json"),
+        ("run", "plan.json", "--report", "plan.json"),
+    ],
+)
+def test_no_output_overwrites_an_input_or_another_output(
+    dovetail, small, tmp_path, monkeypatch, command
+):
+    monkeypatch.chdir(tmp_path)
+    dovetail("plan", small, *FAST, "--out", "plan.json")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    status, out, err = dovetail(*(part.format(tmp_path.name) for part in command))
+    assert status == 2
+    assert "cannot write" in err
+    assert out == ""
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_two_outputs_may_go_to_one_place_that_keeps_nothing(dovetail, small):
+    status, _, err = dovetail("plan", small, *FAST, "--out", "/dev/null", "--report", "/dev/null")
+    assert status == 0, err
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '"x"', '{"hello": 1}', "null", "3"])
+def test_other_json_is_said_to_be_neither_graph_nor_instance(dovetail, tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    status, _, err = dovetail("plan", tmp_path / "other.json")
+    assert status == 2
+    assert "neither a saved graph nor a placement instance" in err
+
+
+def test_a_plan_is_no_model(dovetail, small, tmp_path):
+    dovetail("plan", small, *FAST, "--out", tmp_path / "plan.json")
+    status, _, err = dovetail("plan", tmp_path / "plan.json")
+    assert status == 2
+    assert "it is a plan" in err

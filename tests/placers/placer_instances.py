@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.costs import Costs
+from dovetail.errors import MissingLibraryError
 from dovetail.graph import Graph, Groups, Phase
 from dovetail.machine import Device, Link, Machine
-from dovetail.placers import make_problem
+from dovetail.placers import PLACERS, make_problem
+from dovetail.placers.scotch_library import load_scotch
 
 LATENCY_SECONDS, BANDWIDTH = 0.05, 100.0
 
@@ -138,3 +140,12 @@ def random_problem(rng, *, groups=None, devices=None, memory_share=None, **optio
     machine = build_machine(devices, memory_bytes=memory)
     of_groups = Groups(of_op.astype(np.int32), count)
     return build_problem(graph, machine, groups=of_groups, seconds=seconds, **options)
+
+
+def usable_placers():
+    """Names of all methods but those whose library is absent here."""
+    try:
+        load_scotch()
+    except MissingLibraryError:
+        return [name for name in PLACERS if name not in ("scotch", "mincut")]
+    return list(PLACERS)

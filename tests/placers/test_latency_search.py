@@ -4,6 +4,7 @@ import pytest
 from dovetail.graph import colocate
 from dovetail.instances import load_instance
 from dovetail.placers import Budget, make_problem
+from dovetail.placers.exact import exact
 from dovetail.placers.latency_search import greedy_placements, latency_search
 from dovetail.simulator import Simulator
 from instance_files import INSTANCES, edge, instance_of, node
@@ -80,3 +81,56 @@ def test_it_equals_exhaustive_search_on_small_instances_with_memory_and_colours(
     best = evaluated.values[evaluated.feasible].min() * 1e3
     found = latency_search(problem, Budget(evaluations=20_000))
     assert value_ms(problem, found) == pytest.approx(best)
+
+
+def training_instance(seed):
+    """A chain with skips and its backward ops, each on its forward op's device."""
+    rng = np.random.default_rng(seed)
+    forward = [
+        node(
+            i,
+            cpu=float(rng.integers(1, 12)),
+            acc=float(rng.integers(1, 4)),
+            size=float(rng.integers(0, 50)),
+            colorClass=i,
+        )
+        for i in range(5)
+    ]
+    backward = [
+        node(
+            i + 5,
+            cpu=float(rng.integers(1, 12)),
+            acc=float(rng.integers(1, 4)),
+            isBackwardNode=1,
+            colorClass=4 - i,
+        )
+        for i in range(5)
+    ]
+    costs = rng.integers(0, 3, size=9).astype(float)
+    edges = [edge(a, a + 1, costs[a]) for a in range(9)]
+    edges += [edge(a, 9 - a, costs[a]) for a in range(4) if rng.random() < 0.7]
+    return instance_of(forward + backward, edges, size=80.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_of_exact_proves_the_value_of_exhaustive_search(seed, training):
+    if training:
+        problem = problem_of(training_instance(seed), seed)
+    else:
+        rng = np.random.default_rng(seed)
+        nodes = [
+            node(i, cpu=float(rng.integers(1, 12)), acc=float(rng.integers(1, 4)), size=30.0)
+            for i in range(7)
+        ]
+        pairs = [(a, b) for a in range(7) for b in range(a + 1, 7) if rng.random() < 0.4]
+        edges = [edge(a, b, float(a % 3)) for a, b in pairs]
+        problem = problem_of(instance_of(nodes, edges, size=80.0), seed)
+    every = all_placements(problem)
+    evaluated = problem.evaluate(problem.spread(every))
+    best = evaluated.values[evaluated.feasible].min()
+    budget = Budget(evaluations=10**6)
+    found = exact(problem, budget, enumerate_after=2**31)
+    assert value_ms(problem, found) == pytest.approx(best * 1e3, rel=1e-9)
+    assert budget.bound.proof == "CP-SAT"
+    assert best * (1 - 1e-4) <= budget.bound.seconds <= best * (1 + 1e-9)

@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placer_instances import build_graph, build_machine, build_problem, random_problem
+from placer_instances import (
+    build_graph,
+    build_machine,
+    build_problem,
+    random_problem,
+    usable_placers,
+)
 
 from dovetail.errors import NoDeviceError, OutOfMemoryError, PinError, UnknownDeviceError
 from dovetail.graph import Groups, Phase
-from dovetail.placers import PLACERS, parse_budget, place
+from dovetail.placers import parse_budget, place
 
 
 def chain(**fields):
@@ -21,7 +27,7 @@ def chain(**fields):
 @given(
     seed=st.integers(0, 2**32 - 1),
     pinned=st.dictionaries(st.integers(0, 19), st.integers(0, 2), max_size=3),
-    placer=st.sampled_from(sorted(PLACERS)),
+    placer=st.sampled_from(sorted(usable_placers())),
     share=st.sampled_from([0.55, 0.8, 2.0]),
 )
 def test_pins_and_caps_hold_in_every_method(seed, pinned, placer, share):
@@ -96,7 +102,7 @@ def test_a_pin_on_inputs_only_is_an_error_since_they_carry_no_choice():
 def test_ops_go_only_to_their_kinds_of_device_in_every_method():
     kinds = (("cpu",), (), (), (), (), ())
     machine = build_machine(2, kinds=["cpu", "gpu"])
-    for name in PLACERS:
+    for name in usable_placers():
         problem = build_problem(chain(device_kinds=kinds), machine)
         outcome = place(problem, name, parse_budget("100e"))
         assert outcome.placement[0] == 0, name
@@ -105,7 +111,7 @@ def test_ops_go_only_to_their_kinds_of_device_in_every_method():
 def test_an_op_that_costs_forever_on_a_device_is_not_placed_there():
     seconds = np.ones((6, 2))
     seconds[3, 0] = np.inf
-    for name in PLACERS:
+    for name in usable_placers():
         outcome = place(
             build_problem(chain(), build_machine(2), seconds=seconds), name, parse_budget("100e")
         )
@@ -113,7 +119,7 @@ def test_an_op_that_costs_forever_on_a_device_is_not_placed_there():
 
 
 def test_nothing_runs_on_a_host_that_runs_nothing():
-    for name in PLACERS:
+    for name in usable_placers():
         problem = build_problem(chain(), build_machine(2, host=True))
         outcome = place(problem, name, parse_budget("100e"))
         assert outcome.placement.max() <= 1, name

@@ -130,6 +130,23 @@ def test_nothing_at_all_has_no_chain():
     assert "empty" in explain(limits, timeline, make_plan(graph, machine, [0]))
 
 
+@pytest.mark.parametrize(
+    ("bound", "contiguous", "sentence"),
+    [
+        (3.9999e-3, False, "that no plan takes less than 99.9 % of"),  # rounded down, or it lies
+        (3e-3, True, "that no contiguous plan takes less than 75 % of"),
+        (4e-3, False, "that no plan is better."),
+        (4e-3 - 1e-15, True, "that no contiguous plan is better."),
+    ],
+)
+def test_what_the_bound_proves_is_never_overstated(bound, contiguous, sentence):
+    machine = make_machine(1)
+    graph = make_graph([("a", Phase.FORWARD, [])])
+    timeline = make_timeline(machine, [(0, 0, 0, 1)])
+    plan = make_plan(graph, machine, [0], lower_bound=bound, contiguous=contiguous)
+    assert sentence in explain(find_limits(timeline, graph), timeline, plan)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_parts_add_up_to_the_step_and_the_chain_never_overlaps(seed):
     rng = np.random.default_rng(seed)

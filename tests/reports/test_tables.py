@@ -110,6 +110,29 @@ def test_machine_graph_networks_and_limits_are_tables(two_ops):
     assert row_of(text, "computing on cpu1")[3:] == ["2", "s", "50.0", "%"]
 
 
+def test_small_parts_of_the_critical_chain_are_summed_up():
+    # cpu0 ├──── a 0-1 ────┤, and three crumbs of 1 us each elsewhere
+    machine = make_machine(4)
+    graph = make_graph(
+        [(name, Phase.FORWARD, [i - 1] if i else []) for i, name in enumerate("abcd")]
+    )
+    starts = [0.0, 1.0, 1.000001, 1.000002, 1.000003]
+    spans = [(i, i, starts[i], starts[i + 1]) for i in range(4)]
+    timeline = make_timeline(machine, spans)
+    plan = make_plan(graph, machine, [0, 1, 2, 3])
+    text = text_of(limits_table(find_limits(timeline, graph), timeline, plan))
+    assert row_of(text, "3 smaller") == ["3", "smaller", "3", "us", "0.0", "%"]
+    assert not row_of(text, "computing on cpu1")
+
+
+def test_an_empty_critical_chain_has_no_table():
+    machine = make_machine(1)
+    graph = make_graph([("w", Phase.SOURCE, [])])
+    timeline = make_timeline(machine, [])
+    plan = make_plan(graph, machine, [0])
+    assert "share" not in text_of(limits_table(find_limits(timeline, graph), timeline, plan))
+
+
 def test_markup_in_foreign_names_is_not_obeyed(two_ops):
     _, graph, _ = two_ops
     machine = make_machine(2, name="[bold]box[/bold]")

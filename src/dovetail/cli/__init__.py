@@ -1,6 +1,7 @@
 """The command line: arguments -> pipeline. Results on standard output, all else on standard error.
 
-Exit status: 0 done, 2 invalid input or usage, 3 no feasible plan, 1 a run that failed or a bug.
+Exit status: 0 done, 2 invalid input or usage, 3 no feasible plan, 1 a run that failed or a bug,
+130 Ctrl-C before there is a plan to return.
 Nothing here imports torch before a command needs it.
 """
 
@@ -13,6 +14,9 @@ from dovetail.cli.planning import plan
 from dovetail.cli.showing import capture, machine, networks
 from dovetail.cli.using import export, report, run
 from dovetail.errors import DovetailError, InfeasibleError, InvalidError
+
+INTERRUPTED = 130
+"""Exit status of a Ctrl-C outside a search: as a shell reports SIGINT."""
 
 app = typer.Typer(
     help="Finds how to run a neural network fastest on the devices you have.",
@@ -27,12 +31,11 @@ for command in (machine, networks, capture, plan, run, report, export):
 def main() -> None:
     """Run the command line and exit with its status."""
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # of typer.Exit; a Ctrl-C is one, with 130
     except typer.Exit as stop:
-        sys.exit(stop.exit_code)
+        status = stop.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        say("interrupted")
-        sys.exit(130)
+        status = INTERRUPTED
     except InvalidError as error:
         say(f"error: {error}")
         sys.exit(2)
@@ -47,3 +50,6 @@ def main() -> None:
             raise
         error.show()
         sys.exit(getattr(error, "exit_code", 2))
+    if status == INTERRUPTED:
+        say("interrupted")
+    sys.exit(status or 0)

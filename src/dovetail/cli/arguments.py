@@ -1,12 +1,13 @@
 """Arguments that several commands take, and how their texts are read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dovetail.cli.output import progress_bar
-from dovetail.errors import UsageError
+from dovetail.errors import UnwritableError, UsageError
 from dovetail.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -46,9 +47,13 @@ def resolve(model: str, train: str = "") -> "Step":
 def executable(plan: "Plan", step: "Step") -> "Captured":
     """The step, if it can run on this machine. Raises `UsageError`."""
     from dovetail.frontends import Captured
+    from dovetail.instances import Instance
 
     if not isinstance(step, Captured):
-        raise UsageError("MODEL", "what a file holds cannot run; name the network it came from")
+        what = "a placement instance has nothing to run"
+        if not isinstance(step, Instance):
+            what = "a saved graph cannot run; name the network it came from"
+        raise UsageError("MODEL", what)
     if not plan.machine.local:
         raise UsageError(
             "plan", f"it is for {plan.machine.name}, which is not this machine; plan for here/2"
@@ -72,10 +77,21 @@ def size_of(option: str, text: str) -> int:
         raise UsageError(option, str(error)) from None
 
 
-def check_outputs(*paths: Path | None) -> None:
-    """Raise `UnwritableError` before the long work, not after it."""
+def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> None:
+    """Raise `UnwritableError` before the long work, not after it; also for one file that is to
+    hold two things, or that is read."""
     from dovetail.runtime.atomic import check_writable
 
+    read = {Path(name).resolve() for name in inputs if Path(name).is_file()}
+    written: set[Path] = set()
     for path in paths:
-        if path is not None:
-            check_writable(path)
+        if path is None:
+            continue
+        check_writable(path)
+        where = path.resolve()
+        if where in read:
+            raise UnwritableError(str(path), "it is read as well; name another file")
+        if where in written:
+            raise UnwritableError(str(path), "two outputs have this name")
+        if not path.exists() or path.is_file():  # a pipe or /dev/stdout takes any number
+            written.add(where)

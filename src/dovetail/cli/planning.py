@@ -52,7 +52,7 @@ def plan(  # noqa: PLR0913  one argument an option
     """Find where each operation should run. Ctrl-C keeps the best plan so far."""
     from dovetail import pipeline
 
-    arguments.check_outputs(out, report)
+    arguments.check_outputs(out, report, inputs=[model, machine])
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]

@@ -20,7 +20,7 @@ def machine(
     from dovetail.pipeline import resolve_machine
     from dovetail.reports import machine_table
 
-    check_outputs(out)
+    check_outputs(out, inputs=[name])
     with progress_bar() as progress:
         where = resolve_machine(name, progress, fresh=fresh)
     show(machine_table(where))
@@ -48,7 +48,7 @@ def capture(
     from dovetail.pipeline import graph_of
     from dovetail.reports import graph_summary
 
-    check_outputs(out)
+    check_outputs(out, inputs=[model])
     step = resolve(model, train)
     if isinstance(step, Instance):
         raise UsageError("MODEL", f"{model} is an instance; it is planned for as it is")

@@ -23,7 +23,7 @@ def run(
     from dovetail import pipeline
     from dovetail.reports import run_table
 
-    check_outputs(report)
+    check_outputs(report, inputs=[plan, model])
     opened, step = pipeline.open_plan(plan, model)
     captured = executable(opened, step)
     with progress_bar() as progress:
@@ -62,7 +62,7 @@ def report(
     from dovetail import pipeline
 
     path = out or plan.with_suffix(".html")
-    check_outputs(path, trace)
+    check_outputs(path, trace, inputs=[plan, model])
     opened, step = pipeline.open_plan(plan, model)
     pipeline.report(opened, step, path)
     say(f"wrote {path}")
@@ -88,7 +88,7 @@ def export(
     from dovetail import pipeline
 
     pipeline.check_export(to)
-    check_outputs(out)
+    check_outputs(out, inputs=[plan, model])
     opened, step = pipeline.open_plan(plan, model)
     written = pipeline.export(opened, step, to, out)
     if out is None:

@@ -77,8 +77,9 @@ def _descend(module: Module, plan: Plan, graph: Graph, found: dict[str, int]) ->
         )
         raise ExportError(
             FORMAT,
-            f"module {module.path!r}",
-            f"is split: {a!r} runs on {there}, {b!r} on {elsewhere}; pin the module to one device",
+            f"module {module.path!r}" if module.path else "a graph without modules",
+            f"is split: {a!r} runs on {there}, {b!r} on {elsewhere}"
+            + ("; pin the module to one device" if module.path else ""),
         )
     for op in module.held:
         readers = [int(r) for t in graph.outputs_of(op) for r in graph.consumers_of(t)]

@@ -48,7 +48,7 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
         if op not in begins:
             raise ExportError(
                 FORMAT,
-                f"module {graph.modules[op]!r}",
+                f"module {graph.modules[op]!r}" if graph.modules[op] else "the outermost module",
                 f"is split: the stage on {name} begins within it, at op {graph.names[op]!r}, and "
                 "not where a module begins that is called once; pin modules whole",
             )

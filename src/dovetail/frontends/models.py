@@ -17,7 +17,7 @@ from dovetail.networks import NETWORKS, Network, Option
 
 FORMS = (
     "a MODEL is zoo:NAME or zoo:NAME?option=value&option=value, package.module:function, or a "
-    "graph that `dovetail capture` saved (.json, .json.gz)"
+    "file (.json, .json.gz): a graph that `dovetail capture` saved, or a placement instance"
 )
 
 

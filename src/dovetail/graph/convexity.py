@@ -1,10 +1,12 @@
-"""Convex parts: whether what is on one device is whole.
+"""Contiguous parts: whether what is on one device can run in one go.
 
-The ops on a device are convex if no path leaves the device and comes back to it:
+Devices can be put in an order in which no forward edge goes back. So no path of ops leaves a device
+and comes back to it (the ops of each device are *convex*), and no two devices wait for each other:
 
-    d0   a ────────► c       a -> b -> c leaves d0 and comes back: d0 is not convex
-         └───► b ────┘
-    d1         b
+    d0   a ────────► c       a -> b -> c leaves d0       d0   a1 ───┐  ┌──► b2
+         └───► b ────┘       and comes back                         │  │
+    d1         b                                         d1   b1 ───┼──┘    a2 waits for a1, on d0,
+                                                              a2 ◄──┘       and b2 for b1, on d1
 
 Only forward ops count, and the edges between them. In training the backward ops of a device come
 back to it by nature.
@@ -16,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dovetail.graph.records import Phase
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -25,14 +25,42 @@ if TYPE_CHECKING:
 
 
 def find_return(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int, int, int] | None:
-    """(op, op elsewhere, op) of the first path, by its last op, that leaves a device and comes
-    back: the last op before it leaves, the first elsewhere, and where it is back. None where every
-    device's forward ops are convex.
+    """(op, op elsewhere, op) of a way that leaves a device and comes back: the last op before it
+    leaves, the first elsewhere, and where it is back. None where there is no such way.
 
-    `placement` [ops]: device indices. O(ops + reads), with a set of devices an op.
+    Ways go along edges: the first path, by its last op. If there is none, they go also from op to
+    op of one device, from the first device that there is such a way for.
+
+    `placement` [ops]: device indices. O(reads + devices^3); with a set of devices an op where there
+    is a way.
     """
+    edges = graph.forward_edges
+    devices = placement[edges]
+    leaving = devices[:, 0] != devices[:, 1]
+    edges, devices = edges[leaving], devices[leaving]
+    count = int(devices.max(initial=-1)) + 1
+    reaches = np.zeros((count, count), dtype=bool)
+    reaches[devices[:, 0], devices[:, 1]] = True
+    for middle in range(count):
+        reaches |= reaches[:, middle, None] & reaches[None, middle]
+    if not reaches.diagonal().any():
+        return None
+    found = _first_path(graph, placement)
+    if found is not None:
+        return found
+    home = int(np.argmax(reaches.diagonal()))
+    out = int(np.flatnonzero((devices[:, 0] == home) & reaches[devices[:, 1], home])[0])
+    reaches |= np.eye(count, dtype=bool)
+    back = (devices[:, 1] == home) & reaches[devices[out, 1], devices[:, 0]]
+    return int(edges[out, 0]), int(edges[out, 1]), int(edges[np.flatnonzero(back)[0], 1])
+
+
+def _first_path(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int, int, int] | None:
+    """As `find_return`, along edges only."""
     placed = placement.tolist()
-    befores = _forward_reads(graph)
+    befores: list[list[int]] = [[] for _ in placed]
+    for before, after in graph.forward_edges.tolist():
+        befores[after].append(before)
     # left[op]: device -> (last op there, first op elsewhere) of a path to `op` that left it.
     left: list[dict[int, tuple[int, int]]] = [{} for _ in placed]
     for op, device in enumerate(placed):
@@ -45,15 +73,3 @@ def find_return(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int,
         if device in seen:
             return (*seen[device], op)
     return None
-
-
-def _forward_reads(graph: Graph) -> list[list[int]]:
-    """[ops] the forward ops that each forward op waits for, once each, ascending."""
-    forward = graph.phases == Phase.FORWARD
-    starts = np.concatenate([graph.producers[graph.input_tensors], graph.control[:, 0]])
-    ends = np.concatenate([graph.readers, graph.control[:, 1]])
-    kept = forward[starts] & forward[ends]
-    befores: list[list[int]] = [[] for _ in range(len(graph))]
-    for end, start in np.unique(np.stack([ends[kept], starts[kept]], axis=1), axis=0).tolist():
-        befores[end].append(start)
-    return befores

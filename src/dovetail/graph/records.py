@@ -172,6 +172,17 @@ class Graph:
         return self.readers[np.argsort(self.input_tensors, kind="stable")]
 
     @cached_property
+    def forward_edges(self) -> Int32:
+        """[edges, 2] distinct (forward op, forward op that waits for it), by the latter, then the
+        former: data and control."""
+        befores = np.concatenate([self.producers[self.input_tensors], self.control[:, 0]])
+        afters = np.concatenate([self.readers, self.control[:, 1]])
+        forward = self.phases == Phase.FORWARD
+        kept = forward[befores] & forward[afters]
+        ends = np.unique(np.stack([afters[kept], befores[kept]], axis=1), axis=0)
+        return np.ascontiguousarray(ends[:, ::-1], np.int32)
+
+    @cached_property
     def bases(self) -> Int32:
         """[tensors] the tensor whose storage this one shares on the device where it is made: its
         producer's first input of the same storage; -1 for fresh memory."""

@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dovetail.errors import FileFormatError
 from dovetail.graph.files import first_complaint
-from dovetail.instances.records import MOST_DEVICES, UNLIMITED_BYTES
+from dovetail.instances.records import MOST_DEVICES
+from dovetail.units import UNLIMITED_BYTES
 
 COST_TOLERANCE_MS = 1e-6
 """By which costs on the edges of one source may differ, as the authors' own programs allow."""

@@ -16,10 +16,10 @@ from dovetail.instances.records import (
     FREE_BYTES_PER_SECOND,
     LINK_BYTES_PER_SECOND,
     MILLISECOND,
-    UNLIMITED_BYTES,
     Instance,
 )
 from dovetail.machine import Device, Link, Machine
+from dovetail.units import UNLIMITED_BYTES
 
 
 def is_instance(raw: object) -> bool:

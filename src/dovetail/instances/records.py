@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.machine import Machine
-from dovetail.units import MOST_BYTES
 
 MILLISECOND = 1e-3
 LINK_BYTES_PER_SECOND = 1e9
 """Of an accelerator's links. Any figure would do: bytes to send are derived from it."""
 FREE_BYTES_PER_SECOND = 1e300
 """Of a CPU's links: host memory is its own."""
-UNLIMITED_BYTES = MOST_BYTES // 2
 MOST_DEVICES = 1024
 """Of a kind. A file that names more means to say: any number."""
 

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs
 from dovetail.errors import ExportError
 from dovetail.graph import HOST, Graph, Phase, colocate
-from dovetail.instances.records import MILLISECOND, UNLIMITED_BYTES
+from dovetail.instances.records import MILLISECOND
 from dovetail.machine import Machine
 from dovetail.runtime.atomic import write_atomically
+from dovetail.units import UNLIMITED_BYTES
 
 FORMAT = "a placement instance"
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import numpy as np
 
 from dovetail.costs import CostCache, Costs, analytic_costs, measured_costs, probed_machine
-from dovetail.errors import GraphError, ModelError, UsageError
+from dovetail.errors import FileFormatError, GraphError, ModelError, UsageError
 from dovetail.frontends import Captured, parse_optimizer
 from dovetail.frontends import resolve as resolve_network
 from dovetail.graph import Graph, Groups, colocate, group
@@ -41,6 +41,10 @@ def resolve_model(text: str, train: str = "") -> Step:
         if train:
             raise ModelError(text, "an instance holds its backward nodes; leave --train out")
         return instance_from(raw, text)
+    if not isinstance(raw, dict) or "format" not in raw:
+        raise FileFormatError(text, "neither a saved graph nor a placement instance")
+    if raw["format"] == "dovetail.plan":
+        raise FileFormatError(text, "it is a plan; name the network or file that it was made for")
     if train:
         raise ModelError(text, "a saved graph cannot be trained anew; capture with --train")
     return graph_from(raw, text)

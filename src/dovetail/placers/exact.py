@@ -194,10 +194,10 @@ class _Search:
         if not budget.timed:
             budget.charge(solver.deterministic_time / DETERMINISTIC_SECONDS)
         if status[0] == cp_model.INFEASIBLE:
-            self._conclude("CP-SAT", master.resolution_seconds + ROUNDING * self.scale_seconds)
+            self._conclude("CP-SAT", master.resolution_seconds + ROUNDING * self.limit_seconds)
             return False
         assert status[0] != cp_model.MODEL_INVALID, master.model.validate()
-        bound_seconds = solver.best_objective_bound * master.unit_seconds
+        bound_seconds = solver.best_objective_bound * master.unit_seconds * (1 - ROUNDING)
         if bound_seconds > 0:
             budget.prove(min(bound_seconds, self.limit_seconds), "CP-SAT")
         return self._rule_out(seen.placements)

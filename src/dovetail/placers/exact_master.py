@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
-from dovetail.graph import EVERYWHERE, HOST, Graph, Phase
+from dovetail.graph import HOST, Graph, Phase
 from dovetail.placers.problem import GroupPlacement, Problem
 
 SCALE_UNITS = 2**26
@@ -86,7 +86,7 @@ class Master:
     def hint(self, placement: GroupPlacement) -> None:
         """Where a search should look first."""
         canonical = self.canonical(placement)
-        self.model.clear_hints()
+        self.model.clear_hints()  # type: ignore[no-untyped-call]
         for group in self.problem.free.tolist():
             for device, literal in self.at[group].items():
                 self.model.add_hint(literal, int(canonical[group]) == device)
@@ -176,7 +176,9 @@ def _swappable(problem: Problem, a: int, b: int) -> bool:
     load, host = problem.load, problem.load.host
     if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
         return False
-    same = (problem.allowed[:, a] == problem.allowed[:, b]).all()
+    one, other = problem.machine.devices[a], problem.machine.devices[b]
+    same = one.kind == other.kind  # `latency` tells accelerators from CPUs
+    same &= (problem.allowed[:, a] == problem.allowed[:, b]).all()
     seconds = problem.costs.compute_seconds
     same &= (seconds[:, a] == seconds[:, b]).all()
     order = np.arange(problem.devices)
@@ -234,17 +236,8 @@ def necessary_bytes(problem: Problem) -> tuple[Int64, Int64, Int64]:
     """[groups] bytes that are on a group's device from begin to end; at the end, with the outputs
     of the graph; and besides the first while the neediest op of the group runs."""
     graph, of_op, count = problem.graph, problem.groups.of_op, problem.groups.count
-    stay = np.zeros(count, np.int64)
+    stay = problem.load.resident_bytes.astype(np.int64)
     own = graph.bases < 0
-    for tensor in np.flatnonzero(own & graph.is_source[graph.producers]).tolist():
-        home = int(graph.residences[graph.producers[tensor]])
-        if home == EVERYWHERE:  # wherever it is read: at least with its first reader
-            readers = graph.consumers[
-                graph.consumer_offsets[tensor] : graph.consumer_offsets[tensor + 1]
-            ]
-            home = int(readers[0]) if len(readers) else HOST
-        if home != HOST:
-            stay[of_op[home]] += graph.tensor_bytes[tensor]
     end = stay.copy()
     for tensor in np.unique(graph.outputs).tolist():
         if own[tensor] and not graph.is_source[graph.producers[tensor]]:
@@ -267,15 +260,14 @@ def _bytes_while_running(graph: Graph, own: NDArray[np.bool_]) -> Int64:
 
 
 def _keep_contiguous(master: Master) -> None:
-    """No path of forward ops leaves a device and comes back: an op between two there is there."""
+    """No path of forward ops leaves a device and comes back: an op between two there is there. And
+    devices have places in an order that no edge goes against, which says the same and more, but
+    propagates less."""
     problem, model = master.problem, master.model
     graph, of_op = problem.graph, problem.groups.of_op
-    forward = graph.phases == Phase.FORWARD
-    befores = np.concatenate([graph.producers[graph.input_tensors], graph.control[:, 0]])
-    afters = np.concatenate([graph.readers, graph.control[:, 1]])
-    kept = forward[befores] & forward[afters]
-    edges = np.unique(np.stack([befores[kept], afters[kept]], axis=1), axis=0).tolist()
-    ops = np.flatnonzero(forward).tolist()
+    _order_devices(master)
+    edges = graph.forward_edges.tolist()
+    ops = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
     for device in range(problem.devices):
         here = {op: master.at[of_op[op]].get(device) for op in ops}
         if not any(literal is not None for literal in here.values()):
@@ -291,6 +283,20 @@ def _keep_contiguous(master: Master) -> None:
         for before, after in edges:
             model.add_implication(below[before], below[after])
             model.add_implication(above[after], above[before])
+
+
+def _order_devices(master: Master) -> None:
+    """Each device a place of its own; a group has that of its device, and edges do not fall."""
+    model, last = master.model, master.problem.devices - 1
+    places = [model.new_int_var(0, last, "") for _ in range(last + 1)]
+    model.add_all_different(places)
+    place_of: dict[int, cp_model.IntVar] = {}
+    for group in np.unique(master.problem.load.edges).tolist():
+        place_of[group] = model.new_int_var(0, last, "")
+        for device, literal in master.at[group].items():
+            model.add(place_of[group] == places[device]).only_enforce_if(literal)
+    for before, after in master.problem.load.edges.tolist():
+        model.add(place_of[before] <= place_of[after])
 
 
 def add_hop(
@@ -321,7 +327,7 @@ def add_hop(
     return literal
 
 
-def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model.IntVar]:
+def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model.LiteralT]:
     """Literals one of which is true if and only if the group is on none of `devices`."""
     inside = devices & at.keys()
     if len(inside) == 1:

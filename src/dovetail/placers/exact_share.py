@@ -170,7 +170,9 @@ class _Shares:
             linprog(objective, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=one, b_eq=[1], bounds=b)
             for b in (free, box + free[:count])
         ]
-        return float(found[0].fun), (centre + found[1].x[: self.groups]) / 2
+        least, moved = found[0].fun, found[1].x
+        assert least is not None and moved is not None, "bounded, and the centre is feasible"
+        return float(least), (centre + moved[: self.groups]) / 2
 
     def _share(self, weights: Float64) -> Float64:
         """[columns] minus what a set weighs, over all devices of its kind."""
@@ -204,13 +206,10 @@ class _Shares:
         )
         if not budget.timed:
             budget.charge(NODE_EVALUATIONS * (1 + int(found.mip_node_count or 0)))
-        bound = (
-            found.fun
-            if found.status == 0 and found.mip_dual_bound is None
-            else (found.mip_dual_bound)
-        )
-        proven = bound is not None and np.isfinite(bound)
-        return float(bound) if proven else -np.inf, found.x
+        bound = found.mip_dual_bound
+        if bound is None and found.status == 0:
+            bound = found.fun
+        return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, found.x
 
 
 class _Kind:

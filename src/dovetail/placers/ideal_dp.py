@@ -114,20 +114,6 @@ def best_stages(
     return best, order.element_of, complete
 
 
-def _prove(problem: Problem, budget: Budget, order: Order, lattice: Lattice) -> None:
-    """Hand the budget a lower bound on contiguous plans: groups without forward ops, which
-    contiguity says nothing of, are left out, and memory is what they hold for sure."""
-    plain = forward_order(problem, mirrored=False, merging=True)
-    if (plain.element_of != order.element_of).any():
-        lattice = ideals_of(plain)
-    kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
-    orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
-    task = Task(kinds, problem.load.resident_bytes)
-    chain, _, complete = best_stages(problem, budget, (plain, lattice, orders), task)
-    if complete and chain is not None:
-        budget.prove(chain.value * (1 - _SHAVED), PROOF)
-
-
 def ideals_of(order: Order, most: int = MOST_IDEALS) -> Lattice:
     """Every ideal, by size. Raises `TooManyIdealsError` beyond `most`. O(ideals x elements)."""
     before_offsets, befores = _csr(order.elements, order.edges[:, ::-1])

@@ -50,8 +50,10 @@ OBJECTIVES = ("step", "load")
 
 
 def multilevel(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best placement found; where only convex placements are feasible, local search's."""
-    if problem.contiguous or problem.objective not in OBJECTIVES or not len(problem.free):
+    """The best placement found; where only convex placements are feasible, or there are no more
+    than `COARSEST` groups, local search's."""
+    small = len(problem.free) <= COARSEST
+    if problem.contiguous or problem.objective not in OBJECTIVES or small:
         return local_search(problem, budget)
     levels = _Levels(problem, budget)
     best = levels.plan() if budget.best is None else budget.best[1]

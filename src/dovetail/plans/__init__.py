@@ -3,6 +3,7 @@
 from dovetail.plans.files import load_plan, save_plan
 from dovetail.plans.records import (
     OBJECTIVES,
+    OPTIMAL_GAP,
     SEARCH_PROOFS,
     Placement,
     Plan,
@@ -16,6 +17,7 @@ from dovetail.plans.rules import capacities_of, check, check_placement, normalis
 
 __all__ = [
     "OBJECTIVES",
+    "OPTIMAL_GAP",
     "SEARCH_PROOFS",
     "Placement",
     "Plan",

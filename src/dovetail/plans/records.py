@@ -15,6 +15,8 @@ from dovetail.units import format_bytes, format_seconds, printable
 
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load", "latency")
+OPTIMAL_GAP = 1e-9
+"""A gap of so little is rounding."""
 SEARCH_PROOFS = (
     "CP-SAT",
     "ideals (dynamic programme)",
@@ -140,8 +142,10 @@ def format_value(plan: Plan, value: float) -> str:
 
 def describe_gap(plan: Plan) -> str:
     """ "within 3.1 % of optimal", "optimal", "at most 2.5 x the optimum", or "no bound"."""
+    if plan.value == 0:
+        return "optimal"
     if not np.isfinite(plan.gap):
         return "no bound"
     if plan.gap >= 1:
         return f"at most {1 + plan.gap:.3g} x the optimum"
-    return "optimal" if plan.gap <= 1e-9 else f"within {100 * plan.gap:.3g} % of optimal"
+    return "optimal" if plan.gap <= OPTIMAL_GAP else f"within {100 * plan.gap:.3g} % of optimal"

@@ -14,6 +14,7 @@ transfer, then the lowest index. Time that no event explains (overhead of a meas
 waiting. The parts add up to the length of the step.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph
-from dovetail.plans import Plan
+from dovetail.plans import OPTIMAL_GAP, Plan
 from dovetail.timeline import Timeline
 
 OP, TRANSFER = 0, 1
@@ -218,12 +219,19 @@ def explain(limits: Limits, timeline: Timeline, plan: Plan) -> str:
         text = f"The step's critical chain is {chain}."
     if limits.total_seconds > 0 and plan.objective == "step":
         text += " " + _reason(limits, timeline)
-    if plan.lower_bound > 0:
-        text += (
-            f" The bound '{plan.bound_proof}' proves that no plan takes less than "
-            f"{100 / (1 + max(plan.gap, 0.0)):.0f} % of this plan's value."
-        )
-    return text
+    return text + _proven(plan)
+
+
+def _proven(plan: Plan) -> str:
+    """What the bound says of all other plans. The share is rounded down: it must stay true."""
+    if plan.lower_bound <= 0:
+        return ""
+    which = "contiguous plan" if plan.contiguous else "plan"
+    proves = f" The bound '{plan.bound_proof}' proves that no {which} "
+    if plan.gap <= OPTIMAL_GAP:
+        return proves + "is better."
+    share = math.floor(1000 / (1 + plan.gap)) / 10
+    return proves + f"takes less than {share:g} % of this plan's value."
 
 
 def _reason(limits: Limits, timeline: Timeline) -> str:

@@ -20,10 +20,10 @@ from dovetail.reports import charts, payload
 from dovetail.reports.layout import draw
 from dovetail.reports.limits import Limits, explain, find_limits, shares
 from dovetail.reports.records import Report, utilisation
-from dovetail.reports.tables import found_after, plan_facts, run_rows
+from dovetail.reports.tables import found_after, loads_of, plan_facts, run_rows
 from dovetail.runtime.atomic import write_atomically
 from dovetail.timeline import Timeline
-from dovetail.units import format_bytes, format_count, format_seconds
+from dovetail.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 SCRIPTS = ("common.js", "timeline.js", "graph.js", "page.js")
 
@@ -89,9 +89,13 @@ def _cards(report: Report) -> str:
         cards.append(("speed-up", f"{report.speedup:.2f} x", "over the best single device"))
     bound = f"bound {format_value(plan, plan.lower_bound)}" if plan.lower_bound > 0 else ""
     cards.append(("distance to the bound", describe_gap(plan), bound))
-    busy = utilisation(report.predicted)
-    used = f"{100 * float(busy.mean()):.0f} %"
-    cards.append(("devices at work", used, f"{len(busy)} devices, mean of the step"))
+    busy = utilisation(report.predicted)[[device.kind != "host" for device in plan.machine.devices]]
+    used = f"{100 * float(busy.mean()):.0f} %" if len(busy) else ""
+    if plan.objective == "load":
+        loads = loads_of(plan, report.graph).values()
+        used = f"{100 * sum(loads) / (len(busy) * (max(loads) or 1.0)):.0f} %"
+    what = "load over the busiest one's" if plan.objective == "load" else "of the step"
+    cards.append(("devices at work", used, f"{len(busy)} devices, mean {what}"))
     return "".join(
         f'<div class="card"><span>{escape(label)}</span><strong>{escape(value)}</strong>'
         f"<small>{escape(note)}</small></div>"
@@ -115,7 +119,9 @@ def _limits(name: str, limits: Limits, timeline: Timeline, plan: Plan) -> str:
 def _run(report: Report) -> str:
     seconds = report.measured_seconds
     if seconds is None and report.measured is None:
-        return "<p>Not measured yet: <code>dovetail run</code> does that.</p>"
+        if report.plan.machine.local:
+            return "<p>Not measured yet: <code>dovetail run</code> does that.</p>"
+        return "<p>Planned for a machine that is not this one: nothing was measured.</p>"
     rows = []
     for label, predicted, measured in run_rows(
         report.predicted, np.zeros(0) if seconds is None else seconds, report.measured
@@ -151,6 +157,12 @@ def _devices(report: Report) -> str:
         columns.append({n: format_seconds(s) for n, s in zip(names, busy, strict=True)})
         columns.append({n: f"{100 * s / step:.1f} %" for n, s in zip(names, busy, strict=True)})
     names = report.predicted.devices + report.predicted.channels
+    loads = {
+        n: format_value(report.plan, s) for n, s in loads_of(report.plan, report.graph).items()
+    }
+    if loads:
+        head.append("load")
+        columns.append(loads)
     return _table(head, [(n, *(column.get(n, "") for column in columns)) for n in names])
 
 
@@ -209,6 +221,13 @@ def _memory(report: Report) -> str:
 
 
 def _machine(plan: Plan) -> str:
+    if plan.costs_source == "given":  # rates stand for nothing
+        rows = [
+            (d.name, d.kind, format_bytes(d.memory_bytes))
+            for d in plan.machine.devices
+            if d.kind != "host"
+        ]
+        return _table(("device", "kind", "memory"), rows)
     devices = [
         (
             d.name,
@@ -216,7 +235,7 @@ def _machine(plan: Plan) -> str:
             d.model,
             format_bytes(d.memory_bytes),
             ", ".join(f"{t} {format_count(r, 'FLOP/s')}" for t, r in d.flops_per_second.items()),
-            format_count(d.bandwidth_bytes_per_second, "B/s"),
+            format_bandwidth(d.bandwidth_bytes_per_second),
             format_seconds(d.op_overhead_seconds),
         )
         for d in plan.machine.devices
@@ -225,7 +244,7 @@ def _machine(plan: Plan) -> str:
     links = [
         (
             f"{link.source} → {link.destination}",
-            format_count(link.bandwidth_bytes_per_second, "B/s"),
+            format_bandwidth(link.bandwidth_bytes_per_second),
             format_seconds(link.latency_seconds),
             link.channel,
         )

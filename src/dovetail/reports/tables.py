@@ -13,13 +13,25 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 from rich.text import Text
 
+from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Machine
 from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports.limits import Limits, explain, shares
+from dovetail.simulator.loads import device_loads
 from dovetail.timeline import Timeline
-from dovetail.units import format_bytes, format_count, format_seconds, printable
+from dovetail.units import (
+    UNLIMITED_BYTES,
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_seconds,
+    printable,
+)
+
+LEAST_SHARE = 0.001
+"""Of the critical chain: what has less is summed up."""
 
 
 def escape(text: str) -> str:
@@ -90,21 +102,38 @@ def found_after(plan: Plan, method: str) -> str:
 
 
 def memory_table(plan: Plan, graph: Graph) -> Table:
-    """Per device its ops, peak memory and what it may use."""
-    table = _table("device", "ops", "peak memory", "available", "used", title="Devices")
+    """Per device its ops, for objective load what that is made of, peak memory and what it may
+    use. A host that neither runs nor holds anything has no row."""
+    loads = loads_of(plan, graph)
+    head = ("device", "ops", *(("load",) if loads else ()), "peak memory", "available", "used")
+    table = _table(*head, title="Devices")
     counts = np.bincount(
         plan.placement[~graph.is_source], minlength=len(plan.machine.devices)
     ).tolist()
     capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
     capped = {device for device, _ in plan.caps}
-    for name, count, peak, capacity in zip(
-        plan.machine.device_names, counts, plan.peak_memory_bytes, capacities, strict=True
+    for device, count, peak, capacity in zip(
+        plan.machine.devices, counts, plan.peak_memory_bytes, capacities, strict=True
     ):
-        available = format_bytes(capacity) + (" (cap)" * (name in capped))
-        used = f"{100 * peak / capacity:.1f} %" if capacity else ""
-        style = "bold red" if peak > capacity else None
-        table.add_row(escape(name), f"{count:,}", format_bytes(peak), available, used, style=style)
+        name, runs = device.name, device.kind != "host"
+        if not (runs or peak):
+            continue
+        cells = [f"{count:,}" if runs else ""]
+        cells += [format_value(plan, loads[name]) if runs else ""] if loads else []
+        limited = 0 < capacity < UNLIMITED_BYTES
+        used = f"{100 * peak / capacity:.1f} %" if limited else ""
+        cells += [format_bytes(peak), format_bytes(capacity) + (" (cap)" * (name in capped)), used]
+        table.add_row(escape(name), *cells, style="bold red" if peak > capacity else None)
     return table
+
+
+def loads_of(plan: Plan, graph: Graph) -> dict[str, float]:
+    """device -> seconds of its load, of a plan for objective load; else empty."""
+    if plan.objective != "load":
+        return {}
+    costs = Costs(plan.compute_seconds, plan.costs_source, plan.sent_bytes)
+    loads = device_loads(graph, plan.machine, costs, plan.placement)
+    return dict(zip(plan.machine.device_names, loads.tolist(), strict=True))
 
 
 def run_table(
@@ -153,11 +182,19 @@ def _compared(
 
 def limits_table(limits: Limits, timeline: Timeline, plan: Plan) -> RenderableType:
     """What bounds the plan: the sentence, and the critical chain by share."""
-    table = _table("critical chain", "seconds", "share")
-    for what, share in shares(limits, timeline):
+    sentences = Text(printable(explain(limits, timeline, plan)))
+    parts = shares(limits, timeline)
+    if not parts:
+        return sentences
+    table = _table("critical chain", "time", "share")
+    named = max(1, sum(share >= LEAST_SHARE for _, share in parts))
+    if len(parts) > named + 1:
+        rest = parts[named:]
+        parts = [*parts[:named], (f"{len(rest)} smaller", sum(share for _, share in rest))]
+    for what, share in parts:
         spent = format_seconds(share * limits.total_seconds)
         table.add_row(escape(what), spent, f"{100 * share:.1f} %")
-    return Group(Text(printable(explain(limits, timeline, plan))), table)
+    return Group(sentences, table)
 
 
 def machine_table(machine: Machine) -> RenderableType:
@@ -172,7 +209,7 @@ def machine_table(machine: Machine) -> RenderableType:
             f"{dtype} {format_count(rate, 'FLOP/s')}"
             for dtype, rate in device.flops_per_second.items()
         )
-        bandwidth = f"{format_count(device.bandwidth_bytes_per_second, 'B/s')}" if runs else ""
+        bandwidth = format_bandwidth(device.bandwidth_bytes_per_second) if runs else ""
         devices.add_row(
             escape(device.name) + (" (host)" * (device.name == machine.host)),
             device.kind,
@@ -189,7 +226,7 @@ def machine_table(machine: Machine) -> RenderableType:
     for link in machine.links:
         links.add_row(
             f"{escape(link.source)} -> {escape(link.destination)}",
-            format_count(link.bandwidth_bytes_per_second, "B/s"),
+            format_bandwidth(link.bandwidth_bytes_per_second),
             format_seconds(link.latency_seconds),
             escape(link.channel),
         )

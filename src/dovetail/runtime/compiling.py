@@ -56,6 +56,8 @@ class _Compiler(event.Listener):
 
     def on_end(self, _event: event.Event) -> None:
         with self._lock:
+            if not self._depth:  # it began before anyone listened
+                return
             self._depth -= 1
             if self._depth == 0:
                 self._spent += time.monotonic() - self._began

@@ -34,13 +34,12 @@ from dovetail.simulator.flat import Flat, Float64, flatten
 from dovetail.simulator.load_balance import (
     ROUNDING,
     class_burdens,
-    class_bytes,
     class_seconds,
     classes_of,
     load_balance_prices,
     proven_seconds,
 )
-from dovetail.simulator.load_model import load_model
+from dovetail.simulator.load_model import load_model, resident_bytes
 
 Bool = NDArray[np.bool_]
 Int64 = NDArray[np.int64]
@@ -113,7 +112,8 @@ def lower_bounds(
         raise NoDeviceError(graph.names[int(np.flatnonzero(stuck)[0])])
     memory = [device.memory_bytes for device in machine.devices]
     case = _Case(
-        graph, machine, costs, flat, seconds, of_op, classes, class_bytes(graph, of_op),
+        graph, machine, costs, flat, seconds, of_op, classes,
+        resident_bytes(graph, of_op, len(classes)),
         np.array(memory if capacities is None else capacities, np.float64),
     )  # fmt: skip
     if objective == "latency":

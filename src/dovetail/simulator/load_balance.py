@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from dovetail.graph import HOST, Graph
+from dovetail.graph import Graph
 from dovetail.simulator.flat import Float64
 
 Int64 = NDArray[np.int64]
@@ -76,18 +76,6 @@ def class_seconds(of_op: Int64, seconds: Float64) -> Float64:
     """[classes, devices] summed seconds [ops, devices]; inf where an op may not be."""
     count = int(of_op.max(initial=-1)) + 1
     return np.stack([np.bincount(of_op, weights=c, minlength=count) for c in seconds.T], axis=1)
-
-
-def class_bytes(graph: Graph, of_op: Int64) -> Float64:
-    """[classes] bytes of parameters, state and buffers that someone reads or writes."""
-    used = np.zeros(graph.tensors, bool)
-    used[graph.input_tensors] = True
-    made_by = graph.producers
-    lives = graph.is_source[made_by] & (graph.residences[made_by] != HOST)
-    lives &= used | (graph.residences[made_by] >= 0)
-    sizes = np.where(lives, graph.tensor_bytes, 0)
-    count = int(of_op.max(initial=-1)) + 1
-    return np.bincount(of_op[made_by], weights=sizes, minlength=count).astype(np.float64)
 
 
 def load_balance_seconds(

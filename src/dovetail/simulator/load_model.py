@@ -83,16 +83,15 @@ def load_model(
     work = np.stack([np.bincount(group_of, weights=c, minlength=groups) for c in columns], axis=1)
     latency, per_byte, linked = _links(machine)
     sources, offsets, targets, sizes, sends = _nets(graph, costs, group_of)
-    is_forward = graph.phases == Phase.FORWARD
     forward = np.zeros(groups, np.int8)
-    forward[group_of[is_forward]] = 1
+    forward[group_of[graph.phases == Phase.FORWARD]] = 1
     return LoadModel(
         groups=groups,
         devices=devices,
         host=machine.host_index,
         counted=np.array([device.kind != "host" for device in machine.devices], np.int8),
         work_seconds=np.ascontiguousarray(np.where(allowed, work, np.inf)),
-        resident_bytes=_resident_bytes(graph, group_of, groups),
+        resident_bytes=resident_bytes(graph, group_of, groups),
         capacities=np.asarray(capacities, np.float64),
         net_sources=sources,
         net_offsets=offsets,
@@ -102,7 +101,7 @@ def load_model(
         latency_seconds=latency,
         seconds_per_byte=per_byte,
         linked=linked,
-        edges=_forward_edges(graph, group_of, is_forward),
+        edges=_forward_edges(graph, group_of),
         forward=forward,
     )
 
@@ -219,21 +218,21 @@ def _nets(
     )
 
 
-def _resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> Float64:
-    """[groups] bytes of parameters, state and buffers; what several groups read is charged to
-    the group that it is numbered with, which is one of its readers."""
-    lives = graph.is_source & (graph.residences != HOST)
-    sizes = np.where(lives[graph.producers] & (graph.bases < 0), graph.tensor_bytes, 0)
-    sums = np.bincount(group_of[graph.producers], weights=sizes, minlength=groups)
-    return sums.astype(np.float64)
+def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> Float64:
+    """[groups] bytes of parameters, state and buffers that are on a group's device from begin to
+    end, wherever it is. What is written lives with its writer; what is resident wherever it is read
+    is charged once, to its first reader; what nobody reads or writes is nowhere."""
+    homes = graph.residences[graph.producers].astype(np.int64)
+    first = np.full(graph.tensors, HOST, np.int64)
+    read = np.flatnonzero(np.diff(graph.consumer_offsets))
+    first[read] = graph.consumers[graph.consumer_offsets[read]]
+    homes = np.where(homes == EVERYWHERE, first, homes)
+    lives = graph.is_source[graph.producers] & (homes != HOST)
+    sizes = graph.tensor_bytes[lives]
+    return np.bincount(group_of[homes[lives]], weights=sizes, minlength=groups).astype(np.float64)
 
 
-def _forward_edges(
-    graph: Graph, group_of: NDArray[np.integer], is_forward: NDArray[np.bool_]
-) -> Int32:
-    befores = np.concatenate([graph.producers[graph.input_tensors], graph.control[:, 0]])
-    afters = np.concatenate([graph.readers, graph.control[:, 1]])
-    kept = is_forward[befores] & is_forward[afters]
-    ends = np.stack([group_of[befores[kept]], group_of[afters[kept]]], axis=1)
+def _forward_edges(graph: Graph, group_of: NDArray[np.integer]) -> Int32:
+    ends = group_of[graph.forward_edges]
     ends = np.unique(ends[ends[:, 0] != ends[:, 1]], axis=0)
     return np.ascontiguousarray(ends.reshape(-1, 2), np.int32)

@@ -3,8 +3,8 @@
     load(device) = seconds it computes + seconds of every transfer into it and out of it
 
 Transfers are those of the step: one per (tensor, destination), two hops where there is no link,
-one empty one per control edge and destination. Nothing waits for anything, so a load is a sum. A host that runs nothing is memory, not a device:
-what passes through it makes no load there.
+one empty one per control edge and destination. Nothing waits for anything, so a load is a sum. A
+host that runs nothing is memory, not a device: what passes through it makes no load there.
 """
 
 import numpy as np
