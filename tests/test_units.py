@@ -4,7 +4,7 @@ from dovetail.units import (
     UNLIMITED_BYTES,
     UNLIMITED_RATE,
     format_bandwidth,
-    format_bytes,
+    format_capacity,
     parse_bytes,
     printable,
 )
@@ -31,7 +31,7 @@ def test_control_characters_are_written_out_and_lines_and_letters_stay():
 
 
 def test_what_has_no_limit_is_called_unlimited():
-    assert format_bytes(UNLIMITED_BYTES) == "unlimited"
-    assert format_bytes(2**50) == "1048576 GiB"
+    assert format_capacity(UNLIMITED_BYTES) == format_capacity(2**50) == "unlimited"
+    assert format_capacity(2**40) == "1024 GiB"
     assert format_bandwidth(UNLIMITED_RATE) == "unlimited"
     assert format_bandwidth(1.34e10) == "13.4 GB/s"

@@ -123,6 +123,8 @@ def accelerate_method(case: Case) -> Callable:
 
 def methods_of(case: Case, wanted: list[str]) -> list[str]:
     names = [*PLACERS, *(["accelerate"] if case.model else [])]
+    if case.problem.objective != "latency":
+        names.remove("latency_search")
     return [name for name in names if not wanted or name in wanted]
 
 

@@ -6,7 +6,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 MOST_BYTES = 2**62
 """Sizes are kept as int64; half of its range leaves room to add two."""
 UNLIMITED_BYTES = MOST_BYTES // 2
-"""A memory of so many bytes or more is one without a limit."""
+"""Of a memory without a limit."""
+BEYOND_ANY_BYTES = 2**50
+"""A memory of so many bytes or more stands for one without a limit."""
 UNLIMITED_RATE = 1e30
 """A bandwidth of so many bytes per second or more is one that costs nothing."""
 DTYPE_BYTES = {
@@ -40,9 +42,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """`1536` -> "1.5 KiB"; `UNLIMITED_BYTES` -> "unlimited"."""
-    if size_bytes >= UNLIMITED_BYTES:
-        return "unlimited"
+    """`1536` -> "1.5 KiB"."""
     for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size_bytes) >= scale:
             return (
@@ -59,6 +59,11 @@ def format_count(count: float, unit: str = "") -> str:
         if abs(count) >= scale:
             return f"{count / scale:.3g} {prefix}{unit}"
     return f"{count:.3g} {unit}".rstrip()
+
+
+def format_capacity(memory_bytes: int) -> str:
+    """`format_bytes` of what a memory holds; `BEYOND_ANY_BYTES` -> "unlimited"."""
+    return "unlimited" if memory_bytes >= BEYOND_ANY_BYTES else format_bytes(memory_bytes)
 
 
 def format_bandwidth(bytes_per_second: float) -> str:

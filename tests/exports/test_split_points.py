@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from planned import Blocks, blocks_step, captured, plan_of
@@ -49,6 +51,25 @@ def test_a_device_that_comes_back_is_named_with_the_op():
     with pytest.raises(ExportError, match=r"p100:0 comes back at op 'blocks\.2") as raised:
         split_points(plan, step.graph)
     assert raised.value.where == "device p100:0"
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.a(x) + self.b(x) + self.c(x)
+
+
+def test_branches_of_a_contiguous_plan_are_to_be_pinned_by_the_module_that_holds_them():
+    step = captured(nn.Sequential(nn.Linear(4, 4), Branches()), torch.randn(2, 4))
+    plan = replace(plan_of(step, lambda path, _: int(path in ("1.a", "1.c"))), contiguous=True)
+    with pytest.raises(ExportError, match="pin module '1' to one device"):
+        split_points(plan, step.graph)
+    plan = replace(plan, contiguous=False)
+    with pytest.raises(ExportError, match="plan with objective load and contiguous"):
+        split_points(plan, step.graph)
 
 
 def test_a_stage_that_begins_within_a_module_is_named():

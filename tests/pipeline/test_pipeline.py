@@ -217,6 +217,8 @@ def test_a_thread_that_cannot_be_interrupted_plans_as_well():
         ({"budget": "soon"}, UsageError),
         ({"seed": -1}, UsageError),
         ({"seed": 2**70}, UsageError),
+        ({"gap": -0.1}, UsageError),
+        ({"gap": float("nan")}, UsageError),
         ({"placer": "magic"}, UsageError),
         ({"objective": "joy"}, UsageError),
         ({"pins": [("a", "d9")]}, UnknownDeviceError),

@@ -15,18 +15,19 @@ from placer_instances import random_problem as random_linked
 
 from dovetail.errors import TooManyIdealsError
 from dovetail.graph import Phase, colocate
+from dovetail.graph.convexity import find_return
 from dovetail.instances import instance_from, load_instance
 from dovetail.placers import make_problem
 from dovetail.placers.budget import Budget, keeping_interrupts
 from dovetail.placers.contiguity import (
     elements_of,
     forward_order,
-    is_contiguous,
     is_star,
     kinds_of,
     order_of,
     topological,
 )
+from dovetail.placers.exhaustive import every_placement
 from dovetail.placers.ideal_dp import ideal_dp, ideals_of
 from dovetail.placers.linear_dp import linear_dp
 from dovetail.placers.stages import best_chain, states_of
@@ -88,6 +89,10 @@ def build(nodes, edges, *, accelerators=2, cpus=1, size=1000, **options):
         "edges": [{"sourceId": a, "destId": b, "cost": cost} for a, b, cost in edges],
     }
     return problem_of(instance_from(raw, "toy.json"), **options)
+
+
+def is_contiguous(problem, placement):
+    return find_return(problem.graph, problem.spread(placement)) is None
 
 
 def random_problem(rng, *, training=False, **options):
@@ -234,6 +239,8 @@ def test_what_ideal_dp_proves_no_contiguous_plan_beats(seed, training):
     best = best_by_enumeration(problem, stage_edges(problem, mirrored=False))
     if budget.bound is not None:
         assert budget.bound.seconds <= best
+        found = problem.evaluate(problem.spread(every_placement(problem)))
+        assert (found.values[found.feasible] >= budget.bound.seconds).all()
         assert budget.bound.proof == "ideals (dynamic programme)"
     if not training and 0 < best < np.inf:
         assert budget.bound.seconds == pytest.approx(best, rel=1e-9)
@@ -248,7 +255,7 @@ def test_linear_dp_finds_no_contiguous_plan_below_the_best_of_all(seed, training
     placement = linear_dp(problem, budget)
     score = budget.score(problem, placement[None])[0]
     best = best_by_enumeration(problem, stage_edges(problem, mirrored=False))
-    if score.lacking_bytes == 0 and is_contiguous(problem.load, placement):
+    if score.lacking_bytes == 0 and is_contiguous(problem, placement):
         assert score.value >= best * (1 - 1e-12)
 
 
@@ -259,8 +266,8 @@ def test_contiguous_means_that_devices_have_an_order_and_each_part_is_convex(see
     problem = random_problem(rng)
     model, edges = problem.load, stage_edges(problem, mirrored=False)
     placement = rng.integers(0, model.devices, size=model.groups).astype(np.int32)
-    assert is_contiguous(model, placement) == in_some_order(edges, placement.tolist())
-    if is_contiguous(model, placement):
+    assert is_contiguous(problem, placement) == in_some_order(edges, placement.tolist())
+    if is_contiguous(problem, placement):
         reaches = np.eye(model.groups, dtype=bool)
         for a, b in sorted(edges) * model.groups:
             reaches[:, b] |= reaches[:, a]
@@ -275,8 +282,10 @@ def test_two_devices_that_wait_for_each_other_are_not_contiguous_though_each_par
     b1 -> b2        acc1: b1, a2
     """
     problem = build([node(i, 1, 9) for i in range(4)], [(0, 1, 0.5), (2, 3, 0.5)])
-    assert not is_contiguous(problem.load, np.array([0, 1, 1, 0], np.int32))
-    assert is_contiguous(problem.load, np.array([0, 0, 1, 1], np.int32))
+    crossed, apart = np.array([0, 1, 1, 0], np.int32), np.array([0, 0, 1, 1], np.int32)
+    assert not is_contiguous(problem, crossed)
+    assert find_return(problem.graph, problem.spread(crossed)) == (0, 1, 3)
+    assert is_contiguous(problem, apart)
 
 
 def test_drawn_example():
@@ -311,7 +320,7 @@ def test_ideal_dp_reproduces_the_published_optimum(name):
     placement = ideal_dp(problem, budget)
     found = budget.score(problem, placement[None])[0]
     assert found.lacking_bytes == 0
-    assert is_contiguous(problem.load, placement)
+    assert is_contiguous(problem, placement)
     assert float(f"{found.value * 1e3:.6g}") == CONTIGUOUS_OPTIMUM[name]
     if (problem.load.forward == 1).all():
         assert budget.closed
@@ -326,7 +335,7 @@ def test_linear_dp_is_at_or_below_the_published_linearised_value(name):
     placement = linear_dp(problem, budget)
     found = budget.score(problem, placement[None])[0]
     assert found.lacking_bytes == 0
-    assert is_contiguous(problem.load, placement)
+    assert is_contiguous(problem, placement)
     assert float(f"{found.value * 1e3:.6g}") <= LINEAR[name]
 
 
@@ -360,7 +369,7 @@ def test_more_states_than_the_table_holds_are_refused():
     budget = Budget()
     placement = linear_dp(problem, budget)
     assert placement.tolist() == list(range(20))
-    assert is_contiguous(problem.load, placement)
+    assert is_contiguous(problem, placement)
 
 
 def test_states_are_counts_of_each_kind_or_else_devices_in_their_order():
@@ -404,7 +413,7 @@ def test_long_chains_are_cut_into_cells():
     placement = linear_dp(problem, budget)
     total = sum(n["fpgaLatency"] for n in nodes) * 1e-3
     value = budget.score(problem, placement[None])[0].value
-    assert is_contiguous(problem.load, placement)
+    assert is_contiguous(problem, placement)
     assert total / 4 * 0.9 < value < total / 4 * 1.01
     assert len(topological(3, np.array([[0, 2], [1, 2]]), np.arange(3))) == 3
 
@@ -431,7 +440,7 @@ def test_on_linked_devices_stages_are_contiguous_and_fit(seed, share):
     placement = linear_dp(problem, budget)
     score = budget.score(problem, placement[None])[0]
     assert score.lacking_bytes == 0
-    assert is_contiguous(problem.load, placement)
+    assert is_contiguous(problem, placement)
 
 
 def test_a_budget_that_ends_leaves_the_best_along_orders_and_proves_nothing():
@@ -440,7 +449,7 @@ def test_a_budget_that_ends_leaves_the_best_along_orders_and_proves_nothing():
     placement = ideal_dp(problem, budget)
     found = budget.score(problem, placement[None], always=True)[0]
     assert found.value < 40e-3
-    assert is_contiguous(problem.load, placement)
+    assert is_contiguous(problem, placement)
     assert budget.bound is None
     assert budget.spent > 1
 
@@ -472,4 +481,4 @@ def test_ctrl_c_ends_ideal_dp_with_a_plan():
     assert budget.interrupted
     assert len(calls) <= 33
     assert budget.bound is None
-    assert is_contiguous(problem.load, placement)
+    assert is_contiguous(problem, placement)

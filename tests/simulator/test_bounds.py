@@ -21,6 +21,7 @@ from dovetail.simulator.load_balance import (
     load_balance_seconds,
     proven_seconds,
 )
+from dovetail.simulator.load_model import resident_bytes
 
 INSTANCES = Path(__file__).parents[1] / "data" / "instances"
 BEST_MILLISECONDS = {  # known to us; the first six proven
@@ -126,6 +127,25 @@ def group_model(case):
     return load_model(
         graph, where, costs, group_of=groups.of_op, allowed=may, capacities=capacities
     )
+
+
+def test_bytes_count_once_with_a_reader_or_the_writer_and_not_where_nobody_wants_them():
+    graph = graph_of(
+        source("x", kind="input", output_bytes=50),
+        source("unread", output_bytes=1000),
+        source("shared", output_bytes=7),
+        source("state", output_bytes=20),
+        Op("a", ("x", "shared")),
+        Op("b", ("a", "shared")),
+        Op("update", ("b", "state"), phase=Phase.UPDATE, overwrites="state"),
+    )
+    each = np.arange(len(graph))
+    assert resident_bytes(graph, each, len(graph)).tolist() == [0, 0, 0, 0, 7, 0, 20]
+    table = np.where(graph.is_source[:, None], 0.0, np.ones((len(graph), 2)))
+    found = Simulator(graph, machine(), Costs(table, "given")).evaluate(
+        np.array([[0] * 4 + [1] * 3])
+    )
+    assert found.peak_memory_bytes[0].max() < 1000
 
 
 def least_load(model):

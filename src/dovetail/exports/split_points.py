@@ -8,6 +8,7 @@ each device one such run, and every run but the first must begin where a module 
 called only once. https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from dovetail.errors import ExportError
@@ -42,7 +43,7 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
                 FORMAT,
                 f"device {name}",
                 f"comes back at op {graph.names[op]!r}: in the order of the forward ops its part "
-                "is not contiguous; plan with objective load and contiguous",
+                f"is not contiguous; {_advice(plan, graph, ops[start - 1], op)}",
             )
         seen.add(device)
         if op not in begins:
@@ -54,6 +55,17 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
             )
         found[begins[op]] = SplitPoint.BEGINNING
     return found
+
+
+def _advice(plan: Plan, graph: Graph, before: int, op: int) -> str:
+    """What to do about a device that comes back at `op`, just after `before`. A contiguous plan may
+    still split the branches of a module, which the model calls one after the other."""
+    if not plan.contiguous:
+        return "plan with objective load and contiguous"
+    paths = [graph.modules[one].split(".") for one in (before, op)]
+    shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False))]
+    where = f"module {'.'.join(shared)!r}" if any(shared) else "its branches"
+    return f"pin {where} to one device"
 
 
 def _begins(graph: Graph) -> dict[int, str]:

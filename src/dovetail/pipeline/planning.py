@@ -24,6 +24,7 @@ from dovetail.pipeline.sources import (
 )
 from dovetail.placers import (
     PLACERS,
+    Budget,
     Outcome,
     Problem,
     keeping_interrupts,
@@ -78,13 +79,13 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         placer=placer,
         objective=objective,
         budget=budget,
+        gap=gap,
         seed=seed,
         contiguous=contiguous,
         devices=[name for _, name in pins] + [name for name, _ in caps],
         step=step,
     )
-    graph = graph_of(step)
-    where = machine_of(step, machine, progress)
+    graph, where = graph_of(step), machine_of(step, machine, progress)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
     costs = costs_of(step, where, progress)
     simulator = Simulator(graph, where, costs, capacities=capacities_of(where, dict(caps)))
@@ -101,8 +102,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         contiguous=contiguous,
         trace=simulator.timeline,
     )
-    limit = parse_budget(str(budget))
-    limit.gap = max(limit.gap, gap)
+    limit = _limit(budget, gap)
     found: Plan | None = None
     try:
         with keeping_interrupts(limit):
@@ -141,6 +141,7 @@ def check_request(  # noqa: PLR0913  keyword-only but one
     objective: str,
     budget: str | float,
     seed: int,
+    gap: float = 0.0,
     contiguous: bool = False,
     devices: Sequence[str] = (),
     step: Step | None = None,
@@ -156,6 +157,8 @@ def check_request(  # noqa: PLR0913  keyword-only but one
             raise UsageError(option, f"{text!r} is not one of {', '.join(known)}")
     parse_budget(str(budget))
     check_seed(seed)
+    if not gap >= 0:
+        raise UsageError("gap", f"is {gap}; use a share from 0 on: .02 is 2 %")
     _check_objective(step, objective, contiguous)
     if isinstance(step, Instance):
         where = machine_of(step, machine)
@@ -181,6 +184,12 @@ def _check_objective(step: Step | None, objective: str, contiguous: bool) -> Non
             "is for objective load; a step has no stages, and for the latency an "
             "accelerator runs its part in one call in any case",
         )
+
+
+def _limit(budget: str | float, gap: float) -> Budget:
+    limit = parse_budget(str(budget))
+    limit.gap = max(limit.gap, gap)
+    return limit
 
 
 def _to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: LowerBound) -> Plan:

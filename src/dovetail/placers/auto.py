@@ -49,9 +49,10 @@ FIRST_SLICE = 1 / 24
 """Of what is left when the improving methods begin; slices double from there."""
 SETTING_UP = {"exact": 4, "multilevel": 2}
 """How many times longer the first slice of a method is that first builds a model."""
-LARGE_OPS, LARGE_SLICE = 20_000, 10
-"""Of a graph, and how many times longer the first slice of `multilevel` is then: simulating merged
-graphs is what makes moves cheap there."""
+LARGE_OPS, LARGE_SHARE = 20_000, 0.7
+"""Of a graph: beyond it `multilevel` begins with that share of what the constructive methods leave,
+since simulating merged graphs is what makes moves cheap there; and `sct`, whose linear programme
+takes seconds by then, is left out."""
 FLOOR = 0.15
 """Share that even a method without gains keeps, before shares are made to sum to 1."""
 
@@ -59,6 +60,7 @@ CONSTRUCTIVE: dict[str, dict[str, Placer]] = {
     "step": {
         "m_topo": m_topo,
         "heft": heft,
+        "linear_dp": linear_dp,
         "metis": metis,
         "families": families,
         "scotch": scotch,
@@ -94,6 +96,8 @@ def auto(problem: Problem, budget: Budget) -> GroupPlacement:
 
 def _construct(problem: Problem, budget: Budget) -> None:
     for name, method in CONSTRUCTIVE[problem.objective].items():
+        if method is sct and _is_large(problem):
+            continue
         left = CONSTRUCTIVE_SHARE - budget.fraction
         if left <= 0 or budget.closed or budget.exhausted:
             return
@@ -106,7 +110,9 @@ def _improve(problem: Problem, budget: Budget) -> None:
     while arms and not (budget.exhausted or budget.closed):
         arm = _furthest_behind(arms)
         arm.slices += 1
-        share = first * _setting_up(problem, arm.name) * 2 ** (arm.slices - 1)
+        share = first * SETTING_UP.get(arm.name, 1) * 2 ** (arm.slices - 1)
+        if arm.name == "multilevel" and _is_large(problem):
+            share = LARGE_SHARE * (1 - budget.fraction)
         share = min(share, 1 - budget.fraction)
         gap, began = _state(budget), budget.fraction
         usable = _attempt(arm.name, arm.method, problem, _part(budget, share))
@@ -117,10 +123,8 @@ def _improve(problem: Problem, budget: Budget) -> None:
             arms.remove(arm)
 
 
-def _setting_up(problem: Problem, name: str) -> int:
-    if name == "multilevel" and len(problem.graph) > LARGE_OPS:
-        return LARGE_SLICE
-    return SETTING_UP.get(name, 1)
+def _is_large(problem: Problem) -> bool:
+    return len(problem.graph) > LARGE_OPS
 
 
 @dataclass

@@ -21,7 +21,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph import Phase
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import Problem
 from dovetail.simulator.flat import Float64, Int32, Int64
 from dovetail.simulator.load_model import HOST_SOURCE, LoadModel
 
@@ -76,17 +76,6 @@ class Order(NamedTuple):
     element_of: Int32
     elements: int
     edges: Int32
-
-
-def is_contiguous(model: LoadModel, placement: GroupPlacement) -> bool:
-    """Can the devices be ordered so that every forward edge stays or goes on? O(edges)."""
-    ends = placement[model.edges]
-    reaches = np.zeros((model.devices, model.devices), dtype=bool)
-    reaches[ends[:, 0], ends[:, 1]] = True
-    np.fill_diagonal(reaches, False)
-    for middle in range(model.devices):
-        reaches |= reaches[:, middle, None] & reaches[None, middle]
-    return not reaches.diagonal().any()
 
 
 def is_star(problem: Problem) -> bool:

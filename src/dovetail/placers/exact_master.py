@@ -30,6 +30,9 @@ units, so that a sum of n of them is short of the truth by less than n units. La
 are not safe: with 2**34, CP-SAT 9.15 was seen to cut off the optimum while it simplified."""
 MOST_UNITS = 2 * SCALE_UNITS
 """A longer duration counts as this: no plan of interest has one."""
+HORIZON_UNITS = 2**46
+"""Above the sum of the durations of every model that there is memory for: no plan is cut off,
+however much slower than expected."""
 ROOM_UNITS = 2**26
 """Units of memory that a device's capacity has, for the same reason."""
 
@@ -133,7 +136,7 @@ def new_master(problem: Problem, scale_seconds: float) -> Master:
         problem=problem,
         model=model,
         at=at,
-        objective=model.new_int_var(0, 2**40, ""),
+        objective=model.new_int_var(0, HORIZON_UNITS, ""),
         unit_seconds=scale_seconds / SCALE_UNITS if scale_seconds > 0 else 1.0,
         classes=alike_devices(problem),
         order=order,

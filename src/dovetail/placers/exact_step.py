@@ -24,10 +24,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from dovetail.graph import HOST
-from dovetail.placers.exact_master import Master, add_hop, new_master
+from dovetail.placers.exact_master import HORIZON_UNITS, Master, add_hop, new_master
 from dovetail.placers.problem import Problem
-
-HORIZON_UNITS = 2**36
 
 Spot = tuple[int, int]  # (unit, device): a tensor, or tensors + op for a control edge, arriving
 

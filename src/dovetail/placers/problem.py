@@ -114,8 +114,9 @@ class Problem:
     def _lives(self) -> NDArray[np.bool_]:
         """[tensors] there before the step, on a device of our choice."""
         graph = self.graph
-        source = graph.is_source[graph.producers]
-        return np.asarray(source & (graph.residences[graph.producers] != HOST))
+        home = graph.residences[graph.producers]
+        used = (home >= 0) | ((home != HOST) & (np.diff(graph.consumer_offsets) > 0))
+        return np.asarray(graph.is_source[graph.producers] & used)
 
     @cached_property
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:

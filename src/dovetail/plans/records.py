@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.machine import Machine
-from dovetail.units import format_bytes, format_seconds, printable
+from dovetail.units import format_bytes, format_capacity, format_seconds, printable
 
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load", "latency")
@@ -129,7 +129,7 @@ class Plan:
             available = min(device.memory_bytes, caps.get(device.name, device.memory_bytes))
             cap = " (cap)" if device.name in caps else ""
             rows.append(
-                f"  {device.name:<14}{format_bytes(peak):>10} of {format_bytes(available)}{cap}"
+                f"  {device.name:<14}{format_bytes(peak):>10} of {format_capacity(available)}{cap}"
             )
         return printable("\n".join(rows))
 

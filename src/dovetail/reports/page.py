@@ -23,7 +23,13 @@ from dovetail.reports.records import Report, utilisation
 from dovetail.reports.tables import found_after, loads_of, plan_facts, run_rows
 from dovetail.runtime.atomic import write_atomically
 from dovetail.timeline import Timeline
-from dovetail.units import format_bandwidth, format_bytes, format_count, format_seconds
+from dovetail.units import (
+    format_bandwidth,
+    format_bytes,
+    format_capacity,
+    format_count,
+    format_seconds,
+)
 
 SCRIPTS = ("common.js", "timeline.js", "graph.js", "page.js")
 
@@ -121,7 +127,7 @@ def _run(report: Report) -> str:
     if seconds is None and report.measured is None:
         if report.plan.machine.local:
             return "<p>Not measured yet: <code>dovetail run</code> does that.</p>"
-        return "<p>Planned for a machine that is not this one: nothing was measured.</p>"
+        return "<p>Not measured: the plan is for another machine.</p>"
     rows = []
     for label, predicted, measured in run_rows(
         report.predicted, np.zeros(0) if seconds is None else seconds, report.measured
@@ -212,7 +218,7 @@ def _memory(report: Report) -> str:
         ]
         end = max(timeline.step_seconds for _, timeline in report.timelines)
         peak = plan.peak_memory_bytes[device]
-        text = f"{name}: peak {format_bytes(peak)} of {format_bytes(capacity)}"
+        text = f"{name}: peak {format_bytes(peak)} of {format_capacity(capacity)}"
         parts.append(
             f"<figure><figcaption>{escape(text)}</figcaption>"
             f"{charts.memory(curves, capacity, end, text)}</figure>"
@@ -223,7 +229,7 @@ def _memory(report: Report) -> str:
 def _machine(plan: Plan) -> str:
     if plan.costs_source == "given":  # rates stand for nothing
         rows = [
-            (d.name, d.kind, format_bytes(d.memory_bytes))
+            (d.name, d.kind, format_capacity(d.memory_bytes))
             for d in plan.machine.devices
             if d.kind != "host"
         ]
@@ -233,7 +239,7 @@ def _machine(plan: Plan) -> str:
             d.name,
             d.kind + " (host)" * (d.name == plan.machine.host),
             d.model,
-            format_bytes(d.memory_bytes),
+            format_capacity(d.memory_bytes),
             ", ".join(f"{t} {format_count(r, 'FLOP/s')}" for t, r in d.flops_per_second.items()),
             format_bandwidth(d.bandwidth_bytes_per_second),
             format_seconds(d.op_overhead_seconds),

@@ -22,9 +22,10 @@ from dovetail.reports.limits import Limits, explain, shares
 from dovetail.simulator.loads import device_loads
 from dovetail.timeline import Timeline
 from dovetail.units import (
-    UNLIMITED_BYTES,
+    BEYOND_ANY_BYTES,
     format_bandwidth,
     format_bytes,
+    format_capacity,
     format_count,
     format_seconds,
     printable,
@@ -120,9 +121,13 @@ def memory_table(plan: Plan, graph: Graph) -> Table:
             continue
         cells = [f"{count:,}" if runs else ""]
         cells += [format_value(plan, loads[name]) if runs else ""] if loads else []
-        limited = 0 < capacity < UNLIMITED_BYTES
+        limited = 0 < capacity < BEYOND_ANY_BYTES
         used = f"{100 * peak / capacity:.1f} %" if limited else ""
-        cells += [format_bytes(peak), format_bytes(capacity) + (" (cap)" * (name in capped)), used]
+        cells += [
+            format_bytes(peak),
+            format_capacity(capacity) + (" (cap)" * (name in capped)),
+            used,
+        ]
         table.add_row(escape(name), *cells, style="bold red" if peak > capacity else None)
     return table
 
@@ -215,7 +220,7 @@ def machine_table(machine: Machine) -> RenderableType:
             device.kind,
             escape(device.model),
             _ranges(device.cores),
-            format_bytes(device.memory_bytes),
+            format_capacity(device.memory_bytes),
             escape(rates),
             bandwidth,
             format_seconds(device.op_overhead_seconds) if runs else "",
