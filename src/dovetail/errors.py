@@ -22,7 +22,7 @@ DovetailError
 │   ├── MissingLibraryError   a system library that is not installed   .library
 │   ├── ExportError           a format that cannot say what a plan does   .format .where
 │   ├── TooManyIdealsError    a graph too wide for a programme over ideals   .count .limit
-│   ├── TooManyIntervalsError a graph too large for a model with intervals   .count .limit
+│   ├── TooManyIntervalsError a graph too large for the model of `exact`   .count .limit
 │   └── PlanError             a plan that breaks a rule   .rule
 │       ├── UnplacedOpError     .op .device
 │       ├── OrderError          .device
@@ -181,7 +181,7 @@ class TooManyIdealsError(InvalidError):
 class TooManyIntervalsError(InvalidError):
     def __init__(self, count: int, limit: int) -> None:
         super().__init__(
-            f"exact: the model of a step has up to {count} intervals, and {limit} are the limit; "
+            f"exact: its model has up to {count} intervals or hops, and {limit} are the limit; "
             "use local_search or auto, or coarser groups"
         )
         self.count = count
@@ -250,7 +250,7 @@ class OrderError(PlanError):
 class PromiseError(PlanError):
     rule = 5
 
-    def __init__(self, promise: str, promised: float, found: float) -> None:
+    def __init__(self, promise: str, promised: float | str, found: float | str) -> None:
         super().__init__(f"the plan promises {promise} {promised!r}, but it is {found!r}")
         self.promise = promise
         self.promised = promised

@@ -292,3 +292,49 @@ def test_a_plan_is_no_model(dovetail, small, tmp_path):
     status, _, err = dovetail("plan", tmp_path / "plan.json")
     assert status == 2
     assert "it is a plan" in err
+
+
+@pytest.mark.parametrize("change", ["latency", "cost"])
+def test_a_plan_does_not_open_against_an_instance_with_other_costs(
+    dovetail, small, tmp_path, change
+):
+    plan = tmp_path / "plan.json"
+    dovetail("plan", small, *FAST, "--out", plan)
+    file = json.loads(small.read_text())
+    if change == "latency":
+        file["nodes"][3]["cpuLatency"] = 41.0
+    else:
+        file["edges"][1]["cost"] = 0.7
+    small.write_text(json.dumps(file))
+    status, _, err = dovetail("report", plan)
+    assert status == 2
+    assert {"latency": "seconds of op 'n4' on cpu0 0.04", "cost": "sent of op 'n2'"}[change] in err
+
+
+@pytest.mark.parametrize(
+    ("pins", "complaint"),
+    [
+        ([["n1", "cpu0"]], "which its pins"),
+        ([["n9", "cpu0"]], "pin 'n9' matches no op"),
+        ([["n1", "acc9"]], "no device named 'acc9'"),
+    ],
+)
+def test_a_plan_that_breaks_its_own_pins_is_refused(dovetail, small, tmp_path, pins, complaint):
+    plan = tmp_path / "plan.json"
+    dovetail("plan", small, *FAST, "--pin", "n1=acc0", "--out", plan)
+    assert dovetail("report", plan)[0] == 0
+    plan.write_text(json.dumps({**json.loads(plan.read_text()), "pins": pins}))
+    status, _, err = dovetail("report", plan)
+    assert status == 2
+    assert complaint in err
+
+
+def test_a_plan_of_a_device_that_is_not_there_is_refused(dovetail, small, tmp_path):
+    plan = tmp_path / "plan.json"
+    dovetail("plan", small, *FAST, "--out", plan)
+    saved = json.loads(plan.read_text())
+    saved["placement"][0] = 99  # of a node's size, which is read where the node is
+    plan.write_text(json.dumps(saved))
+    status, _, err = dovetail("report", plan)
+    assert status == 2
+    assert "a device that is not there" in err

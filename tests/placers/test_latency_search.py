@@ -134,3 +134,14 @@ def test_the_model_of_exact_proves_the_value_of_exhaustive_search(seed, training
     assert value_ms(problem, found) == pytest.approx(best * 1e3, rel=1e-9)
     assert budget.bound.proof == "CP-SAT"
     assert best * (1 - 1e-4) <= budget.bound.seconds <= best * (1 + 1e-9)
+
+
+def test_a_plan_many_times_slower_than_the_fastest_devices_is_not_called_infeasible():
+    """Any two halves exchange 18 tensors, each of which takes 4000 times as long as an op."""
+    nodes = [node(i, cpu=1e6, acc=0.01, size=40.0) for i in range(18)]
+    edges = [edge(a, b, 40.0) for a in range(18) for b in range(a + 1, 18)]
+    problem = problem_of(instance_of(nodes, edges, size=9 * 40.0))
+    budget = Budget(evaluations=10_000)
+    found = exact(problem, budget, enumerate_after=2**31)
+    assert value_ms(problem, found) >= 40.0 * 18
+    assert budget.bound.seconds <= value_ms(problem, found) / 1e3

@@ -239,3 +239,8 @@ def test_a_search_of_seconds_ends_by_the_clock_it_was_given():
     outcome = place(case(7, groups=25, devices=3), "local_search", budget)
     assert 500 <= outcome.seconds < 520
     assert outcome.evaluations > 20
+
+
+def test_auto_proves_what_it_enumerated():
+    outcome = place(case(4, groups=5, devices=2), "auto", parse_budget("500e"))
+    assert (outcome.bound.seconds, outcome.bound.proof) == (outcome.value, "every placement")

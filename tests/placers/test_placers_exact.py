@@ -109,9 +109,10 @@ def test_nothing_found_is_not_called_infeasible():
     assert budget.score(problem, placement[None])[0].lacking_bytes > 0
 
 
-def test_a_step_of_too_many_intervals_is_refused_with_their_number(monkeypatch):
-    monkeypatch.setattr(exact_module, "MOST_INTERVALS", 10)
-    problem = small_problem(0, "step")
+@pytest.mark.parametrize(("objective", "limit"), [("step", "INTERVALS"), ("load", "HOPS")])
+def test_a_model_that_is_too_large_is_refused_with_its_size(monkeypatch, objective, limit):
+    monkeypatch.setattr(exact_module, f"MOST_{limit}", 10)
+    problem = small_problem(0, objective)
     with pytest.raises(TooManyIntervalsError, match="10 are the limit") as raised:
         exact(problem, Budget(evaluations=10**6), enumerate_after=NEVER)
     assert raised.value.count > raised.value.limit == 10

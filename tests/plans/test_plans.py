@@ -18,6 +18,7 @@ from dovetail.errors import (
     UnwritableError,
 )
 from dovetail.graph import Phase
+from dovetail.machine import parse_machine
 from dovetail.plans import (
     Plan,
     Schedule,
@@ -25,9 +26,11 @@ from dovetail.plans import (
     Stage,
     capacities_of,
     check,
+    describe_gap,
     load_plan,
     normalise,
 )
+from dovetail.units import UNLIMITED_BYTES
 
 
 def a_graph():
@@ -107,6 +110,25 @@ def test_given_costs_are_printed_in_full_and_in_milliseconds():
     assert "step 123.457 ms" in text
     assert "2000 ms" in text
     assert "123 ms" in str(a_plan(value=0.1234567, costs_source="measured"))
+
+
+def test_a_printed_plan_says_contiguous_and_names_no_limit_that_is_none():
+    machine = parse_machine("2 x p100")
+    first, *others = machine.devices
+    machine = replace(machine, devices=(replace(first, memory_bytes=UNLIMITED_BYTES), *others))
+    text = str(a_plan(machine=machine, contiguous=True, peak_memory_bytes=(24, 16, 0), caps=()))
+    assert ", contiguous, " in text
+    assert "24 B\n" in text
+    assert "unlimited" not in text
+    assert "host" not in text  # a host that holds nothing
+
+
+def test_a_gap_as_small_as_the_margins_of_bounds_is_none():
+    assert describe_gap(a_plan(value=3.0, lower_bound=3.0 * (1 - 1e-7))) == "optimal"
+    assert (
+        describe_gap(a_plan(value=3.0, lower_bound=3.0 * (1 - 1e-4))) == "within 0.01 % of optimal"
+    )
+    assert describe_gap(a_plan(value=0.0, lower_bound=0.0)) == "optimal"
 
 
 def test_control_characters_in_foreign_names_are_printed_as_escapes():

@@ -6,7 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from dovetail.costs import Costs
-from dovetail.errors import MachineError, MachineMismatchError, ModelError, PromiseError, UsageError
+from dovetail.errors import (
+    MachineError,
+    MachineMismatchError,
+    ModelError,
+    PromiseError,
+    UnplacedOpError,
+    UsageError,
+)
 from dovetail.graph import Graph
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local
@@ -37,17 +44,46 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     step = resolve_model(text, saved.source.training)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
+    if isinstance(step, Instance):
+        _check_costs(saved, step)
     verify(saved, graph)
     return saved, step
 
 
+def _check_costs(plan: Plan, instance: Instance) -> None:
+    """Raise `PromiseError` where the plan was computed from other costs than the instance has."""
+    given, carried = instance.costs, costs_in(plan)
+    carried.check(instance.graph)
+    if carried.source != given.source:
+        raise PromiseError("costs that are", carried.source, given.source)
+    unlike = np.argwhere(carried.compute_seconds != given.compute_seconds)
+    if len(unlike):
+        op, device = unlike[0].tolist()
+        where = f"seconds of op {instance.graph.names[op]!r} on {plan.machine.device_names[device]}"
+        raise PromiseError(
+            where,
+            float(carried.compute_seconds[op, device]),
+            float(given.compute_seconds[op, device]),
+        )
+    mine, theirs = (costs.sends_of(instance.graph) for costs in (carried, given))
+    if (mine != theirs).any():
+        tensor = int(np.flatnonzero(mine != theirs)[0])
+        name = instance.graph.names[instance.graph.producers[tensor]]
+        raise PromiseError(f"bytes sent of op {name!r}", float(mine[tensor]), float(theirs[tensor]))
+
+
 def verify(plan: Plan, graph: Graph) -> None:
     """Raise `PromiseError` unless simulating the plan gives its promised value and memory, and its
-    lower bound can be proven again.
+    lower bound can be proven again; `UnplacedOpError` for an op that is not where its pins are.
 
     A bound that only a search proves (`SEARCH_PROOFS`) would take that search again: of it we
     check that the plan's value is not below it, and no more.
     """
+    allowed = permitted(graph, plan.machine, plan.pins)
+    placed = allowed[np.arange(len(graph)), plan.placement]
+    for op in np.flatnonzero(~placed & ~graph.is_source)[:1].tolist():
+        where = plan.machine.device_names[plan.placement[op]]
+        raise UnplacedOpError(graph.names[op], where, "its pins or its kinds of device forbid")
     timeline = timeline_of(plan, graph)
     peaks = timeline.peak_memory_bytes.tolist()
     value = timeline.step_seconds

@@ -58,7 +58,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 default an instance's own, and else "here"
     objective   "step", "load" or "latency" (of instances); by default an instance's is "load",
                 and else it is "step"
-    contiguous  only plans whose devices' forward ops are convex; for "load"
+    contiguous  only plans whose devices can be ordered so that no forward edge goes back; for
+                "load"
     budget      seconds (10 or "10s") or evaluations ("5000e"), for the search alone
     gap         a plan proven to be within this of the best is good enough: .02 is 2 %
     pins        (pattern of op or module names, device name)

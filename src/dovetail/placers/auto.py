@@ -49,10 +49,12 @@ FIRST_SLICE = 1 / 24
 """Of what is left when the improving methods begin; slices double from there."""
 SETTING_UP = {"exact": 4, "multilevel": 2}
 """How many times longer the first slice of a method is that first builds a model."""
-LARGE_OPS, LARGE_SHARE = 20_000, 0.7
+LARGE_OPS, LARGE_SHARE = 20_000, 0.85
 """Of a graph: beyond it `multilevel` begins with that share of what the constructive methods leave,
 since simulating merged graphs is what makes moves cheap there; and `sct`, whose linear programme
 takes seconds by then, is left out."""
+MOST_EXACT_GROUPS = 64
+"""With a choice: beyond it `exact` proves and finds nothing on a step in time."""
 FLOOR = 0.15
 """Share that even a method without gains keeps, before shares are made to sum to 1."""
 
@@ -101,11 +103,13 @@ def _construct(problem: Problem, budget: Budget) -> None:
         left = CONSTRUCTIVE_SHARE - budget.fraction
         if left <= 0 or budget.closed or budget.exhausted:
             return
-        _attempt(name, method, problem, _part(budget, left / 2))
+        _attempt(name, method, problem, _part(budget, left / 4))
 
 
 def _improve(problem: Problem, budget: Budget) -> None:
     arms = [_Arm(name, method) for name, method in IMPROVING[problem.objective].items()]
+    if problem.objective == "step" and len(problem.free) > MOST_EXACT_GROUPS:
+        arms = [arm for arm in arms if arm.method is not exact]
     first = (1 - budget.fraction) * FIRST_SLICE
     while arms and not (budget.exhausted or budget.closed):
         arm = _furthest_behind(arms)

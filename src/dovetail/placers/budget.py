@@ -165,7 +165,8 @@ class Budget:
 
     @property
     def exhausted(self) -> bool:
-        return self.interrupted or self.fraction >= 1.0
+        """Interrupted, or nothing more can be bought: charges may leave part of an evaluation."""
+        return self.interrupted or self.fraction >= 1.0 or self.left < 1
 
     @property
     def closed(self) -> bool:

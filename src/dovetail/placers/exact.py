@@ -40,6 +40,9 @@ from dovetail.placers.problem import GroupPlacement, Problem
 
 MOST_INTERVALS = 40_000
 """Of the `step` model: beyond it CP-SAT spends minutes before its first bound."""
+MOST_HOPS = 60_000
+"""Of the `load` model, nets x devices: building it takes no more than some 20 s, which no budget
+cuts short."""
 DETERMINISTIC_SECONDS = 1e-3
 """CP-SAT's deterministic seconds that one evaluation of a budget buys."""
 FIRST_EVALUATIONS = 2000.0
@@ -64,8 +67,8 @@ def exact(
     enumerate_after   rounds of CP-SAT before every placement may be evaluated instead
 
     Every bound proven goes to `budget.prove`. Raises `NoPlanFitsError` where no placement fits
-    into memory, which is then proven, and `TooManyIntervalsError` for a `step` model of more than
-    `MOST_INTERVALS`.
+    into memory, which is then proven, and `TooManyIntervalsError` for a model of more than
+    `MOST_INTERVALS` or `MOST_HOPS`.
     """
     search = _Search(problem, budget)
     budget.score(problem, problem.fastest[None], always=True)
@@ -93,6 +96,9 @@ def exact(
 
 def _builder(problem: Problem) -> Callable[[Problem, float], Master]:
     if problem.objective == "load":
+        hops = len(problem.load.net_sources) * problem.devices
+        if hops > MOST_HOPS:
+            raise TooManyIntervalsError(hops, MOST_HOPS)
         return load_master
     if problem.objective == "latency":
         return latency_master

@@ -20,18 +20,21 @@ from dataclasses import dataclass, field
 
 from ortools.sat.python import cp_model
 
-from dovetail.placers.exact_master import SCALE_UNITS, Master, add_hop, new_master
+from dovetail.placers.exact_master import HORIZON_UNITS, Master, add_hop, new_master
 from dovetail.placers.problem import Problem
 from dovetail.simulator.latency import LatencyModel, latency_model
-
-HORIZON_UNITS = 16 * SCALE_UNITS
 
 Call = tuple[int, int]  # (device, 0: forward or 1: backward)
 
 
 @dataclass(eq=False)
 class _Calls:
-    """A model under construction. `carries`: what a call's seconds are the sum of."""
+    """A model under construction.
+
+    carries     what a call's seconds are the sum of
+    times       all starts and ends
+    sum_units   of everything one after the other: no latency is longer
+    """
 
     master: Master
     model: LatencyModel
@@ -39,6 +42,8 @@ class _Calls:
     starts: dict[Call, cp_model.IntVar] = field(default_factory=dict)
     call_ends: dict[Call, cp_model.IntVar] = field(default_factory=dict)
     carries: dict[Call, list[cp_model.LinearExprT]] = field(default_factory=dict)
+    times: list[cp_model.IntVar] = field(default_factory=list)
+    sum_units: int = 0
 
 
 def latency_master(problem: Problem, scale_seconds: float) -> Master:
@@ -48,13 +53,13 @@ def latency_master(problem: Problem, scale_seconds: float) -> Master:
     calls = _Calls(master, model)
     ops = [op for op in range(model.ops) if not model.is_source[op]]
     for op in ops:
-        calls.ends[op] = _time(master)
+        calls.ends[op] = _time(calls)
         master.model.add(master.objective >= calls.ends[op])
     for device in range(problem.devices):
         if model.accelerator[device]:
             for late in (0, 1):
                 call = device, late
-                calls.starts[call], calls.call_ends[call] = _time(master), _time(master)
+                calls.starts[call], calls.call_ends[call] = _time(calls), _time(calls)
                 calls.carries[call] = []
             master.model.add(calls.starts[device, 1] >= calls.call_ends[device, 0])
     for op in ops:
@@ -64,11 +69,20 @@ def latency_master(problem: Problem, scale_seconds: float) -> Master:
         took = cp_model.LinearExpr.sum(terms)
         master.model.add(calls.call_ends[call] >= calls.starts[call] + took)
         master.terms += len(terms)
+    # Parts that wait for each other creep towards the horizon, one duration at a time.
+    for moment in [master.objective, *calls.times]:
+        master.model.add(moment <= calls.sum_units)
     return master
 
 
-def _time(master: Master) -> cp_model.IntVar:
-    return master.model.new_int_var(0, HORIZON_UNITS, "")
+def _time(calls: _Calls) -> cp_model.IntVar:
+    calls.times.append(calls.master.model.new_int_var(0, HORIZON_UNITS, ""))
+    return calls.times[-1]
+
+
+def _carry(calls: _Calls, call: Call, units: int, literal: cp_model.IntVar) -> None:
+    calls.carries[call].append(units * literal)
+    calls.sum_units += units
 
 
 def _add_op(calls: _Calls, op: int) -> None:
@@ -78,10 +92,11 @@ def _add_op(calls: _Calls, op: int) -> None:
         units = master.units(model.work_seconds[op, device])
         if model.accelerator[device]:
             call = device, int(model.late[op])
-            calls.carries[call].append(units * here)
+            _carry(calls, call, units, here)
             master.model.add(calls.ends[op] >= calls.call_ends[call]).only_enforce_if(here)
         else:
             master.model.add(calls.ends[op] >= units).only_enforce_if(here)
+            calls.sum_units += units
             master.terms += 1
 
 
@@ -111,17 +126,17 @@ def _add_reads(calls: _Calls, op: int) -> None:
         into = [add_hop(master, group, targets[late], others, {device}) for late in (0, 1)]
         units = master.units(model.in_seconds[op, device])
         if into[0] is not None:
-            calls.carries[device, 0].append(units * into[0])
+            _carry(calls, (device, 0), units, into[0])
         if into[1] is not None:  # unless the forward call has fetched it already
             fetched = master.model.new_bool_var("")
             forward = [] if into[0] is None else [into[0]]
             master.model.add_bool_or([fetched, ~into[1], *forward])
-            calls.carries[device, 1].append(units * fetched)
+            _carry(calls, (device, 1), units, fetched)
         if device in _at(calls, op):
             out = add_hop(master, group, targets[0] + targets[1], {device}, others)
             if out is not None:
                 units = master.units(model.out_seconds[op, device])
-                calls.carries[device, int(model.late[op])].append(units * out)
+                _carry(calls, (device, int(model.late[op])), units, out)
 
 
 def _at(calls: _Calls, op: int) -> dict[int, cp_model.IntVar]:

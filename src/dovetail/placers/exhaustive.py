@@ -3,16 +3,20 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.placers.budget import Budget
+from dovetail.placers.budget import UNKNOWN, Budget
 from dovetail.placers.problem import GroupPlacement, Problem
 
 MOST_PLACEMENTS = 20_000
+MOST_ENTRIES = 2**27
+"""Of all placements, in groups x placements: half a GiB."""
 
 
 def can_enumerate(problem: Problem, budget: Budget) -> bool:
     """Few enough placements, and the budget is likely to reach for all of them."""
     count = problem.placements
-    if count > MOST_PLACEMENTS or count > budget.left:
+    if count > min(MOST_PLACEMENTS, MOST_ENTRIES / max(1, problem.groups.count)):
+        return False
+    if count > budget.left:
         return False
     # Half of what is left, since the pace was measured on a few placements.
     return bool(budget.pace_seconds * count <= (budget.seconds - budget.spent_seconds) / 2)
@@ -24,7 +28,10 @@ def exhaustive(problem: Problem, budget: Budget) -> GroupPlacement:
     Placements are tried in lexicographic order; ties: the first.
     """
     try:
-        budget.score(problem, every_placement(problem))
+        scores = budget.score(problem, every_placement(problem))
+        best = min(scores)
+        if UNKNOWN not in scores and not best.lacking_bytes:
+            budget.prove(best.value, "every placement")
     except KeyboardInterrupt:
         budget.interrupted = True
     return budget.best[1] if budget.best is not None else problem.fastest

@@ -20,6 +20,7 @@ from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, Problem
 
 RESTARTS = 6
+MOST_HOPS = 100
 MOST_UNITS = 512
 """Beyond it a sweep over all units and devices costs too much, and only the start is scored."""
 
@@ -69,12 +70,13 @@ def family_of(problem: Problem) -> NDArray[np.int32]:
 
 
 def _follow_neighbours(problem: Problem, family: NDArray[np.int64]) -> None:
-    """Groups without a family join that of the neighbour they exchange most bytes with."""
+    """Groups without a family, up to `MOST_HOPS` from one, join that of the neighbour they
+    exchange most bytes with. O(edges x hops)."""
     sources, destinations, sizes = problem.edges
     ends, others = np.append(sources, destinations), np.append(destinations, sources)
     order = np.lexsort((-others, np.append(sizes, sizes)))
     ends, others = ends[order], others[order]
-    while True:
+    for _ in range(MOST_HOPS):
         joins = (family[ends] < 0) & (family[others] >= 0)
         if not joins.any():
             return

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.errors import OutOfMemoryError, UsageError
+from dovetail.errors import InfeasibleError, OutOfMemoryError, UsageError
 from dovetail.placers.auto import auto
 from dovetail.placers.baselines import BASELINES, Placer, attempt, try_baselines
 from dovetail.placers.budget import Budget
@@ -101,7 +101,7 @@ def place(
     chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
     score, placement = found[chosen]
     if score.lacking_bytes:
-        raise _lack(problem, budget.peaks(placement))
+        raise _infeasible(problem, budget.peaks(placement))
     if progress is not None:
         progress(1.0, score.value)
     return Outcome(
@@ -121,8 +121,16 @@ def place(
     )
 
 
-def _lack(problem: Problem, peaks: NDArray[np.int64]) -> OutOfMemoryError:
-    """The error that names the device that lacks most."""
+def _infeasible(problem: Problem, peaks: NDArray[np.int64]) -> InfeasibleError:
+    """The error that names the device that lacks most, or says that memory is not what lacks."""
     device = int((peaks - problem.capacities).argmax())
+    if peaks[device] <= problem.capacities[device]:
+        reason = (
+            "leaves a device and comes back to it" if problem.contiguous else "waits for itself"
+        )
+        return InfeasibleError(
+            f"no plan was found: every one that was tried {reason}; give it a larger budget, fewer "
+            "pins, or --placer exact"
+        )
     name = problem.machine.device_names[device]
     return OutOfMemoryError(name, int(peaks[device]), int(problem.capacities[device]))

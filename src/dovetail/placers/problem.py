@@ -39,7 +39,7 @@ class Problem:
     capacities   [devices] bytes each device may use, caps applied
     evaluate     placements [batch, ops] -> Evaluation of the objective
     trace        placement [ops] -> Timeline of the step; None: nobody simulates it
-    contiguous   only placements whose devices' forward ops are convex are feasible
+    contiguous   only placements whose devices can be ordered are feasible: `graph.convexity`
     """
 
     graph: Graph
@@ -210,22 +210,22 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
         raise NoDeviceError(graph.names[_culprit(graph, groups, allowed, int(stuck[0]))])
     capacities = capacities_of(machine, dict(caps))
     if contiguous:
-        evaluate = _only_convex(evaluate, graph)
+        evaluate = _only_contiguous(evaluate, graph)
     return Problem(
         graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
         contiguous, trace,
     )  # fmt: skip
 
 
-def _only_convex(evaluate: Evaluate, graph: Graph) -> Evaluate:
-    """`evaluate`, but a placement is infeasible where a device's forward ops are not convex."""
+def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
+    """`evaluate`, but a placement whose devices cannot be ordered is infeasible."""
 
-    def evaluate_convex(placements: NDArray[np.int32]) -> Evaluation:
+    def evaluate_contiguous(placements: NDArray[np.int32]) -> Evaluation:
         found = evaluate(placements)
-        convex = [find_return(graph, placement) is None for placement in placements]
-        return replace(found, feasible=found.feasible & np.array(convex, dtype=bool))
+        contiguous = [find_return(graph, placement) is None for placement in placements]
+        return replace(found, feasible=found.feasible & np.array(contiguous, dtype=bool))
 
-    return evaluate_convex
+    return evaluate_contiguous
 
 
 def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> NDArray[np.bool_]:

@@ -62,13 +62,13 @@ class _Plan(BaseModel):
     schedules: tuple[tuple[_Stage, ...] | None, ...] | None
     costs: _Costs
     placer: str
-    seed: int
+    seed: int = Field(ge=0)
     objective: Literal["step", "load", "latency"]
     value: float = _Seconds
     lower_bound: float = _Seconds
     bound_proof: str
     peak_memory_bytes: tuple[int, ...]
-    groups: int
+    groups: int = Field(ge=0)
     planning_seconds: float = _Seconds
     interrupted: bool
     pins: tuple[tuple[str, str], ...]
@@ -118,6 +118,8 @@ def load_plan(path: str | Path) -> Plan:
         placement = np.array(file.placement, dtype=np.int32)
         if len(seconds) != len(placement):
             raise ValueError("costs.index: not one entry an op of the placement")
+        if len(placement) and not 0 <= placement.min() <= placement.max() < len(machine.devices):
+            raise ValueError("placement: names a device that is not there")
     except ValidationError as error:
         raise FileFormatError(str(path), first_complaint(error)) from None
     except (ValueError, OverflowError, MachineError) as error:

@@ -11,12 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.machine import Machine
-from dovetail.units import format_bytes, format_capacity, format_seconds, printable
+from dovetail.units import (
+    BEYOND_ANY_BYTES,
+    format_bytes,
+    format_capacity,
+    format_seconds,
+    printable,
+)
 
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load", "latency")
-OPTIMAL_GAP = 1e-9
-"""A gap of so little is rounding."""
+OPTIMAL_GAP = 1e-5
+"""A gap of so little is the margin that bounds leave for rounding; searches end at it."""
 SEARCH_PROOFS = (
     "CP-SAT",
     "ideals (dynamic programme)",
@@ -69,7 +75,7 @@ class Plan:
     compute_seconds    [ops, devices] the costs the promises were computed from
     value              predicted seconds of the objective
     baselines          method -> value, None where infeasible, in the order tried
-    contiguous         asked for: every device's forward ops are convex in the graph
+    contiguous         asked for: devices can be ordered so that no forward edge goes back
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> when it first found its value, from the start of the search
     """
@@ -115,7 +121,8 @@ class Plan:
         proof = f"; bound by {self.bound_proof}" if self.lower_bound > 0 else ""
         rows = [
             f"{self.source.model or 'graph'} on {self.machine.name}: {self.objective} "
-            f"{format_value(self, self.value)} by {self.placer}, {describe_gap(self)}{proof}"
+            f"{format_value(self, self.value)} by {self.placer}{', contiguous' * self.contiguous}, "
+            f"{describe_gap(self)}{proof}"
         ]
         known = [(v, name) for name, v in self.baselines.items() if v is not None]
         rows += [
@@ -126,11 +133,12 @@ class Plan:
         rows += [f"  {name:<14}no feasible plan" for name, v in self.baselines.items() if v is None]
         caps = dict(self.caps)
         for device, peak in zip(self.machine.devices, self.peak_memory_bytes, strict=True):
+            if device.kind == "host" and not peak:
+                continue
             available = min(device.memory_bytes, caps.get(device.name, device.memory_bytes))
+            limit = f" of {format_capacity(available)}" if available < BEYOND_ANY_BYTES else ""
             cap = " (cap)" if device.name in caps else ""
-            rows.append(
-                f"  {device.name:<14}{format_bytes(peak):>10} of {format_capacity(available)}{cap}"
-            )
+            rows.append(f"  {device.name:<14}{format_bytes(peak):>10}{limit}{cap}")
         return printable("\n".join(rows))
 
 

@@ -41,7 +41,7 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
     3. Every op is on a device that can run it, and colocated ops share one. `UnplacedOpError`
     4. Orders and schedules name each op of their device once.   `OrderError`
     (5. Its promises hold: `pipeline.verify`, which simulates it.)
-    6. Where it was asked to be contiguous, every device's forward ops are convex.
+    6. Where it was asked to be contiguous, its devices can be ordered: `graph.convexity`.
                                                             `NotContiguousError`
     Memory within capacity and caps is checked against the promised peaks: `OutOfMemoryError`.
     """

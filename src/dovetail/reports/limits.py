@@ -229,7 +229,7 @@ def _proven(plan: Plan) -> str:
     which = "contiguous plan" if plan.contiguous else "plan"
     proves = f" The bound '{plan.bound_proof}' proves that no {which} "
     if plan.gap <= OPTIMAL_GAP:
-        return proves + "is better."
+        return proves + "is better, but for rounding."
     share = math.floor(1000 / (1 + plan.gap)) / 10
     return proves + f"takes less than {share:g} % of this plan's value."
 

@@ -24,6 +24,7 @@ from dovetail.reports.tables import found_after, loads_of, plan_facts, run_rows
 from dovetail.runtime.atomic import write_atomically
 from dovetail.timeline import Timeline
 from dovetail.units import (
+    BEYOND_ANY_BYTES,
     format_bandwidth,
     format_bytes,
     format_capacity,
@@ -218,7 +219,10 @@ def _memory(report: Report) -> str:
         ]
         end = max(timeline.step_seconds for _, timeline in report.timelines)
         peak = plan.peak_memory_bytes[device]
-        text = f"{name}: peak {format_bytes(peak)} of {format_capacity(capacity)}"
+        if plan.machine.devices[device].kind == "host" and not peak:
+            continue
+        limit = f" of {format_capacity(capacity)}" if capacity < BEYOND_ANY_BYTES else ""
+        text = f"{name}: peak {format_bytes(peak)}{limit}"
         parts.append(
             f"<figure><figcaption>{escape(text)}</figcaption>"
             f"{charts.memory(curves, capacity, end, text)}</figure>"
