@@ -10,9 +10,13 @@ Differences: the auxiliary classifier is off unless asked for; `width` scales ev
                                                         └─► auxiliary classifier (training)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dovetail.networks.records import Examples, Network
 
 Pair = tuple[int, int]
 
@@ -231,3 +235,30 @@ def inception_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> T
         logits, aux = output
         return F.cross_entropy(logits, targets) + 0.4 * F.cross_entropy(aux, targets)
     return F.cross_entropy(output, targets)
+
+
+def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
+    return InceptionV3(**options)
+
+
+def _examples(*, batch: int, size: int, classes: int, **_: Any) -> Examples:
+    return (torch.randn(batch, 3, size, size),), (torch.randint(classes, (batch,)),)
+
+
+NETWORK = Network(
+    name="inception_v3",
+    paper="Szegedy et al., CVPR 2016, https://arxiv.org/abs/1512.00567",
+    description="image classifier whose blocks branch up to six ways",
+    defaults={
+        "batch": 32,
+        "size": 299,
+        "classes": 1000,
+        "aux": False,
+        "width": 1.0,
+        "dropout": 0.5,
+    },
+    small={"batch": 2, "size": 75, "classes": 10, "width": 0.1},
+    modules=_module,
+    examples=_examples,
+    loss=inception_loss,
+)

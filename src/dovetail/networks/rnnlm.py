@@ -16,9 +16,12 @@ choice; no projection and no sampled softmax.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dovetail.networks.records import Examples, Network
 
 
 class LSTMCell(nn.Module):
@@ -89,3 +92,25 @@ def rnnlm_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
         for output, target in zip(outputs, targets.unbind(0), strict=True)
     ]
     return torch.stack(losses).mean()
+
+
+def _module(*, layers: int, hidden: int, vocabulary: int, **_: Any) -> nn.Module:
+    return RNNLM(layers, hidden, vocabulary)
+
+
+def _examples(*, steps: int, batch: int, vocabulary: int, **_: Any) -> Examples:
+    tokens, targets = (torch.randint(vocabulary, (steps, batch)) for _ in range(2))
+    return (tokens,), (targets,)
+
+
+NETWORK = Network(
+    name="rnnlm",
+    paper="Jozefowicz et al., 2016, https://arxiv.org/abs/1602.02410",
+    description="LSTM language model, unfused and unrolled",
+    defaults={"layers": 2, "hidden": 2048, "steps": 40, "batch": 64, "vocabulary": 10_000},
+    small={"layers": 2, "hidden": 16, "steps": 4, "batch": 3, "vocabulary": 50},
+    modules=_module,
+    examples=_examples,
+    loss=rnnlm_loss,
+    repeated=(LSTMCell, Softmax),
+)

@@ -1,0 +1,43 @@
+"""Network: a module by name, with what makes it, its examples and its loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Option = int | float | bool
+Options = dict[str, Option]
+Examples = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+Built = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network by name.
+
+    paper      authors, where and when, URL
+    defaults   option -> value; an option's type is its default's. "batch" is always one
+    small      options of a size that trains in well under a second on one core
+    modules    options -> the module
+    examples   options -> (inputs, targets), drawn from torch's generator
+    loss       loss(output, *targets) is a scalar
+    repeated   submodule types whose calls depend on nothing but their parameters, buffers and
+               tensor arguments, so that calls of one instance on like tensors are alike
+    """
+
+    name: str
+    paper: str
+    description: str
+    defaults: Options
+    small: Options
+    modules: Callable[..., nn.Module]
+    examples: Callable[..., Examples]
+    loss: Callable[..., Any]
+    repeated: tuple[type[nn.Module], ...] = ()
+
+    def build(self, **options: Option) -> Built:
+        """(module, inputs, loss, targets); options left out have their defaults."""
+        full = self.defaults | options
+        inputs, targets = self.examples(**full)
+        return self.modules(**full), inputs, self.loss, targets
