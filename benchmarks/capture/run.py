@@ -1,8 +1,9 @@
-"""Seconds and peak memory of capturing the papers' networks, FLOPs against their closed forms.
+"""Seconds and peak memory of capturing the networks, FLOPs against their closed forms.
 
-    python benchmarks/capture/run.py [--repeats 3]
+    python benchmarks/capture/run.py [--repeats 3] [--write] [NETWORK ...]
 
-Each capture is a process of its own, which also imports torch and builds the fake module.
+Each capture is a process of its own, which also imports torch and builds the fake module. `--write`
+puts what was found into the table that `dovetail networks` prints.
 """
 
 import argparse
@@ -12,26 +13,58 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-CASES = (("zoo:rnnlm", "adam"), ("zoo:inception_v3", "rmsprop"))
+TABLE = Path(__file__).parents[2] / "src" / "dovetail" / "networks" / "sizes.json"
+OPTIMIZERS = {"inception_v3": "rmsprop"}
+"""Where a paper places a step of another than Adam."""
+
+Found = dict[str, Any]
 
 
-def capture_once(model: str, train: str) -> dict[str, float]:
-    """What one capture took and found, measured in this process."""
+def capture_once(model: str, train: str) -> Found:
+    """What one capture took and found, measured in this process; `train` "" is inference."""
     began = time.perf_counter()
     from dovetail.frontends import matrix_flops, parse_optimizer, resolve
 
     imported = time.perf_counter()
-    graph = resolve(model, train=parse_optimizer(train)).graph
+    graph = resolve(model, train=parse_optimizer(train) if train else None).graph
+    seconds = time.perf_counter() - imported
     return {
-        "ops": len(graph),
+        "ops": int((~graph.is_source).sum()),
         "import_seconds": imported - began,
-        "capture_seconds": time.perf_counter() - imported,
+        "capture_seconds": seconds,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "matrix_flops": matrix_flops(graph),
+        "flops": int(graph.flops.sum()),
     }
+
+
+def parameters_of(name: str) -> dict[str, int]:
+    """How many a network has at its defaults, and their bytes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from dovetail.networks import NETWORKS
+
+    network = NETWORKS[name]
+    with FakeTensorMode():
+        parameters = list(network.modules(**network.defaults).parameters())
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+    }
+
+
+def captures(model: str, train: str, repeats: int) -> list[Found]:
+    """`capture_once` in processes of their own."""
+    command = [sys.executable, __file__, "--one", model, train]
+    return [
+        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        for _ in range(repeats)
+    ]
 
 
 def rnnlm_flops() -> int:
@@ -70,44 +103,65 @@ def inception_flops() -> int:
     return 3 * sum(layers) - layers[0]
 
 
-FORMULAS = {"zoo:rnnlm": rnnlm_flops, "zoo:inception_v3": inception_flops}
+FORMULAS = {"rnnlm": rnnlm_flops, "inception_v3": inception_flops}
+
+
+def row_of(model: str, train: str, found: list[Found]) -> str:
+    """A line of the table."""
+    seconds = [one["capture_seconds"] for one in found]
+    whole = statistics.median(one["capture_seconds"] + one["import_seconds"] for one in found)
+    spread = f" ({min(seconds):.1f} to {max(seconds):.1f})" if len(found) > 1 else ""
+    peak = max(one["peak_bytes"] for one in found) / 1e9
+    return (
+        f"| {model}{' --train ' * bool(train)}{train} | {found[0]['ops']:,} | "
+        f"{statistics.median(seconds):.1f}{spread} | {whole:.1f} | {peak:.2f} |"
+    )
+
+
+def write_table(sizes: dict[str, dict[str, int]]) -> None:
+    """Put `sizes` into the table, and take out what is a network no more."""
+    from dovetail.networks import NETWORKS
+
+    table = json.loads(TABLE.read_text()) | sizes
+    kept = {name: table[name] for name in sorted(table) if name in NETWORKS}
+    TABLE.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def main() -> None:
+    from dovetail.networks import NETWORKS
+
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help="default: all")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help=f"into {TABLE.name}")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "TRAIN"), help="one capture, as JSON")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(capture_once(*arguments.one)))
         return
     console = Console(width=140)
-    console.print(
-        "| network | ops | capture s, median (min to max) | with imports s | peak RSS GB |"
-    )
+    console.print("| network | ops | capture s | with imports s | peak RSS GB |")
     console.print("|---|---:|---|---:|---:|")
     flops = {}
-    for model, train in CASES:
-        command = [sys.executable, __file__, "--one", model, train]
-        found = [
-            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-            for _ in range(arguments.repeats)
-        ]
-        seconds = [one["capture_seconds"] for one in found]
-        whole = statistics.median(one["capture_seconds"] + one["import_seconds"] for one in found)
-        peak = max(one["peak_bytes"] for one in found) / 1e9
-        flops[model] = found[0]["matrix_flops"]
-        console.print(
-            f"| {model} --train {train} | {found[0]['ops']} | {statistics.median(seconds):.1f} "
-            f"({min(seconds):.1f} to {max(seconds):.1f}) | {whole:.1f} | {peak:.2f} |",
-            markup=False,
-        )
-    console.print("\n| network | FLOPs of matrix products | closed form | difference |")
+    for name in arguments.networks or NETWORKS:
+        found = {}
+        for train in ("", OPTIMIZERS.get(name, "adam")):
+            found[bool(train)] = captures(f"zoo:{name}", train, arguments.repeats)
+            console.print(row_of(f"zoo:{name}", train, found[bool(train)]), markup=False)
+        inference, training = found[False][0], found[True][0]
+        flops[name] = training["matrix_flops"]
+        if arguments.write:
+            counts = {"flops": inference["flops"], "ops": inference["ops"]}
+            counts |= {"training_ops": training["ops"]}
+            write_table({name: parameters_of(name) | counts})
+    console.print("\n| training step | FLOPs of matrix products | closed form | difference |")
     console.print("|---|---:|---:|---:|")
-    for model, counted in flops.items():
-        formula = FORMULAS[model]()
+    for name, counted in flops.items():
+        if name not in FORMULAS:
+            continue
+        formula = FORMULAS[name]()
         console.print(
-            f"| {model} | {counted:.6e} | {formula:.6e} | {counted / formula - 1:+.2%} |",
+            f"| zoo:{name} | {counted:.6e} | {formula:.6e} | {counted / formula - 1:+.2%} |",
             markup=False,
         )
 

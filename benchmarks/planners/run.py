@@ -82,7 +82,7 @@ def on_machines(names: list[str], graph: Graph, only: str, model: str) -> Iterat
 
 
 def case(name, graph, machine, costs, objective, grouped, model="") -> Case:
-    simulator = Simulator(graph, machine, costs)
+    simulator = Simulator(graph, machine, costs, ranked=True)
     problem = make_problem(
         graph,
         machine,

@@ -37,15 +37,18 @@ _EXPORTS = {
     "load_graph": "dovetail.graph",
     "load_instance": "dovetail.instances",
     "load_machine": "dovetail.machine",
+    "load_onnx": "dovetail.frontends.onnx",
     "load_plan": "dovetail.plans",
     "open_plan": "dovetail.pipeline",
     "plan": "dovetail.pipeline",
+    "replicate": "dovetail.graph",
     "report": "dovetail.pipeline",
     "run": "dovetail.pipeline",
     "save_graph": "dovetail.graph",
     "save_instance": "dovetail.instances",
     "save_machine": "dovetail.machine",
     "split_points": "dovetail.exports",
+    "towers": "dovetail.frontends",
 }
 __all__ = list(_EXPORTS)
 

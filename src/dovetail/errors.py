@@ -3,23 +3,30 @@
 DovetailError
 ├── InvalidError            bad input; the command line exits with 2
 │   ├── FileFormatError       .path .detail
+│   │   └── ExternalDataError   .tensor .location  a weight whose bytes are not where it says
+│   │       └── EscapingDataError  a location outside the model's folder
 │   ├── UnwritableError       .path
 │   ├── UsageError            .option
 │   ├── GraphError            a graph that is not a usable DAG
 │   │   ├── CycleError          .cycle   names as data flows, first == last
 │   │   ├── DuplicateOpError    .op
 │   │   ├── UnknownProducerError .op .tensor
-│   │   └── InvalidSizeError    .op .field .value
+│   │   ├── InvalidSizeError    .op .field .value
+│   │   └── ReplicationError    .op  it has no data-parallel towers; "" where no op forbids them
 │   ├── MachineError          a machine that cannot be
 │   │   ├── UnknownPresetError  .preset .known
 │   │   ├── UnknownDeviceError  .device .known
 │   │   └── NoRouteError        .source .destination
 │   ├── ModelError            a MODEL text or module that cannot be used   .model
 │   │   ├── UnknownNetworkError .network .known
-│   │   └── CaptureError        .location  "file.py:12: the line", where it is known
+│   │   ├── CaptureError        .location  "file.py:12: the line", where it is known
+│   │   ├── OpenAxisError       .input .axes  sizes, and names of the open ones; None: any number
+│   │   └── UnsupportedOpError  .op
+│   │       ├── UnknownOpError    .domain .kind
+│   │       └── UnknownShapeError .output
 │   ├── CostError             an op without a cost   .op
 │   ├── PinError              a pin that matches no op   .pattern
-│   ├── MissingLibraryError   a system library that is not installed   .library
+│   ├── MissingLibraryError   a library that is not installed   .library
 │   ├── ExportError           a format that cannot say what a plan does   .format .where
 │   ├── TooManyIdealsError    a graph too wide for a programme over ideals   .count .limit
 │   ├── TooManyIntervalsError a graph too large for the model of `exact`   .count .limit
@@ -57,6 +64,17 @@ class FileFormatError(InvalidError):
         super().__init__(f"cannot read {path}: {detail}")
         self.path = path
         self.detail = detail
+
+
+class ExternalDataError(FileFormatError):
+    def __init__(self, path: str, tensor: str, location: str, detail: str) -> None:
+        super().__init__(path, f"it keeps tensor {tensor!r} in {location!r}, {detail}")
+        self.tensor = tensor
+        self.location = location
+
+
+class EscapingDataError(ExternalDataError):
+    """A location that is not a file in the model's own folder; it is not opened."""
 
 
 class UnwritableError(InvalidError):
@@ -102,6 +120,12 @@ class InvalidSizeError(GraphError):
         self.value = value
 
 
+class ReplicationError(GraphError):
+    def __init__(self, detail: str, op: str = "") -> None:
+        super().__init__(f"this graph cannot be replicated: {detail}")
+        self.op = op
+
+
 class MachineError(InvalidError):
     """A machine that cannot be."""
 
@@ -109,7 +133,8 @@ class MachineError(InvalidError):
 class UnknownPresetError(MachineError):
     def __init__(self, preset: str, known: tuple[str, ...]) -> None:
         super().__init__(
-            f"no machine named {preset!r}; use here, here/2, a .toml file, or presets joined as "
+            f"no machine named {preset!r}; use here, here/2, a .toml file, a paper's rl17/2, "
+            "rl17/4 or gdp/2 to gdp/8, or presets joined as "
             f'"4 x k80 + haswell" from: {", ".join(known)}'
         )
         self.preset = preset
@@ -154,6 +179,36 @@ class CaptureError(ModelError):
     def __init__(self, model: str, detail: str, location: str = "") -> None:
         super().__init__(model, f"{detail} (at {location})" if location else detail)
         self.location = location
+
+
+class OpenAxisError(ModelError):
+    def __init__(self, model: str, input: str, axes: tuple[int | str, ...] | None) -> None:
+        shape = "x".join(str(axis or "?") for axis in axes or ("any shape",))
+        sizes = [str(axis) if isinstance(axis, int) else "1" for axis in axes or (1, 3, 224, 224)]
+        example = f"say its sizes, as --shape {input}={'x'.join(sizes)}"
+        super().__init__(model, f"input {input!r} is {shape}: {example}")
+        self.input = input
+        self.axes = axes
+
+
+class UnsupportedOpError(ModelError):
+    def __init__(self, model: str, op: str, detail: str) -> None:
+        super().__init__(model, f"op {op!r} {detail}")
+        self.op = op
+
+
+class UnknownOpError(UnsupportedOpError):
+    def __init__(self, model: str, op: str, domain: str, kind: str) -> None:
+        where = f" of the domain {domain!r}" if domain else ""
+        super().__init__(model, op, f"is an unknown {kind}{where}; export with standard ops")
+        self.domain = domain
+        self.kind = kind
+
+
+class UnknownShapeError(UnsupportedOpError):
+    def __init__(self, model: str, op: str, output: str, detail: str) -> None:
+        super().__init__(model, op, f"makes {output!r}, whose shape is not known: {detail}")
+        self.output = output
 
 
 class CostError(InvalidError):

@@ -1,6 +1,7 @@
 """Units: the only conversions between numbers and text. Inside the package: seconds and bytes."""
 
 import re
+from collections.abc import Mapping
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MOST_BYTES = 2**62
@@ -59,6 +60,11 @@ def format_count(count: float, unit: str = "") -> str:
         if abs(count) >= scale:
             return f"{count / scale:.3g} {prefix}{unit}"
     return f"{count:.3g} {unit}".rstrip()
+
+
+def format_shares(shares: Mapping[str, float]) -> str:
+    """`{"": 0.31, "aten.mm": 0.5}` -> "31 %, aten.mm 50 %"."""
+    return ", ".join(f"{of} {100 * share:.3g} %".strip() for of, share in shares.items())
 
 
 def format_capacity(memory_bytes: int) -> str:

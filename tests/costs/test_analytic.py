@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -38,3 +40,15 @@ def test_integer_and_boolean_work_counts_at_the_float32_rate():
     for dtype in ("int64", "uint8", "bool"):
         graph = graph_of(Op("a", dtype=dtype, flops=2 * 10**9, accessed_bytes=8))
         assert analytic_costs(graph, machine_of(1)).compute_seconds[0, 0] == 2.0
+
+
+def test_arithmetic_takes_longer_where_a_kind_reaches_a_share_of_the_peak():
+    ops = [Op("a", flops=10**9, accessed_bytes=8), Op("b", flops=10**9, accessed_bytes=8)]
+    ops.append(Op("c", flops=1, accessed_bytes=3 * 10**12))  # memory is not slower
+    graph = graph_of(*ops)
+    graph = replace(graph, kinds=("aten.mm", "aten.convolution_backward", "aten.convolution"))
+    machine = machine_of(1)
+    shares = {"": 0.5, "aten.convolution": 0.1}
+    slow = replace(machine, devices=(replace(machine.devices[0], efficiencies=shares),))
+    seconds = analytic_costs(graph, slow).compute_seconds[:, 0]
+    np.testing.assert_allclose(seconds, [2.0, 10.0, 3.0])

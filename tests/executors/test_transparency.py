@@ -17,14 +17,14 @@ from dovetail.frontends import (
     resolve,
     run_step,
 )
-from dovetail.networks import inception_loss, rnnlm_loss
+from dovetail.networks import NETWORKS
 
 STEPS, PLACEMENTS = 3, 20
 MODELS = {
     "rnnlm": "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50",
     "inception": "zoo:inception_v3?width=0.0625&size=75&batch=2&dropout=0",
 }
-LOSSES = {"rnnlm": rnnlm_loss, "inception": inception_loss}
+LOSSES = {"rnnlm": NETWORKS["rnnlm"].loss, "inception": NETWORKS["inception_v3"].loss}
 OPTIMIZERS = {"sgd": SGD(lr=0.1), "adam": Adam(lr=1e-3)}
 
 

@@ -3,7 +3,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dovetail.errors import ModelError, UnknownNetworkError
+from dovetail.frontends import Adam, resolve
+from dovetail.frontends.models import describe_network, network_rows
 from dovetail.networks import NETWORKS
+from dovetail.networks.sizes import load_sizes
 
 
 def parameters(module):
@@ -79,3 +83,56 @@ def test_every_network_names_its_paper_and_its_options(name):
     assert "https://" in network.paper
     assert network.description
     assert "batch" in network.defaults
+
+
+HOW = "is stale: run `python benchmarks/capture/run.py --write` for what changed"
+QUICK = ("gpt2", "squeezenet_1_0", "two_tower")
+
+
+def test_the_table_of_sizes_has_every_network():
+    assert set(load_sizes()) == set(NETWORKS), f"sizes.json {HOW}"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_table_of_sizes_has_the_parameters_of_the_modules(name):
+    network, found = NETWORKS[name], load_sizes()[name]
+    with FakeTensorMode():
+        module = network.modules(**network.defaults)
+    assert found.parameters == parameters(module), f"{name} {HOW}"
+    assert found.parameter_bytes == sum(p.nbytes for p in module.parameters())
+    assert 0 < found.ops < found.training_ops
+    assert found.flops > 0
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_table_of_sizes_has_what_a_capture_finds(name):
+    found, graph = load_sizes()[name], resolve(f"zoo:{name}").graph
+    assert (found.flops, found.ops) == (graph.flops.sum(), (~graph.is_source).sum()), HOW
+    step = resolve(f"zoo:{name}", train=Adam()).graph
+    assert found.training_ops == (~step.is_source).sum(), HOW
+
+
+def test_networks_are_listed_with_their_sizes_and_papers(monkeypatch):
+    rows = {row["network"]: row for row in network_rows()}
+    assert list(rows) == [f"zoo:{name}" for name in NETWORKS]
+    assert rows["zoo:gpt2"]["parameters"] == 124_439_808
+    assert rows["zoo:gpt2"]["batch"] == 8
+    assert rows["zoo:rnnlm"]["paper"] == "Jozefowicz et al., 2016"
+    monkeypatch.setattr("dovetail.frontends.models.load_sizes", dict)
+    assert network_rows()[0]["ops"] == ""
+
+
+@pytest.mark.parametrize("name", ["rnnlm", "zoo:rnnlm"])
+def test_one_network_is_described_with_its_options(name):
+    facts, options = describe_network(name)
+    assert dict(facts)["network"] == "zoo:rnnlm"
+    assert "https://" in dict(facts)["paper"]
+    assert options == NETWORKS["rnnlm"].defaults
+
+
+def test_a_network_that_is_not_there_or_has_options_is_not_described():
+    with pytest.raises(UnknownNetworkError) as unknown:
+        describe_network("rnn")
+    assert unknown.value.network == "rnn"
+    with pytest.raises(ModelError, match="at the defaults"):
+        describe_network("zoo:rnnlm?layers=4")

@@ -261,6 +261,14 @@ def test_networks_lists_the_zoo(dovetail):
     assert "inception_v3" in out
 
 
+def test_networks_describes_one(dovetail):
+    status, out, _ = dovetail("networks", "rnnlm")
+    assert status == 0
+    assert "1602.02410" in out
+    assert "vocabulary" in out
+    assert dovetail("networks", "nothing")[0] == 2
+
+
 def test_foreign_names_cannot_style_the_terminal(dovetail):
     status, _, err = dovetail("plan", "zoo:[red]x", *TWO_GPUS)
     assert status == 2

@@ -83,6 +83,27 @@ def test_an_update_stands_with_the_first_reader_of_its_parameter():
     assert columns == {"a": 0, "b": 1, "c": 2, "scale": 2, "u": 1, "counter": 1}
 
 
+def test_an_update_of_what_only_counts_stands_with_its_module():
+    # A counter reads no activation: no edge says where it belongs, its module does.
+    #   forward      a ───► b ───► c          count (two)
+    #   update                                count' (two)
+    graph = make_graph(
+        [
+            ("w", S, []),
+            ("n", S, []),
+            ("a", F, [0], "one"),
+            ("b", F, [2], "two"),
+            ("count", F, [1], "two"),
+            ("c", F, [3], "three"),
+            ("count'", U, [4, 1], "two"),
+        ]
+    )
+    ops = draw(graph, make_plan(graph, make_machine(1), [0] * 7))[1]
+    assert dict(zip(ops.labels, ops.columns.tolist(), strict=True)) == {
+        "a": 0, "b": 1, "count": 1, "c": 2, "count'": 1,
+    }  # fmt: skip
+
+
 def test_what_waits_for_nothing_stands_just_before_its_reader():
     graph = make_graph(
         [("a", F, []), ("b", F, [0]), ("mask", F, []), ("c", F, [1, 2]), ("d", F, [3])]

@@ -14,6 +14,7 @@ from dovetail.reports import (
     graph_summary,
     limits_table,
     machine_table,
+    network_table,
     networks_table,
     plan_table,
     run_table,
@@ -105,6 +106,10 @@ def test_machine_graph_networks_and_limits_are_tables(two_ops):
     assert row_of(text, "parameter")[:3] == ["parameter", "3", "48"]
     text = text_of(networks_table([{"network": "rnnlm", "parameters": 2e6, "parameter_bytes": 8}]))
     assert row_of(text, "rnnlm") == ["rnnlm", "2", "M", "8", "B"]
+    text = text_of(network_table([("network", "rnnlm"), ("flops", 2000)], {"on": True, "n": 3000}))
+    assert row_of(text, "FLOPs") == ["FLOPs", "2,000", "(2", "k)"]
+    assert row_of(text, "on") == ["on", "true"]
+    assert row_of(text, "n ") == ["n", "3,000"]
     plan = make_plan(graph, machine, [0, 1])
     text = text_of(limits_table(find_limits(timeline, graph), timeline, plan))
     assert row_of(text, "computing on cpu1")[3:] == ["2", "s", "50.0", "%"]

@@ -9,6 +9,7 @@ import sys
 
 import typer
 
+from dovetail.cli.benching import bench
 from dovetail.cli.output import say
 from dovetail.cli.planning import plan
 from dovetail.cli.showing import capture, machine, networks
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (machine, networks, capture, plan, run, report, export):
+for command in (machine, networks, capture, plan, run, report, export, bench):
     app.command()(command)
 
 

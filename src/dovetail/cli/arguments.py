@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.output import progress_bar
+from dovetail.cli.output import progress_bar, say
 from dovetail.errors import UnwritableError, UsageError
 from dovetail.units import parse_bytes
 
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 MODEL_HELP = (
     "zoo:NAME?option=value, package.module:function (returns module, inputs[, loss[, targets]]; "
-    "looked for in the current folder first), or a file (.json, .json.gz): a saved graph, or a "
-    "published placement instance"
+    "looked for in the current folder first), FILE.onnx, or a file (.json, .json.gz): a saved "
+    "graph, or a published placement instance"
 )
-MACHINE_HELP = 'here, here/2, FILE.toml, or presets such as "4 x k80 + haswell"'
+MACHINE_HELP = (
+    'here, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
+    "rl17/4, gdp/2 to gdp/8"
+)
 PLACERS_HELP = (
     "single, expert, balanced, etf, m_topo, heft, sct, metis, scotch, mincut, linear_dp, "
     "ideal_dp, families, local_search, latency_search, multilevel, exact, or auto: all that suit"
@@ -32,27 +35,52 @@ PlanFile = Annotated[Path, typer.Argument(help="A plan that `dovetail plan --out
 Train = Annotated[
     str, typer.Option(help="Capture a whole training step: sgd, momentum, rmsprop, adam, adamw")
 ]
+Replicas = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Data-parallel towers, MODEL's batch each, in modules tower.0, tower.1, ..."
+    ),
+]
+Asynchronous = Annotated[
+    bool,
+    typer.Option("--asynchronous", help="Each tower updates by itself, not by the mean gradient"),
+]
+Shape = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=1x3x224x224: sizes of an ONNX file's input, where it leaves them open"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
-def resolve(model: str, train: str = "") -> "Step":
-    """What MODEL names, captured or loaded."""
+def resolve(model: str, train: str = "", shape: Sequence[str] | None = None) -> "Step":
+    """What MODEL names, captured or loaded; says which ops have no rule for their FLOPs."""
+    from dovetail.frontends.onnx import parse_shapes, unknown_flops
+    from dovetail.graph import Graph
     from dovetail.pipeline import resolve_model
 
+    shapes = parse_shapes(shape or ())
     with progress_bar() as progress:
         progress(f"capturing {model}", 0.0, None)
-        return resolve_model(model, train)
+        step = resolve_model(model, train, shapes)
+    unknown = unknown_flops(step) if isinstance(step, Graph) else {}
+    if unknown:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in unknown.items())
+        say(f"no rule for the FLOPs of {kinds}: each counts 1 per element of its largest tensor")
+    return step
 
 
 def executable(plan: "Plan", step: "Step") -> "Captured":
     """The step, if it can run on this machine. Raises `UsageError`."""
     from dovetail.frontends import Captured
+    from dovetail.frontends.onnx import is_from_onnx
     from dovetail.instances import Instance
 
     if not isinstance(step, Captured):
         what = "a placement instance has nothing to run"
         if not isinstance(step, Instance):
             what = "a saved graph cannot run; name the network it came from"
+            if is_from_onnx(step):
+                what = "an ONNX graph is planned for, not run; `export` hands the plan on"
         raise UsageError("MODEL", what)
     if not plan.machine.local:
         raise UsageError(

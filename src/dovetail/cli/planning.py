@@ -1,12 +1,22 @@
 """`dovetail plan`, and the one object that it prints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dovetail.cli import arguments
-from dovetail.cli.arguments import MACHINE_HELP, PLACERS_HELP, Json, Model, Train
+from dovetail.cli.arguments import (
+    MACHINE_HELP,
+    PLACERS_HELP,
+    Asynchronous,
+    Json,
+    Model,
+    Replicas,
+    Shape,
+    Train,
+)
 from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
 from dovetail.errors import InfeasibleError
 
@@ -18,6 +28,9 @@ if TYPE_CHECKING:
 def plan(  # noqa: PLR0913  one argument an option
     model: Model,
     train: Train = "",
+    replicas: Replicas = 1,
+    asynchronous: Asynchronous = False,
+    shape: Shape = None,
     machine: Annotated[
         str, typer.Option(help=f"{MACHINE_HELP}; an instance brings its own", show_default="here")
     ] = "",
@@ -62,9 +75,12 @@ def plan(  # noqa: PLR0913  one argument an option
     }  # fmt: skip
     named = [device for _, device in pins] + [device for device, _ in caps]
     file = model if pipeline.names_file(model) else ""
-    step = arguments.resolve(model, train) if file else None
+    pipeline.check_replicas(replicas, asynchronous)
+    step = arguments.resolve(model, train, shape) if file else None
     pipeline.check_request(machine, **search, devices=named, step=step)
-    step = step or arguments.resolve(model, train)
+    step = pipeline.replicated(
+        step or arguments.resolve(model, train, shape), replicas, asynchronous
+    )
     try:
         with progress_bar() as progress:
             found = pipeline.plan(
@@ -81,6 +97,9 @@ def plan(  # noqa: PLR0913  one argument an option
         if as_json:
             show_json(_infeasible(model, step, machine, search, error))
         raise
+    # A graph from a file does not say whether we replicated it.
+    source = replace(found.source, replicas=replicas, asynchronous=asynchronous)
+    found = replace(found, source=source)
     if out is not None:
         found.save(out)
         say(f"wrote {out}")

@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from dovetail.cli.arguments import MACHINE_HELP, Model, Train, check_outputs, resolve
+from dovetail.cli.arguments import (
+    MACHINE_HELP,
+    Asynchronous,
+    Model,
+    Replicas,
+    Shape,
+    Train,
+    check_outputs,
+    resolve,
+)
 from dovetail.cli.output import progress_bar, say, show
 from dovetail.errors import UsageError
 
@@ -29,30 +38,42 @@ def machine(
         say(f"wrote {out}")
 
 
-def networks() -> None:
-    """The built-in networks, with their sizes."""
-    from dovetail.frontends.models import network_rows
-    from dovetail.reports import networks_table
+def networks(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="One of them, with its options")
+    ] = "",
+) -> None:
+    """The built-in networks at their default sizes: FLOPs and ops of an inference, and ops of a
+    training step. Of one, its options."""
+    from dovetail.frontends.models import describe_network, network_rows
+    from dovetail.reports import network_table, networks_table
 
-    show(networks_table(network_rows()))
+    if name:
+        show(network_table(*describe_network(name)))
+    else:
+        show(networks_table(network_rows()))
 
 
 def capture(
     model: Model,
     out: Annotated[Path, typer.Option(help="Where the graph goes: .json or .json.gz")],
     train: Train = "",
+    replicas: Replicas = 1,
+    asynchronous: Asynchronous = False,
+    shape: Shape = None,
 ) -> None:
     """Capture a network as a graph and save it."""
     from dovetail.graph import save_graph
     from dovetail.instances import Instance
-    from dovetail.pipeline import graph_of
+    from dovetail.pipeline import check_replicas, graph_of, replicated
     from dovetail.reports import graph_summary
 
     check_outputs(out, inputs=[model])
-    step = resolve(model, train)
+    check_replicas(replicas, asynchronous)
+    step = resolve(model, train, shape)
     if isinstance(step, Instance):
         raise UsageError("MODEL", f"{model} is an instance; it is planned for as it is")
-    graph = graph_of(step)
+    graph = graph_of(replicated(step, replicas, asynchronous))
     save_graph(graph, out)
     show(graph_summary(graph))
     say(f"wrote {out}")

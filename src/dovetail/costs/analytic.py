@@ -1,9 +1,11 @@
 """Analytic costs: a roofline with a fixed overhead per op, for machines that are not here.
 
-    seconds = op_overhead + max(flops / peak flops per second, accessed bytes / bandwidth)
+    seconds = op_overhead + max(flops / (efficiency x peak flops per second),
+                                accessed bytes / bandwidth)
 
 Williams, Waterman, Patterson: "Roofline: An Insightful Visual Performance Model", CACM 2009.
-Differences: the overhead, which RL17's own single-device times show to dominate small ops.
+Differences: the overhead, which RL17's own single-device times show to dominate small ops, and the
+share of the peak that a kind of op reaches, 1 where the device does not say.
 """
 
 import numpy as np
@@ -50,6 +52,9 @@ def _roofline(
                 f"device {device.name} has no flops_per_second for {dtype}; add it to the machine",
             )
         rates[of_dtype] = device.flops_per_second[dtype]
+    if device.efficiencies:
+        kinds = {kind: device.efficiency(kind) for kind in set(graph.kinds)}
+        rates *= np.array([kinds[kind] for kind in graph.kinds])
     arithmetic = graph.flops / rates
     memory = graph.accessed_bytes / device.bandwidth_bytes_per_second
     roofline: NDArray[np.float64] = device.op_overhead_seconds + np.maximum(arithmetic, memory)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dovetail.errors import ExportError
-from dovetail.exports.modules import Module, forward_ops, module_tree
+from dovetail.exports.modules import Module, check_one_replica, forward_ops, module_tree
 from dovetail.graph import HOST, Graph
 from dovetail.plans import Plan
 
@@ -34,8 +34,9 @@ def device_map(
     names   device name -> what accelerate is to call it; by default as above
 
     Raises `ExportError` for a module without children whose ops are on several devices, for an op
-    between modules that would get its inputs on several devices, and for a second CPU.
+    between modules that would get its inputs on several devices, for a second CPU, and for towers.
     """
+    check_one_replica(graph, FORMAT)
     named = _named(plan, graph, names)
     top = module_tree(graph)
     found: dict[str, int] = {}

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dovetail.errors import ExportError
 from dovetail.graph import Graph, Phase
+from dovetail.graph.towers import tower_count
 
 HELD = ("parameter", "buffer")
 
@@ -44,6 +46,13 @@ def module_tree(graph: Graph) -> Module:
         if graph.kinds[op] in HELD:
             _find(top, graph.modules[op]).held.append(op)
     return top
+
+
+def check_one_replica(graph: Graph, format: str) -> None:
+    """Raise `ExportError` for towers: the module they copy is one, and would be in many places."""
+    if tower_count(graph) > 1:
+        where = f"a graph of {tower_count(graph)} towers"
+        raise ExportError(format, where, "runs every module once a tower; plan for one replica")
 
 
 def forward_ops(graph: Graph) -> list[int]:

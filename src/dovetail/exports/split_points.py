@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from dovetail.errors import ExportError
-from dovetail.exports.modules import forward_ops, module_tree
+from dovetail.exports.modules import check_one_replica, forward_ops, module_tree
 from dovetail.graph import Graph
 from dovetail.plans import Plan
 
@@ -26,8 +26,10 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
     """Path of the module before which each stage but the first begins, in order; empty where all
     is on one device. A stage's device is that of the ops from there on.
 
-    Raises `ExportError` for a device with several runs, and for a run that begins within a module.
+    Raises `ExportError` for a device with several runs, for a run that begins within a module, and
+    for towers.
     """
+    check_one_replica(graph, FORMAT)
     from torch.distributed.pipelining import SplitPoint
 
     ops = forward_ops(graph)

@@ -24,6 +24,7 @@ from dovetail.frontends.optimizers import (
     parse_optimizer,
 )
 from dovetail.frontends.program import Call, Captured, Program, Ref, SourceValue
+from dovetail.frontends.towers import towers
 
 __all__ = [
     "MATRIX_KINDS",
@@ -51,4 +52,5 @@ __all__ = [
     "run_step",
     "seed_for",
     "source_value",
+    "towers",
 ]

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
 from dovetail.frontends.fakes import fake, fake_mode_of
+from dovetail.frontends.keras_models import is_keras, keras_module
 from dovetail.frontends.optimizers import Optimizer, format_optimizer
 from dovetail.frontends.program import Captured
-from dovetail.frontends.tracing import Request, TracingError, trace
+from dovetail.frontends.recording import TracingError
+from dovetail.frontends.tracing import Request, trace
 from dovetail.plans import Source
 
 
@@ -32,10 +34,14 @@ def capture(
     real or fake, are neither read nor changed. `loss(output, *targets)` is a scalar; without one
     the output is. Parameters that do not require gradients stay as they are.
 
+    A Keras 3 model on torch counts as its module in `keras_models`, in training mode with `train`.
+
     Raises `ModelError` for arguments that do not fit, `CaptureError` for what has no graph. About
-    4 ms per op.
+    0.6 ms per op, twice that where the model writes in place.
     """
     name = type(model).__name__
+    if is_keras(model):
+        model = keras_module(model, train is not None)
     inputs, targets = _tensors(name, "inputs", inputs), _tensors(name, "targets", targets)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     _check(name, model, inputs, train)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from dovetail.frontends.onnx.flops import ONNX_MATRIX_KINDS
 from dovetail.graph import Graph
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ _OURS: dict[Any, Callable[..., int]] = {
 }
 
 _MATRIX = set(flop_registry) | set(_OURS)
-MATRIX_KINDS = frozenset(str(packet) for packet in _MATRIX)
+MATRIX_KINDS = frozenset(str(packet) for packet in _MATRIX) | ONNX_MATRIX_KINDS
 """Kinds of the ops whose multiply-adds are counted."""
 
 
@@ -111,7 +111,13 @@ def matrix_flops(graph: Graph) -> int:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in nested arguments or results, in order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for value in tree for tensor in tensors_of(value)]
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -11,13 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.errors import ModelError, UnknownNetworkError
 from dovetail.frontends.capturing import capture
+from dovetail.frontends.keras_models import is_keras
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.program import Captured
 from dovetail.networks import NETWORKS, Network, Option
+from dovetail.networks.sizes import load_sizes
 
 FORMS = (
-    "a MODEL is zoo:NAME or zoo:NAME?option=value&option=value, package.module:function, or a "
-    "file (.json, .json.gz): a graph that `dovetail capture` saved, or a placement instance"
+    "a MODEL is zoo:NAME or zoo:NAME?option=value&option=value, package.module:function, FILE.onnx "
+    "or a file (.json, .json.gz): a graph that `dovetail capture` saved, or a placement instance"
 )
 
 
@@ -54,22 +56,39 @@ def parse_zoo(model: str) -> tuple[Network, dict[str, Option]]:
 
 
 def network_rows() -> list[dict[str, object]]:
-    """One row a built-in network: its options' defaults, parameters and paper."""
+    """One row a built-in network: its sizes at its defaults, from the committed table, and its
+    paper; a size that is not in the table is ""."""
+    sizes = load_sizes()
     rows: list[dict[str, object]] = []
     for name, network in NETWORKS.items():
-        with FakeTensorMode():
-            module = network.modules(**network.defaults)
-        parameters = list(module.parameters())
+        found = sizes.get(name)
         rows.append(
             {
                 "network": f"zoo:{name}",
-                "parameters": sum(p.numel() for p in parameters),
-                "parameter_bytes": sum(p.nbytes for p in parameters),
-                "options": " ".join(f"{k}={v}" for k, v in network.defaults.items()),
-                "paper": network.paper,
+                "parameters": found.parameters if found else "",
+                "batch": network.defaults["batch"],
+                "flops": found.flops if found else "",
+                "ops": found.ops if found else "",
+                "training_ops": found.training_ops if found else "",
+                "paper": network.paper.partition(", https://")[0],
             }
         )
     return rows
+
+
+def describe_network(name: str) -> tuple[list[tuple[str, object]], dict[str, Option]]:
+    """(label, value) pairs about the network "NAME" or "zoo:NAME", labelled as the columns of
+    `network_rows`, and its options' defaults. Raises `UnknownNetworkError`, or `ModelError` for
+    a name with options, whose sizes are not in the table."""
+    network, options = parse_zoo(name)
+    if options:
+        raise ModelError(name, "sizes are known at the defaults; `dovetail capture` finds others")
+    row = next(row for row in network_rows() if row["network"] == f"zoo:{network.name}")
+    facts = row | {"description": network.description, "paper": network.paper}
+    del facts["batch"]  # an option
+    if found := load_sizes().get(network.name):
+        facts["parameter_bytes"] = found.parameter_bytes
+    return list(facts.items()), network.defaults
 
 
 def _parse_option(model: str, key: str, value: str, default: Option) -> Option:
@@ -132,7 +151,7 @@ def _unpack(model: str, returned: Any) -> tuple[nn.Module, Any, Any, Any]:
     if (
         not isinstance(returned, tuple)
         or not 2 <= len(returned) <= 4
-        or not isinstance(returned[0], nn.Module)
+        or not (isinstance(returned[0], nn.Module) or is_keras(returned[0]))
     ):
         raise ModelError(
             model, "must return (module, inputs), (module, inputs, loss) or with targets after that"

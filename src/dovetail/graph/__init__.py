@@ -3,6 +3,7 @@
 from dovetail.graph.files import load_graph, save_graph
 from dovetail.graph.grouping import Groups, colocate, group
 from dovetail.graph.records import EVERYWHERE, HOST, Graph, Phase
+from dovetail.graph.replicate import Replicated, replicate
 from dovetail.graph.synthetic import layered
 
 __all__ = [
@@ -11,9 +12,11 @@ __all__ = [
     "Graph",
     "Groups",
     "Phase",
+    "Replicated",
     "colocate",
     "group",
     "layered",
     "load_graph",
+    "replicate",
     "save_graph",
 ]

@@ -15,6 +15,8 @@ second read of an activation does not keep a forward chain apart. `largest_share
 rule melts a network without branches into one group, and no plan could split it. Groups that read
 different shared parameters stay apart, which gives the paper's own group per LSTM cell and
 softmax step: joined, the last cells of two layers would drag both layers' weights to one device.
+Of a replicated graph each tower is grouped like the replica that it copies: nothing of it joins
+another tower's groups, or averages and updates, which would tie all towers together.
 """
 
 from collections import defaultdict
@@ -26,6 +28,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph.records import Graph, Int32, Phase
+from dovetail.graph.towers import towers_of
 from dovetail.runtime.compiling import inlined, kernel
 
 
@@ -192,8 +195,8 @@ def _weights(graph: Graph, groups: Groups) -> NDArray[np.float64]:
 
 
 def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
-    """[groups] the set of parameters it reads that other groups read as well, their own apart: an
-    id of 0 or more, equal for equal sets, -1 for none."""
+    """[groups] the set of parameters it reads that other groups (of its tower) read as well, their
+    own apart: an id of 0 or more, equal for equal sets, -1 for none."""
     parameter = np.array([kind == "parameter" for kind in graph.kinds]) & graph.is_source
     producers = graph.producers[graph.input_tensors]
     reads = parameter[producers]
@@ -201,7 +204,10 @@ def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
     pairs = np.unique(pairs, axis=0)
     written = graph.residences[pairs[:, 0]] >= 0
     pairs = pairs[~written | (groups.of_op[pairs[:, 0]] != pairs[:, 1])]
-    several = np.bincount(pairs[:, 0], minlength=len(graph)) > 1
+    towers = _towers(graph, groups)[pairs[:, 1]]
+    reads, counts = np.unique(np.stack([pairs[:, 0], towers]), axis=1, return_counts=True)
+    several = np.zeros(len(graph), dtype=bool)
+    several[reads[0, counts > 1]] = True
     read: dict[int, list[int]] = defaultdict(list)
     for parameter_op, reader in pairs[several[pairs[:, 0]]].tolist():
         read[reader].append(parameter_op)
@@ -213,8 +219,8 @@ def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
 
 
 def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
-    """[edges, 2] distinct (producer group, consumer group). Of a group with forward ops only the
-    edges between forward ops."""
+    """[edges, 2] distinct (producer group, consumer group), of one tower where there are towers.
+    Of a group with forward ops only the edges between forward ops."""
     producers = graph.producers[graph.input_tensors]
     # A parameter counts, with its update's group; what is resident everywhere moves nowhere.
     moves = graph.residences[producers] >= 0
@@ -223,4 +229,13 @@ def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
     has_forward = np.bincount(groups.of_op, weights=is_forward, minlength=groups.count) > 0
     pairs = groups.of_op[ends]
     counts = is_forward[ends].all(axis=1) | ~has_forward[pairs[:, 0]]
-    return np.unique(pairs[counts & (pairs[:, 0] != pairs[:, 1])], axis=0)
+    towers = _towers(graph, groups)[pairs]
+    counts &= (pairs[:, 0] != pairs[:, 1]) & (towers[:, 0] == towers[:, 1])
+    return np.unique(pairs[counts], axis=0)
+
+
+def _towers(graph: Graph, groups: Groups) -> Int32:
+    """[groups] the tower of a replicated graph that each is of; -1: shared, or no tower."""
+    towers = np.full(groups.count, -1, dtype=np.int32)
+    np.maximum.at(towers, groups.of_op, towers_of(graph))
+    return towers

@@ -2,10 +2,13 @@
 
 from dovetail.machine.files import load_machine, save_machine
 from dovetail.machine.local import check_local, local_machine
-from dovetail.machine.presets import PRESETS, names_here, parse_machine
+from dovetail.machine.papers import PAPER_MACHINES
+from dovetail.machine.parsing import names_here, parse_machine
+from dovetail.machine.presets import PRESETS
 from dovetail.machine.records import Device, Link, Machine
 
 __all__ = [
+    "PAPER_MACHINES",
     "PRESETS",
     "Device",
     "Link",

@@ -13,6 +13,8 @@ op_overhead_seconds = 1e-6
 flops_per_second = { float32 = 1.3e12 }
 cores = [0, 1]                     # only of a CPU of the machine the file is used on, which can
                                    # run plans then; its rates are taken as they stand here
+efficiencies = { "" = 0.4, "aten.convolution" = 0.1 }    # share of flops_per_second that ops
+                                   # reach whose kind begins so; the longest counts; default: 1
 
 [[links]]
 source = "cpu0"
@@ -47,6 +49,7 @@ class _Device(BaseModel):
     op_overhead_seconds: float = 0.0
     flops_per_second: dict[str, float] = {}
     cores: tuple[int, ...] = ()
+    efficiencies: dict[str, float] = {}
 
 
 class _Link(BaseModel):
@@ -84,9 +87,16 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
     return {
         "name": machine.name,
         "host": machine.host,
-        "devices": [{**asdict(device), "cores": list(device.cores)} for device in machine.devices],
+        "devices": [_device_to_dict(device) for device in machine.devices],
         "links": [asdict(link) for link in machine.links],
     }
+
+
+def _device_to_dict(device: Device) -> dict[str, Any]:
+    raw = {**asdict(device), "cores": list(device.cores)}
+    if not device.efficiencies:
+        del raw["efficiencies"]
+    return raw
 
 
 def load_machine(path: Path | str) -> Machine:

@@ -4,17 +4,17 @@ Peak rates, memory bandwidth and capacity are the vendors' data sheets (K80: one
 dies; P100: PCIe; V100, A100, H100, H200: SXM). `op_overhead_seconds` and the links are typical,
 not measured here: 5.7 us between ops and 7.6 GB/s with 25 us a transfer were fitted to TensorFlow
 on K80s by an earlier simulator; PCIe 3.0 x16 reaches about 11 GB/s, NVLink what its sheet says a
-direction. A machine that must be right is described in TOML.
+direction. The CPUs are servers of one socket, 32 single-precision FLOP per core and cycle: Haswell
+18 cores at 2.3 GHz with DDR4-2133, 50 GB of it allowed as in RL17; Broadwell the largest of its
+line, 22 cores at 2.2 GHz with DDR4-2400, and as much memory. A machine that must be right is
+described in TOML.
 """
 
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from dovetail.errors import UnknownPresetError
-from dovetail.machine.files import load_machine
-from dovetail.machine.local import local_machine
 from dovetail.machine.records import Device, Link, Machine
 from dovetail.units import GIB, MIB
 
@@ -95,25 +95,18 @@ PRESETS: dict[str, Preset] = {
             1e-6,
         )
     ),
+    "broadwell": Preset(
+        Device(
+            "broadwell",
+            "cpu",
+            "broadwell",
+            50 * 10**9,
+            {"float32": 1.55e12, "float64": 0.77e12},
+            76.8e9,
+            1e-6,
+        )
+    ),
 }
-
-
-def parse_machine(text: str) -> Machine:
-    """The machine that `text` names: "here", "here/2", "FILE.toml", or presets with counts.
-
-    The rates of `here` are typical ones until `costs.probe` measures them. Raises
-    `UnknownPresetError`, or what loading the file raises.
-    """
-    if names_here(text):
-        return local_machine(int(text[5:] or 1))
-    if text.endswith(".toml"):
-        return load_machine(Path(text))
-    return combine(text)
-
-
-def names_here(text: str) -> bool:
-    """Is this the text of the machine we stand on, "here" or "here/2"?"""
-    return re.fullmatch(r"here(/[0-9]{1,9})?", text) is not None
 
 
 def combine(text: str) -> Machine:

@@ -20,6 +20,8 @@ class Device:
     flops_per_second   peak rate by dtype name, e.g. {"float32": 4.37e12}
     op_overhead_seconds   what every op costs beyond its arithmetic
     cores           of a CPU of this machine: the cores it is pinned to; () elsewhere
+    efficiencies    prefix of kinds of op -> share of `flops_per_second` that they reach; the
+                    longest that fits counts, and where none does, 1. "" fits every kind
     """
 
     name: str
@@ -30,6 +32,7 @@ class Device:
     bandwidth_bytes_per_second: float
     op_overhead_seconds: float
     cores: tuple[int, ...] = ()
+    efficiencies: dict[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "host"):
@@ -49,6 +52,17 @@ class Device:
             positive = name.startswith(("bandwidth", "flops"))
             if not np.isfinite(value) or value < 0 or (positive and value == 0):
                 raise MachineError(f"device {self.name!r}: {name} is {value}")
+        for prefix, share in self.efficiencies.items():
+            if not 0 < share <= 1:
+                raise MachineError(
+                    f"device {self.name!r}: efficiencies[{prefix!r}] is {share}, not above 0 and "
+                    "at most 1"
+                )
+
+    def efficiency(self, kind: str) -> float:
+        """Share of the peak rate that ops of this kind reach."""
+        found = [prefix for prefix in self.efficiencies if kind.startswith(prefix)]
+        return self.efficiencies[max(found, key=len)] if found else 1.0
 
 
 @dataclass(frozen=True)

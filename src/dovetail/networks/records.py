@@ -22,8 +22,6 @@ class Network:
     modules    options -> the module
     examples   options -> (inputs, targets), drawn from torch's generator
     loss       loss(output, *targets) is a scalar
-    repeated   submodule types whose calls depend on nothing but their parameters, buffers and
-               tensor arguments, so that calls of one instance on like tensors are alike
     """
 
     name: str
@@ -34,7 +32,6 @@ class Network:
     modules: Callable[..., nn.Module]
     examples: Callable[..., Examples]
     loss: Callable[..., Any]
-    repeated: tuple[type[nn.Module], ...] = ()
 
     def build(self, **options: Option) -> Built:
         """(module, inputs, loss, targets); options left out have their defaults."""

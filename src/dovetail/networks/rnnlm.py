@@ -5,9 +5,6 @@
                              ▼                ▼
                          next step        next step
 
-Every cell of every step is its own ops, as a placer of ops wants them: a fused LSTM kernel would
-hide from it that layer 0 can be at step 5 while layer 1 is at step 4.
-
 Paper: Jozefowicz et al., "Exploring the Limits of Language Modeling", 2016,
 https://arxiv.org/abs/1602.02410, as placed by Mirhoseini et al., "Device Placement Optimization
 with Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4.1: two layers
@@ -15,50 +12,13 @@ of 2048, 40 steps, batch 64. Differences: the placement paper gives no vocabular
 choice; no projection and no sampled softmax.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dovetail.networks.lstm import LSTMCell, Softmax, steps_loss, zero_state
 from dovetail.networks.records import Examples, Network
-
-
-class LSTMCell(nn.Module):
-    """One step of one layer:
-
-    i, f, g, o = split(x W_x + h W_h + b)
-    c' = sigmoid(f) c + sigmoid(i) tanh(g)
-    h' = sigmoid(o) tanh(c')
-    """
-
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__()
-        self.weight_x = nn.Parameter(torch.empty(inputs, 4 * hidden))
-        self.weight_h = nn.Parameter(torch.empty(hidden, 4 * hidden))
-        self.bias = nn.Parameter(torch.empty(4 * hidden))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)
-
-    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        """(h', c') of x [batch, inputs] and h, c [batch, hidden]."""
-        gates = torch.addmm(torch.addmm(self.bias, x, self.weight_x), h, self.weight_h)
-        i, f, g, o = gates.chunk(4, dim=1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(c), c
-
-
-class Softmax(nn.Module):
-    """Log-probabilities [batch, vocabulary] of h [batch, hidden]."""
-
-    def __init__(self, hidden: int, vocabulary: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden, vocabulary))
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
-        nn.init.uniform_(self.weight, -(hidden**-0.5), hidden**-0.5)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return torch.log_softmax(torch.addmm(self.bias, h, self.weight), dim=1)
 
 
 class RNNLM(nn.Module):
@@ -74,8 +34,7 @@ class RNNLM(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Per step the log-probabilities [batch, vocabulary] of tokens [steps, batch]."""
         inputs = self.embedding(tokens)
-        zeros = inputs.new_zeros(tokens.shape[1], self.hidden)
-        states = [(zeros, zeros) for _ in self.lstm]
+        states = [zero_state(inputs, self.hidden)] * len(self.lstm)
         outputs = []
         for x in inputs.unbind(0):
             for layer, cell in enumerate(self.lstm):
@@ -83,15 +42,6 @@ class RNNLM(nn.Module):
                 x = states[layer][0]
             outputs.append(self.softmax(x))
         return tuple(outputs)
-
-
-def rnnlm_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """Mean cross entropy over steps and batch; targets [steps, batch]."""
-    losses = [
-        nn.functional.nll_loss(output, target)
-        for output, target in zip(outputs, targets.unbind(0), strict=True)
-    ]
-    return torch.stack(losses).mean()
 
 
 def _module(*, layers: int, hidden: int, vocabulary: int, **_: Any) -> nn.Module:
@@ -111,6 +61,5 @@ NETWORK = Network(
     small={"layers": 2, "hidden": 16, "steps": 4, "batch": 3, "vocabulary": 50},
     modules=_module,
     examples=_examples,
-    loss=rnnlm_loss,
-    repeated=(LSTMCell, Softmax),
+    loss=steps_loss,
 )

@@ -17,7 +17,14 @@ from dovetail.errors import (
 from dovetail.graph import Graph
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local
-from dovetail.pipeline.sources import Step, graph_of, names_file, resolve_model
+from dovetail.pipeline.sources import (
+    Step,
+    graph_of,
+    names_file,
+    names_onnx,
+    replicated,
+    resolve_model,
+)
 from dovetail.placers import permitted
 from dovetail.plans import SEARCH_PROOFS, Plan, capacities_of, check, load_plan
 from dovetail.simulator import LowerBound, Simulator, lower_bound
@@ -41,7 +48,9 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
             "a plan does not say what to import or open by itself; name MODEL after the plan",
         )
     check_machine(saved.machine)
-    step = resolve_model(text, saved.source.training)
+    shapes = saved.source.shapes if names_onnx(text) else None
+    step = resolve_model(text, saved.source.training, shapes)
+    step = replicated(step, saved.source.replicas, saved.source.asynchronous)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
     if isinstance(step, Instance):

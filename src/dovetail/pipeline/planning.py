@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from dovetail.costs import Costs
 from dovetail.errors import CostError, InfeasibleError, UsageError
+from dovetail.graph import Graph
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local, names_here, parse_machine
 from dovetail.pipeline.opening import bound_of, check_seed
@@ -89,7 +91,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     graph, where = graph_of(step), machine_of(step, machine, progress)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
     costs = costs_of(step, where, progress)
-    simulator = Simulator(graph, where, costs, capacities=capacities_of(where, dict(caps)))
+    simulator = _simulator(graph, where, costs, objective, caps)
     problem = make_problem(
         graph,
         where,
@@ -185,6 +187,13 @@ def _check_objective(step: Step | None, objective: str, contiguous: bool) -> Non
             "is for objective load; a step has no stages, and for the latency an "
             "accelerator runs its part in one call in any case",
         )
+
+
+def _simulator(
+    graph: Graph, machine: Machine, costs: Costs, objective: str, caps: Sequence[tuple[str, int]]
+) -> Simulator:
+    capacities = capacities_of(machine, dict(caps))
+    return Simulator(graph, machine, costs, capacities=capacities, ranked=objective == "step")
 
 
 def _limit(budget: str | float, gap: float) -> Budget:

@@ -1,6 +1,7 @@
 """Where a plan starts: what MODEL and MACHINE texts name, and what it costs.
 
-MODEL ──► step: a captured network, a saved graph, or a published instance
+MODEL ──► step: a captured network, a saved graph or one of an ONNX file, or a published instance;
+          towers of all but the last
 MACHINE ──► machine; an instance brings its own
 (step, machine) ──► costs: measured here, analytic elsewhere, an instance's own
 """
@@ -12,10 +13,12 @@ import numpy as np
 
 from dovetail.costs import CostCache, Costs, analytic_costs, measured_costs, probed_machine
 from dovetail.errors import FileFormatError, GraphError, ModelError, UsageError
-from dovetail.frontends import Captured, parse_optimizer
+from dovetail.frontends import Captured, parse_optimizer, towers
 from dovetail.frontends import resolve as resolve_network
-from dovetail.graph import Graph, Groups, colocate, group
+from dovetail.frontends.onnx import Shapes, is_from_onnx, load_onnx
+from dovetail.graph import Graph, Groups, colocate, group, replicate
 from dovetail.graph.files import graph_from, read_json
+from dovetail.graph.towers import towers_of
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.plans import Source
@@ -31,9 +34,20 @@ def silent(_doing: str, _fraction: float, _best: float | None) -> None:
     """A `Progress` that shows nothing."""
 
 
-def resolve_model(text: str, train: str = "") -> Step:
-    """What MODEL names: a saved graph or a published instance, told apart by what the file holds,
-    or a network to capture."""
+def resolve_model(text: str, train: str = "", shapes: Shapes | None = None) -> Step:
+    """What MODEL names: an ONNX file, a saved graph or a published instance, the last two told
+    apart by what the file holds, or a network to capture.
+
+    shapes   of an ONNX file's inputs, by name or all in order; of anything else `UsageError`
+    """
+    if names_onnx(text):
+        if train:
+            raise ModelError(
+                text, "an ONNX file holds no training step; name the network itself with --train"
+            )
+        return load_onnx(text, shapes)
+    if shapes:
+        raise UsageError("--shape", f"{text or 'this MODEL'} is no .onnx file and has its shapes")
     if not names_file(text):
         return resolve_network(text, train=parse_optimizer(train) if train else None)
     raw = read_json(text)
@@ -50,9 +64,37 @@ def resolve_model(text: str, train: str = "") -> Step:
     return graph_from(raw, text)
 
 
+def replicated(step: Step, replicas: int, asynchronous: bool = False) -> Step:
+    """The step in `replicas` data-parallel towers, each of which is `step`; 1: the step itself.
+
+    Raises what `check_replicas` and `replicate` raise, and `UsageError` for an instance.
+    """
+    check_replicas(replicas, asynchronous)
+    if replicas == 1:
+        return step
+    if isinstance(step, Instance):
+        raise UsageError("replicas", "an instance is planned for as it is; leave it out")
+    if isinstance(step, Graph):
+        return replicate(step, replicas, synchronous=not asynchronous).graph
+    return towers(step, replicas, synchronous=not asynchronous)
+
+
+def check_replicas(replicas: int, asynchronous: bool) -> None:
+    """Raise `UsageError` for less than one replica, and for asynchronous updates by one alone."""
+    if replicas < 1:
+        raise UsageError("replicas", f"is {replicas}; use 2 or more, or 1 for the step itself")
+    if asynchronous and replicas == 1:
+        raise UsageError("asynchronous", "is for towers; give replicas as well, 2 or more")
+
+
 def names_file(text: str) -> bool:
-    """Is this MODEL text the name of a saved graph or of an instance?"""
-    return text.endswith((".json", ".json.gz")) and ":" not in text
+    """Is this MODEL text the name of a saved graph, of an instance or of an ONNX file?"""
+    return text.endswith((".json", ".json.gz", ".onnx")) and ":" not in text
+
+
+def names_onnx(text: str) -> bool:
+    """Is this MODEL text the name of an ONNX file?"""
+    return names_file(text) and text.endswith(".onnx")
 
 
 def graph_of(step: Step) -> Graph:
@@ -102,11 +144,12 @@ def resolve_machine(
 
 
 def costs_of(step: Step, machine: Machine, progress: Progress = silent) -> Costs:
-    """An instance's own costs; measured ones where the machine is this one, else analytic ones."""
+    """An instance's own costs; measured ones where the machine is this one, else analytic ones. A
+    graph from ONNX has no calls to measure: its costs are analytic on this machine too."""
     if isinstance(step, Instance):
         return step.costs
     graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
-    if not machine.local:
+    if not machine.local or is_from_onnx(graph):
         return analytic_costs(graph, machine)
     return measured_costs(
         graph,
@@ -125,7 +168,7 @@ def source_of(step: Step, model: str) -> Source:
         return Source(model, "", (), version("torch"))
     shapes = [
         step.shapes[tensor]
-        for op in np.flatnonzero(step.is_source).tolist()
+        for op in np.flatnonzero(step.is_source & (towers_of(step) <= 0)).tolist()
         if step.kinds[op] == "input"
         for tensor in step.outputs_of(op)
     ]

@@ -8,7 +8,8 @@ parts of equal layer count.
 Differences: layer i of more layers than devices goes to device i x devices // layers. A network is
 an RNN if modules named after recurrent layers carry an index ("lstm.0", "cells.1"); one with other
 indexed layers ("layers.2") is treated alike. A group goes where most of its forward work belongs,
-else its updates; one with neither follows the heaviest tensors that it shares.
+else its updates; one with neither follows the heaviest tensors that it shares. Data-parallel towers
+go to a device each, in order, and what they share is spread over all, as many modules to each.
 """
 
 import re
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph, Phase
+from dovetail.graph.towers import tower_count, towers_of
 from dovetail.placers.budget import Budget
 from dovetail.placers.problem import GroupPlacement, Problem
 
@@ -41,11 +43,14 @@ def expert(problem: Problem, budget: Budget) -> GroupPlacement:
     devices = np.array(_expert_devices(problem), dtype=np.int32)
     modules = problem.graph.modules
     layers = {module: _layer_of(module) for module in dict.fromkeys(modules)}
-    if any(layers.values()):
+    if tower_count(problem.graph) > 1:
+        part_of_op = _by_tower(problem.graph, len(devices))
+    elif any(layers.values()):
         place = _by_layer(problem.graph, layers, len(devices))
+        part_of_op = np.array([place[module] for module in modules])
     else:
         place = _by_run(problem.graph, len(devices))
-    part_of_op = np.array([place[module] for module in modules])
+        part_of_op = np.array([place[module] for module in modules])
     return problem.settle(devices[_vote(problem, part_of_op, len(devices))])
 
 
@@ -96,6 +101,17 @@ def _by_run(graph: Graph, devices: int) -> dict[str, int]:
     ran = dict.fromkeys(m for m, runs in zip(graph.modules, forward, strict=True) if runs)
     place = {module: i * devices // len(ran) for i, module in enumerate(ran)}
     return dict.fromkeys(graph.modules, devices - 1) | place
+
+
+def _by_tower(graph: Graph, devices: int) -> NDArray[np.int_]:
+    """[ops] part"""
+    towers, count = towers_of(graph), tower_count(graph)
+    updates = (towers < 0) & (graph.phases == Phase.UPDATE)
+    shared = dict.fromkeys(m for m, is_one in zip(graph.modules, updates, strict=True) if is_one)
+    place = {module: i * devices // len(shared) for i, module in enumerate(shared)}
+    spread = np.array([place.get(module, 0) for module in graph.modules])
+    parts = towers if count <= devices else towers * devices // count
+    return np.where(towers < 0, spread, parts)
 
 
 def _vote(problem: Problem, part_of_op: NDArray[np.int_], parts: int) -> NDArray[np.int_]:

@@ -55,7 +55,11 @@ def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
     allowed = _allowed(problem, unit_of)
     merged = _merge(problem, unit_of[problem.groups.of_op], most_ops)
     simulator = Simulator(
-        merged.graph, problem.machine, merged.costs, capacities=problem.capacities
+        merged.graph,
+        problem.machine,
+        merged.costs,
+        capacities=problem.capacities,
+        ranked=problem.objective == "step",
     )
     return Problem(
         graph=merged.graph,

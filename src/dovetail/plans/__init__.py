@@ -14,6 +14,7 @@ from dovetail.plans.records import (
     format_value,
 )
 from dovetail.plans.rules import capacities_of, check, check_placement, normalise
+from dovetail.plans.towers import tower_placement, tower_seconds
 
 __all__ = [
     "OBJECTIVES",
@@ -32,4 +33,6 @@ __all__ = [
     "load_plan",
     "normalise",
     "save_plan",
+    "tower_placement",
+    "tower_seconds",
 ]

@@ -34,6 +34,8 @@ class _Source(BaseModel):
     training: str
     shapes: tuple[tuple[int, ...], ...]
     torch_version: str
+    replicas: int = Field(1, ge=1)
+    asynchronous: bool = False
 
 
 class _Stage(BaseModel):

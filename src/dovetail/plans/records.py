@@ -53,13 +53,17 @@ class Source:
 
     model      the MODEL text, e.g. "zoo:rnnlm?layers=2"; of a saved graph its file's name
     training   the optimizer's text, e.g. "adam"; "" for inference
-    shapes     of the step's inputs, in order
+    shapes     of the step's inputs, in order; of one tower's where there are replicas
+    replicas   towers that the captured step was replicated to; 1: not at all
+    asynchronous   each tower updates by itself
     """
 
     model: str
     training: str
     shapes: tuple[tuple[int, ...], ...]
     torch_version: str
+    replicas: int = 1
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, eq=False)

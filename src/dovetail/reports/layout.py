@@ -18,16 +18,28 @@ cycle.
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph
 from dovetail.graph.records import Phase
-from dovetail.plans import Plan
+from dovetail.machine import Machine
 
 MOST_OPS, MOST_MODULES = 1500, 300
 Int32 = NDArray[np.int32]
+
+
+class Placed(Protocol):
+    """What a picture needs of a `Plan`: placement [ops], compute_seconds [ops, devices]."""
+
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def placement(self) -> Int32: ...
+    @property
+    def compute_seconds(self) -> NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +68,14 @@ class View:
     lanes: tuple[tuple[str, int, int, int], ...]
 
 
-def draw(graph: Graph, plan: Plan) -> list[View]:
+def draw(graph: Graph, plan: Placed) -> list[View]:
     """The graph by module and, where it is small enough, op by op."""
     real = np.flatnonzero(~graph.is_source)
-    views = [_view("modules", graph, plan, *_by_module(graph, plan.placement))]
+    views = [view("modules", graph, plan, *_by_module(graph, plan.placement))]
     if len(real) <= MOST_OPS:
         of_op = np.full(len(graph), -1, dtype=np.int32)
         of_op[real] = np.arange(len(real))
-        views.append(_view("ops", graph, plan, of_op, graph.names))
+        views.append(view("ops", graph, plan, of_op, graph.names))
     return views
 
 
@@ -82,7 +94,9 @@ def _by_module(graph: Graph, placement: Int32) -> tuple[Int32, tuple[str, ...]]:
     return of_op, tuple(".".join(path[:depth]) or "(top)" for path in paths)
 
 
-def _view(name: str, graph: Graph, plan: Plan, of_op: Int32, labels: tuple[str, ...]) -> View:
+def view(name: str, graph: Graph, plan: Placed, of_op: Int32, labels: tuple[str, ...]) -> View:
+    """The picture of the nodes `of_op` [ops], numbered by first op, -1 for what is left out; ops of
+    one node have one phase and device. labels [ops]: of a node that of its first op."""
     real = np.flatnonzero(of_op >= 0)
     nodes = of_op[real]
     count = int(nodes.max(initial=-1)) + 1
@@ -150,7 +164,7 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
     anchors = _anchors(graph)
     found: dict[int, list[int]] = defaultdict(list)
     for op in np.flatnonzero((of_op >= 0) & (anchors >= 0)).tolist():
-        if not forward[of_op[op]]:
+        if not forward[of_op[op]] and settled[of_op[anchors[op]]]:
             found[int(of_op[op])].append(columns[of_op[anchors[op]]])
     for node, places in found.items():
         columns[node] = round(median(places))
@@ -200,7 +214,7 @@ def _anchors(graph: Graph) -> Int32:
 
 
 def _rows(
-    plan: Plan, columns: Int32, devices: Int32, phases: Int32, edges: Int32
+    plan: Placed, columns: Int32, devices: Int32, phases: Int32, edges: Int32
 ) -> tuple[Int32, tuple[tuple[str, int, int, int], ...]]:
     """Nodes of one column and lane stand below each other, in the order of what they read."""
     inside = np.zeros(len(columns), dtype=np.float64)  # row within its lane

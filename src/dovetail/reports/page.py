@@ -30,6 +30,7 @@ from dovetail.units import (
     format_capacity,
     format_count,
     format_seconds,
+    format_shares,
 )
 
 SCRIPTS = ("common.js", "timeline.js", "graph.js", "page.js")
@@ -244,7 +245,8 @@ def _machine(plan: Plan) -> str:
             d.kind + " (host)" * (d.name == plan.machine.host),
             d.model,
             format_capacity(d.memory_bytes),
-            ", ".join(f"{t} {format_count(r, 'FLOP/s')}" for t, r in d.flops_per_second.items()),
+            ", ".join(f"{t} {format_count(r, 'FLOP/s')}" for t, r in d.flops_per_second.items())
+            + (f"; reached: {format_shares(d.efficiencies)}" if d.efficiencies else ""),
             format_bandwidth(d.bandwidth_bytes_per_second),
             format_seconds(d.op_overhead_seconds),
         )

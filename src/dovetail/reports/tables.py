@@ -28,6 +28,7 @@ from dovetail.units import (
     format_capacity,
     format_count,
     format_seconds,
+    format_shares,
     printable,
 )
 
@@ -214,6 +215,8 @@ def machine_table(machine: Machine) -> RenderableType:
             f"{dtype} {format_count(rate, 'FLOP/s')}"
             for dtype, rate in device.flops_per_second.items()
         )
+        if device.efficiencies:
+            rates += f"; reached: {format_shares(device.efficiencies)}"
         bandwidth = format_bandwidth(device.bandwidth_bytes_per_second) if runs else ""
         devices.add_row(
             escape(device.name) + (" (host)" * (device.name == machine.host)),
@@ -240,14 +243,35 @@ def machine_table(machine: Machine) -> RenderableType:
 
 def networks_table(rows: Sequence[Mapping[str, object]]) -> Table:
     """One row a network; its columns are the keys of the first. A number is written in the unit
-    that its key ends with: `parameter_bytes`, `step_seconds`, else as a count."""
+    that its key ends with: `parameter_bytes`, `step_seconds`, in full for `training_ops` and
+    `batch`, else as a count."""
     keys = list(rows[0]) if rows else ["network"]
-    table = _table(*(key.replace("_", " ") for key in keys), title="Networks")
+    table = _table(*map(_heading, keys), title="Networks")
     for column, key in zip(table.columns, keys, strict=True):
-        column.justify = "left" if any(isinstance(row.get(key), str) for row in rows) else "right"
+        column.justify = "left" if any(_is_text(row.get(key)) for row in rows) else "right"
+    table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*(escape(_cell(key, row.get(key, ""))) for key in keys))
     return table
+
+
+def network_table(
+    facts: Sequence[tuple[str, object]], options: Mapping[str, object]
+) -> RenderableType:
+    """What a network is, whole numbers in full, and its options with their defaults."""
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(style="bold")
+    shown.add_column(overflow="fold")
+    for label, value in facts:
+        text = _cell(label, value)
+        if isinstance(value, int) and text != f"{value:,}":
+            text = f"{value:,} ({text})"
+        shown.add_row(escape(_heading(label)), escape(text))
+    table = _table("option", "default", title="Options")
+    for option, default in options.items():
+        text = str(default).lower() if isinstance(default, bool) else f"{default:,}"
+        table.add_row(escape(option), escape(text))
+    return Group(shown, Text(), table)
 
 
 def graph_summary(graph: Graph) -> RenderableType:
@@ -284,12 +308,23 @@ def _of_sources(graph: Graph) -> NDArray[np.bool_]:
     return graph.is_source[graph.producers]
 
 
+def _heading(key: str) -> str:
+    return key.replace("_", " ").replace("flops", "FLOPs")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
 def _cell(key: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if key.endswith("bytes"):
+    unit = key.rpartition("_")[2]
+    if unit == "bytes":
         return format_bytes(value)
-    return format_seconds(value) if key.endswith("seconds") else format_count(float(value))
+    if unit in ("ops", "batch"):
+        return f"{value:,}"
+    return format_seconds(value) if unit == "seconds" else format_count(float(value))
 
 
 def _ranges(cores: Sequence[int]) -> str:

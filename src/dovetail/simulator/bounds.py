@@ -1,6 +1,6 @@
 """Lower bounds: seconds that no placement beats, with the name of what proves them.
 
-    step      critical path; load balance; head, load and tail
+    step      critical path, without and with forced sends; load balance; head, load and tail
     load      load balance; closure; both; largest op
     latency   critical path, sends and queues left out
 
@@ -27,10 +27,10 @@ from dovetail.simulator.critical_path import (
     earliest_ends,
     head_load_tail,
     longest_seconds,
-    shortest_tails,
     without_sends,
 )
 from dovetail.simulator.flat import Flat, Float64, flatten
+from dovetail.simulator.forced import forced_ends, forced_tails
 from dovetail.simulator.load_balance import (
     ROUNDING,
     class_burdens,
@@ -135,17 +135,21 @@ def _load_balance(case: _Case) -> list[LowerBound]:
 
 
 def _of_step(case: _Case) -> list[LowerBound]:
-    ends = earliest_ends(case.flat, case.seconds)
-    path = LowerBound(longest_seconds(case.flat, ends), "critical path")
+    path = longest_seconds(case.flat, earliest_ends(case.flat, case.seconds))
     ops = np.flatnonzero(case.flat.is_source == 0)
-    with np.errstate(invalid="ignore"):  # inf - inf: not there
-        starts = ends[ops] - case.seconds[ops]
-    heads = np.where(np.isfinite(starts), starts, np.inf).min(axis=1)
-    tails = shortest_tails(case.flat, case.seconds)[ops]
     seconds = case.seconds[ops]
+    ends = forced_ends(case.flat, case.seconds)[ops]
+    tails = forced_tails(case.flat, case.seconds)[ops]
+    with np.errstate(invalid="ignore"):  # inf - inf: not there
+        starts = np.where(np.isfinite(seconds), ends - seconds, np.inf)
+    forced = float((ends + tails).min(axis=1).max(initial=0.0))
     burdens = class_burdens(seconds, load_balance_prices(seconds))
-    window = head_load_tail(heads, burdens, tails) * (1 - ROUNDING)
-    return [path, LowerBound(window, "head, load and tail")]
+    window = head_load_tail(starts.min(axis=1), burdens, tails.min(axis=1))
+    return [
+        LowerBound(path, "critical path"),
+        LowerBound(forced * (1 - ROUNDING), "critical path with forced sends"),
+        LowerBound(window * (1 - ROUNDING), "head, load and tail"),
+    ]
 
 
 def _of_load(case: _Case, bounds: list[LowerBound]) -> list[LowerBound]:

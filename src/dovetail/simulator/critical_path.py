@@ -1,12 +1,10 @@
-"""Critical path, forwards and backwards, and what it says together with load balance.
+"""Critical path, and what heads and tails say together with load balance.
 
-Head and tail. The earliest end of op o on device d, if every predecessor were wherever suits o
-best and no device or channel were ever busy, and likewise what must follow its end:
+The earliest end of op o on device d, if every predecessor were wherever suits o best and no device
+or channel were ever busy:
 
-    end(o, d)  = c(o, d) + max over reads (o' -> o) of
-                           min over d' of  end(o', d') + send(d', d)
-    tail(o, d) = max over readers (o -> o') of
-                 min over d' of  send(d, d') + c(o', d') + tail(o', d')
+    end(o, d) = c(o, d) + max over reads (o' -> o) of
+                          min over d' of  end(o', d') + send(d', d)
 
 The largest end is the critical path. With the simulator's own order of floating-point operations,
 which are monotone, it bounds to the last bit.
@@ -45,12 +43,16 @@ def earliest_ends(flat: Flat, seconds: Float64) -> Float64:
     return ends
 
 
-def shortest_tails(flat: Flat, seconds: Float64) -> Float64:
-    """[ops] least seconds from an op's end to the step's end."""
-    before_end = np.zeros((flat.ops, flat.devices))
-    tails = np.zeros(flat.ops)
-    _fill_tails(flat, seconds, before_end, tails)
-    return tails
+def upward_ranks(flat: Flat) -> Float64:
+    """[ops] longest chain of least seconds from an op's start to the step's end.
+
+    Upward rank of Topcuoglu, Hariri and Wu, "Performance-Effective and Low-Complexity Task
+    Scheduling for Heterogeneous Computing", IEEE TPDS 13(3), 2002, section 4.1. Differences: the
+    least seconds of an op instead of the mean; sends are left out. O(ops + reads).
+    """
+    ranks = np.zeros(flat.ops)
+    _fill_ranks(flat, flat.compute_seconds.min(axis=1), ranks)
+    return ranks
 
 
 def longest_seconds(flat: Flat, ends: Float64) -> float:
@@ -83,6 +85,19 @@ def head_load_tail(heads: Float64, loads: Float64, tails: Float64) -> float:
             order, heads, loads, ranks.reshape(-1).astype(np.int32), thresholds, best, added
         )
     )
+
+
+@kernel
+def _fill_ranks(flat: Flat, seconds: Float64, ranks: Float64) -> None:
+    """Fill `ranks` [ops]; ops stand after what they wait for."""
+    for op in range(flat.ops - 1, -1, -1):
+        after = 0.0
+        for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
+            for i in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
+                after = max(after, ranks[flat.consumers[i]])
+        for i in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
+            after = max(after, ranks[flat.control_targets[i]])
+        ranks[op] = seconds[op] + after
 
 
 @kernel
@@ -119,47 +134,6 @@ def _arrival(flat: Flat, ends: Float64, device: int, size_bytes: float) -> float
         time += flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
         earliest = min(earliest, time)
     return earliest
-
-
-@kernel
-def _fill_tails(flat: Flat, seconds: Float64, before_end: Float64, tails: Float64) -> None:
-    """Fill `tails`; `before_end` [ops, devices]: least seconds from the op's start there to the
-    step's end."""
-    for op in range(flat.ops - 1, -1, -1):
-        least = np.inf
-        for device in range(flat.devices):
-            tail = 0.0
-            for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
-                if flat.resident[tensor]:
-                    continue
-                size_bytes = flat.sent_bytes[tensor]
-                for i in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
-                    after = before_end[flat.consumers[i]]
-                    tail = max(tail, _remainder(flat, after, device, size_bytes))
-            for i in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
-                after = before_end[flat.control_targets[i]]
-                tail = max(tail, _remainder(flat, after, device, 0.0))
-            before_end[op, device] = tail + seconds[op, device]
-            if seconds[op, device] < np.inf:
-                least = min(least, tail)
-        tails[op] = least
-
-
-@inlined
-def _remainder(flat: Flat, after: Float64, device: int, size_bytes: float) -> float:
-    """Least seconds to send from `device` to a reader anywhere and run what follows."""
-    least: float = after[device]
-    for there in range(flat.devices):
-        if there == device:
-            continue
-        link, time = flat.link_of[device, there], after[there]
-        if link < 0:
-            hop = flat.link_of[flat.host, there]
-            time += flat.link_latencies[hop] + size_bytes / flat.link_bandwidths[hop]
-            link = flat.link_of[device, flat.host]
-        time += flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
-        least = min(least, time)
-    return least
 
 
 @kernel

@@ -14,6 +14,7 @@ from dovetail.errors import OrderError, UnplacedOpError, UsageError
 from dovetail.graph import Graph
 from dovetail.machine import Machine
 from dovetail.plans import OBJECTIVES, Placement, Schedule
+from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import (
     Flat,
     Float64,
@@ -55,18 +56,31 @@ class Evaluation:
 class Simulator:
     """Simulates placements of one graph on one machine, by the rules of docs/design.md.
 
-    `capacities` [devices] bytes, by default each device's memory. Not to be shared by threads:
-    it keeps one workspace for each thread that it starts itself.
+    capacities   [devices] bytes, by default each device's memory
+    ranked       a device that may choose takes the ready op of lowest index; True: each placement
+                 is simulated a second time with the op of highest upward rank first, and counts
+                 as the better of the two: what lacks less memory, then what is quicker, then the
+                 first. For the objective `step`; others have no use for it
+
+    Not to be shared by threads: it keeps one workspace for each thread that it starts itself.
     """
 
     def __init__(
-        self, graph: Graph, machine: Machine, costs: Costs, *, capacities: Int64 | None = None
+        self,
+        graph: Graph,
+        machine: Machine,
+        costs: Costs,
+        *,
+        capacities: Int64 | None = None,
+        ranked: bool = False,
     ) -> None:
         self.graph, self.machine, self.costs = graph, machine, costs
         memory = [device.memory_bytes for device in machine.devices]
         self.capacities = np.array(memory if capacities is None else capacities, np.int64)
         self._flat = flatten(graph, machine, costs)
-        self._free = free_rules(self._flat)
+        self._choices = [free_rules(self._flat)]
+        if ranked:
+            self._choices.append(free_rules(self._flat, upward_ranks(self._flat)))
         self._works: list[Work] = []
         self._latency: LatencyModel | None = None
 
@@ -77,7 +91,7 @@ class Simulator:
         *,
         threads: int | None = None,
     ) -> Evaluation:
-        """Simulate every placement of a batch [batch, ops], lowest index first on each device.
+        """Simulate every placement of a batch [batch, ops].
 
         `threads`: default, one per core we may use. Raises `UnplacedOpError` for a device that is
         not there, and `UsageError` for an objective that the graph and machine do not have.
@@ -88,12 +102,32 @@ class Simulator:
             self._latency = latency_model(self.graph, self.machine, self.costs)
         batch = np.ascontiguousarray(np.atleast_2d(placements), dtype=np.int32)
         self._check_devices(batch)
-        values, peaks = np.empty(len(batch)), np.zeros((len(batch), self._flat.devices), np.int64)
-        self._simulate_all(batch, values, peaks, threads or len(os.sched_getaffinity(0)))
+        threads = threads or len(os.sched_getaffinity(0))
+        values, peaks = self._simulate_all(batch, self._choices[0], threads)
         if objective == "load":
             self._replace_by_loads(batch, values)
         elif objective == "latency" and self._latency is not None:
             values[:] = latencies(self._latency, latency_work(self._latency), batch)
+        found = self._evaluation(values, peaks)
+        for choice in self._choices[1:] if objective == "step" else ():
+            other = self._evaluation(*self._simulate_all(batch, choice, threads))
+            takes = self._is_better(found, other)
+            found = Evaluation(
+                np.where(takes, other.values, found.values),
+                np.where(takes[:, None], other.peak_memory_bytes, found.peak_memory_bytes),
+                np.where(takes, other.feasible, found.feasible),
+            )
+        return found
+
+    def _is_better(self, one: Evaluation, other: Evaluation) -> Bool:
+        """[batch] True where `other` lacks less memory than `one`, or as much and is quicker."""
+        lacks, other_lacks = (
+            np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1) for e in (one, other)
+        )
+        quicker = (other_lacks == lacks) & (other.values < one.values)
+        return np.asarray((other_lacks < lacks) | quicker)
+
+    def _evaluation(self, values: Float64, peaks: Int64) -> Evaluation:
         feasible = np.isfinite(values) & (peaks <= self.capacities).all(axis=1)
         return Evaluation(values, peaks, feasible)
 
@@ -108,7 +142,8 @@ class Simulator:
         """Every span, transfer and change of memory of one step.
 
         `priorities` [ops], highest first; `orders` and `schedules` per device, None: free to
-        choose. Memory repeats a time where work of no duration changes it within an instant.
+        choose. Where nothing of these is given, of the choice that `evaluate` counts. Memory
+        repeats a time where work of no duration changes it within an instant.
         Raises `UnplacedOpError` for an op that its device cannot run, `OrderError` for orders that
         do not fit the placement or cannot complete.
         """
@@ -116,7 +151,7 @@ class Simulator:
         self._check_devices(np.asarray(placement)[None])
         placed = homes_of(flat, placement)
         self._check_runnable(placed)
-        rules = self._rules(placed, priorities, orders, schedules)
+        rules = self._rules(placement, placed, priorities, orders, schedules)
         work = workspace(flat, len(rules.slot_seconds), record=True)
         values, peaks = np.empty(1), np.zeros((1, flat.devices), np.int64)
         rows = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
@@ -127,9 +162,10 @@ class Simulator:
         return _timeline(self.machine, flat, work, float(values[0]))
 
     def _simulate_all(
-        self, batch: NDArray[np.int32], values: Float64, peaks: Int64, threads: int
-    ) -> None:
-        """Fill `values` and `peaks`. Threads take small runs of rows until none is left."""
+        self, batch: NDArray[np.int32], rules: Rules, threads: int
+    ) -> tuple[Float64, Int64]:
+        """(values, peaks). Threads take small runs of rows until none is left."""
+        values, peaks = np.empty(len(batch)), np.zeros((len(batch), self._flat.devices), np.int64)
         rows = max(1, len(batch) // (8 * threads))
         firsts = range(0, len(batch), rows)
         threads = max(1, min(threads, len(firsts)))
@@ -141,14 +177,15 @@ class Simulator:
             while (turn := next(taken)) < len(firsts):
                 part = slice(firsts[turn], firsts[turn] + rows)
                 simulate_batch(
-                    self._flat, self._free, work, batch[part], values[part], peaks[part], False
+                    self._flat, rules, work, batch[part], values[part], peaks[part], False
                 )
 
         if threads == 1:
             simulate_some(self._works[0])
-            return
+            return values, peaks
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(simulate_some, self._works[:threads]))
+        return values, peaks
 
     def _replace_by_loads(self, batch: NDArray[np.int32], values: Float64) -> None:
         loads = np.zeros(self._flat.devices)
@@ -178,13 +215,16 @@ class Simulator:
 
     def _rules(
         self,
+        placement: Placement,
         placed: NDArray[np.int32],
         priorities: Float64 | None,
         orders: Sequence[tuple[int, ...] | None] | None,
         schedules: Sequence[Schedule | None] | None,
     ) -> Rules:
         flat = self._flat
-        rules = self._free if priorities is None else free_rules(flat, priorities)
+        if orders is None and schedules is None and priorities is None:
+            return self._chosen(placement)
+        rules = self._choices[0] if priorities is None else free_rules(flat, priorities)
         if orders is None and schedules is None:
             return rules
         every = []
@@ -196,6 +236,16 @@ class Simulator:
                 check_slots(slots, here.tolist(), name)
             every.append(slots)
         return ordered_rules(flat, rules, every)
+
+    def _chosen(self, placement: Placement) -> Rules:
+        """The choice that counts for this placement."""
+        batch = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
+        chosen, found = self._choices[0], None
+        for choice in self._choices if len(self._choices) > 1 else ():
+            other = self._evaluation(*self._simulate_all(batch, choice, 1))
+            if found is None or self._is_better(found, other)[0]:
+                chosen, found = choice, other
+        return chosen
 
     def _blocked(self, rules: Rules, work: Work, device: int) -> str:
         slot = work.next_slots[device]

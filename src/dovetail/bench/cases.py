@@ -1,0 +1,231 @@
+"""The rows of the papers' tables: network, optimizer, machine, and the figures as printed.
+
+Papers: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+https://arxiv.org/abs/1706.04972, tables 1 and 2 and section 4.4 (`RL17_CASES`); Zhou et al.,
+"GDP: Generalized Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578,
+table 1 (`GDP_CASES`).
+
+What a paper leaves out is ours, and `Case.ours` says what that is and where we took it from. Of
+two seconds of one network that the paper prints once for all machines, every row has both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dovetail.bench.records import Case, Published
+
+RL17_COLUMNS = ("1 CPU", "1 GPU", "Scotch", "MinCut", "expert", "RL")
+GDP_COLUMNS = ("GDP-one", "human", "METIS", "HDP")
+"""In the order of the paper's table; None in a row stands for OOM."""
+
+_VOCABULARY = "vocabulary 10,000: that of the Penn Treebank in Zaremba et al., 2014"
+_ATTENTION = "who reads the attention, and what it reads: as in Bahdanau et al., 2015"
+_LARGE = (
+    "The paper has no table of it: by its text no layer fits into one device, which leaves neither "
+    "one GPU nor the expert's placement. "
+)
+_UNGIVEN = "GDP gives no sizes and no optimizer: "
+
+
+def _row(  # noqa: PLR0913  one argument a column of the table
+    network: str,
+    title: str,
+    model: str,
+    train: str,
+    gpus: int,
+    published: Published,
+    ours: str = "",
+    paper: str = "rl17",
+) -> Case:
+    return Case(
+        key=f"{network}-{gpus}gpu",
+        title=f"{title}, {gpus} GPUs",
+        model=model,
+        train=train,
+        machine=f"{paper}/{gpus}",
+        gpus=gpus,
+        published=published,
+        ours=ours,
+    )
+
+
+def _pair(
+    network: str,
+    title: str,
+    model: str,
+    train: str,
+    published: Published,
+    seconds: Mapping[int, tuple[float | None, ...]],
+    ours: str = "",
+) -> tuple[Case, ...]:
+    """One row for each number of GPUs; `published` holds what they have in common, `seconds` the
+    columns from Scotch on."""
+    return tuple(
+        _row(
+            network,
+            title,
+            model,
+            train,
+            gpus,
+            replace(
+                published,
+                seconds={**published.seconds, **dict(zip(RL17_COLUMNS[2:], more, strict=True))},
+            ),
+            ours,
+        )
+        for gpus, more in seconds.items()
+    )
+
+
+RL17_CASES: tuple[Case, ...] = (
+    *_pair(
+        "rnnlm",
+        "RNNLM",
+        "zoo:rnnlm?layers=2&hidden=2048&steps=40&batch=64",
+        "adam",
+        Published({"1 CPU": 6.89, "1 GPU": 1.57}, ops=8943, groups=188),
+        {2: (13.43, 11.94, 3.81, 1.57), 4: (11.52, 10.44, 4.46, 1.57)},
+        _VOCABULARY,
+    ),
+    *_pair(
+        "nmt",
+        "NMT",
+        "zoo:nmt",
+        "adam",
+        Published({"1 CPU": 10.72, "1 GPU": None}, ops=22097, groups=280),
+        {2: (14.19, 11.54, 4.99, 4.04), 4: (11.23, 11.78, 4.73, 3.92)},
+        _ATTENTION,
+    ),
+    *_pair(
+        "inception-v3",
+        "Inception-V3",
+        "zoo:inception_v3?batch=32",
+        "rmsprop",
+        Published({"1 CPU": 26.21, "1 GPU": 4.60}, ops=31180, groups=83),
+        {2: (25.24, 22.88, 11.22, 4.60), 4: (23.41, 24.52, 10.65, 3.85)},
+    ),
+    _row(
+        "rnnlm-large",
+        "RNNLM, batch 256, 4096 wide",
+        "zoo:rnnlm?layers=2&hidden=4096&steps=40&batch=256",
+        "adam",
+        4,
+        Published({"1 GPU": None, "expert": None, "RL": 33.46}),
+        _LARGE + _VOCABULARY,
+    ),
+    _row(
+        "nmt-large",
+        "NMT, batch 256, 2048 wide",
+        "zoo:nmt?hidden=2048&batch=256",
+        "adam",
+        4,
+        Published({"1 GPU": None, "expert": None, "RL": 35.84}),
+        _LARGE + _ATTENTION,
+    ),
+)
+
+
+def _gdp(  # noqa: PLR0913  as above
+    network: str,
+    title: str,
+    model: str,
+    train: str,
+    gpus: int,
+    seconds: tuple[float | None, ...],
+    faster: str,
+    ours: str,
+) -> Case:
+    """faster: how much less time the search of GDP-one takes than HDP's."""
+    published = Published(
+        dict(zip(GDP_COLUMNS, seconds, strict=True)),
+        hours={"GDP-one": f"{faster} times faster than HDP"},
+    )
+    return _row(network, title, model, train, gpus, published, _UNGIVEN + ours, "gdp")
+
+
+_RNNLM = f"2048 wide, 40 steps, batch 64 and Adam as in RL17; {_VOCABULARY}"
+_GNMT = (
+    "1024 wide, batch 128, 32,000 word pieces as in its own paper (Wu et al., 2016), which begins "
+    "with Adam; 40 + 40 steps as RL17's NMT"
+)
+_XL = (
+    "those of the 12-layer model of enwik8 in its own paper (Dai et al., 2019: 512 wide, 8 heads, "
+    "inner 2048, Adam), with segments and memory of 512 and batch 22 from its authors' script"
+)
+_INCEPTION = "batch 32 and RMSProp as in RL17"
+_AMOEBANET = (
+    "18 layers, 208 filters as in Huang et al., 2019; RMSProp as in its own paper (Real et al., "
+    "2019); images of 224 and batch 32 are our choice"
+)
+_WAVENET = (
+    "64 residual, 64 gated and 256 skip channels as in Arik et al., 2017; clips of 7,680 samples "
+    "and Adam as in van den Oord et al., 2017; 8 clips a batch and dilations that begin again "
+    "after 9 layers are our choice. The layers are read as those of one stack"
+)
+
+GDP_CASES: tuple[Case, ...] = (
+    _gdp(
+        "rnnlm-2", "RNNLM-2", "zoo:rnnlm?layers=2", "adam", 2,
+        (0.234, 0.257, 0.355, 0.243), "2.95", _RNNLM,
+    ),
+    _gdp(
+        "rnnlm-4", "RNNLM-4", "zoo:rnnlm?layers=4", "adam", 4,
+        (0.409, 0.480, None, 0.490), "1.76", _RNNLM,
+    ),
+    _gdp(
+        "gnmt-2", "GNMT-2", "zoo:gnmt?layers=2", "adam", 2,
+        (0.301, 0.384, None, 0.376), "30", _GNMT,
+    ),
+    _gdp(
+        "gnmt-4", "GNMT-4", "zoo:gnmt?layers=4", "adam", 4,
+        (0.409, 0.469, None, 0.520), "58.8", _GNMT,
+    ),
+    _gdp(
+        "gnmt-8", "GNMT-8", "zoo:gnmt?layers=8", "adam", 8,
+        (0.649, 0.610, None, 0.693), "7.35", _GNMT + ". The paper counts more than 60,000 ops",
+    ),
+    _gdp(
+        "transformer-xl-2", "Transformer-XL-2", "zoo:transformer_xl?layers=2", "adam", 2,
+        (0.386, 0.473, None, 0.435), "40", _XL,
+    ),
+    _gdp(
+        "transformer-xl-4", "Transformer-XL-4", "zoo:transformer_xl?layers=4", "adam", 4,
+        (0.580, 0.641, None, 0.621), "26.7", _XL,
+    ),
+    _gdp(
+        "transformer-xl-8", "Transformer-XL-8", "zoo:transformer_xl?layers=8", "adam", 8,
+        (0.748, 0.813, None, 0.789), "16.7", _XL,
+    ),
+    _gdp(
+        "inception", "Inception", "zoo:inception_v3?batch=32", "rmsprop", 2,
+        (0.405, 0.418, 0.423, 0.417), "13.5", _INCEPTION,
+    ),
+    _gdp(
+        "amoebanet", "AmoebaNet", "zoo:amoebanet_d", "rmsprop", 4,
+        (0.394, 0.440, 0.426, 0.418), "58.8", _AMOEBANET,
+    ),
+    _gdp(
+        "wavenet-2x18", "WaveNet, 2 stacks of 18", "zoo:wavenet?stacks=2&layers=18", "adam", 2,
+        (0.317, 0.376, None, 0.354), "6.67", _WAVENET,
+    ),
+    _gdp(
+        "wavenet-4x36", "WaveNet, 4 stacks of 36", "zoo:wavenet?stacks=4&layers=36", "adam", 4,
+        (0.659, 0.988, None, 0.721), "20", _WAVENET,
+    ),
+)  # fmt: skip
+
+CASES: dict[str, tuple[Case, ...]] = {"rl17": RL17_CASES, "gdp": GDP_CASES}
+
+METHOD_OF: dict[str, str] = {
+    "1 CPU": "1 CPU",
+    "1 GPU": "1 GPU",
+    "Scotch": "scotch",
+    "MinCut": "mincut",
+    "METIS": "metis",
+    "expert": "expert",
+    "human": "expert",
+}
+"""Column of a paper -> our method; what a paper learned (RL, GDP-one, HDP) has none yet."""
+
+UNBUILT: dict[str, str] = {"RL": "seq2seq", "HDP": "hdp", "GDP-one": "gdp"}
+"""Column of a paper -> the learned method that will stand beside it; shown as not built yet."""

@@ -1,0 +1,173 @@
+"""The methods of a row, each alone: its own budget, its own ledger, its own value.
+
+Of `placers.placing.place` the four baselines are always tried, and their value is returned where
+the method has none. A table that compares methods must not do that: a method that finds nothing
+that fits is shown as OOM here, whatever the others found.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.bench.hypothesis import on_the_cpu, slow_links, split
+from dovetail.bench.records import Found
+from dovetail.costs import analytic_costs
+from dovetail.errors import InfeasibleError, InvalidError
+from dovetail.graph import Graph, group
+from dovetail.machine import Machine
+from dovetail.placers import (
+    PLACERS,
+    Budget,
+    GroupPlacement,
+    Placer,
+    Problem,
+    make_problem,
+    parse_budget,
+    permitted,
+)
+from dovetail.placers.auto import MOST_EXACT_GROUPS
+from dovetail.placers.baselines import attempt
+from dovetail.plans import normalise
+from dovetail.simulator import LowerBound, Simulator, lower_bound
+from dovetail.units import format_bytes
+
+PLAIN, HYPOTHESIS = "plain", "hypothesis"
+CONSTRUCTIVE_SECONDS = 30.0
+"""Most that a method gets that builds a placement and is done: few of them look at a clock."""
+SEARCHES = ("families", "local_search", "multilevel", "exact", "auto")
+"""Methods that use whatever budget they have."""
+_IN_TABLES = ("1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert")
+METHODS: dict[str, tuple[str, ...]] = {
+    PLAIN: (
+        *_IN_TABLES, "balanced", "etf", "heft", "sct", "m_topo", "linear_dp", "ideal_dp",
+        *SEARCHES,
+    ),
+    HYPOTHESIS: (*_IN_TABLES, "etf", "heft", "families", "auto"),
+}  # fmt: skip
+"""column -> methods, in the order of the table. Those left out of `PLACERS`: `single` is split in
+two, and `latency_search` is for another objective."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """What all methods of a column stand on.
+
+    permitted   [ops, devices] where an op may be, whatever group it is in
+    """
+
+    problem: Problem
+    permitted: NDArray[np.bool_]
+    bound: LowerBound
+
+
+def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground:
+    """The problem of a column: the plain one, or the hypothesis's machine, groups and pins."""
+    groups, pinned = group(graph), np.zeros(len(graph), dtype=bool)
+    if column == HYPOTHESIS:
+        pinned = on_the_cpu(graph)
+        groups, machine = split(graph, groups, pinned), slow_links(machine)
+    costs = analytic_costs(graph, machine)
+    simulator = Simulator(graph, machine, costs, ranked=True)
+    problem = make_problem(
+        graph,
+        machine,
+        costs,
+        lambda placements: simulator.evaluate(placements, "step"),
+        groups=groups,
+        seed=seed,
+        trace=simulator.timeline,
+    )
+    places = permitted(graph, machine, ())
+    if pinned.any():
+        home = first_of(machine, "cpu")
+        elsewhere = np.arange(len(machine.devices)) != home
+        lives = pinned[np.maximum(graph.residences, 0)] & (graph.residences >= 0)
+        places[np.ix_(lives, elsewhere)] = False
+        allowed = problem.allowed.copy()
+        allowed[np.ix_(np.unique(groups.of_op[pinned]), elsewhere)] = False
+        problem = replace(problem, allowed=allowed)
+    bound = lower_bound(graph, machine, costs, "step", places, capacities=problem.capacities)
+    return Ground(problem, places, bound)
+
+
+def first_of(machine: Machine, kind: str) -> int:
+    """Index of the first device of a kind. `StopIteration` never: the papers' machines have it."""
+    kinds = [device.kind for device in machine.devices]
+    assert kind in kinds, f"{machine.name} has no {kind}"
+    return kinds.index(kind)
+
+
+def run_method(ground: Ground, name: str, budget: str) -> tuple[Found, GroupPlacement | None]:
+    """What a method finds, and its placement [groups], None where it refuses the problem.
+
+    budget   text of the budget for a search; one in evaluations holds for every method
+    """
+    problem, limit = ground.problem, _limit(name, budget)
+    limit.prove(ground.bound.seconds, ground.bound.proof)
+    began = time.perf_counter()
+    try:
+        _refuse_exact(problem, name)
+        attempt(name, _placer(name), problem, limit)
+    except (InvalidError, InfeasibleError) as error:
+        return Found(None, str(error), search_seconds=time.perf_counter() - began), None
+    score, placement = limit.found[name]
+    peaks = limit.peaks(placement)
+    reason = out_of_memory(problem.machine, peaks, problem.capacities)
+    fits = not score.lacking_bytes and np.isfinite(score.value)
+    found = Found(
+        seconds=score.value if fits else None,
+        reason="" if fits else reason or f"infeasible: {score.value} s",
+        peak_memory_bytes=dict(zip(problem.machine.device_names, peaks.tolist(), strict=True)),
+        search_seconds=limit.spent_seconds,
+    )
+    return found, placement
+
+
+def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:
+    """Which device lacks most, and what it needs; "" where all fit."""
+    device = int((peaks - capacities).argmax())
+    needed, available = int(peaks[device]), int(capacities[device])
+    if needed <= available:
+        return ""
+    name = machine.devices[device].name
+    return f"OOM: {name} needs {format_bytes(needed)} of {format_bytes(available)}"
+
+
+def spread(ground: Ground, placement: Sequence[int]) -> NDArray[np.int32]:
+    """A placement [groups] as one of ops [ops], sources filled in."""
+    problem = ground.problem
+    of_op = problem.spread(np.array(placement, dtype=np.int32))
+    return normalise(of_op, problem.graph, problem.machine)
+
+
+def _placer(name: str) -> Placer:
+    return {"1 CPU": _on_one("cpu"), "1 GPU": _on_one("gpu")}.get(name) or PLACERS[name]
+
+
+def _on_one(kind: str) -> Placer:
+    """Everything on the first device of that kind, as RL17's two first columns: what may not be
+    there goes to its fastest device."""
+
+    def place(problem: Problem, _budget: Budget) -> GroupPlacement:
+        return problem.settle(np.full(problem.groups.count, first_of(problem.machine, kind)))
+
+    return place
+
+
+def _limit(name: str, budget: str) -> Budget:
+    limit = parse_budget(budget)
+    if limit.timed and name not in SEARCHES:
+        limit = Budget(seconds=max(CONSTRUCTIVE_SECONDS, limit.seconds))
+    return limit
+
+
+def _refuse_exact(problem: Problem, name: str) -> None:
+    """Raise for `exact` where it would take its budget for nothing, as `auto` leaves it out."""
+    if name == "exact" and len(problem.free) > MOST_EXACT_GROUPS:
+        raise InfeasibleError(
+            f"not tried: of {len(problem.free)} groups exact search proves and finds nothing for a "
+            f"step in time; {MOST_EXACT_GROUPS} are the limit"
+        )

@@ -1,0 +1,363 @@
+"""Which of a paper's orderings hold in ours, and where one does not, why.
+
+Papers: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+https://arxiv.org/abs/1706.04972, table 2; Zhou et al., "GDP: Generalized Device Placement for
+Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, table 1.
+
+An ordering is of two columns of one row, or of one column and memory. What the paper orders how is
+read off its printed seconds, and ours off ours by the same rule: within `TIE`, two are equal; out
+of memory is slower than anything. In place of a learned method stands the best of ours. The reasons
+are figures of the row itself, each with what is known of such a case; none of them is used to
+change a cost.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dovetail.bench.cases import METHOD_OF, UNBUILT
+from dovetail.bench.hypothesis import LINK_BYTES_PER_SECOND
+from dovetail.bench.methods import HYPOTHESIS
+from dovetail.bench.records import Case, Column, Found, Row, Work
+from dovetail.machine import Device, Machine
+from dovetail.units import format_bandwidth, format_bytes, format_seconds
+
+TIE = 0.02
+"""Relative difference within which two are as fast."""
+PAIRS = (
+    ("1 GPU", "1 CPU"),
+    ("expert", "1 GPU"),
+    ("Scotch", "1 CPU"),
+    ("MinCut", "1 CPU"),
+    ("RL", "expert"),
+    ("RL", "1 GPU"),
+    ("METIS", "human"),
+    ("GDP-one", "human"),
+)
+BEST = "best"
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """One ordering of a row.
+
+    statement          in the paper's columns: "expert is slower than 1 GPU"
+    published, found   the two figures, the paper's and ours
+    holds              None: ours has no figure for it
+    why                where it does not hold, else a remark or ""
+    """
+
+    statement: str
+    published: str
+    found: str
+    holds: bool | None
+    why: str
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """What reasons are read off."""
+
+    case: Case
+    row: Row
+    column: Column
+    name: str
+    machine: Machine
+
+    def found(self, paper_column: str) -> Found | None:
+        """Ours for a column of the paper: for a learned one, the best."""
+        method = self.column.best if paper_column in UNBUILT else METHOD_OF[paper_column]
+        return self.column.methods.get(method)
+
+    def work(self, paper_column: str) -> Work | None:
+        method = self.column.best if paper_column in UNBUILT else METHOD_OF[paper_column]
+        return self.column.shown.get(method)
+
+    @property
+    def gpu(self) -> Device:
+        """The first GPU; of a machine without one the first device."""
+        devices = self.machine.devices
+        return next((device for device in devices if device.kind == "gpu"), devices[0])
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        if self.name == HYPOTHESIS:
+            return LINK_BYTES_PER_SECOND
+        return max(link.bandwidth_bytes_per_second for link in self.machine.links)
+
+
+def orderings_of(case: Case, row: Row, name: str, machine: Machine) -> tuple[Ordering, ...]:
+    """The orderings of one row and column ("plain", "hypothesis"); () where the paper has none."""
+    if case.published is None:
+        return ()
+    ground = _Ground(case, row, row.columns[name], name, machine)
+    published = case.published.seconds
+    pairs = [
+        _pair(ground, a, b)
+        for a, b in PAIRS
+        if published.get(a) is not None and published.get(b) is not None
+    ]
+    memory = [_memory(ground, column) for column in published]
+    return (*pairs, *(ordering for ordering in memory if ordering is not None))
+
+
+def relation(a_seconds: float | None, b_seconds: float | None) -> str:
+    """How a stands to b: "faster than", "slower than" or "as fast as"; None: out of memory."""
+    a, b = (math.inf if seconds is None else seconds for seconds in (a_seconds, b_seconds))
+    if a == b or abs(a - b) <= TIE * min(a, b):
+        return "as fast as"
+    return "faster than" if a < b else "slower than"
+
+
+def is_oom(found: Found) -> bool:
+    """True for a method whose placement does not fit into memory."""
+    return found.seconds is None and found.reason.startswith("OOM")
+
+
+def ours_for(paper_column: str) -> str:
+    """What of ours stands beside a column of the paper."""
+    return BEST if paper_column in UNBUILT else METHOD_OF[paper_column]
+
+
+def _pair(ground: _Ground, a: str, b: str) -> Ordering:
+    assert ground.case.published is not None
+    theirs = [ground.case.published.seconds[column] for column in (a, b)]
+    wanted = relation(*theirs)
+    published = " against ".join(format_step(seconds) for seconds in theirs)
+    statement = f"{a} is {wanted} {b}"
+    mine = [ground.found(column) for column in (a, b)]
+    present = [found for found in mine if found is not None]
+    lacking = next((f.reason for f in present if f.seconds is None and not is_oom(f)), None)
+    if len(present) < 2 or lacking is not None:
+        return Ordering(statement, published, "", None, lacking or "not run")
+    ours = [found.seconds for found in present]
+    text = " against ".join(format_step(seconds) for seconds in ours)
+    names = f"{ours_for(a)} against {ours_for(b)}: "
+    if relation(*ours) == wanted:
+        return Ordering(statement, published, names + text, True, _remark(ground, a, b))
+    oom = next((f"Ours: {found.reason}." for found in present if found.seconds is None), None)
+    return Ordering(statement, published, names + text, False, oom or _why(ground, a, b))
+
+
+def _remark(ground: _Ground, a: str, b: str) -> str:
+    fitted = ground.name != HYPOTHESIS and (a, b) == ("1 GPU", "1 CPU")
+    return "both are what the machine was fitted to" if fitted and _rl17(ground) else ""
+
+
+def _memory(ground: _Ground, column: str) -> Ordering | None:
+    """Whether a column's out of memory is ours too; None where neither has it."""
+    assert ground.case.published is not None
+    theirs, found = ground.case.published.seconds[column], ground.found(column)
+    ours_oom = found is not None and is_oom(found)
+    if theirs is not None and not ours_oom:
+        return None
+    statement = f"{column} fits into memory" if theirs is not None else f"{column} is out of memory"
+    if found is None or (found.seconds is None and not ours_oom):
+        learned_none = column in UNBUILT and not ground.column.best
+        reason = "nothing of ours fits" if learned_none else "not run"
+        return Ordering(statement, format_step(theirs), "", None, found.reason if found else reason)
+    holds = (theirs is None) == ours_oom
+    text = f"{ours_for(column)}: " + (found.reason if ours_oom else _peak(ground, found))
+    why = "" if holds else _why_memory(ground, found)
+    return Ordering(statement, format_step(theirs), text, holds, why)
+
+
+def _peak(ground: _Ground, found: Found) -> str:
+    """The device that is fullest: "3.5 GiB of 11.2 GiB on k80:0"."""
+    capacities = {device.name: device.memory_bytes for device in ground.machine.devices}
+    shares = {
+        name: size / capacities[name]
+        for name, size in found.peak_memory_bytes.items()
+        if capacities.get(name)
+    }
+    if not shares:
+        return format_step(found.seconds)
+    name = max(shares, key=lambda name: shares[name])
+    size, capacity = found.peak_memory_bytes[name], capacities[name]
+    return f"{format_bytes(size)} of {format_bytes(capacity)} on {name}"
+
+
+def _why(ground: _Ground, a: str, b: str) -> str:
+    reasons: dict[str, Callable[[_Ground, str, str], str]] = {
+        "1 GPU": _why_single,
+        "expert": _why_expert,
+        "Scotch": _why_partition,
+        "MinCut": _why_partition,
+        "METIS": _why_metis,
+        "RL": _why_best_single if b == "1 GPU" else _why_best,
+        "GDP-one": _why_best,
+    }
+    return reasons[a](ground, a, b)
+
+
+def _why_single(ground: _Ground, a: str, b: str) -> str:
+    work = ground.work("expert")
+    moved = f" (the expert's plan: {_transfers(work)})" if work else ""
+    if ground.name == HYPOTHESIS:
+        return (
+            "With variables and gradient sums on the CPU, one GPU reads every weight over a link "
+            f"at {format_bandwidth(ground.link_bytes_per_second)} and sends every gradient back, "
+            f"and the CPU updates them{moved}."
+        )
+    return f"{_step_of(ground)}."
+
+
+def _why_expert(ground: _Ground, a: str, b: str) -> str:
+    expert, single = _values(ground, a, b)
+    work = ground.work("expert")
+    text = f"Ours takes {_ratio(expert, single)} of the time of one GPU"
+    if work is not None:
+        text += f": {_busy(work, expert)}, and {_transfers(work)}"
+    if expert < single:
+        wait = format_seconds(single - expert)
+        text += f". To be as slow as one GPU it would have to wait {wait} longer for transfers"
+        text += _shared(ground)
+        if ground.name != HYPOTHESIS and _unrolled(ground):
+            text += ". None of 13 variants of costs in an earlier prototype turned this around"
+    return text + "."
+
+
+def _why_partition(ground: _Ground, a: str, b: str) -> str:
+    cut, cpu = _values(ground, a, b)
+    text = f"Ours takes {_ratio(cut, cpu)} of the time of one CPU"
+    if cut < cpu:
+        rate = ground.link_bytes_per_second
+        moved = format_bytes((cpu - cut) * rate)
+        text += (
+            f". Even without any overlap, transfers would have to take {format_seconds(cpu - cut)} "
+            f"more to be slower: {moved} at {format_bandwidth(rate)}. Balancing loads without "
+            "a schedule costs a cut much against a search, but nothing in these costs puts it "
+            "behind one CPU"
+        )
+    return text + "."
+
+
+def _why_metis(ground: _Ground, a: str, b: str) -> str:
+    cut, expert = _values(ground, a, b)
+    return (
+        f"Ours takes {_ratio(cut, expert)} of the expert's time. METIS balances load and cuts few "
+        "bytes without a schedule; the paper does not say which loads and which devices it gave it."
+    )
+
+
+def _why_best_single(ground: _Ground, a: str, b: str) -> str:
+    best, single = _values(ground, a, b)
+    text = f"{ground.column.best} takes {_ratio(best, single)} of the time of one GPU"
+    work = ground.work(a)
+    if work is not None:
+        text += f": {_busy(work, best)}, and {_transfers(work)}"
+    return text + _shared(ground) + "."
+
+
+def _why_best(ground: _Ground, a: str, b: str) -> str:
+    best, expert = _values(ground, a, b)
+    if relation(best, expert) == "as fast as":
+        bound = ground.column.bound
+        gap = f"{100 * (best / bound - 1):.0f} % above the bound" if bound > 0 else "without bound"
+        return (
+            "No method of ours finds better than the expert's plan, which is "
+            f"{gap} of {format_seconds(bound)}."
+        )
+    if best < expert:
+        return (
+            f"{ground.column.best} takes {_ratio(best, expert)} of the expert's time: a search "
+            "that may start from the expert's plan never ends behind it, as a learned policy can."
+        )
+    return f"The best of ours takes {_ratio(best, expert)} of the expert's time."
+
+
+def _why_memory(ground: _Ground, found: Found) -> str:
+    if is_oom(found):
+        return (
+            "Ours needs more than there is. "
+            + (f"Of its sizes: {ground.case.ours.rstrip('.')}. " if ground.case.ours else "")
+            + "When an op runs, and with it how long its tensors live, is our schedule's, not the "
+            "paper's."
+        ).strip()
+    text = f"By our count it needs {_peak(ground, found)}. "
+    if ground.case.ours:
+        text += f"Of its sizes: {ground.case.ours.rstrip('.')}. "
+    return text + (
+        "Memory hangs most on two things that no paper states: where variables live, and whether "
+        "gradients are summed as they come or kept until all are there. Ours are summed as "
+        "autograd does, two by two, and a tensor is freed after its last reader."
+    )
+
+
+def _values(ground: _Ground, a: str, b: str) -> tuple[float, float]:
+    first, second = ground.found(a), ground.found(b)
+    assert first is not None and second is not None
+    assert first.seconds is not None and second.seconds is not None
+    return first.seconds, second.seconds
+
+
+def _step_of(ground: _Ground) -> str:
+    """What the step on one GPU is made of: overheads and the rest."""
+    found = ground.found("1 GPU")
+    overhead = ground.gpu.op_overhead_seconds * ground.row.ops
+    text = (
+        f"{ground.row.ops:,} ops at {format_seconds(ground.gpu.op_overhead_seconds)} each are "
+        f"{format_seconds(overhead)} of overhead"
+    )
+    if found is not None and found.seconds:
+        text += f", {100 * overhead / found.seconds:.0f} % of the step on one GPU"
+    return text
+
+
+def _shared(ground: _Ground) -> str:
+    """Why several GPUs share the step of one."""
+    text = ""
+    if ground.name != HYPOTHESIS:
+        text = f". {_step_of(ground)}, which several GPUs share"
+    if _unrolled(ground):
+        text += ". Layers of an unrolled network work on different steps at once"
+    return text
+
+
+def _unrolled(ground: _Ground) -> bool:
+    return ground.case.model.startswith(("zoo:rnnlm", "zoo:nmt", "zoo:gnmt"))
+
+
+def _busy(work: Work, step_seconds: float) -> str:
+    parts = [
+        f"{name} {100 * busy / step_seconds:.0f} %"
+        for name, busy in busy_seconds(work).items()
+        if busy > 0 and step_seconds > 0
+    ]
+    return "at work are " + ", ".join(parts) if parts else "no device works"
+
+
+def _transfers(work: Work) -> str:
+    seconds = list(work.transfer_seconds.values())
+    total, busiest = sum(seconds), max(seconds, default=0.0)
+    if not total:
+        return "nothing is transferred"
+    return (
+        f"transfers take {format_seconds(total)} over all channels, {format_seconds(busiest)} on "
+        "the busiest"
+    )
+
+
+def busy_seconds(work: Work) -> dict[str, float]:
+    """device -> seconds it computes, over all phases."""
+    return {
+        name: work.forward_seconds[name]
+        + work.backward_seconds.get(name, 0.0)
+        + work.update_seconds.get(name, 0.0)
+        for name in work.forward_seconds
+    }
+
+
+def _ratio(a: float, b: float) -> str:
+    return f"{100 * a / b:.0f} %"
+
+
+def _rl17(ground: _Ground) -> bool:
+    return ground.case.machine.startswith("rl17/")
+
+
+def format_step(seconds: float | None) -> str:
+    """Seconds of a step as the papers print them, all in one unit; None: "OOM"."""
+    if seconds is None:
+        return "OOM"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.3f} s"

@@ -1,0 +1,263 @@
+"""One column of one row: what of it is kept already, what is run, and how a `Row` is read back.
+
+capture ──► ground ──► bound
+              └──────► each method ──► work of the expert's and the best plan
+                                 each ──► OUT/rows/CASE.COLUMN.PART.json, as soon as it is there
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dovetail.bench import graphs
+from dovetail.bench.figures import work_of
+from dovetail.bench.methods import (
+    HYPOTHESIS,
+    METHODS,
+    PLAIN,
+    SEARCHES,
+    Ground,
+    lay_ground,
+    run_method,
+    spread,
+)
+from dovetail.bench.records import Case, Column, Found, Row, Work
+from dovetail.bench.store import Store, code_fingerprint, fingerprint
+from dovetail.errors import RunError
+from dovetail.machine import parse_machine
+from dovetail.machine.files import machine_to_dict
+
+COLUMNS: dict[str, tuple[str, ...]] = {"rl17": (PLAIN, HYPOTHESIS), "gdp": (PLAIN,)}
+"""Table -> its columns: the hypothesis is one about RL17's figures."""
+EXPERT, BOUND, WORK = "expert", "bound", "work"
+Tell = Callable[[str], None]
+"""tell(what is done now)"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a table is computed with.
+
+    name     "rl17" or "gdp"
+    out      folder of the page; results go to `rows` in it
+    budget   of each search: seconds ("20s") or evaluations ("500e")
+    methods  column -> its methods
+    code     of the process that asks; a worker that imported other code refuses
+    """
+
+    name: str
+    out: Path
+    budget: str = "20s"
+    seed: int = 0
+    methods: dict[str, tuple[str, ...]] | None = None
+    code: str = field(default_factory=code_fingerprint)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return COLUMNS[self.name]
+
+    def methods_of(self, column: str) -> tuple[str, ...]:
+        return (self.methods or METHODS)[column]
+
+    def store(self, complain: Callable[[str], None]) -> Store:
+        """Where results are kept. Raises `UnwritableError`, or `RunError` for other code."""
+        if self.code != code_fingerprint():
+            raise RunError("the code changed since the command began; start it again")
+        return Store(self.out / "rows", complain)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One kept value: its name in the store, and what it must come from."""
+
+    name: str
+    fingerprint: str
+
+
+def missing(settings: Settings, store: Store, case: Case) -> dict[str, list[str]]:
+    """column -> parts that are yet to be computed, where there are any. All, where the graph is
+    yet to be captured."""
+    captured = graphs.known(store, case)
+    lacking: dict[str, list[str]] = {}
+    for column in settings.columns:
+        parts = [BOUND, *settings.methods_of(column), WORK]
+        if captured is not None:
+            kept = _Kept(settings, store, case, column, captured.graph)
+            parts = [part for part in parts if kept.get(part) is None]
+        if parts:
+            lacking[column] = parts
+    return lacking
+
+
+def capture(settings: Settings, case: Case, tell: Tell, complain: Tell) -> list[str]:
+    """Capture the case's graph, unless it is kept. Raises what a capture raises."""
+    tell(f"capturing {case.model}")
+    graphs.graph_for(settings.store(complain), case)
+    return []
+
+
+def run_column(
+    settings: Settings, case: Case, column: str, tell: Tell, complain: Tell
+) -> list[str]:
+    """Compute and keep what a column lacks; the tracebacks of methods that failed.
+
+    Raises what a capture raises.
+    """
+    tell(f"{case.title}, {column}: bound")
+    store = settings.store(complain)
+    graph = graphs.graph_for(store, case)
+    began = time.perf_counter()
+    kept = _Kept(settings, store, case, column, graph.fingerprint)
+    ground = lay_ground(graph, parse_machine(case.machine), column, settings.seed)
+    if kept.get(BOUND) is None:
+        bound = {"seconds": ground.bound.seconds, "proof": ground.bound.proof}
+        kept.put(BOUND, bound | {"wall_seconds": time.perf_counter() - began})
+    failures = []
+    for method in settings.methods_of(column):
+        if kept.get(method) is None:
+            tell(f"{case.title}, {column}: {method}")
+            try:
+                kept.put(method, _run(ground, method, settings.budget))
+            except Exception:
+                failures.append(f"{case.key}, {column}, {method}:\n{traceback.format_exc()}")
+    if kept.get(WORK) is None:
+        tell(f"{case.title}, {column}: pictures")
+        kept.put(WORK, {"shown": dict(_shown(ground, kept))})
+    return failures
+
+
+def read_row(settings: Settings, store: Store, case: Case) -> Row | None:
+    """The row as it is kept; None where its graph, a bound or every method is lacking. A method
+    that is lacking is left out."""
+    captured = graphs.known(store, case)
+    if captured is None:
+        return None
+    seconds, columns = captured.seconds, {}
+    for name in settings.columns:
+        column = read_column(settings, store, case, name)
+        if column is None:
+            return None
+        columns[name] = column
+        seconds += _Kept(settings, store, case, name, captured.graph).wall_seconds()
+    return Row(
+        key=case.key,
+        ops=captured.ops,
+        groups=captured.groups,
+        flops=captured.flops,
+        parameter_bytes=captured.parameter_bytes,
+        columns=columns,
+        seconds=seconds,
+    )
+
+
+def read_column(settings: Settings, store: Store, case: Case, name: str) -> Column | None:
+    """The column as it is kept; None where its graph, its bound or every method is lacking."""
+    captured = graphs.known(store, case)
+    if captured is None:
+        return None
+    return _Kept(settings, store, case, name, captured.graph).column()
+
+
+def forget(settings: Settings, store: Store, case: Case) -> None:
+    """Drop all that is kept of a case, its graph as well."""
+    store.drop(graphs.name_of(case))
+    for column in settings.columns:
+        for part in (BOUND, *settings.methods_of(column), WORK):
+            store.drop(_name(case, column, part))
+
+
+class _Kept:
+    """The parts of one column in the store."""
+
+    def __init__(
+        self, settings: Settings, store: Store, case: Case, column: str, graph: str
+    ) -> None:
+        self._settings, self._store, self._case, self._column = settings, store, case, column
+        machine = machine_to_dict(parse_machine(case.machine))
+        self._ground = {"graph": graph, "machine": machine, "column": column}
+
+    def get(self, part: str) -> Any:
+        found = self._part(part)
+        return self._store.get(found.name, found.fingerprint)
+
+    def put(self, part: str, value: dict[str, Any]) -> None:
+        found = self._part(part)
+        self._store.put(found.name, found.fingerprint, value)
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """method -> what is kept of it, in the order of the table."""
+        methods = self._settings.methods_of(self._column)
+        found = {method: self.get(method) for method in methods}
+        return {method: value for method, value in found.items() if value is not None}
+
+    def column(self) -> Column | None:
+        bound, values = self.get(BOUND), self.values()
+        if bound is None or not values:
+            return None
+        methods = {name: Found(**value["found"]) for name, value in values.items()}
+        work = self.get(WORK) or {"shown": {}}
+        return Column(
+            methods=methods,
+            best=best_of(methods),
+            bound=bound["seconds"],
+            proof=bound["proof"],
+            shown={name: Work(**shown) for name, shown in work["shown"].items()},
+        )
+
+    def wall_seconds(self) -> float:
+        """What all parts took."""
+        parts = [self.get(BOUND) or {}, self.get(WORK) or {}, *self.values().values()]
+        return float(sum(part.get("wall_seconds", 0.0) for part in parts))
+
+    def _part(self, part: str) -> _Part:
+        settings, more = self._settings, {}
+        if part == WORK:
+            values = self.values()
+            more = {name: values[name]["placement"] for name in shown_of(values)}
+        elif part != BOUND:
+            timed = settings.budget if part in SEARCHES or settings.budget.endswith("e") else ""
+            more = {"method": part, "budget": timed, "seed": settings.seed}
+        name = _name(self._case, self._column, part)
+        return _Part(name, fingerprint(**self._ground, **more))
+
+
+def best_of(methods: dict[str, Found]) -> str:
+    """The method of least seconds; ties: the first; "" where nothing fits."""
+    fitting = {name: found.seconds for name, found in methods.items() if found.seconds is not None}
+    return min(fitting, key=lambda name: fitting[name]) if fitting else ""
+
+
+def shown_of(values: dict[str, dict[str, Any]]) -> tuple[str, ...]:
+    """Methods whose plans are drawn: the expert's and the best, where they fit."""
+    found = {name: Found(**value["found"]) for name, value in values.items()}
+    names = dict.fromkeys((EXPERT, best_of(found)))
+    return tuple(name for name in names if name in found and found[name].seconds is not None)
+
+
+def _name(case: Case, column: str, part: str) -> str:
+    return f"{case.key}.{column}.{part.lower().replace(' ', '-')}"
+
+
+def _run(ground: Ground, method: str, budget: str) -> dict[str, Any]:
+    began = time.perf_counter()
+    found, placement = run_method(ground, method, budget)
+    return {
+        "found": asdict(found),
+        "placement": None if placement is None else placement.tolist(),
+        "wall_seconds": time.perf_counter() - began,
+    }
+
+
+def _shown(ground: Ground, kept: _Kept) -> Iterator[tuple[str, dict[str, Any]]]:
+    values, problem = kept.values(), ground.problem
+    for name in shown_of(values):
+        placement = spread(ground, values[name]["placement"])
+        yield (
+            name,
+            asdict(
+                work_of(problem.graph, problem.machine, problem.costs, problem.groups, placement)
+            ),
+        )

@@ -1,0 +1,174 @@
+"""`dovetail bench`: a paper's table, its columns and ours side by side."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.arguments import Json, check_outputs
+from dovetail.cli.output import progress_bar, say, show, show_json
+from dovetail.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from dovetail.bench import Column, Row
+    from dovetail.bench.table import Table
+
+PAGE, CSV = "index.html", "rows.csv"
+
+
+class Paper(StrEnum):
+    """Whose table."""
+
+    RL17 = "rl17"
+    GDP = "gdp"
+
+
+def bench(  # noqa: PLR0913  one argument an option
+    paper: Annotated[
+        Paper,
+        typer.Argument(help="rl17: Mirhoseini et al., ICML 2017; gdp: Zhou et al., 2019"),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Folder of {PAGE}, {CSV} and the results", show_default="benchmarks/PAPER"
+        ),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Of each search: 20s, or evaluations (5000e)")] = (
+        "20s"
+    ),
+    rows: Annotated[str, typer.Option(help='Only these, e.g. "rnnlm-*,nmt-2gpu"')] = "",
+    seed: Annotated[int, typer.Option(help="Of every method")] = 0,
+    fresh: Annotated[bool, typer.Option(help="Compute anew what is kept of these rows")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Rows at once, a core each")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Compute a paper's table with every method, and write it beside the paper's figures.
+
+    What was computed is kept: the same command again continues where it was stopped. Exit status 1
+    where a row failed; the others are written.
+    """
+    from dovetail.bench.cases import CASES
+    from dovetail.bench.page import write_page
+    from dovetail.bench.running import Settings
+    from dovetail.bench.table import matching, run_table
+    from dovetail.bench.tables import write_csv
+    from dovetail.pipeline.opening import check_seed
+    from dovetail.placers import parse_budget
+
+    parse_budget(budget)
+    check_seed(seed)
+    matching(CASES[paper.value], rows)
+    folder = out or Path("benchmarks") / paper.value
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("--out", f"{folder} is a file; name a folder")
+    settings = Settings(paper.value, folder, budget, seed)
+    settings.store(say)  # makes the folder
+    page, csv = folder / PAGE, folder / CSV
+    check_outputs(page, csv)
+    with progress_bar() as progress:
+        table = run_table(
+            settings,
+            rows=rows,
+            jobs=jobs,
+            fresh=fresh,
+            tell=lambda said, fraction: progress(said, fraction, None),
+            complain=say,
+        )
+    made = _made(f"dovetail bench {paper.value} --budget {budget} --seed {seed} --jobs {jobs}")
+    write_page(paper.value, table.cases, table.rows, table.towers, table.curves, page, made=made)
+    write_csv(paper.value, table.cases, table.rows, csv)
+    for written in (page, csv):
+        say(f"wrote {written}")
+    for task, failure in table.failures.items():
+        say(f"error: {task} failed:\n{failure}")
+    if as_json:
+        show_json(_summary(paper.value, table, page, csv))
+    else:
+        show(_rows_table(table))
+    if table.failures:
+        raise typer.Exit(1)
+
+
+def _made(command: str) -> list[tuple[str, str]]:
+    """What the page says of how it was made."""
+    import os
+    from importlib.metadata import version
+
+    from dovetail.machine import local_machine
+
+    cores = len(os.sched_getaffinity(0))
+    return [
+        ("command", command),
+        ("machine", f"{cores} cores of {local_machine().devices[0].model}"),
+        ("versions", f"dovetail {version('dovetail')}, torch {version('torch')}"),
+    ]
+
+
+def _summary(paper: str, table: "Table", page: Path, csv: Path) -> dict[str, Any]:
+    """What `bench --json` prints."""
+    return {
+        "table": paper,
+        "rows": [_row_summary(row) for row in table.rows],
+        "missing": sorted({case.key for case in table.cases} - {row.key for row in table.rows}),
+        "towers": [vars(tower) for tower in table.towers],
+        "tasks": table.computed,
+        "failures": table.failures,
+        "page": str(page),
+        "csv": str(csv),
+    }
+
+
+def _row_summary(row: "Row") -> dict[str, Any]:
+    return {
+        "key": row.key,
+        "ops": row.ops,
+        "groups": row.groups,
+        "flops": row.flops,
+        "parameter_bytes": row.parameter_bytes,
+        "seconds": row.seconds,
+        "columns": {name: _column_summary(column) for name, column in row.columns.items()},
+    }
+
+
+def _column_summary(column: "Column") -> dict[str, Any]:
+    return {
+        "best": column.best or None,
+        "value": column.methods[column.best].seconds if column.best else None,
+        "lower_bound": column.bound,
+        "bound_proof": column.proof,
+        "methods": {name: found.seconds for name, found in column.methods.items()},
+    }
+
+
+def _rows_table(table: "Table") -> "RichTable":
+    """One line a row and column: expert, best, bound."""
+    from rich.table import Table as RichTable
+
+    from dovetail.units import format_seconds
+
+    shown = RichTable("row", "column", "ops", "expert", "best", "method", "bound", "took")
+    for column_head in shown.columns[1:]:
+        column_head.no_wrap = True
+    titles = {case.key: case.title for case in table.cases}
+    for row in table.rows:
+        for name, column in row.columns.items():
+            expert = column.methods.get("expert")
+            best = column.methods.get(column.best)
+            times = [
+                "-" if found is None or found.seconds is None else format_seconds(found.seconds)
+                for found in (expert, best)
+            ]
+            shown.add_row(
+                titles[row.key],
+                name,
+                str(row.ops),
+                *times,
+                column.best or "nothing fits",
+                format_seconds(column.bound),
+                format_seconds(row.seconds),
+            )
+    return shown

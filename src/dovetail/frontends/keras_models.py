@@ -1,0 +1,150 @@
+"""Keras 3 models on torch as plain modules: state goes in and out, layers become submodules.
+
+A Keras model on torch is an `nn.Module`, but one that hides its state: statistics and seeds are
+parameters that it assigns to, and its layers are called past torch's hooks. Here they are what
+the capture expects: trainable variables are parameters, the others buffers, each named
+"LAYER.VARIABLE", and each layer is a submodule with its name.
+
+    forward(inputs):  outputs, others' = model.stateless_call(trainable, others, inputs)
+                      others <- others'
+
+Keras: https://keras.io/api/models/model/, `stateless_call`. Written against Keras 3.15;
+`_flatten_layers` is private by name only. Differences: regularizers and `add_loss` do not join the
+loss, which is the caller's.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from dovetail.errors import ModelError
+
+
+def is_keras(model: Any) -> bool:
+    """Is it a Keras model or layer? Imports nothing: without Keras there is none."""
+    keras = sys.modules.get("keras")
+    layer = getattr(getattr(keras, "layers", None), "Layer", None)
+    return isinstance(layer, type) and isinstance(model, layer)
+
+
+def keras_module(model: Any, training: bool) -> nn.Module:
+    """The Keras model as a plain module that shares its weights, to train or to infer with.
+
+    Raises `ModelError` where Keras runs on another backend, or the model is not built yet.
+    """
+    keras = sys.modules["keras"]
+    backend = keras.backend.backend()
+    if backend != "torch":
+        raise ModelError(
+            model.name,
+            f"Keras runs on {backend}; set KERAS_BACKEND=torch before keras is imported",
+        )
+    if not model.built:
+        raise ModelError(model.name, "is not built; call it once, or give it an Input layer")
+    seeded = [layer.name for layer in model._flatten_layers() if _has_own_seed(layer)]
+    if training and seeded:
+        raise ModelError(
+            model.name,
+            f"layer {seeded[0]!r} draws from a seed of its own, whose value a graph cannot hold; "
+            "leave seed out: runs draw from theirs",
+        )
+    return KerasModule(model).train(training)
+
+
+def _has_own_seed(layer: Any) -> bool:
+    """Has a layer that draws random numbers in each step been given a seed?"""
+    return hasattr(layer, "seed_generator") and getattr(layer, "seed", None) is not None
+
+
+class _Layer(nn.Module):
+    """One layer: its variables, and its calls under its name."""
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+
+class KerasModule(nn.Module):
+    """A built Keras model as a plain module. Inputs are those of the model, in order."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "keras_model", model)  # not a submodule: its state is ours
+        self.names: dict[int, str] = {}
+        self.scopes: list[tuple[Any, _Layer]] = []
+        for layer in _sublayers(model):
+            self._add_layer(self, layer)
+        self._add_variables(self, "", model.variables)
+
+    def _add_layer(self, parent: nn.Module, layer: Any, prefix: str = "") -> None:
+        name = _free(parent, layer.name.replace(".", "_"))
+        scope, path = _Layer(), f"{prefix}{name}"
+        parent.add_module(name, scope)
+        self.scopes.append((layer, scope))
+        for inner in _sublayers(layer):
+            self._add_layer(scope, inner, f"{path}.")
+        self._add_variables(scope, f"{path}.", layer.variables)
+
+    def _add_variables(self, scope: nn.Module, prefix: str, variables: list[Any]) -> None:
+        for variable in variables:
+            if id(variable) in self.names:  # of a layer inside, or shared
+                continue
+            name = _free(scope, variable.name.replace(".", "_"))
+            self.names[id(variable)] = prefix + name
+            if variable.trainable:
+                scope.register_parameter(name, variable.value)
+            else:
+                scope.register_buffer(name, variable.value.detach())
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the model returns."""
+        model: Any = self.keras_model
+        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        trainable, others = (
+            [held[self.names[id(variable)]] for variable in variables]
+            for variables in (model.trainable_variables, model.non_trainable_variables)
+        )
+        given = inputs[0] if len(inputs) == 1 else list(inputs)
+        with self._scoped():
+            outputs, written = model.stateless_call(
+                trainable, others, given, training=self.training
+            )
+        for old, new in zip(others, written, strict=True):
+            if new is not old:
+                old.copy_(new.detach())
+        return outputs
+
+    @contextlib.contextmanager
+    def _scoped(self) -> Iterator[None]:
+        """Let each layer's call run inside its submodule, so that hooks see it."""
+        for layer, scope in self.scopes:
+            layer.__dict__["call"] = _through(scope, layer.call)
+        try:
+            yield
+        finally:
+            for layer, _ in self.scopes:
+                layer.__dict__.pop("call", None)
+
+
+def _through(scope: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return scope(call, *args, **kwargs)
+
+    return run
+
+
+def _sublayers(layer: Any) -> list[Any]:
+    """The layers directly inside, without inputs, which do nothing."""
+    inside = layer._flatten_layers(include_self=False, recursive=False)
+    return [inner for inner in inside if type(inner).__name__ != "InputLayer"]
+
+
+def _free(module: nn.Module, name: str) -> str:
+    """The name, with _1, _2, ... behind it where the module has an attribute of that name."""
+    number, found = 0, name
+    while hasattr(module, found):
+        number += 1
+        found = f"{name}_{number}"
+    return found

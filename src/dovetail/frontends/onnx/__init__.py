@@ -1,0 +1,62 @@
+"""ONNX file -> Graph: shapes, FLOPs, bytes and module paths. There is no Program: what comes from a
+file is planned for, not run.
+
+    file ──► model ──► inputs with their shapes ──► ops ──► graph
+"""
+
+from pathlib import Path
+
+from dovetail.errors import FileFormatError
+from dovetail.frontends.onnx.building import build
+from dovetail.frontends.onnx.flops import ONNX_MATRIX_KINDS, unknown_flops
+from dovetail.frontends.onnx.inputs import Shapes, input_values, parse_shapes
+from dovetail.frontends.onnx.reading import Weights, onnx_library, read_model
+from dovetail.frontends.onnx.roles import settle_roles
+from dovetail.frontends.onnx.walking import Walk, top_scope
+from dovetail.graph import Graph
+
+__all__ = [
+    "ONNX_MATRIX_KINDS",
+    "Shapes",
+    "is_from_onnx",
+    "load_onnx",
+    "parse_shapes",
+    "unknown_flops",
+]
+
+
+def load_onnx(path: str | Path, shapes: Shapes | None = None) -> Graph:
+    """The graph of an ONNX file.
+
+    shapes   {input: shape} for inputs with open axes, or the shapes of all inputs in order
+
+    Weights are not read: a model of any size takes little memory. What follows from the file alone
+    (shapes, indices) is computed now and has no op; what no output needs is left out. Ops without
+    a rule for their FLOPs are those of `unknown_flops`. About .1 ms an op, 1 ms a folded one.
+
+    Raises `FileFormatError` (`ExternalDataError`), or `ModelError`: `OpenAxisError`,
+    `UnknownOpError`, `UnsupportedOpError`, `UnknownShapeError`; without the extra `dovetail[onnx]`
+    `MissingLibraryError`.
+    """
+    onnx = onnx_library()
+    path = Path(path)
+    model = read_model(path)
+    graph = model.graph
+    initialized = {tensor.name for tensor in graph.initializer}
+    given = [value for value in graph.input if value.name not in initialized]
+    inputs = input_values(str(path), given, shapes if shapes is not None else {})
+    walk, scope = Walk(onnx, model, Weights(path)), top_scope(model, inputs)
+    walk.open_graph(graph, scope)
+    outputs = []
+    for output in graph.output:
+        value = scope.values.get(output.name)
+        if value is None:
+            raise FileFormatError(str(path), f"nothing makes the output {output.name!r}")
+        outputs += value if isinstance(value, list) else [value]
+    settle_roles(graph, scope.values, walk.ops)
+    return build(str(path), walk.ops, inputs, outputs)
+
+
+def is_from_onnx(graph: Graph) -> bool:
+    """Does the graph come from an ONNX file?"""
+    return any(kind.startswith("onnx.") for kind in graph.kinds)

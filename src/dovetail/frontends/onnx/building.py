@@ -1,0 +1,122 @@
+"""From ops to the graph: sources first, names made unique, what no output needs left out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dovetail.errors import ModelError
+from dovetail.frontends.onnx.flops import count_bytes, count_flops
+from dovetail.frontends.onnx.records import Op, Value
+from dovetail.frontends.onnx.scopes import module_of_weight
+from dovetail.graph import Graph, Phase
+from dovetail.units import MOST_BYTES
+
+_ORDER = ("parameter", "buffer", "input", "constant")
+
+
+def build(
+    model: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]
+) -> Graph:
+    """The graph of the ops that `outputs` need, and of all inputs. O(ops + tensors)."""
+    needed = _needed(ops, outputs)
+    sources = _sources(needed, inputs, outputs)
+    first = len(sources)
+    taken: dict[str, int] = {}
+    names = [
+        _unique(name, taken)
+        for name in (*(s.name for s in sources), *(_path(op.module, op.leaf) for op in needed))
+    ]
+    values = [*sources, *(value for op in needed for value in op.outputs)]
+    producers = [*range(first)]
+    producers += [first + i for i, op in enumerate(needed) for _ in op.outputs]
+    tensor = {value: i for i, value in enumerate(values)}
+    reads: list[list[int]] = [[] for _ in sources]
+    reads += [[tensor[value] for value in op.reads] for op in needed]
+    flops = [0] * first + [count_flops(op) for op in needed]
+    accessed = [0] * first + [count_bytes(op) for op in needed]
+    _check_counts(model, names, flops, accessed)
+    count = len(names)
+    return Graph(
+        names=tuple(names),
+        kinds=(*(s.role for s in sources), *(op.kind for op in needed)),
+        signatures=(*(s.role for s in sources), *(op.signature for op in needed)),
+        modules=(*map(_module, sources), *(op.module for op in needed)),
+        phases=np.array([Phase.SOURCE] * first + [Phase.FORWARD] * len(needed), dtype=np.int8),
+        flops=np.array(flops, dtype=np.int64),
+        accessed_bytes=np.array(accessed, dtype=np.int64),
+        colocation=np.full(count, -1, dtype=np.int32),
+        gradient_of=np.full(count, -1, dtype=np.int32),
+        device_kinds=((),) * count,
+        producers=np.array(producers, dtype=np.int32),
+        shapes=tuple(value.shape for value in values),
+        strides=tuple(_strides(value.shape) for value in values),
+        dtypes=tuple(value.dtype for value in values),
+        tensor_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
+        storages=np.array(_storages(values), dtype=np.int32),
+        overwrites=np.zeros(len(values), dtype=np.bool_),
+        input_offsets=np.cumsum([0, *map(len, reads)]),
+        input_tensors=np.array([t for of_op in reads for t in of_op], dtype=np.int32),
+        outputs=np.array([tensor[value] for value in outputs], dtype=np.int32),
+        control=np.zeros((0, 2), dtype=np.int32),
+    )
+
+
+def _check_counts(model: str, names: list[str], flops: list[int], accessed: list[int]) -> None:
+    """Raise `ModelError` for an op whose work no number of 64 bits can hold."""
+    for name, *counts in zip(names, flops, accessed, strict=True):
+        if max(counts) >= MOST_BYTES:
+            raise ModelError(
+                model, f"op {name!r} has impossible work: {max(counts)} FLOPs or bytes"
+            )
+
+
+def _needed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
+    """The ops that the outputs depend on, in their order."""
+    wanted = {value.op for value in outputs if value.op is not None}
+    for op in reversed(ops):
+        if op in wanted:
+            wanted.update(value.op for value in op.reads if value.op is not None)
+    return [op for op in ops if op in wanted]
+
+
+def _sources(ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
+    """Weights and constants that are read, and all inputs, by kind and in order."""
+    read = dict.fromkeys(value for op in ops for value in op.reads if value.op is None)
+    read.update(dict.fromkeys(value for value in outputs if value.op is None))
+    of_graph = [*(value for value in read if value.role != "input"), *inputs]
+    return sorted(of_graph, key=lambda value: _ORDER.index(value.role))
+
+
+def _path(module: str, leaf: str) -> str:
+    return f"{module}/{leaf}" if module else leaf
+
+
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """The name, with _1, _2, ... behind it where it is taken."""
+    while name in taken:
+        taken[name] += 1
+        name = f"{name}_{taken[name]}"
+    taken[name] = 0
+    return name
+
+
+def _module(source: Value) -> str:
+    return module_of_weight(source.name) if source.role in ("parameter", "buffer") else ""
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _storages(values: Sequence[Value]) -> list[int]:
+    """Of each value the number of its storage; a view has its base's."""
+    storage: dict[Value, int] = {}
+    for value in values:
+        storage[value] = len(storage) if value.base is None else storage[value.base]
+    index = {number: i for i, number in enumerate(dict.fromkeys(storage.values()))}
+    return [index[number] for number in storage.values()]

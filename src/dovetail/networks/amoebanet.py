@@ -1,0 +1,186 @@
+"""AmoebaNet-D: an evolved image classifier, each of whose cells reads the two cells before it.
+
+    images ─► stem ─► R ─► R ─► N x layers/3 ─► R ─► N x layers/3 ─► R ─► N x layers/3 ─► linear
+    size/    2       4    8                    16                   32
+
+Paper: Real, Aggarwal, Huang and Le, "Regularized Evolution for Image Classifier Architecture
+Search", AAAI 2019, https://arxiv.org/abs/1802.01548; the sizes (L, D) and the parameters to
+compare with are of Huang et al., "GPipe: Efficient Training of Giant Neural Networks
+using Pipeline Parallelism", NeurIPS 2019, https://arxiv.org/abs/1811.06965, table 1: (18, 208)
+82 M, (18, 416) 318 M, (18, 544) 542 M, (36, 544) 1.05 B, (72, 512) 1.8 B. The cells are those of
+the authors' release, tensorflow/tpu, models/official/amoeba_net, where a normal cell hands on its
+states 0, 3, 4 and 6, as GPipe's counts need too, and not 4, 5 and 6 as the paper draws it; stem and
+widths those of Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
+2020, https://arxiv.org/abs/2004.09910, whose benchmark prints 81.5 M, 319.0 M, 542.7 M, 1.06 B and
+1.84 B.
+Differences: from torchgpipe's in that a 3x3 max pool is one (there it averages), that images are
+not rectified before the first convolution, and that any size of images will do; no drop path and no
+auxiliary classifier. Images of 224 are those of torchgpipe's benchmark, 32 a batch are ours.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dovetail.networks.images import FactorizedReduce, classification_loss, image_examples
+from dovetail.networks.records import Examples, Network
+
+
+def _normalised(conv: nn.Conv2d) -> list[nn.Module]:
+    """ReLU, the convolution, batch normalisation."""
+    return [nn.ReLU(), conv, nn.BatchNorm2d(conv.out_channels)]
+
+
+def _conv(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(*_normalised(nn.Conv2d(inputs, outputs, 1, bias=False)))
+
+
+def none(channels: int, stride: int) -> nn.Module:
+    return nn.Identity() if stride == 1 else FactorizedReduce(channels, channels)
+
+
+def avg_pool_3x3(channels: int, stride: int) -> nn.Module:
+    return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
+
+
+def max_pool_3x3(channels: int, stride: int) -> nn.Module:
+    return nn.MaxPool2d(3, stride, padding=1)
+
+
+def max_pool_2x2(channels: int, stride: int) -> nn.Module:
+    return nn.MaxPool2d(2, stride, ceil_mode=True)
+
+
+def conv_1x1(channels: int, stride: int) -> nn.Module:
+    return nn.Sequential(*_normalised(nn.Conv2d(channels, channels, 1, stride, bias=False)))
+
+
+def conv_3x3(channels: int, stride: int) -> nn.Module:
+    """Through a quarter of the channels."""
+    inner = channels // 4
+    return nn.Sequential(
+        *_normalised(nn.Conv2d(channels, inner, 1, bias=False)),
+        *_normalised(nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)),
+        *_normalised(nn.Conv2d(inner, channels, 1, bias=False)),
+    )
+
+
+def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
+    """Through a quarter of the channels."""
+    inner = channels // 4
+    return nn.Sequential(
+        *_normalised(nn.Conv2d(channels, inner, 1, bias=False)),
+        *_normalised(nn.Conv2d(inner, inner, (1, 7), (1, stride), (0, 3), bias=False)),
+        *_normalised(nn.Conv2d(inner, inner, (7, 1), (stride, 1), (3, 0), bias=False)),
+        *_normalised(nn.Conv2d(inner, channels, 1, bias=False)),
+    )
+
+
+Operation = Callable[[int, int], nn.Module]
+"""(channels, stride) -> module."""
+Pair = tuple[int, Operation, int, Operation]
+"""State and its operation, twice: their sum is the next state; states 0 and 1 are the cell's
+inputs, of the cell before it and the one before that."""
+
+NORMAL: tuple[Pair, ...] = (
+    (1, conv_1x1, 1, max_pool_3x3),
+    (1, none, 0, conv_1x7_7x1),
+    (0, conv_1x1, 0, conv_1x7_7x1),
+    (2, max_pool_3x3, 2, none),
+    (1, avg_pool_3x3, 5, conv_1x1),
+)
+NORMAL_CONCAT = (0, 3, 4, 6)
+REDUCTION: tuple[Pair, ...] = (
+    (0, max_pool_2x2, 0, max_pool_3x3),
+    (2, none, 1, conv_3x3),
+    (2, conv_1x7_7x1, 2, max_pool_3x3),
+    (3, none, 1, max_pool_2x2),
+    (2, avg_pool_3x3, 3, conv_1x1),
+)
+REDUCTION_CONCAT = (4, 5, 6)
+
+
+class Cell(nn.Module):
+    """A normal or a reduction cell of `channels`; a reduction halves the grid where it reads its
+    inputs. `reduced`: the cell before it is a reduction, so that its inputs differ in their grids.
+    """
+
+    def __init__(
+        self, before: int, last: int, channels: int, *, reduction: bool, reduced: bool
+    ) -> None:
+        super().__init__()
+        self.last = _conv(last, channels)
+        self.before = (FactorizedReduce if reduced else _conv)(before, channels)
+        pairs = REDUCTION if reduction else NORMAL
+        self.concat = REDUCTION_CONCAT if reduction else NORMAL_CONCAT
+        self.read = tuple((left, right) for left, _, right, _ in pairs)
+        self.outputs = channels * len(self.concat)
+
+        def made(state: int, operation: Operation) -> nn.Module:
+            return operation(channels, 2 if reduction and state < 2 else 1)
+
+        self.left = nn.ModuleList(made(state, operation) for state, operation, _, _ in pairs)
+        self.right = nn.ModuleList(made(state, operation) for _, _, state, operation in pairs)
+
+    def forward(self, before: Tensor, last: Tensor) -> Tensor:
+        """[batch, outputs, n, n] of the outputs of the two cells before."""
+        states = [self.last(last), self.before(before)]
+        for (a, b), left, right in zip(self.read, self.left, self.right, strict=True):
+            states.append(left(states[a]) + right(states[b]))
+        return torch.cat([states[state] for state in self.concat], 1)
+
+
+class AmoebaNetD(nn.Module):
+    """Logits [batch, classes] of images [batch, 3, size, size]; `layers`, L, normal cells in all
+    and `filters`, D, a multiple of 16 (the first cells have D / 4 channels, a bottleneck D / 8)."""
+
+    def __init__(self, layers: int = 18, filters: int = 208, classes: int = 1000) -> None:
+        super().__init__()
+        if layers % 3 or filters % 16:
+            raise ValueError(
+                f"layers is {layers} and filters {filters}, but must be multiples of 3 and of 16"
+            )
+        channels = before = last = filters // 4
+        conv = nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False)
+        self.stem = nn.Sequential(conv, nn.BatchNorm2d(channels))
+        normal = [False] * (layers // 3)
+        reduced = False
+        cells = []
+        for reduction in [True, True, *normal, True, *normal, True, *normal]:
+            channels *= 1 + reduction
+            cell = Cell(before, last, channels, reduction=reduction, reduced=reduced)
+            before, last, reduced = last, cell.outputs, reduction
+            cells.append(cell)
+        self.cells = nn.ModuleList(cells)
+        self.linear = nn.Linear(last, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        before = last = self.stem(images)
+        for cell in self.cells:
+            before, last = last, cell(before, last)
+        x = torch.flatten(F.adaptive_avg_pool2d(last, (1, 1)), 1)
+        logits: Tensor = self.linear(x)
+        return logits
+
+
+def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
+    return AmoebaNetD(**options)
+
+
+def _examples(**options: Any) -> Examples:
+    return image_examples(**options)
+
+
+NETWORK = Network(
+    name="amoebanet_d",
+    paper="Real et al., AAAI 2019, https://arxiv.org/abs/1802.01548",
+    description="evolved image classifier, sized as in GPipe",
+    defaults={"batch": 32, "size": 224, "classes": 1000, "layers": 18, "filters": 208},
+    small={"batch": 2, "size": 64, "classes": 10, "layers": 3, "filters": 32},
+    modules=_module,
+    examples=_examples,
+    loss=classification_loss,
+)

@@ -1,0 +1,30 @@
+"""What the decoders share: causal attention by heads, next-token loss and examples."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dovetail.networks.records import Examples
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[batch, length, heads x size] -> [batch, heads, length, size]."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[batch, length, heads x size] of three [batch, heads, length, size], each position with
+    those up to its own. One op, as it is run: the scores are nobody's to place."""
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of logits [batch, length, vocabulary]; targets [batch, length]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def token_examples(batch: int, length: int, vocabulary: int) -> Examples:
+    """(tokens, next tokens), each [batch, length]."""
+    tokens, following = (torch.randint(vocabulary, (batch, length)) for _ in range(2))
+    return (tokens,), (following,)

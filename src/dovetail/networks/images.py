@@ -1,0 +1,47 @@
+"""What the image classifiers have in common: examples, losses, and half the grid."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dovetail.networks.records import Examples
+
+
+class FactorizedReduce(nn.Module):
+    """Half the grid: half the channels from the even pixels, half from the odd ones, normalised.
+
+    Zoph et al., https://arxiv.org/abs/1707.07012; AmoebaNet has it from there.
+    """
+
+    def __init__(self, inputs: int, outputs: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.even = nn.Conv2d(inputs, outputs // 2, 1, stride=2, bias=False)
+        self.odd = nn.Conv2d(inputs, outputs - outputs // 2, 1, stride=2, bias=False)
+        self.bn = nn.BatchNorm2d(outputs, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, outputs, ceil(n / 2), ceil(n / 2)] of x [batch, inputs, n, n]."""
+        x = F.relu(x)
+        shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1))
+        halved: Tensor = self.bn(torch.cat([self.even(x), self.odd(shifted)], 1))
+        return halved
+
+
+def image_examples(*, batch: int, size: int, classes: int, **_: Any) -> Examples:
+    """Images [batch, 3, size, size] and their classes [batch]."""
+    return (torch.randn(batch, 3, size, size),), (torch.randint(classes, (batch,)),)
+
+
+def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of logits [batch, classes]."""
+    return F.cross_entropy(logits, targets)
+
+
+def auxiliary_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """Mean cross entropy; of two outputs the second, an auxiliary classifier's, counts .4."""
+    if isinstance(output, tuple):
+        logits, auxiliary = output
+        return F.cross_entropy(logits, targets) + 0.4 * F.cross_entropy(auxiliary, targets)
+    return F.cross_entropy(output, targets)

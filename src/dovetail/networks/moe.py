@@ -1,0 +1,202 @@
+"""A mixture-of-experts decoder: each token goes to its best few of many feed-forward networks.
+
+    x ─► norm ─► gate ─► top k per token ─► per expert the tokens that weigh most, at most capacity
+                                               │         │         │
+                                           experts.0  experts.1  experts.2    each a module that
+                                               │         │         │          can be placed
+    x + ◄──────────────────────────────────── sum by token, weighted
+
+Papers: Jiang et al., "Mixtral of Experts", 2024, https://arxiv.org/abs/2401.04088, sections 2 and
+2.1: sizes of Mixtral 8x7B (47 B parameters), weights by a softmax over the chosen experts.
+Fedus, Zoph and Shazeer, "Switch Transformers", JMLR 2022, https://arxiv.org/abs/2101.03961, section
+2.2: capacity, the most tokens an expert takes, and the balancing loss. Riquelme et al., "Scaling
+Vision with Sparse Mixture of Experts", NeurIPS 2021, https://arxiv.org/abs/2106.05974, section 4.1:
+tokens beyond the capacity are dropped in order of weight. So every shape is known beforehand.
+Differences: tokens are chosen per expert by the k-th best of their weights instead of a one-hot
+dispatch, which costs no products; Mixtral has no capacity (here that is capacity = experts / active
+or more); a context of 1024 and batch 1 are ours; float32.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.networks.decoder import token_examples, token_loss
+from dovetail.networks.llama import Attention, RMSNorm, Rotary, SwiGLU, check_heads
+from dovetail.networks.records import Examples, Network
+
+BALANCE = 0.01
+"""Weight of the balancing loss, Switch's alpha."""
+
+
+class Expert(nn.Module):
+    """A feed-forward network for the tokens that it is given."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.feed_forward = SwiGLU(hidden, inner)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[capacity, hidden]: outputs for tokens[chosen], weighted; tokens [tokens, hidden],
+        chosen and weights [capacity]."""
+        taken = self.feed_forward(tokens.index_select(0, chosen))
+        return taken * weights.unsqueeze(1)  # type: ignore[no-any-return]
+
+
+class Gate(nn.Module):
+    """Which experts a token goes to."""
+
+    def __init__(self, hidden: int, experts: int, active: int) -> None:
+        super().__init__()
+        self.active = active
+        self.scores = nn.Linear(hidden, experts, bias=False)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights [tokens, experts], 0 where not chosen and summing to 1 over the experts;
+        balancing loss: experts x sum of share of the tokens x mean probability)."""
+        scores = self.scores(tokens)
+        best, chosen = scores.topk(self.active, dim=1)
+        weights = torch.zeros_like(scores).scatter(1, chosen, torch.softmax(best, dim=1))
+        shares = torch.zeros_like(scores).scatter(1, chosen, 1 / self.active).mean(dim=0)
+        probabilities = torch.softmax(scores, dim=1).mean(dim=0)
+        return weights, scores.shape[1] * (shares * probabilities).sum()
+
+
+class MixtureOfExperts(nn.Module):
+    """Outputs like x [batch, length, hidden], and the balancing loss."""
+
+    def __init__(self, hidden: int, inner: int, experts: int, active: int, capacity: float) -> None:
+        super().__init__()
+        self.share = capacity * active / experts
+        self.gate = Gate(hidden, experts, active)
+        self.experts = nn.ModuleList(Expert(hidden, inner) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = x.flatten(0, 1)
+        weights, balance = self.gate(tokens)
+        most = min(len(tokens), math.ceil(self.share * len(tokens)))
+        taken, chosen = weights.topk(most, dim=0)  # [most, experts]
+        outputs = [
+            expert(tokens, indices, weight)
+            for expert, indices, weight in zip(
+                self.experts, chosen.unbind(1), taken.unbind(1), strict=True
+            )
+        ]
+        whole = torch.zeros_like(tokens).index_add(0, chosen.T.flatten(), torch.cat(outputs))
+        return whole.view_as(x), balance
+
+
+class Layer(nn.Module):
+    """Attention and a mixture of experts, each normalised before it."""
+
+    def __init__(self, attention: Attention, hidden: int, mixture: MixtureOfExperts) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(hidden)
+        self.attention = attention
+        self.mixture_norm = RMSNorm(hidden)
+        self.mixture = mixture
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), cosines, sines)
+        mixed, balance = self.mixture(self.mixture_norm(x))
+        return x + mixed, balance
+
+
+class MoE(nn.Module):
+    """(logits [batch, length, vocabulary], balancing loss) of tokens [batch, length]."""
+
+    def __init__(  # noqa: PLR0913  sizes, by keyword
+        self,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        key_heads: int,
+        inner: int,
+        experts: int,
+        active: int,
+        capacity: float,
+        context: int,
+        vocabulary: int,
+        theta: float = 1_000_000.0,
+    ) -> None:
+        super().__init__()
+        check_heads(hidden, heads, key_heads)
+        if active > experts:
+            raise ValueError(f"active is {active}, but there are {experts} experts")
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.rotary = Rotary(context, hidden // heads, theta)
+        self.layers = nn.ModuleList(
+            Layer(
+                Attention(hidden, heads, key_heads),
+                hidden,
+                MixtureOfExperts(hidden, inner, experts, active, capacity),
+            )
+            for _ in range(layers)
+        )
+        self.norm = RMSNorm(hidden)
+        self.logits = nn.Linear(hidden, vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        length = tokens.shape[1]
+        cosines, sines = self.rotary.cosines[:length], self.rotary.sines[:length]
+        x = self.embedding(tokens)
+        balances = []
+        for layer in self.layers:
+            x, balance = layer(x, cosines, sines)
+            balances.append(balance)
+        return self.logits(self.norm(x)), torch.stack(balances).mean()
+
+
+def moe_loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """Mean cross entropy and the balancing loss; targets [batch, length]."""
+    logits, balance = output
+    return token_loss(logits, targets) + BALANCE * balance
+
+
+def _module(*, batch: int, **sizes: Any) -> nn.Module:
+    return MoE(**sizes)
+
+
+def _examples(*, batch: int, context: int, vocabulary: int, **_: Any) -> Examples:
+    return token_examples(batch, context, vocabulary)
+
+
+NETWORK = Network(
+    name="moe",
+    paper="Jiang et al., 2024, https://arxiv.org/abs/2401.04088",
+    description="mixture-of-experts transformer decoder with a capacity per expert",
+    defaults={
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+        "key_heads": 8,
+        "inner": 14_336,
+        "experts": 8,
+        "active": 2,
+        "capacity": 1.25,
+        "context": 1024,
+        "batch": 1,
+        "vocabulary": 32_000,
+        "theta": 1_000_000.0,
+    },
+    small={
+        "layers": 2,
+        "hidden": 16,
+        "heads": 4,
+        "key_heads": 2,
+        "inner": 32,
+        "experts": 4,
+        "context": 8,
+        "batch": 2,
+        "vocabulary": 50,
+    },
+    modules=_module,
+    examples=_examples,
+    loss=moe_loss,
+)

@@ -1,0 +1,279 @@
+"""NASNet-A: an image classifier of cells that were found by search, each reading two cells before.
+
+    images ─► stem ─► S ─► S ─► N cells ─► R ─► N cells ─► R ─► N cells ─► linear
+    size/    2       4    8               16              32
+                                                    └─► auxiliary classifier (training)
+
+Paper: Zoph, Vasudevan, Shlens and Le, "Learning Transferable Architectures for Scalable Image
+Recognition", CVPR 2018, https://arxiv.org/abs/1707.07012, figure 4 and appendix A; table 2, 6 cells
+@ 4032 filters: 88.9 M parameters, 23.8 G multiply-adds; table 3, 4 @ 1056: 5.3 M and 564 M. Stem,
+widths and which cells are read are those of the authors' release in tensorflow/models, slim/nets:
+88,753,150 parameters with 1,000 classes, and 5,289,978 (88.9 M counts the moving averages of the
+normalisations too: 88,949,818).
+Differences: the auxiliary classifier is off unless asked for; grids are padded alike on all sides,
+where the release pads one more at the end of even ones; no drop path.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dovetail.networks.images import FactorizedReduce, auxiliary_loss, image_examples
+from dovetail.networks.records import Examples, Network
+
+EPS = 0.001
+
+
+class Squeeze(nn.Sequential):
+    """ReLU, 1x1 convolution, batch normalisation."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(
+            nn.ReLU(),
+            nn.Conv2d(inputs, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs, eps=EPS),
+        )
+
+
+class Separable(nn.Sequential):
+    """Twice ReLU, depthwise and 1x1 convolution, batch normalisation; the first time with the
+    stride."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
+        modules: list[nn.Module] = []
+        for channels, step in ((inputs, stride), (outputs, 1)):
+            modules += [
+                nn.ReLU(),
+                nn.Conv2d(
+                    channels, channels, kernel, step, kernel // 2, groups=channels, bias=False
+                ),
+                nn.Conv2d(channels, outputs, 1, bias=False),
+                nn.BatchNorm2d(outputs, eps=EPS),
+            ]
+        super().__init__(*modules)
+
+
+def _average(stride: int = 1) -> nn.Module:
+    return nn.AvgPool2d(3, stride, padding=1, count_include_pad=False)
+
+
+class NormalCell(nn.Module):
+    """Six times `channels` on the grid of the cell before it.
+
+    `reduced`: the cell before that one is on a grid of twice the size."""
+
+    def __init__(self, before: int, last: int, channels: int, *, reduced: bool) -> None:
+        super().__init__()
+        self.before: nn.Module = (
+            FactorizedReduce(before, channels, EPS) if reduced else Squeeze(before, channels)
+        )
+        self.last = Squeeze(last, channels)
+        self.last_5x5 = Separable(channels, channels, 5, 1)
+        self.before_3x3 = Separable(channels, channels, 3, 1)
+        self.before_5x5 = Separable(channels, channels, 5, 1)
+        self.before_3x3_too = Separable(channels, channels, 3, 1)
+        self.last_3x3 = Separable(channels, channels, 3, 1)
+        self.average = _average()
+        self.outputs = 6 * channels
+
+    def forward(self, before: Tensor, last: Tensor) -> Tensor:
+        before, last = self.before(before), self.last(last)
+        states = [
+            before,
+            self.last_5x5(last) + self.before_3x3(before),
+            self.before_5x5(before) + self.before_3x3_too(before),
+            self.average(last) + before,
+            self.average(before) + self.average(before),
+            self.last_3x3(last) + last,
+        ]
+        return torch.cat(states, 1)
+
+
+class ReductionCell(nn.Module):
+    """Four times `channels` on half the grid; `before` None: the first, which reads the output of
+    the first convolution twice, once as it is."""
+
+    def __init__(
+        self, before: int | None, last: int, channels: int, *, reduced: bool = False
+    ) -> None:
+        super().__init__()
+        self.before: nn.Module = nn.Identity()
+        if before is not None:
+            self.before = (
+                FactorizedReduce(before, channels, EPS) if reduced else Squeeze(before, channels)
+            )
+        read = last if before is None else channels
+        self.last = Squeeze(last, channels)
+        self.last_5x5 = Separable(channels, channels, 5, 2)
+        self.before_7x7 = Separable(read, channels, 7, 2)
+        self.before_7x7_too = Separable(read, channels, 7, 2)
+        self.before_5x5 = Separable(read, channels, 5, 2)
+        self.sum_3x3 = Separable(channels, channels, 3, 1)
+        self.maximum = nn.MaxPool2d(3, 2, padding=1)
+        self.average = _average(2)
+        self.sum_average = _average()
+        self.outputs = 4 * channels
+
+    def forward(self, before: Tensor, last: Tensor) -> Tensor:
+        before, last = self.before(before), self.last(last)
+        first = self.last_5x5(last) + self.before_7x7(before)
+        second = self.maximum(last) + self.before_7x7_too(before)
+        third = self.average(last) + self.before_5x5(before)
+        fourth = self.sum_average(first) + second
+        fifth = self.sum_3x3(first) + self.maximum(last)
+        return torch.cat([second, third, fourth, fifth], 1)
+
+
+class Auxiliary(nn.Module):
+    """The second classifier, on the grid before the last reduction, of `grid` a side."""
+
+    def __init__(self, inputs: int, grid: int, classes: int) -> None:
+        super().__init__()
+        self.conv0 = nn.Conv2d(inputs, 128, 1, bias=False)
+        self.bn0 = nn.BatchNorm2d(128, eps=EPS)
+        self.conv1 = nn.Conv2d(128, 768, (grid - 5) // 3 + 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(768, eps=EPS)
+        self.linear = nn.Linear(768, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(F.relu(x), kernel_size=5, stride=3)
+        x = F.relu(self.bn0(self.conv0(x)))
+        x = F.relu(self.bn1(self.conv1(x)))
+        logits: Tensor = self.linear(torch.flatten(x, 1))
+        return logits
+
+
+class NASNetA(nn.Module):
+    """Logits [batch, classes] of images [batch, 3, size, size].
+
+    cells      normal cells between two reductions, the paper's N
+    filters    channels of the last cell, a multiple of 96
+    stem       channels of the first convolution
+    skip       the first cell after a reduction reads, beside it, not the cell that the reduction
+               reads but the one before that
+    With `aux` and in training mode: (logits, auxiliary logits), size >= 67.
+    """
+
+    def __init__(  # noqa: PLR0913 (sizes, keyword-only)
+        self,
+        *,
+        cells: int,
+        filters: int,
+        stem: int,
+        skip: bool,
+        size: int,
+        classes: int,
+        aux: bool,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        if filters % 96:
+            raise ValueError(f"filters is {filters}, but must be a multiple of 96")
+        if aux and size < 67:
+            raise ValueError(
+                f"size is {size}, but must be at least 67 for the auxiliary classifier"
+            )
+        channels = filters // 24
+        self.skip = skip
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, stem, 3, stride=2, bias=False), nn.BatchNorm2d(stem, eps=EPS)
+        )
+        first = ReductionCell(None, stem, channels // 4)
+        second = ReductionCell(stem, first.outputs, channels // 2, reduced=True)
+        self.stem_cells = nn.ModuleList([first, second])
+        widths = [first.outputs, second.outputs]
+        self.reductions, self.stages = nn.ModuleList(), nn.ModuleList()
+        for stage in range(3):
+            beside = widths[-2]
+            if stage:
+                channels *= 2
+                self.reductions.append(ReductionCell(widths[-2], widths[-1], channels))
+                beside = widths[-2] if skip else widths[-1]
+                widths.append(4 * channels)
+            made = []
+            for n in range(cells):
+                before = widths[-2] if n else beside
+                made.append(NormalCell(before, widths[-1], channels, reduced=n == 0))
+                widths.append(made[-1].outputs)
+            self.stages.append(nn.ModuleList(made))
+        grid = _halved((size - 1) // 2, 3)
+        self.aux = Auxiliary(6 * channels // 2, grid, classes) if aux else None
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(filters, classes)
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.stem(images)
+        first, second = self.stem_cells
+        outputs = [x, first(x, x)]
+        outputs.append(second(*outputs))
+        aux = None
+        for stage, cells in enumerate(self.stages):
+            beside = outputs[-2]
+            if stage:
+                if stage == 2 and self.aux is not None and self.training:
+                    aux = self.aux(outputs[-1])
+                beside = outputs[-2] if self.skip else outputs[-1]
+                outputs.append(self.reductions[stage - 1](*outputs[-2:]))
+            for n, cell in enumerate(cells.children()):
+                outputs.append(cell(outputs[-2] if n else beside, outputs[-1]))
+        x = F.adaptive_avg_pool2d(F.relu(outputs[-1]), (1, 1))
+        logits: Tensor = self.linear(self.dropout(torch.flatten(x, 1)))
+        return logits if aux is None else (logits, aux)
+
+
+def _halved(grid: int, times: int) -> int:
+    for _ in range(times):
+        grid = (grid + 1) // 2
+    return grid
+
+
+def _module(*, batch: int, **options: Any) -> nn.Module:
+    return NASNetA(**options)
+
+
+def _examples(**options: Any) -> Examples:
+    return image_examples(**options)
+
+
+NETWORK_LARGE = Network(
+    name="nasnet_a_large",
+    paper="Zoph et al., CVPR 2018, https://arxiv.org/abs/1707.07012",
+    description="image classifier of cells found by search",
+    defaults={
+        "batch": 16,
+        "size": 331,
+        "classes": 1000,
+        "cells": 6,
+        "filters": 4032,
+        "stem": 96,
+        "skip": True,
+        "aux": False,
+        "dropout": 0.5,
+    },
+    small={"batch": 2, "size": 40, "classes": 10, "cells": 1, "filters": 96, "stem": 4},
+    modules=_module,
+    examples=_examples,
+    loss=auxiliary_loss,
+)
+NETWORK_MOBILE = Network(
+    name="nasnet_a_mobile",
+    paper="Zoph et al., CVPR 2018, https://arxiv.org/abs/1707.07012",
+    description="NASNet-A of a size for phones",
+    defaults={
+        "batch": 32,
+        "size": 224,
+        "classes": 1000,
+        "cells": 4,
+        "filters": 1056,
+        "stem": 32,
+        "skip": False,
+        "aux": False,
+        "dropout": 0.5,
+    },
+    small={"batch": 2, "size": 40, "classes": 10, "cells": 1, "filters": 96, "stem": 4},
+    modules=_module,
+    examples=_examples,
+    loss=auxiliary_loss,
+)

@@ -1,0 +1,110 @@
+"""A translation model: stacked LSTM encoder and decoder with additive attention, unrolled.
+
+    source ─► embedding ─► encoder_lstm.0 ─► ... ─► encoder_lstm.N ─► memory: states x_j, keys U x_j
+                                │ last h, c              │ last h, c              │
+                                ▼                        ▼          ┌─────────────┘
+    target ─► embedding ─► decoder_lstm.0 ─► ... ─► decoder_lstm.N ─┼─► readout ─► softmax
+                                ▲                        │ h        ▼      ▲
+                                └── context of the next step ── attention ─┘ its context
+
+Papers: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
+Translate", ICLR 2015, https://arxiv.org/abs/1409.0473, as placed by Mirhoseini et al., "Device
+Placement Optimization with Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972,
+section 4.1: two LSTM layers of 1024, 40 + 40 steps, batch 64, 32,000 word pieces; its large variant
+has hidden=2048 and batch=256. What they leave open is ours: per step
+c_i = attention(s_{i-1}) with s the state of the top decoder layer, as in Bahdanau et al., read by
+the bottom layer; the softmax reads tanh(W [s_i; c_i]).
+Differences: LSTM for their GRU, as placed; an encoder of one direction; the decoder starts from the
+last states of the encoder, layer by layer; no maxout in the readout; source and target words are
+given, all 40 of them (teacher forcing).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.networks.lstm import (
+    AdditiveAttention,
+    ContextCell,
+    LSTMCell,
+    Memory,
+    Softmax,
+    steps_loss,
+    translation_examples,
+    zero_state,
+)
+from dovetail.networks.records import Examples, Network
+
+
+class Readout(nn.Module):
+    """tanh(W [s; c]) [batch, hidden] of state s and context c."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, s: Tensor, context: Tensor) -> Tensor:
+        return torch.tanh(self.linear(torch.cat([s, context], dim=1)))
+
+
+class NMT(nn.Module):
+    """The unrolled model."""
+
+    def __init__(self, layers: int = 2, hidden: int = 1024, vocabulary: int = 32_000) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.source_embedding = nn.Embedding(vocabulary, hidden)
+        self.target_embedding = nn.Embedding(vocabulary, hidden)
+        self.encoder_lstm = nn.ModuleList(LSTMCell(hidden, hidden) for _ in range(layers))
+        self.memory = Memory(hidden)
+        self.attention = AdditiveAttention(hidden)
+        self.decoder_lstm = nn.ModuleList(
+            LSTMCell(hidden, hidden) if layer else ContextCell(hidden, hidden, hidden)
+            for layer in range(layers)
+        )
+        self.readout = Readout(hidden)
+        self.softmax = Softmax(hidden, vocabulary)
+
+    def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        """Per target step the log-probabilities [batch, vocabulary] of the next word; source and
+        target [steps, batch], their steps may differ."""
+        words = self.source_embedding(source)
+        given = self.target_embedding(target)
+        states = [zero_state(words, self.hidden)] * len(self.encoder_lstm)
+        tops = []
+        for x in words.unbind(0):
+            for layer, cell in enumerate(self.encoder_lstm):
+                states[layer] = cell(x, *states[layer])
+                x = states[layer][0]
+            tops.append(x)
+        memory = self.memory(*tops)
+        outputs = []
+        for x in given.unbind(0):
+            context = self.attention(states[-1][0], *memory)
+            for layer, cell in enumerate(self.decoder_lstm):
+                read = (x,) if layer else (x, context)
+                states[layer] = cell(*read, *states[layer])
+                x = states[layer][0]
+            outputs.append(self.softmax(self.readout(x, context)))
+        return tuple(outputs)
+
+
+def _module(*, layers: int, hidden: int, vocabulary: int, **_: Any) -> nn.Module:
+    return NMT(layers, hidden, vocabulary)
+
+
+def _examples(*, steps: int, batch: int, vocabulary: int, **_: Any) -> Examples:
+    return translation_examples(steps, batch, vocabulary)
+
+
+NETWORK = Network(
+    name="nmt",
+    paper="Bahdanau et al., ICLR 2015, https://arxiv.org/abs/1409.0473",
+    description="LSTM translation model with additive attention, unfused and unrolled",
+    defaults={"layers": 2, "hidden": 1024, "steps": 40, "batch": 64, "vocabulary": 32_000},
+    small={"layers": 2, "hidden": 16, "steps": 4, "batch": 3, "vocabulary": 50},
+    modules=_module,
+    examples=_examples,
+    loss=steps_loss,
+)

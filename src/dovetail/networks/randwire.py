@@ -1,0 +1,179 @@
+"""RandWire: image classifiers whose stages are wired at random.
+
+    images ─► conv ─► conv ─► stage ─► stage ─► stage ─► conv 1x1 ─► pool ─► linear    (small)
+    images ─► conv ─► stage ─► stage ─► stage ─► stage ─► conv 1x1 ─► pool ─► linear   (regular)
+
+    stage:  input ─┬─► node 0 ──┬─► node 2 ─► ... ─► average of the nodes that no other reads
+                   └─► node 1 ──┘
+    node:   weighted sum ─► ReLU ─► separable conv 3x3 ─► batch normalisation
+
+Paper: Xie, Kirillov, Girshick and He, "Exploring Randomly Wired Neural Networks for Image
+Recognition", ICCV 2019, https://arxiv.org/abs/1904.01569, section 3 and table 1. The graph is that
+of Watts and Strogatz, WS(K, P) = WS(4, .75): a ring of N = 32 nodes, each joined to its K / 2 next
+and K / 2 last neighbours; then in K / 2 rounds i, clockwise, the edge of every v to its i-th next
+node is rewired with probability P to a node drawn from those that are not v and not yet joined to
+it. It becomes acyclic by directing every edge from the lower to the higher index in the ring. A
+node weighs its inputs by sigmoids of learned weights; nodes with no input read the stage's input,
+with stride 2, and nodes that no other reads are averaged into its output.
+
+Sizes: C = 78 channels in the small regime (tables 2 and 3: 5.6 M parameters, 583 M multiply-adds);
+with `regular` C = 109 (31.9 M, 4.0 G) or 154 (61.5 M, 7.9 G), and a first stage of N / 2 nodes.
+Every stage has a graph of its own, drawn one after the other from `seed`.
+Differences: a node with one input has no weight, which its normalisation would undo; no dropout and
+no smoothed labels.
+"""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dovetail.networks.images import classification_loss, image_examples
+from dovetail.networks.records import Examples, Network
+
+HEAD = 1280
+Edges = list[tuple[int, int]]
+
+
+def watts_strogatz(nodes: int, neighbours: int, probability: float, draws: random.Random) -> Edges:
+    """WS(neighbours, probability) as edges (lower, higher) in ascending order; nodes x
+    neighbours / 2 of them, none twice."""
+    if neighbours % 2 or not 0 < neighbours < nodes:
+        raise ValueError(
+            f"neighbours is {neighbours}, but must be even and between 0 and {nodes} nodes"
+        )
+    rounds = range(1, neighbours // 2 + 1)
+    joined = [
+        {(v + i) % nodes for i in rounds} | {(v - i) % nodes for i in rounds} for v in range(nodes)
+    ]
+    for i in rounds:
+        for v in range(nodes):
+            free = [w for w in range(nodes) if w != v and w not in joined[v]]
+            if draws.random() >= probability or not free:
+                continue
+            old, new = (v + i) % nodes, free[draws.randrange(len(free))]
+            joined[v].remove(old)
+            joined[old].remove(v)
+            joined[v].add(new)
+            joined[new].add(v)
+    return [(v, w) for v in range(nodes) for w in sorted(joined[v]) if v < w]
+
+
+class Node(nn.Module):
+    """The sum of `reads` inputs, weighted and transformed."""
+
+    def __init__(self, reads: int, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(reads)) if reads > 1 else None
+        self.depthwise = nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False)
+        self.pointwise = nn.Conv2d(inputs, outputs, 1, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """[batch, outputs, n / stride, n / stride] of inputs [batch, inputs, n, n]."""
+        x = inputs[0]
+        if self.weights is not None:
+            weights = torch.sigmoid(self.weights).unbind(0)
+            x = x * weights[0]
+            for weight, y in zip(weights[1:], inputs[1:], strict=True):
+                x = x + y * weight
+        y = self.pointwise(self.depthwise(F.relu(x)))
+        transformed: Tensor = self.bn(y)
+        return transformed
+
+
+class Stage(nn.Module):
+    """A random graph: half the grid, `outputs` channels."""
+
+    def __init__(self, nodes: int, edges: Edges, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.reads = tuple(tuple(v for v, w in edges if w == node) for node in range(nodes))
+        self.last = sorted(set(range(nodes)) - {v for v, _ in edges})
+        self.nodes = nn.ModuleList(
+            Node(len(reads), outputs, outputs) if reads else Node(1, inputs, outputs, 2)
+            for reads in self.reads
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for node, reads in zip(self.nodes, self.reads, strict=True):
+            made.append(node(*(made[v] for v in reads)) if reads else node(x))
+        first, *others = (made[v] for v in self.last)
+        for other in others:
+            first = first + other
+        return first / len(self.last)
+
+
+class RandWire(nn.Module):
+    """Logits [batch, classes] of images [batch, 3, size, size]; an even number of nodes and
+    channels."""
+
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        neighbours: int,
+        rewired: float,
+        channels: int,
+        regular: bool,
+        seed: int,
+        classes: int,
+    ) -> None:
+        super().__init__()
+        draws = random.Random(seed)
+        half = channels // 2
+        stem: list[nn.Module] = [nn.Conv2d(3, half, 3, 2, 1, bias=False), nn.BatchNorm2d(half)]
+        if regular:
+            inputs, sizes = half, [(nodes // 2, 1), (nodes, 2), (nodes, 4), (nodes, 8)]
+        else:
+            stem += [nn.ReLU(), nn.Conv2d(half, channels, 3, 2, 1, bias=False)]
+            stem += [nn.BatchNorm2d(channels)]
+            inputs, sizes = channels, [(nodes, 1), (nodes, 2), (nodes, 4)]
+        self.stem = nn.Sequential(*stem)
+        stages = []
+        for many, factor in sizes:
+            edges = watts_strogatz(many, neighbours, rewired, draws)
+            stages.append(Stage(many, edges, inputs, factor * channels))
+            inputs = factor * channels
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Sequential(
+            nn.ReLU(), nn.Conv2d(inputs, HEAD, 1, bias=False), nn.BatchNorm2d(HEAD), nn.ReLU()
+        )
+        self.linear = nn.Linear(HEAD, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.head(self.stages(self.stem(images)))
+        logits: Tensor = self.linear(torch.flatten(F.adaptive_avg_pool2d(x, (1, 1)), 1))
+        return logits
+
+
+def _module(*, batch: int, size: int, **options: Any) -> nn.Module:
+    return RandWire(**options)
+
+
+def _examples(**options: Any) -> Examples:
+    return image_examples(**options)
+
+
+NETWORK = Network(
+    name="randwire",
+    paper="Xie et al., ICCV 2019, https://arxiv.org/abs/1904.01569",
+    description="image classifier wired at random by Watts and Strogatz's model",
+    defaults={
+        "batch": 32,
+        "size": 224,
+        "classes": 1000,
+        "nodes": 32,
+        "neighbours": 4,
+        "rewired": 0.75,
+        "channels": 78,
+        "regular": False,
+        "seed": 1,
+    },
+    small={"batch": 2, "size": 64, "classes": 10, "nodes": 8, "channels": 4},
+    modules=_module,
+    examples=_examples,
+    loss=classification_loss,
+)

@@ -1,0 +1,114 @@
+"""A two-tower recommender: users and items as vectors, trained against the items of their batch.
+
+    watches  ─► item embedding, mean ─┐
+    searches ─► word embedding, mean ─┼─► user.mlp ─► unit vector u ─┐
+    features ─────────────────────────┘                              ├─► u v^T / temperature
+    item     ─► item embedding ─────────► item.mlp ─► unit vector v ─┘   [batch, batch]
+
+Papers: Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations",
+RecSys 2019, https://doi.org/10.1145/3298689.3346996, section 3: towers of 1024, 512 and 128, item
+embeddings shared by both, in-batch softmax corrected by each item's probability of being in a
+batch. Covington, Adams and Sargin, "Deep Neural Networks for YouTube Recommendations", RecSys 2016,
+https://doi.org/10.1145/2959100.2959190, section 3: a user as the means of 50 watches and 50 search
+words, 1 M items and 1 M words of 256. Differences: those two put together; number of features,
+temperature and batch are ours; the items' probabilities are given, not estimated from a stream.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dovetail.networks.records import Examples, Network
+
+TEMPERATURE = 0.05
+
+
+class Tower(nn.Module):
+    """Unit vectors [batch, last width] of inputs [batch, inputs]."""
+
+    def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for width in widths:
+            layers += [nn.Linear(inputs, width), nn.ReLU()]
+            inputs = width
+        self.mlp = nn.Sequential(*layers[:-1])
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return F.normalize(self.mlp(torch.cat(inputs, dim=1)), dim=1)
+
+
+class TwoTower(nn.Module):
+    """Scores [batch, batch] of every user of a batch with every item of it."""
+
+    def __init__(
+        self, *, items: int, words: int, embedding: int, features: int, width: int, vector: int
+    ) -> None:
+        super().__init__()
+        self.items = nn.Embedding(items, embedding)
+        self.words = nn.Embedding(words, embedding)
+        for table in (self.items, self.words):
+            nn.init.normal_(table.weight, std=embedding**-0.5)
+        widths = (width, max(1, width // 2), vector)
+        self.user = Tower(2 * embedding + features, widths)
+        self.item = Tower(embedding, widths)
+
+    def forward(self, watches: Tensor, searches: Tensor, features: Tensor, item: Tensor) -> Tensor:
+        """watches and searches [batch, history], features [batch, features], item [batch]."""
+        watched, searched = self.items(watches).mean(dim=1), self.words(searches).mean(dim=1)
+        users: Tensor = self.user(watched, searched, features)
+        vectors: Tensor = self.item(self.items(item))
+        return users @ vectors.T / TEMPERATURE
+
+
+def in_batch_loss(scores: Tensor, log_probabilities: Tensor) -> Tensor:
+    """Mean cross entropy of each user with its own item among the batch's, scores corrected by the
+    items' log-probabilities [batch] of being in it."""
+    corrected = scores - log_probabilities
+    own = torch.arange(len(scores), device=scores.device)
+    return F.cross_entropy(corrected, own)
+
+
+def _module(*, batch: int, history: int, **sizes: Any) -> nn.Module:
+    return TwoTower(**sizes)
+
+
+def _examples(
+    *, batch: int, history: int, items: int, words: int, features: int, **_: Any
+) -> Examples:
+    watches, searches = (torch.randint(n, (batch, history)) for n in (items, words))
+    item = torch.randint(items, (batch,))
+    log_probabilities = torch.log_softmax(torch.randn(batch), dim=0)
+    return (watches, searches, torch.randn(batch, features), item), (log_probabilities,)
+
+
+NETWORK = Network(
+    name="two_tower",
+    paper="Yi et al., RecSys 2019, https://doi.org/10.1145/3298689.3346996",
+    description="two-tower recommender with an in-batch softmax",
+    defaults={
+        "items": 1_000_000,
+        "words": 1_000_000,
+        "embedding": 256,
+        "features": 32,
+        "width": 1024,
+        "vector": 128,
+        "history": 50,
+        "batch": 1024,
+    },
+    small={
+        "items": 40,
+        "words": 30,
+        "embedding": 8,
+        "features": 3,
+        "width": 16,
+        "vector": 4,
+        "history": 5,
+        "batch": 6,
+    },
+    modules=_module,
+    examples=_examples,
+    loss=in_batch_loss,
+)

@@ -1,0 +1,123 @@
+"""SqueezeNet: fire modules, which squeeze to few channels and expand by two branches.
+
+                    ┌─► expand 1x1 ─┐
+    x ─► squeeze ───┤               ├─► concatenated
+           1x1      └─► expand 3x3 ─┘
+
+Paper: Iandola, Han, Moskewicz, Ashraf, Dally and Keutzer, "SqueezeNet: AlexNet-level accuracy with
+50x fewer parameters and <0.5MB model size", 2016, https://arxiv.org/abs/1602.07360, table 1:
+1,248,424 parameters. Version 1.1, https://github.com/forresti/SqueezeNet, needs 2.4 times fewer
+multiply-adds: 1,235,496 parameters. Both as in torchvision: the first convolution is not padded,
+which leaves grids of 54, 27 and 13 where the paper's table has 55, 27 and 13. Differences:
+`width` scales every channel count (rounded, at least 1), for tests.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dovetail.networks.images import classification_loss, image_examples
+from dovetail.networks.records import Examples, Network, Options
+
+POOL = 0
+"""Among the fires: a pool here."""
+FIRES_1_0 = (16, 16, 32, POOL, 32, 48, 48, 64, POOL, 64)
+FIRES_1_1 = (16, 16, POOL, 32, 32, POOL, 48, 48, 64, 64)
+"""Squeezed channels; each of the two expansions has four times as many."""
+
+
+class Fire(nn.Module):
+    """[batch, inputs, n, n] -> [batch, outputs, n, n]."""
+
+    def __init__(self, inputs: int, squeezed: int, expanded: int) -> None:
+        super().__init__()
+        self.squeeze = nn.Conv2d(inputs, squeezed, 1)
+        self.expand1x1 = nn.Conv2d(squeezed, expanded, 1)
+        self.expand3x3 = nn.Conv2d(squeezed, expanded, 3, padding=1)
+        self.outputs = 2 * expanded
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.squeeze(x))
+        return torch.cat([F.relu(self.expand1x1(x)), F.relu(self.expand3x3(x))], 1)
+
+
+def _pool() -> nn.Module:
+    return nn.MaxPool2d(3, stride=2, ceil_mode=True)
+
+
+class SqueezeNet(nn.Module):
+    """Logits [batch, classes] of images [batch, 3, size, size]; `fires` and the first convolution
+    tell the versions apart."""
+
+    def __init__(
+        self,
+        stem: nn.Conv2d,
+        fires: tuple[int, ...],
+        classes: int = 1000,
+        *,
+        width: float = 1.0,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        channels = stem.out_channels
+        features: list[nn.Module] = [stem, nn.ReLU(), _pool()]
+        for squeezed in fires:
+            if squeezed == POOL:
+                features.append(_pool())
+                continue
+            fire = Fire(channels, _scaled(squeezed, width), _scaled(4 * squeezed, width))
+            features.append(fire)
+            channels = fire.outputs
+        self.features = nn.Sequential(*features)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Conv2d(channels, classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.dropout(self.features(images))
+        x = F.relu(self.classifier(x))
+        return torch.flatten(F.adaptive_avg_pool2d(x, (1, 1)), 1)
+
+
+def _scaled(channels: int, width: float) -> int:
+    return max(1, round(width * channels))
+
+
+def _module_1_0(*, batch: int, size: int, width: float, **options: Any) -> nn.Module:
+    stem = nn.Conv2d(3, _scaled(96, width), 7, stride=2)
+    return SqueezeNet(stem, FIRES_1_0, width=width, **options)
+
+
+def _module_1_1(*, batch: int, size: int, width: float, **options: Any) -> nn.Module:
+    stem = nn.Conv2d(3, _scaled(64, width), 3, stride=2)
+    return SqueezeNet(stem, FIRES_1_1, width=width, **options)
+
+
+def _examples(**options: Any) -> Examples:
+    return image_examples(**options)
+
+
+_DEFAULTS: Options = {"batch": 32, "size": 224, "classes": 1000, "width": 1.0, "dropout": 0.5}
+_SMALL: Options = {"batch": 2, "size": 40, "classes": 10, "width": 0.2, "dropout": 0.0}
+
+NETWORK_1_0 = Network(
+    name="squeezenet_1_0",
+    paper="Iandola et al., 2016, https://arxiv.org/abs/1602.07360",
+    description="small image classifier of modules that squeeze and expand",
+    defaults=_DEFAULTS,
+    small=_SMALL,
+    modules=_module_1_0,
+    examples=_examples,
+    loss=classification_loss,
+)
+NETWORK_1_1 = Network(
+    name="squeezenet_1_1",
+    paper="Iandola et al., 2016, https://arxiv.org/abs/1602.07360, and its release 1.1",
+    description="SqueezeNet that pools earlier, with 2.4 times fewer multiply-adds",
+    defaults=_DEFAULTS,
+    small=_SMALL,
+    modules=_module_1_1,
+    examples=_examples,
+    loss=classification_loss,
+)
