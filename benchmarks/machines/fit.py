@@ -33,7 +33,8 @@ from dovetail.simulator import Simulator
 
 COLUMNS = {"1 CPU": "haswell", "1 GPU": "k80:0"}
 """The only columns of RL17 that enter, and the device that each is a run on."""
-CONVOLUTION = "aten.convolution"
+CONVOLUTIONS = ("aten.convolution", "onnx.Conv", "onnx.QLinearConv")
+"""Kinds of op, by prefix; RL17's networks have the first alone."""
 OVERHEADS, SHARES = (1e-7, 1e-1), (1e-3, 1.0)
 """Ranges of seconds per op, and of shares of the peak and of one share in another."""
 
@@ -139,7 +140,7 @@ def devices_of(values: np.ndarray) -> dict[str, dict[str, Any]]:
     for model, overhead, share in (("haswell", *values[:2]), ("k80", *values[2:4])):
         shares = {"": float(share)}
         if ratio is not None:
-            shares[CONVOLUTION] = float(share) * ratio
+            shares |= dict.fromkeys(CONVOLUTIONS, float(share) * ratio)
         found[model] = {"op_overhead_seconds": float(overhead), "efficiencies": shares}
     return found
 

@@ -19,7 +19,8 @@ Float64 = NDArray[np.float64]
 class Timeline:
     """Spans of one step, in seconds from its start.
 
-    ops, op_devices, op_starts, op_ends   [spans] ordered by (start, op); source ops have none
+    ops, op_devices, op_starts, op_ends   [spans] ordered by (start, op), but on one device an
+                       op of no duration stands before what starts after it; source ops have none
     transfer_tensors   [transfers] tensor carried, -1: a control edge. Ordered by (start, channel)
     transfer_ops       [transfers] the op whose output, or whose end, is carried
     transfer_sources, transfer_destinations, transfer_channels   [transfers] indices

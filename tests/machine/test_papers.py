@@ -97,6 +97,9 @@ def test_convolutions_reach_one_share_of_the_rest_on_both_devices_of_rl17():
         for device in FOUND["rl17"]["devices"].values()
     }
     assert max(ratios) == pytest.approx(min(ratios))
+    for device in FOUND["rl17"]["devices"].values():
+        shares = device["efficiencies"]
+        assert shares["onnx.Conv"] == shares["onnx.QLinearConv"] == shares["aten.convolution"]
 
 
 def test_one_device_takes_as_long_as_the_paper_says():

@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 import pytest
 from placer_instances import build_graph, build_machine, build_problem, random_problem
+from scipy.stats import spearmanr
 
 from dovetail.costs import analytic_costs
 from dovetail.graph import group, layered
@@ -18,7 +19,7 @@ from dovetail.simulator import Simulator
 def network(ops=4000, *, machine="4 x k80 + haswell", training=False, objective="step", **options):
     graph, where = layered(ops, width=4, training=training), parse_machine(machine)
     costs = analytic_costs(graph, where)
-    simulator = Simulator(graph, where, costs)
+    simulator = Simulator(graph, where, costs, ranked=True)
     return make_problem(
         graph,
         where,
@@ -119,10 +120,12 @@ def test_a_merged_graph_is_smaller_and_close_in_value_and_memory(training, machi
     rows = random_placements(problem, np.random.default_rng(1), 20)
     true = problem.evaluate(problem.spread(rows))
     found = small.evaluate(small.spread(rows))
-    assert np.abs(found.values / true.values - 1).max() < 0.1
+    # Backward ops merged are ranked as one, which shifts when they run.
+    assert np.abs(found.values / true.values - 1).max() < (0.25 if training else 0.1)
+    assert spearmanr(found.values, true.values).statistic > 0.8
     used = true.peak_memory_bytes > 0.1 * true.peak_memory_bytes.sum(axis=1, keepdims=True)
     ratio = found.peak_memory_bytes[used] / true.peak_memory_bytes[used]
-    assert 0.8 < ratio.min() <= ratio.max() < 1.2
+    assert (0.7 if training else 0.8) < ratio.min() <= ratio.max() < 1.2
 
 
 def test_merging_keeps_all_work_and_all_bytes_between_devices():

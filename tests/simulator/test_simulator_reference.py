@@ -10,6 +10,8 @@ from simulator_reference import reference
 from dovetail.errors import OrderError
 from dovetail.plans import Schedule, Stage
 from dovetail.simulator import Simulator, device_loads, lower_bound
+from dovetail.simulator.critical_path import upward_ranks
+from dovetail.simulator.flat import flatten
 
 
 def random_case(seed):
@@ -104,6 +106,29 @@ def test_equals_the_reference_with_priorities_orders_and_stages(seed):
 
 
 @given(st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_ranked_counts_the_better_of_two_and_its_orders_give_it_again(seed):
+    _, graph, machine, costs, placement = random_case(seed)
+    ranks = upward_ranks(flatten(graph, machine, costs))
+    plain = reference(graph, machine, costs, placement)
+    first = reference(graph, machine, costs, placement, priorities=ranks)
+    capacities = np.full(len(machine.devices), 8)
+    both = [
+        (int(np.maximum(np.array(found.peaks) - capacities, 0).sum()), found.step_seconds, i)
+        for i, found in enumerate((plain, first))
+    ]
+    expected = (plain, first)[min(both)[2]]
+    simulator = Simulator(graph, machine, costs, ranked=True)
+    found = simulator.evaluate(placement[None])
+    assert found.values.tolist() == [expected.step_seconds]
+    assert found.peak_memory_bytes.tolist() == [expected.peaks]
+    timeline = simulator.timeline(placement)
+    assert_same(timeline, expected)
+    orders = [timeline.order_of(device) for device in range(len(machine.devices))]
+    assert_same(Simulator(graph, machine, costs).timeline(placement, orders=orders), expected)
+
+
+@given(st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_loads_are_the_timelines_busy_seconds_and_transfers(seed):
     _, graph, machine, costs, placement = random_case(seed)
@@ -131,10 +156,11 @@ def test_no_placement_beats_a_bound(seed):
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_a_batch_equals_its_rows_whatever_the_threads(seed):
+@pytest.mark.parametrize("ranked", [False, True])
+def test_a_batch_equals_its_rows_whatever_the_threads(ranked, seed):
     rng, graph, machine, costs, _ = random_case(seed)
     placements = rng.integers(0, len(machine.devices), (33, len(graph))).astype(np.int32)
-    simulator = Simulator(graph, machine, costs)
+    simulator = Simulator(graph, machine, costs, ranked=ranked)
     one, two = simulator.evaluate(placements, threads=1), simulator.evaluate(placements, threads=2)
     assert one.values.tobytes() == two.values.tobytes()
     assert one.peak_memory_bytes.tobytes() == two.peak_memory_bytes.tobytes()

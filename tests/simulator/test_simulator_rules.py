@@ -55,6 +55,24 @@ def test_rule_1_a_device_runs_the_ready_op_of_highest_priority_then_lowest_index
     assert run.timeline(placement, priorities=np.array([0.0, 1, 1])).order_of(0) == (1, 2, 0)
 
 
+def test_what_takes_no_time_stands_in_the_order_before_what_its_device_starts_then():
+    #   ranked   a 1├──0──┤         op 1 takes 0 s and goes first: 5 s follow it
+    #            b  ├────2────┤
+    b = Builder()
+    b.op(sizes=())
+    b.op(sizes=(0,))
+    b.op([0])
+    costs = Costs([[1.0] * 2, [0.0] * 2, [5.0] * 2], "given")
+    graph, machine, placement = b.build(), two(latency=0.0), np.array([0, 0, 1])
+    timeline = Simulator(graph, machine, costs, ranked=True).timeline(placement)
+    orders = timeline.order_of(0), timeline.order_of(1)
+    assert orders == ((1, 0), (2,))
+    again = Simulator(graph, machine, costs).timeline(placement, orders=orders)
+    assert again.step_seconds == timeline.step_seconds == 5
+    plain = Simulator(graph, machine, costs).timeline(placement)
+    assert (plain.order_of(0), plain.step_seconds) == ((0, 1), 6)
+
+
 def test_rule_1_an_explicit_order_waits_for_its_next_op():
     #   a ├──0──┤
     #           └─►t0─►┐

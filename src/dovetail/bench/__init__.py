@@ -1,10 +1,12 @@
-"""The papers' tables side by side with ours."""
+"""The papers' tables side by side with ours.
 
-# page.py:     write_page(name, cases, rows, towers, curves, path); name is "rl17" or "gdp", rows
-#              are those that are done, in the cases' order
-# tables.py:   write_csv(name, cases, rows, path)
-# figures.py:  work_of(graph, machine, costs, groups, placement) -> Work; placement [ops]
-# learning.py: curves(...) -> list[Curve]
+    cases ──► table ──► crew of workers ──► running: capture, bound, methods ──► rows/*.json
+                │                           towers: towers, curves                   │
+                └──────────── rows, towers, curves ◄─────────────────────────────────┘
+                                      └──► page.write_page, tables.write_csv
+
+This file imports nothing heavy: workers that only wait would pay for it.
+"""
 
 from dovetail.bench.cases import CASES, GDP_CASES, GDP_COLUMNS, RL17_CASES, RL17_COLUMNS
 from dovetail.bench.records import Case, Column, Curve, Found, Published, Row, Tower, Work

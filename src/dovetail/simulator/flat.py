@@ -107,7 +107,8 @@ class Work(NamedTuple):
     event_*    binary heap of what is in work, by end; `counts` says how long
     queue_*    pool of transfers, a doubly linked list per channel, `heads` to `tails`
     touched    [devices + channels] what may start now, `is_touched` 1 for what is in it
-    span_*, transfer_*, log_*   what a timeline records; empty where none is wanted
+    span_*, transfer_*, log_*   what a timeline records; empty where none is wanted. The turn of
+               a start tells what came first of what starts at one time
     """
 
     placed: Int32
@@ -138,6 +139,7 @@ class Work(NamedTuple):
     peaks: Int64
     span_starts: Float64
     span_ends: Float64
+    span_turns: Int32
     transfer_starts: Float64
     transfer_ends: Float64
     logged: Int64
@@ -296,11 +298,12 @@ def workspace(flat: Flat, slots: int = 0, *, record: bool = False) -> Work:
         tails=np.zeros(flat.channels, np.int32),
         touched=np.zeros(lanes, np.int32),
         is_touched=np.zeros(lanes, np.int8),
-        counts=np.zeros(6, np.int64),
+        counts=np.zeros(7, np.int64),
         memory=np.zeros(devices, np.int64),
         peaks=np.zeros(devices, np.int64),
         span_starts=np.zeros(kept_ops),
         span_ends=np.zeros(kept_ops),
+        span_turns=np.zeros(kept_ops, np.int32),
         transfer_starts=np.zeros(kept_transfers),
         transfer_ends=np.zeros(kept_transfers),
         logged=np.zeros(devices, np.int64),

@@ -28,6 +28,7 @@ from dovetail.simulator.queues import (
     LOGGED,
     SENT,
     TOUCHED,
+    TURNS,
     allocate,
     arrive,
     copy,
@@ -332,7 +333,9 @@ def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) ->
             if record:
                 work.span_starts[op] = now
                 work.span_ends[op] = end
+                work.span_turns[op] = work.counts[TURNS]
     work.counts[TOUCHED] = 0
+    work.counts[TURNS] += 1
     if record:
         log_memory(flat, work, now)
 
@@ -374,6 +377,7 @@ def start_slot(flat: Flat, rules: Rules, work: Work, now: float, lane: int, reco
         if record:
             work.span_starts[op] = now
             work.span_ends[op] = end
+            work.span_turns[op] = work.counts[TURNS]
 
 
 @inlined

@@ -7,7 +7,7 @@ from dovetail.simulator.compiling import inlined
 from dovetail.simulator.flat import Flat, Rules, Work
 
 # Where `Work.counts` keeps the scalars of one simulation.
-EVENTS, QUEUED, TOUCHED, SENT, DONE, LOGGED = range(6)
+EVENTS, QUEUED, TOUCHED, SENT, DONE, LOGGED, TURNS = range(7)
 
 
 @inlined

@@ -256,7 +256,8 @@ class Simulator:
 
 def _timeline(machine: Machine, flat: Flat, work: Work, seconds: float) -> Timeline:
     unordered = np.flatnonzero(flat.is_source == 0)
-    ops = unordered[np.lexsort((unordered, work.span_starts[unordered]))].astype(np.int32)
+    turns, starts = work.span_turns[unordered], work.span_starts[unordered]
+    ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)
     sent = int(work.counts[QUEUED])
     channels = flat.link_channels[work.queue_links[:sent]]
     order = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))

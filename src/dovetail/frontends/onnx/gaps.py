@@ -47,10 +47,10 @@ def _compressed(inputs: list[Value | None], attributes: dict[str, int]) -> Shape
 
 def _one_hot(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
     indices, depth, values = inputs
-    if indices is None or values is None or depth is None or depth.data is None:
+    size = None if depth is None else depth.number
+    if indices is None or values is None or size is None:
         return None
     axis = attributes.get("axis", -1) % (len(indices.shape) + 1)
-    size = int(depth.data.reshape(-1)[0])
     return values.code, (*indices.shape[:axis], size, *indices.shape[axis:])
 
 
@@ -64,16 +64,14 @@ def _unpooled(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
 def _stft(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
     """[batch, frames, bins, 2]"""
     signal, step, window, length = (*inputs, None, None)[:4]
-    if signal is None or step is None or step.data is None:
-        return None
-    if length is not None and length.data is not None:
-        frame = int(length.data)
-    elif window is not None:
+    pace = None if step is None else step.number
+    frame = None if length is None else length.number
+    if frame is None and window is not None:
         frame = math.prod(window.shape)
-    else:
+    if signal is None or pace is None or frame is None:
         return None
     bins = frame // 2 + 1 if attributes.get("onesided", 1) else frame
-    frames = (signal.shape[1] - frame) // max(int(step.data), 1) + 1
+    frames = (signal.shape[1] - frame) // max(pace, 1) + 1
     return signal.code, (signal.shape[0], frames, bins, 2)
 
 

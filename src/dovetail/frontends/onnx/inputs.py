@@ -5,7 +5,6 @@ from typing import Any
 
 from dovetail.errors import ModelError, OpenAxisError, UsageError
 from dovetail.frontends.onnx.records import ELEMENT_TYPES, Value
-from dovetail.units import MOST_BYTES
 
 Shapes = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
 """Input -> shape, or the shapes of all inputs in their order."""
@@ -50,7 +49,7 @@ def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Valu
                 raise OpenAxisError(model, name, None if axes is None else tuple(known))
             shape = tuple(int(size) for size in known)
         value = Value(name, code, shape, role="input")
-        if value.size_bytes > MOST_BYTES:
+        if not value.possible:
             raise ModelError(model, f"input {name!r} has the impossible shape {shape}")
         values.append(value)
     return values

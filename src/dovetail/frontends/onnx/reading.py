@@ -22,7 +22,6 @@ from dovetail.errors import (
     ModelError,
 )
 from dovetail.frontends.onnx.records import ELEMENT_TYPES, MOST_KNOWN_ELEMENTS, Value
-from dovetail.units import MOST_BYTES
 
 _FEW = 16
 """Elements of a tensor that may be numbers of the graph and no weight: scales of a resize."""
@@ -118,10 +117,8 @@ class Weights:
         code, shape = int(tensor.data_type), tuple(tensor.dims)
         if code not in ELEMENT_TYPES:
             raise ModelError(str(self.path), f"tensor {name!r} is text or of an unknown type")
-        if any(size < 0 for size in shape):
-            raise FileFormatError(str(self.path), f"tensor {name!r} has the shape {shape}")
         value = Value(name, code, shape)
-        if value.size_bytes > MOST_BYTES:
+        if not value.possible:
             raise FileFormatError(
                 str(self.path), f"tensor {name!r} has the impossible shape {shape}"
             )
@@ -172,8 +169,10 @@ class Weights:
             raise ExternalDataError(str(self.path), value.name, location, detail)
         return file, offset
 
-    def _inside(self, location: str, tensor: str) -> Path:
+    def _inside(self, location: Any, tensor: str) -> Path:
         """The file that a location names. Raises `EscapingDataError` for one elsewhere."""
+        if not isinstance(location, str):  # it is not UTF-8
+            raise EscapingDataError(str(self.path), tensor, repr(location), _ELSEWHERE)
         kinds = (PurePosixPath(location), PureWindowsPath(location))
         climbs = any(p.is_absolute() or p.drive or p.root or ".." in p.parts for p in kinds)
         folder = self.folder.resolve()

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.units import MOST_BYTES
+
 ELEMENT_TYPES = {
     1: ("float32", 32), 2: ("uint8", 8), 3: ("int8", 8), 4: ("uint16", 16), 5: ("int16", 16),
     6: ("int32", 32), 7: ("int64", 64), 9: ("bool", 8), 10: ("float16", 16), 11: ("float64", 64),
@@ -54,13 +56,30 @@ class Value:
         return -(-self.elements * ELEMENT_TYPES[self.code][1] // 8)
 
     @property
+    def possible(self) -> bool:
+        """Can there be such a tensor? An axis of 0 beside it makes no other axis smaller."""
+        elements = math.prod(max(size, 1) for size in self.shape)
+        fits = elements * ELEMENT_TYPES[self.code][1] <= 8 * MOST_BYTES
+        return fits and min(self.shape, default=0) >= 0
+
+    @property
     def floating(self) -> bool:
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @property
     def root(self) -> "Value":
         """What it is a view of, through all views; itself, if it is none."""
-        return self if self.base is None else self.base.root
+        found = self
+        while found.base is not None:
+            found = found.base
+        return found
+
+    @property
+    def number(self) -> int | None:
+        """The one number that it holds, where that is known."""
+        if self.data is None or self.data.size != 1:
+            return None
+        return int(self.data.reshape(-1)[0])
 
     @property
     def is_weight(self) -> bool:
@@ -74,6 +93,10 @@ class Value:
         """A known number, or a few known integers: part of an op, not a tensor that it reads."""
         few = len(self.shape) <= 1 and self.elements <= 16 and not self.floating
         return self.data is not None and (not self.shape or few)
+
+
+Found = Value | list[Value] | None
+"""What a name stands for: a tensor, a sequence of them, or nothing."""
 
 
 @dataclass(eq=False)

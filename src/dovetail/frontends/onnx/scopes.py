@@ -10,6 +10,11 @@ _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 """Of torch's exporter: a list of paths, outermost first; the last is the operator's own."""
 
 
+def label(node: Any) -> str:
+    """A node's name, or what tells it from the others."""
+    return node.name or f"{node.op_type} that makes {next(iter(node.output), '')!r}"
+
+
 def scope_of(node: Any, modules: Set[str]) -> tuple[str | None, str]:
     """(module path, last part of the name) of a node; None where the file does not say.
 

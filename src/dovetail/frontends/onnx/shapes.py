@@ -1,6 +1,7 @@
 """Shapes of what a node makes, and its content where all that it reads is known."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,13 @@ from dovetail.errors import UnknownShapeError, UnsupportedOpError
 from dovetail.frontends.onnx.gaps import Inputs, Shaped, own_rule
 from dovetail.frontends.onnx.reading import onnx_library
 from dovetail.frontends.onnx.records import ELEMENT_TYPES, MOST_KNOWN_ELEMENTS, Value
-from dovetail.units import MOST_BYTES
 
 _RANDOM = {
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike",
 }  # fmt: skip
+_AXES = r"[A-Za-z ]*(\.\.\.[A-Za-z ]*)?"
+_EQUATION = re.compile(f"{_AXES}(,{_AXES})*(->{_AXES})?")
 Versions = dict[str, int]
 """Domain -> version of its operators."""
 
@@ -33,6 +35,8 @@ class Inference:
         self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
     ) -> list[Value | None]:
         """A value per output, None where it is left out. Raises `UnknownShapeError`."""
+        if fault := _fault(node, inputs):
+            raise UnknownShapeError(self.model, op, node.output[0], fault)
         known = _known(node, inputs)
         if known is None:
             found = self._inferred(op, node, schema, inputs, versions)
@@ -81,8 +85,9 @@ class Inference:
         """The outputs' content, where it follows from the file alone and is small."""
         if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
             return None
+        own = own_rule(node, inputs)
         for name in node.output:
-            shaped = _shaped(found.get(name))
+            shaped = own if own and name == node.output[0] else _shaped(found.get(name))
             if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
                 return None
         onnx = self.onnx
@@ -100,13 +105,15 @@ class Inference:
         given = {n: v.data for n, v in zip(node.input, inputs, strict=True) if v is not None}
         try:
             model = onnx.helper.make_model(graph, opset_imports=opsets)
-            made = onnx.reference.ReferenceEvaluator(model).run(None, given)
+            with np.errstate(all="ignore"):
+                made = onnx.reference.ReferenceEvaluator(model).run(None, given)
+            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in made}
         except Exception:  # what the reference cannot evaluate is an op like any other
             return None
         arrays = iter(made)
         results = [next(arrays) if name else np.empty(0) for name in node.output]
-        small = all(isinstance(a, np.ndarray | np.generic) for a in results)
-        return [np.asarray(a) for a in results] if small else None
+        tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
+        return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
 
     def _known_value(self, name: str, data: NDArray[Any]) -> Value:
         code = self.onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
@@ -119,9 +126,23 @@ class Inference:
         if code not in ELEMENT_TYPES:
             raise UnsupportedOpError(self.model, op, f"makes {name!r}, which is text or unknown")
         value = Value(name, code, shape)
-        if value.size_bytes > MOST_BYTES:
+        if not value.possible:
             raise UnknownShapeError(self.model, op, name, f"{shape} is impossible")
         return value
+
+
+def _fault(node: Any, inputs: Inputs) -> str:
+    """What is wrong with a node that the package `onnx` does not see, or never returns from."""
+    if node.domain not in ("", "ai.onnx"):
+        return ""
+    recurrent = node.op_type in ("GRU", "LSTM", "RNN")
+    if recurrent and any(value is None or len(value.shape) != 3 for value in inputs[:3]):
+        return "its first three inputs have three axes each"
+    if node.op_type == "Einsum":
+        equations = [a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"]
+        wrong = [text for text in equations if not _EQUATION.fullmatch(text)]
+        return f"{wrong[0]!r} is no equation" if wrong else ""
+    return ""
 
 
 def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:

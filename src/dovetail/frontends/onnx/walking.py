@@ -7,23 +7,29 @@ node ──► function of the file? ──► its nodes, with the caller's valu
      ──► an op
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dovetail.errors import FileFormatError, ModelError, UnknownOpError, UnsupportedOpError
+from dovetail.errors import (
+    FileFormatError,
+    ModelError,
+    UnknownOpError,
+    UnknownShapeError,
+    UnsupportedOpError,
+)
 from dovetail.frontends.onnx.reading import Weights
-from dovetail.frontends.onnx.records import Op, Value
-from dovetail.frontends.onnx.scopes import module_of_weight, modules_of_weights, scope_of
+from dovetail.frontends.onnx.records import Found, Op, Value
+from dovetail.frontends.onnx.scopes import label, module_of_weight, modules_of_weights, scope_of
+from dovetail.frontends.onnx.sequences import SEQUENCE_RULES, NodeRule
 from dovetail.frontends.onnx.shapes import Inference, Versions
 
 _VIEWS = {"Flatten", "Reshape", "Squeeze", "Unsqueeze"}
 _MOST_NODES = 5_000_000
 """Functions that call functions can make any number of nodes of a few kilobytes."""
-Found = Value | list[Value] | None
-"""What a name stands for: a tensor, a sequence of them, or nothing."""
+_MOST_CALLS = 100
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,8 @@ class Walk:
         key = (_domain(function.domain), function.name, function.overload)
         if key in scope.calling:
             raise ModelError(self.path, f"function {function.name} calls itself")
+        if len(scope.calling) >= _MOST_CALLS:
+            raise ModelError(self.path, f"has functions within more than {_MOST_CALLS} functions")
         attributes = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
         given: dict[str, Found] = dict.fromkeys(function.input)
         given.update(zip(function.input, inputs, strict=False))
@@ -143,6 +151,10 @@ class Walk:
         if standard and first is not None and _same(node, first, outputs):
             return [first]
         view = standard and first is not None and _is_view(node, first)
+        made = outputs[0]
+        if view and first is not None and made is not None and made.elements != first.elements:
+            detail = f"{made.shape} has not as many elements as {first.shape}"
+            raise UnknownShapeError(self.path, name, made.name, detail)
         if not view and all(v is None or v.data is not None for v in outputs):
             return list(outputs)
         attributes = {a.name: self.onnx.helper.get_attribute_value(a) for a in node.attribute}
@@ -170,11 +182,6 @@ class Walk:
             value.base = inputs[0] if view else None
         self.ops.append(op)
         return list(outputs)
-
-
-def label(node: Any) -> str:
-    """A node's name, or what tells it from the others."""
-    return node.name or f"{node.op_type} that makes {next(iter(node.output), '')!r}"
 
 
 def _domain(domain: str) -> str:
@@ -240,29 +247,37 @@ def _module_of_reads(inputs: list[Value | None]) -> str:
 # What is decided while the file is read. Each returns what the node's outputs stand for.
 
 
+_CONSTANTS = {
+    "value_float": ("f", 1, np.float32), "value_floats": ("floats", 1, np.float32),
+    "value_int": ("i", 7, np.int64), "value_ints": ("ints", 7, np.int64),
+}  # fmt: skip
+"""Attribute of a `Constant` -> where it keeps what it holds, and the type of that."""
+
+
 def _constant(walk: Walk, node: Any, _: list[Found], scope: Scope) -> list[Found]:
     attribute = node.attribute[0] if len(node.attribute) == 1 else None
-    if attribute is None or attribute.name.startswith(("sparse", "value_string")):
+    if attribute is None or attribute.name not in ("value", *_CONSTANTS):
         raise UnsupportedOpError(walk.path, label(node), "is a constant of text or a sparse one")
     name = node.output[0]
     if attribute.name == "value":
         value = walk.weights.value(attribute.t, name)
         value.role, value.literal = "constant", True  # `settle_roles` knows weights by their use
         return [value]
-    held = walk.onnx.helper.get_attribute_value(attribute)
-    data = np.array(held, dtype=np.int64 if "int" in attribute.name else np.float32)
-    code = walk.onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
+    held, code, dtype = _CONSTANTS[attribute.name]
+    data = np.array(getattr(attribute, held), dtype=dtype)
     return [Value(name, code, data.shape, data, "constant", literal=True)]
 
 
 def _if(walk: Walk, node: Any, inputs: list[Found], scope: Scope) -> list[Found]:
     condition = inputs[0]
-    if not isinstance(condition, Value) or condition.data is None:
+    if not isinstance(condition, Value) or condition.number is None:
         raise UnsupportedOpError(
             walk.path, label(node), "branches on data; export the model without the branch"
         )
-    wanted = "then_branch" if bool(condition.data.reshape(-1)[0]) else "else_branch"
-    branch = next(a.g for a in node.attribute if a.name == wanted)
+    wanted = "then_branch" if condition.number else "else_branch"
+    branch = next((a.g for a in node.attribute if a.name == wanted), None)
+    if branch is None:
+        raise FileFormatError(walk.path, f"node {label(node)} lacks its {wanted}")
     inner = Scope(dict(scope.values), scope.versions, scope.attributes, scope.module, scope.calling)
     walk.open_graph(branch, inner)
     return [walk._found(node, output.name, inner) for output in branch.output]
@@ -274,95 +289,11 @@ def _loop(walk: Walk, node: Any, _: list[Found], __: Scope) -> list[Found]:
     )
 
 
-def _sequence_of(walk: Walk, node: Any, found: Found) -> list[Value]:
-    if not isinstance(found, list):
-        raise UnsupportedOpError(walk.path, label(node), "reads a sequence that is not known")
-    return found
-
-
-def _position(walk: Walk, node: Any, found: Found, default: int) -> int:
-    if found is None:
-        return default
-    if isinstance(found, list) or found.data is None or found.data.size != 1:
-        raise UnsupportedOpError(walk.path, label(node), "takes a position that depends on data")
-    return int(found.data.reshape(-1)[0])
-
-
-def _sequence_construct(walk: Walk, node: Any, inputs: list[Found], _: Scope) -> list[Found]:
-    return [[value for value in inputs if isinstance(value, Value)]]
-
-
-def _sequence_at(walk: Walk, node: Any, inputs: list[Found], _: Scope) -> list[Found]:
-    values = _sequence_of(walk, node, inputs[0])
-    position = _position(walk, node, inputs[1], 0)
-    if not -len(values) <= position < len(values):
-        raise UnsupportedOpError(walk.path, label(node), f"takes {position} of {len(values)}")
-    return [values[position]]
-
-
-def _sequence_insert(walk: Walk, node: Any, inputs: list[Found], _: Scope) -> list[Found]:
-    values = list(_sequence_of(walk, node, inputs[0]))
-    position = _position(walk, node, inputs[2] if len(inputs) > 2 else None, len(values))
-    assert isinstance(inputs[1], Value)
-    values.insert(position, inputs[1])
-    return [values]
-
-
-def _sequence_length(walk: Walk, node: Any, inputs: list[Found], _: Scope) -> list[Found]:
-    data = np.array(len(_sequence_of(walk, node, inputs[0])), dtype=np.int64)
-    return [Value(node.output[0], 7, (), data, "constant")]
-
-
-def _split_to_sequence(walk: Walk, node: Any, inputs: list[Found], scope: Scope) -> list[Found]:
-    whole, options = inputs[0], {a.name: a.i for a in node.attribute}
-    assert isinstance(whole, Value)
-    axis = options.get("axis", 0) % max(len(whole.shape), 1)
-    sizes = [1] * whole.shape[axis]
-    keep = True
-    if len(inputs) < 2 or inputs[1] is None:
-        keep = bool(options.get("keepdims", 1))
-    elif not isinstance(inputs[1], Value) or inputs[1].data is None:
-        raise UnsupportedOpError(walk.path, label(node), "splits by sizes that depend on data")
-    elif inputs[1].shape:
-        sizes = inputs[1].data.tolist()
-    else:
-        size, length = max(int(inputs[1].data), 1), whole.shape[axis]
-        sizes = [min(size, length - start) for start in range(0, length, size)]
-    before, after = whole.shape[:axis], whole.shape[axis + 1 :]
-    parts: list[Value | None] = [
-        Value(f"{node.output[0]}/{i}", whole.code, (*before, *([size] if keep else ()), *after))
-        for i, size in enumerate(sizes)
-    ]
-    walk.add(node, "onnx.SplitToSequence", [whole], parts, scope, {"axis": axis})
-    return [[part for part in parts if part is not None]]
-
-
-def _concat_from_sequence(walk: Walk, node: Any, inputs: list[Found], scope: Scope) -> list[Found]:
-    values, options = _sequence_of(walk, node, inputs[0]), {a.name: a.i for a in node.attribute}
-    if not values:
-        raise UnsupportedOpError(walk.path, label(node), "joins an empty sequence")
-    shape, new_axis = list(values[0].shape), bool(options.get("new_axis", 0))
-    axis = options["axis"] % (len(shape) + new_axis)
-    if new_axis:
-        shape.insert(axis, len(values))
-    else:
-        shape[axis] = sum(value.shape[axis] for value in values)
-    joined = Value(node.output[0], values[0].code, tuple(shape))
-    kind, attributes = "onnx.ConcatFromSequence", {"axis": axis, "new_axis": int(new_axis)}
-    return walk.add(node, kind, list(values), [joined], scope, attributes)
-
-
-_SPECIAL: dict[str, Callable[[Walk, Any, list[Found], Scope], list[Found]]] = {
-    "ConcatFromSequence": _concat_from_sequence,
+_SPECIAL: dict[str, NodeRule] = {
+    **SEQUENCE_RULES,
     "Constant": _constant,
     "If": _if,
     "Loop": _loop,
     "Scan": _loop,
-    "SequenceAt": _sequence_at,
-    "SequenceConstruct": _sequence_construct,
-    "SequenceEmpty": _sequence_construct,
-    "SequenceInsert": _sequence_insert,
-    "SequenceLength": _sequence_length,
     "SequenceMap": _loop,
-    "SplitToSequence": _split_to_sequence,
 }
