@@ -180,6 +180,7 @@ def test_an_open_axis_without_a_size_is_an_error(path, shape, axes, advice):
         ({"x": (2, 3, 1)}, "which 2x3x1 does not fit"),
         ({"x": (2, 3), "mask": (4,)}, "input 'mask' is batch, which 4 does not fit"),
         ({"x": (-1, 3)}, "cannot have the shape"),
+        ({"x": (0, 3)}, "must be positive"),
         (((2, 3),), "has 2 inputs, but 1 shapes are given"),
         ({"x": (2**40, 3), "mask": (2**40,)}, None),
         ({"x": (2**62, 3)}, "impossible"),

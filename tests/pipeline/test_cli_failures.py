@@ -187,6 +187,14 @@ def test_a_function_in_the_current_folder_is_found_by_an_installed_script(tmp_pa
     assert (tmp_path / "g.json").exists()
 
 
+def test_what_a_function_cannot_import_is_named(dovetail, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wishful_models.py").write_text("def build():\n    import no_such_backend\n")
+    status, _, err = dovetail("plan", "wishful_models:build", *TWO_GPUS)
+    assert status == 2
+    assert "No module named 'no_such_backend'" in err
+
+
 def test_a_ctrl_c_before_the_search_exits_with_130(dovetail, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt

@@ -49,7 +49,8 @@ def _roofline(
             op = int(np.flatnonzero(of_dtype & (graph.flops > 0))[0])
             raise CostError(
                 graph.names[op],
-                f"device {device.name} has no flops_per_second for {dtype}; add it to the machine",
+                f"device {device.name} has no flops_per_second for {dtype}; add it to "
+                "the machine (`dovetail machine NAME --out box.toml` writes one to edit)",
             )
         rates[of_dtype] = device.flops_per_second[dtype]
     if device.efficiencies:

@@ -139,10 +139,16 @@ def _resolve_function(model: str, train: Optimizer | None) -> Captured:
     try:
         function = getattr(importlib.import_module(package), name, None)
     except ImportError as error:
-        raise ModelError(model, f"cannot import {package}: {error}") from error
+        keras = "; a Keras model needs KERAS_BACKEND=torch" if "keras" in sys.modules else ""
+        raise ModelError(model, f"cannot import {package}: {error}{keras}") from error
     if not callable(function):
         raise ModelError(model, f"{package} has no function {name}")
-    module, inputs, loss, targets = _unpack(model, function())
+    try:
+        returned = function()
+    except ImportError as error:
+        keras = "; a Keras model needs KERAS_BACKEND=torch" if "keras" in sys.modules else ""
+        raise ModelError(model, f"cannot import what it needs: {error}{keras}") from error
+    module, inputs, loss, targets = _unpack(model, returned)
     return capture(module, inputs, targets, loss=loss, train=train)
 
 

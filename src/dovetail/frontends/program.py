@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
 from dovetail.graph import Graph
@@ -38,8 +39,14 @@ class Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch's operators do not pickle; their names do, so that a Program travels to a worker.
+        # A memory format or layout would be looked for in every module that imports torch.
         target = _Operator(str(self.target)) if isinstance(self.target, OpOverload) else self.target
-        return _call, (target, self.args, self.kwargs, self.results, self.random, self.in_place)
+        args, kwargs = pytree.tree_map_only(
+            (torch.memory_format, torch.layout),
+            lambda value: _Constant(str(value).removeprefix("torch.")),
+            (self.args, self.kwargs),
+        )
+        return _call, (target, args, kwargs, self.results, self.random, self.in_place)
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,20 @@ class _Operator:
     name: str
 
 
-def _call(target: Any, *rest: Any) -> Call:
+@dataclass(frozen=True)
+class _Constant:
+    """A name in torch, e.g. "preserve_format"."""
+
+    name: str
+
+
+def _call(target: Any, args: Any, kwargs: Any, *rest: Any) -> Call:
     if isinstance(target, _Operator):
         target = attrgetter(target.name)(torch.ops)
-    return Call(target, *rest)
+    args, kwargs = pytree.tree_map_only(
+        _Constant, lambda value: getattr(torch, value.name), (args, kwargs)
+    )
+    return Call(target, args, kwargs, *rest)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ class Replica:
         graph = self.graph
         if not self.updates.any():
             raise ReplicationError(
-                "it is of inference; towers share the updates of a training step"
+                "it is of inference, and towers share the updates of a training step; capture "
+                "it with an optimizer (--train)"
             )
         names = (*graph.modules, *graph.names)
         if AVERAGE in graph.kinds or any(name.split(".", 1)[0] == "tower" for name in names):

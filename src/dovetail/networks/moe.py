@@ -69,6 +69,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, hidden: int, inner: int, experts: int, active: int, capacity: float) -> None:
         super().__init__()
+        if capacity <= 0:
+            raise ValueError(f"capacity is {capacity}, but an expert takes some tokens")
         self.share = capacity * active / experts
         self.gate = Gate(hidden, experts, active)
         self.experts = nn.ModuleList(Expert(hidden, inner) for _ in range(experts))

@@ -122,6 +122,8 @@ class RandWire(nn.Module):
         classes: int,
     ) -> None:
         super().__init__()
+        if not 0 <= rewired <= 1:
+            raise ValueError(f"rewired is {rewired}, but is a probability")
         draws = random.Random(seed)
         half = channels // 2
         stem: list[nn.Module] = [nn.Conv2d(3, half, 3, 2, 1, bias=False), nn.BatchNorm2d(half)]

@@ -89,8 +89,10 @@ def _bind(
     sizes: dict[str, int],
 ) -> None:
     """Note the sizes of the named axes. Raises `ModelError` for a shape that does not fit."""
-    if any(size < 0 for size in shape):
-        raise ModelError(model, f"input {name!r} cannot have the shape {shape}")
+    if any(size < 0 for size in shape) or (0 in shape and 0 not in (axes or ())):
+        raise ModelError(
+            model, f"input {name!r} cannot have the shape {shape}; its sizes must be positive"
+        )
     if axes is None:
         return
     fits = len(axes) == len(shape)
