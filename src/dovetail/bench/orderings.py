@@ -212,8 +212,6 @@ def _why_expert(ground: _Ground, a: str, b: str) -> str:
         wait = format_seconds(single - expert)
         text += f". To be as slow as one GPU it would have to wait {wait} longer for transfers"
         text += _shared(ground)
-        if ground.name != HYPOTHESIS and _unrolled(ground):
-            text += ". None of 13 variants of costs in an earlier prototype turned this around"
     return text + "."
 
 
