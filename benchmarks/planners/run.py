@@ -91,6 +91,7 @@ def case(name, graph, machine, costs, objective, grouped, model="") -> Case:
         groups=grouped(graph),
         objective=objective,
         trace=simulator.timeline,
+        ranked=simulator.ranked,
     )
     problem.evaluate(problem.spread(problem.fastest[None]))  # compiled before the clock runs
     began = time.perf_counter()

@@ -79,6 +79,7 @@ def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground
         groups=groups,
         seed=seed,
         trace=simulator.timeline,
+        ranked=simulator.ranked,
     )
     places = permitted(graph, machine, ())
     if pinned.any():

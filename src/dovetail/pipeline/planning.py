@@ -1,7 +1,7 @@
 """From a step to its plan, on one screen: machine -> costs -> problem -> placement -> plan."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +104,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         seed=seed,
         contiguous=contiguous,
         trace=simulator.timeline,
+        ranked=simulator.ranked,
     )
     limit = _limit(budget, gap)
     found: Plan | None = None
@@ -111,12 +112,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         with keeping_interrupts(limit):
             bound = bound_of(graph, where, costs, objective, pins, caps)
             limit.prove(bound.seconds, bound.proof)
-            outcome = place(
-                problem,
-                placer,
-                limit,
-                lambda done, best: progress("planning", done, best if best < np.inf else None),
-            )
+            outcome = place(problem, placer, limit, _of_search(progress))
             if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
                 bound = max(bound, outcome.bound, key=lambda one: one.seconds)
             found = replace(
@@ -194,6 +190,10 @@ def _simulator(
 ) -> Simulator:
     capacities = capacities_of(machine, dict(caps))
     return Simulator(graph, machine, costs, capacities=capacities, ranked=objective == "step")
+
+
+def _of_search(progress: Progress) -> Callable[[float, float], None]:
+    return lambda done, best: progress("planning", done, best if best < np.inf else None)
 
 
 def _limit(budget: str | float, gap: float) -> Budget:

@@ -60,7 +60,7 @@ def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
         problem.machine,
         merged.costs,
         capacities=problem.capacities,
-        ranked=problem.objective == "step",
+        ranked=problem.ranked,
     )
     return Problem(
         graph=merged.graph,
@@ -73,6 +73,7 @@ def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
         evaluate=lambda placements: simulator.evaluate(placements, problem.objective),
         seed=problem.seed,
         trace=simulator.timeline,
+        ranked=problem.ranked,
     )
 
 

@@ -40,6 +40,7 @@ class Problem:
     evaluate     placements [batch, ops] -> Evaluation of the objective
     trace        placement [ops] -> Timeline of the step; None: nobody simulates it
     contiguous   only placements whose devices can be ordered are feasible: `graph.convexity`
+    ranked       `evaluate` tries upward ranks as well: `Simulator`
     """
 
     graph: Graph
@@ -53,6 +54,7 @@ class Problem:
     seed: int
     contiguous: bool = False
     trace: Trace | None = None
+    ranked: bool = False
 
     @property
     def devices(self) -> int:
@@ -190,6 +192,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     seed: int = 0,
     contiguous: bool = False,
     trace: Trace | None = None,
+    ranked: bool = False,
 ) -> Problem:
     """Build the problem that placers solve.
 
@@ -213,7 +216,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
         evaluate = _only_contiguous(evaluate, graph)
     return Problem(
         graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
-        contiguous, trace,
+        contiguous, trace, ranked,
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class Simulator:
         capacities: Int64 | None = None,
         ranked: bool = False,
     ) -> None:
-        self.graph, self.machine, self.costs = graph, machine, costs
+        self.graph, self.machine, self.costs, self.ranked = graph, machine, costs, ranked
         memory = [device.memory_bytes for device in machine.devices]
         self.capacities = np.array(memory if capacities is None else capacities, np.int64)
         self._flat = flatten(graph, machine, costs)
