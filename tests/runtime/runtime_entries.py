@@ -43,6 +43,11 @@ def sleep(channel):
     time.sleep(600)
 
 
+def shout(channel):
+    while True:
+        channel.send("anyone there?")
+
+
 def add_one(channel):
     """Add one to every element of the shared array, when told to by flag 0; then set flag 8."""
     block = Block(channel.receive_descriptor())

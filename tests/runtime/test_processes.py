@@ -109,6 +109,21 @@ def test_leaving_the_context_ends_a_busy_worker():
     assert gone(worker.pid)
 
 
+def test_a_worker_whose_reply_nobody_reads_ends_quietly(capfd):
+    with launch("runtime_entries:echo") as worker:
+        worker.send("anything")
+        assert ready([worker]) == [worker]
+    assert worker._process.returncode == 0  # the channel was reset, not merely closed
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_fails_when_nobody_listens_ends_quietly(capfd):
+    with launch("runtime_entries:shout") as worker:
+        worker.receive()
+    assert worker._process.returncode == 1
+    assert capfd.readouterr().err == ""
+
+
 def test_the_first_of_several_workers_to_answer_is_found():
     with launch("runtime_entries:echo") as a, launch("runtime_entries:echo") as b:
         b.send("me")

@@ -32,7 +32,11 @@ class Channel:
 
     def receive(self) -> Any:
         """The next message. Raises `EOFError` once the other end is closed."""
-        return pickle.loads(self._connection.recv_bytes())
+        try:
+            content = self._connection.recv_bytes()
+        except ConnectionError as error:  # closed with messages of ours unread: a reset
+            raise EOFError from error
+        return pickle.loads(content)
 
     def poll(self, timeout_seconds: float) -> bool:
         """True if `receive` would not block."""

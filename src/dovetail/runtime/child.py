@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 # glibc's mallopt parameters, and the most that each takes.
@@ -36,7 +37,8 @@ def main(arguments: list[str]) -> int:
     except EOFError:
         return 0  # the parent closed its end: the ordinary way to stop a worker
     except BaseException:
-        channel.send(Failure(traceback.format_exc()))
+        with suppress(ConnectionError):  # the parent closed its end: nobody asks any more
+            channel.send(Failure(traceback.format_exc()))
         return 1
     return 0
 

@@ -77,7 +77,7 @@ class Worker:
             if timeout_seconds is not None and not self._channel.poll(timeout_seconds):
                 raise TimeoutError(f"worker process {self.name}: no reply in {timeout_seconds} s")
             message = self._channel.receive()
-        except (EOFError, ConnectionError):
+        except EOFError:
             raise self._died() from None
         if isinstance(message, Failure):
             raise ProcessError(self.name, message.traceback)
