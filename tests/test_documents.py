@@ -42,4 +42,4 @@ def test_every_term_of_an_error_is_in_the_tree_on_top():
         if isinstance(value, type) and issubclass(value, errors.DovetailError)
     ]
     for name in classes:
-        assert name in (errors.__doc__ or ""), f"{name} is not in the tree of errors.py"
+        assert name in (errors.__doc__ or ""), f"{name} is not in the tree of errors"

@@ -1,0 +1,1 @@
+"""Backends, by name: where server and workers live, and what time means."""

@@ -1,0 +1,116 @@
+"""What an update rule is: pure functions on flat vectors, the worker's side and the server's.
+
+    worker, a window     begin ─► steps x [look ─► gradient ─► step] ─► message
+    server, a commit     apply(slice, arrival)            or, for rules that gather,
+            a round      combine(slice, arrivals)   when every worker with a lease has committed
+
+All server functions are elementwise, so that shards of the vector are independent. They change the
+arrays they are given in place, and nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dovetail.training.records import Vector
+
+Update = Callable[[Vector, Vector], Vector]
+"""(theta, gradient) -> U(g) [size]: one step of the worker's optimizer, whose state it advances."""
+
+
+@dataclass
+class Local:
+    """A worker's side of a rule.
+
+    theta    theta_k; replaced by the center at each pull unless the rule keeps it
+    center   theta~ as last pulled; not to be written
+    slots    the rule's own vectors, zero at first
+    steps    local steps since the last commit
+    rate     learning rate, schedule included
+    """
+
+    theta: Vector
+    center: Vector
+    slots: dict[str, Vector] = field(default_factory=dict)
+    steps: int = 0
+    rate: float = 0.0
+
+
+@dataclass
+class Slice:
+    """A shard of the center: [size] each. `counts`: the rule's own numbers, equal in all shards."""
+
+    theta: Vector
+    slots: dict[str, Vector] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A shard's part of a commit.
+
+    base       theta~ as this worker pulled it, for rules with `needs_base`
+    workers    that hold a lease now (n)
+    """
+
+    vector: Vector
+    worker: int
+    staleness: int
+    samples: int
+    steps: int
+    rate: float
+    workers: int
+    base: Vector | None = None
+
+
+def _nothing(local: Local) -> None: ...
+
+
+def at_theta(local: Local) -> Vector:
+    """Where most rules take their gradient: theta_k."""
+    return local.theta
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One update rule, its options bound. Made by `make_rule(name, **options)`.
+
+    options       as bound, all of them, so that another process can make the same rule
+    gathers       the server waits for every worker that holds a lease, then combines
+    pulls_first   a window ends with a pull, and the message is made from the fresh center (elastic)
+    keeps_theta   a pull does not replace theta_k
+    slack         SSP: a worker may not be more windows ahead of the slowest; None: no bound
+    needs_base    the server remembers each worker's pull
+    lock_free     workers write to the shared center themselves (Hogwild!); commits have no vector
+    worker_slots, server_slots   vectors of the rule, zero at first
+    server_counts                numbers of the rule, zero at first
+    """
+
+    name: str
+    options: dict[str, Any]
+    step: Callable[[Local, Vector, Update], None]  # (local, gradient at look(local), U)
+    message: Callable[[Local], Vector]
+    begin: Callable[[Local], None] = _nothing  # after a pull, before the window's first step
+    look: Callable[[Local], Vector] = at_theta
+    apply: Callable[[Slice, Arrival], None] | None = None
+    combine: Callable[[Slice, Sequence[Arrival]], None] | None = None
+    gathers: bool = False
+    pulls_first: bool = False
+    keeps_theta: bool = False
+    slack: int | None = None
+    needs_base: bool = False
+    lock_free: bool = False
+    worker_slots: tuple[str, ...] = ()
+    server_slots: tuple[str, ...] = ()
+    server_counts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.gathers == (self.combine is not None) or self.lock_free
+        assert (self.apply is None) == (self.gathers or self.lock_free)
+
+
+def new_slots(names: tuple[str, ...], like: Vector) -> dict[str, Vector]:
+    """Zero vectors of the same size and type."""
+    return {name: np.zeros_like(like) for name in names}
