@@ -9,6 +9,8 @@
     plan.save("plan.json")
     dt.report(plan, step, "plan.html")
 
+    dt.Trainer(model, loss_fn, dt.Adam(1e-3), workers=4, epochs=10).fit(dataset)
+
 Names are imported when they are first used, so that what needs no torch does not wait for it.
 """
 
@@ -24,12 +26,14 @@ _EXPORTS = {
     "Captured": "dovetail.frontends",
     "DovetailError": "dovetail.errors",
     "Graph": "dovetail.graph",
+    "History": "dovetail.training.history",
     "InfeasibleError": "dovetail.errors",
     "InvalidError": "dovetail.errors",
     "Machine": "dovetail.machine",
     "Plan": "dovetail.plans",
     "RMSProp": "dovetail.frontends",
     "Timeline": "dovetail.timeline",
+    "Trainer": "dovetail.training.trainer",
     "Instance": "dovetail.instances",
     "capture": "dovetail.frontends",
     "device_map": "dovetail.exports",
@@ -39,6 +43,7 @@ _EXPORTS = {
     "load_machine": "dovetail.machine",
     "load_onnx": "dovetail.frontends.onnx",
     "load_plan": "dovetail.plans",
+    "make_rule": "dovetail.training.rules",
     "open_plan": "dovetail.pipeline",
     "plan": "dovetail.pipeline",
     "replicate": "dovetail.graph",

@@ -23,11 +23,11 @@ from bench_samples import (
 )
 
 from dovetail.bench import CASES, page_notes
-from dovetail.bench.markup import drawing
 from dovetail.bench.page import render, write_page
 from dovetail.bench.records import Column, Curve, Found, Published, Row, Tower
 from dovetail.bench.tables import FIELDS, write_csv
 from dovetail.errors import UnwritableError
+from dovetail.reports.markup import drawing
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 

@@ -4,7 +4,6 @@ load_chart   RL17's figures 8 and 9: a bar a device and a channel, as long as it
 loss_chart   RL17's figures 6 and 7: loss against simulated time, a line a curve
 """
 
-import math
 from collections.abc import Sequence
 from html import escape
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from dovetail.bench.figures import colour_of
 from dovetail.bench.records import Curve, Work
+from dovetail.reports.plots import ticks
 from dovetail.units import format_seconds
 
 PHASES = ("forward", "backward", "update")
@@ -119,13 +119,13 @@ def _path(x: np.ndarray, y: np.ndarray) -> str:
 def _axes(end_seconds: float, top: float) -> list[str]:
     right = LEFT + PLOT_WIDTH
     parts = [f'<path class="axis" d="M{LEFT:.0f} 0V{PLOT_HEIGHT:.0f}H{right:.0f}"/>']
-    for value in _ticks(top):
+    for value in ticks(0.0, top):
         y = PLOT_HEIGHT * (1 - value / top)
         parts.append(
             f'<text x="{LEFT - 6:.0f}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
             f'<path class="grid" d="M{LEFT:.0f} {y:.1f}H{right:.0f}"/>'
         )
-    for value in _ticks(end_seconds):
+    for value in ticks(0.0, end_seconds):
         x = LEFT + PLOT_WIDTH * value / end_seconds
         parts.append(
             f'<text x="{x:.1f}" y="{PLOT_HEIGHT + 15:.0f}" text-anchor="middle">'
@@ -135,10 +135,3 @@ def _axes(end_seconds: float, top: float) -> list[str]:
         f'<text x="{LEFT:.0f}" y="{PLOT_HEIGHT + 30:.0f}">loss against simulated time</text>'
     )
     return parts
-
-
-def _ticks(top: float) -> list[float]:
-    """Round values from 0 on, four to nine of them."""
-    step = 10 ** math.floor(math.log10(top / 4))
-    step *= next(factor for factor in (5, 2, 1) if top / (factor * step) >= 4 or factor == 1)
-    return [i * step for i in range(int(top / step) + 1)]

@@ -16,11 +16,11 @@ from html import escape
 from importlib import resources
 
 from dovetail.bench import page_notes, page_results
-from dovetail.bench.markup import Markup, cards, policy
 from dovetail.bench.orderings import Ordering, orderings_of
 from dovetail.bench.page_results import Results
 from dovetail.bench.records import Case, Curve, Row, Tower
 from dovetail.machine import parse_machine
+from dovetail.reports.markup import Markup, cards, policy
 from dovetail.runtime.atomic import write_atomically
 
 

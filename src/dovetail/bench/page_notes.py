@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dovetail.bench.charts import loss_chart
-from dovetail.bench.markup import Markup, details, table, text_of
 from dovetail.bench.records import Case, Curve, Row, Tower
 from dovetail.machine import Machine, parse_machine
 from dovetail.machine.papers import FITTED
+from dovetail.reports.markup import Markup, details, table, text_of
 from dovetail.units import (
     format_bandwidth,
     format_capacity,

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from dovetail.bench.cases import METHOD_OF, UNBUILT
 from dovetail.bench.charts import load_chart
-from dovetail.bench.markup import Markup, details, drawing, row, table, text_of
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import Ordering, format_step, is_oom
 from dovetail.bench.records import Case, Column, Found, Row
+from dovetail.reports.markup import Markup, details, drawing, row, table, text_of
 from dovetail.units import format_bytes, format_count, format_seconds
 
 HYPOTHESIS_TEXT = (

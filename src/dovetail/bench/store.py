@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import FileFormatError, UnwritableError
-from dovetail.graph.files import read_json
 from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.reading import read_json
 
 FORMAT, VERSION = "dovetail.bench", 1
 _RESTS_ON = (

@@ -13,6 +13,7 @@ from dovetail.cli.benching import bench
 from dovetail.cli.output import say
 from dovetail.cli.planning import plan
 from dovetail.cli.showing import capture, machine, networks
+from dovetail.cli.training import EPILOG, train, train_report
 from dovetail.cli.using import export, report, run
 from dovetail.errors import DovetailError, InfeasibleError, InvalidError
 
@@ -27,6 +28,8 @@ app = typer.Typer(
 )
 for command in (machine, networks, capture, plan, run, report, export, bench):
     app.command()(command)
+app.command(epilog=EPILOG)(train)
+app.command("train-report")(train_report)
 
 
 def main() -> None:

@@ -1,8 +1,5 @@
 """MODEL texts -> Captured: `zoo:NAME?options` and `package.module:function`."""
 
-import importlib
-import os
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +13,7 @@ from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.program import Captured
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.sizes import load_sizes
+from dovetail.runtime.functions import call_function, names_function
 
 FORMS = (
     "a MODEL is zoo:NAME or zoo:NAME?option=value&option=value, package.module:function, FILE.onnx "
@@ -31,7 +29,7 @@ def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
     """
     if model.startswith("zoo:"):
         captured = _resolve_zoo(model, train)
-    elif _names_function(model):
+    elif names_function(model):
         captured = _resolve_function(model, train)
     else:
         raise ModelError(model or "''", FORMS)
@@ -123,32 +121,8 @@ def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
     return replace(captured, make=make, examples=lambda: network.examples(**full))
 
 
-def _names_function(model: str) -> bool:
-    package, colon, function = model.partition(":")
-    return (
-        bool(colon)
-        and function.isidentifier()
-        and all(part.isidentifier() for part in package.split("."))
-    )
-
-
 def _resolve_function(model: str, train: Optimizer | None) -> Captured:
-    package, _, name = model.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` does; an installed script has only its own
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(package), name, None)
-    except ImportError as error:
-        keras = "; a Keras model needs KERAS_BACKEND=torch" if "keras" in sys.modules else ""
-        raise ModelError(model, f"cannot import {package}: {error}{keras}") from error
-    if not callable(function):
-        raise ModelError(model, f"{package} has no function {name}")
-    try:
-        returned = function()
-    except ImportError as error:
-        keras = "; a Keras model needs KERAS_BACKEND=torch" if "keras" in sys.modules else ""
-        raise ModelError(model, f"cannot import what it needs: {error}{keras}") from error
-    module, inputs, loss, targets = _unpack(model, returned)
+    module, inputs, loss, targets = _unpack(model, call_function(model))
     return capture(module, inputs, targets, loss=loss, train=train)
 
 

@@ -16,8 +16,7 @@ shapes repeat, so this keeps 50,000 ops to a few megabytes. All fields are those
 import gzip
 import json
 import math
-import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -27,13 +26,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dovetail.errors import FileFormatError, InvalidSizeError
 from dovetail.graph.records import Graph
 from dovetail.runtime.atomic import write_atomically
-from dovetail.units import format_bytes
+from dovetail.runtime.reading import read_json
 
 T = TypeVar("T", bound=Hashable)
 _STRICT = ConfigDict(extra="forbid")
-MOST_BYTES = 2**31
-"""Largest JSON that is read. A gzip file of a few kilobytes can unpack to any size."""
-_CHUNK_BYTES = 2**20
 
 
 class _Table(BaseModel, Generic[T]):
@@ -167,31 +163,6 @@ def graph_from(raw: Any, path: str) -> Graph:
     except (ValueError, OverflowError) as error:
         raise FileFormatError(path, str(error)) from None
     return Graph(names=tuple(ops.names), **columns)
-
-
-def read_json(path: str | Path) -> Any:
-    """Parsed JSON of a file, unzipped where the name ends in `.gz`. Raises `FileFormatError`."""
-    try:
-        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
-            data = b"".join(_chunks(file.read, str(path)))
-        return json.loads(data)
-    except FileNotFoundError:
-        raise FileFormatError(str(path), "no such file") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise FileFormatError(str(path), str(error)) from None
-    except ValueError as error:  # not JSON, or an integer of more digits than Python converts
-        raise FileFormatError(str(path), f"not JSON: {error}") from None
-    except RecursionError:
-        raise FileFormatError(str(path), "nested too deeply") from None
-
-
-def _chunks(read: Callable[[int], bytes], path: str) -> Iterator[bytes]:
-    left = MOST_BYTES
-    while chunk := read(_CHUNK_BYTES):
-        left -= len(chunk)
-        if left < 0:
-            raise FileFormatError(path, f"holds more than {format_bytes(MOST_BYTES)} of JSON")
-        yield chunk
 
 
 def first_complaint(error: ValidationError) -> str:

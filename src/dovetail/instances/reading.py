@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs
 from dovetail.errors import CycleError
 from dovetail.graph import Graph, Phase
-from dovetail.graph.files import read_json
 from dovetail.instances.format import File, Node, parse
 from dovetail.instances.records import (
     FREE_BYTES_PER_SECOND,
@@ -19,6 +18,7 @@ from dovetail.instances.records import (
     Instance,
 )
 from dovetail.machine import Device, Link, Machine
+from dovetail.runtime.reading import read_json
 from dovetail.units import UNLIMITED_BYTES
 
 

@@ -17,11 +17,12 @@ from dovetail.frontends import Captured, parse_optimizer, towers
 from dovetail.frontends import resolve as resolve_network
 from dovetail.frontends.onnx import Shapes, is_from_onnx, load_onnx
 from dovetail.graph import Graph, Groups, colocate, group, replicate
-from dovetail.graph.files import graph_from, read_json
+from dovetail.graph.files import graph_from
 from dovetail.graph.towers import towers_of
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.plans import Source
+from dovetail.runtime.reading import read_json
 
 HERE = "here"
 Step = Captured | Graph | Instance

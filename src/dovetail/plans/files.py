@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dovetail.errors import FileFormatError, MachineError
-from dovetail.graph.files import first_complaint, read_json
+from dovetail.graph.files import first_complaint
 from dovetail.machine.files import machine_from_dict, machine_to_dict
 from dovetail.plans.records import Plan, Schedule, Source, Stage
 from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.reading import read_json
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 _Seconds = Field(ge=0)

@@ -7,10 +7,26 @@ computed; answered with nothing). Who drives it decides what time that takes: a 
 clock, a function call.
 """
 
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from dovetail.training.records import Reply, Turn, Vector
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import TrainingError
+from dovetail.training.learner import Learner
+from dovetail.training.records import (
+    Commit,
+    Job,
+    Lease,
+    Refusal,
+    Reply,
+    Turn,
+    Vector,
+    Verdict,
+)
+from dovetail.training.rules.contract import Local, Rule, new_slots
 
 
 @dataclass(frozen=True)
@@ -38,3 +54,171 @@ class Stepped:
 
 
 Work = Generator[Ask | Stepped, Told | None, None]
+
+
+def work(
+    job: Job,
+    rule: Rule,
+    learner: Learner,
+    worker: int,
+    *,
+    sequence: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Work:
+    """A worker's whole run, from its first lease until none is left or the run is stopped.
+
+    sequence   of its last commit that was applied, where it continues a former self's
+    clock      seconds, read when a window begins and when its last step has been taken
+
+    A refused commit's window is dropped, the rule's own vectors with it: it starts again from a
+    fresh center. (Hogwild!'s steps are in the center already; their samples are trained twice.)
+    Raises TrainingError if the server is another run's.
+    """
+    loop = _Loop(job, rule, learner, worker, clock)
+    fresh = Turn(worker, lease=True, pull=True)
+    told = yield from _ask(fresh)
+    while told.reply.lease is not None:
+        loop.adopt(told)
+        lease = told.reply.lease
+        yield from loop.train(lease)
+        if rule.pulls_first:
+            told = yield from _ask(Turn(worker, pull=True))
+            loop.adopt(told)
+            if told.reply.stop:
+                return
+        commit, vector = loop.commit(lease, sequence + 1)
+        turn = Turn(worker, commit, lease=True, pull=not rule.pulls_first)
+        told = yield from _ask(turn, vector)
+        if told.reply.verdict is not Verdict.REFUSED:
+            sequence += 1
+            continue
+        if told.reply.refusal is Refusal.RUN:
+            raise TrainingError(f"the server that was asked does not train run {job.run!r}")
+        loop.forget()
+        if told.reply.lease is not None and told.center is None:
+            told = yield from _ask(fresh)
+
+
+def order(job: Job, epoch: int) -> NDArray[np.int64] | None:
+    """[samples] the data set's samples as that epoch takes them; None: in their own order, as a
+    stream of unknown length does."""
+    if job.samples is None:
+        return None
+    return np.random.default_rng((job.seed, epoch)).permutation(job.samples)
+
+
+def batches(job: Job, lease: Lease) -> Iterator[tuple[int, int]]:
+    """[start, stop) positions of a lease's local steps; none crosses an epoch's end."""
+    start = lease.start
+    while start < lease.stop:
+        stop = min(start + job.batch, lease.stop)
+        if job.samples:
+            stop = min(stop, (start // job.samples + 1) * job.samples)
+        yield start, stop
+        start = stop
+
+
+def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | None, Told]:
+    told = yield Ask(turn, vector)
+    assert told is not None, "a turn is answered"
+    return told
+
+
+class _Loop:
+    """One worker's parameters between its turns, and what it trained since the last commit."""
+
+    def __init__(
+        self, job: Job, rule: Rule, learner: Learner, worker: int, clock: Callable[[], float]
+    ) -> None:
+        self._job = job
+        self._rule = rule
+        self._learner = learner
+        self._worker = worker
+        self._clock = clock
+        self._local: Local | None = None
+        self._base_clock = 0
+        self._samples = 0
+        self._loss = 0.0  # sum over them
+        self._seconds = (0.0, 0.0)
+        self._epoch = -1
+        self._order: NDArray[np.int64] | None = None
+
+    def adopt(self, told: Told) -> None:
+        """Takes over the center that was pulled, if one was."""
+        if told.center is None:
+            return
+        self._base_clock = told.reply.clock
+        if self._local is None:
+            theta = told.center if self._rule.lock_free else told.center.copy()
+            slots = new_slots(self._rule.worker_slots, theta)
+            self._local = Local(theta, told.center, slots)
+            return
+        self._local.center = told.center
+        if self._rule.lock_free:
+            self._local.theta = told.center
+        elif not self._rule.keeps_theta:
+            np.copyto(self._local.theta, told.center)
+
+    def forget(self) -> None:
+        """Drops the worker's own parameters and vectors: the next center replaces them."""
+        self._local = None
+
+    def train(self, lease: Lease) -> Generator[Stepped, Told | None, None]:
+        """The local steps of a window."""
+        local = self._local
+        assert local is not None, "the first turn pulls"
+        local.steps = self._samples = 0
+        self._loss = 0.0
+        begin_seconds = self._clock()
+        self._rule.begin(local)
+        for start, stop in batches(self._job, lease):
+            stepped = self._step(local, start, stop)
+            if stepped.samples:
+                yield stepped
+            if stepped.samples < stop - start:
+                break  # the stream ends here
+        self._seconds = (begin_seconds, self._clock())
+
+    def _step(self, local: Local, start: int, stop: int) -> Stepped:
+        samples = self._job.samples
+        epoch, fraction = (start // samples, start / samples) if samples else (0, 0.0)
+        indices = self._indices(epoch, start, stop)
+        learner = self._learner
+        gradient = learner.gradient(self._rule.look(local), indices, epoch)
+        if gradient.samples:
+            local.rate = learner.rate(fraction)
+            self._rule.step(local, gradient.vector, lambda t, g: learner.update(t, g, fraction))
+            local.steps += 1
+            self._samples += gradient.samples
+            self._loss += gradient.loss * gradient.samples
+        return Stepped(gradient.samples, gradient.loss)
+
+    def _indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        if self._epoch != epoch:
+            self._epoch, self._order = epoch, order(self._job, epoch)
+        if self._order is None:
+            return np.arange(start, stop)
+        first = epoch * len(self._order)
+        return self._order[start - first : stop - first]
+
+    def commit(self, lease: Lease, sequence: int) -> tuple[Commit, Vector | None]:
+        """The window's commit and its vector; one of no steps, zeros, only ends a stream."""
+        local = self._local
+        assert local is not None
+        begin_seconds, end_seconds = self._seconds
+        commit = Commit(
+            run=self._job.run,
+            worker=self._worker,
+            sequence=sequence,
+            base_clock=self._base_clock,
+            lease=lease.number,
+            samples=self._samples,
+            steps=local.steps,
+            rate=float(local.rate),
+            loss=float(self._loss / max(1, self._samples)),
+            begin_seconds=begin_seconds,
+            end_seconds=end_seconds,
+        )
+        if self._rule.lock_free:
+            return commit, None
+        return commit, self._rule.message(local) if local.steps else np.zeros_like(local.theta)

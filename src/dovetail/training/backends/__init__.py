@@ -1,9 +1,9 @@
 """Backends, by name: where server and workers live, and what time means.
 
-    simulated   one process, virtual time: deterministic, replayed bit for bit
-    threads     one process, real time: for tests and for learners that release the interpreter
-    processes   one machine: a server process and worker processes over shared memory
-    ray         many machines: actors; the extra `ray`
+simulated   one process, virtual time: deterministic, replayed bit for bit
+threads     one process, real time: for tests and for learners that release the interpreter
+processes   one machine: a server process and worker processes over shared memory
+ray         many machines: actors; the extra `ray`
 """
 
 from functools import partial

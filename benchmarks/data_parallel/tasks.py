@@ -1,0 +1,116 @@
+"""What is learned: handwritten digits, and a binary task of tabular data.
+
+    digits     scikit-learn's 1,797 digits of 8 x 8, MLP 64-64-10
+    cancer     scikit-learn's breast cancer data, 569 x 30, MLP 30-32-2: a stand-in for Higgs
+    mnist      from a folder of idx files of the user's, MLP 784-256-10
+    higgs      from a CSV file of the user's: the label (0 or 1) first, then the features
+
+A fifth is kept for validation, the same for every seed. Features are scaled by what is left.
+"""
+
+import gzip
+import warnings
+from pathlib import Path
+
+import numpy as np
+from mlp import Floats, Integers, Task
+
+from dovetail.errors import FileFormatError, MissingLibraryError
+
+HELD_OUT = 0.2
+IDX_UNSIGNED_BYTE = 8
+
+
+def digits() -> Task:
+    data = _load("load_digits")
+    return _split("digits", data.data / 16, data.target, (64,))
+
+
+def cancer() -> Task:
+    data = _load("load_breast_cancer")
+    return _standardised(_split("cancer", data.data, data.target, (32,)))
+
+
+def mnist(folder: Path, hidden: tuple[int, ...] = (256,)) -> Task:
+    """The four idx files, gzipped or not, under their usual names."""
+    parts = [
+        _idx(folder, f"{part}-{kind}")
+        for part in ("train", "t10k")
+        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    ]
+    inputs, labels, test_inputs, test_labels = parts
+    return Task(
+        "mnist",
+        (inputs.reshape(len(inputs), -1) / 255).astype(np.float32),
+        labels.astype(np.int64),
+        (test_inputs.reshape(len(test_inputs), -1) / 255).astype(np.float32),
+        test_labels.astype(np.int64),
+        hidden,
+    )
+
+
+def higgs(path: Path, rows: int | None = 200_000, hidden: tuple[int, ...] = (128,)) -> Task:
+    """The first `rows` rows, gzipped or not; None: all."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an empty file is refused below
+            data = np.loadtxt(path, delimiter=",", dtype=np.float32, max_rows=rows, ndmin=2)
+    except (OSError, ValueError) as error:
+        raise FileFormatError(str(path), str(error)) from error
+    if data.shape[1] < 2 or not np.isin(data[:, 0], (0, 1)).all():
+        raise FileFormatError(str(path), "its first column is not a label, 0 or 1")
+    return _standardised(_split("higgs", data[:, 1:], data[:, 0], hidden))
+
+
+def _load(name: str):
+    try:
+        import sklearn.datasets
+    except ImportError as error:
+        raise MissingLibraryError("scikit-learn", "pip install 'dovetail[bench]'") from error
+    return getattr(sklearn.datasets, name)()
+
+
+def _split(name: str, inputs: np.ndarray, labels: np.ndarray, hidden: tuple[int, ...]) -> Task:
+    order = np.random.default_rng(0).permutation(len(labels))
+    inputs, labels = inputs[order].astype(np.float32), labels[order].astype(np.int64)
+    held = round(HELD_OUT * len(labels))
+    return Task(name, inputs[held:], labels[held:], inputs[:held], labels[:held], hidden)
+
+
+def _standardised(task: Task) -> Task:
+    mean, spread = task.inputs.mean(axis=0), task.inputs.std(axis=0)
+    spread[spread == 0] = 1
+
+    def scaled(inputs: Floats) -> Floats:
+        return ((inputs - mean) / spread).astype(np.float32)
+
+    return Task(
+        task.name,
+        scaled(task.inputs),
+        task.labels,
+        scaled(task.test_inputs),
+        task.test_labels,
+        task.hidden,
+    )
+
+
+def _idx(folder: Path, name: str) -> Integers:
+    """[...] unsigned bytes of an idx file: two zero bytes, type, axes, a big-endian size each."""
+    path = folder / name
+    try:
+        content = path.read_bytes() if path.exists() else _unzipped(folder / f"{name}.gz")
+    except OSError as error:
+        raise FileFormatError(str(path), "neither it nor its .gz can be read") from error
+    if len(content) < 4 or content[:3] != bytes([0, 0, IDX_UNSIGNED_BYTE]):
+        raise FileFormatError(str(path), "it is not an idx file of unsigned bytes")
+    axes = content[3]
+    shape = np.frombuffer(content, ">u4", axes, 4).astype(np.int64)
+    values = np.frombuffer(content, np.uint8, -1, 4 + 4 * axes)
+    if values.size != shape.prod():
+        raise FileFormatError(str(path), f"it holds {values.size} bytes, not {shape.prod()}")
+    return values.reshape(shape)
+
+
+def _unzipped(path: Path) -> bytes:
+    with gzip.open(path) as file:
+        return file.read()

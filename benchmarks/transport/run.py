@@ -1,0 +1,142 @@
+"""What a commit, its application and a pull cost, beside the memory traffic that they must make.
+
+    OMP_NUM_THREADS=1 python benchmarks/transport/run.py kernels [--rounds 31]
+    OMP_NUM_THREADS=1 python benchmarks/transport/run.py transport [--rounds 7] [--only NAME ...]
+
+Prints Markdown. Everything of one size is measured in turns within one run, and compared with what
+was measured in the same turn.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import peers
+
+from dovetail.training import kernels
+from dovetail.training.checks import check, checksum, copy_and_check
+
+MEGABYTE = 10**6
+PEERS = {
+    "in-place add": peers.add,
+    "in-place add + two copies": peers.limit,
+    "shared memory": peers.shared_memory,
+    "shared memory, ADAG": functools.partial(peers.shared_memory, rule="adag"),
+    "shared memory, log on": functools.partial(peers.shared_memory, log=True),
+    "gloo send/recv": peers.gloo,
+    "Ray actor call": peers.ray_actor,
+    "raw TCP": peers.raw_tcp,
+    "pickle over TCP": peers.pickle_over_tcp,
+}
+LIMIT = "in-place add + two copies"
+SLOW = ("pickle over TCP",)
+
+
+def show(title: str, seconds: dict[str, list[list[float]]], base: str) -> None:
+    """A table: medians, and the median of a turn's ratios with its quartiles."""
+    print(f"\n{title}\n\n| | ms | times {base} (quartiles) |\n|---|---:|---:|")
+    for name, turns in seconds.items():
+        every = [value for turn in turns for value in turn]
+        ratios = sorted(
+            statistics.median(turn) / statistics.median(other)
+            for turn, other in zip(turns, seconds[base], strict=True)
+        )
+        low, middle, high = (
+            statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        )
+        print(
+            f"| {name} | {1e3 * statistics.median(every):.2f} "
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+
+
+def measure_kernels(rounds: int, megabytes: int) -> None:
+    size = megabytes * MEGABYTE // 4
+    rng = np.random.default_rng(0)
+    theta, base, pushed, inbox, scratch = (
+        rng.normal(size=size).astype(np.float32) for _ in range(5)
+    )
+    pushed *= 1e-3
+    np.add(theta, np.float32(1e-3), out=base)
+
+    def naive() -> None:
+        np.subtract(theta, base, out=scratch)
+        np.multiply(scratch, scratch, out=scratch)
+        np.divide(scratch, np.float32(1e-4), out=scratch)
+        np.add(scratch, np.float32(1), out=scratch)
+        np.divide(pushed, scratch, out=scratch)
+        np.add(theta, scratch, out=theta)
+
+    calls: dict[str, Callable[[], object]] = {
+        "in-place add": lambda: kernels.add(theta, pushed),
+        "ADAG": lambda: kernels.add_damped(theta, pushed, base, 1e-4),
+        "ADAG, numpy": naive,
+        "DC-ASGD": lambda: kernels.add_compensated(theta, pushed, base, 1e-3, 0.04),
+        "copy": lambda: np.copyto(inbox, pushed),
+        "copy + check": lambda: copy_and_check(inbox, pushed),
+        "check": lambda: check(pushed),
+        "its checksum alone": lambda: checksum(pushed),
+        "dot product with itself": lambda: np.dot(pushed, pushed),
+        "np.isfinite(v).all()": lambda: np.isfinite(pushed).all(),
+    }
+    seconds: dict[str, list[list[float]]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            found = []
+            for _ in range(3):
+                began = time.perf_counter()
+                call()
+                found.append(time.perf_counter() - began)
+            if turn:  # the first one compiles and warms up
+                seconds[name].append(found)
+    show(f"{megabytes} MB, float32, {rounds} turns of 3", seconds, "in-place add")
+
+
+def measure_transport(rounds: int, megabytes: int, only: list[str]) -> None:
+    """Turns of one untimed exchange and `timed` timed ones for each way, all servers up."""
+    size = megabytes * MEGABYTE // 4
+    timed = 3
+    seconds: dict[str, list[list[float]]] = {}
+    with contextlib.ExitStack() as stack:
+        ways = {}
+        for name, make in PEERS.items():
+            if only and name not in only and name != LIMIT:
+                continue
+            each = 1 if name in SLOW else timed
+            ways[name] = (stack.enter_context(make(size, (rounds + 1) * (each + 1))), each)
+            seconds[name] = []
+        for turn in range(rounds + 1):
+            for name, (exchange, each) in ways.items():
+                exchange()
+                found = [exchange() for _ in range(each)]
+                if turn:
+                    seconds[name].append(found)
+            print(f"turn {turn} of {rounds}", file=sys.stderr)
+    show(f"{megabytes} MB, float32, {rounds} turns, one worker", seconds, LIMIT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("kernels", "transport"))
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100])
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=list(PEERS))
+    arguments = parser.parse_args()
+    print(f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, load", end=" ")
+    print(f"{os.getloadavg()[0]:.1f}, numpy {np.__version__}, Python {platform.python_version()}")
+    for megabytes in arguments.megabytes:
+        if arguments.part == "kernels":
+            measure_kernels(arguments.rounds or 31, megabytes)
+        else:
+            measure_transport(arguments.rounds or 7, megabytes, arguments.only)
+
+
+if __name__ == "__main__":
+    main()

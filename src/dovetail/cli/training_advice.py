@@ -1,0 +1,164 @@
+"""`dovetail train --suggest`: what to train with, and the evidence."""
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from dovetail.cli.output import progress_bar, say, show, show_json
+from dovetail.cli.training_setup import Setup
+from dovetail.errors import UsageError
+from dovetail.training import advice
+from dovetail.training.advice import Advice, Evidence
+from dovetail.training.backends import load_backend
+from dovetail.training.measuring import measure
+from dovetail.training.preparing import Prepared, bind_rule, prepare
+from dovetail.training.rules.contract import Rule
+from dovetail.training.torch_optimizers import resolve_optimizer
+from dovetail.training.trainer import Trainer
+from dovetail.units import format_count, format_seconds, printable
+
+
+def suggest_and_show(function: str, setup: Setup, budget_seconds: float, as_json: bool) -> None:
+    """Measure for part of the budget, simulate for the rest; print the table, or one object."""
+    trainer = replace(setup.trainer, folder=None, resume=False)
+    prepared = prepare(trainer, setup.dataset, setup.validation)
+    with progress_bar() as bar:
+        found = _advice(
+            trainer, prepared, budget_seconds, lambda what, share: bar(what, share, None)
+        )
+    if as_json:
+        show_json(summary(function, found))
+        return
+    measured = found.measured
+    say(
+        f"measured: a step takes {format_seconds(measured.mean_seconds)}, a transfer "
+        f"{format_seconds(measured.transfer_seconds)}"
+    )
+    show(_table(found))
+    for reason in _reasons(found):
+        show(Text(reason, style="dim"))
+    show(Text(f"{advice.describe(found.chosen)}: {found.why}"))
+    show(Text(printable(command(function, found))))
+
+
+def _advice(
+    trainer: Trainer, prepared: Prepared, budget_seconds: float, progress: advice.Progress
+) -> Advice:
+    name = trainer.backend if isinstance(trainer.backend, str) else "processes"
+    if name == "simulated":  # has no times of its own
+        name = "processes"
+    options = trainer.backend_options if name == trainer.backend else {}
+    cores = None if name == "ray" else len(os.sched_getaffinity(0))
+    measuring_seconds = advice.MEASURING_SHARE * budget_seconds
+    progress(f"measuring on {name}", 0.0)
+    assignment = prepared.assignment
+    measured = measure(assignment, load_backend(name, **options), measuring_seconds, cores)
+    return advice.suggest(
+        assignment,
+        measured,
+        rules=_rules(trainer, assignment.rule),
+        budget_seconds=budget_seconds - measuring_seconds,
+        progress=progress,
+    )
+
+
+def _rules(trainer: Trainer, given: Rule) -> list[Rule]:
+    """The candidates with this optimizer, and the trainer's own rule with its options."""
+    optimizer = resolve_optimizer(trainer.optimizer, trainer.lr)
+    rules = []
+    for name in advice.RULES:
+        try:
+            rules.append(given if name == given.name else bind_rule(name, optimizer))
+        except UsageError as error:
+            say(f"{name} is left out: {error}")
+    return rules if given.name in advice.RULES else [*rules, given]
+
+
+def command(function: str, found: Advice) -> str:
+    """What to run."""
+    chosen = found.chosen
+    return (
+        f"dovetail train {function} --rule {chosen.rule} --workers {chosen.workers} "
+        f"--window {chosen.window}"
+    )
+
+
+def summary(function: str, found: Advice) -> dict[str, Any]:
+    """What `train --suggest --json` prints. Its keys are stable; what is not known is null."""
+    measured, chosen = found.measured, found.chosen
+    return {
+        "function": function,
+        "step_seconds": measured.mean_seconds,
+        "transfer_seconds": measured.transfer_seconds,
+        "measured_steps": len(measured.step_seconds),
+        "cores": measured.cores,
+        "simulated_steps": found.steps,
+        "rule": chosen.rule,
+        "workers": chosen.workers,
+        "window": chosen.window,
+        "why": found.why,
+        "command": command(function, found),
+        "level": _number(found.level),
+        "evidence": [
+            {
+                **vars(one.candidate),
+                "samples_per_second": _number(one.samples_per_second),
+                "staleness": _number(one.staleness),
+                "loss": _number(one.loss),
+                "seconds": _number(one.seconds),
+                "diverged": one.diverged or None,
+                "limit": one.limit or None,
+            }
+            for one in found.evidence
+        ],
+    }
+
+
+def _table(found: Advice) -> Table:
+    """Candidates, the chosen first, then by time."""
+    level = "time" if math.isnan(found.level) else f"to {found.level:.3g}"
+    table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
+    for one in sorted(found.evidence, key=lambda one: _place(one, found)):
+        is_chosen = one.candidate == found.chosen
+        table.add_row(
+            one.candidate.rule,
+            str(one.candidate.workers),
+            str(one.candidate.window),
+            _shown(one.samples_per_second, format_count),
+            _shown(one.staleness, "{:.3g}".format),
+            _shown(one.loss, "{:.4g}".format),
+            _shown(one.seconds, format_seconds),
+            "use" if is_chosen else "" if one.stable else "no",
+            style="bold" if is_chosen else "" if one.stable else "dim",
+        )
+    return table
+
+
+def _reasons(found: Advice) -> list[str]:
+    """Why candidates are not to be used."""
+    lines = []
+    for one in found.evidence:
+        what = advice.describe(one.candidate)
+        if one.diverged:
+            lines.append(f"{what}: diverges: {one.diverged}")
+        elif one.limit:
+            lines.append(f"{what}: {one.limit}, which is known to diverge in longer runs")
+    return lines
+
+
+def _place(one: Evidence, found: Advice) -> tuple[bool, bool, float, float]:
+    seconds = one.seconds if math.isfinite(one.seconds) else math.inf
+    rate = one.samples_per_second if math.isfinite(one.samples_per_second) else 0.0
+    return one.candidate != found.chosen, not one.stable, seconds, -rate
+
+
+def _shown(value: float, form: Any) -> str:
+    return str(form(value)) if math.isfinite(value) else "-"
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,174 @@
+"""Charts of lines and bars with axes, as inline SVG. Colours come from the style sheet, by class.
+
+A line is cut where its values are not finite, and thinned to what the eye can tell apart.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.units import format_count
+
+Floats = NDArray[np.float64]
+COLOURS = 8  # of the palette in page.css
+POINTS = 400
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 560.0, 220.0, 48.0, 26.0, 34.0
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """`colour` is the number of a colour; `dashed` lines are references."""
+
+    name: str
+    x: Floats
+    y: Floats
+    colour: int = 0
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is drawn against what. `top` and `bottom` bound y; what is beyond is drawn at the edge.
+    `zero`: y begins at 0 where its values are positive."""
+
+    title: str
+    format_x: Callable[[float], str] = format_count
+    top: float = math.inf
+    bottom: float = -math.inf
+    zero: bool = True
+
+
+def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> str:
+    """The lines over common axes, with their names below."""
+    drawn = [line for line in lines if np.isfinite(line.y).any()]
+    if not drawn:
+        return "<p>Nothing was recorded.</p>"
+    end = max(float(line.x.max()) for line in drawn) or 1.0
+    low, high = _range(drawn, axes)
+    parts = _frame(end, low, high, axes)
+    for line in drawn:
+        x, y = thinned(line.x, line.y)
+        path = _path(x / end, (np.clip(y, low, high) - low) / (high - low))
+        style = f"line s{line.colour % COLOURS}" + " dashed" * line.dashed
+        parts.append(f'<path class="{style}" d="{path}"><title>{escape(line.name)}</title></path>')
+    names = "".join(
+        f'<li><i class="c{line.colour % COLOURS}"></i>{escape(line.name)}</li>'
+        for line in drawn
+        if not line.dashed
+    )
+    return (
+        f'<svg class="chart plot" viewBox="0 -8 {LEFT + WIDTH + RIGHT:.0f} '
+        f'{HEIGHT + BOTTOM + 8:.0f}" role="img" aria-label="{escape(axes.title)}">'
+        f"{''.join(parts)}</svg>" + (f'<ul class="key">{names}</ul>' if keys else "")
+    )
+
+
+def bar_chart(counts: Sequence[float], labels: Sequence[str], axes: Axes, colour: int = 0) -> str:
+    """A bar for each count, side by side, and as many of their labels as there is room for."""
+    top = max(counts, default=0.0) or 1.0
+    step = WIDTH / max(len(counts), 1)
+    parts = [_y_axis(0.0, top)]
+    every = max(1, math.ceil(len(labels) * max((len(t) for t in labels), default=1) / 70))
+    for i, (count, label) in enumerate(zip(counts, labels, strict=True)):
+        x, height = LEFT + i * step, HEIGHT * count / top
+        parts.append(
+            f'<rect class="c{colour % COLOURS}" x="{x + 0.08 * step:.1f}" '
+            f'y="{HEIGHT - height:.1f}" width="{0.84 * step:.1f}" height="{height:.1f}">'
+            f"<title>{escape(label)}: {count:.4g}</title></rect>"
+        )
+        if i % every == 0:
+            parts.append(_text(x + step / 2, HEIGHT + 15, label, "middle"))
+    parts.append(_text(LEFT, HEIGHT + 30, axes.title, "start"))
+    return (
+        f'<svg class="chart plot" viewBox="0 -8 {LEFT + WIDTH + RIGHT:.0f} '
+        f'{HEIGHT + BOTTOM + 8:.0f}" role="img" aria-label="{escape(axes.title)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round values within [low, high], four to nine of them."""
+    span = high - low
+    step = 10 ** math.floor(math.log10(span / 4))
+    step *= next(factor for factor in (5, 2, 1) if span / (factor * step) >= 4 or factor == 1)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def thinned(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats]:
+    """At most `points` of them, evenly by number, the first and the last among them."""
+    if len(x) <= points:
+        return x, y
+    kept = np.unique(np.linspace(0, len(x) - 1, points).round().astype(np.int64))
+    return x[kept], y[kept]
+
+
+def averaged(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats]:
+    """At most `points` means of neighbours, each at the last of its x; what is not finite is left
+    out of its mean."""
+    if len(x) <= points:
+        return x, y
+    starts = np.linspace(0, len(x), points, endpoint=False).astype(np.int64)
+    known = np.isfinite(y)
+    counts = np.add.reduceat(known.astype(np.float64), starts)
+    sums = np.add.reduceat(np.where(known, y, 0.0), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = sums / counts
+    return x[np.append(starts[1:], len(x)) - 1], means
+
+
+def _range(lines: Sequence[Line], axes: Axes) -> tuple[float, float]:
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    low, high = float(values.min()), float(values.max())
+    if axes.zero and low > 0:
+        low = 0.0
+    high = min(high + 0.04 * (high - low), axes.top)
+    low = max(low, axes.bottom)
+    if not (math.isfinite(high - low) and high > low):
+        low, high = (low, low + 1.0) if abs(low) < 1e9 else (0.0, 1.0)
+    return low, high
+
+
+def _frame(end: float, low: float, high: float, axes: Axes) -> list[str]:
+    parts = [_y_axis(low, high)]
+    parts += [
+        _text(LEFT + WIDTH * value / end, HEIGHT + 15, axes.format_x(value), "middle")
+        for value in ticks(0.0, end)
+    ]
+    return [*parts, _text(LEFT, HEIGHT + 30, axes.title, "start")]
+
+
+def _y_axis(low: float, high: float) -> str:
+    right = LEFT + WIDTH
+    parts = [f'<path class="axis" d="M{LEFT:.0f} 0V{HEIGHT:.0f}H{right:.0f}"/>']
+    for value in ticks(low, high):
+        y = HEIGHT * (1 - (value - low) / (high - low))
+        parts.append(_text(LEFT - 6, y + 4, _value_text(value), "end"))
+        parts.append(f'<path class="grid" d="M{LEFT:.0f} {y:.1f}H{right:.0f}"/>')
+    return "".join(parts)
+
+
+def _value_text(value: float) -> str:
+    return format_count(value) if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _path(x: Floats, y: Floats) -> str:
+    """Lines between neighbours that are both finite; x and y in 0 to 1."""
+    pieces, pen = [], False
+    for a, b in zip(x.tolist(), y.tolist(), strict=True):
+        if not (math.isfinite(a) and math.isfinite(b)):
+            pen = False
+            continue
+        pieces.append(f"{'L' if pen else 'M'}{LEFT + WIDTH * a:.1f} {HEIGHT * (1 - b):.1f}")
+        if not pen:
+            pieces.append("h0")  # a point alone is seen as well, with round caps
+        pen = True
+    return "".join(pieces)

@@ -1,0 +1,44 @@
+"""package.module:function, imported and called because the user names it."""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from dovetail.errors import ModelError
+
+
+def names_function(text: str) -> bool:
+    """Has the text the form package.module:function?"""
+    package, colon, function = text.partition(":")
+    return (
+        bool(colon)
+        and function.isidentifier()
+        and all(part.isidentifier() for part in package.split("."))
+    )
+
+
+def call_function(text: str) -> Any:
+    """What the function returns. The current folder is put in front of `sys.path`, where it is not
+    in it.
+
+    Raises `ModelError` where it cannot be imported; what the function itself raises, but for an
+    `ImportError`, passes.
+    """
+    package, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` does; an installed script has only its own
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(package), name, None)
+    except ImportError as error:
+        raise ModelError(text, f"cannot import {package}: {error}{_keras()}") from error
+    if not callable(function):
+        raise ModelError(text, f"{package} has no function {name}")
+    try:
+        return function()
+    except ImportError as error:
+        raise ModelError(text, f"cannot import what it needs: {error}{_keras()}") from error
+
+
+def _keras() -> str:
+    return "; a Keras model needs KERAS_BACKEND=torch" if "keras" in sys.modules else ""

@@ -1,0 +1,355 @@
+"""Which rule, how many workers and which window suit a model here: measured, then simulated.
+
+    measure    a few real steps of one worker on the backend: step and transfer times
+    candidates rules x workers x windows, the windows by how dear a transfer is
+    simulate   each of them with the user's own model on part of its data, in virtual time that is
+               drawn from the measured steps
+    choose     the first to a loss that half of those that do not diverge reach
+
+Given the measured times the advice is deterministic: the budget buys a number of steps. Where it
+buys too few, rules are judged by what is known of their stability, and their speed is computed.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dovetail.errors import DivergedError
+from dovetail.training.backends import load_backend
+from dovetail.training.backends.contract import Assignment, Watcher
+from dovetail.training.divergence import SUMS, diverging, remedy
+from dovetail.training.history import History
+from dovetail.training.measuring import Measured
+from dovetail.training.records import Outcome, Vector
+from dovetail.training.rules import make_rule
+from dovetail.training.rules.contract import Rule
+
+MEASURING_SHARE = 0.25
+"""Of the budget, at most."""
+WINDOWS = (4, 10, 40)
+DEAR = 0.1
+"""A window is long enough when a transfer takes no more than this share of its computation."""
+FEWEST_STEPS = 150
+"""Of a simulated run, for its losses to tell rules apart."""
+EVALUATIONS, EVALUATED_BATCHES = 10, 6
+EVENT_SECONDS, VECTOR_PASSES, PASSED_BYTES_PER_SECOND = 5e-4, 6, 4e9
+"""Of a simulated commit: what handling it costs, roughly, so that a budget is kept."""
+EVEN = 0.02
+"""Times closer than this are equal: then fewer workers, and the rule that stands first."""
+STABLE_MEANS = 20
+"""Workers whose windows' means AGN may add: at 40 it loses 28 points on digits."""
+SERVER_SHARE = 1 / 3
+"""Of a transfer is taken to be the server's own work, which workers queue for."""
+RULES = ("sync", "downpour", "agn", "adag-agn", "dynsgd", "aeasgd", "averaging")
+"""Candidates, the simpler first."""
+STABLE_UPDATES = 20
+"""n x lambda updates from one point that rules which add them bear, for lambda > 1: DOWNPOUR loses
+nothing on digits at 2 workers and windows of 10, 9 points at 10 workers, and all at 20. A short
+simulated run does not always show it."""
+
+Progress = Callable[[str, float], None]
+"""progress(what is being done, fraction of it)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train."""
+
+    rule: str
+    workers: int
+    window: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found of a candidate; nan where it was not.
+
+    loss         the best of the center, on a part of the data
+    seconds      to the common level, in virtual time
+    diverged     what was seen; "" if it did not
+    limit        why it is known not to be stable, whatever was seen; "" if it is
+    """
+
+    candidate: Candidate
+    samples_per_second: float
+    loss: float = math.nan
+    seconds: float = math.nan
+    staleness: float = math.nan
+    diverged: str = ""
+    limit: str = ""
+
+    @property
+    def stable(self) -> bool:
+        """As far as is known."""
+        return not (self.diverged or self.limit)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to use, and why. `level`: the loss that `seconds` count to; nan if none was simulated.
+
+    `steps`: of each simulated run; 0: there was no time for any.
+    """
+
+    measured: Measured
+    chosen: Candidate
+    evidence: tuple[Evidence, ...]
+    level: float
+    steps: int
+    why: str
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A simulated run: losses [evaluations] of the center at virtual seconds."""
+
+    candidate: Candidate
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    outcome: Outcome | None
+    diverged: str
+
+    @property
+    def best(self) -> float:
+        known = [loss for loss in self.losses if math.isfinite(loss)]
+        return min(known, default=math.nan)
+
+    def seconds_to(self, level: float) -> float:
+        """When the loss fell to the level, linear between evaluations; nan: never."""
+        for i, loss in enumerate(self.losses):
+            if loss <= level:
+                if i == 0:
+                    return self.seconds[0]
+                share = (self.losses[i - 1] - level) / (self.losses[i - 1] - loss)
+                return self.seconds[i - 1] + share * (self.seconds[i] - self.seconds[i - 1])
+        return math.nan
+
+
+def silent(_doing: str, _fraction: float) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def suggest(
+    assignment: Assignment,
+    measured: Measured,
+    *,
+    rules: Sequence[Rule] | None = None,
+    evaluate: Callable[[Vector], float] | None = None,
+    budget_seconds: float = 60.0,
+    progress: Progress = silent,
+) -> Advice:
+    """Advice for a job: its `workers` are the most to use.
+
+    rules      candidates, bound; `RULES` at their defaults otherwise
+    evaluate   the loss of a center; otherwise that of some batches of the job's own data
+    """
+    job = assignment.job
+    known = {rule.name: rule for rule in rules or map(make_rule, RULES)}
+    window, vector_bytes = window_of(measured), assignment.theta.nbytes
+    found = candidates(tuple(known), job.workers, window)
+    steps = affordable_steps(measured, len(found), budget_seconds, vector_bytes)
+    if steps < FEWEST_STEPS:  # the same rules, but all with as many workers
+        fewer = candidates(tuple(known), job.workers, window, halves=False)
+        fewer_steps = affordable_steps(measured, len(fewer), budget_seconds, vector_bytes)
+        found, steps = (fewer, fewer_steps) if fewer_steps >= FEWEST_STEPS else (found, 0)
+    if job.samples is None or not steps:
+        return _by_what_is_known(measured, found, job.batch)
+    loss_of = evaluate or _center_loss(assignment)
+    tried = []
+    for i, candidate in enumerate(found):
+        progress(f"simulating {describe(candidate)}", i / len(found))
+        part = _part(assignment, known[candidate.rule], candidate, steps)
+        tried.append(_simulate(part, candidate, measured, loss_of))
+    return _judged(measured, tried, steps)
+
+
+def window_of(measured: Measured) -> int:
+    """The shortest of `WINDOWS` whose computation makes a transfer cheap, else the longest."""
+    for window in WINDOWS:
+        if measured.transfer_seconds <= DEAR * window * measured.mean_seconds:
+            return window
+    return WINDOWS[-1]
+
+
+def candidates(
+    rules: Iterable[str], workers: int, window: int, halves: bool = True
+) -> list[Candidate]:
+    """One worker alone; then each rule with all workers, and with half of them, at windows of 1 and
+    of `window` where the rule's meaning differs."""
+    counts = sorted({workers, max(workers // 2, 1) if halves else workers} - {1})
+    found = [Candidate("sync", 1, 1)]
+    for rule in rules:
+        windows = {"sync": (1,), "downpour": (1, window), "adag-agn": (1, window)}
+        found += [
+            Candidate(rule, count, steps)
+            for count in counts
+            for steps in windows.get(rule, (window,))
+        ]
+    return found
+
+
+def affordable_steps(
+    measured: Measured, runs: int, budget_seconds: float, vector_bytes: int
+) -> int:
+    """Local steps of each of so many simulated runs, all their workers together: a simulated step
+    takes the real one's computation, and the event's and the vector's handling."""
+    handling_seconds = EVENT_SECONDS + VECTOR_PASSES * vector_bytes / PASSED_BYTES_PER_SECOND
+    step_seconds = measured.mean_seconds + handling_seconds
+    evaluating = EVALUATIONS * EVALUATED_BATCHES
+    return max(0, int(budget_seconds / (runs * step_seconds)) - evaluating)
+
+
+def describe(candidate: Candidate) -> str:
+    """ "agn, 4 workers, window 10"."""
+    plural = "s" * (candidate.workers > 1)
+    return f"{candidate.rule}, {candidate.workers} worker{plural}, window {candidate.window}"
+
+
+def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
+    """Mean loss over some batches, spread over the data."""
+    learner, job = assignment.learner(0), assignment.job
+    assert job.samples is not None
+    count = min(job.samples, EVALUATED_BATCHES * job.batch)
+    spread = np.unique(np.linspace(0, job.samples - 1, count).round().astype(np.int64))
+    batches = np.array_split(spread, max(1, len(spread) // job.batch))
+
+    def loss_of(theta: Vector) -> float:
+        found = [learner.gradient(theta.copy(), batch, 0) for batch in batches]
+        return sum(g.loss * g.samples for g in found) / sum(g.samples for g in found)
+
+    return loss_of
+
+
+def _part(assignment: Assignment, rule: Rule, candidate: Candidate, steps: int) -> Assignment:
+    """The candidate's run on so many steps' samples: part of an epoch, or some whole ones."""
+    job = assignment.job
+    assert job.samples is not None
+    wanted = steps * job.batch
+    part = replace(
+        job,
+        run="advice",
+        samples=min(job.samples, wanted),
+        epochs=max(1, round(wanted / job.samples)),
+        workers=candidate.workers,
+        window=candidate.window,
+    )
+    return replace(assignment, job=part, rule=rule, storage=None, order=None)
+
+
+def _simulate(
+    part: Assignment, candidate: Candidate, measured: Measured, loss_of: Callable[[Vector], float]
+) -> _Tried:
+    apply_seconds = SERVER_SHARE * measured.transfer_seconds
+    world: dict[str, Any] = {
+        "times": measured.times(candidate.workers),
+        "latency_seconds": (measured.transfer_seconds - apply_seconds) / 2,  # there, and back
+        "apply_seconds": apply_seconds,
+    }
+    seconds, losses = [0.0], [loss_of(part.theta)]
+
+    def evaluate(theta: Vector, _clock: int, _samples: int, now: float) -> dict[str, float]:
+        seconds.append(now)
+        losses.append(loss_of(theta))
+        return {"loss": losses[-1]}
+
+    def hopeless(_figures: list[dict[str, float]]) -> bool:
+        return not math.isfinite(losses[-1])
+
+    assert part.job.samples is not None
+    every = max(1, part.job.samples * part.job.epochs // EVALUATIONS)
+    watcher = Watcher(every_samples=every, evaluate=evaluate, should_stop=hopeless)
+    outcome, diverged = None, ""
+    try:
+        outcome = load_backend("simulated", **world)(part, watcher)
+        seen = diverging(outcome.rows, candidate.workers)
+        diverged = "" if seen is None else seen.detail
+    except DivergedError as error:
+        diverged = error.detail
+    if not diverged and not math.isfinite(losses[-1]):
+        diverged = f"the loss is {losses[-1]}"
+    return _Tried(candidate, tuple(seconds), tuple(losses), outcome, diverged)
+
+
+def _judged(measured: Measured, tried: Sequence[_Tried], steps: int) -> Advice:
+    """The first to the level; where all diverge, the one whose loss was least."""
+    stable = [
+        one
+        for one in tried
+        if not (one.diverged or _known_limit(one.candidate)) and math.isfinite(one.best)
+    ]
+    level = float(np.median([one.best for one in stable])) if stable else math.nan
+    evidence = tuple(_evidence(one, level) for one in tried)
+    reached = [e for e in evidence if e.stable and math.isfinite(e.seconds)]
+    if not reached:
+        least = min(evidence, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf)
+        chosen = least.candidate
+        return Advice(measured, chosen, evidence, level, steps, "all diverged: "
+                      + remedy(chosen.rule, chosen.window, chosen.workers))  # fmt: skip
+    fastest = min(e.seconds for e in reached)
+    even = [e for e in reached if e.seconds <= (1 + EVEN) * fastest]
+    chosen = min(even, key=lambda e: e.candidate.workers).candidate  # the first of equals
+    alone = next(e for e in evidence if e.candidate.workers == 1)
+    why = f"the first to a loss of {level:.4g}, which half of the stable candidates reach"
+    if chosen.workers > 1 and math.isfinite(alone.seconds):
+        why += f"; {alone.seconds / fastest:.2g} times as fast as one worker"
+    return Advice(measured, chosen, evidence, level, steps, why)
+
+
+def _evidence(one: _Tried, level: float) -> Evidence:
+    seconds = math.nan if one.diverged else one.seconds_to(level)
+    rate = staleness = math.nan
+    if one.outcome is not None:
+        history = History(one.outcome)
+        staleness = history.staleness.mean
+        rate = one.outcome.samples / one.outcome.seconds if one.outcome.seconds else math.nan
+    limit = _known_limit(one.candidate)
+    return Evidence(one.candidate, rate, one.best, seconds, staleness, one.diverged, limit)
+
+
+def _by_what_is_known(measured: Measured, found: Sequence[Candidate], batch: int) -> Advice:
+    """The fastest of those that are known to be stable."""
+    evidence = tuple(
+        Evidence(
+            candidate,
+            _samples_per_second(measured, candidate, batch),
+            staleness=0.0 if candidate.rule in ("sync", "averaging") else candidate.workers - 1.0,
+            limit=_known_limit(candidate),
+        )
+        for candidate in found
+    )
+    stable = [e for e in evidence if e.stable]
+    fastest = max(e.samples_per_second for e in stable)
+    even = [e for e in stable if e.samples_per_second >= (1 - EVEN) * fastest]
+    preferred = [e for e in even if e.candidate.rule == "adag-agn"] or even
+    chosen = min(preferred, key=lambda e: e.candidate.workers).candidate
+    why = (
+        "the most samples a second of the rules that are known to be stable there; a step takes "
+        "too long to simulate any within the budget"
+    )
+    return Advice(measured, chosen, evidence, math.nan, 0, why)
+
+
+def _known_limit(candidate: Candidate) -> str:
+    """Why a candidate is known not to be stable; "" where it is."""
+    updates = candidate.workers * candidate.window
+    if candidate.rule in SUMS and candidate.window > 1 and updates > STABLE_UPDATES:
+        return f"{candidate.workers} x {candidate.window} updates are added from one point"
+    if candidate.rule == "agn" and candidate.workers > STABLE_MEANS:
+        return f"{candidate.workers} windows are added from one point"
+    return ""
+
+
+def _samples_per_second(measured: Measured, candidate: Candidate, batch: int) -> float:
+    """Workers that gather wait for the slowest, drawn from the measured steps; the server takes one
+    commit after the other."""
+    times = measured.times(candidate.workers)
+    rng = np.random.default_rng(0)
+    drawn = times.draw(rng, (200, candidate.workers, candidate.window)).sum(axis=2)
+    waits = candidate.rule in ("sync", "averaging")
+    window_seconds = float((drawn.max(axis=1) if waits else drawn.mean(axis=1)).mean())
+    busy_seconds = candidate.workers * measured.transfer_seconds * SERVER_SHARE
+    samples = candidate.workers * candidate.window * batch
+    return samples / max(window_seconds + measured.transfer_seconds, busy_seconds)

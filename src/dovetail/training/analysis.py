@@ -1,0 +1,165 @@
+"""What asynchrony did to a run: staleness, implicit momentum, temporal efficiency.
+
+    staleness     of the rows of a run: mean, median, 95th percentile, largest; per worker
+    momentum      implicit: what stale gradients add to a plain descent, measured on a quadratic
+    efficiency    E(a, b) = integral of a's accuracy over that of b, up to the shorter time
+
+Papers: I. Mitliagkas, C. Zhang, S. Hadjis, C. Re, "Asynchrony begets Momentum, with an Application
+to Deep Learning", 2016, https://arxiv.org/abs/1605.09774, the queuing model: with memoryless step
+times E[x_{t+1} - x_t] = mu E[x_t - x_{t-1}] - c E[gradient(x_t)], mu = 1 - 1/n.
+J. Hermans, "On Scalable Deep Learning and Parallelizing Gradient Descent", Maastricht University
+2017, https://arxiv.org/abs/1710.06408, chapter 4, its experiments (temporal efficiency).
+Differences: expectations are means over replicas that run the same descent under schedules of
+their own; mu and c are then fitted to the mean trajectory by least squares.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.training.records import Evaluation, Row
+from dovetail.training.step_times import StepTimes
+
+Floats = NDArray[np.float64]
+ROUNDS = 8  # steps of each worker before the descent begins
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Of `commits` commits: mean, median, 95th percentile, largest. nan where there are none."""
+
+    commits: int
+    mean: float
+    p50: float
+    p95: float
+    max: float
+
+
+@dataclass(frozen=True)
+class ImplicitMomentum:
+    """mu of a descent on x*x/2, over `replicas` schedules of `steps` commits each.
+
+    momentum       the fitted mu
+    theory         1 - 1/n
+    mean_staleness of the descent's commits
+    trajectory     [steps + 1] the mean of x
+    """
+
+    workers: int
+    momentum: float
+    theory: float
+    mean_staleness: float
+    trajectory: Floats
+
+
+def staleness(rows: Sequence[Row], workers: int) -> tuple[Staleness, dict[int, Staleness]]:
+    """Of all workers together and of each, the first `workers` commits left out: those start
+    together from the same center, and are no fresher for being few."""
+    counted = rows[workers:]
+    of_worker: dict[int, list[int]] = {}
+    for row in counted:
+        of_worker.setdefault(row.worker, []).append(row.staleness)
+    return (
+        _staleness([row.staleness for row in counted]),
+        {worker: _staleness(values) for worker, values in sorted(of_worker.items())},
+    )
+
+
+def _staleness(values: Sequence[int]) -> Staleness:
+    if not values:
+        return Staleness(0, *[float("nan")] * 4)
+    p50, p95 = np.percentile(values, (50, 95)).tolist()
+    return Staleness(len(values), float(np.mean(values)), p50, p95, float(max(values)))
+
+
+def implicit_momentum(
+    workers: int,
+    times: StepTimes,
+    *,
+    replicas: int = 4000,
+    steps: int = 80,
+    rate: float = 0.02,
+    seed: int = 0,
+) -> ImplicitMomentum:
+    """Measure it, for `workers` equal workers whose steps take such times.
+
+    Each replica is the schedule of `backends.simulated` without its transfers: a commit is applied
+    when its worker's step ends, and the worker goes on from what it then pulls; ties fall to the
+    lower index. Workers begin at random moments and make `ROUNDS` steps each before the descent
+    begins, from 1 in all replicas. Cost: O((steps + ROUNDS workers) x replicas x workers),
+    vectorised over replicas.
+    """
+    rng = np.random.default_rng((seed, workers))
+    every = np.arange(replicas)
+    ends = times.draw(rng, (replicas, workers))  # of each worker's present step
+    ends += rng.uniform(0.0, times.mean_seconds, ends.shape)
+    base = np.ones((replicas, workers))  # what it pulled
+    pulled = np.full((replicas, workers), -ROUNDS * workers)  # the clock then
+    x = np.ones(replicas)
+    trajectory, stale = np.ones(steps + 1), []
+    for clock in range(-ROUNDS * workers, steps):
+        who = np.argmin(ends, axis=1)
+        if clock >= 0:
+            stale.append(float(np.mean(clock - pulled[every, who])))
+            x = x - rate * base[every, who]
+            trajectory[clock + 1] = x.mean()
+        base[every, who] = x
+        pulled[every, who] = clock + 1
+        ends[every, who] += times.draw(rng, replicas)
+    momentum, _ = fit_momentum(trajectory)
+    return ImplicitMomentum(
+        workers,
+        momentum,
+        1 - 1 / workers,
+        float(np.mean(stale)),
+        trajectory,
+    )
+
+
+def fit_momentum(trajectory: Floats) -> tuple[float, float]:
+    """(mu, c) of x_{t+1} - x_t = mu (x_t - x_{t-1}) - c x_t, by least squares over [steps] x.
+
+    What plain descent explains as well (a geometric sequence) has mu 0.
+    """
+    change = np.diff(trajectory)
+    unknowns = np.stack([change[:-1], -trajectory[1:-1]], axis=1)
+    found, _, rank, _ = np.linalg.lstsq(unknowns, change[1:], rcond=1e-10)
+    if rank < 2:
+        return 0.0, float(np.linalg.lstsq(unknowns[:, 1:], change[1:])[0][0])
+    mu, c = found.tolist()
+    return mu, c
+
+
+def temporal_efficiency(
+    a_seconds: Sequence[float],
+    a_accuracy: Sequence[float],
+    b_seconds: Sequence[float],
+    b_accuracy: Sequence[float],
+) -> float:
+    """E(a, b): above 1, a is the better use of the time. Infinite where b learned nothing.
+
+    Accuracy is taken to be linear between evaluations, and from 0 at time 0 to the first one.
+    """
+    end = min(a_seconds[-1], b_seconds[-1])
+    of_a, of_b = _integral(a_seconds, a_accuracy, end), _integral(b_seconds, b_accuracy, end)
+    return of_a / of_b if of_b else float("inf")
+
+
+def _integral(seconds: Sequence[float], values: Sequence[float], end: float) -> float:
+    x = np.concatenate([[0.0], np.asarray(seconds, np.float64)])
+    y = np.concatenate([[0.0], np.asarray(values, np.float64)])
+    inside = x < end
+    x, y = np.append(x[inside], end), np.append(y[inside], np.interp(end, x, y))
+    return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2))
+
+
+def seconds_to(
+    evaluations: Iterable[Evaluation], target: float, figure: str = "accuracy"
+) -> float | None:
+    """When a figure was first seen at `target` or above; None: never."""
+    for evaluation in evaluations:
+        if evaluation.figures[figure] >= target:
+            return evaluation.seconds
+    return None

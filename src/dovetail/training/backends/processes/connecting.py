@@ -1,0 +1,138 @@
+"""A worker process: its learner, its link to the server, and the loop between them.
+
+A link may break at any time, with its server: the worker waits for another one, joins again, and
+says its last turn again. The server tells by the numbers what it has heard already.
+"""
+
+import socket
+import time
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.runtime.channels import Channel
+from dovetail.runtime.shared import Block
+from dovetail.training.backends.processes import frames
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
+from dovetail.training.backends.processes.messages import Connect, Finished, WorkerPlan
+from dovetail.training.backends.processes.parcels import unpack
+from dovetail.training.checks import check, copy_and_check
+from dovetail.training.liveness import on_alive
+from dovetail.training.rules import make_rule
+from dovetail.training.wire import make_wire
+from dovetail.training.worker import Ask, Stepped, Told, Work, work
+
+
+def serve(channel: Channel) -> None:
+    """Work until no sample is left; end when the supervisor closes the channel."""
+    plan: WorkerPlan = channel.receive()
+    memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
+    center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
+    make = unpack(plan.learner, channel.receive_descriptor())
+    rule = make_rule(plan.rule, **plan.options)
+    beat = partial(_beat, memory.beat)
+    on_alive(beat)
+    learner = make(plan.worker)
+    copy_and_check(memory.inbox, memory.outbox)  # compiled before anyone waits for it
+    link = Link(channel, plan, memory, center if rule.lock_free else None)
+    sequence = link.join()
+    steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
+    _drive(steps, link, memory.beat)
+    link.leave()
+    channel.send(Finished(plan.worker))
+    channel.receive()  # until the other end is closed
+
+
+def _beat(beat: NDArray[np.int64]) -> None:
+    beat[0] += 1
+
+
+def _drive(steps: Work, link: "Link", beat: NDArray[np.int64]) -> None:
+    told: Told | None = None
+    try:
+        while True:
+            event = steps.send(told)
+            told = None
+            if isinstance(event, Stepped):
+                _beat(beat)
+            else:
+                told = link.ask(event)
+    except StopIteration:
+        return
+
+
+class Link:
+    """The worker's end: `ask` blocks until the server has answered, whichever server that is."""
+
+    def __init__(
+        self, channel: Channel, plan: WorkerPlan, memory: WorkerMemory, live: CenterMemory | None
+    ) -> None:
+        self._channel, self._plan, self._memory, self._live = channel, plan, memory, live
+        self._socket: socket.socket | None = None
+        self._origin = 0.0
+        self._replaces = plan.life > 0
+        self._wire = make_wire(plan.wire, plan.job.size, plan.job.dtype)
+        size_bytes = 0 if plan.wire == "none" else self._wire.size_bytes
+        self._octets = np.empty(size_bytes, np.uint8)
+
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.perf_counter() - self._origin
+
+    def join(self) -> int:
+        """Connect; the number of the last commit that the server has applied."""
+        while True:
+            connect: Connect = self._channel.receive()
+            end = self._channel.receive_descriptor()
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = socket.socket(fileno=end)
+            self._origin = connect.origin
+            packet = self._exchange(frames.pack(frames.Kind.JOIN, {"replaces": self._replaces}))
+            understood = frames.unpack(packet)
+            if understood is not None:
+                self._replaces = False
+                return int(understood[1]["sequence"])
+
+    def ask(self, ask: Ask) -> Told:
+        packet = frames.pack_turn(ask.turn, self._post(ask))
+        while True:
+            understood = frames.unpack(self._exchange(packet))
+            if understood is not None:
+                break
+            self.join()
+        reply = frames.reply_of(understood[1])
+        return Told(reply, self._center() if ask.turn.pull else None)
+
+    def leave(self) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send(frames.pack(frames.Kind.LEAVE, {}))
+        except ConnectionError:
+            return  # a server that comes back is told by the supervisor
+
+    def _post(self, ask: Ask) -> frames.Payload | None:
+        """Put the vector where the server finds it."""
+        if ask.vector is None or ask.turn.commit is None:
+            return None
+        inbox = self._memory.inbox
+        if self._plan.wire == "none":
+            found = copy_and_check(inbox, ask.vector)
+        else:  # nothing need be smaller here, but the numbers are those of other backends
+            self._wire.encode(ask.vector, self._octets)
+            self._wire.decode(self._octets, inbox)
+            found = check(inbox)
+        return frames.Payload(ask.vector.size, ask.vector.dtype.name, found.checksum)
+
+    def _center(self) -> NDArray[np.floating]:
+        return self._memory.outbox if self._live is None else self._live.live
+
+    def _exchange(self, packet: bytes) -> bytes:
+        """The answer; empty if the link broke."""
+        assert self._socket is not None
+        try:
+            self._socket.send(packet)
+            return self._socket.recv(frames.PACKET_BYTES)
+        except ConnectionError:
+            return b""

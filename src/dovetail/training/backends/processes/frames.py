@@ -1,0 +1,123 @@
+"""What travels on the link between a worker and the server: packets of a fixed format.
+
+    magic 4 │ kind 1 │ checksum 4 of kind and JSON │ JSON
+
+Vectors travel beside it, in the worker's block. The link is a pair of Unix sockets that keep
+packets whole, and nothing on it is ever unpickled: whatever arrives is checked field by field.
+"""
+
+import json
+import struct
+import zlib
+from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from dovetail.training.records import Commit, Lease, Refusal, Reply, Turn, Verdict
+
+PACKET_BYTES = 1 << 16
+_HEAD = struct.Struct("<4sBI")
+_MAGIC = b"DVT1"
+_ACCEPTED: dict[object, tuple[type, ...]] = {
+    int: (int,),
+    float: (float, int),
+    str: (str,),
+    bool: (bool,),
+}
+Record = TypeVar("Record")
+
+
+class Kind(IntEnum):
+    JOIN = 1  # worker: here I am, or again; answered by JOINED
+    JOINED = 2
+    TURN = 3  # answered by REPLY
+    REPLY = 4
+    LEAVE = 5  # worker: I am done; not answered
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The vector that lies in the worker's inbox: what it should be, and its checksum."""
+
+    elements: int
+    dtype: str
+    checksum: int
+
+
+def pack(kind: Kind, content: dict[str, Any]) -> bytes:
+    """A packet."""
+    # numpy's numbers become Python's; nan and infinity keep their JavaScript names.
+    body = json.dumps(content, separators=(",", ":"), default=lambda value: value.item()).encode()
+    return _HEAD.pack(_MAGIC, kind, zlib.crc32(body, kind)) + body
+
+
+def unpack(packet: bytes) -> tuple[Kind, dict[str, Any]] | None:
+    """Kind and content; None if it is none of ours, or was changed on its way."""
+    if len(packet) < _HEAD.size:
+        return None
+    magic, kind, checksum = _HEAD.unpack_from(packet)
+    body = packet[_HEAD.size :]
+    if magic != _MAGIC or kind not in set(Kind) or zlib.crc32(body, kind) != checksum:
+        return None
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return None
+    return (Kind(kind), content) if isinstance(content, dict) else None
+
+
+def pack_turn(turn: Turn, payload: Payload | None) -> bytes:
+    carried = None if payload is None else asdict(payload)
+    return pack(Kind.TURN, {"turn": asdict(turn), "payload": carried})
+
+
+def turn_of(content: dict[str, Any]) -> tuple[Turn, Payload | None] | None:
+    """The turn and what is said of its vector; None where a field is missing or wrong."""
+    said, carried = content.get("turn"), content.get("payload")
+    if not isinstance(said, dict):
+        return None
+    commit = _record(Commit, said.get("commit"))
+    payload = _record(Payload, carried)
+    if (commit is None) != (said.get("commit") is None) or (payload is None) != (carried is None):
+        return None
+    flags = _record(_Flags, {name: said.get(name) for name in ("worker", "lease", "pull")})
+    if flags is None:
+        return None
+    return Turn(flags.worker, commit, flags.lease, flags.pull), payload
+
+
+@dataclass(frozen=True)
+class _Flags:
+    worker: int
+    lease: bool
+    pull: bool
+
+
+def pack_reply(reply: Reply) -> bytes:
+    return pack(Kind.REPLY, asdict(reply))
+
+
+def reply_of(content: dict[str, Any]) -> Reply:
+    """The server's reply. The worker trusts it: it is the same program's."""
+    lease, verdict, refusal = content["lease"], content["verdict"], content["refusal"]
+    return Reply(
+        verdict=None if verdict is None else Verdict(verdict),
+        refusal=None if refusal is None else Refusal(refusal),
+        lease=None if lease is None else Lease(**lease),
+        done=content["done"],
+        clock=content["clock"],
+        samples=content["samples"],
+        stop=content["stop"],
+    )
+
+
+def _record(kind: type[Record], content: object) -> Record | None:
+    """The frozen record of plain fields that `content` spells out; None if it does not."""
+    if not isinstance(content, dict):
+        return None
+    expected = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    if content.keys() != expected.keys():
+        return None
+    if any(type(content[name]) not in _ACCEPTED[kind] for name, kind in expected.items()):
+        return None
+    return kind(**content)

@@ -1,0 +1,202 @@
+"""A shard of the center as an actor, where the vector is spread over several.
+
+    worker ── stage(key, piece) ──► check, journal                    the center is as it was
+    ledger ── execute(n, steps) ──► journal, apply staged pieces      in the ledger's order
+    worker ── fetch(n) ◄── what step n copied for it
+
+The ledger numbers its steps, and every shard does them in that order, each once: so at each number
+all shards are of one version. A shard that Ray starts again rebuilds itself from its own snapshot
+and log; what it missed the ledger sends again, and what it has done it passes over.
+"""
+
+import time
+import uuid
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import TrainingError, UsageError
+from dovetail.training.backends.ray.messages import Done, Looked, Numbered, ServerPlan
+from dovetail.training.center import Center
+from dovetail.training.checks import checksum
+from dovetail.training.journal import Journal, nothing
+from dovetail.training.payloads import examine
+from dovetail.training.records import Refusal, Vector
+from dovetail.training.rules import make_rule
+from dovetail.training.rules.contract import Rule
+from dovetail.training.steps import Apply, Combine, Forget, Read
+from dovetail.training.wire import make_wire
+
+LOCK_SECONDS = 30.0
+"""How long a new life waits for its former one to let go of the folder."""
+KEPT = 2
+"""Pieces of a worker's that are kept: one that was thought dead may send another meanwhile."""
+_KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
+    "Apply": Apply,
+    "Read": Read,
+    "Forget": Forget,
+}
+
+
+class Shard:
+    """The actor. One thread: the calls of one caller are done in their order."""
+
+    def __init__(self, plan: ServerPlan, theta: Vector | list[Any], index: int) -> None:
+        import ray
+
+        self._again: bool = ray.get_runtime_context().was_current_actor_reconstructed
+        start, stop = cuts(plan.job.size, plan.shards)[index]
+        self._job = replace(plan.job, size=stop - start)
+        self._wire = None
+        if plan.wire != "none":
+            self._wire = make_wire(plan.wire, self._job.size, plan.job.dtype)
+        rule = make_rule(plan.rule, **plan.options)
+        self._center = Center(np.array(start_of(theta)[start:stop]), rule)
+        self._pieces: dict[str, tuple[int, Vector]] = {}  # by key, with their workers
+        self._pulls: dict[int, tuple[int, Vector]] = {}  # by worker, with their numbers
+        self._life = uuid.uuid4().hex
+        self._number = 0  # of the last steps that were done
+        folder = plan.storage.folder / f"shard-{index}"
+        self._storage = replace(plan.storage, folder=folder)
+        self._journal = self._open(rule)
+        self._rebuild()
+
+    def _open(self, rule: Rule) -> Journal:
+        resumes, until = self._again or self._storage.resume, time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return Journal(self._storage, self._job, rule, nothing, resume=resumes)
+            except UsageError:
+                if not self._again or time.monotonic() > until:
+                    raise
+                time.sleep(0.1)  # its former life has not ended yet
+
+    def _rebuild(self) -> None:
+        found = self._journal.load()
+        if found is None:
+            self.snapshot()
+            return
+        state, vectors = found
+        for key, worker in state["pieces"]:
+            self._pieces[key] = worker, vectors.pop(f"piece {key}")
+        self._center.restore(vectors, state["counts"])
+        self._number = state["number"]
+        for record in self._journal.records():
+            header = record.header
+            if record.vector is None:
+                steps = tuple((kind, fields) for kind, fields in header["steps"])
+                self._do(Numbered(header["number"], steps, header["keys"]))
+            else:
+                self._keep(header["key"], header["worker"], record.vector)
+
+    # Workers'
+
+    def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> Looked:
+        """Look at a piece of a commit, and keep it under its key until a step applies it.
+        `expected`: the checksum of what was sent."""
+        if self._wire is not None and checksum(sent) != expected:
+            return Looked(Refusal.CHECKSUM)
+        vector = sent
+        if self._wire is not None:
+            vector = np.empty(self._job.size, self._job.dtype)
+            if not self._wire.decode(sent, vector):
+                return Looked(Refusal.SHAPE)
+        payload = examine(self._center, vector, expected if self._wire is None else None)
+        if payload.found is None:
+            return Looked(payload.refusal)
+        self._journal.append({"worker": worker, "key": key}, vector, payload.found.checksum)
+        self._keep(key, worker, vector)
+        return Looked(None, payload.found.squares)
+
+    def _keep(self, key: str, worker: int, vector: Vector) -> None:
+        self._pieces.pop(key, None)
+        self._pieces[key] = worker, vector
+        mine = [each for each, (owner, _) in self._pieces.items() if owner == worker]
+        for old in mine[:-KEPT]:
+            del self._pieces[old]
+
+    def fetch(self, worker: int, number: int) -> Vector | None:
+        """What was copied for the worker by the steps of that number; None if it is not here."""
+        pulled = self._pulls.get(worker)
+        return pulled[1] if pulled is not None and pulled[0] == number else None
+
+    # The ledger's
+
+    def execute(self, numbered: Numbered) -> Done:
+        """Do the steps, if they are the next ones; what was done so far."""
+        if numbered.number == self._number + 1:
+            header = {"number": numbered.number, "steps": numbered.steps, "keys": numbered.keys}
+            self._journal.append(header)
+            self._do(numbered)
+            if self._journal.long:
+                self.snapshot()
+        return self.done()
+
+    def _do(self, numbered: Numbered) -> None:
+        for worker, key in numbered.keys:
+            if key not in self._pieces:
+                raise TrainingError(
+                    f"a shard has lost what worker {worker} committed; give a storage with sync, "
+                    "on a disk that outlives its machine"
+                )
+            self._center.stage(worker, self._pieces.pop(key)[1])
+        steps = [_step(kind, fields) for kind, fields in numbered.steps]
+        pulling = [step.worker for step in steps if isinstance(step, Read)]
+        for worker in pulling:
+            if worker not in self._pulls:
+                self._pulls[worker] = 0, np.empty(self._job.size, self._job.dtype)
+            self._center.attach(worker, None, self._pulls[worker][1])
+        self._center.execute(*steps)
+        self._number = numbered.number
+        for worker in pulling:
+            self._pulls[worker] = numbered.number, self._pulls[worker][1]
+
+    def done(self) -> Done:
+        """What was done so far."""
+        return Done(self._life, self._number)
+
+    def theta(self) -> Vector:
+        """Its part of the center."""
+        return self._center.theta
+
+    def snapshot(self) -> None:
+        """Keep the state, and begin a new log."""
+        pieces = [(key, worker) for key, (worker, _) in self._pieces.items()]
+        state = {"number": self._number, "counts": self._center.counts(), "pieces": pieces}
+        staged = {f"piece {key}": vector for key, (_, vector) in self._pieces.items()}
+        self._journal.snapshot(state, self._center.vectors() | staged)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._journal.close()
+
+
+def cuts(size: int, shards: int) -> list[tuple[int, int]]:
+    """[start, stop) of each shard's elements."""
+    ends = [size * i // shards for i in range(shards + 1)]
+    return list(pairwise(ends))
+
+
+def start_of(theta: Vector | list[Any]) -> Vector:
+    """The vector, if it is not here but behind a reference in a list."""
+    if isinstance(theta, np.ndarray):
+        return theta
+    import ray
+
+    found: Vector = ray.get(theta[0])
+    return found
+
+
+def numbered(number: int, steps: Any, tokens: dict[int, str]) -> Numbered:
+    """Steps as a shard takes them; `tokens`: the key of each staged commit, by worker."""
+    fields = [(type(step).__name__, asdict(step)) for step in steps]
+    return Numbered(number, tuple(fields), tuple(tokens.items()))
+
+
+def _step(kind: str, fields: dict[str, Any]) -> Apply | Combine | Read | Forget:
+    if kind == "Combine":
+        return Combine(tuple(Apply(**each) for each in fields["arrivals"]))
+    return _KINDS[kind](**fields)

@@ -1,0 +1,332 @@
+"""The center variable theta~ and all that belongs to it, in shards; executes the ledger's steps.
+
+    execute(Apply, Read, ...)   ──► shard 0   block, block, ...      each shard is one thread, and
+                                ──► shard 1   block, block, ...      takes the batches in order
+
+Server functions are elementwise, so a batch of steps is done block by block, each block as large as
+fits into a core's cache: what an `Apply` has just written is still there when `Read` copies it. All
+shards do the same batches in the same order, so every pull is of one version, while several commits
+are in flight, each in another shard.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import TrainingError
+from dovetail.training.records import Vector
+from dovetail.training.rules.contract import Arrival, Rule, Slice, new_slots
+from dovetail.training.steps import Apply, Combine, Forget, Read, Step
+
+BLOCK_BYTES = 2**18
+"""Of theta~ in one block. Beside it go what was committed, the rule's slots, and the pull."""
+
+
+@dataclass
+class _Block:
+    """Elements [start, stop) of the vector; `watched`: which of the watched coordinates they are,
+    and where they stand in the block."""
+
+    start: int
+    stop: int
+    part: Slice
+    watched: slice
+    places: NDArray[np.int64]
+
+
+Task = Callable[[_Block], None]
+
+
+class Center:
+    """theta~, the rule's slots and counts, each worker's base, and commits that wait for a round.
+
+    theta      [size] is changed in place, and may lie in shared memory
+    shards     threads that own a part each; 1: the caller's own
+    watched    coordinates [k], ascending, whose values `execute` can copy out at each version
+
+    Everything but the shards' work is done by one thread at a time, the caller's.
+    """
+
+    def __init__(
+        self,
+        theta: Vector,
+        rule: Rule,
+        shards: int = 1,
+        watched: NDArray[np.int64] | None = None,
+    ) -> None:
+        assert theta.ndim == 1
+        assert theta.flags.c_contiguous
+        self._theta = theta
+        self._rule = rule
+        self._slots = new_slots(rule.server_slots, theta)
+        self._inboxes: dict[int, Vector] = {}
+        self._outboxes: dict[int, Vector] = {}
+        self._staged: dict[int, Vector] = {}
+        self._bases: dict[int, Vector] = {}
+        self._watched = np.zeros(0, np.int64) if watched is None else watched
+        blocks = list(self._cut())
+        self._blocks = blocks
+        threads = min(shards, len(blocks))
+        ends = [len(blocks) * i // threads for i in range(threads + 1)]
+        self._work = _Work([blocks[a:b] for a, b in pairwise(ends)])
+
+    def _cut(self) -> Iterator[_Block]:
+        names = self._rule.server_counts
+        size, length = self._theta.size, max(BLOCK_BYTES // self._theta.itemsize, 1)
+        for start in range(0, max(size, 1), length):
+            stop = min(start + length, size)
+            slots = {name: slot[start:stop] for name, slot in self._slots.items()}
+            part = Slice(self._theta[start:stop], slots, dict.fromkeys(names, 0))
+            first, last = np.searchsorted(self._watched, (start, stop)).tolist()
+            watched = slice(first, last)
+            yield _Block(start, stop, part, watched, self._watched[watched] - start)
+
+    def attach(self, worker: int, inbox: Vector | None, outbox: Vector | None) -> None:
+        """Where the worker's commits lie when they are executed, and where its pulls go [size]."""
+        for boxes, box in ((self._inboxes, inbox), (self._outboxes, outbox)):
+            assert box is None or self.fits(box)
+            boxes.pop(worker, None)
+            if box is not None:
+                boxes[worker] = box
+
+    def inbox(self, worker: int) -> Vector | None:
+        """Where the worker's commit lies, if it has a place."""
+        return self._inboxes.get(worker)
+
+    def fits(self, vector: Vector) -> bool:
+        """Whether it is of theta's size and type, and in one piece."""
+        theta = self._theta
+        same = (vector.shape, vector.dtype) == (theta.shape, theta.dtype)
+        return same and vector.flags.c_contiguous
+
+    def stage(self, worker: int, vector: Vector) -> None:
+        """The worker's commit [size], used where it lies and constant until it was applied."""
+        self._staged[worker] = vector
+
+    def unstage(self, worker: int) -> None:
+        """Drop what was staged, but not the worker's base."""
+        self._staged.pop(worker, None)
+
+    def execute(self, *steps: Step, values: Vector | None = None) -> int:
+        """Do the steps, or have the shards do them; a ticket to `wait` for. Answers are not the
+        center's to give. `values`: filled with the watched coordinates [k] as they are then."""
+        tasks = [task for step in steps for task in self._tasks(step)]
+        if values is not None:
+            tasks.append(_watch(values))
+        return self._work.put(tasks)
+
+    def wait(self, ticket: int) -> None:
+        """Block until all shards have done what `execute` gave this ticket for."""
+        self._work.wait(ticket)
+
+    def done(self, ticket: int) -> bool:
+        """Whether they have."""
+        return self._work.done(ticket)
+
+    def flush(self) -> None:
+        """Block until the shards have done everything."""
+        self._work.wait(self._work.tickets)
+
+    @property
+    def tickets(self) -> int:
+        """The last ticket that `execute` gave."""
+        return self._work.tickets
+
+    @property
+    def theta(self) -> Vector:
+        """theta~ [size] itself, after all that was executed; the next step changes it."""
+        self.flush()
+        return self._theta
+
+    def _tasks(self, step: Step) -> Iterator[Task]:
+        match step:
+            case Apply():
+                assert self._rule.apply is not None
+                yield _apply(self._rule.apply, self._arrival(step))
+            case Combine():
+                assert self._rule.combine is not None
+                arrivals = [self._arrival(arrival) for arrival in step.arrivals]
+                yield _combine(self._rule.combine, arrivals)
+            case Read(worker):
+                if worker in self._outboxes:
+                    yield _copy(self._outboxes[worker])
+                if self._rule.needs_base:
+                    if worker not in self._bases:
+                        self._bases[worker] = np.empty_like(self._theta)
+                    yield _copy(self._bases[worker])
+            case Forget(worker):
+                self._staged.pop(worker, None)
+                self._bases.pop(worker, None)
+
+    def _arrival(self, step: Apply) -> Arrival:
+        vector = self._staged.pop(step.worker)
+        base = self._bases[step.worker] if self._rule.needs_base else None
+        return Arrival(
+            vector,
+            step.worker,
+            step.staleness,
+            step.samples,
+            step.steps,
+            step.rate,
+            step.workers,
+            base,
+        )
+
+    def vectors(self) -> dict[str, Vector]:
+        """Every vector of the state by name, after all that was executed; they are the center's."""
+        self.flush()
+        return (
+            {"theta": self._theta}
+            | {f"slot {name}": slot for name, slot in self._slots.items()}
+            | {f"base {worker}": base for worker, base in sorted(self._bases.items())}
+            | {f"staged {worker}": vector for worker, vector in sorted(self._staged.items())}
+        )
+
+    def counts(self) -> dict[str, int]:
+        """The rule's counts, after all that was executed."""
+        self.flush()
+        return dict(self._blocks[0].part.counts)
+
+    def restore(self, vectors: dict[str, Vector], counts: dict[str, int]) -> None:
+        """Take over a state whose `vectors` and `counts` these were; other names are not its own.
+        Copies them."""
+        self.flush()
+        self._bases.clear()
+        self._staged.clear()
+        for name, vector in vectors.items():
+            kind, _, key = name.partition(" ")
+            if kind == "theta":
+                self._theta[:] = vector
+            elif kind == "slot":
+                self._slots[key][:] = vector
+            elif kind in ("base", "staged"):
+                kept = self._bases if kind == "base" else self._staged
+                kept[int(key)] = np.array(vector)
+        for block in self._blocks:
+            block.part.counts.update(counts)
+
+    def close(self) -> None:
+        """Ends the threads, after what they have left to do."""
+        self._work.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _apply(function: Callable[[Slice, Arrival], None], whole: Arrival) -> Task:
+    return lambda block: function(block.part, _part(whole, block))
+
+
+def _combine(function: Callable[[Slice, Any], None], whole: list[Arrival]) -> Task:
+    return lambda block: function(block.part, [_part(arrival, block) for arrival in whole])
+
+
+def _copy(target: Vector) -> Task:
+    return lambda block: np.copyto(target[block.start : block.stop], block.part.theta)
+
+
+def _watch(values: Vector) -> Task:
+    def task(block: _Block) -> None:
+        values[block.watched] = block.part.theta[block.places]
+
+    return task
+
+
+def _part(whole: Arrival, block: _Block) -> Arrival:
+    """A block's part of a commit."""
+    start, stop = block.start, block.stop
+    return Arrival(
+        whole.vector[start:stop],
+        whole.worker,
+        whole.staleness,
+        whole.samples,
+        whole.steps,
+        whole.rate,
+        whole.workers,
+        None if whole.base is None else whole.base[start:stop],
+    )
+
+
+class _Work:
+    """Batches of tasks, done on every block of every shard in the order of `put`."""
+
+    def __init__(self, shards: list[list[_Block]]) -> None:
+        self.tickets = 0
+        self._shards = shards
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._done = [0] * len(shards)
+        self._queues: list[SimpleQueue[list[Task] | None]] = []
+        self._threads: list[threading.Thread] = []
+        if len(shards) > 1:
+            self._queues = [SimpleQueue() for _ in shards]
+            self._threads = [
+                threading.Thread(target=self._serve, args=(i,), name=f"shard {i}", daemon=True)
+                for i in range(len(shards))
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def put(self, tasks: list[Task]) -> int:
+        self._check()
+        self.tickets += 1
+        if not self._threads:
+            self._run(0, tasks)
+            self._done[0] = self.tickets
+            self._check()
+        for queue in self._queues:
+            queue.put(tasks)
+        return self.tickets
+
+    def done(self, ticket: int) -> bool:
+        return self._error is not None or min(self._done) >= ticket
+
+    def wait(self, ticket: int) -> None:
+        if self._threads and not self.done(ticket):
+            with self._changed:
+                self._changed.wait_for(lambda: self.done(ticket))
+        self._check()
+
+    def _serve(self, index: int) -> None:
+        while (tasks := self._queues[index].get()) is not None:
+            self._run(index, tasks)
+            with self._changed:
+                self._done[index] += 1
+                self._changed.notify_all()
+
+    def _run(self, index: int, tasks: list[Task]) -> None:
+        """After a failure nothing is done any more: the shards would not be of one version."""
+        try:
+            for block in self._shards[index]:
+                for task in tasks if self._error is None else ():
+                    task(block)
+        except BaseException as error:  # a shard's failure is raised where it is waited for
+            self._error = error
+            if not (self._threads or isinstance(error, Exception)):
+                raise
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise TrainingError("the center failed while it applied a commit") from self._error
+
+    def close(self) -> None:
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues, self._threads = [], []

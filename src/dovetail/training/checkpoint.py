@@ -1,0 +1,107 @@
+"""A run's folder, as the caller's side keeps it beside the server's state.
+
+trainer.json       what the run is; a resumed one must be the same
+evaluations.json   every evaluation so far, and which was the best
+best.npy           the center at the best one
+center/            the server's snapshot and log
+"""
+
+import io
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.errors import FileFormatError, RunMismatchError, UnwritableError, UsageError
+from dovetail.runtime.atomic import write_atomically
+from dovetail.training.records import Evaluation, Vector
+
+FORMAT = "dovetail training run 1"
+_FACTS, _EVALUATIONS, _BEST, _CENTER = "trainer.json", "evaluations.json", "best.npy", "center"
+
+
+class RunFolder:
+    """The folder of one run; `run` is its random name."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.run = run
+
+    @property
+    def center(self) -> Path:
+        """The server's part of it."""
+        return self.path / _CENTER
+
+    def save(self, evaluations: list[Evaluation], best: int | None, theta: Vector | None) -> None:
+        """Keep the evaluations; with `theta` [size] also the center of the best one."""
+        if theta is not None:  # first: an index to a center that is not there would mislead
+            content = io.BytesIO()
+            np.save(content, theta, allow_pickle=False)
+            write_atomically(self.path / _BEST, content.getvalue())
+        found = {"best": best, "evaluations": [asdict(e) for e in evaluations]}
+        write_atomically(self.path / _EVALUATIONS, json.dumps(found))
+
+    def load(self) -> tuple[list[Evaluation], int | None, Vector | None]:
+        """What `save` kept; nothing where it was never called. Raises `FileFormatError`."""
+        path = self.path / _EVALUATIONS
+        if not path.exists():
+            return [], None, None
+        found = _read(path)
+        try:
+            evaluations = [Evaluation(**entry) for entry in found["evaluations"]]
+            best = found["best"]
+            theta = None if best is None else np.load(self.path / _BEST, allow_pickle=False)
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise FileFormatError(str(path), str(error)) from error
+        return evaluations, best, theta
+
+
+def open_folder(
+    folder: str | os.PathLike[str], facts: Mapping[str, Any], resume: bool
+) -> RunFolder:
+    """The folder, new or resumed. `facts`: what the run is, as JSON knows it.
+
+    Raises `UsageError` where there is a run and none is to be resumed, or the other way round, and
+    `RunMismatchError` where it is another one.
+    """
+    path = Path(folder)
+    held = path / _FACTS
+    if not resume:
+        if held.exists():
+            raise UsageError("folder", f"{path} holds a run; resume it, or give another folder")
+        return _start(path, facts)
+    if not held.exists():
+        raise UsageError("resume", f"{path} holds no run")
+    found = _read(held)
+    if found.get("format") != FORMAT or not isinstance(found.get("run"), str):
+        raise FileFormatError(str(held), f"it is no {FORMAT}")
+    for field, expected in json.loads(json.dumps(dict(facts))).items():
+        if found.get(field) != expected:
+            raise RunMismatchError(str(path), field, expected, found.get(field))
+    return RunFolder(path, found["run"])
+
+
+def _start(path: Path, facts: Mapping[str, Any]) -> RunFolder:
+    run = uuid.uuid4().hex
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnwritableError(str(path), error.strerror or str(error)) from error
+    text = json.dumps({"format": FORMAT, "run": run, **facts}, indent=2)
+    write_atomically(path / _FACTS, text)
+    return RunFolder(path, run)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise FileFormatError(str(path), str(error)) from error
+    if not isinstance(found, dict):
+        raise FileFormatError(str(path), "it is not a JSON object")
+    return found

@@ -1,0 +1,228 @@
+"""Data sets as a source of batches by index, whatever they are: arrays, map-style, or iterable.
+
+    arrays      TensorDataset, or a tuple of tensors and numpy arrays of one length (tuples within
+                it may nest): a batch is one slice of each
+    map-style   `__getitem__` and `__len__`: items are fetched one by one, or at once by
+                `__getitems__` where there is one, and collated
+    iterable    `__iter__` alone: index p is the p-th item of all epochs, one after the other, in
+                the stream's own order. Each iteration must yield the same
+
+Cost of an iterable: the samples of a run are handed out by position, so that a dead worker's are
+trained by others; each worker therefore runs through the whole stream and skips what is not its
+own. With n workers each item is produced n times. A data set with `iterate_from(position)` is
+spared that; one with `set_epoch(epoch)` is told the epoch, as torch's samplers are.
+
+An item, and so a batch, is (input, target, ...): a tuple or list whose first element is the
+model's input, and whose others the loss gets. Anything else is all input.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from dovetail.errors import UsageError
+
+Collate = Callable[[list[Any]], Any]
+"""Items -> a batch."""
+
+
+class Source(Protocol):
+    """`samples`: None for a stream, whose end is found when it is met."""
+
+    samples: int | None
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
+        """The batch of these samples, and how many it has: fewer than asked for where a stream
+        ends among them, and (None, 0) where it had ended before."""
+        ...
+
+
+def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) -> Source:
+    """The data set as a source, unless it is one. `epochs`: passes over a stream.
+
+    Raises `UsageError` for what cannot be read, or is empty.
+    """
+    if isinstance(dataset, DataLoader):
+        raise UsageError("dataset", "is a DataLoader; give its data set, and `batch` and `collate`")
+    source = _open(dataset, collate, epochs)
+    if source.samples == 0:
+        raise UsageError("dataset", "is empty")
+    return source
+
+
+def _open(dataset: Any, collate: Collate | None, epochs: int) -> Source:
+    if isinstance(dataset, ArraySource | MapSource | StreamSource):
+        return dataset
+    if type(dataset) is TensorDataset:
+        dataset = tuple(dataset.tensors)
+    if isinstance(dataset, Tensor | np.ndarray):
+        dataset = (dataset,)
+    if isinstance(dataset, tuple):
+        if collate is not None:
+            raise UsageError("collate", "is of no use with arrays, which are sliced")
+        return ArraySource(dataset)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return MapSource(dataset, collate or default_collate)
+    if hasattr(dataset, "__iter__") and not isinstance(dataset, Iterator):
+        return StreamSource(dataset, collate or default_collate, epochs)
+    detail = "can be gone through only once" if hasattr(dataset, "__iter__") else "cannot be read"
+    raise UsageError(
+        "dataset",
+        f"{type(dataset).__name__} {detail}; give a tuple of arrays, a map-style data set, or an "
+        "iterable that can be started anew",
+    )
+
+
+class ArraySource:
+    """Arrays of one length, sliced by row."""
+
+    def __init__(self, arrays: tuple[Any, ...]) -> None:
+        self._arrays = _as_tensors(arrays)
+        lengths = set(_lengths(self._arrays))
+        if len(lengths) != 1:
+            raise UsageError("dataset", f"its arrays have {sorted(lengths)} rows; they must agree")
+        self.samples: int | None = lengths.pop()
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
+        """Rows `indices` of each array."""
+        return _take(self._arrays, torch.from_numpy(np.ascontiguousarray(indices))), len(indices)
+
+
+def _as_tensors(tree: Any) -> Any:
+    if isinstance(tree, tuple | list):
+        return tuple(_as_tensors(inner) for inner in tree)
+    if isinstance(tree, Tensor):
+        found = tree.detach()
+    else:
+        try:
+            found = _share(np.asarray(tree))
+        except (TypeError, ValueError) as error:
+            raise UsageError("dataset", f"{type(tree).__name__} is no array: {error}") from None
+    if found.ndim == 0:
+        raise UsageError("dataset", "an array of it has no rows: it is a single number")
+    return found
+
+
+def _share(array: NDArray[Any]) -> Tensor:
+    """The array as a tensor of the same memory, a file's too: rows are copied out of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.as_tensor(array)
+
+
+def _lengths(tree: Any) -> Iterator[int]:
+    if isinstance(tree, tuple):
+        for inner in tree:
+            yield from _lengths(inner)
+    else:
+        yield len(tree)
+
+
+def _take(tree: Any, rows: Tensor) -> Any:
+    if isinstance(tree, tuple):
+        return tuple(_take(inner, rows) for inner in tree)
+    return tree.index_select(0, rows)
+
+
+class MapSource:
+    """Items by index, collated."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset, self._collate = dataset, collate
+        self.samples: int | None = len(dataset)
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
+        """The items `indices`, collated."""
+        rows = indices.tolist()  # plain ints, which any __getitem__ takes
+        many = getattr(self._dataset, "__getitems__", None)
+        items = many(rows) if many is not None else [self._dataset[row] for row in rows]
+        return self._collate(items), len(rows)
+
+
+class StreamSource:
+    """Items by position in a stream that starts anew at each epoch, and whenever it must go back.
+
+    `length` is what `len` says of an epoch, if anything; only the progress is measured by it.
+    """
+
+    samples: int | None = None
+
+    def __init__(self, dataset: Any, collate: Collate, epochs: int = 1) -> None:
+        self._dataset, self._collate, self._epochs = dataset, collate, epochs
+        self._items: Iterator[Any] | None = None
+        self._epoch, self._position = 0, 0
+        self._starts = [0]  # positions, of the epochs met so far
+        try:
+            self.length: int | None = len(dataset)
+        except TypeError:
+            self.length = None
+
+    @property
+    def passed(self) -> float:
+        """Epochs up to the last item; whole ones where there is no length."""
+        inside = self._position - self._starts[self._epoch]
+        return self._epoch + min(inside / self.length, 1.0) if self.length else float(self._epoch)
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
+        """The items at positions `indices`, which ascend; fewer at the stream's end."""
+        items: list[Any] = []
+        for position in indices.tolist():
+            item = self._item(position)
+            if item is _END:
+                break
+            items.append(item)
+        return (self._collate(items), len(items)) if items else (None, 0)
+
+    def _item(self, position: int) -> Any:
+        if self._items is None or position < self._position:
+            epoch = max(e for e, start in enumerate(self._starts) if start <= position)
+            self._start(epoch, position)
+        item: Any = _END
+        while self._position <= position:
+            assert self._items is not None
+            item = next(self._items, _END)
+            if item is not _END:
+                self._position += 1
+            elif not self._next_epoch():
+                break
+        return item
+
+    def _next_epoch(self) -> bool:
+        """Go on after an epoch's end, if another one follows."""
+        is_empty = self._position == self._starts[self._epoch]
+        if self._epoch + 1 >= self._epochs or is_empty:
+            return False
+        if self._epoch + 1 == len(self._starts):
+            self._starts.append(self._position)
+        self._start(self._epoch + 1, self._position)
+        return True
+
+    def _start(self, epoch: int, position: int) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        start = self._starts[epoch]
+        if hasattr(self._dataset, "iterate_from"):
+            self._items = iter(self._dataset.iterate_from(position - start))
+            self._position = position
+        else:
+            self._items, self._position = iter(self._dataset), start
+        self._epoch = epoch
+
+
+_END = object()
+
+
+def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """A batch as the model's arguments, its keyword arguments, and the loss' targets."""
+    first, targets = (
+        (batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) and batch else (batch, ())
+    )
+    if isinstance(first, dict):
+        return (), first, targets
+    return tuple(first) if isinstance(first, tuple | list) else (first,), {}, targets

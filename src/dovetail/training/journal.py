@@ -1,0 +1,311 @@
+"""The folder of a run: what it is, its last snapshot, and a log of all that happened since.
+
+    run.json         the job, the rule and its options: whose folder this is
+    lock             held by the one server that writes here
+    snapshot-N       the state before record N
+    log-N            records N, N + 1, ... until the next snapshot
+
+A record is written in one piece before anything changes by it:
+
+    magic │ bytes of header, of vector │ number │ checksums │ header as JSON │ vector as received
+
+A server that dies while it writes leaves a torn last record, which nobody was answered for: it is
+cut off. Any other difference from what was written is a `JournalError`. A log outlives the death
+of its process; with `sync` that of the machine.
+"""
+
+import fcntl
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
+from dovetail.runtime.atomic import write_atomically
+from dovetail.training.backends.contract import Storage
+from dovetail.training.checks import checksum
+from dovetail.training.records import Job, Vector
+from dovetail.training.rules.contract import Rule
+from dovetail.training.snapshots import read_snapshot, sync_folder, write_all, write_snapshot
+
+LOG_FACTOR = 16
+"""A log so many times as large as its snapshot asks for the next one."""
+LEAST_LOG_BYTES = 2**26
+
+_SEGMENT = b"dovetL1\n"
+_RECORD = b"rec\n"
+_PREFIX = struct.Struct("<4sIQQQI")  # magic, header and vector bytes, number, checksum, CRC
+_CRC = struct.Struct("<I")
+_PREFIX_BYTES = _PREFIX.size + _CRC.size
+
+
+@dataclass(frozen=True)
+class Record:
+    """An input of the server's, as it was logged; `vector` [size] or None."""
+
+    header: dict[str, Any]
+    vector: Vector | None
+
+
+def identity(job: Job, rule: Rule) -> dict[str, Any]:
+    """What a folder keeps to itself: by name, as JSON knows it."""
+    fields = asdict(job) | {"rule": rule.name}
+    fields |= {f"option {name}": value for name, value in rule.options.items()}
+    known: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    return known
+
+
+def stored_identity(folder: Path) -> dict[str, Any] | None:
+    """The `identity` of the run in the folder; None if it holds none. Raises `JournalError`."""
+    path = folder / "run.json"
+    if not path.exists():
+        return None
+    try:
+        kept = json.loads(path.read_text())
+        fields: dict[str, Any] = kept["run"]
+        intact = kept["crc"] == zlib.crc32(_canonical(fields))
+    except (ValueError, KeyError, TypeError) as error:
+        raise JournalError(os.fspath(path), str(error)) from error
+    if not intact:
+        raise JournalError(os.fspath(path), "it was changed since it was written")
+    return fields
+
+
+def stored_job(folder: Path) -> Job | None:
+    """The job of the run in the folder, for who wants to continue it; None if it holds none."""
+    fields = stored_identity(folder)
+    if fields is None:
+        return None
+    return Job(**{name: fields[name] for name in Job.__dataclass_fields__})
+
+
+class Journal:
+    """A folder that this server writes to, and nobody else.
+
+    Raises `UsageError` if another server does, or if it holds a run that is not to be resumed;
+    `RunMismatchError` if it holds another run.
+    """
+
+    def __init__(
+        self, storage: Storage, job: Job, rule: Rule, crash: Callable[[str], None], *, resume: bool
+    ) -> None:
+        self._storage = storage
+        self._folder = storage.folder
+        self._crash = crash
+        self._kind = np.dtype(job.dtype)
+        self._seed = zlib.crc32(job.run.encode())
+        self._segment: BinaryIO | None = None
+        self._end_bytes = 0  # of the last whole record
+        self._snapshot_bytes = 0
+        self.number = 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self._folder / "lock", "ab")  # noqa: SIM115  held until close
+        except OSError as error:
+            raise UnwritableError(os.fspath(self._folder), error.strerror or "") from error
+        try:
+            self._own(identity(job, rule), resume)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _own(self, ours: dict[str, Any], resume: bool) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            detail = f"another server is writing to {self._folder}; give a folder of its own"
+            raise UsageError("storage", detail) from error
+        found = stored_identity(self._folder)
+        if found is not None:
+            for name in (*ours, *found):
+                if ours.get(name) != found.get(name):
+                    folder, expected = os.fspath(self._folder), ours.get(name)
+                    raise RunMismatchError(folder, name, expected, found.get(name))
+        if self._snapshots() and not resume:
+            raise UsageError("storage", f"{self._folder} already holds this run; resume it")
+        if found is None:
+            kept = {"run": ours, "crc": zlib.crc32(_canonical(ours))}
+            write_atomically(self._folder / "run.json", json.dumps(kept, indent=1))
+
+    # Reading
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Vector]] | None:
+        """State and vectors of the last snapshot, None if there is none; clears away what it has
+        made superfluous. Then read `records`."""
+        snapshots = self._snapshots()
+        if not snapshots:
+            return None
+        self.number = snapshots[-1]
+        path = self._folder / f"snapshot-{self.number:012d}"
+        state = read_snapshot(path)
+        self._snapshot_bytes = path.stat().st_size
+        self._clear()
+        return state
+
+    def records(self) -> Iterator[Record]:
+        """What was logged since the snapshot, in order; then the log goes on behind it."""
+        path = self._log()
+        if path.exists():
+            with open(path, "rb") as file:
+                yield from self._read(file, path)
+            if self._end_bytes:
+                self._continue(path)
+                return
+        self._begin()
+
+    def _read(self, file: BinaryIO, path: Path) -> Iterator[Record]:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if file.read(len(_SEGMENT)) != _SEGMENT[:size_bytes]:
+            raise JournalError(os.fspath(path), "it is no log of this program's, at byte 0")
+        if size_bytes < len(_SEGMENT):
+            return
+        self._end_bytes = len(_SEGMENT)
+        while self._end_bytes < size_bytes:
+            record = self._record(file, path, size_bytes - self._end_bytes)
+            if record is None:
+                return
+            self._end_bytes = file.tell()
+            self.number += 1
+            yield record
+
+    def _record(self, file: BinaryIO, path: Path, left_bytes: int) -> Record | None:
+        """The next record; None if it is torn."""
+        prefix = file.read(_PREFIX_BYTES)
+        if len(prefix) < _PREFIX_BYTES:
+            return None
+        magic, header_bytes, vector_bytes, number, expected, crc = _PREFIX.unpack_from(prefix)
+        sealed = _CRC.unpack_from(prefix, _PREFIX.size)[0]
+        if magic != _RECORD or sealed != zlib.crc32(prefix[: _PREFIX.size], self._seed):
+            raise self._changed(path, "it is no record of this run")
+        if number != self.number:
+            raise self._changed(path, f"it has number {number}, where {self.number} should follow")
+        if left_bytes < _PREFIX_BYTES + header_bytes + vector_bytes:
+            return None
+        header = file.read(header_bytes)
+        if zlib.crc32(header) != crc:
+            raise self._changed(path, "its header was changed")
+        vector = None
+        if vector_bytes:
+            vector = np.empty(vector_bytes // self._kind.itemsize, self._kind)
+            file.readinto(vector.data.cast("B"))  # type: ignore[attr-defined]
+            if checksum(vector) != expected:
+                raise self._changed(path, "its vector was changed")
+        return Record(json.loads(header), vector)
+
+    def _changed(self, path: Path, detail: str) -> JournalError:
+        return JournalError(os.fspath(path), f"the record at byte {self._end_bytes}: {detail}")
+
+    # Writing
+
+    def append(
+        self, header: dict[str, Any], vector: Vector | None = None, checksum: int = 0
+    ) -> None:
+        """Log what is about to happen; `checksum`: of the vector. On the disk when this returns, if
+        the storage says so. Raises `UnwritableError`, the log as it was."""
+        if not self._storage.log:
+            self.number += 1
+            return
+        text = json.dumps(header, separators=(",", ":")).encode()
+        octets = memoryview(b"") if vector is None else memoryview(vector.data).cast("B")
+        prefix = _PREFIX.pack(
+            _RECORD, len(text), len(octets), self.number, checksum, zlib.crc32(text)
+        )
+        seal = _CRC.pack(zlib.crc32(prefix, self._seed))
+        assert self._segment is not None
+        descriptor = self._segment.fileno()
+        try:
+            self._write(descriptor, [memoryview(prefix + seal + text), octets])
+            if self._storage.sync:
+                os.fdatasync(descriptor)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(descriptor, self._end_bytes)
+                os.lseek(descriptor, self._end_bytes, os.SEEK_SET)
+            raise UnwritableError(os.fspath(self._log()), error.strerror or str(error)) from error
+        self._end_bytes += _PREFIX_BYTES + len(text) + len(octets)
+        self.number += 1
+
+    def _write(self, descriptor: int, pieces: list[memoryview]) -> None:
+        if self._crash is nothing:
+            write_all(descriptor, pieces)
+            return
+        whole = b"".join(pieces)
+        write_all(descriptor, [memoryview(whole[: len(whole) // 2])])
+        self._crash("journal-half")
+        write_all(descriptor, [memoryview(whole[len(whole) // 2 :])])
+
+    @property
+    def long(self) -> bool:
+        """Whether the log has grown so far beyond the snapshot that it is time for another."""
+        return self._end_bytes > max(LEAST_LOG_BYTES, LOG_FACTOR * self._snapshot_bytes)
+
+    def snapshot(self, state: dict[str, Any], vectors: dict[str, Vector]) -> None:
+        """Keep the state as it is after all records so far, and begin a new log."""
+        path = self._folder / f"snapshot-{self.number:012d}"
+        self._snapshot_bytes = write_snapshot(path, state, vectors, self._crash)
+        self._begin()
+        self._clear()
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+        self._lock.close()
+
+    # Files
+
+    def _log(self) -> Path:
+        return self._folder / f"log-{self._snapshots()[-1]:012d}"
+
+    def _snapshots(self) -> list[int]:
+        return sorted(_number(path) for path in self._files("snapshot-"))
+
+    def _files(self, prefix: str) -> list[Path]:
+        return sorted(self._folder.glob(prefix + 12 * "[0-9]"))
+
+    def _begin(self) -> None:
+        """A new log, from the snapshot on."""
+        if self._segment is not None:
+            self._segment.close()
+        self._segment = open(self._log(), "wb", buffering=0)  # noqa: SIM115  held until close
+        write_all(self._segment.fileno(), [memoryview(_SEGMENT)])
+        self._end_bytes = len(_SEGMENT)
+        if self._storage.sync:
+            os.fsync(self._segment.fileno())
+            sync_folder(self._folder)
+
+    def _continue(self, path: Path) -> None:
+        """Write on after the last whole record."""
+        self._segment = open(path, "r+b", buffering=0)  # noqa: SIM115  held until close
+        os.ftruncate(self._segment.fileno(), self._end_bytes)
+        self._segment.seek(self._end_bytes)
+
+    def _clear(self) -> None:
+        """Remove what the last snapshot has made superfluous."""
+        last = self._snapshots()[-1]
+        for path in self._files("log-") + self._files("snapshot-"):
+            if _number(path) < last:
+                path.unlink()
+                self._crash("segment-removed")
+        (self._folder / ".snapshot.tmp").unlink(missing_ok=True)
+
+
+def nothing(_point: str) -> None:
+    """No crash."""
+
+
+def _number(path: Path) -> int:
+    """The first record after a snapshot, or of a log."""
+    return int(path.name.rpartition("-")[2])
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True).encode()

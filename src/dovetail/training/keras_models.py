@@ -1,0 +1,59 @@
+"""Keras 3 models on torch as modules to train: what differs from torch's own.
+
+A Keras model on torch is an `nn.Module` whose trainable variables are its parameters, and whose
+other variables (statistics, seeds) are parameters without a gradient, so they stay with a worker.
+It is told in each call whether it trains, and its dropout draws from seeds of its own.
+
+Keras: https://keras.io/api/models/model/. Written against Keras 3.15; `_flatten_layers` is
+private by name only. Differences from `fit`: regularizers and `add_loss` do not join the loss.
+Imports no Keras: where nobody has, there is no such model.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from dovetail.errors import ModelError
+
+
+def is_keras(model: Any) -> bool:
+    """Is it a Keras model or layer?"""
+    layer = getattr(getattr(sys.modules.get("keras"), "layers", None), "Layer", None)
+    return isinstance(layer, type) and isinstance(model, layer)
+
+
+def check_keras(model: Any) -> None:
+    """Raises `ModelError` where Keras runs on another backend, or the model is not built yet."""
+    backend = sys.modules["keras"].backend.backend()
+    if backend != "torch":
+        raise ModelError(
+            model.name,
+            f"Keras runs on {backend}; set KERAS_BACKEND=torch before keras is imported",
+        )
+    if not model.built:
+        raise ModelError(model.name, "is not built; call it once, or give it an Input layer")
+
+
+def call_keras(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What the model returns; several inputs are a list to it."""
+    inputs = arguments if len(arguments) <= 1 else (list(arguments),)
+    return module(*inputs, **keywords, training=module.training)
+
+
+def seed_keras(module: Any, draw: int) -> None:
+    """Start the layers' own random streams from `draw`."""
+    for number, layer in enumerate(module._flatten_layers()):
+        generator = getattr(layer, "seed_generator", None)
+        if generator is not None:
+            start = torch.tensor([(draw + number) % 2**31, 0])
+            generator.state.assign(start.to(generator.state.value.dtype))
+
+
+def keras_norms(module: Any) -> list[Any]:
+    """Its layers that keep statistics of batches and are trained."""
+    return [
+        layer
+        for layer in module._flatten_layers()
+        if hasattr(layer, "moving_mean") and hasattr(layer, "momentum") and layer.trainable
+    ]

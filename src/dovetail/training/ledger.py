@@ -1,0 +1,326 @@
+"""Who counts what: a state machine that turns workers' turns into steps, without vectors or time.
+
+    free ──take──► held ──commit──► committed          samples, as leases
+              ◄──evict──
+
+Clock: commits applied so far, or rounds of a rule that gathers. Staleness of a commit: the clock
+just before it is applied, less the clock at which its parameters were read; so n workers that take
+turns have staleness n - 1, and one worker alone 0.
+
+* A commit counts if its worker holds its lease, once: numbered as the last one, it is a duplicate.
+* Rules that gather hand out leases at the start of a round, to all that ask, in the order of
+  workers. A round is complete when all that still hold one have committed.
+* Stale synchronous parallel: a worker's lease waits while it is more than `slack` windows ahead of
+  the slowest (Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+  Parameter Server", 2013, https://papers.nips.cc/paper/4894, section 2). Differences: counted
+  in leases, so that who joins late starts level with the slowest.
+* Who asks for samples when none is free waits: it may inherit a dead worker's. All that wait are
+  told when the last sample is committed.
+
+The same calls give the same steps, so a log of them is enough to continue where a server died.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dovetail.training.leases import Leases
+from dovetail.training.records import Commit, Job, Lease, Refusal, Reply, Turn, Verdict
+from dovetail.training.rules.contract import Rule
+from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
+
+
+@dataclass
+class _Member:
+    """A worker, from its first turn on.
+
+    sequence   of its last applied commit
+    windows    that it committed: its clock for `slack`
+    speed      local steps a second in its last window; 0: not known yet
+    present    not evicted, not gone
+    """
+
+    sequence: int = 0
+    lease: Lease | None = None
+    windows: int = 0
+    speed: float = 0.0
+    present: bool = True
+
+
+@dataclass
+class _Waiting:
+    """A turn that is not answered yet; `staged`: its commit waits for the round."""
+
+    turn: Turn
+    verdict: Verdict | None = None
+    refusal: Refusal | None = None
+    staged: bool = False
+
+
+class Ledger:
+    """What was handed out, committed and asked for.
+
+    clock     commits applied, or rounds
+    stopped   the run was ended before its epochs
+    """
+
+    def __init__(self, job: Job, rule: Rule) -> None:
+        self.job = job
+        self.rule = rule
+        self.clock = 0
+        self.stopped = False
+        self._started = False  # all first workers have asked: rules that gather may begin
+        self._leases = Leases(job)
+        self._members: dict[int, _Member] = {}
+        self._waiting: dict[int, _Waiting] = {}  # in the order of asking
+        self._resumed: set[int] = set()  # who may skip numbers that the old state never saw
+
+    @property
+    def samples(self) -> int:
+        """Committed so far."""
+        return self._leases.committed
+
+    @property
+    def done(self) -> bool:
+        """Whether all samples of all epochs are committed."""
+        return self._leases.finished
+
+    @property
+    def leases(self) -> dict[int, Lease]:
+        """By worker, what is held now, staged or not."""
+        return {k: m.lease for k, m in sorted(self._members.items()) if m.lease is not None}
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Workers whose turn is not answered yet: silent without being hung."""
+        return tuple(self._waiting)
+
+    def staleness(self, commit: Commit) -> int:
+        """What it is if `commit` is applied now."""
+        return max(0, self.clock - max(0, commit.base_clock))
+
+    def join(self, worker: int) -> int:
+        """Number of the worker's last applied commit; it continues from there. A turn that its
+        former self left unanswered is dropped, a lease that it held stays its own."""
+        self._waiting.pop(worker, None)
+        return self._welcome(worker).sequence
+
+    def check(self, commit: Commit) -> Refusal | Verdict | None:
+        """None if it would count; Verdict.DUPLICATE if it did already; else why not."""
+        if commit.run != self.job.run:
+            return Refusal.RUN
+        member = self._members.get(commit.worker, _Member())
+        if 0 < commit.sequence <= member.sequence:
+            return Verdict.DUPLICATE
+        if member.lease is None or member.lease.number != commit.lease:
+            return Refusal.LEASE
+        skips = commit.worker in self._resumed and commit.sequence > member.sequence
+        return None if skips or commit.sequence == member.sequence + 1 else Refusal.SEQUENCE
+
+    def offer(self, turn: Turn, refusal: Refusal | None = None) -> list[Step]:
+        """What follows from a turn; `refusal`: what others found wrong with its commit's vector.
+
+        A turn that was offered before, its answer lost, is answered again."""
+        self._welcome(turn.worker)
+        waiting = _Waiting(turn)
+        steps: list[Step] = []
+        commit = turn.commit
+        if commit is not None and not self.stopped:
+            found = refusal or self.check(commit)
+            if commit.worker != turn.worker:
+                found = Refusal.LEASE
+            if isinstance(found, Refusal):
+                waiting.verdict, waiting.refusal = Verdict.REFUSED, found
+            elif found is not None:
+                waiting.verdict = found
+            elif self.rule.gathers:
+                waiting.staged = True
+            else:
+                steps += self._apply(commit)
+                waiting.verdict = Verdict.APPLIED
+        self._waiting[turn.worker] = waiting
+        return steps + self._settle()
+
+    def evict(self, worker: int) -> list[Step]:
+        """The worker is dead or hung: its lease is free again, what it staged is dropped. Should it
+        speak again, its next turn is welcome, but the old lease's commit is refused."""
+        member = self._members.setdefault(worker, _Member())
+        member.present = False
+        self._waiting.pop(worker, None)
+        if member.lease is not None:
+            self._leases.give_back(member.lease)
+            member.lease = None
+        return [Forget(worker), *self._settle()]
+
+    def leave(self, worker: int) -> list[Step]:
+        """The worker has ended; nobody waits for it any more."""
+        return self.evict(worker)
+
+    def end_stream(self, samples: int) -> list[Step]:
+        """The stream ends after so many samples. (A commit of fewer samples than its lease's says
+        the same.)"""
+        self._leases.end(samples)
+        return self._settle()
+
+    def stop(self) -> list[Step]:
+        """Ends the run: all that ask, now or later, are told; nothing counts any more."""
+        self.stopped = True
+        return self._settle()
+
+    def _welcome(self, worker: int) -> _Member:
+        member = self._members.get(worker)
+        if member is None:
+            level = self._slowest() if len(self._members) >= self.job.workers else 0
+            member = self._members[worker] = _Member(windows=level)
+        elif not member.present:
+            member.windows = max(member.windows, self._slowest())
+            member.present = True
+        return member
+
+    def _slowest(self) -> int:
+        """Windows of the slowest; 0 until all first workers have joined."""
+        if len(self._members) < self.job.workers:
+            return 0
+        return min((m.windows for m in self._members.values() if m.present), default=0)
+
+    def _apply(self, commit: Commit) -> list[Step]:
+        """The commit is counted; the step that applies it."""
+        workers = len(self.leases)
+        staleness = self.staleness(commit)
+        samples = self._count(commit)
+        if commit.steps == 0:
+            return []  # it only says that the stream has ended
+        self.clock += 1
+        return [] if self.rule.lock_free else [_apply(commit, staleness, samples, workers)]
+
+    def _combine(self) -> list[Step]:
+        """Counts the round, if it is complete."""
+        holders = self.leases
+        staged = sorted(worker for worker, waiting in self._waiting.items() if waiting.staged)
+        if not staged or len(staged) < len(holders):
+            return []
+        arrivals = []
+        for worker in staged:
+            waiting = self._waiting[worker]
+            waiting.staged, waiting.verdict = False, Verdict.APPLIED
+            commit = waiting.turn.commit
+            assert commit is not None
+            samples = self._count(commit)
+            if commit.steps:
+                step = _apply(commit, self.staleness(commit), samples, len(staged))
+                arrivals.append(step)
+        self.clock += bool(arrivals)
+        return [Combine(tuple(arrivals))] if arrivals else []
+
+    def _count(self, commit: Commit) -> int:
+        """Ends the commit's lease; how many samples counted."""
+        member = self._members[commit.worker]
+        assert member.lease is not None
+        samples = self._leases.complete(member.lease, commit.samples)
+        member.lease = None
+        member.sequence = commit.sequence
+        member.windows += 1
+        seconds = commit.end_seconds - commit.begin_seconds
+        if commit.steps and seconds > 0:
+            member.speed = commit.steps / seconds
+        self._resumed.discard(commit.worker)
+        return samples
+
+    def _settle(self) -> list[Step]:
+        """All that can be done now: the round, then answers to those that wait."""
+        steps: list[Step] = []
+        order = list(self._waiting)
+        opens = True
+        if self.rule.gathers and not self.stopped:
+            steps += self._combine()
+            order.sort()
+            opens = self._may_open()
+        for worker in order:
+            waiting = self._waiting[worker]
+            reply = self._reply(worker, waiting, opens)
+            if reply is None:
+                continue
+            del self._waiting[worker]
+            if waiting.turn.pull and not (reply.done or reply.stop):
+                steps.append(Read(worker))
+            steps.append(Answer(worker, reply))
+        return steps
+
+    def _may_open(self) -> bool:
+        """Whether a rule that gathers may start a round: when no lease is out, and at first only
+        when all workers the run starts with have asked."""
+        if not self._started:
+            here = {worker for worker, member in self._members.items() if member.present}
+            asked = here == self._waiting.keys()
+            self._started = asked and len(self._members) >= self.job.workers
+        return self._started and not self.leases
+
+    def _reply(self, worker: int, waiting: _Waiting, opens: bool) -> Reply | None:
+        """The answer; None while there is none yet."""
+        reply = Reply(waiting.verdict, waiting.refusal, clock=self.clock, samples=self.samples)
+        if self.stopped:
+            return replace(reply, stop=True)
+        if waiting.staged:
+            return None
+        if not waiting.turn.lease:
+            return reply
+        if self.done:
+            return replace(reply, done=True)
+        member = self._members[worker]
+        ahead = member.windows - self._slowest()
+        slack = self.rule.slack
+        if member.lease is None and opens and (slack is None or ahead <= slack):
+            member.lease = self._leases.take(self._steps(member))
+        return None if member.lease is None else replace(reply, lease=member.lease)
+
+    def _steps(self, member: _Member) -> int | None:
+        """Local steps of the worker's next window, where the rule gives the slow fewer."""
+        if not self.rule.options.get("dynamic") or self.job.window is None or not member.speed:
+            return None
+        fastest = max(m.speed for m in self._members.values() if m.present)
+        return max(1, round(self.job.window * member.speed / fastest))
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as JSON knows it."""
+        return {
+            "clock": self.clock,
+            "stopped": self.stopped,
+            "started": self._started,
+            "leases": self._leases.state(),
+            "members": [[worker, asdict(member)] for worker, member in self._members.items()],
+            "waiting": [[worker, asdict(waiting)] for worker, waiting in self._waiting.items()],
+        }
+
+    @classmethod
+    def restore(cls, job: Job, rule: Rule, state: dict[str, Any]) -> "Ledger":
+        """The ledger whose `state` that was.
+
+        Where commits after it were lost with the server, its workers count on: the first commit of
+        each may skip the numbers that are missing here."""
+        ledger = cls(job, rule)
+        ledger.clock = state["clock"]
+        ledger.stopped = state["stopped"]
+        ledger._started = state["started"]
+        ledger._leases = Leases.restore(job, state["leases"])
+        for worker, fields in state["members"]:
+            lease = fields["lease"] and Lease(**fields["lease"])
+            ledger._members[worker] = _Member(**{**fields, "lease": lease})
+        for worker, fields in state["waiting"]:
+            ledger._waiting[worker] = _restored(fields)
+        ledger._resumed = set(ledger._members)
+        return ledger
+
+
+def _apply(commit: Commit, staleness: int, samples: int, workers: int) -> Apply:
+    return Apply(commit.worker, staleness, samples, commit.steps, commit.rate, workers)
+
+
+def _restored(fields: dict[str, Any]) -> _Waiting:
+    commit = fields["turn"]["commit"]
+    turn = Turn(**{**fields["turn"], "commit": commit and Commit(**commit)})
+    verdict, refusal = fields["verdict"], fields["refusal"]
+    return _Waiting(
+        turn,
+        verdict and Verdict(verdict),
+        refusal and Refusal(refusal),
+        fields["staged"],
+    )

@@ -1,0 +1,267 @@
+"""Any `nn.Module` as a learner: its parameters are views of one flat vector.
+
+    theta [size] ─view─► parameters ─► forward, backward ─copy─► gradient [size]
+    theta [size] ─copy─► twins, gradient ─view─► their grads ─► torch.optim's step ─► U(g)
+
+The optimizer is the user's own, of `torch.optim` or of that kind; it steps on twins of the
+parameters, and U(g) is what its step changed them by, so that `theta += U(g)` is what it would
+have done to the module itself. With its state it belongs to one worker, and starts anew with it.
+
+Tied parameters are there once, frozen ones (`requires_grad=False`) are not. Buffers belong to a
+worker and are never sent; `norms.py` says where the statistics of the trained model come from.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dovetail.errors import ModelError, UsageError
+from dovetail.training.datasets import Collate, StreamSource, open_dataset, split
+from dovetail.training.keras_models import call_keras, is_keras, seed_keras
+from dovetail.training.learner import Gradient
+from dovetail.training.records import Vector
+from dovetail.training.schedules import Rates, Schedule
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""The trainable parameters, in the module's order -> an optimizer of them."""
+
+Loss = Callable[..., Tensor]
+"""(output, *targets) -> the mean over the batch's samples, a scalar."""
+
+_DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters, each once, in the module's order.
+
+    Raises `ModelError` where they cannot be one float vector in the CPU's memory.
+    """
+    name = type(module).__name__
+    named = [(path, p) for path, p in module.named_parameters() if p.requires_grad]
+    for path, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(name, f"{path} has no shape yet; call the model once")
+        if parameter.dtype not in _DTYPES:
+            raise ModelError(name, f"{path} is {parameter.dtype}; only float32 and float64 train")
+        if parameter.device.type != "cpu":
+            raise ModelError(name, f"{path} is on {parameter.device}; move the model to the CPU")
+    if not named:
+        raise ModelError(name, "has no parameter that requires a gradient")
+    if len({parameter.dtype for _, parameter in named}) > 1:
+        raise ModelError(name, "mixes float32 and float64 parameters; convert it to one of them")
+    _check_apart(name, named)
+    return [parameter for _, parameter in named]
+
+
+def _check_apart(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
+    """Parameters that share memory would be torn apart; tied ones are one object."""
+    owner: dict[int, str] = {}
+    for path, parameter in named:
+        if parameter.numel() == 0:
+            continue
+        other = owner.setdefault(parameter.untyped_storage().data_ptr(), path)
+        if other != path:
+            raise ModelError(name, f"{other} and {path} share memory; tie them by one Parameter")
+
+
+def flatten(module: nn.Module) -> Vector:
+    """A copy of the trainable parameters as one vector [size]."""
+    parameters = parameters_of(module)
+    theta: Vector = np.empty(sum(p.numel() for p in parameters), _DTYPES[parameters[0].dtype])
+    for view, parameter in zip(
+        _views(torch.from_numpy(theta), parameters), parameters, strict=True
+    ):
+        view.copy_(parameter.detach())
+    return theta
+
+
+def unflatten(module: nn.Module, theta: Vector) -> None:
+    """Write `theta` [size] over the trainable parameters."""
+    parameters = parameters_of(module)
+    size = sum(p.numel() for p in parameters)
+    if theta.shape != (size,):
+        raise ModelError(
+            type(module).__name__, f"has {size} parameters, not the {theta.shape} of this vector"
+        )
+    flat = torch.from_numpy(np.ascontiguousarray(theta))
+    with torch.no_grad():
+        for view, parameter in zip(_views(flat, parameters), parameters, strict=True):
+            parameter.copy_(view)
+
+
+def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    found, start = [], 0
+    for parameter in parameters:
+        stop = start + parameter.numel()
+        found.append(flat[start:stop].view(parameter.shape))
+        start = stop
+    return found
+
+
+def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
+    """The loss of a batch, with what autograd needs."""
+    output, targets = outputs(module, batch)
+    return loss(output, *targets)
+
+
+def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What the module makes of a batch, in the mode that it is in, and the batch's targets."""
+    arguments, keywords, targets = split(batch)
+    if is_keras(module):
+        return call_keras(module, arguments, keywords), targets
+    return module(*arguments, **keywords), targets
+
+
+class ModuleLearner:
+    """A worker's module, data set and optimizer; see `learner.Learner`.
+
+    `gradient` seeds torch from (seed, worker, epoch, first sample), so that what dropout draws
+    does not depend on which steps came before. The loss is a mean over samples, else a batch cut
+    short at the end of an epoch weighs more than its part.
+    `dataset` may be a `Source`; `schedule`: see `schedules.py`. The module becomes this learner's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        dataset: Any,
+        schedule: Schedule | None = None,
+        *,
+        seed: int = 0,
+        worker: int = 0,
+    ) -> None:
+        self._module, self._loss = module.train(), loss
+        self._source = open_dataset(dataset)
+        self._seed, self._worker, self._is_keras = seed, worker, is_keras(module)
+        self._parameters = parameters_of(module)
+        theta = flatten(module)
+        self.size, self.dtype = theta.size, str(theta.dtype)
+        self._bound: Vector | None = None
+        self._home = torch.from_numpy(theta)
+        self._flat = torch.zeros_like(self._home)
+        self._gradient = self._flat.numpy()
+        self._pieces = _views(self._flat, self._parameters)
+        self._optimizer = self._make(optimizer)
+        self._rates = Rates(self._optimizer, schedule)
+
+    def _make(self, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+        """The user's optimizer, of twins of the parameters that live in `_home`."""
+        twins = [nn.Parameter(view) for view in _views(self._home, self._parameters)]
+        for twin, piece in zip(twins, self._pieces, strict=True):
+            twin.grad = piece
+        return check_optimizer(optimizer(twins), twins)
+
+    def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
+        """The gradient of the mean loss over these samples; fewer where a stream ends."""
+        self._seed_torch(epoch, int(indices[0]))
+        batch, samples = self._source.batch(indices, epoch)
+        if not samples:
+            self._flat.zero_()
+            return Gradient(self._gradient, 0.0, 0)
+        self._bind(theta)
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = loss_of(self._module, self._loss, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for piece, parameter in zip(self._pieces, self._parameters, strict=True):
+            _store(piece, parameter.grad)
+        return Gradient(self._gradient, float(loss.detach()), samples)
+
+    def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
+        """U(g). May be given any vector as the gradient; overwrites the last one returned."""
+        if gradient is not self._gradient:
+            self._gradient[:] = gradient
+        change = theta.copy()  # without locks, others write to theta meanwhile
+        self._home.copy_(torch.from_numpy(change))
+        self._rates.set(self._passes(epoch))
+        self._optimizer.step()
+        np.subtract(self._home.numpy(), change, out=change)
+        return change
+
+    def rate(self, epoch: float) -> float:
+        """The learning rate of the optimizer's first group."""
+        return self._rates.at(self._passes(epoch))
+
+    def _bind(self, theta: Vector) -> None:
+        """Make the parameters views of `theta`; what may not be written to is copied first."""
+        if theta is self._bound:
+            return
+        if theta.flags.writeable:
+            flat, self._bound = torch.from_numpy(theta), theta
+        else:
+            flat, self._bound = torch.tensor(theta), None
+        for parameter, view in zip(self._parameters, _views(flat, self._parameters), strict=True):
+            parameter.data = view
+
+    def _seed_torch(self, epoch: int, first: int) -> None:
+        source = np.random.SeedSequence((self._seed, self._worker, epoch, first))
+        draw = int(source.generate_state(1)[0])
+        torch.default_generator.manual_seed(draw)
+        if self._is_keras:
+            seed_keras(self._module, draw)
+
+    def _passes(self, epoch: float) -> float:
+        """Where the schedule is; of a stream only the reader knows."""
+        return self._source.passed if isinstance(self._source, StreamSource) else epoch
+
+
+def _store(piece: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:  # the loss did not depend on it
+        piece.zero_()
+    else:
+        piece.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def check_optimizer(made: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What the user's callable returned. Raises `UsageError` unless it steps on `parameters`."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(
+            "optimizer",
+            f"made {type(made).__name__}; give a callable of parameters that makes a "
+            "torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3)",
+        )
+    known = {id(parameter) for parameter in parameters}
+    held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
+    if not set(held) <= known or not held:
+        raise UsageError(
+            "optimizer", "holds other parameters than those given; make it of its argument"
+        )
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            "optimizer",
+            f"{type(made).__name__} evaluates the loss several times in one step; a worker has "
+            "one gradient a step",
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class ModuleLearners:
+    """Worker index -> its learner; travels to the worker's process."""
+
+    module: nn.Module
+    loss: Loss
+    optimizer: MakeOptimizer
+    dataset: Any
+    schedule: Schedule | None = None
+    collate: Collate | None = None
+    epochs: int = 1
+    seed: int = 0
+
+    def __call__(self, worker: int) -> ModuleLearner:
+        """A learner with a module of its own."""
+        source = open_dataset(self.dataset, self.collate, self.epochs)
+        return ModuleLearner(
+            copy.deepcopy(self.module), self.loss, self.optimizer, source, self.schedule,
+            seed=self.seed, worker=worker,
+        )  # fmt: skip

@@ -1,0 +1,367 @@
+"""Optimizers on one flat vector, without torch: for the server, and for learners in numpy.
+
+The recurrences and the order of operations are `torch.optim`'s (2.13, its single-tensor path on
+the CPU), so that they agree to rounding: bias corrections are computed in float64. Each returns
+U(g), what it would add to theta, and advances its slots (vectors) and counts (numbers), both zero
+at first. Differences: U(g) is a vector of its own, where torch changes theta in place.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from dovetail.errors import UsageError
+from dovetail.training import kernels
+from dovetail.training.options import fraction, not_negative
+from dovetail.training.records import Vector
+
+COUNT = "updates"
+
+
+class Optimizer(Protocol):
+    """One step of an optimizer; its settings are the record's fields."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of its vectors."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """The learning rate where none is given."""
+        ...
+
+    def update(
+        self,
+        theta: Vector,
+        gradient: Vector,
+        slots: dict[str, Vector],
+        counts: dict[str, int],
+        rate: float | None = None,
+    ) -> Vector:
+        """U(g) [size]; theta [size] is not changed. `rate` replaces `lr`."""
+        ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """b = momentum b + g;  U = -lr b, or -lr (g + momentum b) with `nesterov`."""
+
+    lr: float = 0.01
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative("lr", self.lr)
+        fraction("momentum", self.momentum)
+        not_negative("weight_decay", self.weight_decay)
+        if self.nesterov and not self.momentum:
+            raise UsageError("nesterov", "needs a momentum above 0")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def update(
+        self,
+        theta: Vector,
+        gradient: Vector,
+        slots: dict[str, Vector],
+        counts: dict[str, int],
+        rate: float | None = None,
+    ) -> Vector:
+        counts[COUNT] = counts.get(COUNT, 0) + 1
+        lr = self.lr if rate is None else rate
+        if not self.momentum and not self.weight_decay:
+            return np.multiply(gradient, theta.dtype.type(-lr))
+        change = np.empty_like(theta)
+        if not self.momentum:
+            kernels.run(_sgd_decayed, change, (theta, gradient), (lr, self.weight_decay))
+            return change
+        vectors = (theta, gradient, slots["momentum"])
+        own, ahead = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
+        kernels.run(_sgd, change, vectors, (lr, self.momentum, own, ahead, self.weight_decay))
+        return change
+
+
+@dataclass(frozen=True)
+class Adam:
+    """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+    U = -lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps);  weight decay is added to g.
+
+    Kingma, Ba: Adam: A Method for Stochastic Optimization, 2015, https://arxiv.org/abs/1412.6980,
+    algorithm 1.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    decoupled = False
+
+    def __post_init__(self) -> None:
+        not_negative("lr", self.lr)
+        _check_betas(self.betas)
+        object.__setattr__(self, "betas", tuple(self.betas))
+        not_negative("eps", self.eps)
+        not_negative("weight_decay", self.weight_decay)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def update(
+        self,
+        theta: Vector,
+        gradient: Vector,
+        slots: dict[str, Vector],
+        counts: dict[str, int],
+        rate: float | None = None,
+    ) -> Vector:
+        counts[COUNT] = step = counts.get(COUNT, 0) + 1
+        lr = self.lr if rate is None else rate
+        first, second = self.betas
+        coupled = 0.0 if self.decoupled else self.weight_decay
+        pull = lr * self.weight_decay if self.decoupled else 0.0
+        scalars = (
+            lr / (1.0 - first**step),
+            math.sqrt(1.0 - second**step),
+            1.0 - first,
+            second,
+            1.0 - second,
+            self.eps,
+            coupled,
+            pull,
+        )
+        change = np.empty_like(theta)
+        kernels.run(_adam, change, (theta, gradient, slots["mean"], slots["square"]), scalars)
+        return change
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam whose weight decay goes to theta: U = -lr decay theta - (Adam's, without it).
+
+    Loshchilov, Hutter: Decoupled Weight Decay Regularization, 2019,
+    https://arxiv.org/abs/1711.05101, algorithm 2.
+    """
+
+    weight_decay: float = 1e-2
+
+    decoupled = True
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """s = s + g^2;  U = -lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps).
+
+    Duchi, Hazan, Singer: Adaptive Subgradient Methods, 2011,
+    https://jmlr.org/papers/v12/duchi11a.html, section 1.1.
+    """
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        not_negative("lr", self.lr)
+        not_negative("lr_decay", self.lr_decay)
+        not_negative("weight_decay", self.weight_decay)
+        not_negative("eps", self.eps)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("sum",)
+
+    def update(
+        self,
+        theta: Vector,
+        gradient: Vector,
+        slots: dict[str, Vector],
+        counts: dict[str, int],
+        rate: float | None = None,
+    ) -> Vector:
+        counts[COUNT] = step = counts.get(COUNT, 0) + 1
+        lr = self.lr if rate is None else rate
+        scalars = (lr / (1.0 + (step - 1) * self.lr_decay), self.eps, self.weight_decay)
+        change = np.empty_like(theta)
+        kernels.run(_adagrad, change, (theta, gradient, slots["sum"]), scalars)
+        return change
+
+
+@dataclass(frozen=True)
+class RMSprop:
+    """s = alpha s + (1 - alpha) g^2;  d = g / (sqrt(s) + eps);  b = momentum b + d;  U = -lr b.
+
+    Hinton: Neural Networks for Machine Learning, 2012, lecture 6e,
+    https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
+    Differences: torch's `centered` is not offered.
+    """
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative("lr", self.lr)
+        fraction("alpha", self.alpha)
+        not_negative("eps", self.eps)
+        not_negative("weight_decay", self.weight_decay)
+        fraction("momentum", self.momentum)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("square", "momentum") if self.momentum else ("square",)
+
+    def update(
+        self,
+        theta: Vector,
+        gradient: Vector,
+        slots: dict[str, Vector],
+        counts: dict[str, int],
+        rate: float | None = None,
+    ) -> Vector:
+        counts[COUNT] = counts.get(COUNT, 0) + 1
+        lr = self.lr if rate is None else rate
+        scalars = (lr, self.alpha, 1.0 - self.alpha, self.eps, self.weight_decay)
+        square = slots["square"]
+        change = np.empty_like(theta)
+        if self.momentum:
+            vectors = (theta, gradient, square, slots["momentum"])
+            kernels.run(_rmsprop_momentum, change, vectors, (*scalars, self.momentum))
+        else:
+            kernels.run(_rmsprop, change, (theta, gradient, square), scalars)
+        return change
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": AdamW,
+    "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+}
+
+
+def make_optimizer(name: str, **settings: Any) -> Optimizer:
+    """The optimizer of that name. UsageError names a setting that it has not, or a bad value."""
+    if name not in OPTIMIZERS:
+        raise UsageError("optimizer", f"{name!r} is not one of {', '.join(OPTIMIZERS)}")
+    kind: Any = OPTIMIZERS[name]
+    known = [field.name for field in fields(kind)]
+    for setting in settings:
+        if setting not in known:
+            raise UsageError(setting, f"{name} has no such setting; it has {', '.join(known)}")
+    made: Optimizer = kind(**settings)
+    return made
+
+
+def _check_betas(value: Any) -> None:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise UsageError("betas", f"must be two numbers, not {value!r}")
+    for beta in value:
+        fraction("betas", beta)
+
+
+def _sgd_decayed(out: Vector, theta: Vector, gradient: Vector, lr: float, decay: float) -> None:
+    for i in range(out.size):
+        out[i] = -lr * (gradient[i] + decay * theta[i])
+
+
+def _sgd(  # noqa: PLR0913  compiled: flat arguments
+    out: Vector,
+    theta: Vector,
+    gradient: Vector,
+    buffer: Vector,
+    lr: float,
+    momentum: float,
+    own: float,
+    ahead: float,
+    decay: float,
+) -> None:
+    for i in range(out.size):
+        g = gradient[i] + decay * theta[i]
+        buffer[i] = momentum * buffer[i] + g
+        out[i] = -lr * (own * g + ahead * buffer[i])
+
+
+def _adam(  # noqa: PLR0913  compiled: flat arguments
+    out: Vector,
+    theta: Vector,
+    gradient: Vector,
+    mean: Vector,
+    square: Vector,
+    rate: float,
+    correction: float,
+    first_rest: float,
+    second: float,
+    second_rest: float,
+    eps: float,
+    coupled: float,
+    pull: float,
+) -> None:
+    for i in range(out.size):
+        g = gradient[i] + coupled * theta[i]
+        mean[i] += first_rest * (g - mean[i])
+        square[i] = second * square[i] + second_rest * g * g
+        out[i] = -pull * theta[i] - rate * mean[i] / (math.sqrt(square[i]) / correction + eps)
+
+
+def _adagrad(
+    out: Vector,
+    theta: Vector,
+    gradient: Vector,
+    total: Vector,
+    rate: float,
+    eps: float,
+    decay: float,
+) -> None:
+    for i in range(out.size):
+        g = gradient[i] + decay * theta[i]
+        total[i] += g * g
+        out[i] = -rate * g / (math.sqrt(total[i]) + eps)
+
+
+def _rmsprop(  # noqa: PLR0913  compiled: flat arguments
+    out: Vector,
+    theta: Vector,
+    gradient: Vector,
+    square: Vector,
+    lr: float,
+    alpha: float,
+    rest: float,
+    eps: float,
+    decay: float,
+) -> None:
+    for i in range(out.size):
+        g = gradient[i] + decay * theta[i]
+        square[i] = alpha * square[i] + rest * g * g
+        out[i] = -lr * (g / (math.sqrt(square[i]) + eps))
+
+
+def _rmsprop_momentum(  # noqa: PLR0913  compiled: flat arguments
+    out: Vector,
+    theta: Vector,
+    gradient: Vector,
+    square: Vector,
+    buffer: Vector,
+    lr: float,
+    alpha: float,
+    rest: float,
+    eps: float,
+    decay: float,
+    momentum: float,
+) -> None:
+    for i in range(out.size):
+        g = gradient[i] + decay * theta[i]
+        square[i] = alpha * square[i] + rest * g * g
+        buffer[i] = momentum * buffer[i] + g / (math.sqrt(square[i]) + eps)
+        out[i] = -lr * buffer[i]

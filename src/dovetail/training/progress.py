@@ -1,0 +1,121 @@
+"""A run as its caller follows it: evaluations, the best so far, early stop, signs of divergence."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.training.backends.contract import Watcher
+from dovetail.training.checkpoint import RunFolder
+from dovetail.training.divergence import LossWatch
+from dovetail.training.history import lower_is_better
+from dovetail.training.records import Evaluation, Event, Outcome, Row, Vector
+
+Evaluate = Callable[[Vector], dict[str, float]]
+
+
+class DivergenceWarning(RuntimeWarning):
+    """The loss of a run grows without end."""
+
+
+@dataclass
+class Progress:
+    """What is known of a run while it goes on; `watcher` tells it.
+
+    evaluate   theta -> figures; {} where there is nothing to evaluate
+    monitor    the figure that decides which evaluation is the best
+    patience   evaluations without a better one, after which the run stops (None: never)
+    also       the caller's own watcher, told everything too
+    losses     looks for divergence; `advice` is what to do about it
+    """
+
+    evaluate: Evaluate
+    monitor: str
+    patience: int | None = None
+    folder: RunFolder | None = None
+    also: Watcher = field(default_factory=Watcher)
+    losses: LossWatch = field(default_factory=LossWatch)
+    advice: str = ""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    best: int | None = None  # index of an evaluation
+    theta: Vector | None = None  # the center there
+
+    def resume(self) -> None:
+        """Continue from what the folder holds."""
+        if self.folder is not None:
+            self.evaluations, self.best, self.theta = self.folder.load()
+
+    def watcher(self, every_samples: int | None, every_seconds: float | None) -> Watcher:
+        """The backend's view of this."""
+        return Watcher(
+            every_samples=every_samples,
+            every_seconds=every_seconds,
+            evaluate=self.on_evaluation,
+            should_stop=self.should_stop,
+            rows=self.on_rows,
+            event=self.on_event,
+        )
+
+    def on_evaluation(
+        self, theta: Vector, clock: int, samples: int, seconds: float
+    ) -> dict[str, float]:
+        """The figures there, kept; the center too, if it is the best so far."""
+        figures = self.evaluate(theta)
+        if self.also.evaluate is not None:
+            figures = figures | self.also.evaluate(theta, clock, samples, seconds)
+        self.evaluations.append(Evaluation(clock, samples, seconds, figures))
+        better = self._is_better(figures)
+        if better:
+            self.best, self.theta = len(self.evaluations) - 1, theta.copy()
+        if self.folder is not None:
+            self.folder.save(self.evaluations, self.best, self.theta if better else None)
+        return figures
+
+    def should_stop(self, figures: list[dict[str, float]]) -> bool:
+        """Has there been none better for `patience` evaluations, or does the caller say so?"""
+        theirs = self.also.should_stop
+        if theirs is not None and theirs(figures):
+            return True
+        if self.patience is None or self.best is None:
+            return False
+        return len(self.evaluations) - 1 - self.best >= self.patience
+
+    def on_rows(self, rows: list[Row]) -> None:
+        """Keeps them, and warns once if the loss grows without end."""
+        self.rows += rows
+        if self.also.rows is not None:
+            self.also.rows(rows)
+        found = self.losses.add(rows)
+        if found is not None:
+            text = f"training diverges: {found.detail}" + (self.advice and f"; {self.advice}")
+            warnings.warn(text, DivergenceWarning, stacklevel=2)
+
+    def on_event(self, event: Event) -> None:
+        """Keeps it."""
+        self.events.append(event)
+        if self.also.event is not None:
+            self.also.event(event)
+
+    def interrupted(self) -> Outcome:
+        """What a run that Ctrl-C ended leaves. Raises `KeyboardInterrupt` where that is nothing."""
+        if self.best is None or self.theta is None:
+            raise KeyboardInterrupt
+        kept = self.evaluations[self.best]
+        rows, events = tuple(self.rows), tuple(self.events)
+        return Outcome(
+            self.theta, kept.clock, kept.samples, kept.seconds, rows, events,
+            tuple(self.evaluations), stopped=True, meta={"interrupted": True},
+        )  # fmt: skip
+
+    def _is_better(self, figures: dict[str, Any]) -> bool:
+        """Than the best so far; without a figure to go by, the later is the better."""
+        if self.best is None or self.monitor not in figures:
+            return True
+        sign = 1 if lower_is_better(self.monitor) else -1
+        new = sign * figures[self.monitor]
+        old = sign * self.evaluations[self.best].figures.get(self.monitor, math.inf)
+        return new < old or math.isnan(old)

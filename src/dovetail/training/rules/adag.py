@@ -1,0 +1,50 @@
+"""Asynchronous distributed adaptive gradients (ADAG): weights that moved since take less.
+
+J. Hermans: On Scalable Deep Learning and Parallelizing Gradient Descent, master's thesis, 2017,
+https://github.com/JoeriHermans/master-thesis, the chapter of that name (4; 5 in a draft), its
+algorithm 2.
+
+    worker k   adag        v = sum of lambda local updates         (as DOWNPOUR)
+               adag-agn    v = 1/lambda sum of lambda local updates (as AGN)
+    server     per weight: theta~ += v / (1 + (theta~ - theta~_base)^2 / gamma)
+
+theta~_base is the center as the worker pulled it, gamma 1e-4 in all the thesis' experiments. One
+version of the text, and dist-keras, have 1 / eta for 1 / gamma, eta a learning rate.
+dist-keras calls this rule `Experimental`; its class `ADAG` is `agn` here.
+The server remembers theta~_base per worker (n x memory); in the thesis' algorithm 1 it is sent with
+each commit (2 x traffic), in its third the worker scales v itself, by a center that is older.
+Differences: the thesis writes a norm; what it describes, and what dist-keras did, is per weight.
+"""
+
+from dovetail.training import kernels
+from dovetail.training.options import positive
+from dovetail.training.rules.contract import Arrival, Rule, Slice
+from dovetail.training.rules.pushing import TOTAL, mean, total, walk
+
+
+def adag(gamma: float = 1e-4) -> Rule:
+    """ADAG on sums of updates."""
+    return _adag("adag", gamma)
+
+
+def adag_agn(gamma: float = 1e-4) -> Rule:
+    """ADAG on means of updates."""
+    return _adag("adag-agn", gamma)
+
+
+def _adag(name: str, gamma: float) -> Rule:
+    positive("gamma", gamma)
+
+    def apply(part: Slice, arrival: Arrival) -> None:
+        assert arrival.base is not None
+        kernels.add_damped(part.theta, arrival.vector, arrival.base, gamma)
+
+    return Rule(
+        name=name,
+        options={"gamma": gamma},
+        step=walk,
+        message=mean if name == "adag-agn" else total,
+        apply=apply,
+        needs_base=True,
+        worker_slots=(TOTAL,),
+    )

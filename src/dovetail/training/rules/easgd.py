@@ -1,0 +1,61 @@
+"""Elastic averaging, synchronous: workers explore, a spring ties them to the center.
+
+S. Zhang, A. Choromanska, Y. LeCun: Deep learning with Elastic Averaging SGD, NIPS 2015,
+https://arxiv.org/abs/1412.6651, section 2, equations 3 and 4.
+
+    worker k   E_k = alpha (theta_k - theta~)       where its window begins
+               theta_k += U(g_k) - E_k              g_k at theta_k as it was before
+    server     theta~ += sum_k E_k
+
+theta_k is not replaced by theta~. alpha = eta rho; beta = n alpha, .9 in the paper: choose alpha
+near .9 / n, for above n alpha = 1 the center overshoots, and above 2 it diverges.
+Differences: in a window of several steps the spring acts once, at its first.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dovetail.training import kernels
+from dovetail.training.options import fraction
+from dovetail.training.records import Vector
+from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
+
+FORCE = "force"
+
+
+def easgd(alpha: float = 0.05) -> Rule:
+    """Synchronous EASGD with the moving rate `alpha`."""
+    fraction("alpha", alpha)
+
+    def begin(local: Local) -> None:
+        force = local.slots[FORCE]
+        np.subtract(local.theta, local.center, out=force)
+        np.multiply(force, force.dtype.type(alpha), out=force)
+
+    return Rule(
+        name="easgd",
+        options={"alpha": alpha},
+        begin=begin,
+        step=_step,
+        message=_message,
+        combine=_combine,
+        gathers=True,
+        keeps_theta=True,
+        worker_slots=(FORCE,),
+    )
+
+
+def _step(local: Local, gradient: Vector, update: Update) -> None:
+    kernels.add(local.theta, update(local.theta, gradient))
+    if not local.steps:
+        np.subtract(local.theta, local.slots[FORCE], out=local.theta)
+
+
+def _message(local: Local) -> Vector:
+    return local.slots[FORCE]
+
+
+def _combine(part: Slice, arrivals: Sequence[Arrival]) -> None:
+    for arrival in arrivals:
+        kernels.add(part.theta, arrival.vector)

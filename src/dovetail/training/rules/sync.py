@@ -1,0 +1,53 @@
+"""Synchronous SGD: one large batch, spread over the workers.
+
+J. Chen, X. Pan, R. Monga, S. Bengio, R. Jozefowicz: Revisiting Distributed Synchronous SGD, 2016,
+https://arxiv.org/abs/1604.00981, section 2 (without its backup workers).
+
+    worker k   g_k at theta~                                     mean over its window
+    server     theta~ += U(sum_k s_k g_k / sum_k s_k)            s_k samples of worker k
+
+U is the server's optimizer, `-eta g` for SGD with eta the workers' learning rate, schedule
+included; with n workers of batch b it does what one process does with batch n b.
+Differences: the server's optimizer may be any of `training.optimizers`. In a window of several
+steps a worker stays at theta~ and averages its minibatches, each counting the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dovetail.training import kernels
+from dovetail.training.optimizers import COUNT, make_optimizer
+from dovetail.training.options import positive
+from dovetail.training.rules.contract import Arrival, Rule, Slice
+from dovetail.training.rules.pushing import TOTAL, add_gradient, mean, mean_of_samples
+
+
+def sync(optimizer: str = "sgd", lr: float | None = None, **settings: Any) -> Rule:
+    """Synchronous SGD with the server's `optimizer`; `lr` None: the workers' learning rate.
+
+    `settings` are those of the optimizer's record: `momentum`, `betas`, `weight_decay`, ...
+    """
+    if lr is not None:
+        positive("lr", lr)
+    server = make_optimizer(optimizer, **settings)
+    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
+
+    def combine(part: Slice, arrivals: Sequence[Arrival]) -> None:
+        gradient = np.empty_like(part.theta)
+        mean_of_samples(gradient, arrivals)
+        rate = arrivals[0].rate if lr is None else lr
+        kernels.add(part.theta, server.update(part.theta, gradient, part.slots, part.counts, rate))
+
+    return Rule(
+        name="sync",
+        options={"optimizer": optimizer, "lr": lr, **plain},
+        step=add_gradient,
+        message=mean,
+        combine=combine,
+        gathers=True,
+        worker_slots=(TOTAL,),
+        server_slots=server.slots,
+        server_counts=(COUNT,),
+    )

@@ -1,0 +1,372 @@
+"""The parameter server, whoever carries its messages: takes turns, gives answers.
+
+    turn ──► examine ──► journal ──► state: ledger ──► center ──► deliveries
+             refused?    before             who        apply,     vectors lie in the
+                         anything           counts     read       workers' outboxes
+                         changes            what
+
+A refused commit changes nothing of the center. All that happens to the ledger is written to the
+journal first, so that a server that died is rebuilt by doing it again, through the same code.
+
+`take` may be called by several threads, one per worker. Turns are ordered under a lock; the shards
+then work on several of them at once.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from dovetail.training.backends.contract import Guard, Storage
+from dovetail.training.checks import Check
+from dovetail.training.gate import Gate
+from dovetail.training.journal import Journal, Record, nothing
+from dovetail.training.payloads import Payload, examine
+from dovetail.training.records import Event, Job, Refusal, Row, Turn, Vector, Verdict
+from dovetail.training.rules.contract import Rule
+from dovetail.training.state import Delivery, State, turn_fields
+
+__all__ = ["CRASH_POINTS", "Delivery", "Server"]
+
+CRASH_POINTS = (
+    "received",
+    "checked",
+    "journal-half",
+    "journalled",
+    "applied",
+    "answered",
+    "snapshot-half",
+    "snapshot-renamed",
+    "segment-removed",
+)
+"""Where a server may die, for tests: `crash` is called with each of these names as it is passed."""
+
+
+class Server:
+    """A run's center and ledger, and their history.
+
+    theta      [size] where the center starts; changed in place from then on
+    storage    the folder it keeps its state in, new or empty; None: nowhere
+    order      of workers, in which turns are taken
+    clock      seconds since the run's start
+    crash      called with the name of each crash point
+    """
+
+    def __init__(  # noqa: PLR0913  keyword-only
+        self,
+        job: Job,
+        rule: Rule,
+        theta: Vector,
+        *,
+        guard: Guard | None = None,
+        storage: Storage | None = None,
+        shards: int = 1,
+        order: tuple[int, ...] | None = None,
+        clock: Callable[[], float],
+        crash: Callable[[str], None] | None = None,
+    ) -> None:
+        self.job = job
+        self.rule = rule
+        self._clock = clock
+        self._ahead_seconds = 0.0
+        self._crash = crash or nothing
+        self._lock = threading.RLock()
+        self._order = order
+        self._held: dict[int, Payload] = {}
+        self._journal: Journal | None = None
+        self._storage = storage
+        self._saved_rows = 0  # rows at the last snapshot
+        self._state = State(job, rule, theta, guard or Guard(), shards)
+        self._gate = None if order is None else Gate(order, waiting=lambda: self.waiting)
+        if storage is not None:
+            try:
+                self._open(storage, resume=False)
+                self.snapshot()
+            except BaseException:
+                self.close()
+                raise
+
+    @classmethod
+    def resume(
+        cls,
+        job: Job,
+        rule: Rule,
+        theta: Vector,
+        *,
+        storage: Storage,
+        keeps_theta: bool = False,
+        **options: Any,
+    ) -> Self:
+        """The server whose state the storage's folder holds, as it was before it died; a fresh one
+        if there is none. `theta` [size] is overwritten with the center, but with `keeps_theta`:
+        a lock-free center in memory that outlived the server, which no log can know.
+
+        Raises `JournalError`, `RunMismatchError`, `UsageError` if another server has the folder.
+        """
+        server = cls(job, rule, theta, **options)
+        try:
+            server._open(storage, resume=True)
+            server._rebuild(theta.copy() if keeps_theta else None)
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    # What workers do
+
+    def join(self, worker: int, inbox: Vector | None = None, outbox: Vector | None = None) -> int:
+        """The number of the worker's last applied commit: 0 for a new one. Its commits will lie in
+        `inbox` [size], unless `take` is given them, and its pulls go to `outbox` [size]."""
+        with self._lock:
+            self._state.center.attach(worker, inbox, outbox)
+            header = self._log({"kind": "join", "worker": worker})
+            return self._state.join(worker, header["seconds"])
+
+    def take(
+        self, turn: Turn, checksum: int | None = None, vector: Vector | None = None
+    ) -> list[Delivery]:
+        """The answers that follow from a turn: to its worker, others, or nobody yet.
+
+        `checksum`: of the vector, by `checks.checksum`, where the worker sent it. `vector`: the
+        commit, where it is not in the inbox; used in place, so constant until it is answered.
+        """
+        self._crash("received")
+        payload = self._examine(turn, checksum, vector)
+        self._crash("checked")
+        with self._lock:
+            deliveries = self._turns(self._pass(turn, payload))
+            ticket = self._state.center.tickets
+        return self._finish(ticket, deliveries)
+
+    def evict(self, worker: int) -> list[Delivery]:
+        """The worker is dead or hung: its samples go to others."""
+        return self._remove(worker, "evict")
+
+    def leave(self, worker: int) -> list[Delivery]:
+        """The worker has ended."""
+        return self._remove(worker, "leave")
+
+    # What the run does
+
+    def stop(self) -> list[Delivery]:
+        """End the run before its epochs: all that wait are told, later ones when they ask."""
+        return self._do({"kind": "stop"})
+
+    def end_stream(self, samples: int) -> list[Delivery]:
+        """The stream ends after so many samples."""
+        return self._do({"kind": "end_stream", "samples": samples})
+
+    def snapshot(self) -> None:
+        """Keep the state as it is now, where the run has a folder."""
+        if self._journal is not None:
+            with self._lock:
+                state, vectors = self._state.save()
+                if self.rule.lock_free:  # workers write to it meanwhile
+                    vectors["theta"] = vectors["theta"].copy()
+                state["position"] = self._gate and self._gate.position
+                state["seconds"] = self._seconds()
+                self._journal.snapshot(state, vectors)
+                self._saved_rows = len(self._state.rows)
+
+    def close(self) -> None:
+        """End the threads, and let another server have the folder."""
+        try:
+            self._state.center.close()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def theta(self) -> Vector:
+        """The center [size] itself, after all commits that were taken; the next one changes it."""
+        with self._lock:
+            return self._state.center.theta
+
+    def copy(self) -> tuple[Vector, int, int]:
+        """A copy of the center [size], its clock and its samples, of one version."""
+        with self._lock:
+            return self._state.center.theta.copy(), self.clock, self.samples
+
+    @property
+    def rows(self) -> list[Row]:
+        """Of all commits that were applied, in order."""
+        return self._state.rows
+
+    @property
+    def events(self) -> list[Event]:
+        """Who joined, left, was lost; what was refused; when this server was restarted."""
+        return self._state.events
+
+    @property
+    def refusals(self) -> Counter[Refusal]:
+        """How many commits were refused, by reason."""
+        return self._state.refusals
+
+    @property
+    def clock(self) -> int:
+        """Commits, or rounds, so far."""
+        return self._state.ledger.clock
+
+    @property
+    def samples(self) -> int:
+        """That were committed so far."""
+        return self._state.ledger.samples
+
+    @property
+    def done(self) -> bool:
+        """Whether every sample of every epoch is committed."""
+        return self._state.ledger.done
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was ended before."""
+        return self._state.ledger.stopped
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Workers that wait for an answer of ours: silent without being hung."""
+        with self._lock:
+            return self._state.ledger.waiting
+
+    # Before anything changes
+
+    def _examine(self, turn: Turn, checksum: int | None, vector: Vector | None) -> Payload:
+        commit, state = turn.commit, self._state
+        if commit is None or commit.steps == 0 or self.rule.lock_free:
+            return Payload()
+        with self._lock:
+            if state.ledger.check(commit) is not None:
+                return Payload()
+            found = state.center.inbox(turn.worker) if vector is None else vector
+        return examine(state.center, found, checksum)
+
+    def _pass(self, turn: Turn, payload: Payload) -> Iterable[Turn]:
+        """The turns that may be taken now, their payloads in `_held`."""
+        self._held[turn.worker] = payload
+        ledger = self._state.ledger
+        again = turn.commit is not None and ledger.check(turn.commit) is Verdict.DUPLICATE
+        return [turn] if self._gate is None or again else self._gate.push(turn)
+
+    def _turns(self, turns: Iterable[Turn]) -> list[Delivery]:
+        deliveries = []
+        for turn in turns:
+            payload = self._judge(turn, self._held.pop(turn.worker))
+            header = {"kind": "turn", "turn": turn_fields(turn), "refusal": payload.refusal}
+            self._log(header, payload)
+            self._crash("journalled")
+            deliveries += self._state.enact(header, payload)
+            self._crash("applied")
+        return deliveries
+
+    def _judge(self, turn: Turn, payload: Payload) -> Payload:
+        """The payload, or a refusal in its place."""
+        commit = turn.commit
+        if commit is None or payload.refusal is not None:
+            return payload
+        if commit.worker != turn.worker:
+            return Payload(refusal=Refusal.LEASE)
+        found = self._state.ledger.check(commit)
+        if isinstance(found, Refusal):
+            return Payload(refusal=found)
+        if found is Verdict.DUPLICATE or commit.steps == 0 or self.rule.lock_free:
+            return Payload()
+        if payload.vector is None:  # its lease was not held yet when it came
+            return Payload(refusal=Refusal.LEASE)
+        return Payload(refusal=Refusal.NORM) if self._state.norms.refuse(payload.norm) else payload
+
+    def _remove(self, worker: int, kind: str) -> list[Delivery]:
+        with self._lock:
+            self._held.pop(worker, None)
+            passed = () if self._gate is None else self._gate.drop(worker)
+            header = self._log({"kind": kind, "worker": worker})
+            deliveries = self._state.enact(header, Payload()) + self._turns(passed)
+            ticket = self._state.center.tickets
+        return self._finish(ticket, deliveries)
+
+    def _do(self, header: dict[str, Any]) -> list[Delivery]:
+        with self._lock:
+            deliveries = self._state.enact(self._log(header), Payload())
+            ticket = self._state.center.tickets
+        return self._finish(ticket, deliveries)
+
+    def _log(self, header: dict[str, Any], payload: Payload = Payload()) -> dict[str, Any]:  # noqa: B008  frozen
+        """The header with its time, once it is in the journal."""
+        header["seconds"] = self._seconds()
+        if self._gate is not None:
+            header["position"] = self._gate.position
+        checksum = 0
+        if payload.found is not None:
+            checksum, header["squares"] = payload.found.checksum, payload.found.squares
+        if self._journal is not None:
+            self._journal.append(header, payload.vector, checksum)
+        return header
+
+    def _seconds(self) -> float:
+        return self._clock() + self._ahead_seconds
+
+    def _finish(self, ticket: int, deliveries: list[Delivery]) -> list[Delivery]:
+        """Wait for the shards, write the rows, and keep a snapshot if it is time."""
+        state = self._state
+        state.center.wait(ticket)
+        with self._lock:
+            state.settle()
+            if self._due():
+                self.snapshot()
+        self._crash("answered")
+        return deliveries
+
+    def _due(self) -> bool:
+        if self._storage is None or self._journal is None:
+            return False
+        new = len(self._state.rows) - self._saved_rows
+        return new >= self._storage.snapshot_commits or self._journal.long
+
+    # Coming back
+
+    def _open(self, storage: Storage, *, resume: bool) -> None:
+        self._storage = storage
+        self._journal = Journal(storage, self.job, self.rule, self._crash, resume=resume)
+
+    def _rebuild(self, theta: Vector | None) -> None:
+        """The state of the snapshot, then all that was logged since. `theta`: what the center is
+        all the same."""
+        journal, state = self._journal, self._state
+        assert journal is not None
+        found = journal.load()
+        if found is None:
+            self.snapshot()
+            return
+        fields, vectors = found
+        state.restore(fields, vectors)
+        self._saved_rows = len(state.rows)
+        last = {"seconds": fields["seconds"], "position": fields["position"]}
+        for record in journal.records():
+            last |= record.header
+            state.enact(record.header, _payload(record))
+            state.center.flush()
+            state.settle()
+        if self._order is not None:
+            self._gate = Gate(self._order, last["position"] or 0, lambda: self.waiting)
+        if theta is not None:
+            state.center.theta[:] = theta
+        self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
+        state.enact(self._log({"kind": "restarted"}), Payload())
+
+
+def _payload(record: Record) -> Payload:
+    """What was taken, or refused, as it was logged."""
+    refusal, squares = record.header.get("refusal"), record.header.get("squares")
+    found = None if squares is None else Check(0, squares)
+    return Payload(record.vector, found, refusal and Refusal(refusal))

@@ -1,0 +1,107 @@
+"""How long local steps take: what virtual time is drawn from.
+
+    constant      mean
+    jitter        mean x (1 + spread u), u uniform on [-1, 1)
+    exponential   memoryless, of that mean
+    lognormal     of that mean, with standard deviation spread x mean
+    trace         drawn with replacement from measured steps
+
+Every worker has a stream of its own, which depends on the seed and its index alone: another worker
+more or less changes nobody's times.
+"""
+
+import csv
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import FileFormatError, UsageError
+
+KINDS = ("constant", "jitter", "exponential", "lognormal", "trace")
+_BLOCK = 256  # drawn at once
+_STREAM = 0x57E9  # apart from what else is seeded by (seed, number)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A distribution of the seconds of one local step.
+
+    mean_seconds  of a step; of a trace: its own mean, whatever is given
+    spread        jitter: half the width, at most 1; lognormal: standard deviation / mean
+    trace         [steps] seconds that were measured
+    """
+
+    kind: str = "constant"
+    mean_seconds: float = 1.0
+    spread: float = 0.2
+    trace: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError("times", f"there is no {self.kind!r}; there are {', '.join(KINDS)}")
+        if (self.kind == "trace") != bool(self.trace):
+            raise UsageError("trace", "goes with the kind 'trace', and has one step or more")
+        if self.trace:
+            object.__setattr__(self, "mean_seconds", math.fsum(self.trace) / len(self.trace))
+        if not (0 < self.mean_seconds < math.inf and min(self.trace, default=1.0) >= 0):
+            raise UsageError("mean_seconds", "step times are finite and not negative")
+        if not 0 <= self.spread <= (1.0 if self.kind == "jitter" else 1e6):
+            raise UsageError("spread", f"{self.spread} is out of range; a jitter's is from 0 to 1")
+
+    def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> NDArray[np.float64]:
+        """Seconds of so many steps, independent of each other."""
+        if self.kind == "constant":
+            return np.full(shape, self.mean_seconds)
+        if self.kind == "jitter":
+            return self.mean_seconds * (1 + self.spread * rng.uniform(-1.0, 1.0, shape))
+        if self.kind == "exponential":
+            return rng.exponential(self.mean_seconds, shape)
+        if self.kind == "lognormal":
+            variance = math.log1p(self.spread**2)  # of the logarithm
+            centre = math.log(self.mean_seconds) - variance / 2
+            return rng.lognormal(centre, math.sqrt(variance), shape)
+        return rng.choice(np.array(self.trace), shape)
+
+    def stream(self, seed: int, worker: int, slow: float = 1.0) -> Callable[[], float]:
+        """A function that draws `worker`'s next step, `slow` times as long as drawn."""
+        return self._values(seed, worker, slow).__next__
+
+    def _values(self, seed: int, worker: int, slow: float) -> Iterator[float]:
+        rng = np.random.default_rng((seed, worker, _STREAM))
+        while True:
+            yield from (slow * self.draw(rng, _BLOCK)).tolist()
+
+
+def read_trace(path: str | os.PathLike[str]) -> StepTimes:
+    """Step times from a CSV file: its column `seconds`, or its only column, header or not.
+
+    Raises `FileFormatError`.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise FileFormatError(name, str(error)) from error
+    header = rows[0] if rows else []
+    column = header.index("seconds") if "seconds" in header else 0
+    if "seconds" not in header and len(header) != 1:
+        raise FileFormatError(name, "it has no column `seconds`")
+    if header and not _is_number(header[column]):
+        rows = rows[1:]
+    try:
+        return StepTimes("trace", trace=tuple(float(row[column]) for row in rows))
+    except (ValueError, IndexError, UsageError) as error:
+        raise FileFormatError(name, f"its steps are not seconds: {error}") from error
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""The figures of a model on a validation set: its loss, and metrics.
+
+Each is a mean over samples: of batches' means, weighted by their samples.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dovetail.errors import UsageError
+from dovetail.training.datasets import Source
+from dovetail.training.modules import Loss, outputs, unflatten
+from dovetail.training.norms import compute_statistics, has_statistics
+from dovetail.training.records import Vector
+
+Metric = Callable[..., Any]
+"""(output, *targets) -> a number, the mean over the batch's samples."""
+Metrics = Sequence[str | Metric] | Mapping[str, Metric]
+MOST_NORM_BATCHES = 100
+"""Batches of training data for the statistics of batch norms; their mean is then within a tenth of
+a batch's own spread (Wu and Johnson, 2021, section 3.2, find 10^3 to 10^4 samples enough)."""
+
+
+@torch.no_grad()
+def accuracy(output: Tensor, target: Tensor) -> float:
+    """Share of right predictions.
+
+    Classes: output [batch, classes, ...], target [batch, ...] of indices, or shares like the
+    output. Two classes: one logit each, output [batch] or [batch, 1], target 0 or 1.
+    """
+    if output.ndim == 1 or (output.shape[1] == 1 and target.numel() == output.numel()):
+        found, wanted = output.reshape(-1) > 0, target.reshape(-1) > 0.5
+    else:
+        found = output.argmax(1)
+        wanted = target if target.ndim < output.ndim else target.argmax(1)
+        wanted = wanted.reshape(found.shape)
+    return float((found == wanted).double().mean())
+
+
+METRICS: dict[str, Metric] = {"accuracy": accuracy}
+
+
+def resolve_metrics(metrics: Metrics) -> dict[str, Metric]:
+    """Metrics by name; a callable's is its `__name__`. Raises `UsageError`."""
+    if isinstance(metrics, str):
+        metrics = (metrics,)
+    pairs = (
+        metrics.items()
+        if isinstance(metrics, Mapping)
+        else [(m if isinstance(m, str) else getattr(m, "__name__", ""), m) for m in metrics]
+    )
+    found: dict[str, Metric] = {}
+    for name, metric in pairs:
+        if isinstance(metric, str):
+            if metric not in METRICS:
+                raise UsageError("metrics", f"no {metric!r}; there are {', '.join(METRICS)}")
+            metric = METRICS[metric]
+        if not callable(metric):
+            raise UsageError("metrics", f"{metric!r} is not callable")
+        if not name or name == "loss" or name in found:
+            raise UsageError("metrics", f"{name!r} is no name of its own; give a dictionary")
+        found[name] = metric
+    return found
+
+
+class Evaluator:
+    """theta -> figures: the loss and the metrics on a validation set.
+
+    `module` becomes this evaluator's own; statistics of batch norms are those of `training`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        metrics: Mapping[str, Metric],
+        training: Source,
+        validation: Source | None,
+        batch: int,
+    ) -> None:
+        self._module, self._loss, self._metrics = module, loss, dict(metrics)
+        self._training, self._validation, self._batch = training, validation, batch
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Names of what it returns."""
+        return () if self._validation is None else ("loss", *self._metrics)
+
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """Compute the figures of one batch: what is wrong there, a run would meet at its end."""
+        if self._validation is None:
+            return
+        self._module.eval()
+        found = next(batches_of(self._validation, self._batch, 1), None)
+        if found is None:
+            raise UsageError("validation", "is empty")
+        self._figures_of(found[0])
+
+    @torch.no_grad()
+    def __call__(self, theta: Vector) -> dict[str, float]:
+        """The figures at `theta` [size]; none without a validation set."""
+        if self._validation is None:
+            return {}
+        unflatten(self._module, theta)
+        self.refresh(self._module)
+        self._module.eval()
+        sums = dict.fromkeys(self.figures, 0.0)
+        total = 0
+        for batch, samples in batches_of(self._validation, self._batch):
+            for name, value in self._figures_of(batch).items():
+                sums[name] += samples * value
+            total += samples
+        return {name: value / total for name, value in sums.items()}
+
+    def _figures_of(self, batch: Any) -> dict[str, float]:
+        output, targets = outputs(self._module, batch)
+        figures = {"loss": _number("loss", self._loss(output, *targets))}
+        for name, metric in self._metrics.items():
+            figures[name] = _number(name, metric(output, *targets))
+        return figures
+
+    def refresh(self, module: nn.Module) -> None:
+        """Give the module the statistics that belong to its parameters."""
+        if has_statistics(module):
+            found = batches_of(self._training, self._batch, MOST_NORM_BATCHES)
+            compute_statistics(module, (batch for batch, _ in found))
+
+
+def batches_of(source: Source, batch: int, most: int | None = None) -> Iterator[tuple[Any, int]]:
+    """(batch, samples) over the whole source; of at most `most` batches, evenly spread over it.
+
+    A stream cannot be jumped in: its first ones.
+    """
+    starts: Iterator[int] = itertools.count(0, batch)
+    if source.samples is not None:
+        whole = range(0, source.samples, batch)
+        count = len(whole) if most is None else min(most, len(whole))
+        starts = (whole[number * len(whole) // count] for number in range(count))
+    for start in itertools.islice(starts, most):
+        stop = start + batch if source.samples is None else min(start + batch, source.samples)
+        found, samples = source.batch(np.arange(start, stop, dtype=np.int64), 0)
+        if samples:
+            yield found, samples
+        if samples < stop - start:
+            return
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            "loss" if name == "loss" else "metrics",
+            f"{name} is not one number for a batch but {type(value).__name__}: {error}",
+        ) from None

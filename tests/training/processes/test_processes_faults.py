@@ -1,0 +1,259 @@
+"""Real processes, really killed. `count`'s center says how often each sample was committed."""
+
+import gc
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from process_learners import Counting, Long, Sitting, assign, count
+
+from dovetail.errors import (
+    DivergedError,
+    NoWorkersError,
+    ProcessError,
+    ServerLostError,
+    UsageError,
+)
+from dovetail.training.backends.contract import Policy, Storage, Watcher
+from dovetail.training.backends.processes import run
+from dovetail.training.server import CRASH_POINTS
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def children():
+    """Our processes, by id: what they run."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(") ", 1)[1].split()
+            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+                found[int(path.parent.name)] = path.with_name("cmdline").read_text()
+        except OSError:
+            continue
+    return {pid: line for pid, line in found.items() if "backends.processes" in line}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gc.collect()  # what an earlier test's error still held
+    files, shared = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    yield
+    assert children() == {}
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert set(os.listdir("/dev/shm")) == shared
+    assert list(tmp_path.glob("dovetail-*")) == []
+
+
+class Killer:
+    """Kills a worker, any, each time so many more commits were made."""
+
+    def __init__(self, *plan, seed=5):
+        self.plan, self.rng = list(plan), np.random.default_rng(seed)
+        self.commits = self.kills = 0
+
+    def rows(self, rows):
+        self.commits += len(rows)
+        if self.plan and self.commits >= self.plan[0]:
+            self.plan.pop(0)
+            alive = [pid for pid, line in children().items() if "connecting" in line]
+            os.kill(alive[self.rng.integers(len(alive))], signal.SIGKILL)
+            self.kills += 1
+
+
+def kinds(outcome):
+    return [event.kind for event in outcome.events]
+
+
+def test_killed_workers_lose_nothing_and_every_sample_counts_exactly_once():
+    killer = Killer(2, 17, 40)
+    outcome = run(count(240, epochs=2, seconds=0.01), Watcher(rows=killer.rows))
+    assert killer.kills == 3
+    assert (outcome.theta == 2).all()
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == 480
+    assert 1 <= kinds(outcome).count("lost") <= 3  # one may die before it has joined
+    assert {row.worker for row in outcome.rows} == {0, 1}
+
+
+def test_others_do_the_work_of_a_worker_that_stays_away():
+    def learner(worker):
+        return Counting(40, 0.05) if worker else Sitting("kill", 2, samples=40, size=40)
+
+    policy = Policy(worker_restarts=1, worker_losses=1)
+    outcome = run(assign(learner=learner, samples=40, size=40, policy=policy), Watcher())
+    assert (outcome.theta == 2).all()
+    assert {row.worker for row in outcome.rows} == {1}
+    details = {event.detail for event in outcome.events if event.kind == "lost"}
+    assert details <= {"killed by SIGKILL", "its link broke"}
+
+
+def test_a_policy_that_allows_no_death_ends_the_run():
+    policy = Policy(worker_restarts=1)
+    learner = lambda worker: Sitting("kill", 2)  # noqa: E731
+    with pytest.raises(NoWorkersError) as raised:
+        run(assign(learner=learner, policy=policy), Watcher())
+    assert (raised.value.lost, raised.value.status) == (2, "killed by SIGKILL")
+
+
+def test_an_exception_in_a_worker_ends_the_run_with_its_traceback():
+    learner = lambda worker: Sitting("raise", 3)  # noqa: E731
+    with pytest.raises(ProcessError) as raised:
+        run(assign(learner=learner), Watcher())
+    assert re.fullmatch("worker [01]", raised.value.process)
+    assert "ValueError: the data are gone" in raised.value.traceback
+    assert "process_learners.py" in raised.value.traceback
+
+
+def test_exceptions_that_the_policy_allows_count_as_deaths_and_the_first_is_kept():
+    def learner(worker):
+        return Sitting("raise", 2 if worker else 10**9)
+
+    policy = Policy(worker_errors=2, worker_restarts=1, worker_losses=1)
+    outcome = run(assign(learner=learner, policy=policy), Watcher())
+    assert outcome.samples == 128
+    assert {row.worker for row in outcome.rows} == {0}
+
+
+def numbers(outcome):
+    """The rows, but for their times."""
+    return [(r.clock, r.worker, r.sequence, r.staleness, r.steps, r.samples) for r in outcome.rows]
+
+
+def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_twice(tmp_path):
+    """One life after the other ends at the next point; the order of turns is forced."""
+    order = tuple(np.random.default_rng(1).permutation(np.repeat([0, 1], 40)).tolist())
+    storage = Storage(tmp_path / "run", snapshot_commits=5)
+    crash = [(point, 1 if point[0] == "s" else 4) for point in CRASH_POINTS]
+    policy = Policy(server_restarts=len(crash))
+    common = {"order": order, "epochs": 8, "rule": "adag"}
+    disturbed = run(assign(storage=storage, policy=policy, **common), Watcher(), crash=crash)
+    expected = run(assign(**common), Watcher())
+    assert disturbed.meta["server_restarts"] == len(CRASH_POINTS)
+    assert disturbed.theta.tobytes() == expected.theta.tobytes()
+    assert disturbed.samples == expected.samples == 8 * 64
+    assert numbers(disturbed) == numbers(expected)
+    assert "lost" not in kinds(disturbed)
+
+
+def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it():
+    killer = Killer(8)
+    outcome = run(
+        count(120, seconds=0.01),
+        Watcher(rows=killer.rows),
+        crash=[("applied", 14), ("received", 9)],
+    )
+    assert (outcome.theta == 2).all()
+    assert kinds(outcome).count("server_restarted") == 2
+    assert killer.kills == 1
+
+
+def test_a_server_that_dies_too_often_ends_the_run():
+    with pytest.raises(ServerLostError) as raised:
+        run(count(policy=Policy(server_restarts=1)), Watcher(), crash=[("applied", 2)] * 2)
+    assert (raised.value.restarts, raised.value.status) == (1, "killed by SIGKILL")
+
+
+class Waker:
+    """Stops worker 1 after its first commits, and wakes it once that was noticed."""
+
+    def __init__(self):
+        self.pid, self.stopped = None, False
+
+    def event(self, event):
+        if event.worker == 1 and event.kind in ("joined", "restarted"):
+            self.pid = int(re.search(r"process (\d+)|$", event.detail)[1] or self.pid)
+        if event.worker == 1 and event.kind == "lost":
+            os.kill(self.pid, signal.SIGCONT)
+
+    def rows(self, rows):
+        if not self.stopped and {row.worker for row in rows} == {0, 1}:
+            self.stopped = True
+            os.kill(self.pid, signal.SIGSTOP)
+
+
+def test_a_run_that_keeps_nothing_ends_with_its_server():
+    with pytest.raises(ServerLostError) as raised:
+        run(count(), Watcher(), log=False, crash=("applied", 2))
+    assert raised.value.restarts == 0
+
+
+def test_a_hung_worker_is_noticed_by_its_lease_and_may_come_back():
+    waker = Waker()
+    assignment = count(400, seconds=0.02, policy=Policy(lease_seconds=1.0))
+    outcome = run(assignment, Watcher(rows=waker.rows, event=waker.event))
+    assert waker.stopped
+    assert (outcome.theta == 2).all()
+    lost = next(event for event in outcome.events if event.kind == "lost" and event.worker == 1)
+    assert lost.detail.startswith("no sign of life for ")
+    after = [row for row in outcome.rows if row.seconds > lost.seconds]
+    assert {row.worker for row in after} == {0, 1}
+    refused = [event.detail for event in outcome.events if event.kind == "refused"]
+    assert set(refused) <= {"lease not held"}
+
+
+def test_workers_that_all_hang_are_killed_and_replaced():
+    learner = lambda worker: Sitting("stop", 3)  # noqa: E731
+    policy = Policy(lease_seconds=0.3, worker_restarts=1)
+    with pytest.raises(NoWorkersError) as raised:
+        run(assign(learner=learner, workers=1, policy=policy), Watcher())
+    assert raised.value.lost == 2
+
+
+def test_long_irregular_workers_are_not_judged_by_their_commits():
+    """A window, or a step, takes several times the lease's seconds; only signs of life count."""
+    assignment = assign(
+        learner=lambda worker: Counting(60, 0.3) if worker else Long(60),
+        samples=60,
+        size=60,
+        window=8,
+        batch=3,
+        epochs=1,
+        policy=Policy(lease_seconds=1.0),
+    )
+    outcome = run(assignment, Watcher(every_samples=24, evaluate=lambda *_: {}, should_stop=bool))
+    assert not {"lost", "refused", "restarted"} & set(kinds(outcome))
+    assert max(row.end_seconds - row.begin_seconds for row in outcome.rows) > 2
+
+
+def test_refusals_beyond_the_policy_are_divergence():
+    def learner(worker):
+        found = Counting(60)
+        found.update = lambda theta, gradient, epoch: gradient * np.float32(np.nan)
+        return found
+
+    assignment = assign(learner=learner, samples=60, size=60, policy=Policy(refusals=4))
+    with pytest.raises(DivergedError) as raised:
+        run(assignment, Watcher())
+    assert raised.value.rule == "downpour"
+    assert raised.value.detail == "5 commits were refused, the last one as not finite"
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(UsageError) as raised:
+        run(count(), Watcher(), colour="red")
+    assert raised.value.option == "colour"
+
+
+def test_an_interrupted_run_keeps_what_it_has():
+    def interrupt(rows):
+        if not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    pressed = []
+    outcome = run(count(60, epochs=10**6), Watcher(rows=interrupt))
+    assert outcome.stopped
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == outcome.theta.sum() > 0
+    assert ("stopped", "interrupted") in {(e.kind, e.detail) for e in outcome.events}
+
+
+def test_a_failing_watcher_ends_the_run():
+    def fail(rows):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(count(), Watcher(rows=fail))

@@ -1,0 +1,61 @@
+"""One small cluster for all tests of the backend, on the loopback interface."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+STORE_BYTES = 80 << 20
+FAST = {  # a lost node is noticed in a second
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 300,
+    "health_check_failure_threshold": 5,
+}
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A head node, to which the caller is connected."""
+    from ray._private import ray_constants
+    from ray.cluster_utils import Cluster
+
+    here = str(Path(__file__).parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+        patch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        head = {"num_cpus": 2, "include_dashboard": False, "_system_config": FAST}
+        shared = {"object_store_memory": STORE_BYTES, "node_ip_address": "127.0.0.1"}
+        found = Cluster(initialize_head=True, head_node_args=head | shared)
+        try:
+            ray.init(address=found.address, log_to_driver=False, configure_logging=False)
+            yield found
+        finally:
+            ray.shutdown()
+            found.shutdown()
+
+
+@pytest.fixture
+def add_node(cluster):
+    """Adds nodes that have a resource of that name; they are gone after the test."""
+    nodes = []
+
+    def add(resource):
+        node = cluster.add_node(
+            num_cpus=2,
+            resources={resource: 1},
+            object_store_memory=STORE_BYTES,
+            node_ip_address="127.0.0.1",
+        )
+        nodes.append(node)
+        return node
+
+    yield add
+    for node in nodes:
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node, allow_graceful=False)

@@ -1,0 +1,147 @@
+"""Runs on Ray in which processes are killed, and commits are not what they should be."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+from ray_runs import (
+    SMALL,
+    Squares,
+    actor,
+    assign,
+    assign_counts,
+    counted,
+    each_sample_once_an_epoch,
+    in_turn,
+    kinds,
+    once,
+)
+
+from dovetail.errors import DivergedError, NoWorkersError, ServerLostError
+from dovetail.training.backends import load_backend
+from dovetail.training.backends.contract import Policy, Storage, Watcher
+from dovetail.training.checks import checksum
+from dovetail.training.records import Commit, Refusal, Turn, Verdict
+
+run = load_backend("ray", **SMALL)
+simulate = load_backend("simulated")
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def forced(rule, **fields):
+    assignment = assign(rule, **fields)
+    return replace(assignment, order=in_turn(assignment))
+
+
+def slow(worker):
+    return Squares(64, 8, sleep=0.01)
+
+
+@pytest.mark.parametrize("point", ["journalled", "snapshot-renamed"])
+def test_a_server_that_dies_within_a_commit_loses_none_and_doubles_none(point, tmp_path):
+    storage = Storage(tmp_path, snapshot_commits=8)
+    crashing = load_backend("ray", crash=(point, 3), **SMALL)
+    outcome = crashing(assign_counts(point, storage=storage), Watcher())
+    assert "server_restarted" in kinds(outcome)
+    assert each_sample_once_an_epoch(outcome)
+
+
+def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits():
+    assignment = forced("adag", run="half")
+    outcome = load_backend("ray", crash=("journal-half", 6), **SMALL)(assignment, Watcher())
+    assert "server_restarted" in kinds(outcome)
+    assert outcome.theta.tobytes() == simulate(assignment, Watcher()).theta.tobytes()
+
+
+def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was():
+    watcher = once(3, lambda: ray.kill(actor("kill", "server"), no_restart=False))
+    outcome = run(assign_counts("kill", sleep=0.01), watcher)
+    assert "server_restarted" in kinds(outcome)
+    assert each_sample_once_an_epoch(outcome)
+
+
+def test_a_server_that_dies_too_often_ends_the_run():
+    assignment = assign(run="often", policy=Policy(server_restarts=1))
+    crashing = load_backend("ray", crash=[("received", 3), ("received", 3)], **SMALL)
+    with pytest.raises(ServerLostError) as caught:
+        crashing(assignment, Watcher())
+    assert caught.value.restarts == 1
+
+
+def test_a_killed_workers_samples_are_trained_by_others():
+    watcher = once(3, lambda: ray.kill(actor("worker", "worker-1-0")))
+    outcome = run(assign_counts("worker", sleep=0.01), watcher)
+    assert each_sample_once_an_epoch(outcome)
+    assert kinds(outcome).count("lost") == 1
+    assert "restarted" in kinds(outcome)
+
+
+def test_workers_that_keep_dying_end_the_run():
+    assignment = assign(
+        run="dying",
+        learner=lambda worker: Squares(64, 8, does={1: "die"}),
+        policy=Policy(worker_restarts=1),
+    )
+    with pytest.raises(NoWorkersError):
+        run(assignment, Watcher())
+
+
+def test_a_hung_worker_loses_its_lease(tmp_path):
+    mark = tmp_path / "has hung"
+
+    def hangs_once(worker):
+        first = worker == 1 and not mark.exists()
+        if first:
+            mark.touch()
+        return Squares(64, 8, sleep=0.01, does={1: "hang"} if first else {})
+
+    policy = Policy(lease_seconds=4.0)
+    outcome = run(assign(run="hung", learner=hangs_once, policy=policy), Watcher())
+    assert outcome.samples == counted(outcome) == 128
+    assert 1 in [event.worker for event in outcome.events if event.kind == "lost"]
+
+
+def test_a_commit_that_is_not_finite_is_refused_and_its_samples_trained_again():
+    def broken(worker):
+        return Squares(64, 8, does={3: "nan"} if worker else {})
+
+    outcome = run(assign(run="nan", learner=broken), Watcher())
+    assert outcome.samples == counted(outcome) == 128
+    assert [e.detail for e in outcome.events if e.kind == "refused"] == [Refusal.NOT_FINITE]
+    assert np.isfinite(outcome.theta).all()
+
+
+def test_commits_that_are_never_finite_are_called_divergence():
+    def broken(worker):
+        return Squares(64, 8, does=dict.fromkeys(range(1, 1000), "nan"))
+
+    with pytest.raises(DivergedError):
+        run(assign(run="diverged", learner=broken, policy=Policy(refusals=3)), Watcher())
+
+
+def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_was():
+    refusals, verdicts = [], set()
+
+    def intrude():
+        server, vector = actor("foreign", "server"), np.ones(128, np.float32)
+        right = checksum(vector)
+        ray.get(server.join.remote(7, 0))
+        told = ray.get(server.turn.remote(7, 0, Turn(7, lease=True, pull=True), 0, None))
+        lease = told.reply.lease
+        ours = Commit("foreign", 7, 1, 0, lease.number, lease.stop - lease.start, 2, 1.0, 0.0)
+        for commit, expected, sent in [
+            (replace(ours, run="another"), right, vector),
+            (ours, right + 1, vector),
+            (ours, checksum(vector[:7]), vector[:7]),
+        ]:
+            turn = Turn(7, commit)
+            reply = ray.get(server.turn.remote(7, 0, turn, expected, sent)).reply
+            refusals.append(reply.refusal)
+            verdicts.add(reply.verdict)
+        ray.get(server.gone.remote(7, True))
+
+    outcome = run(assign_counts("foreign", sleep=0.02), once(2, intrude))
+    assert verdicts == {Verdict.REFUSED}
+    assert refusals == [Refusal.RUN, Refusal.CHECKSUM, Refusal.SHAPE]
+    assert each_sample_once_an_epoch(outcome)

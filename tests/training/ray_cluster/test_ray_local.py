@@ -1,0 +1,33 @@
+"""A run that starts a Ray of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+SCRIPT = Path(__file__).parent / "ray_local_run.py"
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def test_a_run_of_its_own_listens_on_the_loopback_interface_alone_and_leaves_nothing_behind():
+    from ray_local_run import processes
+
+    mark = f"mark-{uuid.uuid4().hex}"
+    environment = os.environ | {"RAY_RUN_MARK": mark, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=True
+    )
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["right"]
+    assert len(said["listening"]) > 3  # the caller, the server, workers, and Ray's own
+    assert set(said["listening"]) <= LOOPBACK
+    until = time.monotonic() + 30
+    while processes(mark) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not processes(mark)

@@ -1,0 +1,41 @@
+"""A cluster of several nodes on one machine, and nodes that are lost."""
+
+import numpy as np
+import ray
+from ray_runs import SMALL, Digits, accuracy, counted, kinds
+
+from dovetail.training.backends import load_backend
+from dovetail.training.backends.contract import Assignment, Storage, Watcher
+from dovetail.training.records import Job
+from dovetail.training.rules import make_rule
+
+
+def test_digits_are_trained_to_the_end_though_a_workers_node_and_the_servers_are_lost(
+    cluster, add_node, tmp_path
+):
+    lost = {"worker": add_node("worker"), "server": add_node("server")}
+    due = [(20, "worker"), (80, "server")]
+    rows, places = [], {}
+
+    def watch(new):
+        rows.extend(new)
+        if due and len(rows) >= due[0][0]:
+            name = due.pop(0)[1]
+            places[name] = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            cluster.remove_node(lost[name], allow_graceful=False)
+
+    job = Job("nodes", Digits.SIZE, 1400, 6, 20, 2, 3, seed=1)
+    start = 0.1 * np.random.default_rng(0).standard_normal(Digits.SIZE)
+    assignment = Assignment(
+        job,
+        make_rule("adag"),
+        start.astype(np.float32),
+        lambda worker: Digits(sleep=0.005),
+        storage=Storage(tmp_path, snapshot_commits=50),
+    )
+    run = load_backend("ray", server_node="server", **SMALL)
+    outcome = run(assignment, Watcher(rows=watch))
+    assert not due
+    assert outcome.samples == counted(outcome) == 6 * 1400
+    assert "server_restarted" in kinds(outcome)
+    assert accuracy(outcome.theta) > 0.85

@@ -1,0 +1,52 @@
+"""The center spread over actors of its own."""
+
+from dataclasses import replace
+
+import pytest
+import ray
+from ray_runs import (
+    SMALL,
+    actor,
+    assign,
+    assign_counts,
+    each_sample_once_an_epoch,
+    in_turn,
+    kinds,
+    once,
+)
+
+from dovetail.training.backends import load_backend
+from dovetail.training.backends.contract import Storage, Watcher
+
+run = load_backend("ray", **SMALL)
+simulate = load_backend("simulated")
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def test_shards_of_the_center_give_the_simulated_bits():
+    plain = assign("adag", run="shards", size=11, shards=3)
+    forced = replace(plain, order=in_turn(plain))
+    assert run(forced, Watcher()).theta.tobytes() == simulate(forced, Watcher()).theta.tobytes()
+
+
+def test_commits_may_travel_to_shards_in_half_the_bytes():
+    outcome = run(assign_counts("wire", shards=2, wire="float16"), Watcher())
+    assert each_sample_once_an_epoch(outcome)
+
+
+def test_a_shard_that_is_killed_goes_on_where_the_others_are(tmp_path):
+    storage = Storage(tmp_path, snapshot_commits=5)
+    assignment = assign_counts("shard", sleep=0.01, shards=2, storage=storage)
+    watcher = once(8, lambda: ray.kill(actor("shard", "shard-1"), no_restart=False))
+    outcome = run(assignment, watcher)
+    assert "server_restarted" in kinds(outcome)
+    assert each_sample_once_an_epoch(outcome)
+
+
+@pytest.mark.parametrize("point", ["journalled", "snapshot-half"])
+def test_a_ledger_that_dies_sends_its_shards_what_they_have_missed(point, tmp_path):
+    storage = Storage(tmp_path, snapshot_commits=5)
+    assignment = assign_counts(f"ledger-{point}", shards=2, storage=storage)
+    outcome = load_backend("ray", crash=(point, 2), **SMALL)(assignment, Watcher())
+    assert "server_restarted" in kinds(outcome)
+    assert each_sample_once_an_epoch(outcome)

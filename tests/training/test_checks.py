@@ -1,0 +1,81 @@
+"""Checksums against their definition, and sums of squares."""
+
+import numpy as np
+import pytest
+
+from dovetail.training.checks import check, checksum, copy_and_check
+
+
+def written_out(array):
+    """sum of (i + 1) w_i mod 2^64, w_i the bytes as little-endian 32-bit words."""
+    data = array.tobytes()
+    words = [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
+    return sum((i + 1) * word for i, word in enumerate(words)) % 2**64
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 15, 16, 17, 33, 1000])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_a_check_is_the_checksum_and_the_sum_of_squares(size, kind):
+    vector = np.random.default_rng(size).standard_normal(size).astype(kind)
+    found = check(vector)
+    assert found.checksum == checksum(vector) == written_out(vector)
+    assert found.squares == pytest.approx(np.square(vector.astype(np.float64)).sum(), rel=1e-14)
+    assert found.norm == pytest.approx(np.linalg.norm(vector.astype(np.float64)), rel=1e-14)
+
+
+@pytest.mark.parametrize("size", [3, 100])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_a_copy_is_checked_as_its_source_is(size, kind):
+    source = np.random.default_rng(1).standard_normal(size).astype(kind)
+    target = np.zeros(size + 1, kind)
+    assert copy_and_check(target[:-1], source) == check(source)
+    assert (target[:-1] == source).all()
+    assert target[-1] == 0
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_bytes_of_any_length_at_any_place_have_a_checksum(shift):
+    octets = np.random.default_rng(2).integers(0, 256, 203, np.uint8)[shift:]
+    assert checksum(octets) == written_out(octets)
+
+
+def test_every_flipped_bit_is_seen():
+    vector = np.random.default_rng(3).standard_normal(50).astype(np.float32)
+    expected, octets = checksum(vector), vector.view(np.uint8)
+    for place in range(octets.size):
+        for bit in range(8):
+            octets[place] ^= 1 << bit
+            assert checksum(vector) != expected
+            octets[place] ^= 1 << bit
+    assert checksum(vector) == expected
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_every_two_words_that_change_places_are_seen(kind):
+    # Signs and powers of two only: differences that vanish where sums wrap around.
+    vector = np.array([1, -1, 2, -2, 0, -0.0, 0.5, np.inf] * 5, kind)
+    expected = checksum(vector)
+    words = vector.view(np.uint32)
+    for i in range(words.size):
+        for j in range(i):
+            if words[i] != words[j]:
+                words[[i, j]] = words[[j, i]]
+                assert checksum(vector) != expected
+                words[[i, j]] = words[[j, i]]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_one_component_that_is_not_finite_makes_the_vector_so(value, kind):
+    for place in (0, 37, 99):
+        vector = np.ones(100, kind)
+        assert check(vector).finite
+        vector[place] = value
+        assert not check(vector).finite
+
+
+def test_the_largest_and_the_smallest_float32_are_squared_exactly_enough():
+    large = np.full(40, np.finfo(np.float32).max)
+    assert check(large).norm == pytest.approx(float(large[0]) * 40**0.5)
+    small = np.full(40, 1e-38, np.float32)
+    assert check(small).norm == pytest.approx(float(small[0]) * 40**0.5)

@@ -1,0 +1,370 @@
+"""Whole runs on threads, with a learner in numpy."""
+
+import threading
+
+import numpy as np
+import pytest
+from least_squares import LeastSquares, a_job, start
+
+from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageError
+from dovetail.training.backends.contract import Assignment, Guard, Policy, Watcher
+from dovetail.training.backends.simulated import run as simulate
+from dovetail.training.backends.threads import run
+from dovetail.training.liveness import alive
+from dovetail.training.rules import RULES, make_rule
+from dovetail.training.step_times import StepTimes
+
+WINDOWS = {"one-shot": None, "sync": 1, "dc-asgd": 1, "dc-asgd-adaptive": 1}
+SETTINGS = {
+    "downpour-adagrad": {"lr": 0.3},
+    "easgd": {"alpha": 0.25},
+    "aeasgd": {"alpha": 0.3},
+    "eamsgd": {"alpha": 0.3, "delta": 0.5},
+}
+PUSHING = [
+    "sync",
+    "downpour",
+    "dynsgd",
+    "agn",
+    "adag",
+    "adag-agn",
+    "hogwild",
+    "ssp",
+]
+
+
+class Crew(dict):
+    """Makes a learner for each worker, and keeps the last of each; `lives` that began."""
+
+    def __init__(self, job, learner=LeastSquares, **options):
+        super().__init__()
+        self.job, self.learner, self.options = job, learner, options
+        self.lives = []
+
+    def __call__(self, worker):
+        self.lives.append(worker)
+        self[worker] = self.learner(self.job, **self.options)
+        return self[worker]
+
+    @property
+    def seen(self):
+        return sorted(sample for learner in self.values() for sample in learner.seen)
+
+
+def an_assignment(job, rule, learner=None, **fields):
+    settings = SETTINGS.get(rule, {})
+    learner = Crew(job) if learner is None else learner
+    return Assignment(job, make_rule(rule, **settings), start(job), learner, **fields)
+
+
+def every_sample(job):
+    return [(epoch, i) for epoch in range(job.epochs) for i in range(job.samples)]
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_finds_the_solution_and_trains_each_sample_of_each_epoch_once(rule):
+    job = a_job(samples=58, epochs=30, window=WINDOWS.get(rule, 3), workers=3, dtype="float64")
+    crew = Crew(job, lr=0.1)
+    outcome = run(an_assignment(job, rule, crew), Watcher())
+    assert crew.seen == every_sample(job)
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 30
+    assert crew[0].loss(outcome.theta) < 0.05 * crew[0].loss(start(job))
+    gathers = make_rule(rule).gathers
+    assert outcome.clock == (len({r.clock for r in outcome.rows}) if gathers else len(outcome.rows))
+    assert not outcome.stopped
+
+
+def by_hand(job, learner):
+    """One process, window 1: theta += U(g)."""
+    theta = start(job)
+    for epoch in range(job.epochs):
+        order = np.random.default_rng((job.seed, epoch)).permutation(job.samples)
+        for first in range(0, job.samples, job.batch):
+            gradient = learner.gradient(theta, order[first : first + job.batch], epoch)
+            theta += learner.update(theta, gradient.vector, 0.0)
+    return theta
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rule", PUSHING)
+def test_one_worker_with_window_1_equals_a_loop_bit_for_bit(rule, dtype):
+    job = a_job(samples=58, epochs=3, window=1, dtype=dtype)
+    outcome = run(an_assignment(job, rule), Watcher())
+    wanted = by_hand(job, LeastSquares(job))
+    assert outcome.theta.dtype == wanted.dtype
+    assert outcome.theta.tobytes() == wanted.tobytes()
+    assert [row.staleness for row in outcome.rows] == [0] * outcome.clock
+
+
+def test_a_forced_order_gives_the_same_bits_every_time():
+    job = a_job(epochs=4, window=2, workers=3, dtype="float64")
+    order = tuple([0, 1, 2, *[2, 1, 0, 0, 1, 2] * 20])
+    outcomes = [run(an_assignment(job, "adag-agn", order=order), Watcher()) for _ in range(3)]
+    assert len({outcome.theta.tobytes() for outcome in outcomes}) == 1
+    workers = {tuple(row.worker for row in outcome.rows) for outcome in outcomes}
+    assert len(workers) == 1
+    assert workers.pop()[:24] == order[3:27]
+
+
+@pytest.mark.parametrize("rule", ["adag-agn", "aeasgd", "ssp", "easgd"])
+def test_a_simulated_runs_order_makes_threads_repeat_it_bit_for_bit(rule):
+    job = a_job(samples=58, epochs=3, window=2, workers=3, dtype="float64")
+    times = StepTimes("exponential")
+    simulated = simulate(an_assignment(job, rule), Watcher(), times=times, slow={1: 3.0})
+    repeated = run(an_assignment(job, rule, order=simulated.meta["order"]), Watcher())
+    assert repeated.theta.tobytes() == simulated.theta.tobytes()
+    assert [(r.worker, r.staleness) for r in repeated.rows] == [
+        (r.worker, r.staleness) for r in simulated.rows
+    ]
+
+
+def test_synchronous_workers_equal_one_large_batch():
+    job = a_job(samples=64, epochs=5, batch=4, window=1, workers=4, dtype="float64")
+    outcome = run(an_assignment(job, "sync"), Watcher())
+    large = by_hand(a_job(samples=64, epochs=5, batch=16, dtype="float64"), LeastSquares(job))
+    np.testing.assert_allclose(outcome.theta, large, rtol=1e-12)
+    assert outcome.clock == 5 * 64 // 16
+
+
+def test_a_run_does_not_change_the_vector_it_was_given():
+    job = a_job()
+    assignment = an_assignment(job, "downpour")
+    run(assignment, Watcher())
+    assert assignment.theta.tobytes() == start(job).tobytes()
+
+
+class Fragile(LeastSquares):
+    """Raises at the gradient whose count is in `breaks`, counted over all workers and lives."""
+
+    def __init__(self, job, breaks, counter):
+        super().__init__(job)
+        self.breaks, self.counter = breaks, counter
+
+    def gradient(self, theta, indices, epoch):
+        self.counter.append(1)
+        if len(self.counter) in self.breaks:
+            raise ZeroDivisionError("my bug")
+        return super().gradient(theta, indices, epoch)
+
+
+def test_an_exception_in_a_worker_ends_the_run_with_its_traceback():
+    job = a_job(workers=2)
+    crew = Crew(job, Fragile, breaks={4}, counter=[])
+    with pytest.raises(ProcessError, match="ZeroDivisionError: my bug") as caught:
+        run(an_assignment(job, "downpour", crew), Watcher())
+    assert "in gradient" in caught.value.traceback
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert not [t for t in threading.enumerate() if t.name.startswith("worker ")]
+
+
+def test_an_exception_while_others_wait_for_the_round_ends_the_run_too():
+    job = a_job(workers=3)
+    crew = Crew(job, Fragile, breaks={8}, counter=[])
+    with pytest.raises(ProcessError, match="my bug"):
+        run(an_assignment(job, "averaging", crew), Watcher())
+
+
+def test_a_learner_that_cannot_be_made_ends_the_run():
+    def learner(worker):
+        raise OSError("no data")
+
+    with pytest.raises(ProcessError, match="no data"):
+        run(an_assignment(a_job(workers=2), "averaging", learner), Watcher())
+
+
+@pytest.mark.parametrize("rule", ["downpour", "averaging", "ssp"])
+def test_a_worker_that_is_started_again_loses_no_sample(rule):
+    job = a_job(samples=58, epochs=2, workers=2)
+    crew = Crew(job, Fragile, breaks={3, 11}, counter=[])
+    policy = Policy(worker_errors=2, worker_restarts=2)
+    outcome = run(an_assignment(job, rule, crew, policy=policy), Watcher())
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 2
+    assert len(crew.lives) == 4
+    assert [event.kind for event in outcome.events].count("lost") == 2
+
+
+def test_the_samples_of_a_worker_that_stays_away_are_trained_by_the_others():
+    job = a_job(samples=58, epochs=2, workers=3)
+    crew = Crew(job, Fragile, breaks={3}, counter=[])
+    policy = Policy(worker_errors=1, worker_restarts=0, worker_losses=1)
+    outcome = run(an_assignment(job, "averaging", crew, policy=policy), Watcher())
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 2
+    assert len(crew.lives) == 3
+
+
+@pytest.mark.parametrize("workers, losses", [(1, 1), (3, 0)])
+def test_more_losses_than_the_policy_allows_end_the_run(workers, losses):
+    job = a_job(workers=workers)
+    crew = Crew(job, Fragile, breaks={3}, counter=[])
+    policy = Policy(worker_errors=1, worker_restarts=0, worker_losses=losses)
+    with pytest.raises(NoWorkersError) as caught:
+        run(an_assignment(job, "downpour", crew, policy=policy), Watcher())
+    assert caught.value.lost == 1
+    assert "my bug" in caught.value.status
+
+
+class Hanging(LeastSquares):
+    """The first gradient of all waits until it is let go."""
+
+    def __init__(self, job, gate, first):
+        super().__init__(job)
+        self.gate, self.first = gate, first
+
+    def gradient(self, theta, indices, epoch):
+        if self.first.acquire(blocking=False):
+            self.gate.wait(60)
+        return super().gradient(theta, indices, epoch)
+
+
+@pytest.mark.parametrize("rule", ["downpour", "averaging"])
+def test_a_hung_workers_samples_go_to_the_others_and_the_run_ends_without_it(rule):
+    job = a_job(samples=58, workers=3)
+    gate = threading.Event()
+    crew = Crew(job, Hanging, gate=gate, first=threading.Semaphore(1))
+    policy = Policy(lease_seconds=1.0)
+    try:
+        outcome = run(an_assignment(job, rule, crew, policy=policy), Watcher())
+    finally:
+        gate.set()
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == 58
+    assert "lost" in [event.kind for event in outcome.events]
+
+
+def test_a_run_whose_every_worker_hangs_ends():
+    job = a_job(workers=2)
+    gate = threading.Event()
+    crew = Crew(job, Hanging, gate=gate, first=threading.Semaphore(2))
+    with pytest.raises(NoWorkersError, match=r"2 were lost.*hung for 0\.05 s"):
+        run(an_assignment(job, "downpour", crew, policy=Policy(lease_seconds=0.05)), Watcher())
+    gate.set()
+
+
+def test_a_long_step_with_signs_of_life_is_not_hung():
+    class Long(LeastSquares):
+        def gradient(self, theta, indices, epoch):
+            if not self.seen:
+                for _ in range(12):
+                    threading.Event().wait(0.1)
+                    alive()
+            return super().gradient(theta, indices, epoch)
+
+    job = a_job(samples=8)
+    policy = Policy(lease_seconds=1.0)
+    outcome = run(an_assignment(job, "downpour", Crew(job, Long), policy=policy), Watcher())
+    assert "lost" not in [event.kind for event in outcome.events]
+
+
+class Poisoned(LeastSquares):
+    def update(self, theta, gradient, epoch):
+        return super().update(theta, gradient, epoch) * np.nan
+
+
+def test_commits_that_are_not_finite_are_refused_until_the_run_counts_as_diverged():
+    job = a_job(workers=2)
+    crew = Crew(job, Poisoned)
+    policy = Policy(refusals=5)
+    with pytest.raises(DivergedError, match="not finite") as caught:
+        run(an_assignment(job, "downpour", crew, policy=policy), Watcher())
+    assert caught.value.rule == "downpour"
+
+
+def test_a_refused_window_is_trained_again():
+    class Once(LeastSquares):
+        def update(self, theta, gradient, epoch):
+            bad = len(self.rates) == 3
+            return super().update(theta, gradient, epoch) * (np.inf if bad else 1)
+
+    job = a_job(samples=58)
+    outcome = run(an_assignment(job, "downpour", Crew(job, Once), guard=Guard()), Watcher())
+    assert outcome.samples == 58
+    assert [event.kind for event in outcome.events].count("refused") == 1
+    assert np.isfinite(outcome.theta).all()
+
+
+def test_the_watcher_sees_every_row_and_event_and_its_evaluations_when_they_are_due():
+    job = a_job(samples=58, epochs=4, workers=2)
+    rows, events, asked, threads = [], [], [], set()
+
+    def evaluate(theta, clock, samples, seconds):
+        threads.add(threading.current_thread())
+        asked.append(samples)
+        theta[:] = np.nan  # a copy
+        return {"samples": samples}
+
+    watcher = Watcher(every_samples=40, evaluate=evaluate, rows=rows.extend, event=events.append)
+    outcome = run(an_assignment(job, "downpour"), watcher)
+    assert tuple(rows) == outcome.rows
+    assert tuple(events) == outcome.events
+    assert [e.figures["samples"] for e in outcome.evaluations] == asked
+    assert threads == {threading.main_thread()}
+    marks = [samples // 40 for samples in asked]
+    assert marks == sorted(set(marks)) and marks[-1] == 58 * 4 // 40
+    assert np.isfinite(outcome.theta).all()
+
+
+def test_an_evaluation_by_time_comes_while_a_worker_computes():
+    done = threading.Event()
+
+    class Waiting(LeastSquares):
+        def gradient(self, theta, indices, epoch):
+            assert done.wait(30), "nobody evaluated"
+            return super().gradient(theta, indices, epoch)
+
+    def evaluate(*_):
+        done.set()
+        return {}
+
+    job = a_job(samples=4)
+    watcher = Watcher(every_seconds=0.01, evaluate=evaluate)
+    outcome = run(an_assignment(job, "downpour", Crew(job, Waiting)), watcher)
+    assert outcome.evaluations[0].samples == 0
+
+
+@pytest.mark.parametrize("rule", ["downpour", "averaging", "aeasgd", "ssp"])
+def test_an_early_stop_ends_the_run_and_keeps_the_center(rule):
+    job = a_job(epochs=10**6, workers=3)
+    watcher = Watcher(
+        every_samples=100,
+        evaluate=lambda theta, clock, samples, seconds: {"samples": samples},
+        should_stop=lambda figures: len(figures) == 3,
+    )
+    outcome = run(an_assignment(job, rule), watcher)
+    assert outcome.stopped
+    assert len(outcome.evaluations) == 3
+    assert 300 <= outcome.samples < 60 * 10**6
+    assert outcome.samples == sum(row.samples for row in outcome.rows)
+
+
+def test_an_exception_in_the_watcher_ends_the_run():
+    def evaluate(*_):
+        raise KeyboardInterrupt
+
+    job = a_job(epochs=10**6, workers=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(an_assignment(job, "downpour"), Watcher(every_samples=1, evaluate=evaluate))
+    assert not [t for t in threading.enumerate() if t.name.startswith("worker ")]
+
+
+@pytest.mark.parametrize("rule", ["downpour", "averaging", "hogwild"])
+@pytest.mark.parametrize("length", [0, 1, 37, 48])
+def test_a_stream_of_unknown_length_ends_by_itself(rule, length):
+    job = a_job(samples=None, workers=3)
+    crew = Crew(job, stream=length)
+    outcome = run(an_assignment(job, rule, crew), Watcher())
+    assert crew.seen == [(0, position) for position in range(length)]
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == length
+
+
+def test_threads_have_no_wire():
+    with pytest.raises(UsageError) as caught:
+        run(an_assignment(a_job(), "downpour", wire="float16"), Watcher())
+    assert caught.value.option == "wire"
+
+
+def test_an_outcome_says_what_ran():
+    job = a_job()
+    outcome = run(an_assignment(job, "agn"), Watcher())
+    assert outcome.meta["backend"] == "threads"
+    assert outcome.meta["rule"] == "agn"
+    assert outcome.meta["job"]["samples"] == 60
+    assert outcome.seconds >= outcome.rows[-1].seconds

@@ -1,0 +1,48 @@
+"""Keras 3 models on torch, in a process of their own: Keras takes its backend when imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "keras_training.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    home = str(tmp_path_factory.mktemp("keras"))
+    environment = os.environ | {"KERAS_BACKEND": "torch", "KERAS_HOME": home}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_one_worker_trains_a_keras_model_as_torch_optim_does(found):
+    assert found["error"] < 1e-6
+    assert list(found["figures"]) == ["loss"]
+
+
+def test_a_model_of_several_inputs_gets_them(found):
+    assert found["inputs"] == 40
+
+
+def test_dropout_draws_from_the_runs_seed(found):
+    first, again, other = found["drawn"]
+    assert first == again != other
+
+
+def test_statistics_are_of_the_trained_weights_and_no_parameters(found):
+    error, momentum = found["statistics"]
+    assert error < 1e-5
+    assert momentum == 0.9
+    assert found["parameters"] == (6 * 8 + 8) + 2 * 8 + (8 * 3 + 3)
+
+
+def test_a_model_without_shapes_or_on_another_backend_is_an_error(found):
+    assert found["unbuilt"].startswith("ModelError") and "is not built" in found["unbuilt"]
+    assert "Keras runs on jax; set KERAS_BACKEND=torch" in found["elsewhere"]

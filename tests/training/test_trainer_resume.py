@@ -1,0 +1,143 @@
+"""A run's folder: a killed run goes on where it was, another one is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, table
+
+from dovetail.errors import FileFormatError, RunMismatchError, UsageError
+from dovetail.training.backends.contract import Watcher
+from dovetail.training.modules import flatten
+from dovetail.training.trainer import Trainer
+
+
+class Killed(Exception):
+    """Ends a run as if its process had been killed."""
+
+
+def fit(model, folder, kill_at=None, **options):
+    """A run of three epochs of five steps; killed at an evaluation, if so wished."""
+    seen = []
+
+    def evaluate(theta, clock, samples, seconds):
+        seen.append(samples)
+        if len(seen) == kill_at:
+            raise Killed
+        return {}
+
+    defaults = {"rule": "sync", "workers": 1, "epochs": 3, "backend": "simulated", "batch": 8}
+    options = {"optimizer": SGD, **defaults, **options}
+    trainer = Trainer(model, cross_entropy, folder=folder, **options)
+    return trainer.fit(table(), table(8), watcher=Watcher(evaluate=evaluate))
+
+
+@pytest.mark.parametrize("backend", ["simulated", "threads"])
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "workers"),
+    [("sync", "adam", 2), ("sync", "sgd", 1), ("downpour", None, 1)],
+)
+def test_a_resumed_run_ends_as_one_that_was_never_killed(
+    tmp_path, backend, rule, optimizer, workers
+):
+    """Bit for bit where the server has the optimizer's state, or there is none."""
+    options = {
+        "rule": rule, "workers": workers, "backend": backend,
+        "optimizer": OPTIMIZERS[optimizer] if optimizer else SGD,
+    }  # fmt: skip
+    whole = perceptron()
+    expected = fit(whole, tmp_path / "whole", **options)
+    with pytest.raises(Killed):
+        fit(perceptron(), tmp_path / "killed", kill_at=2, **options)
+    resumed = perceptron(seed=7)  # its parameters are the folder's, not these
+    found = fit(resumed, tmp_path / "killed", resume=True, **options)
+    assert np.array_equal(flatten(resumed), flatten(whole))
+    assert found.outcome.samples == expected.outcome.samples == 120
+    assert [r.samples for r in found.outcome.rows] == [r.samples for r in expected.outcome.rows]
+
+
+def test_the_best_so_far_is_kept_over_a_kill(tmp_path):
+    """The second evaluation is the best, the run is killed at the third; then none is better."""
+    tried, values = 9.0, [3.0, 1.0, 2.0]
+    figures = iter([tried, *values, tried] + [4.0] * 9)
+    options = {
+        "epochs": 9, "metrics": {"error": lambda *_: next(figures)}, "monitor": "error",
+        "patience": 3,
+    }  # fmt: skip
+    with pytest.raises(Killed):
+        fit(perceptron(), tmp_path, kill_at=3, **options)
+    best = np.load(tmp_path / "best.npy")
+    model = perceptron()
+    history = fit(model, tmp_path, resume=True, **options)
+    assert history.outcome.stopped
+    assert [e.figures["error"] for e in history.outcome.evaluations] == [3.0, 1.0, 4.0, 4.0, 4.0]
+    assert np.array_equal(flatten(model), best)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+    fit(perceptron(), tmp_path)
+    with pytest.raises(UsageError, match="holds a run; resume it, or give another") as caught:
+        fit(perceptron(), tmp_path)
+    assert caught.value.option == "folder"
+
+
+def test_a_run_that_has_ended_is_resumed_to_the_same_end(tmp_path):
+    model, again = perceptron(), perceptron(seed=3)
+    fit(model, tmp_path)
+    history = fit(again, tmp_path, resume=True)
+    assert np.array_equal(flatten(again), flatten(model))
+    assert history.outcome.samples == 120
+
+
+def test_there_must_be_a_run_to_resume(tmp_path):
+    with pytest.raises(UsageError, match="holds no run") as caught:
+        fit(perceptron(), tmp_path, resume=True)
+    assert caught.value.option == "resume"
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("rule", {"rule": "downpour"}),
+        ("options", {"optimizer": OPTIMIZERS["sgd"]}),
+        ("epochs", {"epochs": 4}),
+        ("workers", {"workers": 3}),
+        ("window", {"window": 2}),
+        ("seed", {"seed": 1}),
+    ],
+)
+def test_another_run_is_refused_with_the_difference(tmp_path, field, options):
+    fit(perceptron(), tmp_path)
+    with pytest.raises(RunMismatchError) as caught:
+        fit(perceptron(), tmp_path, resume=True, **options)
+    assert caught.value.field == field
+    assert caught.value.expected != caught.value.found
+
+
+def test_another_model_is_refused(tmp_path):
+    fit(perceptron(), tmp_path)
+    other = perceptron()
+    other[0].bias.requires_grad_(False)
+    with pytest.raises(RunMismatchError) as caught:
+        fit(other, tmp_path, resume=True)
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other", "run": "a"}'])
+def test_a_foreign_file_is_not_taken_for_a_run(tmp_path, text):
+    (tmp_path / "trainer.json").write_text(text)
+    with pytest.raises(FileFormatError, match=r"trainer\.json"):
+        fit(perceptron(), tmp_path, resume=True)
+
+
+def test_what_was_evaluated_is_checked_when_read(tmp_path):
+    fit(perceptron(), tmp_path)
+    path = tmp_path / "evaluations.json"
+    path.write_text(json.dumps({"best": 0, "evaluations": [{"clock": 1}]}))
+    with pytest.raises(FileFormatError, match=r"evaluations\.json"):
+        fit(perceptron(), tmp_path, resume=True)
+
+
+def test_settings_of_the_storage_are_checked(tmp_path):
+    with pytest.raises(UsageError, match="has no 'compress'; it has log"):
+        fit(perceptron(), tmp_path, storage={"compress": True})
