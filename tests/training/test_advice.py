@@ -208,3 +208,10 @@ def test_a_long_start_is_not_counted_as_measuring():
 
     assert len(measure(assignment(), late, 5.0).step_seconds) == 40 - measuring.WARM_UP_STEPS
     assert asked == [False, False, True]
+
+
+def test_a_machine_that_became_slower_ends_the_search_and_says_so(advised):
+    moments = iter([0.0] + [30.0] * 3 + [70.0])
+    found = suggest(assignment(), QUICK, budget_seconds=40, clock=lambda: next(moments))
+    assert len(found.evidence) == 4
+    assert f"after 4 of {len(advised.evidence)} candidates" in found.why

@@ -11,6 +11,7 @@ buys too few, rules are judged by what is known of their stability, and their sp
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,9 @@ FEWEST_STEPS = 150
 EVALUATIONS, EVALUATED_BATCHES = 10, 6
 EVENT_SECONDS, VECTOR_PASSES, PASSED_BYTES_PER_SECOND = 5e-4, 6, 4e9
 """Of a simulated commit: what handling it costs, roughly, so that a budget is kept."""
+OVERRUN = 1.5
+"""Times the budget, after which no other candidate is simulated. Only then does the advice depend
+on more than the measured times."""
 EVEN = 0.02
 """Times closer than this are equal: then fewer workers, and the rule that stands first."""
 STABLE_MEANS = 20
@@ -140,6 +144,7 @@ def suggest(
     evaluate: Callable[[Vector], float] | None = None,
     budget_seconds: float = 60.0,
     progress: Progress = silent,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Advice:
     """Advice for a job: its `workers` are the most to use.
 
@@ -158,12 +163,19 @@ def suggest(
     if job.samples is None or not steps:
         return _by_what_is_known(measured, found, job.batch)
     loss_of = evaluate or _center_loss(assignment)
-    tried = []
+    tried: list[_Tried] = []
+    began = clock()
     for i, candidate in enumerate(found):
+        if tried and clock() - began > OVERRUN * budget_seconds:
+            break  # the machine is slower than when it was measured
         progress(f"simulating {describe(candidate)}", i / len(found))
         part = _part(assignment, known[candidate.rule], candidate, steps)
         tried.append(_simulate(part, candidate, measured, loss_of))
-    return _judged(measured, tried, steps)
+    judged = _judged(measured, tried, steps)
+    if len(tried) == len(found):
+        return judged
+    left = f"; time was up after {len(tried)} of {len(found)} candidates"
+    return replace(judged, why=judged.why + left)
 
 
 def window_of(measured: Measured) -> int:

@@ -31,3 +31,9 @@ def test_a_run_of_its_own_listens_on_the_loopback_interface_alone_and_leaves_not
     while processes(mark) and time.monotonic() < until:
         time.sleep(0.1)
     assert not processes(mark)
+
+
+def test_the_server_and_its_shards_import_no_torch():
+    actors = "dovetail.training.backends.ray.serving, dovetail.training.backends.ray.shard"
+    check = f"import sys, {actors}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)

@@ -49,6 +49,7 @@ ITEMS = 300
 """At most so many rows a report, and events: less than the channel holds while nobody reads it."""
 LOOKS = 8
 """How often within `lease_seconds` the signs of life are looked at."""
+ORPHAN_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -74,7 +75,12 @@ def _remove_if_orphaned(folder: Path) -> None:
     parent = os.getppid()
 
     def end(_signal: int, _frame: object) -> None:
-        if os.getppid() != parent:  # else somebody else wants this process to end
+        # The signal comes with the death of the thread that launched us; the others of a killed
+        # process follow. If none does, somebody else wants this process to end.
+        patience = time.monotonic() + ORPHAN_SECONDS
+        while os.getppid() == parent and time.monotonic() < patience:
+            time.sleep(0.01)
+        if os.getppid() != parent:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
