@@ -36,6 +36,15 @@ class Gate:
         self._held[turn.worker] = turn
         return self._release()
 
+    @property
+    def passed(self) -> tuple[Turn, ...]:
+        """The last turn of each worker that has passed."""
+        return tuple(self._passed.values())
+
+    def recall(self, turn: Turn) -> None:
+        """That turn has passed before, at a gate of the same order that is gone."""
+        self._passed[turn.worker] = turn
+
     def drop(self, worker: int) -> Iterator[Turn]:
         """The worker is gone: its entries are passed over until it speaks again. The turns that
         may be taken now."""

@@ -66,7 +66,8 @@ class Momentum:
         """Where the coordinates' values at `clock` go."""
         row = clock % VERSIONS
         self._clocks[row] = clock
-        return self._values[row]
+        values: Vector = self._values[row]
+        return values
 
     def add(self, base_clock: int, update: Vector) -> float:
         """The estimate, after a commit with its values at the coordinates; nan as long as too few

@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,4 +44,5 @@ def unpack(packed: NDArray[np.float64]) -> list[Row]:
 
 def _row(values: list[float]) -> Row:
     named = zip(_FIELDS, values, strict=True)
-    return Row(**{name: int(value) if name in _WHOLE else value for name, value in named})
+    fields: dict[str, Any] = {n: int(value) if n in _WHOLE else value for n, value in named}
+    return Row(**fields)

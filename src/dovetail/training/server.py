@@ -25,7 +25,7 @@ from dovetail.training.journal import Journal, Record, nothing
 from dovetail.training.payloads import Payload, examine
 from dovetail.training.records import Event, Job, Refusal, Row, Turn, Vector, Verdict
 from dovetail.training.rules.contract import Rule
-from dovetail.training.state import Delivery, State, turn_fields
+from dovetail.training.state import Delivery, State, turn_fields, turn_of
 
 __all__ = ["CRASH_POINTS", "Delivery", "Server"]
 
@@ -165,6 +165,7 @@ class Server:
                 if self.rule.lock_free:  # workers write to it meanwhile
                     vectors["theta"] = vectors["theta"].copy()
                 state["position"] = self._gate and self._gate.position
+                state["passed"] = [turn_fields(t) for t in self._gate.passed] if self._gate else []
                 state["seconds"] = self._seconds()
                 self._journal.snapshot(state, vectors)
                 self._saved_rows = len(self._state.rows)
@@ -352,13 +353,18 @@ class Server:
         state.restore(fields, vectors)
         self._saved_rows = len(state.rows)
         last = {"seconds": fields["seconds"], "position": fields["position"]}
+        passed = {turn["worker"]: turn for turn in fields["passed"]}
         for record in journal.records():
             last |= record.header
+            if record.header["kind"] == "turn":
+                passed[record.header["turn"]["worker"]] = record.header["turn"]
             state.enact(record.header, _payload(record))
             state.center.flush()
             state.settle()
         if self._order is not None:
             self._gate = Gate(self._order, last["position"] or 0, lambda: self.waiting)
+            for turn in passed.values():  # whoever was not answered says it again
+                self._gate.recall(turn_of(turn))
         if theta is not None:
             state.center.theta[:] = theta
         self._ahead_seconds = max(0.0, last["seconds"] - self._clock())

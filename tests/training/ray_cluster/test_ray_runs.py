@@ -66,10 +66,12 @@ def test_a_folder_of_another_run_is_an_error_of_the_callers(tmp_path):
         run(assign(run="second", storage=storage), Watcher())
 
 
-def test_what_ray_cannot_do_is_refused_before_anything_starts():
+def test_what_ray_cannot_do_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(UsageError, match="memory that all workers share"):
         run(assign("hogwild"), Watcher())
     with pytest.raises(UsageError, match="no such option"):
         load_backend("ray", speed=3)(assign(), Watcher())
+    with pytest.raises(UsageError, match="by their logs"):
+        run(assign(storage=Storage(tmp_path, log=False), shards=2), Watcher())
     with pytest.raises(UsageError, match="no node has"):
         load_backend("ray", server_node="nowhere", **SMALL)(assign(run="nowhere"), Watcher())

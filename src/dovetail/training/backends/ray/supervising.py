@@ -57,8 +57,10 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
     chosen = Options.of(options)
     if assignment.rule.lock_free:
         raise UsageError("rule", f"{assignment.rule.name} needs memory that all workers share")
+    storage = assignment.storage
+    if storage is not None and not storage.log and (assignment.shards or 1) > 1:
+        raise UsageError("log", "shards find each other's version again by their logs; keep them")
     with ExitStack() as stack:
-        storage = assignment.storage
         if storage is None:
             folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
