@@ -327,6 +327,17 @@ def test_a_stream_ends_where_its_workers_find_the_end():
     assert outcome.samples == 37
 
 
+@pytest.mark.parametrize("length", [0, 36, 37, 40])
+def test_a_stream_ends_without_locks_too(length):
+    class Short(Tally):
+        def gradient(self, theta, indices, epoch):
+            return super().gradient(theta, indices[indices < length], epoch)
+
+    outcome = run(assigned("hogwild", Short, 60, samples=None, epochs=1), Watcher())
+    assert outcome.theta.tolist() == [1.0] * length + [0.0] * (60 - length)
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == length
+
+
 def test_an_interrupted_run_is_continued_from_its_folder_and_no_sample_counts_twice(tmp_path):
     def interrupt(theta, clock, samples, seconds):
         raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """Whole runs on threads, with a learner in numpy."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageEr
 from dovetail.training.backends.contract import Assignment, Guard, Policy, Watcher
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.backends.threads import run
+from dovetail.training.backends.watching import Watching
 from dovetail.training.liveness import alive
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.step_times import StepTimes
@@ -353,6 +355,29 @@ def test_a_stream_of_unknown_length_ends_by_itself(rule, length):
     outcome = run(an_assignment(job, rule, crew), Watcher())
     assert crew.seen == [(0, position) for position in range(length)]
     assert outcome.samples == sum(row.samples for row in outcome.rows) == length
+
+
+def test_what_happens_while_the_watcher_is_told_is_told_next_time():
+    server = SimpleNamespace(samples=0, rows=[], events=[])
+    rows, events = [], []
+
+    def tell_rows(new):
+        rows.extend(new)
+        if len(rows) < 3:
+            server.rows.append("another thread's")
+
+    def tell_event(event):
+        events.append(event)
+        if len(events) < 3:
+            server.events.append("another thread's")
+
+    watch = Watching(Watcher(rows=tell_rows, event=tell_event), server, 0.0)
+    server.rows.append("first")
+    server.events.append("first")
+    for _ in range(3):
+        watch.flush()
+    assert rows == server.rows
+    assert events == server.events
 
 
 def test_threads_have_no_wire():

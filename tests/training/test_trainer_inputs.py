@@ -97,6 +97,11 @@ def test_an_unknown_rule_is_named():
         ("sync", torch.optim.NAdam, "NAdam is not one of sgd"),
         ("sync", functools.partial(torch.optim.Adam, amsgrad=True), "there has no amsgrad"),
         ("sync", functools.partial(torch.optim.RMSprop, centered=True), "there has no centered"),
+        (
+            "sync",
+            functools.partial(torch.optim.Adam, weight_decay=0.1, decoupled_weight_decay=True),
+            "there has no decoupled_weight_decay",
+        ),
         (make_rule("sync", optimizer="adam"), SGD, 'give the rule as "sync"'),
     ],
 )

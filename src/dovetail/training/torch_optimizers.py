@@ -34,7 +34,7 @@ _SERVED = {
     "adagrad": ("lr_decay", "weight_decay", "eps"),
     "rmsprop": ("alpha", "eps", "weight_decay", "momentum"),
 }
-_FREE = {"lr", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+_FREE = {"lr", "foreach", "fused", "capturable", "differentiable"}
 """Settings that change nothing but speed, or are known otherwise."""
 
 

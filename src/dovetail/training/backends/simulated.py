@@ -242,6 +242,10 @@ class _Simulation:
         except Exception as error:
             self._failed(worker, error)
             return
+        self._send(worker, event)
+
+    def _send(self, worker: _Worker, event: Ask) -> None:
+        """Its turn is on its way."""
         worker.asked, sent_bytes = event, 0
         if event.vector is not None:
             sent_bytes = worker.wire.size_bytes
@@ -274,9 +278,14 @@ class _Simulation:
         except Exception as error:
             self._failed(worker, error)
             return
-        assert isinstance(event, Stepped), "a lease has a step for every batch"
         worker.seconds = seconds
-        worker.left -= event.samples
+        if not isinstance(event, Stepped):  # a stream had ended before this step
+            assert isinstance(event, Ask)
+            self._send(worker, event)
+            return
+        job = self.assignment.job
+        ends = job.samples is None and event.samples < min(job.batch, worker.left)
+        worker.left = 0 if ends else worker.left - event.samples
         if worker.left > 0:
             self._begin_step(worker)
         else:

@@ -50,9 +50,10 @@ class Watching:
         """Tell of what is new, once there are so many new rows."""
         watcher, server = self.watcher, self.server
         if watcher.event is not None:
-            for event in server.events[self._events :]:
+            for event in server.events[self._events :]:  # more may come from threads meanwhile
+                self._events += 1
                 watcher.event(event)
-            self._events = len(server.events)
-        if watcher.rows is not None and len(server.rows) - self._rows >= least:
-            watcher.rows(list(server.rows[self._rows :]))
-            self._rows = len(server.rows)
+        rows = server.rows[self._rows :]
+        if watcher.rows is not None and len(rows) >= least:
+            self._rows += len(rows)
+            watcher.rows(rows)
