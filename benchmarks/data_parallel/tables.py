@@ -46,10 +46,12 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percent(results: Sequence[Result]) -> str:
-    """Mean over the seeds, and half the way from the lowest to the highest."""
+    """Mean over the seeds, and half the way from the lowest to the highest; one seed has none."""
     if not results:
         return ""
     values = [100 * result.accuracy for result in results]
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
     return f"{statistics.fmean(values):.1f} ± {(max(values) - min(values)) / 2:.1f}"
 
 

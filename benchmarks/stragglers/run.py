@@ -1,6 +1,6 @@
 """Time to 97 % validation accuracy: asynchronous rules on real processes against torch DDP.
 
-python benchmarks/stragglers/run.py [--seeds 5] [--seconds 60]
+python benchmarks/stragglers/run.py [--seeds 5] [--seconds 60] [--systems DDP downpour adag]
 
 The learning rate is the best of one grid for each system and slowdown (seed 0), then five other
 seeds are trained with it. Medians and ranges; `never` counts as infinite.
@@ -20,8 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dovetail.training.backends.processes import run as run_processes
-from dovetail.training.modules import ModuleLearner, flatten
 from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -39,7 +37,9 @@ from workload import (
 )
 
 from dovetail.training.backends.contract import Assignment, Watcher
+from dovetail.training.backends.processes import run as run_processes
 from dovetail.training.learner import Gradient
+from dovetail.training.modules import ModuleLearner, flatten
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
 
@@ -151,12 +151,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60, help="the longest a run may take")
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     arguments = parser.parse_args()
     print("| slowed worker | system | rate | median s | range | DDP / this |")
     print("|---|---|---|---|---|---|")
     for slow in SLOW:
         reference = math.nan
-        for system in SYSTEMS:
+        for system in arguments.systems:
             grid = [Run(system, rate, slow, 0, arguments.seconds) for rate in RATES]
             times = dict(zip(RATES, train_all(grid), strict=True))
             rate = min(RATES, key=times.__getitem__)

@@ -61,6 +61,18 @@ def test_lines_come_at_a_pace_and_events_at_once():
     assert told[1:] == ["12 s: worker 0 was lost: killed by SIGKILL"]
 
 
+def test_of_many_refused_commits_the_first_are_told():
+    told = []
+    progress = TrainingProgress("m:f by agn", 2, None, told.append)
+    for _ in range(training_progress.MOST_REFUSALS + 20):
+        progress.happened(Event("refused", 1, 2.0, "not finite"))
+    progress.happened(Event("lost", 1, 3.0))
+    assert len(told) == training_progress.MOST_REFUSALS + 1
+    assert told[0] == "2 s: worker 1 had a commit refused: not finite"
+    assert "of more like it nothing is said" in told[-2]
+    assert told[-1] == "3 s: worker 1 was lost"
+
+
 def test_foreign_text_does_not_drive_the_terminal():
     progress = TrainingProgress("[bold]\x1b[31mm:f", 1, 10)
     progress.evaluated({"[red]\x1b": 1.0})

@@ -122,6 +122,7 @@ def test_rules_are_listed_with_their_papers(train):
     status, out, _ = train("--rules")
     assert status == 0
     assert "downpour" in out
+    assert "\u2026" not in out  # addresses are whole
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_rules_are_listed_with_their_papers(train):
         ((MODEL, "--lr", "fast"), "--lr"),
         ((MODEL, "--metric", "luck"), "luck"),
         ((MODEL, "--validate", "soon"), "soon"),
+        ((MODEL, "--validate", "0"), "validate"),
         ((MODEL, "--monitor", "luck"), "luck"),
         ((MODEL, "--wire", "int3"), "int3"),
         ((MODEL, "--lease", "soon"), "soon"),
@@ -244,14 +246,14 @@ def test_a_run_that_diverges_is_told_of_a_rule_that_does_not(train):
 def test_advice_is_printed_with_its_evidence(train):
     status, out, err = train(
         MODEL, "--backend", "threads", "--workers", 4, "--batch", 24, "--suggest",
-        "--budget", "3s", "--json",
+        "--budget", "3s", "--json", "--lr", 0.02,
     )  # fmt: skip
     assert status == 0, err
     printed = json.loads(out)
     assert set(printed) == ADVICE_KEYS
     assert printed["command"] == (
         f"dovetail train {MODEL} --rule {printed['rule']} --workers {printed['workers']} "
-        f"--window {printed['window']}"
+        f"--window {printed['window']} --batch 24 --lr 0.02 --backend threads"
     )
     assert printed["step_seconds"] > 0
     keys = ("rule", "workers", "window")

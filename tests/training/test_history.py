@@ -98,6 +98,23 @@ def test_the_summary_names_rule_staleness_momentum_and_epochs():
     assert len(re.findall(r"^ +[123] +20 ", text, re.MULTILINE)) == 3
 
 
+def test_the_rate_leaves_out_what_came_before_the_first_step():
+    outcome = make_history(60).outcome
+    rows = tuple(
+        replace(row, seconds=row.seconds + 100, begin_seconds=row.begin_seconds + 100)
+        for row in outcome.rows
+    )
+    late = replace(outcome, rows=rows, seconds=outcome.seconds + 100)
+    told = [dict(History(one).facts())["did"].split(", ")[-1] for one in (outcome, late)]
+    assert told[0] == told[1]
+
+
+def test_a_server_that_was_restarted_is_in_the_summary():
+    outcome = make_history(3).outcome
+    found = History(replace(outcome, events=(Event("server_restarted", -1, 1.0, "resumed"),)))
+    assert dict(found.facts())["events"] == "1 server restarted"
+
+
 def test_a_run_without_commits_has_a_summary_too():
     empty = History(Outcome(np.zeros(2), 0, 0, 0.0))
     assert "0 commits" in empty.summary()

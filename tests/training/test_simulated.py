@@ -440,9 +440,12 @@ def test_an_option_that_the_backend_has_not_is_an_error():
     with pytest.raises(UsageError) as caught:
         load_backend("simulated", latency=1.0)(counted(), Watcher())
     assert caught.value.option == "latency"
-    for options in ({"apply_seconds": -1.0}, {"slow": {0: 0.0}}, {"bandwidth_bytes_per_second": 0}):
-        with pytest.raises(UsageError):
+    for options in ({"apply_seconds": -1.0}, {"slow": {0: 0.0}}, {"bandwidth_bytes_per_second": 0},
+                    {"apply_seconds": "1 s"}, {"slow": 4}, {"deaths": {0: "soon"}},
+                    {"times": "jitter"}, {"bandwidth_bytes_per_second": None}):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
             run(counted(), Watcher(), **options)
+        assert caught.value.option == next(iter(options))
 
 
 def test_nothing_of_it_imports_torch():

@@ -8,12 +8,14 @@ import pytest
 from least_squares import LeastSquares, a_job, start
 
 from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageError
-from dovetail.training.backends.contract import Assignment, Guard, Policy, Watcher
+from dovetail.training.backends.contract import Assignment, Guard, Policy, Storage, Watcher
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.backends.threads import run
 from dovetail.training.backends.watching import Watching
 from dovetail.training.liveness import alive
+from dovetail.training.records import Turn
 from dovetail.training.rules import RULES, make_rule
+from dovetail.training.server import Server
 from dovetail.training.step_times import StepTimes
 
 WINDOWS = {"one-shot": None, "sync": 1, "dc-asgd": 1, "dc-asgd-adaptive": 1}
@@ -236,7 +238,7 @@ def test_a_run_whose_every_worker_hangs_ends():
     job = a_job(workers=2)
     gate = threading.Event()
     crew = Crew(job, Hanging, gate=gate, first=threading.Semaphore(2))
-    with pytest.raises(NoWorkersError, match=r"2 were lost.*hung for 0\.05 s"):
+    with pytest.raises(NoWorkersError, match=r"2 workers were lost.*hung for 0\.05 s"):
         run(an_assignment(job, "downpour", crew, policy=Policy(lease_seconds=0.05)), Watcher())
     gate.set()
 
@@ -335,6 +337,39 @@ def test_an_early_stop_ends_the_run_and_keeps_the_center(rule):
     assert len(outcome.evaluations) == 3
     assert 300 <= outcome.samples < 60 * 10**6
     assert outcome.samples == sum(row.samples for row in outcome.rows)
+
+
+@pytest.mark.parametrize("backend", [run, simulate])
+@pytest.mark.parametrize("rule", ["agn", "averaging"])
+def test_a_run_that_was_stopped_early_goes_on_when_it_is_resumed(rule, backend, tmp_path):
+    job = a_job(epochs=20, workers=2)
+    stop = Watcher(every_samples=100, evaluate=lambda *_: {}, should_stop=lambda _: True)
+    first = backend(an_assignment(job, rule, storage=Storage(tmp_path)), stop)
+    assert first.stopped
+    assert first.samples < 1200
+    for _ in range(2):  # the second time it has ended
+        storage = Storage(tmp_path, resume=True)
+        outcome = backend(an_assignment(job, rule, storage=storage), Watcher())
+        assert not outcome.stopped
+        assert outcome.samples == sum(row.samples for row in outcome.rows) == 1200
+
+
+@pytest.mark.parametrize("backend", [run, simulate])
+@pytest.mark.parametrize("rule", ["downpour", "ssp", "averaging"])
+def test_a_continued_run_gives_a_late_workers_samples_to_others(rule, backend, tmp_path):
+    """All of the first part was killed when worker 2, a late one, had committed nothing yet."""
+    job = a_job(workers=2)
+    assignment = an_assignment(job, rule, storage=Storage(tmp_path))
+    options = {"storage": assignment.storage, "clock": lambda: 0.0}
+    with Server(job, assignment.rule, start(job), **options) as server:
+        for worker in range(3):
+            server.join(worker)
+        for worker in range(3):
+            server.take(Turn(worker, lease=True, pull=True))
+        assert server.holders == (0, 1, 2)
+    storage = Storage(tmp_path, resume=True)
+    outcome = backend(an_assignment(job, rule, storage=storage), Watcher())
+    assert outcome.samples == sum(row.samples for row in outcome.rows) == 60
 
 
 def test_an_exception_in_the_watcher_ends_the_run():

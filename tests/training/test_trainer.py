@@ -282,6 +282,7 @@ def test_a_run_whose_commits_are_not_finite_any_more_has_diverged():
     assert caught.value.rule == "downpour"
     assert "not finite" in caught.value.detail
     assert caught.value.advice.startswith("use adag-agn")
+    assert "NaN or infinities in the data" in caught.value.advice
 
 
 def test_a_run_that_converges_is_not_warned_of():

@@ -112,6 +112,21 @@ def test_an_optimizer_that_the_server_cannot_apply_is_an_error(rule, optimizer, 
 
 
 @pytest.mark.parametrize(
+    ("rule", "wire", "says"),
+    [
+        ("agn", "zip", "there is no 'zip'"),
+        ("agn", "topk:2", "topk:2 is no share"),
+        ("averaging", "topk:0.5", "averaging sends parameters, and what topk:0.5 leaves out"),
+        ("one-shot", "topk:0.5", "give float16 or bfloat16"),
+    ],
+)
+def test_a_wire_that_is_none_or_would_spoil_the_rule_is_an_error(rule, wire, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        fit(rule=rule, wire=wire)
+    assert caught.value.option == "wire"
+
+
+@pytest.mark.parametrize(
     ("loss", "says"),
     [
         ("mse", "is not callable"),

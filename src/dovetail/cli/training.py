@@ -38,6 +38,7 @@ FUNCTION_HELP = (
 
 
 def train(  # noqa: PLR0913  one argument an option
+    context: typer.Context,
     function: Annotated[str, typer.Argument(metavar="[FUNCTION]", help=FUNCTION_HELP)] = "",
     rule: Annotated[
         str,
@@ -141,7 +142,7 @@ def train(  # noqa: PLR0913  one argument an option
         workers=workers, batch=batch, epochs=epochs, lr=lr, seed=seed, patience=patience,
         folder=folder, backend=backend or None, wire=wire or None, monitor=monitor or None,
         metrics=tuple(metric) if metric else None, resume=resume or None,
-        validate=(int(validate) if validate.isdecimal() else validate) or None,
+        validate=int(validate) if validate.isdecimal() else validate or None,
     )  # fmt: skip
     if backend_option:
         settings["backend_options"] = setup.parse_options("--backend-option", backend_option)
@@ -161,7 +162,7 @@ def train(  # noqa: PLR0913  one argument an option
     if suggest:
         from dovetail.cli.training_advice import suggest_and_show
 
-        suggest_and_show(function, opened, budget_seconds, as_json)
+        suggest_and_show(function, opened, budget_seconds, as_json, context)
         return
     from dovetail.cli.training_run import Outputs, train_and_write
 
@@ -202,7 +203,7 @@ def _check_others(history: Path | None, tensorboard: Path | None, folder: Path |
 
 
 def _list_rules(as_json: bool) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from dovetail.cli.training_setup import rule_rows
 
@@ -211,7 +212,8 @@ def _list_rules(as_json: bool) -> None:
         keys = ("name", "about", "options", "paper")
         show_json({"rules": [dict(zip(keys, row, strict=True)) for row in rows]})
         return
-    table = Table("rule", "what it does", "options", "paper", show_lines=True)
+    paper = Column("paper", overflow="fold")  # whole addresses, to copy
+    table = Table("rule", "what it does", "options", paper, show_lines=True)
     for row in rows:
         table.add_row(*map(escape, row))
     show(table)

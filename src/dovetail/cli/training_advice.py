@@ -2,9 +2,12 @@
 
 import math
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -21,17 +24,28 @@ from dovetail.training.torch_optimizers import resolve_optimizer
 from dovetail.training.trainer import Trainer
 from dovetail.units import format_count, format_seconds, printable
 
+CHOSEN = ("function", "rule", "option", "workers", "window", "suggest", "budget", "as_json")
+"""Of `dovetail train`: what the advice says itself, and what is not for the run."""
 
-def suggest_and_show(function: str, setup: Setup, budget_seconds: float, as_json: bool) -> None:
-    """Measure for part of the budget, simulate for the rest; print the table, or one object."""
+
+def suggest_and_show(
+    function: str, setup: Setup, budget_seconds: float, as_json: bool, context: typer.Context
+) -> None:
+    """Measure for part of the budget, simulate for the rest; print the table, or one object.
+
+    The context is that of `dovetail train`, whose other options the run is to have, too.
+    """
     trainer = replace(setup.trainer, folder=None, resume=False)
     prepared = prepare(trainer, setup.dataset, setup.validation)
     with progress_bar() as bar:
         found = _advice(
             trainer, prepared, budget_seconds, lambda what, share: bar(what, share, None)
         )
+    rule = setup.trainer.rule
+    given = rule if isinstance(rule, str) else rule.name
+    options = typed_options(context, with_rule=found.chosen.rule == given)
     if as_json:
-        show_json(summary(function, found))
+        show_json(summary(function, found, options))
         return
     measured = found.measured
     say(
@@ -42,7 +56,7 @@ def suggest_and_show(function: str, setup: Setup, budget_seconds: float, as_json
     for reason in _reasons(found):
         show(Text(reason, style="dim"))
     show(Text(f"{advice.describe(found.chosen)}: {found.why}"))
-    show(Text(printable(command(function, found))))
+    show(Text(printable(command(function, found, options))))
 
 
 def _advice(
@@ -78,16 +92,33 @@ def _rules(trainer: Trainer, given: Rule) -> list[Rule]:
     return rules if given.name in advice.RULES else [*rules, given]
 
 
-def command(function: str, found: Advice) -> str:
+def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
+    """The options that were typed, but for what is `CHOSEN`; with the rule's own, or without."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        is_left_out = name in CHOSEN and not (name == "option" and with_rule)
+        if is_left_out or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[name]
+        if value is True:
+            words.append(parameter.opts[0])
+        else:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(one)]
+    return words
+
+
+def command(function: str, found: Advice, options: Sequence[str]) -> str:
     """What to run."""
     chosen = found.chosen
-    return (
-        f"dovetail train {function} --rule {chosen.rule} --workers {chosen.workers} "
-        f"--window {chosen.window}"
-    )
+    words = ["dovetail", "train", function, "--rule", chosen.rule]
+    words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
+    return shlex.join([*words, *options])
 
 
-def summary(function: str, found: Advice) -> dict[str, Any]:
+def summary(function: str, found: Advice, options: Sequence[str]) -> dict[str, Any]:
     """What `train --suggest --json` prints. Its keys are stable; what is not known is null."""
     measured, chosen = found.measured, found.chosen
     return {
@@ -101,7 +132,7 @@ def summary(function: str, found: Advice) -> dict[str, Any]:
         "workers": chosen.workers,
         "window": chosen.window,
         "why": found.why,
-        "command": command(function, found),
+        "command": command(function, found, options),
         "level": _number(found.level),
         "evidence": [
             {

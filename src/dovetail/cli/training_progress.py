@@ -31,6 +31,8 @@ RECENT = 50
 """Commits that staleness, loss and rate are means of: of each worker, and n times it of all."""
 LINE_SECONDS = 5.0
 MOST_WORKERS = 24
+MOST_REFUSALS = 5
+"""Refused commits that are told of, a line each; the history has all."""
 STATES = {
     "joined": "working",
     "restarted": "restarted",
@@ -93,6 +95,7 @@ class TrainingProgress:
         self._tell, self._clock = tell, clock
         self._begin = clock()
         self._told_seconds = self._begin
+        self._refusals = 0
         self._lock = threading.Lock()
 
     @property
@@ -119,8 +122,11 @@ class TrainingProgress:
         with self._lock:
             if event.worker >= 0 and event.kind in STATES:
                 self.workers.setdefault(event.worker, _Recent()).state = STATES[event.kind]
-        if event.kind not in ("joined", "left"):
-            self._tell(said(event))
+            self._refusals += event.kind == "refused"
+            is_told = event.kind != "refused" or self._refusals <= MOST_REFUSALS
+            is_last = event.kind == "refused" and self._refusals == MOST_REFUSALS
+        if event.kind not in ("joined", "left") and is_told:
+            self._tell(said(event) + ("; of more like it nothing is said" if is_last else ""))
 
     def evaluated(self, figures: dict[str, float]) -> None:
         """The center was evaluated."""

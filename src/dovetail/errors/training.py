@@ -54,9 +54,11 @@ class ServerLostError(TrainingError):
 
 
 class NoWorkersError(TrainingError):
-    """Every worker is gone, and the policy starts no more."""
+    """Too few workers: all are gone or hung, or more were lost than the policy replaces."""
 
     def __init__(self, lost: int, status: str) -> None:
-        super().__init__(f"no worker is left: {lost} were lost, the last of them {status}")
+        super().__init__(
+            f"{lost} workers were lost, more than the policy allows; the last of them: {status}"
+        )
         self.lost = lost
         self.status = status

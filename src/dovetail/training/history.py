@@ -28,6 +28,7 @@ COLUMNS = {field.name: field.type for field in fields(Row)}
 """Columns of a history and their types, in order: the fields of `Row`."""
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 SUMMARY_EPOCHS = 12
+_COUNTED = ("lost", "restarted", "server_restarted", "refused")
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,8 @@ def _facts(history: History) -> list[tuple[str, str]]:
         if (value := history.of_job(field)) is not None
     ]
     facts.append(("run", ", ".join(sizes)))
-    rate = len(history) / outcome.seconds if outcome.seconds > 0 else math.nan
+    working = outcome.seconds - min((row.begin_seconds for row in outcome.rows), default=0.0)
+    rate = len(history) / working if working > 0 else math.nan
     facts.append(
         ("did", f"{len(history):,} commits of {outcome.samples:,} samples in "
                 f"{format_seconds(outcome.seconds)}"
@@ -285,12 +287,13 @@ def _facts(history: History) -> list[tuple[str, str]]:
     if math.isfinite(history.momentum):
         facts.append(("implicit momentum", f"{history.momentum:.3g}, 1 - 1/n is "
                       f"{history.expected_momentum:.3g}"))  # fmt: skip
-    counts = {kind: len(events_of(outcome, kind)) for kind in ("lost", "restarted", "refused")}
+    counts = {kind: len(events_of(outcome, kind)) for kind in _COUNTED}
     if any(counts.values()):
-        facts.append(("events", ", ".join(f"{n} {kind}" for kind, n in counts.items() if n)))
+        said = (f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
+        facts.append(("events", ", ".join(said)))
     if (found := history.divergence) is not None:
-        said = remedy(history.rule, history.of_job("window"), history.workers)
-        facts.append(("diverged", f"{found.detail}; {said}"))
+        advice = remedy(history.rule, history.of_job("window"), history.workers)
+        facts.append(("diverged", f"{found.detail}; {advice}"))
     if history.interrupted or outcome.stopped:
         facts.append(("ended", "interrupted" if history.interrupted else "before its epochs"))
     return [(label, text) for label, text in facts if text]
@@ -305,7 +308,7 @@ def _options_text(options: Any) -> str:
 def _epoch_cells(history: History) -> list[list[str]]:
     epochs = history.epochs
     kept = np.unique(np.linspace(0, len(epochs) - 1, SUMMARY_EPOCHS).round().astype(int))
-    cells = [["epoch", "commits", "loss", "staleness", "ended", *history.figures]]
+    cells = [["epoch", "commits", "training loss", "staleness", "ended", *history.figures]]
     for epoch in (epochs[i] for i in kept):
         figures = [
             f"{epoch.figures[name]:.4g}" if name in epoch.figures else "-"

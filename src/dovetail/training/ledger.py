@@ -72,7 +72,8 @@ class Ledger:
         self._leases = Leases(job)
         self._members: dict[int, _Member] = {}
         self._waiting: dict[int, _Waiting] = {}  # in the order of asking
-        self._resumed: set[int] = set()  # who may skip numbers that the old state never saw
+        self._restored = False  # from a state that may not have seen all: workers may skip numbers
+        self._heard: set[int] = set()  # whose commits have counted since
 
     @property
     def samples(self) -> int:
@@ -113,7 +114,8 @@ class Ledger:
             return Verdict.DUPLICATE
         if member.lease is None or member.lease.number != commit.lease:
             return Refusal.LEASE
-        skips = commit.worker in self._resumed and commit.sequence > member.sequence
+        unknown = self._restored and commit.worker not in self._heard
+        skips = unknown and commit.sequence > member.sequence
         return None if skips or commit.sequence == member.sequence + 1 else Refusal.SEQUENCE
 
     def offer(self, turn: Turn, refusal: Refusal | None = None) -> list[Step]:
@@ -222,7 +224,7 @@ class Ledger:
         seconds = commit.end_seconds - commit.begin_seconds
         if commit.steps and seconds > 0:
             member.speed = commit.steps / seconds
-        self._resumed.discard(commit.worker)
+        self._heard.add(commit.worker)
         return samples
 
     def _settle(self) -> list[Step]:
@@ -306,7 +308,7 @@ class Ledger:
             ledger._members[worker] = _Member(**{**fields, "lease": lease})
         for worker, fields in state["waiting"]:
             ledger._waiting[worker] = _restored(fields)
-        ledger._resumed = set(ledger._members)
+        ledger._restored = True
         return ledger
 
 

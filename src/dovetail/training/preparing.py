@@ -51,6 +51,8 @@ WINDOWS: dict[str, int | None] = {
 """Windows of rules that are not made for one step; all others commit each."""
 _PLAIN = ("dc-asgd", "dc-asgd-adaptive")
 """Rules whose server steps by -lr g itself."""
+_AVERAGING = ("averaging", "one-shot")
+"""Rules whose workers send their parameters, of which none may be left out."""
 _IN_PROCESS = ("simulated", "threads")
 
 
@@ -84,7 +86,7 @@ def prepare(trainer: "Trainer", dataset: Any, validation: Any) -> Prepared:
     if trainer.backend not in _IN_PROCESS:
         _check_travels(learners)
     job = _job(trainer, rule, source, theta)
-    make_wire(trainer.wire, job.size, job.dtype)  # raises what is wrong with it
+    _check_wire(trainer.wire, job, rule)
     folder = None
     if trainer.folder is not None:
         folder = open_folder(trainer.folder, _facts(trainer.model, job, rule), trainer.resume)
@@ -208,6 +210,16 @@ def _evaluator(trainer: "Trainer", source: Source, validation: Any) -> Evaluator
         raise UsageError("monitor", f"no figure {trainer.monitor!r}; there are {known}")
     evaluator.try_out()
     return evaluator
+
+
+def _check_wire(wire: str, job: Job, rule: Rule) -> None:
+    make_wire(wire, job.size, job.dtype)  # raises what is wrong with it
+    if wire.startswith("topk") and rule.name in _AVERAGING:
+        raise UsageError(
+            "wire",
+            f"{rule.name} sends parameters, and what {wire} leaves out would be 0 in the mean; "
+            "give float16 or bfloat16, or a rule that sends updates, as agn",
+        )
 
 
 def _check_travels(learners: ModuleLearners) -> None:

@@ -100,7 +100,8 @@ class Server:
     ) -> Self:
         """The server whose state the storage's folder holds, as it was before it died; a fresh one
         if there is none. `theta` [size] is overwritten with the center, but with `keeps_theta`:
-        a lock-free center in memory that outlived the server, which no log can know.
+        a lock-free center in memory that outlived the server, which no log can know. A run that was
+        stopped goes on: who still wants its end says so again.
 
         Raises `JournalError`, `RunMismatchError`, `UsageError` if another server has the folder.
         """
@@ -148,6 +149,12 @@ class Server:
         return self._remove(worker, "leave")
 
     # What the run does
+
+    def dismiss_late(self) -> None:
+        """Evict who joined beyond the job's workers: in a run that is continued nobody takes their
+        place."""
+        for worker in {e.worker for e in self.events if e.worker >= self.job.workers}:
+            self.evict(worker)
 
     def stop(self) -> list[Delivery]:
         """End the run before its epochs: all that wait are told, later ones when they ask."""
@@ -240,6 +247,12 @@ class Server:
         """Workers that wait for an answer of ours: silent without being hung."""
         with self._lock:
             return self._state.ledger.waiting
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Workers that hold a lease."""
+        with self._lock:
+            return tuple(self._state.ledger.leases)
 
     # Before anything changes
 
@@ -368,6 +381,8 @@ class Server:
         if theta is not None:
             state.center.theta[:] = theta
         self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
+        if self.stopped:
+            state.enact(self._log({"kind": "continue"}), Payload())
         state.enact(self._log({"kind": "restarted"}), Payload())
 
 

@@ -3,8 +3,8 @@
     input: header {kind, seconds, ...}, payload ──► ledger ──► steps ──► center, rows, events
                                                                     └──► deliveries
 
-Headers are JSON, and are what the journal keeps. Kinds: join, turn, evict, leave, stop, end_stream,
-restarted.
+Headers are JSON, and are what the journal keeps. Kinds: join, turn, evict, leave, stop, continue,
+end_stream, restarted.
 """
 
 import math
@@ -105,6 +105,9 @@ class State:
             case "stop":
                 self._event("stopped", -1, seconds)
                 return self._execute(self.ledger.stop(), seconds)
+            case "continue":
+                self.ledger.stopped = False
+                return []
             case "end_stream":
                 return self._execute(self.ledger.end_stream(header["samples"]), seconds)
         self._event("server_restarted", -1, seconds)

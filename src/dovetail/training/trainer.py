@@ -122,7 +122,10 @@ def _run(prepared: Prepared, progress: Progress) -> Outcome:
     except DivergedError as error:
         if error.advice:
             raise
-        raise DivergedError(error.rule, error.detail, _advice(prepared)) from error
+        advice = _advice(prepared)
+        if "not finite" in error.detail:
+            advice += "; if its loss did not grow before, look for NaN or infinities in the data"
+        raise DivergedError(error.rule, error.detail, advice) from error
 
 
 def _finish(prepared: Prepared, progress: Progress, outcome: Outcome) -> Outcome:

@@ -8,7 +8,8 @@
 What `topk` leaves out stays with its worker and is added to its next vector, so that nothing is
 lost for good: S. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory, 2018,
 https://arxiv.org/abs/1809.07599, algorithm 1. Differences: windows of several steps; what a dead
-worker kept is lost with it.
+worker kept is lost with it. Of parameters themselves, as averaging sends them, nothing may be left
+out: the trainer refuses that pair.
 
 Pulls travel whole: rules that look at how far the center has moved need it as the worker saw it.
 """

@@ -159,6 +159,16 @@ def test_a_server_that_dies_too_often_ends_the_run():
     assert (raised.value.restarts, raised.value.status) == (1, "killed by SIGKILL")
 
 
+@pytest.mark.parametrize("answers", [5, 10])
+def test_what_a_server_without_a_log_has_lost_is_trained_again(answers, tmp_path):
+    """The first snapshot knows no worker; the tenth answer is to the only worker's leaving."""
+    assignment = count(60, workers=1, epochs=1, storage=Storage(tmp_path, log=False), seconds=0.002)
+    outcome = run(assignment, Watcher(), crash=("answered", answers))
+    assert outcome.meta["server_restarts"] == 1
+    assert (outcome.theta == 1).all()
+    assert sum(row.samples for row in outcome.rows) == 60
+
+
 class Waker:
     """Stops worker 1 after its first commits, and wakes it once that was noticed."""
 
@@ -195,6 +205,28 @@ def test_a_hung_worker_is_noticed_by_its_lease_and_may_come_back():
     assert {row.worker for row in after} == {0, 1}
     refused = [event.detail for event in outcome.events if event.kind == "refused"]
     assert set(refused) <= {"lease not held"}
+
+
+class ServersKiller(Waker):
+    """Kills the server as well."""
+
+    def rows(self, rows):
+        was_stopped = self.stopped
+        super().rows(rows)
+        if self.stopped and not was_stopped:
+            (server,) = [pid for pid, line in children().items() if "serving" in line]
+            os.kill(server, signal.SIGKILL)
+
+
+def test_a_worker_that_hangs_when_its_server_dies_is_noticed_by_the_next_one():
+    killer = ServersKiller()
+    assignment = count(400, seconds=0.02, policy=Policy(lease_seconds=1.0))
+    outcome = run(assignment, Watcher(rows=killer.rows, event=killer.event))
+    assert killer.stopped
+    assert (outcome.theta == 2).all()
+    assert kinds(outcome).count("server_restarted") == 1
+    lost = [event for event in outcome.events if event.kind == "lost"]
+    assert [(event.worker, event.detail[:15]) for event in lost] == [(1, "no sign of life")]
 
 
 def test_workers_that_all_hang_are_killed_and_replaced():

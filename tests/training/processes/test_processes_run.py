@@ -11,6 +11,8 @@ from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Storage, Watcher
 from dovetail.training.backends.processes import run
 from dovetail.training.backends.simulated import run as simulate
+from dovetail.training.records import Turn
+from dovetail.training.server import Server
 
 
 def numbers(outcome):
@@ -99,6 +101,19 @@ def test_a_run_is_continued_from_its_folder(tmp_path):
     with pytest.raises(RunMismatchError) as raised:
         run(count(60, storage=Storage(tmp_path, resume=True), batch=5), Watcher())
     assert (raised.value.field, raised.value.expected, raised.value.found) == ("batch", 5, 4)
+
+
+def test_a_continued_run_gives_a_late_workers_samples_to_others(tmp_path):
+    """All of the first part was killed when worker 1, a late one, had committed nothing yet."""
+    job = {"workers": 1, "epochs": 3}
+    first = count(40, **job)
+    storage = Storage(tmp_path)
+    with Server(first.job, first.rule, first.theta, storage=storage, clock=lambda: 0.0) as server:
+        for worker in (0, 1):
+            server.join(worker)
+            assert server.take(Turn(worker, lease=True))[0].reply.lease is not None
+    second = run(count(40, storage=Storage(tmp_path, resume=True), **job), Watcher())
+    assert (second.theta == 3).all()
 
 
 def test_data_travel_once_and_a_learner_may_write_to_its_own():

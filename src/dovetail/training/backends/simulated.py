@@ -115,6 +115,7 @@ class _Simulation:
         if assignment.storage is None or not assignment.storage.resume:
             return Server(assignment.job, assignment.rule, self.theta, **options)
         server = Server.resume(assignment.job, assignment.rule, self.theta, **options)
+        server.dismiss_late()
         self.now = self.ended = began = max((event.seconds for event in server.events), default=0.0)
         return server
 

@@ -76,6 +76,8 @@ class _Run:
             order=assignment.order,
             clock=self.seconds,
         )
+        if resumes:
+            self.server.dismiss_late()
         self.watch = Watching(watcher, self.server, self.seconds())
         live = assignment.rule.lock_free
         self.workers = [

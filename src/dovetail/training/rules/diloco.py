@@ -8,6 +8,8 @@ https://arxiv.org/abs/2311.08105, algorithm 1.
 
 The paper: H = 500, inner AdamW (lr 4e-4, weight decay .1), outer eta .7, mu .9. H is the run's
 window and the inner optimizer the learner's own.
+Differences: a round at the end of an epoch may have shorter windows, or fewer workers, each
+counting the same.
 """
 
 from collections.abc import Sequence

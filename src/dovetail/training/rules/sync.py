@@ -9,7 +9,9 @@ https://arxiv.org/abs/1604.00981, section 2 (without its backup workers).
 U is the server's optimizer, `-eta g` for SGD with eta the workers' learning rate, schedule
 included; with n workers of batch b it does what one process does with batch n b.
 Differences: the server's optimizer may be any of `training.optimizers`. In a window of several
-steps a worker stays at theta~ and averages its minibatches, each counting the same.
+steps a worker stays at theta~ and averages its minibatches, each counting the same. Where an
+epoch's windows are no multiple of n, the round at its end takes the rest from the next epoch, where
+one process would cut its batch short.
 """
 
 from collections.abc import Sequence

@@ -19,6 +19,7 @@ from dovetail.training.backends.processes.messages import Connect, Finished, Wor
 from dovetail.training.backends.processes.parcels import unpack
 from dovetail.training.checks import check, copy_and_check
 from dovetail.training.liveness import on_alive
+from dovetail.training.records import Refusal, Reply
 from dovetail.training.rules import make_rule
 from dovetail.training.wire import make_wire
 from dovetail.training.worker import Ask, Stepped, Told, Work, work
@@ -62,6 +63,13 @@ def _drive(steps: Work, link: "Link", beat: NDArray[np.int64]) -> None:
         return
 
 
+def _was_unreadable(reply: Reply) -> bool:
+    """Whether the server could not read the packet; a commit whose vector was changed on its way
+    is answered with the worker's lease, or with the end. Policies count both as refusals."""
+    ended = reply.done or reply.stop
+    return reply.refusal is Refusal.CHECKSUM and reply.lease is None and not ended
+
+
 class Link:
     """The worker's end: `ask` blocks until the server has answered, whichever server that is."""
 
@@ -99,11 +107,12 @@ class Link:
         packet = frames.pack_turn(ask.turn, self._post(ask))
         while True:
             understood = frames.unpack(self._exchange(packet))
-            if understood is not None:
-                break
-            self.join()
-        reply = frames.reply_of(understood[1])
-        return Told(reply, self._center() if ask.turn.pull else None)
+            if understood is None:
+                self.join()
+                continue
+            reply = frames.reply_of(understood[1])
+            if not _was_unreadable(reply):
+                return Told(reply, self._center() if ask.turn.pull else None)
 
     def leave(self) -> None:
         assert self._socket is not None

@@ -103,11 +103,13 @@ class Stop:
 @dataclass(frozen=True)
 class Ready:
     """The server is up. `origin`: `time.perf_counter()` when the run began, less what it had
-    taken before, if it goes on from a folder. How many rows and events it has."""
+    taken before, if it goes on from a folder. How many rows and events it has, and whether it has
+    seen every sample."""
 
     origin: float
     rows: int
     events: int
+    done: bool
 
 
 @dataclass(frozen=True)

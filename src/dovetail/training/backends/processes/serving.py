@@ -123,7 +123,8 @@ class _Serving:
         self._no_vector = np.zeros(0, plan.job.dtype)  # of no commit's shape
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ, self._control)
-        channel.send(Ready(self.told_origin, len(self.server.rows), len(self.server.events)))
+        known = len(self.server.rows), len(self.server.events)
+        channel.send(Ready(self.told_origin, *known, self.server.done))
 
     def _make(self) -> Server:
         """The server, as it was before if the folder says how."""
@@ -145,8 +146,7 @@ class _Serving:
             raise JournalError(str(plan.storage.folder), "it was emptied while the run went on")
         if server.events and plan.origin is None:  # its clock goes on, so let the others' do too
             self.told_origin -= max(0.0, server.events[-1].seconds - self._seconds())
-            for worker in {row.worker for row in server.rows if row.worker >= plan.job.workers}:
-                server.evict(worker)  # a late one: nobody takes its place
+            server.dismiss_late()
         return server
 
     def _seconds(self) -> float:
@@ -239,10 +239,10 @@ class _Serving:
         worker = message.worker
         self._lose(worker, "replaced")
         link = _Link(
-            socket.socket(fileno=end),
-            WorkerMemory(Block(block), self.plan.job),
-            message.detail,
+            socket.socket(fileno=end), WorkerMemory(Block(block), self.plan.job), message.detail
         )
+        link.beat, link.beat_seconds = int(link.memory.beat[0]), time.perf_counter()
+        link.holds = link.beat > 0 and worker in self.server.holders  # of a server that died
         link.socket.setblocking(False)
         self.links[worker] = link
         self.selector.register(link.socket, selectors.EVENT_READ, partial(self._hear, worker))

@@ -218,6 +218,11 @@ class _Supervisor:
             self.crew.connect(worker)
         if self.stopped:
             self.crew.tell_server(Stop(self.stopped))
+        elif not ready.done:  # without a log it has lost what those did who had finished
+            self.done = False
+            for worker in sorted(self.finished):
+                self.finished.discard(worker)
+                self.crew.start_worker(worker)
 
     def _reported(self, report: Report) -> None:
         self.asked_rows = 0.0

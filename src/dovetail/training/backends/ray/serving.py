@@ -99,6 +99,8 @@ class ParameterServer:
         try:
             again: bool = context.was_current_actor_reconstructed
             self._server = self._start(again)
+            if plan.storage.resume and not again:
+                self._server.dismiss_late()
             if self._server.events:  # its clock goes on after that of a former life
                 self._ahead_seconds = max(0.0, self._server.events[-1].seconds - self._seconds())
         except Exception as error:  # whatever it is, the supervisor tells

@@ -187,6 +187,11 @@ class _Supervisor:
             self.actors.tell_server("gone", worker, True)
         if self.stopped:
             self.actors.tell_server("stop")
+        elif not report.done:  # without a log it has lost what those did who had finished
+            self.done = False
+            for worker in sorted(self.finished):
+                self.finished.discard(worker)
+                self.actors.start_worker(worker)
 
     def _happened(self, event: Event) -> None:
         self.watch.add_event(event)
