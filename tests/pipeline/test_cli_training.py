@@ -173,6 +173,26 @@ def test_wrong_input_exits_with_2_before_anything_runs(train, monkeypatch, argum
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("backend", "option"),
+    [
+        ("threads", "cores=2"),
+        ("processes", "speed=2"),
+        ("processes", "threads=many"),
+        ("processes", "threads=0"),
+        ("processes", "cores=1"),
+        ("processes", "late=no"),
+        ("simulated", "slow=4"),
+        ("simulated", "times=jitter"),
+    ],
+)
+def test_an_option_that_a_backend_cannot_take_is_named(train, backend, option):
+    status, out, err = train(MODEL, "--backend", backend, "--backend-option", option)
+    assert status == 2
+    assert f"error: {option.partition('=')[0]}: " in err
+    assert out == ""
+
+
 def test_a_missing_extra_is_named_before_training(train, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     monkeypatch.setattr(

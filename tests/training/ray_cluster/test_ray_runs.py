@@ -71,6 +71,8 @@ def test_what_ray_cannot_do_is_refused_before_anything_starts(tmp_path):
         run(assign("hogwild"), Watcher())
     with pytest.raises(UsageError, match="no such option"):
         load_backend("ray", speed=3)(assign(), Watcher())
+    with pytest.raises(UsageError, match="worker_cores"):
+        load_backend("ray", worker_cores="many")(assign(), Watcher())
     with pytest.raises(UsageError, match="by their logs"):
         run(assign(storage=Storage(tmp_path, log=False), shards=2), Watcher())
     with pytest.raises(UsageError, match="no node has"):

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +28,16 @@ from dovetail.training.server import Delivery, Server
 from dovetail.training.worker import Stepped, Told, work
 
 
-def run(assignment: Assignment, watcher: Watcher) -> Outcome:
-    """Run the assignment to its end.
+def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
+    """Run the assignment to its end; there are no options.
 
     Of the policy: an exception in a worker counts as its death, `worker_errors` times; a worker
     that is hung loses its samples to the others, but its thread cannot be ended. Raises
     `ProcessError` with the first traceback, `NoWorkersError`, `DivergedError`; whatever a watcher
     raises ends the run too.
     """
+    if options:
+        raise UsageError(min(options), "the threads backend has no such option")
     if assignment.wire != "none":
         raise UsageError("wire", "threads share their memory: there is nothing to encode")
     return _Run(assignment, watcher).run()

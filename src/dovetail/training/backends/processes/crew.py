@@ -14,6 +14,7 @@ from dovetail.training.backends.contract import Assignment, Storage
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import Connect, ServerPlan, WorkerPlan
 from dovetail.training.backends.processes.parcels import pack
+from dovetail.training.options import count as check_count
 
 SERVER = -1
 """Its number among the processes, as in events."""
@@ -40,8 +41,11 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("threads", "server_threads"):
-            if getattr(self, name) < 1:
-                raise UsageError(name, "must be at least 1")
+            check_count(name, getattr(self, name))
+        for name in ("cores", "late"):
+            found = getattr(self, name)
+            if not isinstance(found, Sequence) or isinstance(found, str):
+                raise UsageError(name, f"must be a list or a tuple, not {found!r}")
 
     @property
     def crashes(self) -> tuple[tuple[str, int], ...]:

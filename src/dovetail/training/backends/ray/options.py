@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.errors import MissingLibraryError, UsageError
+from dovetail.training.options import not_negative
 
 _LOOPBACK = "127.0.0.1"
 _LOCAL = {
@@ -47,8 +48,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("worker_cores", "server_cores"):
-            if getattr(self, name) < 0:
-                raise UsageError(name, "must not be negative")
+            not_negative(name, getattr(self, name))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Options":
