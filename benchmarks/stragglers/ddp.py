@@ -19,6 +19,7 @@ from workload import (
     BATCH,
     WORKERS,
     Run,
+    adam,
     compute_seconds,
     digits,
     network,
@@ -33,7 +34,7 @@ def train(run: Run, rank: int, computed_seconds: float) -> float:
     """Seconds to the target; each epoch is split among the workers as DistributedSampler does."""
     images, labels, *_ = digits()
     model = DistributedDataParallel(network(run.seed))
-    optimizer = torch.optim.Adam(model.parameters(), lr=run.rate)
+    optimizer = adam(model.parameters(), run.rate)
     steps, epoch, found = 0, 0, math.inf
     over = torch.zeros(1)
     dist.barrier()

@@ -29,6 +29,7 @@ from workload import (
     WORKERS,
     Run,
     accuracy,
+    adam,
     compute_seconds,
     digits,
     network,
@@ -43,10 +44,11 @@ from dovetail.training.modules import ModuleLearner, flatten
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
 
-RATES = (0.001, 0.003, 0.01)
+RATES = (0.001, 0.002, 0.003, 0.005)
 SLOW = (1.0, 4.0, 10.0)
 SYSTEMS = {"DDP": 1, "downpour": 1, "adag": 1, "agn": 4}  # name -> window
 KEEP_SAMPLES = 4 * WORKERS * BATCH  # a center is kept every four steps of all
+LOG = False  # as on the other side, nothing is kept for a restart
 HERE = Path(__file__).parent
 
 
@@ -74,8 +76,9 @@ class Paced:
 def make_learner(run: Run, worker: int) -> Paced:
     torch.set_num_threads(1)
     images, labels, *_ = digits()
-    adam = partial(torch.optim.Adam, lr=run.rate)
-    learner = ModuleLearner(network(run.seed), cross_entropy, adam, TensorDataset(images, labels))
+    stepper = partial(adam, lr=run.rate)
+    data = TensorDataset(images, labels)
+    learner = ModuleLearner(network(run.seed), cross_entropy, stepper, data)
     return Paced(learner, run.slow if worker == 0 else 1.0)
 
 
@@ -109,7 +112,8 @@ def train(run: Run) -> float:
         should_stop=lambda figures: figures[-1]["accuracy"] >= TARGET,
     )
     rule = make_rule(run.system)
-    outcome = run_processes(Assignment(job, rule, theta, partial(make_learner, run)), watcher)
+    assignment = Assignment(job, rule, theta, partial(make_learner, run))
+    outcome = run_processes(assignment, watcher, log=LOG)
     begin = min(row.begin_seconds for row in outcome.rows)
     return time_to_target(keeper.kept) - begin
 

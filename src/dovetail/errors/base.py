@@ -320,7 +320,7 @@ class ProcessError(RunError):
     """A worker process raised; `traceback` is the one it wrote."""
 
     def __init__(self, process: str, traceback: str) -> None:
-        super().__init__(f"worker process {process} failed:\n{traceback}")
+        super().__init__(f"process {process} failed:\n{traceback}")
         self.process = process
         self.traceback = traceback
 
@@ -329,7 +329,7 @@ class ProcessDiedError(RunError):
     """A worker process is gone; `status` is "exit status 1" or "killed by SIGKILL"."""
 
     def __init__(self, process: str, status: str) -> None:
-        super().__init__(f"worker process {process} died ({status})")
+        super().__init__(f"process {process} died ({status})")
         self.process = process
         self.status = status
 

@@ -75,7 +75,7 @@ class Worker:
         """The worker's next message; `TimeoutError` after `timeout_seconds`."""
         try:
             if timeout_seconds is not None and not self._channel.poll(timeout_seconds):
-                raise TimeoutError(f"worker process {self.name}: no reply in {timeout_seconds} s")
+                raise TimeoutError(f"process {self.name}: no reply in {timeout_seconds} s")
             message = self._channel.receive()
         except EOFError:
             raise self._died() from None
