@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from dovetail.training.modules import ModuleLearner, flatten
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
 
-RATES = (0.001, 0.002, 0.003, 0.005)
+RATES = (0.002, 0.003, 0.005)
 SLOW = (1.0, 4.0, 10.0)
 SYSTEMS = {"DDP": 1, "downpour": 1, "adag": 1, "agn": 4}  # name -> window
 KEEP_SAMPLES = 4 * WORKERS * BATCH  # a center is kept every four steps of all
@@ -73,13 +74,19 @@ class Paced:
         return self.inner.rate(epoch)
 
 
-def make_learner(run: Run, worker: int) -> Paced:
+def make_learner(run: Run, folder: str, worker: int) -> Paced:
+    """The worker's learner, once all workers have theirs: nobody begins before the others."""
     torch.set_num_threads(1)
     images, labels, *_ = digits()
     stepper = partial(adam, lr=run.rate)
     data = TensorDataset(images, labels)
     learner = ModuleLearner(network(run.seed), cross_entropy, stepper, data)
-    return Paced(learner, run.slow if worker == 0 else 1.0)
+    paced = Paced(learner, run.slow if worker == 0 else 1.0)
+    paced.inner.gradient(flatten(network(run.seed)), np.arange(BATCH), 0)
+    Path(folder, str(worker)).touch()
+    while len(os.listdir(folder)) < WORKERS:
+        time.sleep(0.01)
+    return paced
 
 
 @dataclass
@@ -112,8 +119,9 @@ def train(run: Run) -> float:
         should_stop=lambda figures: figures[-1]["accuracy"] >= TARGET,
     )
     rule = make_rule(run.system)
-    assignment = Assignment(job, rule, theta, partial(make_learner, run))
-    outcome = run_processes(assignment, watcher, log=LOG)
+    with tempfile.TemporaryDirectory() as folder:
+        assignment = Assignment(job, rule, theta, partial(make_learner, run, folder))
+        outcome = run_processes(assignment, watcher, log=LOG)
     begin = min(row.begin_seconds for row in outcome.rows)
     return time_to_target(keeper.kept) - begin
 
