@@ -11,7 +11,7 @@ from serving import job
 from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
 from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
-from dovetail.training.journal import Journal, nothing, stored_job
+from dovetail.training.journal import Journal, nothing, stored_identity
 from dovetail.training.rules import make_rule
 
 RULE = "adag"
@@ -153,8 +153,9 @@ def test_bytes_behind_a_snapshot_are_named(tmp_path):
 
 def test_a_folder_belongs_to_one_run(tmp_path):
     written(tmp_path)
-    assert stored_job(tmp_path) == job()
-    assert stored_job(tmp_path / "none") is None
+    kept = stored_identity(tmp_path)
+    assert {name: kept[name] for name in vars(job())} == vars(job())
+    assert stored_identity(tmp_path / "none") is None
     for field, others in {
         "run": {"of": job(run="s")},
         "batch": {"of": job(batch=2)},
@@ -258,4 +259,7 @@ def test_a_long_log_asks_for_a_snapshot(tmp_path, monkeypatch):
 def test_options_are_compared_as_they_are_kept(tmp_path):
     rule = replace(make_rule(RULE), options={"pair": (1, 2)})
     opened(tmp_path, rule=rule).close()
-    opened(tmp_path, rule=rule).close()
+    opened(tmp_path, rule=rule).close()  # the same run
+    other = replace(rule, options={"pair": (1, 3)})
+    with pytest.raises(RunMismatchError, match="pair"):
+        opened(tmp_path, rule=other)

@@ -78,14 +78,6 @@ def stored_identity(folder: Path) -> dict[str, Any] | None:
     return fields
 
 
-def stored_job(folder: Path) -> Job | None:
-    """The job of the run in the folder, for who wants to continue it; None if it holds none."""
-    fields = stored_identity(folder)
-    if fields is None:
-        return None
-    return Job(**{name: fields[name] for name in Job.__dataclass_fields__})
-
-
 class Journal:
     """A folder that this server writes to, and nobody else.
 

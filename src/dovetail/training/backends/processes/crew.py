@@ -14,6 +14,7 @@ from dovetail.training.backends.contract import Assignment, Storage
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import Connect, ServerPlan, WorkerPlan
 from dovetail.training.backends.processes.parcels import pack
+from dovetail.training.backends.survival import crashes_of
 from dovetail.training.options import count as check_count
 
 SERVER = -1
@@ -50,10 +51,7 @@ class Options:
     @property
     def crashes(self) -> tuple[tuple[str, int], ...]:
         """One for each server process, in their order."""
-        if not self.crash:
-            return ()
-        several = self.crash if not isinstance(self.crash[0], str) else [self.crash]
-        return tuple((str(point), int(count)) for point, count in several)
+        return crashes_of(self.crash)
 
 
 @dataclass

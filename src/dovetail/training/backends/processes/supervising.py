@@ -6,15 +6,12 @@ Everything happens in the calling thread, evaluations too; meanwhile server and 
 themselves, and what has died waits for its restart until the evaluation is over.
 """
 
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,7 @@ from dovetail.errors import (
     ServerLostError,
     UsageError,
 )
-from dovetail.training.backends.contract import Assignment, Storage, Watcher
+from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.backends.processes.crew import SERVER, Crew, Options
 from dovetail.training.backends.processes.messages import (
     AskCopy,
@@ -41,6 +38,7 @@ from dovetail.training.backends.processes.messages import (
     Stop,
 )
 from dovetail.training.backends.processes.watching import Watch
+from dovetail.training.backends.survival import temporary_storage
 from dovetail.training.records import Event, Outcome, Refusal, Vector
 
 POLL_SECONDS = 0.1
@@ -49,8 +47,6 @@ PATIENCE_SECONDS = 2.0
 """For workers to finish after the last sample, before they are killed."""
 SILENCE_SECONDS = 60.0
 """A server that does not answer for so long is hung."""
-LOG_BYTES = 1 << 28
-"""What the log of a run without a folder of its own may grow to between two snapshots."""
 
 
 def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
@@ -71,9 +67,7 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
         storage = assignment.storage
         temporary = storage is None and chosen.log
         if temporary:
-            folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            storage = _temporary_storage(folder, assignment)
+            storage = stack.enter_context(temporary_storage(assignment))
         crew = Crew(assignment, chosen, storage, temporary)
         return _Supervisor(assignment, watcher, stack.enter_context(crew)).run()
 
@@ -98,11 +92,6 @@ def interrupts() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _temporary_storage(folder: Path, assignment: Assignment) -> Storage:
-    commits = LOG_BYTES // max(assignment.theta.nbytes, 1)
-    return Storage(folder, snapshot_commits=min(max(commits, 4), 1000))
 
 
 class _Supervisor:

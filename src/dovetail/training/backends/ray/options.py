@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.errors import MissingLibraryError, UsageError
+from dovetail.training.backends.survival import crashes_of
 from dovetail.training.options import not_negative
 
 _LOOPBACK = "127.0.0.1"
@@ -61,10 +62,7 @@ class Options:
     @property
     def crashes(self) -> tuple[tuple[str, int], ...]:
         """One for each life of the server, in their order."""
-        if not self.crash:
-            return ()
-        several = self.crash if not isinstance(self.crash[0], str) else [self.crash]
-        return tuple((str(point), int(count)) for point, count in several)
+        return crashes_of(self.crash)
 
 
 def library() -> Any:

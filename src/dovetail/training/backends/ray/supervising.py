@@ -7,12 +7,9 @@ policy allows; workers are started anew here, wherever there is room. The caller
 they die with it, whatever kills it, and none outlives the run.
 """
 
-import shutil
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +22,13 @@ from dovetail.errors import (
     TrainingError,
     UsageError,
 )
-from dovetail.training.backends.contract import Assignment, Storage, Watcher
+from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.backends.processes.messages import Copied
 from dovetail.training.backends.processes.watching import Watch
 from dovetail.training.backends.ray.actors import Actors, Died, Lost, Raised
 from dovetail.training.backends.ray.messages import Center, Report
 from dovetail.training.backends.ray.options import Options, connected
+from dovetail.training.backends.survival import temporary_storage
 from dovetail.training.records import Event, Outcome, Refusal, Vector
 
 POLL_SECONDS = 0.1
@@ -39,8 +37,6 @@ PATIENCE_SECONDS = 2.0
 """For workers to finish after the last sample, before they are killed."""
 SILENCE_SECONDS = 60.0
 """A server that does not report for so long is hung, or there is no node for it."""
-LOG_BYTES = 1 << 28
-"""What the log of a run without a folder of its own may grow to between two snapshots."""
 
 
 def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
@@ -62,17 +58,10 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
         raise UsageError("log", "shards find each other's version again by their logs; keep them")
     with ExitStack() as stack:
         if storage is None:
-            folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            storage = _temporary_storage(folder, assignment)
+            storage = stack.enter_context(temporary_storage(assignment))
         ray = stack.enter_context(connected(chosen, assignment.job.workers))
         actors = stack.enter_context(Actors(ray, assignment, chosen, storage))
         return _Supervisor(assignment, watcher, actors, chosen).run()
-
-
-def _temporary_storage(folder: Path, assignment: Assignment) -> Storage:
-    commits = LOG_BYTES // max(assignment.theta.nbytes, 1)
-    return Storage(folder, snapshot_commits=min(max(commits, 4), 1000))
 
 
 class _Supervisor:
