@@ -4,6 +4,7 @@ DovetailError
 ├── InvalidError            bad input; the command line exits with 2
 │   ├── FileFormatError       .path .detail
 │   │   ├── JournalError        a journal or snapshot that cannot be trusted
+│   │   ├── PolicyFileError     a policy that cannot be read
 │   │   └── ExternalDataError   .tensor .location  a weight whose bytes are not where it says
 │   │       └── EscapingDataError  a location outside the model's folder
 │   ├── UnwritableError       .path
@@ -39,7 +40,8 @@ DovetailError
 │   │   ├── GraphMismatchError  .expected .found
 │   │   └── MachineMismatchError .expected .found
 │   ├── UnknownRuleError      .rule .known
-│   └── RunMismatchError      .folder .field .expected .found
+│   ├── RunMismatchError      .folder .field .expected .found
+│   └── PolicyMismatchError   .policy .reason
 ├── InfeasibleError         no plan fits; the command line exits with 3
 │   ├── OutOfMemoryError      .device .needed_bytes .available_bytes
 │   ├── NoPlanFitsError       proven: there is none   .proof
@@ -49,6 +51,7 @@ DovetailError
     │   ├── DivergedError       .rule .detail .advice
     │   ├── ServerLostError     .restarts .status
     │   └── NoWorkersError      .lost .status
+    ├── EvaluatorsLostError   .lost .status
     ├── ProcessError          .process .traceback
     ├── ProcessDiedError      .process .status
     ├── WorkerError           .device .op .traceback
@@ -103,6 +106,11 @@ from dovetail.errors.base import (
     WorkerDiedError,
     WorkerError,
 )
+from dovetail.errors.learning import (
+    EvaluatorsLostError,
+    PolicyFileError,
+    PolicyMismatchError,
+)
 from dovetail.errors.training import (
     DivergedError,
     JournalError,
@@ -121,6 +129,7 @@ __all__ = [
     "DovetailError",
     "DuplicateOpError",
     "EscapingDataError",
+    "EvaluatorsLostError",
     "ExportError",
     "ExternalDataError",
     "FileFormatError",
@@ -144,6 +153,8 @@ __all__ = [
     "OutOfMemoryError",
     "PinError",
     "PlanError",
+    "PolicyFileError",
+    "PolicyMismatchError",
     "ProcessDiedError",
     "ProcessError",
     "PromiseError",

@@ -1,0 +1,1 @@
+"""Learned placers: RL17's seq2seq, HDP and GDP. One file per idea."""

@@ -1,0 +1,61 @@
+"""Policy: a network that draws placements, and says how likely it was to draw them."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dovetail.placers.learned.records import View
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Placements that a policy drew.
+
+    actions      what was decided, as the policy itself wants it back; the first axis is the batch
+    placements   [batch, groups] int32, groups without a choice at their device
+    log_probs    [batch, decisions] of each decision, without gradient
+    """
+
+    actions: dict[str, Tensor]
+    placements: NDArray[np.int32]
+    log_probs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """Decisions as the policy sees them now, with gradient.
+
+    log_probs   [batch, decisions]
+    entropies   [batch or 1, decisions] in nats, of what was open
+    """
+
+    log_probs: Tensor
+    entropies: Tensor
+
+
+class Policy(nn.Module, ABC):
+    """Float32 on one device. `config` rebuilds it: `type(policy)(**policy.config)`.
+
+    A policy of `seq2seq` or `hdp` is made for one view (its sizes stand in `config`); one of `gdp`
+    serves every view.
+    """
+
+    name: ClassVar[str]
+    config: dict[str, Any]
+
+    @abstractmethod
+    def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
+        """Sample placements, without gradient. The same generator state, the same draw."""
+
+    @abstractmethod
+    def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
+        """The probabilities of actions that were drawn."""
+
+    @abstractmethod
+    def likeliest(self, view: View) -> NDArray[np.int32]:
+        """[groups] the placement that takes the most probable device at each decision."""
