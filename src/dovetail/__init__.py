@@ -38,6 +38,7 @@ _EXPORTS = {
     "capture": "dovetail.frontends",
     "device_map": "dovetail.exports",
     "export": "dovetail.pipeline",
+    "learn": "dovetail.pipeline",
     "load_graph": "dovetail.graph",
     "load_instance": "dovetail.instances",
     "load_machine": "dovetail.machine",

@@ -29,7 +29,7 @@ def bench(monkeypatch, capsys, tmp_path):
 
 
 def test_bench_writes_page_and_csv_prints_one_object_and_continues_what_is_kept(bench, tmp_path):
-    one_row = ("gdp", "--rows", "tiny-2gpu", "--budget", "20e", "--jobs", 1)
+    one_row = ("gdp", "--rows", "tiny-2gpu", "--budget", "20e", "--jobs", 1, "--learn", "")
     status, out, err = bench(*one_row, "--json")
     assert status == 0, err
     printed = json.loads(out)
@@ -75,6 +75,8 @@ def test_an_interrupt_ends_with_status_130(bench, monkeypatch, tmp_path):
     [
         (("gdp", "--rows", "huge-*"), "matches none of tiny-2gpu, tiny-4gpu"),
         (("gdp", "--budget", "soon"), "is not a budget"),
+        (("gdp", "--learn", "20s"), "is no number of placements"),
+        (("gdp", "--seeds", "0"), "--seeds"),
         (("gdp", "--seed", "-1"), "seed"),
         (("gdp", "--jobs", "0"), "--jobs"),
         (("alphago",), "alphago"),

@@ -1,11 +1,9 @@
 """Workers: tasks in their order, one core each, and what happens when one fails or dies."""
 
-import os
-import time
-
 import pytest
 
 from dovetail.bench.crew import Task, work_off
+from ending import gone
 
 
 def task(name, function, *arguments, after=(), alone=False):
@@ -83,7 +81,4 @@ def test_an_interrupt_ends_the_workers(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         work_off([task("a", "threads", str(path))], 1, tell, print)
     process = int(path.read_text().split()[2])
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{process}") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not os.path.exists(f"/proc/{process}")
+    assert gone(process)

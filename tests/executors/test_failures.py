@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from torch import nn
 from dovetail.errors import RunError, WorkerDiedError, WorkerError
 from dovetail.executors import Workers, run
 from dovetail.frontends import capture
+from ending import gone
+from named_memory import named_memory
 
 
 def captured_pair(fault=None):
@@ -33,18 +34,6 @@ def captured_pair(fault=None):
         captured = faults.with_fault(captured, relu, fault)
     placement = [1 if kind == "aten.exp" else 0 for kind in captured.graph.kinds]
     return captured, plan_for(captured, placement), captured.graph.names[relu]
-
-
-def gone(pid):
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def shared_blocks():
@@ -79,16 +68,17 @@ def test_borrowed_workers_go_on_after_an_op_raised(workers):
 )
 def test_a_device_that_dies_in_an_op_is_named_and_nothing_is_left(fault, status):
     captured, plan, op = captured_pair(fault)
-    names, blocks = set(os.listdir("/dev/shm")), shared_blocks()
+    names, blocks = named_memory(), shared_blocks()
     files = len(os.listdir("/proc/self/fd"))
     with Workers(two_devices()) as workers, run(plan, captured, workers=workers) as placed:
         pids = workers.start((0, 1)) and workers.pids
+        assert not set().union(*map(named_memory, pids))
         with pytest.raises(WorkerDiedError) as raised:
             placed.step(torch.ones(2))
     error = raised.value
     assert (error.device, error.op, error.status) == ("cpu0", op, status)
     assert all(map(gone, pids))
-    assert set(os.listdir("/dev/shm")) <= names
+    assert named_memory() <= names
     del placed, raised, error
     assert shared_blocks() == blocks
     assert len(os.listdir("/proc/self/fd")) == files
@@ -125,7 +115,6 @@ SCRIPT = textwrap.dedent("""
 def test_no_device_outlives_a_caller_killed_in_a_step(kill, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    names = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
         [sys.executable, script],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -135,11 +124,11 @@ def test_no_device_outlives_a_caller_killed_in_a_step(kill, tmp_path):
     ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
+        assert not set().union(*map(named_memory, (parent.pid, *pids)))
         while parent.poll() is None:
             parent.send_signal(kill)  # again: Python drops an interrupt that lands in a callback
             with suppress(subprocess.TimeoutExpired):
                 parent.wait(25)
         errors = parent.stderr.read()
     assert all(map(gone, pids))
-    assert set(os.listdir("/dev/shm")) <= names
     assert errors.count("Traceback") == (1 if kill == signal.SIGINT else 0)

@@ -3,27 +3,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from dovetail.errors import ProcessDiedError, ProcessError
-from dovetail.runtime import launch
+from dovetail.runtime import launch, processes
 from dovetail.runtime.processes import ready
-
-
-def gone(pid):
-    """True once the process has ended: it is reaped, or a zombie."""
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
+from ending import gone
 
 
 def test_a_worker_answers():
@@ -109,7 +96,13 @@ def test_leaving_the_context_ends_a_busy_worker():
     assert gone(worker.pid)
 
 
-def test_a_worker_whose_reply_nobody_reads_ends_quietly(capfd):
+@pytest.fixture
+def patient(monkeypatch):
+    """Workers that are to end by themselves may take their time over it."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 600.0)
+
+
+def test_a_worker_whose_reply_nobody_reads_ends_quietly(capfd, patient):
     with launch("runtime_entries:echo") as worker:
         worker.send("anything")
         assert ready([worker]) == [worker]
@@ -117,7 +110,7 @@ def test_a_worker_whose_reply_nobody_reads_ends_quietly(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_worker_that_fails_when_nobody_listens_ends_quietly(capfd):
+def test_a_worker_that_fails_when_nobody_listens_ends_quietly(capfd, patient):
     with launch("runtime_entries:shout") as worker:
         worker.receive()
     assert worker._process.returncode == 1

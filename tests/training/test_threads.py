@@ -1,6 +1,9 @@
 """Whole runs on threads, with a learner in numpy."""
 
+import itertools
+import math
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from least_squares import LeastSquares, a_job, start
 
 from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageError
+from dovetail.training.backends import threads
 from dovetail.training.backends.contract import Assignment, Guard, Policy, Storage, Watcher
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.backends.threads import run
@@ -138,22 +142,21 @@ def test_a_run_does_not_change_the_vector_it_was_given():
 
 
 class Fragile(LeastSquares):
-    """Raises at the gradient whose count is in `breaks`, counted over all workers and lives."""
+    """Raises at the gradient whose number is in `breaks`, numbered over all workers and lives."""
 
-    def __init__(self, job, breaks, counter):
+    def __init__(self, job, breaks, numbers):
         super().__init__(job)
-        self.breaks, self.counter = breaks, counter
+        self.breaks, self.numbers = breaks, numbers
 
     def gradient(self, theta, indices, epoch):
-        self.counter.append(1)
-        if len(self.counter) in self.breaks:
+        if next(self.numbers) in self.breaks:
             raise ZeroDivisionError("my bug")
         return super().gradient(theta, indices, epoch)
 
 
 def test_an_exception_in_a_worker_ends_the_run_with_its_traceback():
     job = a_job(workers=2)
-    crew = Crew(job, Fragile, breaks={4}, counter=[])
+    crew = Crew(job, Fragile, breaks={4}, numbers=itertools.count(1))
     with pytest.raises(ProcessError, match="ZeroDivisionError: my bug") as caught:
         run(an_assignment(job, "downpour", crew), Watcher())
     assert "in gradient" in caught.value.traceback
@@ -163,7 +166,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_traceback():
 
 def test_an_exception_while_others_wait_for_the_round_ends_the_run_too():
     job = a_job(workers=3)
-    crew = Crew(job, Fragile, breaks={8}, counter=[])
+    crew = Crew(job, Fragile, breaks={8}, numbers=itertools.count(1))
     with pytest.raises(ProcessError, match="my bug"):
         run(an_assignment(job, "averaging", crew), Watcher())
 
@@ -179,7 +182,7 @@ def test_a_learner_that_cannot_be_made_ends_the_run():
 @pytest.mark.parametrize("rule", ["downpour", "averaging", "ssp"])
 def test_a_worker_that_is_started_again_loses_no_sample(rule):
     job = a_job(samples=58, epochs=2, workers=2)
-    crew = Crew(job, Fragile, breaks={3, 11}, counter=[])
+    crew = Crew(job, Fragile, breaks={3, 11}, numbers=itertools.count(1))
     policy = Policy(worker_errors=2, worker_restarts=2)
     outcome = run(an_assignment(job, rule, crew, policy=policy), Watcher())
     assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 2
@@ -189,7 +192,7 @@ def test_a_worker_that_is_started_again_loses_no_sample(rule):
 
 def test_the_samples_of_a_worker_that_stays_away_are_trained_by_the_others():
     job = a_job(samples=58, epochs=2, workers=3)
-    crew = Crew(job, Fragile, breaks={3}, counter=[])
+    crew = Crew(job, Fragile, breaks={3}, numbers=itertools.count(1))
     policy = Policy(worker_errors=1, worker_restarts=0, worker_losses=1)
     outcome = run(an_assignment(job, "averaging", crew, policy=policy), Watcher())
     assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 2
@@ -199,7 +202,7 @@ def test_the_samples_of_a_worker_that_stays_away_are_trained_by_the_others():
 @pytest.mark.parametrize("workers, losses", [(1, 1), (3, 0)])
 def test_more_losses_than_the_policy_allows_end_the_run(workers, losses):
     job = a_job(workers=workers)
-    crew = Crew(job, Fragile, breaks={3}, counter=[])
+    crew = Crew(job, Fragile, breaks={3}, numbers=itertools.count(1))
     policy = Policy(worker_errors=1, worker_restarts=0, worker_losses=losses)
     with pytest.raises(NoWorkersError) as caught:
         run(an_assignment(job, "downpour", crew, policy=policy), Watcher())
@@ -225,7 +228,7 @@ def test_a_hung_workers_samples_go_to_the_others_and_the_run_ends_without_it(rul
     job = a_job(samples=58, workers=3)
     gate = threading.Event()
     crew = Crew(job, Hanging, gate=gate, first=threading.Semaphore(1))
-    policy = Policy(lease_seconds=1.0)
+    policy = Policy(lease_seconds=2.0)
     try:
         outcome = run(an_assignment(job, rule, crew, policy=policy), Watcher())
     finally:
@@ -238,9 +241,31 @@ def test_a_run_whose_every_worker_hangs_ends():
     job = a_job(workers=2)
     gate = threading.Event()
     crew = Crew(job, Hanging, gate=gate, first=threading.Semaphore(2))
-    with pytest.raises(NoWorkersError, match=r"2 workers were lost.*hung for 0\.05 s"):
-        run(an_assignment(job, "downpour", crew, policy=Policy(lease_seconds=0.05)), Watcher())
+    with pytest.raises(NoWorkersError, match=r"2 workers were lost.*hung for 1 s"):
+        run(an_assignment(job, "downpour", crew, policy=Policy(lease_seconds=1.0)), Watcher())
     gate.set()
+
+
+def test_no_worker_is_hung_because_the_whole_process_stood_still(monkeypatch):
+    """The clock leaps within one worker's step; the other's next commit has the caller look."""
+    leaps, leapt, told, first = [0.0], threading.Event(), threading.Event(), threading.Semaphore(1)
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + leaps[0])
+    monkeypatch.setattr(threads, "time", clock)
+
+    class Stopped(LeastSquares):
+        def gradient(self, theta, indices, epoch):
+            if first.acquire(blocking=False):
+                leaps[0] = 2 * Policy().lease_seconds
+                leapt.set()
+                told.wait()
+            leapt.wait()
+            return super().gradient(theta, indices, epoch)
+
+    job = a_job(workers=2)
+    watcher = Watcher(rows=lambda rows: told.set())
+    outcome = run(an_assignment(job, "downpour", Crew(job, Stopped)), watcher)
+    assert [event.kind for event in outcome.events if event.kind == "lost"] == []
+    assert outcome.samples == 60
 
 
 def test_a_long_step_with_signs_of_life_is_not_hung():
@@ -339,12 +364,38 @@ def test_an_early_stop_ends_the_run_and_keeps_the_center(rule):
     assert outcome.samples == sum(row.samples for row in outcome.rows)
 
 
+class Held(LeastSquares):
+    """From the gradient of that number on, over all workers, waits until it is let go."""
+
+    def __init__(self, job, gate, number, numbers):
+        super().__init__(job)
+        self.gate, self.number, self.numbers = gate, number, numbers
+
+    def gradient(self, theta, indices, epoch):
+        if next(self.numbers) >= self.number:
+            self.gate.wait()
+        return super().gradient(theta, indices, epoch)
+
+
 @pytest.mark.parametrize("backend", [run, simulate])
 @pytest.mark.parametrize("rule", ["agn", "averaging"])
-def test_a_run_that_was_stopped_early_goes_on_when_it_is_resumed(rule, backend, tmp_path):
+def test_a_run_that_was_stopped_early_goes_on_when_it_is_resumed(
+    rule, backend, tmp_path, monkeypatch
+):
+    """Threads that have trained 240 of the 1200 samples wait until the run was stopped."""
     job = a_job(epochs=20, workers=2)
+    gate, end = threading.Event(), Server.stop
+
+    def stop_and_let_go(server):
+        deliveries = end(server)
+        gate.set()
+        return deliveries
+
+    monkeypatch.setattr(Server, "stop", stop_and_let_go)
+    number = 60 if backend is run else math.inf
+    crew = Crew(job, Held, gate=gate, number=number, numbers=itertools.count(1))
     stop = Watcher(every_samples=100, evaluate=lambda *_: {}, should_stop=lambda _: True)
-    first = backend(an_assignment(job, rule, storage=Storage(tmp_path)), stop)
+    first = backend(an_assignment(job, rule, crew, storage=Storage(tmp_path)), stop)
     assert first.stopped
     assert first.samples < 1200
     for _ in range(2):  # the second time it has ended

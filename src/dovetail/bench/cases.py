@@ -224,8 +224,11 @@ METHOD_OF: dict[str, str] = {
     "METIS": "metis",
     "expert": "expert",
     "human": "expert",
+    "RL": "seq2seq",
+    "HDP": "hdp",
+    "GDP-one": "gdp",
 }
-"""Column of a paper -> our method; what a paper learned (RL, GDP-one, HDP) has none yet."""
+"""Column of a paper -> our method."""
 
-UNBUILT: dict[str, str] = {"RL": "seq2seq", "HDP": "hdp", "GDP-one": "gdp"}
-"""Column of a paper -> the learned method that will stand beside it; shown as not built yet."""
+LEARNED: dict[str, tuple[str, ...]] = {"rl17": ("seq2seq",), "gdp": ("gdp", "hdp")}
+"""Table -> its methods that learn: they have a budget of their own, of trials and seeds."""

@@ -124,7 +124,8 @@ def work_off(
                     worker = workers.get(slot) or workers.setdefault(slot, _launch(slot, jobs))
                     crew.running[slot] = task
                     worker.send((task.function, task.arguments))
-            for worker in ready([workers[slot] for slot in crew.running]):
+            at_work = [workers[slot] for slot in crew.running]
+            for worker in ready(at_work) if at_work else ():  # none: what waited was dropped
                 slot = next(s for s, one in workers.items() if one is worker)
                 if crew.hear(worker, slot):
                     workers.pop(slot).close(kill=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dovetail.bench.records import Case
-from dovetail.bench.store import Store, fingerprint
+from dovetail.bench.store import GRAPHS, Store, fingerprint
 from dovetail.errors import FileFormatError, InvalidError
 from dovetail.graph import Graph, group
 from dovetail.graph.files import load_graph, save_graph
@@ -36,7 +36,7 @@ def name_of(case: Case) -> str:
 
 
 def _fingerprint(case: Case) -> str:
-    return fingerprint(model=case.model, train=case.train)
+    return fingerprint(GRAPHS, model=case.model, train=case.train)
 
 
 def known(store: Store, case: Case) -> Captured | None:

@@ -6,16 +6,16 @@ Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, table 1.
 
 An ordering is of two columns of one row, or of one column and memory. What the paper orders how is
 read off its printed seconds, and ours off ours by the same rule: within `TIE`, two are equal; out
-of memory is slower than anything. In place of a learned method stands the best of ours. The reasons
-are figures of the row itself, each with what is known of such a case; none of them is used to
-change a cost.
+of memory is slower than anything. Of a learned method stands the run of the median. The reasons are
+figures of the row itself, each with what is known of such a case; none of them is used to change a
+cost.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dovetail.bench.cases import METHOD_OF, UNBUILT
+from dovetail.bench.cases import METHOD_OF
 from dovetail.bench.hypothesis import LINK_BYTES_PER_SECOND
 from dovetail.bench.methods import HYPOTHESIS
 from dovetail.bench.records import Case, Column, Found, Row, Work
@@ -33,8 +33,9 @@ PAIRS = (
     ("RL", "1 GPU"),
     ("METIS", "human"),
     ("GDP-one", "human"),
+    ("GDP-one", "HDP"),
+    ("HDP", "human"),
 )
-BEST = "best"
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,11 @@ class _Ground:
     machine: Machine
 
     def found(self, paper_column: str) -> Found | None:
-        """Ours for a column of the paper: for a learned one, the best."""
-        method = self.column.best if paper_column in UNBUILT else METHOD_OF[paper_column]
-        return self.column.methods.get(method)
+        """Ours for a column of the paper."""
+        return self.column.methods.get(METHOD_OF[paper_column])
 
     def work(self, paper_column: str) -> Work | None:
-        method = self.column.best if paper_column in UNBUILT else METHOD_OF[paper_column]
-        return self.column.shown.get(method)
+        return self.column.shown.get(METHOD_OF[paper_column])
 
     @property
     def gpu(self) -> Device:
@@ -114,11 +113,6 @@ def is_oom(found: Found) -> bool:
     return found.seconds is None and found.reason.startswith("OOM")
 
 
-def ours_for(paper_column: str) -> str:
-    """What of ours stands beside a column of the paper."""
-    return BEST if paper_column in UNBUILT else METHOD_OF[paper_column]
-
-
 def _pair(ground: _Ground, a: str, b: str) -> Ordering:
     assert ground.case.published is not None
     theirs = [ground.case.published.seconds[column] for column in (a, b)]
@@ -132,7 +126,7 @@ def _pair(ground: _Ground, a: str, b: str) -> Ordering:
         return Ordering(statement, published, "", None, lacking or "not run")
     ours = [found.seconds for found in present]
     text = " against ".join(format_step(seconds) for seconds in ours)
-    names = f"{ours_for(a)} against {ours_for(b)}: "
+    names = f"{METHOD_OF[a]} against {METHOD_OF[b]}: "
     if relation(*ours) == wanted:
         return Ordering(statement, published, names + text, True, _remark(ground, a, b))
     oom = next((f"Ours: {found.reason}." for found in present if found.seconds is None), None)
@@ -153,11 +147,10 @@ def _memory(ground: _Ground, column: str) -> Ordering | None:
         return None
     statement = f"{column} fits into memory" if theirs is not None else f"{column} is out of memory"
     if found is None or (found.seconds is None and not ours_oom):
-        learned_none = column in UNBUILT and not ground.column.best
-        reason = "nothing of ours fits" if learned_none else "not run"
-        return Ordering(statement, format_step(theirs), "", None, found.reason if found else reason)
+        reason = found.reason if found else "not run"
+        return Ordering(statement, format_step(theirs), "", None, reason)
     holds = (theirs is None) == ours_oom
-    text = f"{ours_for(column)}: " + (found.reason if ours_oom else _peak(ground, found))
+    text = f"{METHOD_OF[column]}: " + (found.reason if ours_oom else _peak(ground, found))
     why = "" if holds else _why_memory(ground, found)
     return Ordering(statement, format_step(theirs), text, holds, why)
 
@@ -184,8 +177,9 @@ def _why(ground: _Ground, a: str, b: str) -> str:
         "Scotch": _why_partition,
         "MinCut": _why_partition,
         "METIS": _why_metis,
-        "RL": _why_best_single if b == "1 GPU" else _why_best,
-        "GDP-one": _why_best,
+        "RL": _why_single_learned if b == "1 GPU" else _why_learned,
+        "GDP-one": _why_learned,
+        "HDP": _why_learned,
     }
     return reasons[a](ground, a, b)
 
@@ -238,30 +232,27 @@ def _why_metis(ground: _Ground, a: str, b: str) -> str:
     )
 
 
-def _why_best_single(ground: _Ground, a: str, b: str) -> str:
-    best, single = _values(ground, a, b)
-    text = f"{ground.column.best} takes {_ratio(best, single)} of the time of one GPU"
-    work = ground.work(a)
-    if work is not None:
-        text += f": {_busy(work, best)}, and {_transfers(work)}"
-    return text + _shared(ground) + "."
+def _why_single_learned(ground: _Ground, a: str, b: str) -> str:
+    return f"{_against(ground, a, b)}{_shared(ground)}."
 
 
-def _why_best(ground: _Ground, a: str, b: str) -> str:
-    best, expert = _values(ground, a, b)
-    if relation(best, expert) == "as fast as":
-        bound = ground.column.bound
-        gap = f"{100 * (best / bound - 1):.0f} % above the bound" if bound > 0 else "without bound"
-        return (
-            "No method of ours finds better than the expert's plan, which is "
-            f"{gap} of {format_seconds(bound)}."
+def _why_learned(ground: _Ground, a: str, b: str) -> str:
+    """What it found, beside the best that was found without learning."""
+    text = _against(ground, a, b)
+    best = ground.column.methods.get(ground.column.best)
+    if best is not None and best.seconds:
+        learned, _ = _values(ground, a, b)
+        text += (
+            f", and {_ratio(learned, best.seconds)} of {ground.column.best}'s, the best of ours "
+            "that does not learn"
         )
-    if best < expert:
-        return (
-            f"{ground.column.best} takes {_ratio(best, expert)} of the expert's time: a search "
-            "that may start from the expert's plan never ends behind it, as a learned policy can."
-        )
-    return f"The best of ours takes {_ratio(best, expert)} of the expert's time."
+    return text + "."
+
+
+def _against(ground: _Ground, a: str, b: str) -> str:
+    learned, other = _values(ground, a, b)
+    whose = {"1 GPU": "one GPU", "HDP": "hdp"}.get(b, "the expert's plan")
+    return f"{METHOD_OF[a]} takes {_ratio(learned, other)} of the time of {whose}"
 
 
 def _why_memory(ground: _Ground, found: Found) -> str:

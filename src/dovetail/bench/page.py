@@ -2,6 +2,7 @@
 
     head        who, what, and the figures that matter
     results     seconds, bounds, sizes; orderings, placements, methods     page_results.py
+    learned     what learned methods reached, and with how much effort     learned_page.py
     notes       towers, curves, fit, what is ours, how it was made         page_notes.py
 
 There is no script in it and nothing is fetched: style is allowed by its hash in a
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
-from dovetail.bench import page_notes, page_results
+from dovetail.bench import learned_page, page_notes, page_results
 from dovetail.bench.orderings import Ordering, orderings_of
 from dovetail.bench.page_results import Results
 from dovetail.bench.records import Case, Curve, Row, Tower
@@ -93,6 +94,7 @@ def render(
         "cards": _cards(results, orderings),
         "reading": page_results.reading(results),
         "seconds": page_results.seconds(results),
+        "learned": learned_page.learned(results),
         "bounds": page_results.bounds(results),
         "sizes": page_results.sizes(results),
         "orderings": page_results.orderings(results, orderings),
@@ -144,4 +146,4 @@ def _cards(results: Results, orderings: dict[tuple[str, str], tuple[Ordering, ..
         near = sum(gap <= 0.15 for gap in gaps)
         items.append(("within 15 % of the bound", f"{near} of {len(gaps)}",
                       f"rows; {100 * min(gaps):.1f} % to {100 * max(gaps):.1f} %"))  # fmt: skip
-    return cards(items)
+    return cards([*items, *learned_page.cards_of(results)])

@@ -1,13 +1,15 @@
 """The results on the page: seconds beside the paper's, bounds, sizes, orderings, plans, methods."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dovetail.bench.cases import METHOD_OF, UNBUILT
+from dovetail.bench.cases import LEARNED, METHOD_OF
 from dovetail.bench.charts import load_chart
+from dovetail.bench.effort import span
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import Ordering, format_step, is_oom
-from dovetail.bench.records import Case, Column, Found, Row
+from dovetail.bench.records import Case, Column, Found, LearnedRun, Row
 from dovetail.reports.markup import Markup, details, drawing, row, table, text_of
 from dovetail.units import format_bytes, format_count, format_seconds
 
@@ -16,7 +18,7 @@ HYPOTHESIS_TEXT = (
     "3.5 GB/s. Nothing is fitted to it."
 )
 NAMES = {PLAIN: "ours, plain costs", HYPOTHESIS: "ours, hypothesis"}
-NOT_RUN, NOT_BUILT = "not yet run", "not built yet"
+NOT_RUN = "not yet run"
 EXPERT = "expert"
 OUTCOMES = {
     True: Markup('<span class="yes">yes</span>'),
@@ -46,7 +48,8 @@ class Results:
     def paper_columns(self) -> list[str]:
         """The paper's columns that any case has, learned ones last."""
         named = [name for case in self.cases if case.published for name in case.published.seconds]
-        return sorted(dict.fromkeys(named), key=lambda name: name in UNBUILT)
+        learned = LEARNED[self.name]
+        return sorted(dict.fromkeys(named), key=lambda name: METHOD_OF[name] in learned)
 
 
 def gap(column: Column) -> float | None:
@@ -65,8 +68,8 @@ def reading(results: Results) -> Markup:
     """What the table's lines are."""
     text = (
         "<p>First line of a row: the paper's seconds. Below it ours, simulated, and how many times "
-        "the paper's they are. OOM: out of memory. What the paper learned has no counterpart yet; "
-        "those columns are open.</p>"
+        "the paper's they are. OOM: out of memory. Of a method that learns: the training of the "
+        "median, and from the best to the worst; best of ours is of those that do not learn.</p>"
     )
     if HYPOTHESIS in results.columns:
         text += f"<p><em>{text_of(HYPOTHESIS_TEXT)}</em></p>"
@@ -105,14 +108,23 @@ def _theirs(case: Case, name: str) -> str:
 
 
 def _ours(case: Case, column: Column, name: str) -> str:
-    if name in UNBUILT:
-        return Markup(f'<span class="open">{NOT_BUILT}</span>')
     found = column.methods.get(METHOD_OF[name])
     if found is None or found.seconds is None:
         return _lack(found)
     published = case.published.seconds.get(name) if case.published else None
     text = format_step(found.seconds)
-    return Markup(f"{text} <small>{found.seconds / published:.2f} x</small>") if published else text
+    if published:
+        text += f" <small>{found.seconds / published:.2f} x</small>"
+    runs = column.learned.get(METHOD_OF[name], ())
+    if len(runs) > 1:
+        text += f" <small>{format_span(runs)}</small>"
+    return Markup(text)
+
+
+def format_span(runs: Sequence[LearnedRun]) -> str:
+    """From the best run to the worst: "0.298 s to 0.305 s"."""
+    ends = [format_step(seconds if math.isfinite(seconds) else None) for seconds in span(runs)]
+    return " to ".join(ends)
 
 
 def _lack(found: Found | None) -> str:
@@ -240,13 +252,14 @@ def methods(results: Results) -> Markup:
     parts = []
     for case, found in results.done:
         tables = "".join(
-            _marked(name, _method_table(column)) for name, column in found.columns.items()
+            _marked(name, _method_table(column, LEARNED[results.name] if name == PLAIN else ()))
+            for name, column in found.columns.items()
         )
         parts.append(details(case.title, tables))
     return Markup("".join(parts) + _missing(results))
 
 
-def _method_table(column: Column) -> str:
+def _method_table(column: Column, learned: Sequence[str]) -> str:
     best = _seconds_of(column, column.best)
     rows = []
     for method, found in column.methods.items():
@@ -261,8 +274,7 @@ def _method_table(column: Column) -> str:
             format_seconds(found.search_seconds),
             found.reason,
         ))  # fmt: skip
-    rows += [(method, NOT_BUILT, "", "", "", f"learned: {paper}")
-             for paper, method in UNBUILT.items()]  # fmt: skip
+    rows += [(name, NOT_RUN, "", "", "", "") for name in learned if name not in column.methods]
     head = ("method", "seconds of a step", "to the best", "fullest device", "search took", "")
     return table(head, rows)
 

@@ -82,13 +82,52 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Best:
+    """A placement better than all before it in its run.
+
+    trial      how many placements had been evaluated by then, this one included
+    distinct   how many different ones
+    seconds    of one step
+    """
+
+    trial: int
+    distinct: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LearnedRun:
+    """One training of a learned method on one row, from one seed.
+
+    found           its best placement, and what the whole run took
+    groups          how many it placed; `grouping` says how they came about
+    trials          placements that it drew and that were evaluated, repeats included
+    distinct        different ones of them
+    invalid_share   of the trials: those that did not fit
+    bests           the whole curve, from the first placement that fits to the best
+    """
+
+    method: str
+    seed: int
+    found: Found
+    groups: int
+    grouping: str
+    trials: int
+    distinct: int
+    updates: int
+    invalid_share: float
+    bests: tuple[Best, ...]
+
+
+@dataclass(frozen=True)
 class Column:
     """One way to cost a row: the plain machine, or the hypothesis.
 
-    methods   method -> what it found
-    best      name of the best method; "" if nothing fits
+    methods   method -> what it found; of one that learns the run of the median
+    best      name of the best method that does not learn; "" if nothing fits
     bound     seconds that no placement beats, and what proves it
     shown     method -> its plan's work, for the expert and the best
+    learned   method that learns -> its runs, by seed
     """
 
     methods: dict[str, Found]
@@ -96,6 +135,7 @@ class Column:
     bound: float
     proof: str
     shown: dict[str, Work]
+    learned: dict[str, tuple[LearnedRun, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from dovetail.bench.methods import (
     spread,
 )
 from dovetail.bench.records import Case, Column, Found, Row, Work
-from dovetail.bench.store import Store, code_fingerprint, fingerprint
+from dovetail.bench.store import PLANNED, Store, all_code, fingerprint
 from dovetail.errors import RunError
 from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
@@ -45,6 +45,8 @@ class Settings:
     out      folder of the page; results go to `rows` in it
     budget   of each search: seconds ("20s") or evaluations ("500e")
     methods  column -> its methods
+    learn    trials of each training of a learned method; 0: none is run
+    seeds    trainings of each, from `seed` on
     code     of the process that asks; a worker that imported other code refuses
     """
 
@@ -53,7 +55,9 @@ class Settings:
     budget: str = "20s"
     seed: int = 0
     methods: dict[str, tuple[str, ...]] | None = None
-    code: str = field(default_factory=code_fingerprint)
+    learn: int = 0
+    seeds: int = 3
+    code: str = field(default_factory=all_code)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -64,7 +68,7 @@ class Settings:
 
     def store(self, complain: Callable[[str], None]) -> Store:
         """Where results are kept. Raises `UnwritableError`, or `RunError` for other code."""
-        if self.code != code_fingerprint():
+        if self.code != all_code():
             raise RunError("the code changed since the command began; start it again")
         return Store(self.out / "rows", complain)
 
@@ -221,7 +225,7 @@ class _Kept:
             timed = settings.budget if part in SEARCHES or settings.budget.endswith("e") else ""
             more = {"method": part, "budget": timed, "seed": settings.seed}
         name = _name(self._case, self._column, part)
-        return _Part(name, fingerprint(**self._ground, **more))
+        return _Part(name, fingerprint(PLANNED, **self._ground, **more))
 
 
 def best_of(methods: dict[str, Found]) -> str:

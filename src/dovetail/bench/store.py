@@ -9,7 +9,7 @@ value must come from; of other settings, it is as good as absent and is written 
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +20,27 @@ from dovetail.runtime.atomic import write_atomically
 from dovetail.runtime.reading import read_json
 
 FORMAT, VERSION = "dovetail.bench", 1
-_RESTS_ON = (
-    "runtime", "graph", "machine", "timeline.py", "networks", "frontends", "plans", "costs",
-    "simulator", "placers", "bench",
-)  # fmt: skip
-"""What computes a result: other code, other results. What only shows them is not among them."""
-_SHOWS = ("page", "page_results", "page_notes", "markup", "tables", "charts", "orderings")
+GRAPHS, PLANNED, LEARNED = "graphs", "planned", "learned"
+_SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
+_NETWORKS = ("networks", "frontends", "bench/graphs.py")
+_RESTS_ON: dict[str, tuple[str, ...]] = {
+    GRAPHS: ("runtime", "graph", *_NETWORKS),
+    PLANNED: (*_SHARED, *_NETWORKS, "placers", "bench"),
+    LEARNED: (
+        *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/coarsening.py",
+        "placers/learned", "bench/learned.py",
+    ),
+}  # fmt: skip
+"""Kind of result -> what computes it: other code, other results. What a result names by its content
+(the graph of a row) is not computed anew with it."""
+_NOT = {
+    PLANNED: (
+        "placers/learned", "bench/learned.py", "bench/learned_parts.py", "bench/learned_page.py",
+        "bench/learned_tables.py", "bench/effort.py", "bench/page.py", "bench/page_results.py",
+        "bench/page_notes.py", "bench/tables.py", "bench/charts.py", "bench/orderings.py",
+    ),
+}  # fmt: skip
+"""What is left out of it: what only shows results, and what computes other ones."""
 
 
 class Store:
@@ -80,23 +95,34 @@ class Store:
         self.path(name).unlink(missing_ok=True)
 
 
-def fingerprint(**parts: Any) -> str:
-    """16 hex digits of everything that a value depends on, and of the code that computes it."""
-    text = json.dumps({"code": code_fingerprint(), **parts}, sort_keys=True)
+def fingerprint(kind: str, **parts: Any) -> str:
+    """16 hex digits of everything that a value depends on, and of the code that computes such a
+    kind of value."""
+    text = json.dumps({"code": code_fingerprint(kind), **parts}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def all_code() -> str:
+    """The code of every kind of result."""
+    return " ".join(code_fingerprint(kind) for kind in _RESTS_ON)
+
+
 @cache
-def code_fingerprint() -> str:
+def code_fingerprint(kind: str) -> str:
     """16 hex digits of the versions of this package and of torch, and of the code on which results
-    rest."""
+    of that kind rest."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256(f"{version('dovetail')} {version('torch')}".encode())
-    for name in _RESTS_ON:
-        path = root / name
-        files = [path] if path.is_file() else sorted(path.rglob("*.py"))
-        for file in files:
-            if not (name == "bench" and file.stem in _SHOWS):
-                digest.update(file.relative_to(root).as_posix().encode())
-                digest.update(file.read_bytes())
+    for file in _files(root, _RESTS_ON[kind], _NOT.get(kind, ())):
+        digest.update(file.relative_to(root).as_posix().encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _files(root: Path, names: Iterable[str], without: Iterable[str]) -> Iterator[Path]:
+    """Modules of those names, folders as a whole, but for those of the others."""
+    others = [root / name for name in without]
+    for path in (root / name for name in names):
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            if not any(file.is_relative_to(other) for other in others):
+                yield file

@@ -1,6 +1,6 @@
 """A whole table: which tasks it takes, and what stands in it once they are done."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from dovetail.bench import graphs
 from dovetail.bench.cases import CASES
 from dovetail.bench.crew import Task, work_off
+from dovetail.bench.learned_parts import forget_trainings, untrained, with_trainings
 from dovetail.bench.records import Case, Curve, Row, Tower
 from dovetail.bench.running import Settings, forget, missing, read_row
 from dovetail.bench.store import Store
@@ -31,6 +32,12 @@ class Table:
     computed: int
     failures: dict[str, str]
 
+    @property
+    def done(self) -> list[tuple[Case, Row]]:
+        """The rows, each with its case."""
+        of_key = {row.key: row for row in self.rows}
+        return [(case, of_key[case.key]) for case in self.cases if case.key in of_key]
+
 
 def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
     """Cases whose key matches one of the patterns "rnnlm-*,nmt-2gpu"; all for "".
@@ -50,6 +57,8 @@ def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
     return found
 
 
+_Lack = tuple[str, Case | None, str, tuple[Any, ...]]
+"""name of a task, the case whose graph it needs, function, arguments"""
 _COMPILE = Task("compile kernels", "dovetail.bench.warming:compile_kernels", ())
 
 
@@ -58,15 +67,13 @@ def tasks_of(
 ) -> list[Task]:
     """What these rows lack, and the towers and curves if they are wanted: captures first, each
     network once, while one of several workers compiles what the others load then; then columns
-    as the graphs come."""
-    lacks: list[tuple[str, Case | None, str, tuple[Any, ...]]] = []
+    as the graphs come, and then trainings, those of the first seed first."""
+    lacks: list[_Lack] = []
     if towers:
         for name, (of, function) in lacking(settings, store).items():
             lacks.append((name, of, function, (settings,)))
-    for case in cases:
-        for column in missing(settings, store, case):
-            function = "dovetail.bench.running:run_column"
-            lacks.append((f"{case.key} {column}", case, function, (settings, case, column)))
+    lacks += _columns(settings, store, cases := list(cases))
+    lacks += sorted(_trainings(settings, store, cases), key=lambda lack: lack[3][-1])
     before = [_COMPILE] if jobs > 1 and any(of for _, of, _, _ in lacks) else []
     captures: dict[str, Task] = {}
     tasks = []
@@ -80,6 +87,21 @@ def tasks_of(
             after.append(capture)
         tasks.append(Task(name, function, arguments, tuple(after)))
     return [*before, *captures.values(), *tasks]
+
+
+def _columns(settings: Settings, store: Store, cases: Iterable[Case]) -> Iterator[_Lack]:
+    for case in cases:
+        for column in missing(settings, store, case):
+            name, function = f"{case.key} {column}", "dovetail.bench.running:run_column"
+            yield name, case, function, (settings, case, column)
+
+
+def _trainings(settings: Settings, store: Store, cases: Iterable[Case]) -> Iterator[_Lack]:
+    for case in cases:
+        for method, seed in untrained(settings, store, case):
+            name = f"{case.key} {method} seed {seed}"
+            function = "dovetail.bench.learned_parts:run_training"
+            yield name, case, function, (settings, case, method, seed)
 
 
 def run_table(
@@ -106,6 +128,7 @@ def run_table(
     towers = extras and not rows
     for case in wanted if fresh else ():
         forget(settings, store, case)
+        forget_trainings(settings, store, case)
     if fresh and towers:
         forget_towers(settings, store)
     tasks = tasks_of(settings, store, wanted, towers=towers, jobs=jobs)
@@ -117,7 +140,7 @@ def run_table(
         tell(said, done / max(1, len(tasks)))
 
     failures = work_off(tasks, jobs, heard, complain)
-    found = [row for case in cases if (row := read_row(settings, store, case)) is not None]
+    found = [row for case in cases if (row := _row(settings, store, case)) is not None]
     return Table(
         cases=cases,
         rows=tuple(found),
@@ -126,3 +149,8 @@ def run_table(
         computed=len(tasks),
         failures=failures,
     )
+
+
+def _row(settings: Settings, store: Store, case: Case) -> Row | None:
+    row = read_row(settings, store, case)
+    return None if row is None else with_trainings(settings, store, case, row)

@@ -5,12 +5,13 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 
-from dovetail.bench.cases import METHOD_OF, UNBUILT
+from dovetail.bench.cases import LEARNED, METHOD_OF
+from dovetail.bench.methods import PLAIN
 from dovetail.bench.records import Case, Column, Found, Published, Row
 from dovetail.runtime.atomic import write_atomically
 
 OOM = "OOM"
-NOT_BUILT, NOT_RUN = "not built yet", "not yet run"
+NOT_RUN = "not yet run"
 FIELDS = (
     "table", "row", "title", "model", "optimizer", "machine", "gpus", "column", "method",
     "paper_column", "paper_seconds", "seconds", "ratio_to_paper", "reason", "bound_seconds",
@@ -26,8 +27,9 @@ def write_csv(
     """Write the lines of table `name`, whole or not at all. Raises `UnwritableError`.
 
     A method that stands beside no column of the paper has an empty `paper_column`; one that stands
-    beside two has a line for each. A case without a row has one line that says so, a column that
-    the paper learned one that says that it is open. Seconds are in full precision.
+    beside two has a line for each. A case without a row has one line that says so, and so has a
+    learned method that was not run. Of one that was stands the training of the median. Seconds are
+    in full precision.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, FIELDS, restval="", lineterminator="\n")
@@ -52,7 +54,10 @@ def lines_of(name: str, cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[
             "parameter_bytes": row.parameter_bytes,
         }
         for column_name, column in row.columns.items():
-            yield from _lines(head | {"column": column_name}, case.published, column)
+            of = head | {"column": column_name}
+            yield from _lines(of, case.published, column)
+            if column_name == PLAIN:
+                yield from _not_run(of, case.published, column, LEARNED[name])
 
 
 def _head(name: str, case: Case) -> Line:
@@ -78,10 +83,16 @@ def _lines(head: Line, published: Published | None, column: Column) -> Iterator[
         beside = [paper for paper in given if METHOD_OF.get(paper) == method] or [""]
         for paper in beside:
             yield head | {"method": method} | _ours(found) | _theirs(given, paper, found)
+
+
+def _not_run(
+    head: Line, published: Published | None, column: Column, learned: Sequence[str]
+) -> Iterator[Line]:
+    given = published.seconds if published else {}
     for paper in given:
-        if paper in UNBUILT:
-            learned: Line = {"method": UNBUILT[paper], "reason": NOT_BUILT}
-            yield head | learned | _theirs(given, paper, None)
+        method = METHOD_OF[paper]
+        if method in learned and method not in column.methods:
+            yield head | {"method": method, "reason": NOT_RUN} | _theirs(given, paper, None)
 
 
 def _ours(found: Found) -> Line:

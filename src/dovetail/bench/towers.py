@@ -15,7 +15,7 @@ from dovetail.bench.cases import RL17_CASES
 from dovetail.bench.methods import HYPOTHESIS, PLAIN, out_of_memory
 from dovetail.bench.records import Case, Column, Curve, Row, Tower
 from dovetail.bench.running import EXPERT, Settings, Tell, forget, missing, read_column, run_column
-from dovetail.bench.store import Store, fingerprint
+from dovetail.bench.store import PLANNED, Store, fingerprint
 from dovetail.costs import analytic_costs
 from dovetail.errors import MissingLibraryError
 from dovetail.graph import Graph, replicate
@@ -173,11 +173,11 @@ def _kept_losses(settings: Settings, store: Store) -> Any:
 
 def _losses(settings: Settings) -> tuple[str, str]:
     """(name, fingerprint) of the losses in the store."""
-    return "learning", fingerprint(learning=settings.seed)
+    return "learning", fingerprint(PLANNED, learning=settings.seed)
 
 
 def _tower(kind: str, graph: str) -> tuple[str, str]:
     """(name, fingerprint) of a kind of towers in the store."""
     machine = machine_to_dict(parse_machine(TOWER.machine))
-    key = fingerprint(graph=graph, machine=machine, kind=kind, replicas=REPLICAS)
+    key = fingerprint(PLANNED, graph=graph, machine=machine, kind=kind, replicas=REPLICAS)
     return f"{TOWER.key}.{kind}-towers", key

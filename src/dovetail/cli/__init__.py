@@ -10,6 +10,7 @@ import sys
 import typer
 
 from dovetail.cli.benching import bench
+from dovetail.cli.learning import learn
 from dovetail.cli.output import say
 from dovetail.cli.planning import plan
 from dovetail.cli.showing import capture, machine, networks
@@ -30,6 +31,7 @@ for command in (machine, networks, capture, plan, run, report, export, bench):
     app.command()(command)
 app.command(epilog=EPILOG)(train)
 app.command("train-report")(train_report)
+app.add_typer(learn, name="learn")
 
 
 def main() -> None:

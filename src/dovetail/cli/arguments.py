@@ -26,7 +26,8 @@ MACHINE_HELP = (
 )
 PLACERS_HELP = (
     "single, expert, balanced, etf, m_topo, heft, sct, metis, scotch, mincut, linear_dp, "
-    "ideal_dp, families, local_search, latency_search, multilevel, exact, or auto: all that suit"
+    "ideal_dp, families, local_search, latency_search, multilevel, exact, seq2seq, hdp, gdp, "
+    "gdp+search, or auto: all that suit"
 )
 """A test holds it against `PLACERS`, whose import takes seconds."""
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dovetail.bench import Column, Row
     from dovetail.bench.table import Table
 
-PAGE, CSV = "index.html", "rows.csv"
+PAGE, CSV, TRAININGS = "index.html", "rows.csv", "trainings.csv"
 
 
 class Paper(StrEnum):
@@ -41,7 +41,11 @@ def bench(  # noqa: PLR0913  one argument an option
         "20s"
     ),
     rows: Annotated[str, typer.Option(help='Only these, e.g. "rnnlm-*,nmt-2gpu"')] = "",
-    seed: Annotated[int, typer.Option(help="Of every method")] = 0,
+    learn: Annotated[
+        str, typer.Option(help='Placements of each training of a learned method; "": none')
+    ] = "3000e",
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each, seed by seed")] = 3,
+    seed: Annotated[int, typer.Option(help="Of every method, and of the first training")] = 0,
     fresh: Annotated[bool, typer.Option(help="Compute anew what is kept of these rows")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Rows at once, a core each")] = 2,
     as_json: Json = False,
@@ -52,6 +56,7 @@ def bench(  # noqa: PLR0913  one argument an option
     where a row failed; the others are written.
     """
     from dovetail.bench.cases import CASES
+    from dovetail.bench.learned_tables import write_trainings
     from dovetail.bench.page import write_page
     from dovetail.bench.running import Settings
     from dovetail.bench.table import matching, run_table
@@ -60,15 +65,16 @@ def bench(  # noqa: PLR0913  one argument an option
     from dovetail.placers import parse_budget
 
     parse_budget(budget)
+    trials = _trials(learn)
     check_seed(seed)
     matching(CASES[paper.value], rows)
     folder = out or Path("benchmarks") / paper.value
     if folder.exists() and not folder.is_dir():
         raise UsageError("--out", f"{folder} is a file; name a folder")
-    settings = Settings(paper.value, folder, budget, seed)
+    settings = Settings(paper.value, folder, budget, seed, learn=trials, seeds=seeds)
     settings.store(say)  # makes the folder
-    page, csv = folder / PAGE, folder / CSV
-    check_outputs(page, csv)
+    page, csv, trainings = folder / PAGE, folder / CSV, folder / TRAININGS
+    check_outputs(page, csv, trainings)
     with progress_bar() as progress:
         table = run_table(
             settings,
@@ -78,10 +84,14 @@ def bench(  # noqa: PLR0913  one argument an option
             tell=lambda said, fraction: progress(said, fraction, None),
             complain=say,
         )
-    made = _made(f"dovetail bench {paper.value} --budget {budget} --seed {seed} --jobs {jobs}")
+    made = _made(
+        f"dovetail bench {paper.value} --budget {budget} --learn {trials}e --seeds {seeds} "
+        f"--seed {seed} --jobs {jobs}"
+    )
     write_page(paper.value, table.cases, table.rows, table.towers, table.curves, page, made=made)
     write_csv(paper.value, table.cases, table.rows, csv)
-    for written in (page, csv):
+    write_trainings(paper.value, table.done, trainings)
+    for written in (page, csv, trainings):
         say(f"wrote {written}")
     for task, failure in table.failures.items():
         say(f"error: {task} failed:\n{failure}")
@@ -91,6 +101,14 @@ def bench(  # noqa: PLR0913  one argument an option
         show(_rows_table(table))
     if table.failures:
         raise typer.Exit(1)
+
+
+def _trials(text: str) -> int:
+    """ "3000e" or "3000": placements of a training; 0 for "", "0" and "0e". Raises `UsageError`."""
+    digits = text.strip().removesuffix("e") or "0"
+    if not (digits.isascii() and digits.isdigit()):
+        raise UsageError("--learn", f"{text!r} is no number of placements; write 3000e")
+    return int(digits)
 
 
 def _made(command: str) -> list[tuple[str, str]]:
@@ -141,6 +159,13 @@ def _column_summary(column: "Column") -> dict[str, Any]:
         "lower_bound": column.bound,
         "bound_proof": column.proof,
         "methods": {name: found.seconds for name, found in column.methods.items()},
+        "learned": {
+            method: [
+                {"seed": run.seed, "seconds": run.found.seconds, "trials": run.trials}
+                for run in runs
+            ]
+            for method, runs in column.learned.items()
+        },
     }
 
 

@@ -4,9 +4,10 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
@@ -33,6 +34,28 @@ def progress_bar() -> "Iterator[Progress]":
             bar.update(task, description=shown, completed=fraction)
 
         yield show
+
+
+class Drawable(Protocol):
+    """Something whose state changes; `live` says whether it is drawn."""
+
+    live: bool
+
+    def table(self) -> RenderableType:
+        """As it is now."""
+        ...
+
+
+@contextmanager
+def drawn(progress: Drawable) -> Iterator[None]:
+    """It is drawn on standard error while the block runs where that is a terminal."""
+    console = Console(stderr=True)
+    progress.live = console.is_terminal
+    if not progress.live:
+        yield
+        return
+    with Live(get_renderable=progress.table, console=console, refresh_per_second=4, transient=True):
+        yield
 
 
 def show(what: RenderableType) -> None:

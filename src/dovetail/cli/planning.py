@@ -58,6 +58,16 @@ def plan(  # noqa: PLR0913  one argument an option
     cap: Annotated[
         list[str] | None, typer.Option(help="DEVICE=BYTES: memory it may use, e.g. cpu0=2GiB")
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(help="Of gdp and gdp+search: a policy file", show_default="the shipped one"),
+    ] = None,
+    finetune: Annotated[
+        int, typer.Option(min=0, help="Updates of the policy on this graph; 0: zero-shot")
+    ] = 0,
+    per_op: Annotated[
+        bool, typer.Option("--per-op", help="Of gdp and gdp+search: place every op by itself")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     report: Annotated[Path | None, typer.Option(help="Write its page (HTML)")] = None,
     as_json: Json = False,
@@ -65,7 +75,7 @@ def plan(  # noqa: PLR0913  one argument an option
     """Find where each operation should run. Ctrl-C keeps the best plan so far."""
     from dovetail import pipeline
 
-    arguments.check_outputs(out, report, inputs=[model, machine])
+    arguments.check_outputs(out, report, inputs=[model, machine, policy or ""])
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
@@ -78,6 +88,8 @@ def plan(  # noqa: PLR0913  one argument an option
     pipeline.check_replicas(replicas, asynchronous)
     step = arguments.resolve(model, train, shape) if file else None
     pipeline.check_request(machine, **search, devices=named, step=step)
+    learned: dict[str, Any] = {"policy": policy, "finetune": finetune, "per_op": per_op}
+    pipeline.check_policy(placer, **learned)
     step = pipeline.replicated(
         step or arguments.resolve(model, train, shape), replicas, asynchronous
     )
@@ -87,6 +99,7 @@ def plan(  # noqa: PLR0913  one argument an option
                 step,
                 machine,
                 **search,
+                **learned,
                 gap=gap,
                 pins=pins,
                 caps=caps,

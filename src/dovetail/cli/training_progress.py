@@ -12,12 +12,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -171,18 +169,6 @@ class TrainingProgress:
         }
         found |= {f"validation {name}": value for name, value in self.figures.items()}
         return {name: value for name, value in found.items() if not math.isnan(value)}
-
-
-@contextmanager
-def shown(progress: TrainingProgress) -> Iterator[TrainingProgress]:
-    """The progress, drawn on standard error while the block runs where that is a terminal."""
-    console = Console(stderr=True)
-    progress.live = console.is_terminal
-    if not progress.live:
-        yield progress
-        return
-    with Live(get_renderable=progress.table, console=console, refresh_per_second=4, transient=True):
-        yield progress
 
 
 def said(event: Event) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from dovetail.cli.output import say, show, show_json
-from dovetail.cli.training_progress import TrainingProgress, shown
+from dovetail.cli.output import drawn, say, show, show_json
+from dovetail.cli.training_progress import TrainingProgress
 from dovetail.cli.training_setup import Setup, save_weights
 from dovetail.errors import DovetailError
 from dovetail.training.backends.contract import Watcher
@@ -97,7 +97,7 @@ def train_and_write(function: str, setup: Setup, outputs: Outputs, as_json: bool
     kept = _Kept(progress)
     say(f"training {function} by {rule} with {trainer.workers} workers on {_name(trainer.backend)}")
     try:
-        with shown(progress), _warnings_said():
+        with drawn(progress), _warnings_said():
             found = trainer.fit(setup.dataset, setup.validation, watcher=kept.watcher)
     except DovetailError as error:
         if kept.rows or kept.events:

@@ -1,9 +1,25 @@
 """Costs of ops on devices: analytic for machines that are not here, measured for those that are."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dovetail.costs.analytic import analytic_costs
 from dovetail.costs.cache import CostCache
-from dovetail.costs.measured import measured_costs
-from dovetail.costs.probe import probed_machine
 from dovetail.costs.records import Costs
 
+if TYPE_CHECKING:
+    from dovetail.costs.measured import measured_costs
+    from dovetail.costs.probe import probed_machine
+
 __all__ = ["CostCache", "Costs", "analytic_costs", "measured_costs", "probed_machine"]
+_MEASURING = {
+    "measured_costs": "dovetail.costs.measured",
+    "probed_machine": "dovetail.costs.probe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What measures imports torch, which takes seconds: only for who asks for it."""
+    if name not in _MEASURING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MEASURING[name]), name)

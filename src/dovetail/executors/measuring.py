@@ -51,14 +51,25 @@ def measure_steps(
 
     `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's.
     """
-    if steps < 2:
-        raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")
+    _check_steps(steps)
     for _ in range(warmup):
         advance(False)
-    seconds = [advance(False) for _ in range(steps)][1:]
+    seconds = time_steps(advance, steps)
     timelines = []
     for _ in range(TIMED_STEPS):
         advance(True)
         timelines.append(timeline())
     timelines.sort(key=lambda timeline: timeline.step_seconds)
-    return Measurement(np.array(seconds), timelines[TIMED_STEPS // 2])
+    return Measurement(seconds, timelines[TIMED_STEPS // 2])
+
+
+def time_steps(advance: Callable[[bool], float], steps: int) -> NDArray[np.float64]:
+    """[steps - 1] seconds of each of `steps` (at least 2) steps but the first."""
+    _check_steps(steps)
+    return np.array([advance(False) for _ in range(steps)][1:])
+
+
+def _check_steps(steps: int) -> None:
+    """Raise `UsageError` for so few that none would count."""
+    if steps < 2:
+        raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")

@@ -33,10 +33,14 @@ _PLAIN_BYTES = 2**17
 
 @dataclass(frozen=True)
 class Load:
-    """A share to get ready for, under a key; the block's descriptor follows on the channel."""
+    """A share to get ready for, under a key; the block's descriptor follows on the channel.
+
+    program   a number: whose calls these are, beside those that came with it before
+    """
 
     key: int
     share: Share
+    program: int
     calls: dict[int, Call]
     tensors: int
     seed: int
@@ -72,6 +76,7 @@ def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first one is the number of threads."""
     set_up(channel.receive())
     loaded: dict[int, _Loaded] = {}
+    program, calls = 0, dict[int, Call]()
     with torch.inference_mode():
         channel.send("ready")
         while True:
@@ -79,7 +84,10 @@ def serve(channel: Channel) -> None:
             match request:
                 case Load(key=key):
                     block = Block(channel.receive_descriptor())
-                    loaded[key] = _Loaded(request, block)
+                    if request.program != program:
+                        program, calls = request.program, {}
+                    calls.update(request.calls)
+                    loaded[key] = _Loaded(request, calls, block)
                     channel.send("ready")
                 case Step(key=key, number=number, timed=timed):
                     channel.send(loaded[key].run(number, timed))
@@ -91,7 +99,7 @@ def serve(channel: Channel) -> None:
 class _Loaded:
     """A share bound to its values."""
 
-    def __init__(self, load: Load, block: Block) -> None:
+    def __init__(self, load: Load, calls: dict[int, Call], block: Block) -> None:
         self.block = block
         self.share = load.share
         self.seed = load.seed
@@ -105,7 +113,7 @@ class _Loaded:
         self.stamps = block.view(load.share.stamps, (count, 2), np.int64)
         for tensor, slot in load.share.sources:
             self.values[tensor] = tensor_at(block, slot)
-        self.bound = tuple(self._bind(i, load.calls) for i in load.share.instructions)
+        self.bound = tuple(self._bind(i, calls) for i in load.share.instructions)
         self.outputs = tuple((t, s, tensor_at(block, s)) for t, s in load.share.outputs)
         lasting = {tensor for tensor, _ in load.share.sources}
         self.kept = tuple(t for t, _ in load.share.outputs if t not in lasting)

@@ -6,6 +6,7 @@ with Workers(machine) as workers:
 """
 
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -31,6 +32,9 @@ class Workers:
         self._stack = ExitStack()
         self._started: dict[int, Worker] = {}
         self._keys = 0
+        self._program: object = None
+        self._program_key = 0
+        self._sent: dict[int, set[int]] = {}
 
     def start(self, devices: tuple[int, ...]) -> list[Worker]:
         """The devices' processes, ready for messages."""
@@ -54,6 +58,16 @@ class Workers:
         """A key for one loaded plan, not used before."""
         self._keys += 1
         return self._keys
+
+    def unsent(self, program: object, device: int, ops: Iterable[int]) -> tuple[int, list[int]]:
+        """(key of the program, those of its ops whose calls the device's process does not have);
+        they count as sent. Only the latest program's are kept: plans of one are loaded in turn."""
+        if program is not self._program:
+            self._program, self._program_key, self._sent = program, self._program_key + 1, {}
+        sent = self._sent.setdefault(device, set())
+        fresh = [op for op in ops if op not in sent]
+        sent.update(fresh)
+        return self._program_key, fresh
 
     def serves(self, machine: Machine) -> bool:
         """True if plans for `machine` can run here: the same devices on the same cores."""

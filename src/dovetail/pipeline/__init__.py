@@ -1,7 +1,9 @@
 """The flow: MODEL and MACHINE texts -> costs -> placement -> plan -> timeline, report, exports."""
 
+from dovetail.pipeline.courses import Course, Subject, check_course, check_subject, settings_for
+from dovetail.pipeline.learning import Lesson, learn, learn_all
 from dovetail.pipeline.opening import open_plan, timeline_of, verify
-from dovetail.pipeline.planning import check_request, plan
+from dovetail.pipeline.planning import check_policy, check_request, plan
 from dovetail.pipeline.sources import (
     Progress,
     Step,
@@ -21,16 +23,24 @@ from dovetail.pipeline.using import EXPORTS, check_export, export, report, run, 
 
 __all__ = [
     "EXPORTS",
+    "Course",
+    "Lesson",
     "Progress",
     "Step",
+    "Subject",
+    "check_course",
     "check_export",
+    "check_policy",
     "check_replicas",
     "check_request",
+    "check_subject",
     "costs_of",
     "default_objective",
     "export",
     "graph_of",
     "groups_of",
+    "learn",
+    "learn_all",
     "machine_of",
     "names_file",
     "open_plan",
@@ -40,6 +50,7 @@ __all__ = [
     "resolve_machine",
     "resolve_model",
     "run",
+    "settings_for",
     "silent",
     "timeline_of",
     "verify",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from dovetail.placers import (
     PLACERS,
     Budget,
     Outcome,
+    Placer,
     Problem,
     keeping_interrupts,
     make_problem,
@@ -37,6 +39,8 @@ from dovetail.placers import (
 )
 from dovetail.plans import OBJECTIVES, Plan, Source, capacities_of, normalise
 from dovetail.simulator import LowerBound, Simulator
+
+WITH_POLICY = ("gdp", "gdp+search")
 
 
 def plan(  # noqa: PLR0913  all but two are keyword-only
@@ -51,6 +55,10 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     seed: int = 0,
     pins: Sequence[tuple[str, str]] = (),
     caps: Sequence[tuple[str, int]] = (),
+    policy: str | Path | None = None,
+    finetune: int = 0,
+    per_op: bool = False,
+    method: Placer | None = None,
     model: str = "",
     progress: Progress = silent,
 ) -> Plan:
@@ -66,6 +74,10 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     gap         a plan proven to be within this of the best is good enough: .02 is 2 %
     pins        (pattern of op or module names, device name)
     caps        (device name, bytes) it may use
+    policy      file of a policy for `gdp` and `gdp+search`; by default the one that is shipped
+    finetune    updates of that policy on this graph before it counts; 0: zero-shot
+    per_op      for those two: every op is placed by itself, but for what must stay together
+    method      what runs under the name `placer`, in place of our own
     model       of a graph or an instance from a file: that file's name, which the plan keeps
 
     Without pins and caps a plan on the text here/n has `here`, all cores as one device, among its
@@ -88,6 +100,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         devices=[name for _, name in pins] + [name for name, _ in caps],
         step=step,
     )
+    if method is None:
+        check_policy(placer, policy, finetune, per_op)
     graph, where = graph_of(step), machine_of(step, machine, progress)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
     costs = costs_of(step, where, progress)
@@ -97,7 +111,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         where,
         costs,
         lambda placements: simulator.evaluate(placements, objective),
-        groups=groups_of(step),
+        groups=groups_of(step, per_op=per_op),
         objective=objective,
         pins=pins,
         caps=caps,
@@ -112,7 +126,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         with keeping_interrupts(limit):
             bound = bound_of(graph, where, costs, objective, pins, caps)
             limit.prove(bound.seconds, bound.proof)
-            outcome = place(problem, placer, limit, _of_search(progress))
+            method = method or _with_policy(placer, policy, finetune)
+            outcome = place(problem, placer, limit, _of_search(progress), method)
             if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
                 bound = max(bound, outcome.bound, key=lambda one: one.seconds)
             found = replace(
@@ -167,6 +182,35 @@ def check_request(  # noqa: PLR0913  keyword-only but one
         check_local(where)
     for name in devices:
         where.device_index(name)
+
+
+def check_policy(placer: str, policy: str | Path | None, finetune: int, per_op: bool) -> None:
+    """Raise `UsageError` for what only placers with a policy take, and `PolicyFileError` for a
+    file that is none."""
+    if finetune < 0:
+        raise UsageError("finetune", f"is {finetune}; use a number of updates, or 0 for none")
+    given = {"policy": policy is not None, "finetune": finetune > 0, "per_op": per_op}
+    for option in (name for name, there in given.items() if there):
+        if placer not in WITH_POLICY:
+            raise UsageError(option, f"is for {' and '.join(WITH_POLICY)}, not for {placer}")
+    if placer in WITH_POLICY:
+        from dovetail.placers.learned.files import load_policy, shipped
+
+        load_policy(shipped() if policy is None else policy, "gdp")
+
+
+def _with_policy(placer: str, policy: str | Path | None, finetune: int) -> Placer | None:
+    """The method where it is given a policy or updates; None: the one of that name."""
+    path = None if policy is None else Path(policy)
+    if path is None and not finetune:
+        return None
+    if placer == "gdp":
+        from dovetail.placers.learned.placing import make_gdp
+
+        return make_gdp(path, finetune)
+    from dovetail.placers.learned.search import make_gdp_search
+
+    return make_gdp_search(path, finetune)
 
 
 def _check_objective(step: Step | None, objective: str, contiguous: bool) -> None:

@@ -106,11 +106,11 @@ def graph_of(step: Step) -> Graph:
     return graph
 
 
-def groups_of(step: Step) -> Groups:
+def groups_of(step: Step, *, per_op: bool = False) -> Groups:
     """What placers place as one: of an instance its colour classes and no more, since its bounds
-    and published values are for those."""
+    and published values are for those; `per_op`: of any graph only what must stay together."""
     graph = graph_of(step)
-    return colocate(graph) if isinstance(step, Instance) else group(graph)
+    return colocate(graph) if per_op or isinstance(step, Instance) else group(graph)
 
 
 def default_objective(step: Step) -> str:

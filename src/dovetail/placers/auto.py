@@ -78,6 +78,8 @@ CONSTRUCTIVE: dict[str, dict[str, Placer]] = {
     },
     "latency": {"linear_dp": linear_dp, "m_topo": m_topo},
 }
+LEARNED = False
+"""Whether the shipped policy proposes as well, after the constructive methods of a step."""
 IMPROVING: dict[str, dict[str, Placer]] = {
     "step": {"multilevel": multilevel, "local_search": local_search, "exact": exact},
     "load": {"local_search": local_search, "exact": exact},
@@ -97,13 +99,22 @@ def auto(problem: Problem, budget: Budget) -> GroupPlacement:
 
 
 def _construct(problem: Problem, budget: Budget) -> None:
-    for name, method in CONSTRUCTIVE[problem.objective].items():
+    methods = CONSTRUCTIVE[problem.objective]
+    if LEARNED and problem.objective == "step":
+        methods = {**methods, "gdp": _zero_shot}
+    for name, method in methods.items():
         if method is sct and _is_large(problem):
             continue
         left = CONSTRUCTIVE_SHARE - budget.fraction
         if left <= 0 or budget.closed or budget.exhausted:
             return
         _attempt(name, method, problem, _part(budget, left / 4))
+
+
+def _zero_shot(problem: Problem, budget: Budget) -> GroupPlacement:
+    from dovetail.placers.learned.placing import gdp  # imports torch
+
+    return gdp(problem, budget)
 
 
 def _improve(problem: Problem, budget: Budget) -> None:

@@ -21,11 +21,36 @@ from dovetail.placers.m_topo import m_topo
 from dovetail.placers.metis import metis
 from dovetail.placers.mincut import mincut
 from dovetail.placers.multilevel import multilevel
-from dovetail.placers.problem import Problem
+from dovetail.placers.problem import GroupPlacement, Problem
 from dovetail.placers.scotch import scotch
 from dovetail.placers.sct import sct
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound
+
+
+def _seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
+    from dovetail.placers.learned.placing import seq2seq
+
+    return seq2seq(problem, budget)
+
+
+def _hdp(problem: Problem, budget: Budget) -> GroupPlacement:
+    from dovetail.placers.learned.placing import hdp
+
+    return hdp(problem, budget)
+
+
+def _gdp(problem: Problem, budget: Budget) -> GroupPlacement:
+    from dovetail.placers.learned.placing import gdp
+
+    return gdp(problem, budget)
+
+
+def _gdp_search(problem: Problem, budget: Budget) -> GroupPlacement:
+    from dovetail.placers.learned.search import gdp_search
+
+    return gdp_search(problem, budget)
+
 
 PLACERS: dict[str, Placer] = {
     **BASELINES,
@@ -42,8 +67,13 @@ PLACERS: dict[str, Placer] = {
     "latency_search": latency_search,
     "multilevel": multilevel,
     "exact": exact,
+    "seq2seq": _seq2seq,
+    "hdp": _hdp,
+    "gdp": _gdp,
+    "gdp+search": _gdp_search,
     "auto": auto,
 }
+"""The learned ones are imported, and torch with them, by who uses them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +109,13 @@ def place(
     placer_name: str,
     budget: Budget,
     progress: Callable[[float, float], None] | None = None,
+    method: Placer | None = None,
 ) -> Outcome:
     """Run one method, and the cheap ones to compare it with.
 
     budget     of the search; the four baselines are always evaluated, and count
     progress   called with (share of the budget spent, best feasible value so far or inf)
+    method     what runs under that name, in place of ours
 
     Ctrl-C ends the search with the best so far, `interrupted`; within `keeping_interrupts` at
     whatever moment it arrives. Raises `UsageError` for an unknown name, and `OutOfMemoryError` with
@@ -94,7 +126,7 @@ def place(
     budget.progress = progress
     try_baselines(problem, budget)
     if placer_name not in BASELINES:
-        attempt(placer_name, PLACERS[placer_name], problem, budget)
+        attempt(placer_name, method or PLACERS[placer_name], problem, budget)
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     if placer_name in BASELINES and placer_name not in found:
         raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for

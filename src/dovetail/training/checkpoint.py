@@ -69,14 +69,11 @@ def open_folder(
     Raises `UsageError` where there is a run and none is to be resumed, or the other way round, and
     `RunMismatchError` where it is another one.
     """
+    check_held(folder, resume)
     path = Path(folder)
     held = path / _FACTS
     if not resume:
-        if held.exists():
-            raise UsageError("folder", f"{path} holds a run; resume it, or give another folder")
         return _start(path, facts)
-    if not held.exists():
-        raise UsageError("resume", f"{path} holds no run")
     found = _read(held)
     if found.get("format") != FORMAT or not isinstance(found.get("run"), str):
         raise FileFormatError(str(held), f"it is no {FORMAT}")
@@ -84,6 +81,16 @@ def open_folder(
         if found.get(field) != expected:
             raise RunMismatchError(str(path), field, expected, found.get(field))
     return RunFolder(path, found["run"])
+
+
+def check_held(folder: str | os.PathLike[str], resume: bool) -> None:
+    """Raise `UsageError` where there is a run and none is to be resumed, or the other way round."""
+    path = Path(folder)
+    held = (path / _FACTS).exists()
+    if held and not resume:
+        raise UsageError("folder", f"{path} holds a run; resume it, or give another folder")
+    if resume and not held:
+        raise UsageError("resume", f"{path} holds no run")
 
 
 def _start(path: Path, facts: Mapping[str, Any]) -> RunFolder:

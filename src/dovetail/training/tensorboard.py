@@ -7,7 +7,7 @@ Scalars, their step the samples that the center has seen:
 """
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -29,24 +29,54 @@ _OF_COMMITS = {
 def write_events(history: "History", folder: str | os.PathLike[str]) -> None:
     """Write the history's scalars to `folder`, which is made. Raises `MissingLibraryError`,
     `UnwritableError`."""
-    check_installed()
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
     start = history.outcome.meta.get("start_seconds")  # since 1970, where the backend's are real
     origin = float(start) if isinstance(start, int | float) else 0.0
-    try:
-        writer = EventFileWriter(os.fspath(folder))
+    with Scalars(folder) as scalars:
         for tag, (seconds, samples, values) in _scalars(history).items():
             for moment, step, value in zip(seconds, samples, values, strict=True):
-                shown = Summary(value=[Summary.Value(tag=tag, simple_value=float(value))])
-                writer.add_event(
-                    Event(wall_time=origin + float(moment), step=int(step), summary=shown)
-                )
-        writer.close()
-    except OSError as error:
-        raise UnwritableError(os.fspath(folder), error.strerror or str(error)) from error
+                scalars.add(tag, int(step), float(value), origin + float(moment))
+
+
+class Scalars:
+    """An event file that is written; a context manager. Raises `MissingLibraryError`, and
+    `UnwritableError` here or when it writes."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        check_installed()
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.folder = os.fspath(folder)
+        try:
+            self._writer = EventFileWriter(self.folder)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def add(self, tag: str, step: int, value: float, wall_seconds: float) -> None:
+        """One value; `wall_seconds` since 1970. It reaches the disk some seconds later."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        shown = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        try:
+            self._writer.add_event(Event(wall_time=wall_seconds, step=step, summary=shown))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        """Write what is left."""
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _unwritable(self, error: OSError) -> UnwritableError:
+        return UnwritableError(self.folder, error.strerror or str(error))
 
 
 def check_installed() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import numpy as np
 
@@ -80,13 +81,20 @@ class Sitting(Squares):
 
 
 class Counting:
-    """Adds 1 to the coordinate of each sample it trains: the center counts what was committed."""
+    """Adds 1 to the coordinate of each sample it trains: the center counts what was committed.
 
-    def __init__(self, samples, seconds=0.0):
+    hold    called before each step with its center's sum: the samples that were committed when it
+            was pulled, and its own since
+    """
+
+    def __init__(self, samples, seconds=0.0, hold=None):
         self.samples = samples
         self.seconds = seconds
+        self.hold = hold
 
     def gradient(self, theta, indices, epoch):
+        if self.hold is not None:
+            self.hold(theta.sum())
         time.sleep(self.seconds)
         counts = np.bincount(indices, minlength=self.samples).astype(np.float32)
         return Gradient(counts, 0.0, len(indices))
@@ -108,11 +116,12 @@ class Long(Counting):
         return super().gradient(theta, indices, epoch)
 
 
-def count(samples=60, *, seconds=0.002, window=2, **more):
-    """An assignment whose center says how often each sample was committed."""
+def count(samples=60, *, seconds=0.002, window=2, hold=None, **more):
+    """An assignment whose center says how often each sample was committed; `hold(worker, sum of its
+    center)` is called before each step."""
     return assign(
         "downpour",
-        learner=lambda worker: Counting(samples, seconds),
+        learner=lambda worker: Counting(samples, seconds, hold and partial(hold, worker)),
         samples=samples,
         size=samples,
         window=window,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from process_learners import Counting, Long, Sitting, assign, count
 
+from doors import Doors
 from dovetail.errors import (
     DivergedError,
     NoWorkersError,
@@ -20,6 +21,7 @@ from dovetail.errors import (
 from dovetail.training.backends.contract import Policy, Storage, Watcher
 from dovetail.training.backends.processes import run
 from dovetail.training.server import CRASH_POINTS
+from named_memory import named_memory
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -41,27 +43,48 @@ def children():
 def _nothing_is_left_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gc.collect()  # what an earlier test's error still held
-    files, shared = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    files, shared = len(os.listdir("/proc/self/fd")), named_memory()
     yield
     assert children() == {}
     assert len(os.listdir("/proc/self/fd")) <= files
-    assert set(os.listdir("/dev/shm")) == shared
+    assert named_memory() == shared
     assert list(tmp_path.glob("dovetail-*")) == []
 
 
-class Killer:
-    """Kills a worker, any, each time so many more commits were made."""
+@pytest.fixture
+def doors(tmp_path):
+    return Doors(tmp_path)
 
-    def __init__(self, *plan, seed=5):
-        self.plan, self.rng = list(plan), np.random.default_rng(seed)
+
+class Killer:
+    """Kills a worker, any, each time so many more commits were made; nobody goes on before that.
+    The first time both workers have made some."""
+
+    def __init__(self, doors, *plan, seed=5):
+        self.doors, self.plan, self.rng = doors, plan, np.random.default_rng(seed)
         self.commits = self.kills = 0
+        self.workers = set()
+
+    def hold(self):
+        """Of commits of 8 samples."""
+        doors, plan = self.doors, self.plan
+
+        def hold(worker, committed):
+            doors.meet("begun", worker, of=2)
+            for kill, commits in enumerate(plan):
+                if committed >= 8 * commits:
+                    doors.wait(f"killed-{kill}")
+
+        return hold
 
     def rows(self, rows):
         self.commits += len(rows)
-        if self.plan and self.commits >= self.plan[0]:
-            self.plan.pop(0)
+        self.workers |= {row.worker for row in rows}
+        due = self.kills < len(self.plan) and self.commits >= self.plan[self.kills]
+        if due and self.workers == {0, 1}:
             alive = [pid for pid, line in children().items() if "connecting" in line]
             os.kill(alive[self.rng.integers(len(alive))], signal.SIGKILL)
+            self.doors.open(f"killed-{self.kills}")
             self.kills += 1
 
 
@@ -69,9 +92,9 @@ def kinds(outcome):
     return [event.kind for event in outcome.events]
 
 
-def test_killed_workers_lose_nothing_and_every_sample_counts_exactly_once():
-    killer = Killer(2, 17, 40)
-    outcome = run(count(240, epochs=2, seconds=0.01), Watcher(rows=killer.rows))
+def test_killed_workers_lose_nothing_and_every_sample_counts_exactly_once(doors):
+    killer = Killer(doors, 2, 17, 40)
+    outcome = run(count(240, epochs=2, hold=killer.hold()), Watcher(rows=killer.rows))
     assert killer.kills == 3
     assert (outcome.theta == 2).all()
     assert outcome.samples == sum(row.samples for row in outcome.rows) == 480
@@ -141,10 +164,10 @@ def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_
     assert "lost" not in kinds(disturbed)
 
 
-def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it():
-    killer = Killer(8)
+def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it(doors):
+    killer = Killer(doors, 8)
     outcome = run(
-        count(120, seconds=0.01),
+        count(120, hold=killer.hold()),
         Watcher(rows=killer.rows),
         crash=[("applied", 14), ("received", 9)],
     )
@@ -170,21 +193,41 @@ def test_what_a_server_without_a_log_has_lost_is_trained_again(answers, tmp_path
 
 
 class Waker:
-    """Stops worker 1 after its first commits, and wakes it once that was noticed."""
+    """Stops worker 1 after its first commit, and wakes it once that was noticed. It goes no further
+    before it was stopped, nor does worker 0 before it is back."""
 
-    def __init__(self):
-        self.pid, self.stopped = None, False
+    def __init__(self, doors):
+        self.doors, self.pid = doors, None
+        self.stopped = self.lost = False
+
+    def hold(self):
+        doors = self.doors
+
+        def hold(worker, committed):
+            doors.meet("begun", worker, of=2)
+            if committed >= 8:  # a commit, or two
+                doors.wait("stopped" if worker == 1 else "back")
+
+        return hold
 
     def event(self, event):
         if event.worker == 1 and event.kind in ("joined", "restarted"):
             self.pid = int(re.search(r"process (\d+)|$", event.detail)[1] or self.pid)
         if event.worker == 1 and event.kind == "lost":
+            self.lost = event.seconds
             os.kill(self.pid, signal.SIGCONT)
 
     def rows(self, rows):
-        if not self.stopped and {row.worker for row in rows} == {0, 1}:
-            self.stopped = True
-            os.kill(self.pid, signal.SIGSTOP)
+        told = [row.seconds for row in rows if row.worker == 1]
+        if told and not self.stopped:
+            self.stop()
+        if self.lost and told and told[-1] > self.lost:
+            self.doors.open("back")
+
+    def stop(self):
+        os.kill(self.pid, signal.SIGSTOP)
+        self.doors.open("stopped")
+        self.stopped = True
 
 
 def test_a_run_that_keeps_nothing_ends_with_its_server():
@@ -193,9 +236,9 @@ def test_a_run_that_keeps_nothing_ends_with_its_server():
     assert raised.value.restarts == 0
 
 
-def test_a_hung_worker_is_noticed_by_its_lease_and_may_come_back():
-    waker = Waker()
-    assignment = count(400, seconds=0.02, policy=Policy(lease_seconds=1.0))
+def test_a_hung_worker_is_noticed_by_its_lease_and_may_come_back(doors):
+    waker = Waker(doors)
+    assignment = count(80, hold=waker.hold(), policy=Policy(lease_seconds=1.0))
     outcome = run(assignment, Watcher(rows=waker.rows, event=waker.event))
     assert waker.stopped
     assert (outcome.theta == 2).all()
@@ -210,17 +253,15 @@ def test_a_hung_worker_is_noticed_by_its_lease_and_may_come_back():
 class ServersKiller(Waker):
     """Kills the server as well."""
 
-    def rows(self, rows):
-        was_stopped = self.stopped
-        super().rows(rows)
-        if self.stopped and not was_stopped:
-            (server,) = [pid for pid, line in children().items() if "serving" in line]
-            os.kill(server, signal.SIGKILL)
+    def stop(self):
+        super().stop()
+        (server,) = [pid for pid, line in children().items() if "serving" in line]
+        os.kill(server, signal.SIGKILL)
 
 
-def test_a_worker_that_hangs_when_its_server_dies_is_noticed_by_the_next_one():
-    killer = ServersKiller()
-    assignment = count(400, seconds=0.02, policy=Policy(lease_seconds=1.0))
+def test_a_worker_that_hangs_when_its_server_dies_is_noticed_by_the_next_one(doors):
+    killer = ServersKiller(doors)
+    assignment = count(80, hold=killer.hold(), policy=Policy(lease_seconds=2.0))
     outcome = run(assignment, Watcher(rows=killer.rows, event=killer.event))
     assert killer.stopped
     assert (outcome.theta == 2).all()

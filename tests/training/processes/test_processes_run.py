@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from process_learners import Counting, assign, count
 
+from doors import Doors
 from dovetail.errors import RunMismatchError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Storage, Watcher
@@ -88,18 +89,27 @@ def test_late_workers_join_a_run_that_goes_on():
 
 
 def test_a_run_is_continued_from_its_folder(tmp_path):
-    """The first part is stopped after some commits; the second ends the epochs."""
+    """The first part is stopped after some commits, beyond which it does not come; the second ends
+    the epochs."""
+    doors = Doors(tmp_path)
+
+    def hold(worker, committed):
+        if committed >= 40:
+            doors.wait("second")
+
     stop = Watcher(every_samples=30, evaluate=lambda *_: {}, should_stop=lambda _: True)
-    first = run(count(storage=Storage(tmp_path), seconds=0.01), stop)
+    first = run(count(storage=Storage(tmp_path / "run"), hold=hold), stop)
+    doors.open("second")
     assert 0 < first.samples < 120
     assert first.stopped
-    second = run(count(storage=Storage(tmp_path, resume=True)), Watcher())
+    resumed = Storage(tmp_path / "run", resume=True)
+    second = run(count(storage=resumed), Watcher())
     assert (second.theta == 2).all()
     assert repr(second.rows[: len(first.rows)]) == repr(first.rows)  # nan is nan
     assert second.seconds > first.seconds
     assert min(r.seconds for r in second.rows[len(first.rows) :]) > first.rows[-1].seconds
     with pytest.raises(RunMismatchError) as raised:
-        run(count(60, storage=Storage(tmp_path, resume=True), batch=5), Watcher())
+        run(count(60, storage=resumed, batch=5), Watcher())
     assert (raised.value.field, raised.value.expected, raised.value.found) == ("batch", 5, 4)
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
-from ray_runs import SMALL, assign_counts, each_sample_once_an_epoch, once
+from ray_runs import SMALL, assign_counts, each_sample_once_an_epoch, held_until, once
 
+from doors import Doors
 from dovetail.training.backends import load_backend
 
 
@@ -44,7 +46,13 @@ def listening(mark):
 if __name__ == "__main__":
     seen = []
     mark = os.environ["RAY_RUN_MARK"]
-    watcher = once(3, lambda: seen.extend(listening(mark)))
-    run = load_backend("ray", object_store_bytes=80 << 20, **SMALL)
-    outcome = run(assign_counts("local", sleep=0.01), watcher)
+
+    def look():
+        seen.extend(listening(mark))
+        doors.open("seen")
+
+    with tempfile.TemporaryDirectory() as folder:
+        doors = Doors(Path(folder))
+        run = load_backend("ray", object_store_bytes=80 << 20, **SMALL)
+        outcome = run(assign_counts("local", hold=held_until(doors, "seen", rows=3)), once(3, look))
     print(json.dumps({"right": each_sample_once_an_epoch(outcome), "listening": seen}))

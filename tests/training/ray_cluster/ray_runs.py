@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import ray
@@ -19,16 +19,20 @@ SMALL = {"worker_cores": 0.1, "server_cores": 0.1}
 class Squares:
     """Least squares: loss is the mean of (x . theta - y)^2 / 2 over the batch; plain SGD.
 
-    does    {step: what happens in it}: "raise" | "nan" | "hang"
+    does    {step: what happens in it}: "raise" | "nan" | "hang" | "die"
+    hold    called before each step
     """
 
-    def __init__(self, samples, size, sleep=0.0, does=None):
+    def __init__(self, samples, size, sleep=0.0, does=None, hold=None):
         rng = np.random.default_rng(0)
         self.x = rng.standard_normal((samples, size)).astype(np.float32)
         self.y = self.x @ np.ones(size, np.float32)
         self.sleep, self.does, self.steps = sleep, does or {}, 0
+        self.hold = hold
 
     def gradient(self, theta, indices, epoch):
+        if self.hold is not None:
+            self.hold()
         self.steps += 1
         time.sleep(self.sleep)
         error = self.x[indices] @ theta - self.y[indices]
@@ -53,13 +57,18 @@ class Squares:
 
 class Counts:
     """Counts what it is trained on: element i of the center ends as the times that sample i was.
-    Exact in any order of commits, by rules that add them up."""
+    Exact in any order of commits, by rules that add them up.
 
-    def __init__(self, samples, sleep=0.0):
-        self.samples, self.sleep = samples, sleep
+    hold    called before each step with its center's sum: the samples that were committed when it
+            was pulled, and its own since
+    """
+
+    def __init__(self, samples, hold=None):
+        self.samples, self.hold = samples, hold
 
     def gradient(self, theta, indices, epoch):
-        time.sleep(self.sleep)
+        if self.hold is not None:
+            self.hold(theta.sum())
         vector = np.bincount(indices, minlength=self.samples).astype(np.float32)
         return Gradient(vector, 0.0, len(indices))
 
@@ -76,12 +85,14 @@ class Digits:
     SHAPES = ((64, 32), (32,), (32, 10), (10,))
     SIZE = sum(int(np.prod(shape)) for shape in SHAPES)
 
-    def __init__(self, sleep=0.0):
+    def __init__(self, hold=None):
         self.x, self.y = digits()[:2]
-        self.sleep = sleep
+        self.steps, self.hold = 0, hold
 
     def gradient(self, theta, indices, epoch):
-        time.sleep(self.sleep)
+        self.steps += 1
+        if self.hold is not None:
+            self.hold(self.steps)
         x, y = self.x[indices], self.y[indices]
         weights, bias, weights_out, bias_out = parts(theta)
         hidden = np.tanh(x @ weights + bias)
@@ -138,9 +149,10 @@ def assign(rule="downpour", *, run="run", learner=None, samples=64, size=8, work
     return Assignment(job, make_rule(rule), start, make, **more)
 
 
-def assign_counts(run, samples=128, sleep=0.0, **more):
-    """Three epochs of counting, by DOWNPOUR."""
-    learner = more.pop("learner", lambda worker: Counts(samples, sleep))
+def assign_counts(run, samples=128, hold=None, **more):
+    """Three epochs of counting, by DOWNPOUR, in commits of 8 samples; `hold(worker, sum of its
+    center)` is called before each step."""
+    learner = lambda worker: Counts(samples, hold and partial(hold, worker))  # noqa: E731
     return assign(run=run, size=samples, samples=samples, epochs=3, learner=learner, **more)
 
 
@@ -160,7 +172,8 @@ def in_turn(assignment):
 
 
 def once(rows, action):
-    """A watcher that does something once so many commits are known."""
+    """A watcher that does something once so many commits are known, before which `held_until` lets
+    nobody go on."""
     seen, done = [], []
 
     def watch(new):
@@ -170,6 +183,18 @@ def once(rows, action):
             action()
 
     return Watcher(rows=watch)
+
+
+def held_until(doors, name, rows):
+    """What holds workers at a door from so many commits of `assign_counts` on, which two workers
+    have made: both begin at once."""
+
+    def hold(worker, committed):
+        doors.meet("begun", worker, of=2)
+        if committed >= 8 * rows:
+            doors.wait(name)
+
+    return hold
 
 
 def actor(run, name):

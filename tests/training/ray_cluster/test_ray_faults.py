@@ -13,11 +13,13 @@ from ray_runs import (
     assign_counts,
     counted,
     each_sample_once_an_epoch,
+    held_until,
     in_turn,
     kinds,
     once,
 )
 
+from doors import Doors
 from dovetail.errors import DivergedError, NoWorkersError, ServerLostError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Policy, Storage, Watcher
@@ -34,8 +36,9 @@ def forced(rule, **fields):
     return replace(assignment, order=in_turn(assignment))
 
 
-def slow(worker):
-    return Squares(64, 8, sleep=0.01)
+@pytest.fixture
+def doors(tmp_path):
+    return Doors(tmp_path)
 
 
 @pytest.mark.parametrize("point", ["journalled", "snapshot-renamed"])
@@ -54,9 +57,13 @@ def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits():
     assert outcome.theta.tobytes() == simulate(assignment, Watcher()).theta.tobytes()
 
 
-def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was():
-    watcher = once(3, lambda: ray.kill(actor("kill", "server"), no_restart=False))
-    outcome = run(assign_counts("kill", sleep=0.01), watcher)
+def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was(doors):
+    def kill():
+        ray.kill(actor("kill", "server"), no_restart=False)
+        doors.open("killed")
+
+    assignment = assign_counts("kill", hold=held_until(doors, "killed", rows=3))
+    outcome = run(assignment, once(3, kill))
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)
 
@@ -69,9 +76,21 @@ def test_a_server_that_dies_too_often_ends_the_run():
     assert caught.value.restarts == 1
 
 
-def test_a_killed_workers_samples_are_trained_by_others():
-    watcher = once(3, lambda: ray.kill(actor("worker", "worker-1-0")))
-    outcome = run(assign_counts("worker", sleep=0.01), watcher)
+def test_a_killed_workers_samples_are_trained_by_others(doors):
+    def kill():
+        ray.kill(actor("worker", "worker-1-0"))
+        doors.open("killed")
+
+    def hold(worker, committed):
+        doors.meet("begun", worker, of=2)
+        if committed >= 8 * 3:
+            doors.wait("killed" if worker == 1 else "restarted")
+
+    def hear(event):
+        if event.kind == "restarted":
+            doors.open("restarted")
+
+    outcome = run(assign_counts("worker", hold=hold), replace(once(3, kill), event=hear))
     assert each_sample_once_an_epoch(outcome)
     assert kinds(outcome).count("lost") == 1
     assert "restarted" in kinds(outcome)
@@ -87,28 +106,30 @@ def test_workers_that_keep_dying_end_the_run():
         run(assignment, Watcher())
 
 
-def test_a_hung_worker_loses_its_lease(tmp_path):
-    mark = tmp_path / "has hung"
+def test_a_hung_worker_loses_its_lease(doors):
+    """The other begins after it."""
 
     def hangs_once(worker):
-        first = worker == 1 and not mark.exists()
-        if first:
-            mark.touch()
-        return Squares(64, 8, sleep=0.01, does={1: "hang"} if first else {})
+        if worker == 1 and not doors.is_open("hangs"):
+            return Squares(64, 8, does={1: "hang"}, hold=lambda: doors.open("hangs"))
+        return Squares(64, 8, hold=lambda: doors.wait("hangs"))
 
-    policy = Policy(lease_seconds=4.0)
+    policy = Policy(lease_seconds=2.0)
     outcome = run(assign(run="hung", learner=hangs_once, policy=policy), Watcher())
     assert outcome.samples == counted(outcome) == 128
     assert 1 in [event.worker for event in outcome.events if event.kind == "lost"]
 
 
-def test_a_commit_that_is_not_finite_is_refused_and_its_samples_trained_again():
+def test_commits_that_are_not_finite_are_refused_and_their_samples_trained_again():
+    """One worker makes half the steps at least, whoever it is."""
+
     def broken(worker):
-        return Squares(64, 8, does={3: "nan"} if worker else {})
+        return Squares(64, 8, does={3: "nan"})
 
     outcome = run(assign(run="nan", learner=broken), Watcher())
     assert outcome.samples == counted(outcome) == 128
-    assert [e.detail for e in outcome.events if e.kind == "refused"] == [Refusal.NOT_FINITE]
+    refused = [event.detail for event in outcome.events if event.kind == "refused"]
+    assert refused and set(refused) == {Refusal.NOT_FINITE}
     assert np.isfinite(outcome.theta).all()
 
 
@@ -120,7 +141,7 @@ def test_commits_that_are_never_finite_are_called_divergence():
         run(assign(run="diverged", learner=broken, policy=Policy(refusals=3)), Watcher())
 
 
-def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_was():
+def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_was(doors):
     refusals, verdicts = [], set()
 
     def intrude():
@@ -140,8 +161,10 @@ def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_w
             refusals.append(reply.refusal)
             verdicts.add(reply.verdict)
         ray.get(server.gone.remote(7, True))
+        doors.open("intruded")
 
-    outcome = run(assign_counts("foreign", sleep=0.02), once(2, intrude))
+    assignment = assign_counts("foreign", hold=held_until(doors, "intruded", rows=2))
+    outcome = run(assignment, once(2, intrude))
     assert verdicts == {Verdict.REFUSED}
     assert refusals == [Refusal.RUN, Refusal.CHECKSUM, Refusal.SHAPE]
     assert each_sample_once_an_epoch(outcome)

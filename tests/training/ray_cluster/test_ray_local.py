@@ -27,10 +27,8 @@ def test_a_run_of_its_own_listens_on_the_loopback_interface_alone_and_leaves_not
     assert said["right"]
     assert len(said["listening"]) > 3  # the caller, the server, workers, and Ray's own
     assert set(said["listening"]) <= LOOPBACK
-    until = time.monotonic() + 30
-    while processes(mark) and time.monotonic() < until:
+    while processes(mark):  # for ever: pytest has a limit of its own
         time.sleep(0.1)
-    assert not processes(mark)
 
 
 def test_the_server_and_its_shards_import_no_torch():

@@ -1,8 +1,11 @@
 """A cluster of several nodes on one machine, and nodes that are lost."""
 
+from functools import partial
+
 import numpy as np
 from ray_runs import SMALL, Digits, accuracy, counted, kinds
 
+from doors import Doors
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Storage, Watcher
 from dovetail.training.records import Job
@@ -15,7 +18,7 @@ def test_digits_are_trained_to_the_end_though_a_workers_node_and_the_servers_are
     lost = {"work": add_node("work"), "server": add_node("server")}
     add_node("work")  # one worker on each, and none elsewhere
     due = [(10, "work"), (60, "server")]
-    rows = []
+    rows, doors = [], Doors(tmp_path)
 
     def watch(new):
         rows.extend(new)
@@ -24,6 +27,20 @@ def test_digits_are_trained_to_the_end_though_a_workers_node_and_the_servers_are
             if name == "work":
                 add_node("work")  # where the lost worker is started again
             cluster.remove_node(lost[name], allow_graceful=False)
+            doors.open(name)
+
+    def hear(event):
+        if event.kind == "restarted":
+            doors.open("restarted")
+
+    def hold(worker, steps):
+        """Of 420 steps in all, two a commit: no life of a worker gets further before the losses."""
+        doors.meet("begun", worker, of=2)
+        if steps > 40:
+            doors.wait("work")
+            doors.wait("restarted")
+        if steps > 140:
+            doors.wait("server")
 
     job = Job("nodes", Digits.SIZE, 1400, 6, 20, 2, 2, seed=1)
     start = 0.1 * np.random.default_rng(0).standard_normal(Digits.SIZE)
@@ -31,11 +48,11 @@ def test_digits_are_trained_to_the_end_though_a_workers_node_and_the_servers_are
         job,
         make_rule("adag"),
         start.astype(np.float32),
-        lambda worker: Digits(sleep=0.05),
-        storage=Storage(tmp_path, snapshot_commits=50),
+        lambda worker: Digits(partial(hold, worker)),
+        storage=Storage(tmp_path / "run", snapshot_commits=50),
     )
     run = load_backend("ray", server_node="server", worker_resources={"work": 1}, **SMALL)
-    outcome = run(assignment, Watcher(rows=watch))
+    outcome = run(assignment, Watcher(rows=watch, event=hear))
     assert not due
     assert outcome.samples == counted(outcome) == 6 * 1400
     assert "lost" in kinds(outcome)

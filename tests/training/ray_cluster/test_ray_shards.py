@@ -10,11 +10,13 @@ from ray_runs import (
     assign,
     assign_counts,
     each_sample_once_an_epoch,
+    held_until,
     in_turn,
     kinds,
     once,
 )
 
+from doors import Doors
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Storage, Watcher
 
@@ -35,10 +37,16 @@ def test_commits_may_travel_to_shards_in_half_the_bytes():
 
 
 def test_a_shard_that_is_killed_goes_on_where_the_others_are(tmp_path):
-    storage = Storage(tmp_path, snapshot_commits=5)
-    assignment = assign_counts("shard", sleep=0.01, shards=2, storage=storage)
-    watcher = once(8, lambda: ray.kill(actor("shard", "shard-1"), no_restart=False))
-    outcome = run(assignment, watcher)
+    storage = Storage(tmp_path / "run", snapshot_commits=5)
+    doors = Doors(tmp_path)
+
+    def kill():
+        ray.kill(actor("shard", "shard-1"), no_restart=False)
+        doors.open("killed")
+
+    hold = held_until(doors, "killed", rows=8)
+    assignment = assign_counts("shard", hold=hold, shards=2, storage=storage)
+    outcome = run(assignment, once(8, kill))
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)
 

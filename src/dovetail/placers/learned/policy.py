@@ -48,6 +48,10 @@ class Policy(nn.Module, ABC):
     name: ClassVar[str]
     config: dict[str, Any]
 
+    def begin(self, update: int) -> None:
+        """Told before a controller's update of that number, from 0: what a policy schedules by
+        updates follows it."""
+
     @abstractmethod
     def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
         """Sample placements, without gradient. The same generator state, the same draw."""

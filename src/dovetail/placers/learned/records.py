@@ -18,6 +18,7 @@ from dovetail.costs import Costs
 from dovetail.graph import Graph, Groups
 from dovetail.machine import Machine
 from dovetail.placers.problem import Problem, make_problem
+from dovetail.plans import capacities_of
 from dovetail.simulator import Simulator
 
 Float32 = NDArray[np.float32]
@@ -45,7 +46,10 @@ class Task:
 
     def problem(self, *, seed: int = 0, threads: int | None = None) -> Problem:
         """The problem with a simulator of its own, which uses so many threads."""
-        simulator = Simulator(self.graph, self.machine, self.costs, ranked=self.ranked)
+        capacities = capacities_of(self.machine, dict(self.caps))
+        simulator = Simulator(
+            self.graph, self.machine, self.costs, capacities=capacities, ranked=self.ranked
+        )
         return make_problem(
             self.graph,
             self.machine,

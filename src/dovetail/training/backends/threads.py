@@ -27,6 +27,9 @@ from dovetail.training.records import Outcome, Refusal, Vector
 from dovetail.training.server import Delivery, Server
 from dovetail.training.worker import Stepped, Told, work
 
+LOOKS = 8
+"""Within so many parts of `lease_seconds` a worker that is doubted must give a sign of life."""
+
 
 def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
     """Run the assignment to its end; there are no options.
@@ -47,8 +50,9 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
 class _Worker:
     """A worker's thread, and what passes between it and the others.
 
-    heard_seconds   of its last sign of life; inf while it waits for an answer
-    hung            it gave none for longer than the policy allows
+    heard_seconds     of its last sign of life; inf while it waits for an answer
+    doubted_seconds   when it had given none for longer than the policy allows; inf: it has
+    hung              nor any soon after: the whole process may have stood still before
     """
 
     index: int
@@ -56,6 +60,7 @@ class _Worker:
     thread: threading.Thread | None = None
     mailbox: SimpleQueue[Told | None] = field(default_factory=SimpleQueue)  # None: the run is over
     heard_seconds: float = math.inf
+    doubted_seconds: float = math.inf
     hung: bool = False
     ended: bool = False
 
@@ -128,17 +133,18 @@ class _Run:
 
     def _seconds_left(self) -> float | None:
         """Until something is due that no message brings."""
-        heard = [worker.heard_seconds for worker in self.workers if not worker.hung]
-        due = [seconds + self.lease_seconds for seconds in heard]
+        due = [
+            worker.heard_seconds + self.lease_seconds
+            if math.isinf(worker.doubted_seconds)
+            else worker.doubted_seconds + self.lease_seconds / LOOKS
+            for worker in self.workers
+            if not worker.hung
+        ]
         seconds = min([*due, self.watch.due_seconds]) - self.seconds()
         return None if math.isinf(seconds) else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
     def _supervise(self) -> None:
-        for worker in self.workers:
-            silent_seconds = self.seconds() - worker.heard_seconds
-            if not worker.hung and silent_seconds > self.lease_seconds:
-                worker.hung = True
-                self._deliver(self.server.evict(worker.index))
+        self._look_for_life()
         refused = self.server.refusals
         count = sum(refused.values()) - refused[Refusal.LEASE]
         if count > self.assignment.policy.refusals:
@@ -149,6 +155,17 @@ class _Run:
         due = self.server.samples >= watch.due_samples or seconds >= watch.due_seconds
         if due and watch.at(seconds) and not (self.server.stopped or self.server.done):
             self._deliver(self.server.stop())
+
+    def _look_for_life(self) -> None:
+        for worker in self.workers:
+            seconds = self.seconds()
+            if worker.hung or seconds - worker.heard_seconds <= self.lease_seconds:
+                worker.doubted_seconds = math.inf
+            elif math.isinf(worker.doubted_seconds):
+                worker.doubted_seconds = seconds
+            elif seconds >= worker.doubted_seconds + self.lease_seconds / LOOKS:
+                worker.hung, worker.doubted_seconds = True, math.inf
+                self._deliver(self.server.evict(worker.index))
 
     def _outcome(self) -> Outcome:
         assignment, server = self.assignment, self.server

@@ -72,6 +72,7 @@ class _Supervisor:
         self.watch = Watch(watcher)
         self.finished: set[int] = set()
         self.lost: set[int] = set()
+        self.killed: set[int] = set()  # as hung, and reported so since
         self.late = sorted(options.late)
         self.deaths = self.errors = self.refusals = 0
         self.first: ProcessError | None = None
@@ -101,7 +102,8 @@ class _Supervisor:
     def _until_ended(self) -> None:
         while not self._has_ended():
             self._ask()
-            for word in self.actors.wait(POLL_SECONDS):
+            words = list(self.actors.wait(POLL_SECONDS))
+            for word in words:
                 match word:
                     case Report():
                         self._reported(word)
@@ -111,7 +113,8 @@ class _Supervisor:
                         self._worker_ended(worker, end)
                     case Lost():
                         self._server_is_away(word)
-            if time.monotonic() > self.heard + SILENCE_SECONDS:
+            silent = time.monotonic() > self.heard + SILENCE_SECONDS
+            if silent and not words:  # an evaluation may have taken as long: then listen first
                 self._server_is_silent()
 
     def _has_ended(self) -> bool:
@@ -158,10 +161,18 @@ class _Supervisor:
         if report.done and not self.done:
             self.done = True
             self.patience = time.monotonic() + PATIENCE_SECONDS
+        self._wake(set(report.silent))
+
+    def _wake(self, silent: set[int]) -> None:
+        """Kill those that are hung where nobody is left to do their work. Once: a report that was
+        on its way then still knows nothing of who takes their place."""
+        self.killed &= silent
         working = self.actors.workers.keys() - self.finished - self.lost
-        if working and working <= set(report.silent) and not self.done:
-            for worker in working:  # nobody is left to do their work
-                self.actors.kill_worker(worker)
+        if self.done or not working <= silent:
+            return
+        for worker in working - self.killed:
+            self.killed.add(worker)
+            self.actors.kill_worker(worker)
 
     def _server_is_up(self, report: Report) -> None:
         if self.life and not report.found:

@@ -1,0 +1,186 @@
+"""One training of a learned method on one row alone: RL17's seq2seq, HDP, or GDP-one.
+
+    graph ──► groups ──► Task ──► learn ──► LearnedRun, placement
+                           └────► Tally: the simulator, and the curve of what it was asked
+
+Every method starts from nothing: no shipped policy, no plan of another method, no baseline. HDP and
+GDP place the same groups and get the same number of trials.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.bench.records import Best, Found, LearnedRun
+from dovetail.costs import analytic_costs
+from dovetail.graph import Graph, Groups, colocate, group
+from dovetail.graph.grouping import merge_single_consumers
+from dovetail.machine import Machine
+from dovetail.placers.coarsening import coarsen
+from dovetail.placers.learned.records import Judge, Task, Trials
+from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.units import format_bytes
+
+Tell = Callable[[int, float], None]
+"""tell(trials so far, best seconds or inf)"""
+RL17_METHODS = ("seq2seq",)
+"""They place the groups of RL17's rule, as every planner does."""
+FEWEST_GROUPS, MOST_GROUPS = 500, 1000
+"""Of GDP and HDP: what two cores train on."""
+_FINEST_SHARE = 2.0**-12
+
+
+def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Task, str]:
+    """What a method is trained on, and how its groups came about."""
+    costs = analytic_costs(graph, machine)
+    task = Task(name, graph, machine, costs, group(graph), ranked=True)
+    if method in RL17_METHODS:
+        return task, "RL17's rule"
+    groups, grouping = _sized(task)
+    return Task(name, graph, machine, costs, groups, ranked=True), grouping
+
+
+def _sized(task: Task) -> tuple[Groups, str]:
+    """`FEWEST_GROUPS` groups or more, as few as can be: RL17's rule with ever smaller groups, all
+    that colocation leaves where even they are too few; where there are more than `MOST_GROUPS`,
+    joined by heavy edges."""
+    graph, groups = task.graph, task.groups
+    if groups.count > MOST_GROUPS:
+        levels = coarsen(task.problem(threads=1), FEWEST_GROUPS)
+        counts = [int(level.max()) + 1 for level in levels]
+        of_group = levels[max(i for i, n in enumerate(counts) if n >= FEWEST_GROUPS)]
+        joined = Groups(of_group[groups.of_op], int(of_group.max()) + 1)
+        return joined, f"RL17's rule, {groups.count:,} groups, then joined by heavy edges"
+    colocated = colocate(graph)
+    share = 1 / 32
+    while groups.count < FEWEST_GROUPS and share > _FINEST_SHARE:
+        share /= 2
+        groups = merge_single_consumers(graph, colocated, largest_share=share)
+    if groups.count < FEWEST_GROUPS:
+        return colocated, "all that colocation leaves"
+    return groups, f"RL17's rule up to 1/{round(1 / share)} of the work a group"
+
+
+class Tally:
+    """A judge that simulates, and keeps the curve of what it was asked.
+
+    A placement that was simulated before is looked up; it counts as a trial all the same.
+    """
+
+    def __init__(self, problem: Problem, tell: Tell) -> None:
+        self._problem, self._tell = problem, tell
+        self._known: dict[bytes, tuple[float, bool]] = {}
+        self._seen: set[bytes] = set()
+        self.trials = self.invalid = 0
+        self.bests: list[Best] = []
+        self.placement: GroupPlacement | None = None
+        self.reason = "no placement was drawn"
+
+    @property
+    def distinct(self) -> int:
+        return len(self._seen)
+
+    def __call__(self, placements: NDArray[np.int32]) -> Trials:
+        """The outcome of each placement [batch, groups]."""
+        keys = [row.tobytes() for row in placements]
+        self._simulate({k: i for i, k in enumerate(keys) if k not in self._known}, placements)
+        for key, row in zip(keys, placements, strict=True):
+            self._enter(key, row)
+        self._tell(self.trials, self.best_seconds)
+        found = [self._known[key] for key in keys]
+        valid = np.array([fits for _, fits in found], dtype=bool)
+        seconds = np.where(valid, [seconds for seconds, _ in found], np.inf)
+        return Trials(seconds, valid, np.ones(len(keys), dtype=bool))
+
+    @property
+    def best_seconds(self) -> float:
+        """inf where nothing fits yet."""
+        return self.bests[-1].seconds if self.bests else np.inf
+
+    def _enter(self, key: bytes, row: GroupPlacement) -> None:
+        seconds, valid = self._known[key]
+        self._seen.add(key)
+        self.trials += 1
+        self.invalid += not valid
+        if valid and seconds < self.best_seconds:
+            self.bests.append(Best(self.trials, self.distinct, seconds))
+            self.placement = row.copy()
+
+    def _simulate(self, rows: dict[bytes, int], placements: NDArray[np.int32]) -> None:
+        if not rows:
+            return
+        problem = self._problem
+        found = problem.evaluate(problem.spread(placements[list(rows.values())]))
+        over = found.peak_memory_bytes - problem.capacities
+        fits = found.feasible & (over <= 0).all(axis=1)
+        for i, key in enumerate(rows):
+            self._known[key] = (float(found.values[i]), bool(fits[i]))
+        if not fits.any():
+            worst = int(over[0].argmax())
+            self.reason = (
+                f"OOM: {problem.machine.device_names[worst]} needs "
+                f"{format_bytes(found.peak_memory_bytes[0, worst])} of "
+                f"{format_bytes(problem.capacities[worst])}"
+            )
+
+
+def train(
+    method: str, tasks: Sequence[Task], judges: Sequence[Judge], *, trials: int, seed: int
+) -> int:
+    """Train a fresh policy on the tasks in turn, in this process and thread; how many updates it
+    took for so many trials in all."""
+    import torch
+
+    from dovetail.placers.learned.catalog import make_policy, settings_of
+    from dovetail.placers.learned.features import look
+    from dovetail.placers.learned.learner import PolicyLearner, Seen
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seen = [Seen(task.name, look(task.problem(seed=seed, threads=1))) for task in tasks]
+        settings, policy = settings_of(method), make_policy(method, seen[0].view, seed)
+        learner = PolicyLearner(policy, seen, judges, settings, seed=seed)
+        theta = learner.theta
+        for first in range(0, trials, settings.trials):
+            samples = np.arange(first, min(first + settings.trials, trials))
+            found = learner.gradient(theta, samples, 0)
+            theta = theta + learner.update(theta, found.vector, 0.0)
+    finally:
+        torch.set_num_threads(threads)
+    return learner.updates
+
+
+def run_learned(
+    task: Task,
+    grouping: str,
+    method: str,
+    *,
+    trials: int,
+    seed: int,
+    tell: Tell = lambda _trials, _seconds: None,
+) -> tuple[LearnedRun, GroupPlacement | None]:
+    """Train a method for so many trials; its best placement [groups], None where none fits."""
+    problem = task.problem(seed=seed, threads=1)
+    tally, began = Tally(problem, tell), time.perf_counter()
+    updates = train(method, (task,), (tally,), trials=trials, seed=seed)
+    spent, peaks = time.perf_counter() - began, {}
+    if tally.placement is not None:
+        found = problem.evaluate(problem.spread(tally.placement[None]))
+        names = problem.machine.device_names
+        peaks = dict(zip(names, found.peak_memory_bytes[0].tolist(), strict=True))
+    seconds = tally.bests[-1].seconds if tally.bests else None
+    return LearnedRun(
+        method=method,
+        seed=seed,
+        found=Found(seconds, "" if tally.bests else tally.reason, peaks, spent),
+        groups=task.groups.count,
+        grouping=grouping,
+        trials=tally.trials,
+        distinct=tally.distinct,
+        updates=updates,
+        invalid_share=tally.invalid / tally.trials if tally.trials else 0.0,
+        bests=tuple(tally.bests),
+    ), tally.placement

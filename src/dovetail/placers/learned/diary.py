@@ -1,0 +1,171 @@
+"""What a controller writes down, so that nothing is lost with its process.
+
+    FOLDER/controllers/0/updates.jsonl     a line an update: the point, what was judged and lost,
+                                           and the placement where it was the best so far
+                         even.safetensors  the learner's state after the last update of even number,
+                         odd.safetensors   and after the last of odd number
+
+A state is kept when its update has been computed, and before it is committed. So who comes back
+finds two: where the commit has counted, the run goes on from the newer one; where it has not, the
+same samples are handed out again, and the older one is what they met the first time. The first of
+an update's sample indices tells which.
+Imports no torch.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from dovetail.errors import FileFormatError, UnwritableError
+from dovetail.placers.learned.records import Point
+from dovetail.runtime.atomic import write_atomically
+
+_SLOTS = ("even.safetensors", "odd.safetensors")
+_LINES = "updates.jsonl"
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One update, as its line says it.
+
+    first       the first of its sample indices: its name in the run
+    judged, lost   its trials that were judged, and whose evaluator was lost
+    at          which of the judged ones was the best so far of the controller's task, from 0; -1:
+                none
+    placement   [groups] that one
+    """
+
+    point: Point
+    first: int
+    judged: int
+    lost: int
+    at: int = -1
+    placement: NDArray[np.int32] | None = None
+
+    def line(self) -> str:
+        """The entry as JSON."""
+        fields = {**asdict(self.point), "first": self.first, "judged": self.judged}
+        fields |= {"lost": self.lost, "at": self.at}
+        if self.placement is not None:
+            packed = zlib.compress(np.ascontiguousarray(self.placement, "<i4").tobytes())
+            fields["placement"] = base64.b64encode(packed).decode()
+        return json.dumps(fields)
+
+    @classmethod
+    def parse(cls, line: str) -> "Entry | None":
+        """The entry; None for half a line, which a killed controller leaves."""
+        try:
+            fields = json.loads(line)
+            own = {name: fields.pop(name) for name in ("first", "judged", "lost", "at")}
+            packed, placement = fields.pop("placement", None), None
+            if packed is not None:
+                octets = zlib.decompress(base64.b64decode(packed))
+                placement = np.frombuffer(octets, "<i4").astype(np.int32)
+            return cls(Point(**fields), placement=placement, **own)
+        except (ValueError, KeyError, TypeError, zlib.error):
+            return None
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a learner is between two updates.
+
+    updates   so far; the rest is after that many
+    first     the first sample index of the last of them
+    fields    as JSON knows them
+    arrays    by name
+    """
+
+    updates: int
+    first: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+class Diary:
+    """One controller's part of the run's folder; made where it is not there.
+
+    Raises `UnwritableError`, and `FileFormatError` for a state that was changed.
+    """
+
+    def __init__(self, folder: Path, controller: int) -> None:
+        self.path = folder / "controllers" / str(controller)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lines = (self.path / _LINES).open("a+b")
+            if self._lines.tell() and not self._ends_whole():
+                self._lines.write(b"\n")
+        except OSError as error:
+            raise UnwritableError(str(self.path), error.strerror or str(error)) from error
+
+    def _ends_whole(self) -> bool:
+        self._lines.seek(-1, 2)
+        return self._lines.read(1) == b"\n"
+
+    def add(self, entry: Entry) -> None:
+        """Write the line of an update."""
+        self._lines.write(entry.line().encode() + b"\n")
+        self._lines.flush()
+
+    def keep(self, state: State) -> None:
+        """In place of the state before the one before it."""
+        head = json.dumps({"updates": state.updates, "first": state.first, **state.fields})
+        content = save(state.arrays, {"state": head})
+        write_atomically(self.path / _SLOTS[state.updates % 2], content)
+
+    def recall(self, first: int) -> State | None:
+        """The state that meets samples which begin with `first`; None: that of the beginning."""
+        found = [state for slot in _SLOTS if (state := _read(self.path / slot)) is not None]
+        found.sort(key=lambda state: state.updates)
+        if found and found[-1].first == first:
+            found.pop()  # it was not committed
+        return found[-1] if found else None
+
+    def close(self) -> None:
+        """End writing."""
+        self._lines.close()
+
+
+def _read(path: Path) -> State | None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        arrays = load(content)
+        size = int.from_bytes(content[:8], "little")
+        fields = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["state"])
+        return State(fields.pop("updates"), fields.pop("first"), fields, arrays)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise FileFormatError(str(path), str(error)) from error
+
+
+class Readers:
+    """Reads what controllers add to their diaries, whoever they are, from where it stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "controllers"
+        self._read: dict[Path, int] = {}
+
+    def news(self) -> Iterator[Entry]:
+        """Entries that were added since; each controller's in their order."""
+        for path in sorted(self._folder.glob(f"*/{_LINES}")):
+            start = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read()
+            whole = content.rfind(b"\n") + 1
+            self._read[path] = start + whole
+            for line in content[:whole].decode(errors="replace").splitlines():
+                entry = Entry.parse(line)
+                if entry is not None:
+                    yield entry

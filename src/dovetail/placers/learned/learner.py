@@ -1,0 +1,345 @@
+"""A controller: draws placements, has them judged, and says how the policy is to change.
+
+A. Mirhoseini et al.: Device Placement Optimization with Reinforcement Learning, ICML 2017,
+https://arxiv.org/abs/1706.04972, section 3.4.
+
+    theta ─► policy ─ draw K ─► judge ─► advantages ─► loss ─► gradient ─► Adam ─► U(g)
+                         ▲                   ▲ own baseline of each task        │ theta += U(g)
+                     (seed, sample)                                     server, or our own loop
+
+One `gradient` is one update: K trials of one task, the tasks in turn. It is a `training.Learner`,
+so any backend and any rule whose workers step can drive it; one learner alone is the whole of
+training in one process. REINFORCE gives the gradient, and `update` is Adam's step; PPO takes its
+passes, an Adam step each, within `gradient`, which returns minus the way they went, and `update`
+turns it around.
+
+What is drawn is keyed by the seed and by the first of the samples' indices, not by what came
+before; all else is in `diary`'s state, so a learner that comes back goes on bit for bit.
+Differences: RL17's controllers send gradients to a server that steps; here each has Adam's state of
+its own. A gradient that is not finite, and a batch that teaches nothing, change nothing.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dovetail.placers.learned.adam import Adam
+from dovetail.placers.learned.advantage import Baseline, teaching
+from dovetail.placers.learned.diary import Diary, Entry, State
+from dovetail.placers.learned.features import look
+from dovetail.placers.learned.policy import Draw, Policy
+from dovetail.placers.learned.ppo import ppo
+from dovetail.placers.learned.records import (
+    Float32,
+    Judge,
+    Point,
+    Settings,
+    Task,
+    Trials,
+    View,
+)
+from dovetail.placers.learned.reinforce import reinforce
+from dovetail.training.learner import Gradient
+from dovetail.training.liveness import alive
+from dovetail.training.records import Vector
+
+OBJECTIVES = {"reinforce": reinforce, "ppo": ppo}
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A task as a policy sees it."""
+
+    name: str
+    view: View
+
+
+@dataclass(frozen=True, eq=False)
+class Best:
+    """The best valid placement of a task [groups], its seconds, and the trials up to it."""
+
+    placement: NDArray[np.int32]
+    seconds: float
+    found: int
+
+
+def parameters_of(policy: Policy) -> Float32:
+    """A copy of a policy's parameters [size], as learners flatten them."""
+    found = [p.detach().reshape(-1).cpu() for p in policy.parameters() if p.requires_grad]
+    return np.array(torch.cat(found).numpy())
+
+
+def write_parameters(policy: Policy, theta: Vector) -> None:
+    """Write `theta` [size] over a policy's parameters."""
+    flat, start = torch.from_numpy(np.array(theta)), 0
+    for parameter in (p for p in policy.parameters() if p.requires_grad):
+        stop = start + parameter.numel()
+        parameter.data.copy_(flat[start:stop].view(parameter.shape))
+        start = stop
+    assert start == len(theta)
+
+
+class Flat:
+    """A policy whose parameters, and their gradients, are views of one vector each [size]."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._parameters = [p for p in policy.parameters() if p.requires_grad]
+        assert all(p.dtype == torch.float32 for p in self._parameters), "policies are float32"
+        self.theta = torch.cat([p.detach().reshape(-1) for p in self._parameters])
+        self.gradient = torch.zeros_like(self.theta)
+        start = 0
+        for parameter in self._parameters:
+            stop = start + parameter.numel()
+            parameter.data = self.theta[start:stop].view(parameter.shape)
+            parameter.grad = self.gradient[start:stop].view(parameter.shape)
+            start = stop
+
+    def read(self) -> Float32:
+        """A copy of the parameters [size]."""
+        return np.array(self.theta.detach().cpu().numpy())
+
+    def write(self, theta: Vector) -> None:
+        """The policy at `theta` [size]."""
+        self.theta.copy_(torch.from_numpy(np.array(theta, dtype=np.float32)))
+
+    def descend(self, loss: Tensor, most_norm: float) -> bool:
+        """Put the loss's gradient into `gradient`, cut to that L2 norm; False: it is not finite."""
+        self.gradient.zero_()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = float(torch.linalg.vector_norm(self.gradient))
+        if not np.isfinite(norm):
+            return False
+        if norm > most_norm:
+            self.gradient.mul_(most_norm / norm)
+        return True
+
+
+class PolicyLearner:
+    """A controller of one policy over some tasks; see `training.learner.Learner`.
+
+    tasks        in turn: this controller begins with number `controller`, cyclically
+    judges       one of each task
+    folder       of the run, where its state and its updates are kept; None: nowhere
+    origin       `time.time()` of the run's start, for the points' seconds
+    listen       called with each point
+    policy       becomes this learner's
+    """
+
+    def __init__(  # noqa: PLR0913  keyword-only
+        self,
+        policy: Policy,
+        tasks: Sequence[Task | Seen],
+        judges: Sequence[Judge],
+        settings: Settings,
+        *,
+        seed: int = 0,
+        controller: int = 0,
+        folder: Path | None = None,
+        origin: float | None = None,
+        listen: Callable[[Point], None] | None = None,
+    ) -> None:
+        assert len(tasks) == len(judges) > 0
+        self.policy, self.settings = policy, settings
+        self.seen = [see(task) if isinstance(task, Task) else task for task in tasks]
+        self.judges, self.controller = list(judges), controller
+        self.flat = Flat(policy)
+        self.updates = self.trials = 0
+        self.points: list[Point] = []
+        self.best: dict[str, Best] = {}
+        self._seed, self._listen = seed, listen
+        self._origin = time.time() if origin is None else origin
+        self._loss = OBJECTIVES[settings.objective]
+        self._adam = Adam(self.flat.theta)
+        self._baselines = [Baseline.of(settings) for _ in self.seen]
+        self._counts = [0] * len(self.seen)
+        self._diary = None if folder is None else Diary(folder, controller)
+        self._began = self._moves = False
+        self._entry: Entry | None = None
+
+    @property
+    def theta(self) -> Float32:
+        """A copy of the parameters [size] that the learner has come to by itself."""
+        return self.flat.read()
+
+    @property
+    def latest_seconds(self) -> float:
+        """Of the run, at its latest update; 0: none yet."""
+        return self.points[-1].seconds if self.points else 0.0
+
+    def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
+        """One update at `theta`: of as many trials as there are indices."""
+        first = int(indices[0])
+        if not self._began:
+            self._recover(first)
+        if self._entry is not None:  # a rule whose server steps: nobody called `update`
+            self._end_update()
+        self.flat.write(theta)
+        number = (self.updates + self.controller) % len(self.seen)
+        view = self.seen[number].view
+        self.policy.begin(self.updates)
+        draw = self.policy.draw(view, len(indices), self._generator(first))
+        alive()
+        trials = self.judges[number](draw.placements)
+        alive()
+        at = self._note(number, draw, trials)
+        found = self._baselines[number].advantages(trials, self.settings, self.updates)
+        self._moves, loss = False, 0.0
+        if teaching(trials, self.settings, self.updates).any():
+            advantages = torch.from_numpy(found).to(self.flat.theta)
+            loss = self._learn(view, draw, advantages)
+        self._entry = self._make_entry(number, first, draw, trials, at, loss)
+        if not self._moves:
+            self.flat.gradient.zero_()
+        return Gradient(self.flat.gradient.cpu().numpy(), loss, len(indices))
+
+    def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
+        """U(g): Adam's step, or PPO's way turned around; once for each gradient."""
+        if self.settings.objective == "ppo":
+            change = -gradient
+        elif self._moves:
+            step = self._adam.step(
+                torch.from_numpy(np.array(gradient)).to(self.flat.theta), self.rate(epoch)
+            )
+            change = step.cpu().numpy()
+        else:
+            change = np.zeros_like(gradient)
+        self.flat.write(theta + change)
+        self._end_update()
+        return change
+
+    def rate(self, epoch: float) -> float:
+        """Adam's learning rate at this controller's present update, whatever the epoch."""
+        settings = self.settings
+        decays = max(0, self.updates - settings.decay_from) // settings.decay_every
+        return settings.rate * settings.decay**decays
+
+    def close(self) -> None:
+        """End the judges that have something to end, and the diary."""
+        for judge in self.judges:
+            end = getattr(judge, "close", None)
+            if end is not None:
+                end()
+        if self._diary is not None:
+            self._diary.close()
+
+    def _generator(self, first: int) -> torch.Generator:
+        key = np.random.SeedSequence((self._seed, first)).generate_state(1, np.uint64)
+        generator = torch.Generator(device=self.flat.theta.device)
+        return generator.manual_seed(int(key[0] >> np.uint64(1)))
+
+    def _learn(self, view: View, draw: Draw, advantages: Tensor) -> float:
+        """The mean loss over the passes; what it leads to is in the flat gradient."""
+        flat, settings, losses = self.flat, self.settings, []
+        if settings.objective != "ppo":
+            loss = self._loss(self.policy, view, draw, advantages, settings)
+            self._moves = flat.descend(loss, settings.gradient_norm)
+            return float(loss.detach())
+        before, rate = flat.theta.clone(), self.rate(0.0)
+        for _ in range(settings.passes):
+            alive()
+            loss = self._loss(self.policy, view, draw, advantages, settings)
+            losses.append(float(loss.detach()))
+            if not flat.descend(loss, settings.gradient_norm):
+                break
+            flat.theta += self._adam.step(flat.gradient, rate)
+            self._moves = True
+        torch.sub(before, flat.theta, out=flat.gradient)
+        return float(np.mean(losses))
+
+    def _note(self, number: int, draw: Draw, trials: Trials) -> int:
+        """Count the trials; which of the judged ones is the best so far, -1: none."""
+        judged = np.flatnonzero(trials.judged)
+        seconds = np.where(trials.valid, trials.seconds, np.inf)[judged]
+        name, before = self.seen[number].name, self._counts[number]
+        self._counts[number] += len(judged)
+        self.trials += len(judged)
+        if not len(judged):
+            return -1
+        at = int(seconds.argmin())
+        known = self.best[name].seconds if name in self.best else np.inf
+        if not seconds[at] < known:
+            return -1
+        placement = np.array(draw.placements[judged[at]], dtype=np.int32)
+        self.best[name] = Best(placement, float(seconds[at]), before + at + 1)
+        return at
+
+    def _make_entry(
+        self, number: int, first: int, draw: Draw, trials: Trials, at: int, loss: float
+    ) -> Entry:
+        name = self.seen[number].name
+        judged, ran = trials.judged, trials.judged & trials.valid
+        count = int(judged.sum())
+        point = Point(
+            controller=self.controller,
+            update=self.updates,
+            task=name,
+            trials=self.trials,
+            seconds=time.time() - self._origin,
+            best=self.best[name].seconds if name in self.best else float("inf"),
+            mean=float(trials.seconds[ran].mean()) if ran.any() else float("nan"),
+            invalid=1.0 - float(ran.sum()) / count if count else float("nan"),
+            entropy=_entropy(draw),
+            loss=loss,
+        )
+        placement = self.best[name].placement if at >= 0 else None
+        return Entry(point, first, count, len(judged) - count, at, placement)
+
+    def _end_update(self) -> None:
+        """Write down what the update has found, and where it leaves this learner."""
+        entry = self._entry
+        assert entry is not None, "one update for each gradient"
+        self._entry, self.updates = None, self.updates + 1
+        self.points.append(entry.point)
+        if self._diary is not None:
+            self._diary.add(entry)
+            self._diary.keep(self._state(entry.first))
+        if self._listen is not None:
+            self._listen(entry.point)
+
+    def _state(self, first: int) -> State:
+        fields = {
+            "trials": self.trials,
+            "counts": self._counts,
+            "steps": self._adam.steps,
+            "baselines": [baseline.state() for baseline in self._baselines],
+            "best": {name: [best.seconds, best.found] for name, best in self.best.items()},
+        }
+        arrays = {"mean": self._adam.mean.cpu().numpy(), "square": self._adam.square.cpu().numpy()}
+        arrays |= {f"best {name}": best.placement for name, best in self.best.items()}
+        return State(self.updates, first, fields, arrays)
+
+    def _recover(self, first: int) -> None:
+        """Where a former self has left off, before the samples that begin with `first`."""
+        self._began = True
+        state = None if self._diary is None else self._diary.recall(first)
+        if state is None:
+            return
+        fields, arrays = state.fields, state.arrays
+        self.updates, self.trials = state.updates, fields["trials"]
+        self._counts = list(fields["counts"])
+        self._baselines = [Baseline.restore(entry) for entry in fields["baselines"]]
+        self._adam.steps = fields["steps"]
+        self._adam.mean.copy_(torch.from_numpy(arrays["mean"]))
+        self._adam.square.copy_(torch.from_numpy(arrays["square"]))
+        self.best = {
+            name: Best(arrays[f"best {name}"], seconds, found)
+            for name, (seconds, found) in fields["best"].items()
+        }
+
+
+def see(task: Task) -> Seen:
+    """A task as a policy sees it, from its own problem."""
+    return Seen(task.name, look(task.problem()))
+
+
+def _entropy(draw: Draw) -> float:
+    """Nats a decision that was open, estimated by what was drawn: its mean surprise."""
+    surprises = -draw.log_probs
+    opened = int((surprises != 0).any(dim=0).sum())
+    return float(surprises.sum()) / (len(surprises) * opened) if opened else 0.0

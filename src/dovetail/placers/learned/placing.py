@@ -1,0 +1,120 @@
+"""The learned methods as placers: one controller in this process, judged by the budget's ledger.
+
+    make policy ─► [draw ─► judge ─► theta += U(g)] x n ─► the best placement that was judged
+
+seq2seq   from a fresh policy, by REINFORCE (RL17)
+hdp       likewise, its grouper trained with it
+gdp       from a policy that was trained before on other graphs, zero-shot: what it thinks likeliest
+          and what it draws; then, if told to, some updates by PPO
+
+A loop ends with the budget, or once the policy draws nothing new any more.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dovetail.placers.baselines import Placer
+from dovetail.placers.budget import Budget
+from dovetail.placers.learned.catalog import make_policy, settings_of
+from dovetail.placers.learned.evaluators import BudgetJudge
+from dovetail.placers.learned.features import look
+from dovetail.placers.learned.files import load_policy, shipped
+from dovetail.placers.learned.learner import PolicyLearner, Seen
+from dovetail.placers.learned.policy import Policy
+from dovetail.placers.learned.records import Settings, View
+from dovetail.placers.problem import GroupPlacement, Problem
+
+IDLE_UPDATES = 50
+"""Updates in a row that drew nothing new: the policy has made up its mind."""
+SAMPLES = 31
+"""Placements that a zero-shot policy draws beside its likeliest."""
+
+
+def seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
+    """Train RL17's policy until the budget is spent; the best placement [groups] it drew."""
+    return _train_afresh("seq2seq", problem, budget)
+
+
+def hdp(problem: Problem, budget: Budget) -> GroupPlacement:
+    """Train HDP's policy until the budget is spent; the best placement [groups] it drew."""
+    return _train_afresh("hdp", problem, budget)
+
+
+def gdp(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The shipped policy's proposals, zero-shot; the best of them [groups]."""
+    return make_gdp(None, 0)(problem, budget)
+
+
+def make_gdp(policy: Path | None, finetune: int) -> Placer:
+    """A placer by the policy in that file, by default the shipped one, after `finetune` updates.
+
+    It raises what `load_policy` raises.
+    """
+
+    def place(problem: Problem, budget: Budget) -> GroupPlacement:
+        view = look(problem)
+        judge = BudgetJudge(problem, budget)
+        if not view.free.any() or budget.exhausted:
+            return problem.fastest
+        loaded, _card = load_policy(policy or shipped(), "gdp")
+        try:
+            propose(loaded, view, judge, SAMPLES, problem.seed)
+            if finetune:
+                train(loaded, view, judge, settings_of("gdp"), problem.seed, updates=finetune)
+        except KeyboardInterrupt:
+            budget.interrupted = True
+        return _best(problem, judge)
+
+    return place
+
+
+def propose(policy: Policy, view: View, judge: BudgetJudge, samples: int, seed: int) -> None:
+    """Have the policy's likeliest placement judged, and so many that it draws."""
+    judge(policy.likeliest(view)[None])
+    if samples and not judge.budget.exhausted:
+        device = next(policy.parameters()).device
+        generator = torch.Generator(device=device).manual_seed(seed)
+        judge(policy.draw(view, samples, generator).placements)
+
+
+def train(
+    policy: Policy,
+    view: View,
+    judge: BudgetJudge,
+    settings: Settings,
+    seed: int,
+    *,
+    updates: int | None = None,
+) -> PolicyLearner:
+    """Train the policy until the budget is spent, nothing new is drawn, or for so many updates.
+
+    It is `theta += U(g)` with one learner: the parameter server with one worker and window 1.
+    """
+    learner = PolicyLearner(policy, [Seen("", view)], [judge], settings, seed=seed)
+    theta, budget, idle = learner.theta, judge.budget, 0
+    while not budget.exhausted and idle < IDLE_UPDATES and learner.updates != updates:
+        start, spent = learner.updates * settings.trials, budget.spent
+        indices = np.arange(start, start + settings.trials)
+        gradient = learner.gradient(theta, indices, 0)
+        theta += learner.update(theta, gradient.vector, 0.0)
+        idle = 0 if budget.spent > spent else idle + 1
+    return learner
+
+
+def _train_afresh(name: str, problem: Problem, budget: Budget) -> GroupPlacement:
+    view = look(problem)
+    if not view.free.any() or budget.exhausted:
+        return problem.fastest
+    judge = BudgetJudge(problem, budget)
+    try:
+        policy = make_policy(name, view, problem.seed)
+        train(policy, view, judge, settings_of(name), problem.seed)
+    except KeyboardInterrupt:
+        budget.interrupted = True
+    return _best(problem, judge)
+
+
+def _best(problem: Problem, judge: BudgetJudge) -> GroupPlacement:
+    return problem.fastest if judge.best is None else judge.best[1]

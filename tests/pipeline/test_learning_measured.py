@@ -1,0 +1,226 @@
+"""Trials that run on the devices of this machine: what they count, and what they survive."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from dovetail.costs import analytic_costs
+from dovetail.errors import InfeasibleError, UsageError, WorkerDiedError, WorkerError
+from dovetail.machine.local import local_machine
+from dovetail.pipeline import Subject, learn, learning, measured, planning, resolve_model
+from dovetail.pipeline.learning import task_of
+from dovetail.pipeline.measured import FINAL_RUNS, LONG_RUNS, MOST_RUNS, MeasuredTrials
+from dovetail.placers.learned.records import Task
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_costs():
+    """What is learned here does not depend on what ops cost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            learning, "costs_of", lambda step, machine, _: analytic_costs(step.graph, machine)
+        )
+        patch.setattr(
+            planning, "costs_of", lambda step, machine, _: analytic_costs(step.graph, machine)
+        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return Subject("m", resolve_model("small_models:trained", "adam"), local_machine(2))
+
+
+@pytest.fixture(scope="module")
+def task(subject):
+    return task_of(subject)
+
+
+@pytest.fixture
+def fake(monkeypatch, task, subject):
+    """fake(seconds of a placement's step, or an error to raise) -> trials that run nothing."""
+
+    def make(seconds_of, steps=10, of=task):
+        runs = []
+
+        def loaded(plan, _captured, *, seed, workers):
+            runs.append(tuple(plan.placement.tolist()))
+            return Loaded(seconds_of(plan.placement, len(runs)), steps)
+
+        monkeypatch.setattr(measured, "execute", loaded)
+        trials = MeasuredTrials(subject.step, of, steps=steps)
+        trials.runs_made = runs
+        return trials
+
+    return make
+
+
+class Loaded:
+    """Stands in for a loaded plan."""
+
+    def __init__(self, found, steps):
+        self.found, self.steps = found, steps
+
+    def __enter__(self):
+        if isinstance(self.found, BaseException):
+            raise self.found
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+    def step_seconds(self, steps):
+        assert steps == self.steps
+        return np.full(steps - 1, self.found)
+
+
+def placements(trials, count, seed=0):
+    groups = trials.problem.groups.count
+    drawn = np.random.default_rng(seed).integers(2, size=(count, groups))
+    return np.stack([trials.problem.settle(row.astype(np.int32)) for row in drawn])
+
+
+def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
+    subject, task, monkeypatch
+):
+    made, pids = [], []
+
+    class Kept(MeasuredTrials):
+        def __enter__(self):
+            made.append(self)
+            return self
+
+    def heard(_point):
+        pids.append(made[0]._workers.pids)
+        if len(pids) == 2:
+            os.kill(pids[-1][1], signal.SIGKILL)
+
+    monkeypatch.setattr(learning, "MeasuredTrials", Kept)
+    monkeypatch.setattr(measured, "FINAL_RUNS", 2)
+    lesson = learn(
+        subject.step, task.machine, method="seq2seq", measured=True, trials=12,
+        settings={"trials": 4}, progress=heard,
+    )  # fmt: skip
+    assert len(pids[0]) == 2
+    assert pids[0] == pids[1], "the processes are kept from trial to trial"
+    assert set(pids[1]).isdisjoint(pids[2]), "and new ones take the place of those that died"
+    assert len(lesson.failures) == 1
+    assert lesson.learned.trials == 12
+    assert lesson.card["reward"] == "measured"
+    assert (lesson.plan.placer, lesson.plan.machine) == ("seq2seq", task.machine)
+    medians = [timed.median_seconds for timed in lesson.measured]
+    assert medians == sorted(medians)
+    spread = task.problem().spread(lesson.measured[0].placement)
+    choices = ~task.graph.is_source
+    assert (lesson.plan.placement[choices] == spread[choices]).all()
+
+
+def test_a_placement_that_fails_is_invalid_and_no_more(fake):
+    errors = (WorkerError("cpu0", "add", "Traceback"), WorkerDiedError("cpu1", "mm", "SIGKILL"))
+    trials = fake(lambda _placement, run: errors[run % 2] if run <= 2 else 0.5)
+    found = trials.judge(placements(trials, 4))
+    assert found.valid.tolist() == [False, False, True, True]
+    assert found.seconds.tolist() == [np.inf, np.inf, 0.5, 0.5]
+    assert len(trials.failures) == 2
+    assert len(trials.finalists()) == 2
+
+
+def test_what_is_predicted_not_to_fit_is_not_run(fake, task):
+    caps = tuple((name, 1024) for name in task.machine.device_names)
+    tight = Task(**{**vars(task), "caps": caps})
+    trials = fake(lambda *_: pytest.fail("it ran"), of=tight)
+    assert not trials.judge(placements(trials, 2)).valid.any()
+    with pytest.raises(InfeasibleError, match="predicted to fit"):
+        trials.finalists()
+
+
+def test_where_nothing_runs_the_last_failure_is_told(fake):
+    trials = fake(lambda *_: WorkerError("cpu0", "add", "the numbers are off"))
+    trials.judge(placements(trials, 2))
+    with pytest.raises(InfeasibleError, match="the numbers are off"):
+        trials.finalists()
+
+
+def test_a_placement_drawn_again_runs_again_until_its_median_is_known(fake):
+    seconds = [0.9, 0.5, 0.6]
+    trials = fake(lambda _placement, run: seconds[run - 1])
+    one = placements(trials, 1)
+    shown = [float(trials.judge(one).seconds[0]) for _ in range(MOST_RUNS + 2)]
+    assert shown == pytest.approx([0.9, 0.7, 0.6, 0.6, 0.6])
+    assert len(trials.runs_made) == MOST_RUNS
+
+
+def test_the_best_few_run_again_in_turns_and_the_best_median_wins(fake):
+    trials = fake(lambda placement, run: 0.1 + 0.01 * float(placement.sum() % 3))
+    few = trials.finalists_of = placements(trials, 3)
+    trials.judge(few)
+    before = len(trials.runs_made)
+    timed = trials.compare(few)
+    turns = [set(trials.runs_made[i : i + 3]) for i in range(before, len(trials.runs_made), 3)]
+    assert len(turns) == FINAL_RUNS
+    assert all(turn == turns[0] for turn in turns)
+    assert len({trials.runs_made[before + 3 * i] for i in range(3)}) == len(turns[0])
+    assert all(len(one.run_seconds) == FINAL_RUNS for one in timed)
+    medians = [one.median_seconds for one in timed]
+    assert medians == sorted(medians)
+    assert timed[0].spread == 0
+
+
+def test_long_runs_are_repeated_less_often_and_failures_drop_out(fake):
+    trials = fake(
+        lambda _placement, run: 2.0 if run != 2 else WorkerError("cpu0", "add", "Traceback")
+    )
+    timed = trials.compare(placements(trials, 2))
+    assert [len(one.run_seconds) for one in timed] == [LONG_RUNS]
+
+
+def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(fake, subject, task):
+    trials = fake(lambda _placement, _run: 0.1)
+    points = []
+    lesson = learn(
+        subject.step, task.machine, measured=True, trials=4, simulated_first=12,
+        settings={"trials": 4}, progress=points.append,
+    )  # fmt: skip
+    assert [point.trials for point in points] == [4, 8, 12, 4]
+    best = min(point.best for point in points[:3])
+    values = [
+        float(trials.problem.evaluate(trials.problem.spread(timed.placement[None])).values[0])
+        for timed in lesson.measured
+    ]
+    assert best in values
+    assert lesson.learned.trials == 4
+
+
+def test_ctrl_c_between_measured_trials_keeps_the_best(fake, subject, task, monkeypatch):
+    enough = threading.Event()
+
+    def seconds_of(_placement, run):
+        if run == 6:
+            enough.set()
+            threading.Event().wait(5)  # until the signal comes
+        return 0.1
+
+    fake(seconds_of)
+    monkeypatch.setattr(measured, "FINAL_RUNS", 2)
+
+    def interrupt():
+        enough.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    lesson = learn(subject.step, task.machine, measured=True, trials=400, settings={"trials": 4})
+    assert lesson.learned.interrupted
+    assert lesson.plan.interrupted
+    assert lesson.measured
+
+
+def test_only_devices_of_this_machine_can_measure(subject):
+    with pytest.raises(UsageError, match="here/2"):
+        learn(subject.step, "2 x p100", measured=True, trials=16)
+    with pytest.raises(UsageError, match="only a network can run"):
+        learn(subject.step.graph, "here/2", measured=True, trials=16)
