@@ -8,7 +8,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready .venv/scotch
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -2,6 +2,11 @@ import os
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No example fails for being slow: how long it takes is the machine's business.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True, scope="session")

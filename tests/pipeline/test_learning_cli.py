@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import small_models
 
+from dovetail.cli import pretraining
 from dovetail.pipeline import Course, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
+from dovetail.placers.learned.pretraining import Recipe
+from dovetail.placers.learned.training_set import Wanted
 from dovetail.simulator import Simulator
 
 TWO_GPUS = ("--machine", "2 x p100 + haswell")
@@ -340,6 +343,59 @@ def test_without_a_shipped_policy_the_error_says_how_to_make_one(dovetail, monke
     status, _, err = dovetail("plan", "small_models:trained", *TWO_GPUS, "--placer", "gdp")
     assert status == 2
     assert "dovetail learn pretrain --out" in err
+
+
+@pytest.fixture
+def small_recipe(monkeypatch):
+    """The recipe, but for its sizes."""
+    small = Recipe(wanted=Wanted(random=1, networks=()), evaluations=30, passes=1, validation=1)
+    monkeypatch.setattr(pretraining, "_recipe", lambda *_: small)
+
+
+def test_pretraining_writes_a_policy_that_plans_and_is_resumed(dovetail, small_recipe, tmp_path):
+    path, folder = tmp_path / "p.safetensors", tmp_path / "run"
+    pretrain = ("learn", "pretrain", "--out", path, "--folder", folder, "--trials", 16)
+    status, out, err = dovetail(*pretrain, "--json", "--curves", tmp_path / "c.csv")
+    assert status == 0, err
+    printed = json.loads(out)
+    assert printed["held_out"] == ["gnmt", "amoebanet", "llama"]
+    assert printed["trials"] == 16
+    assert set(printed["validation"]) == {"imitation", "ppo"}
+    assert len((tmp_path / "c.csv").read_text().splitlines()) == 2
+    status, _, err = dovetail(
+        "plan", "small_models:branches", *TWO_GPUS, "--placer", "gdp", "--policy", path,
+        "--budget", "40e",
+    )  # fmt: skip
+    assert status == 0, err
+    status, _, err = dovetail(*pretrain)
+    assert status == 2
+    assert "is not empty" in err
+    before = path.read_bytes()
+    status, out, err = dovetail(*pretrain, "--resume")
+    assert status == 0, err
+    assert "Zero-shot" in out
+    assert files.load_policy(path)[1]["trials"] == 16
+    assert len(path.read_bytes()) == len(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "--out"),
+        (("--out", "/nowhere/p"), "/nowhere/p"),
+        (("--out", "p", "--resume"), "needs the folder"),
+        (("--out", "p", "--folder", "none", "--resume"), "holds no run"),
+        (("--out", "p", "--folder", "/proc/run"), "/proc/run"),
+        (("--out", "p", "--graphs", 0, "--no-networks"), "nothing to learn from"),
+        (("--out", "p", "--budget", "soon"), "soon"),
+    ],
+)
+def test_wrong_pretraining_exits_with_2(dovetail, monkeypatch, tmp_path, arguments, complaint):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = dovetail("learn", "pretrain", *arguments)
+    assert status == 2
+    assert complaint in err
+    assert out == ""
 
 
 def test_learning_in_python_gives_a_plan_a_policy_and_its_curves():

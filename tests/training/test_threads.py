@@ -70,16 +70,24 @@ def every_sample(job):
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_every_rule_finds_the_solution_and_trains_each_sample_of_each_epoch_once(rule):
+def test_every_rule_trains_each_sample_of_each_epoch_once(rule):
     job = a_job(samples=58, epochs=30, window=WINDOWS.get(rule, 3), workers=3, dtype="float64")
     crew = Crew(job, lr=0.1)
     outcome = run(an_assignment(job, rule, crew), Watcher())
     assert crew.seen == every_sample(job)
     assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 30
-    assert crew[0].loss(outcome.theta) < 0.05 * crew[0].loss(start(job))
     gathers = make_rule(rule).gathers
     assert outcome.clock == (len({r.clock for r in outcome.rows}) if gathers else len(outcome.rows))
     assert not outcome.stopped
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_workers_that_take_turns_find_the_solution_by_every_rule(rule):
+    """Without turns one may be left with a window of the first center until the end."""
+    job = a_job(samples=58, epochs=30, window=WINDOWS.get(rule, 3), workers=3, dtype="float64")
+    crew = Crew(job, lr=0.1)
+    outcome = run(an_assignment(job, rule, crew, order=(0, 1, 2) * 500), Watcher())
+    assert crew[0].loss(outcome.theta) < 0.05 * crew[0].loss(start(job))
 
 
 def by_hand(job, learner):

@@ -9,6 +9,8 @@ GDP place the same groups and get the same number of trials.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +21,13 @@ from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.grouping import merge_single_consumers
 from dovetail.machine import Machine
 from dovetail.placers.coarsening import coarsen
-from dovetail.placers.learned.records import Judge, Task, Trials
+from dovetail.placers.learned.records import Settings, Task, Trials
 from dovetail.placers.problem import GroupPlacement, Problem
 from dovetail.units import format_bytes
+
+if TYPE_CHECKING:  # they need torch
+    from dovetail.placers.learned.learner import PolicyLearner, Seen
+    from dovetail.placers.learned.policy import Policy
 
 Tell = Callable[[int, float], None]
 """tell(trials so far, best seconds or inf)"""
@@ -29,17 +35,23 @@ RL17_METHODS = ("seq2seq",)
 """They place the groups of RL17's rule, as every planner does."""
 FEWEST_GROUPS, MOST_GROUPS = 500, 1000
 """Of GDP and HDP: what two cores train on."""
+IDLE_UPDATES = 50
+"""That draw nothing new: the policy has made up its mind, and what is left would be repeats."""
 _FINEST_SHARE = 2.0**-12
 
 
 def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Task, str]:
     """What a method is trained on, and how its groups came about."""
-    costs = analytic_costs(graph, machine)
-    task = Task(name, graph, machine, costs, group(graph), ranked=True)
+    task = by_rule(name, graph, machine)
     if method in RL17_METHODS:
         return task, "RL17's rule"
     groups, grouping = _sized(task)
-    return Task(name, graph, machine, costs, groups, ranked=True), grouping
+    return replace(task, groups=groups), grouping
+
+
+def by_rule(name: str, graph: Graph, machine: Machine) -> Task:
+    """A row as planners get it: the groups of RL17's rule."""
+    return Task(name, graph, machine, analytic_costs(graph, machine), group(graph), ranked=True)
 
 
 def _sized(task: Task) -> tuple[Groups, str]:
@@ -70,7 +82,7 @@ class Tally:
     """
 
     def __init__(self, problem: Problem, tell: Tell) -> None:
-        self._problem, self._tell = problem, tell
+        self.problem, self._tell = problem, tell
         self._known: dict[bytes, tuple[float, bool]] = {}
         self._seen: set[bytes] = set()
         self.trials = self.invalid = 0
@@ -111,7 +123,7 @@ class Tally:
     def _simulate(self, rows: dict[bytes, int], placements: NDArray[np.int32]) -> None:
         if not rows:
             return
-        problem = self._problem
+        problem = self.problem
         found = problem.evaluate(problem.spread(placements[list(rows.values())]))
         over = found.peak_memory_bytes - problem.capacities
         fits = found.feasible & (over <= 0).all(axis=1)
@@ -127,30 +139,55 @@ class Tally:
 
 
 def train(
-    method: str, tasks: Sequence[Task], judges: Sequence[Judge], *, trials: int, seed: int
+    method: str, tasks: Sequence[Task], tallies: Sequence[Tally], *, trials: int, seed: int
 ) -> int:
-    """Train a fresh policy on the tasks in turn, in this process and thread; how many updates it
-    took for so many trials in all."""
+    """Train a fresh policy on the tasks in turn; how many updates it took."""
+    from dovetail.placers.learned.catalog import make_policy, settings_of
+
+    views = views_of(tasks)
+    policy = make_policy(method, views[0].view, seed)
+    return drive(policy, settings_of(method), views, tallies, trials=trials, seed=seed).updates
+
+
+def views_of(tasks: Sequence[Task]) -> list["Seen"]:
+    """The tasks as a policy sees them."""
+    from dovetail.placers.learned.features import look
+    from dovetail.placers.learned.learner import Seen
+
+    return [Seen(task.name, look(task.problem(threads=1))) for task in tasks]
+
+
+def drive(
+    policy: "Policy",
+    settings: Settings,
+    seen: Sequence["Seen"],
+    tallies: Sequence[Tally],
+    *,
+    trials: int,
+    seed: int,
+) -> "PolicyLearner":
+    """Train a policy for so many trials over all tasks, or until `IDLE_UPDATES` in a row draw
+    nothing new: one controller, in this process and thread."""
     import torch
 
-    from dovetail.placers.learned.catalog import make_policy, settings_of
-    from dovetail.placers.learned.features import look
-    from dovetail.placers.learned.learner import PolicyLearner, Seen
+    from dovetail.placers.learned.learner import PolicyLearner
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    learner = PolicyLearner(policy, seen, tallies, settings, seed=seed)
+    theta, idle = learner.theta, 0
     try:
-        seen = [Seen(task.name, look(task.problem(seed=seed, threads=1))) for task in tasks]
-        settings, policy = settings_of(method), make_policy(method, seen[0].view, seed)
-        learner = PolicyLearner(policy, seen, judges, settings, seed=seed)
-        theta = learner.theta
         for first in range(0, trials, settings.trials):
             samples = np.arange(first, min(first + settings.trials, trials))
+            known = sum(tally.distinct for tally in tallies)
             found = learner.gradient(theta, samples, 0)
-            theta = theta + learner.update(theta, found.vector, 0.0)
+            theta += learner.update(theta, found.vector, 0.0)
+            idle = 0 if sum(tally.distinct for tally in tallies) > known else idle + 1
+            if idle == IDLE_UPDATES:
+                break
     finally:
         torch.set_num_threads(threads)
-    return learner.updates
+    return learner
 
 
 def run_learned(
@@ -163,24 +200,31 @@ def run_learned(
     tell: Tell = lambda _trials, _seconds: None,
 ) -> tuple[LearnedRun, GroupPlacement | None]:
     """Train a method for so many trials; its best placement [groups], None where none fits."""
-    problem = task.problem(seed=seed, threads=1)
-    tally, began = Tally(problem, tell), time.perf_counter()
+    tally, began = Tally(task.problem(seed=seed, threads=1), tell), time.perf_counter()
     updates = train(method, (task,), (tally,), trials=trials, seed=seed)
-    spent, peaks = time.perf_counter() - began, {}
+    run = run_of(method, seed, grouping, tally, updates, time.perf_counter() - began)
+    return run, tally.placement
+
+
+def run_of(
+    method: str, seed: int, grouping: str, tally: Tally, updates: int, seconds: float
+) -> LearnedRun:
+    """What a tally saw of a training that took so long, as it is kept."""
+    problem, peaks = tally.problem, {}
     if tally.placement is not None:
         found = problem.evaluate(problem.spread(tally.placement[None]))
         names = problem.machine.device_names
         peaks = dict(zip(names, found.peak_memory_bytes[0].tolist(), strict=True))
-    seconds = tally.bests[-1].seconds if tally.bests else None
+    best = tally.bests[-1].seconds if tally.bests else None
     return LearnedRun(
         method=method,
         seed=seed,
-        found=Found(seconds, "" if tally.bests else tally.reason, peaks, spent),
-        groups=task.groups.count,
+        found=Found(best, "" if tally.bests else tally.reason, peaks, seconds),
+        groups=problem.groups.count,
         grouping=grouping,
         trials=tally.trials,
         distinct=tally.distinct,
         updates=updates,
         invalid_share=tally.invalid / tally.trials if tally.trials else 0.0,
         bests=tuple(tally.bests),
-    ), tally.placement
+    )

@@ -31,11 +31,10 @@ def trainings(settings: Settings) -> Iterator[tuple[str, int]]:
 
 def untrained(settings: Settings, store: Store, case: Case) -> list[tuple[str, int]]:
     """Those that are yet to be run."""
-    graph = graphs.known(store, case)
     return [
         (method, seed)
         for method, seed in trainings(settings)
-        if graph is None or _get(settings, store, case, graph.graph, method, seed) is None
+        if training_of(settings, store, case, method, seed) is None
     ]
 
 
@@ -71,20 +70,26 @@ def run_training(
 def with_trainings(settings: Settings, store: Store, case: Case, row: Row) -> Row:
     """The row with what is kept of its trainings, in the plain column: of each method the run of
     the median stands among the methods."""
-    graph, column = graphs.known(store, case), row.columns[PLAIN]
-    assert graph is not None, "it is a row"
+    column, seconds = row.columns[PLAIN], 0.0
     runs: dict[str, list[LearnedRun]] = {}
-    seconds = 0.0
     for method, seed in trainings(settings):
-        kept = _get(settings, store, case, graph.graph, method, seed)
-        if kept is not None:
-            run = _run(kept["run"])
+        run = training_of(settings, store, case, method, seed)
+        if run is not None:
             runs.setdefault(method, []).append(run)
             seconds += run.found.search_seconds
     found = {method: middle(of).found for method, of in runs.items()}
     learned = {method: tuple(of) for method, of in runs.items()}
     column = replace(column, methods={**column.methods, **found}, learned=learned)
     return replace(row, columns={**row.columns, PLAIN: column}, seconds=row.seconds + seconds)
+
+
+def training_of(
+    settings: Settings, store: Store, case: Case, method: str, seed: int
+) -> LearnedRun | None:
+    """One training, if it is kept."""
+    graph = graphs.known(store, case)
+    kept = None if graph is None else _get(settings, store, case, graph.graph, method, seed)
+    return None if kept is None else _run(kept["run"])
 
 
 def forget_trainings(settings: Settings, store: Store, case: Case) -> None:

@@ -65,7 +65,7 @@ def _rl17(trained: _Trained) -> Table:
         "row", "best baseline", "auto", "head room", "the paper's margin", "to reach", "seq2seq",
         "best to worst", "over baseline", "reached",
     )  # fmt: skip
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for case, column in trained:
         target, runs = target_of(case, column), column.learned.get("seq2seq")
         if target is None or not runs:
@@ -88,9 +88,9 @@ def _rl17(trained: _Trained) -> Table:
 
 def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
     known = [
-        (target, middle(runs).found.seconds)
+        (target, middle(column.learned["seq2seq"]).found.seconds)
         for case, column in trained
-        if (target := target_of(case, column)) and (runs := column.learned.get("seq2seq"))
+        if (target := target_of(case, column)) and "seq2seq" in column.learned
     ]
     if not known:
         return
@@ -113,9 +113,9 @@ def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
 def _gdp(trained: _Trained) -> Table:
     head = (
         "row", "GDP-one", "best to worst", "HDP", "best to worst", "human", "auto", "to HDP",
-        "to human", "to auto", "the paper: to HDP", "to human",
+        "to human", "to auto", "the paper to HDP", "the paper to human",
     )  # fmt: skip
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for case, column in trained:
         seconds = {name: _median(column, name) for name in ("gdp", "hdp", "expert", "auto")}
         ours, printed = seconds["gdp"], case.published.seconds if case.published else {}
@@ -168,7 +168,7 @@ def _efforts(trained: _Trained) -> Table:
         "row", "HDP's placements to its best", "GDP's to one as good", "times fewer",
         "different ones", "the paper, of time",
     )  # fmt: skip
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for case, column in trained:
         found = efforts(column)
         if not found:
@@ -204,7 +204,7 @@ def _trainings(name: str, trained: _Trained) -> Table:
         "row", "method", "groups", "how they came about", "trainings", "placements each",
         "different ones", "to the best", "updates", "does not fit", "a training took",
     )  # fmt: skip
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for case, column in trained:
         for method in LEARNED[name]:
             runs = column.learned.get(method)

@@ -95,7 +95,7 @@ class Store:
         self.path(name).unlink(missing_ok=True)
 
 
-def fingerprint(kind: str, **parts: Any) -> str:
+def fingerprint(kind: str, /, **parts: Any) -> str:
     """16 hex digits of everything that a value depends on, and of the code that computes such a
     kind of value."""
     text = json.dumps({"code": code_fingerprint(kind), **parts}, sort_keys=True)

@@ -9,6 +9,7 @@ import typer
 
 from dovetail.cli import arguments
 from dovetail.cli.arguments import MACHINE_HELP, MODEL_HELP, Json, Model, Shape
+from dovetail.cli.pretraining import pretrain
 from dovetail.errors import UsageError
 
 if TYPE_CHECKING:
@@ -182,6 +183,9 @@ def finetune(  # noqa: PLR0913  one argument an option
     course = replace(course, trials=updates * settings_for(method, course).trials)
     given = [_Given(model, machine, train, shape, (), (), per_op)]
     _learn(given, course, outputs, method=method, policy=policy, as_json=as_json)
+
+
+learn.command("pretrain")(pretrain)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """A policy that learns from the command line: shown while it does, then written and summed up."""
 
+import math
 import re
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -56,12 +56,14 @@ class Events:
             self._writers[point.controller] = self._stack.enter_context(scalars)
         for figure in FIGURES:
             value = getattr(point, figure)
-            if np.isfinite(value):
+            if math.isfinite(value):
                 tag = f"{figure}/{point.task}"
                 self._writers[point.controller].add(tag, point.trials, value, time.time())
 
-    def close(self) -> None:
-        """Write what is left."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
 
@@ -85,21 +87,20 @@ def learn_and_write(
     title = f"{_named(subjects)} by {method}"
     progress = LearningProgress(title, total, course.seconds)
     say(f"learning {title}, {'measured' if course.measured else 'simulated'} trials")
-    events = None if outputs.tensorboard is None else Events(outputs.tensorboard)
+    with ExitStack() as stack:
+        events = None
+        if outputs.tensorboard is not None:
+            events = stack.enter_context(Events(outputs.tensorboard))
+        stack.enter_context(drawn(progress))
 
-    def heard(point: "Point") -> None:
-        progress.add(point)
-        if events is not None:
-            events.add(point)
+        def heard(point: "Point") -> None:
+            progress.add(point)
+            if events is not None:
+                events.add(point)
 
-    try:
-        with drawn(progress):
-            lesson = learn_all(
-                subjects, course, method=method, policy=policy, progress=heard, doing=_doing()
-            )
-    finally:
-        if events is not None:
-            events.close()
+        lesson = learn_all(
+            subjects, course, method=method, policy=policy, progress=heard, doing=_doing()
+        )
     _write(lesson, subjects, outputs)
     if as_json:
         show_json(summary(lesson, subjects, outputs))

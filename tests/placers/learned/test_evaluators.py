@@ -37,7 +37,10 @@ def crew(tmp_path):
 def test_the_simulators_judge_says_what_the_simulator_says():
     problem = random_problem(3, GROUPS)
     placements = np.random.default_rng(0).integers(2, size=(20, GROUPS)).astype(np.int32)
-    found, wanted = SimulatedJudge(problem)(placements), problem.evaluate(problem.spread(placements))
+    found, wanted = (
+        SimulatedJudge(problem)(placements),
+        problem.evaluate(problem.spread(placements)),
+    )
     assert np.array_equal(found.seconds, wanted.values)
     assert np.array_equal(found.valid, wanted.feasible)
     assert found.judged.all()

@@ -176,7 +176,7 @@ def test_the_best_placement_is_kept_with_the_number_of_trials_up_to_it():
     assert best.found == valid.argmin() + 1
     assert 100.0 - 10 * best.placement.sum() == best.seconds
     assert learner.points[-1].trials == len(seen) == 10 * K
-    assert [p.best for p in learner.points] == sorted((p.best for p in learner.points))[::-1]
+    assert [p.best for p in learner.points] == sorted(p.best for p in learner.points)[::-1]
 
 
 def test_tasks_take_turns_and_each_has_its_baseline_and_its_best():

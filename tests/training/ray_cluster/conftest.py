@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ def cluster():
 
 @pytest.fixture
 def add_node(cluster):
-    """Adds nodes that have a resource of that name; they are gone after the test."""
+    """Adds nodes that have a resource of that name. They are gone after the test, and the cluster
+    knows it: no later actor is given to them."""
     nodes = []
 
     def add(resource):
@@ -59,3 +61,5 @@ def add_node(cluster):
     for node in nodes:
         if node in cluster.worker_nodes:
             cluster.remove_node(node, allow_graceful=False)
+    while sum(node["Alive"] for node in ray.nodes()) > 1:
+        time.sleep(0.1)

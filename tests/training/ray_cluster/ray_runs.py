@@ -20,7 +20,7 @@ class Squares:
     """Least squares: loss is the mean of (x . theta - y)^2 / 2 over the batch; plain SGD.
 
     does    {step: what happens in it}: "raise" | "nan" | "hang" | "die"
-    hold    called before each step
+    hold    called before each step with the number of those before it
     """
 
     def __init__(self, samples, size, sleep=0.0, does=None, hold=None):
@@ -32,7 +32,7 @@ class Squares:
 
     def gradient(self, theta, indices, epoch):
         if self.hold is not None:
-            self.hold()
+            self.hold(self.steps)
         self.steps += 1
         time.sleep(self.sleep)
         error = self.x[indices] @ theta - self.y[indices]

@@ -7,6 +7,7 @@ for Dataflow Graphs, 2019, https://arxiv.org/abs/1910.01578, section 3.
     cost c      sqrt(seconds); the failing signal where the placement failed
     baseline B  "moving"  starts at the failing signal;  B <- decay B + (1 - decay) mean c   (RL17)
                 "mean"    of the costs of all earlier trials                                  (GDP)
+                "batch"   of the costs of the batch itself                                   (ours)
     advantage   B - c, B as it was before the batch: higher is better; 0 for what teaches nothing
 
 RL17: only placements that ran teach from its 5,000th step on, and only they move the baseline then.
@@ -57,7 +58,7 @@ class Baseline:
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """A controller's first one."""
-        assert settings.baseline in ("moving", "mean"), settings.baseline
+        assert settings.baseline in ("moving", "mean", "batch"), settings.baseline
         return cls(settings.baseline, settings.baseline_decay, float(settings.failing))
 
     def advantages(self, trials: Trials, settings: Settings, update: int) -> NDArray[np.float64]:
@@ -66,7 +67,8 @@ class Baseline:
         if not teaches.any():
             return np.zeros(len(costs))
         mean = float(costs[teaches].mean())
-        expected = mean if self.kind == "mean" and self.count == 0 else self.value
+        own = self.kind == "batch" or (self.kind == "mean" and self.count == 0)
+        expected = mean if own else self.value
         found = np.where(teaches, expected - costs, 0.0)
         if settings.normalised:
             spread = float(np.sqrt(np.mean(found[teaches] ** 2)))

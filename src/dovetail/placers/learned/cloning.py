@@ -56,9 +56,10 @@ def good_placement(problem: Problem, view: View, evaluations: int) -> tuple[Scor
     """The best that cuts, baselines and local search find within so many evaluations."""
     budget = Budget(evaluations=evaluations, threads=1)
     try_baselines(problem, budget)
-    budget.score(problem, np.unique(cut_placements(view), axis=0))
-    for method, share in ((families, 0.3), (multilevel, 0.6), (local_search, 1.0)):
-        part = budget.slice(evaluations=max(1, int(share * budget.left)))
+    budget.score(problem, np.unique(cut_placements(view), axis=0), always=True)
+    for method, share in ((families, 0.5), (multilevel, 0.6), (local_search, 1.0)):
+        whole = evaluations if method is families else budget.left
+        part = budget.slice(evaluations=int(share * whole))
         attempt(method.__name__, method, problem, part)
     assert budget.best is not None, "the baselines were evaluated"
     return budget.best[0], budget.best[1]

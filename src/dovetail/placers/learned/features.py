@@ -134,8 +134,9 @@ def cuts(view: View) -> Float32:
     )
     distance = (positions - centre) / np.maximum(width, 1e-2)
     distance = np.clip(np.where(width > 0, distance, LIMIT), -LIMIT, LIMIT)
-    inside = (np.abs(distance) <= 0.5).astype(np.float32)
-    return np.concatenate([inside, distance, np.abs(distance)], axis=2).astype(np.float32)
+    inside = np.abs(distance) <= 0.5
+    parts = np.concatenate([inside, distance, np.abs(distance)], axis=2)
+    return parts.astype(view.numbers.dtype)
 
 
 def _by_mean(values: NDArray[np.generic]) -> Float32:

@@ -13,7 +13,6 @@ tensors do not fit its config costs nothing.
 
 import inspect
 import json
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,12 +31,15 @@ from dovetail.runtime.atomic import write_atomically
 from dovetail.units import format_bytes
 
 SHIPPED = Path(__file__).parent / "pretrained" / "gdp.safetensors"
+PRETRAINED = Path(__file__).parent / "pretrained" / "gdp.safetensors"
 MOST_BYTES = 2**30
 """Largest policy file that is read."""
 MOST_HEADER_BYTES = 2**22
 MOST_SIZE = 2**16
 """Largest number in a config but for its seed: no width and no count of ours comes near it."""
 MOST_SEED = 2**63 - 1
+MAY_BE_ZERO = ("seed", "stay", "bound", "noise", "noise_until", "greedy_from")
+"""Whole numbers of a config that are no size."""
 Scalar = bool | int | float | str | None
 
 
@@ -178,13 +180,14 @@ def _policy_class(path: str | Path, method: str) -> type[Policy]:
 def _shell(path: str | Path, cls: type[Policy], config: dict[str, Any], tensors: int) -> Policy:
     """The policy that `config` describes, without memory for its parameters."""
     for name, value in config.items():
-        numbers = value if isinstance(value, list) else [value]
         # So deep a network has as many tensors: else building it could take for ever.
-        limit = tensors if "layer" in name else MOST_SEED if name == "seed" else MOST_SIZE
-        for number in numbers:
-            if isinstance(number, int | float) and not (
-                math.isfinite(number) and abs(number) <= limit
-            ):
+        most = tensors if "layer" in name else MOST_SEED if name == "seed" else MOST_SIZE
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            counts = isinstance(number, int) and not isinstance(value, list)
+            least = 1 if counts and name not in MAY_BE_ZERO else 0
+            if not least <= number <= most:
                 raise PolicyFileError(str(path), f"config: {name} is {number}, out of bounds")
     try:
         inspect.signature(cls).bind(**config)

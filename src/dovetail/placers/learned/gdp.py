@@ -74,6 +74,8 @@ class Gdp(Policy):
         superposition: bool = True,
         share: float = 0.5,
         floor: float = 1.0,
+        individual: tuple[int, int] | None = None,
+        gain: float = 30.0,
     ) -> None:
         super().__init__()
         self.share, self.floor = share, floor
@@ -87,7 +89,11 @@ class Gdp(Policy):
             "superposition": superposition,
             "share": share,
             "floor": floor,
+            "individual": individual,
+            "gain": gain,
         }
+        self.gain = gain
+        self.own = None if individual is None else nn.Parameter(torch.zeros(*individual))
         self.kinds = nn.EmbeddingBag(BUCKETS, hidden, mode="sum")
         self.numbers = nn.Linear(NUMBERS + SHAPES, hidden)
         self.norm = nn.LayerNorm(hidden)
@@ -124,6 +130,8 @@ class Gdp(Policy):
         slower = view.seconds - view.seconds.min(axis=1, keepdims=True)
         pairs = np.concatenate([slower[:, :, None], cuts(view)], axis=2)
         logits = self.head(states, devices, _put(pairs, device))
+        if self.own is not None:
+            logits = logits + self.gain * self.own
         return logits.masked_fill(~_put(view.allowed, device), -torch.inf)  # type: ignore[no-any-return]
 
     def embed(self, view: View, device: torch.device) -> Tensor:
@@ -160,6 +168,10 @@ class Gdp(Policy):
         entropies = -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(dim=1)
         free = _put(view.free, logs.device)
         return Judged(_of(each, actions["devices"], made), (entropies * free)[None])
+
+    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor]:
+        devices = torch.from_numpy(placement.astype(np.int64))[None]
+        return {"devices": devices, "clusters": torch.arange(view.groups)[None]}
 
     def likeliest(self, view: View) -> NDArray[np.int32]:
         with torch.no_grad():

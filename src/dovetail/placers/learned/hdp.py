@@ -44,7 +44,7 @@ from dovetail.placers.learned.hdp_placer import HdpPlacer
 from dovetail.placers.learned.policy import Draw, Judged, Policy
 from dovetail.placers.learned.records import Settings, View
 
-SETTINGS = Settings(
+REFERENCE_SETTINGS = Settings(
     "reinforce",
     trials=4,
     rate=0.1,
@@ -63,7 +63,21 @@ REFERENCE: dict[str, Any] = {
     "noise_until": 750,
     "greedy_from": 500,
 }
-"""Options of the open version."""
+"""Settings and options of the open version."""
+SETTINGS = Settings(
+    "reinforce",
+    trials=8,
+    rate=0.0005,
+    decay=0.95,
+    decay_from=400,
+    decay_every=50,
+    baseline_decay=0.5,
+    failing=10.0,
+    valid_only_from=1000,
+    entropy=1.0,
+    normalised=True,
+)
+"""Those that learn."""
 NEIGHBOURS = 6
 """Of each direction, that the grouper sees of an op."""
 FEATURES = SHAPES + NUMBERS + 2 * NEIGHBOURS
@@ -118,7 +132,7 @@ class Hdp(Policy):
         grouper_hidden: int = 64,
         bound: float = 1.0,
         temperature: float = 1.0,
-        noise: float = 0.5,
+        noise: float = 0.0,
         noise_until: int = 750,
         greedy_from: int | None = None,
         sharpness: float = 1.0,

@@ -34,7 +34,7 @@ from dovetail.placers.learned.advantage import Baseline, teaching
 from dovetail.placers.learned.diary import Diary, Entry, State
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.policy import Draw, Policy
-from dovetail.placers.learned.ppo import ppo
+from dovetail.placers.learned.ppo import ppo, with_elite
 from dovetail.placers.learned.records import (
     Float32,
     Judge,
@@ -192,7 +192,14 @@ class PolicyLearner:
         self._moves, loss = False, 0.0
         if teaching(trials, self.settings, self.updates).any():
             advantages = torch.from_numpy(found).to(self.flat.theta)
-            loss = self._learn(view, draw, advantages)
+            best = self.best.get(self.seen[number].name)
+            taught = draw
+            if self.settings.elite and best is not None:
+                weight = self.settings.elite
+                taught, advantages = with_elite(
+                    self.policy, view, draw, advantages, best.placement, weight
+                )
+            loss = self._learn(view, taught, advantages)
         self._entry = self._make_entry(number, first, draw, trials, at, loss)
         if not self._moves:
             self.flat.gradient.zero_()

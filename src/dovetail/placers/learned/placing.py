@@ -117,4 +117,9 @@ def _train_afresh(name: str, problem: Problem, budget: Budget) -> GroupPlacement
 
 
 def _best(problem: Problem, judge: BudgetJudge) -> GroupPlacement:
-    return problem.fastest if judge.best is None else judge.best[1]
+    """The best that was judged. Raises `KeyboardInterrupt` if one came before anything was."""
+    if judge.best is not None:
+        return judge.best[1]
+    if judge.budget.interrupted:
+        raise KeyboardInterrupt
+    return problem.fastest

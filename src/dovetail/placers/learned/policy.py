@@ -60,6 +60,10 @@ class Policy(nn.Module, ABC):
     def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
         """The probabilities of actions that were drawn."""
 
+    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor] | None:
+        """Actions, a batch of one, that lead to a placement [groups]; None: it cannot say."""
+        return None
+
     @abstractmethod
     def likeliest(self, view: View) -> NDArray[np.int32]:
         """[groups] the placement that takes the most probable device at each decision."""

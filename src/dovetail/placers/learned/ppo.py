@@ -10,10 +10,16 @@ Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, s
 Differences: r is per decision, not of a whole placement: a product over a thousand decisions leaves
 [1 - c, 1 + c] at the first step, and the gradient would be gone. Every decision of a trial has the
 trial's advantage. There is no value network: the bias is the mean of all earlier trials, which is
-the baseline's business (`advantage`).
+the baseline's business (`advantage`). `with_elite` lets the best placement so far take part in every
+batch, so that what was found once is learned; J. Oh et al., "Self-Imitation Learning", ICML 2018,
+https://arxiv.org/abs/1806.05635, replay what did better than expected.
 """
 
+from dataclasses import replace
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.placers.learned.policy import Draw, Policy
@@ -39,3 +45,25 @@ def ppo(policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: Se
     opened = judged.entropies.detach() > 0
     entropy = judged.entropies.sum() / opened.sum().clamp(min=1)
     return -gain - settings.entropy * entropy
+
+
+def with_elite(  # noqa: PLR0913  (what a batch is, and what joins it)
+    policy: Policy,
+    view: View,
+    draw: Draw,
+    advantages: Tensor,
+    placement: NDArray[np.int32],
+    weight: float,
+) -> tuple[Draw, Tensor]:
+    """(draw, advantages) with one more trial: that placement [groups], as if drawn by the policy as
+    it is now, with `weight` times the highest advantage. As they were where the policy cannot say
+    how it would decide for the placement, or nothing is better than expected."""
+    actions = policy.actions_of(view, placement)
+    highest = advantages.max()
+    if actions is None or not highest > 0:
+        return draw, advantages
+    with torch.no_grad():
+        log_probs = policy.judge(view, actions).log_probs.to(draw.log_probs)
+    joined = {key: torch.cat([draw.actions[key], actions[key]]) for key in draw.actions}
+    draw = replace(draw, actions=joined, log_probs=torch.cat([draw.log_probs, log_probs]))
+    return draw, torch.cat([advantages, weight * highest[None]])

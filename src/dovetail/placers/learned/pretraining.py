@@ -14,6 +14,7 @@ All of it is kept in the folder of the run, stage by stage: captured graphs, tar
 after each pass of imitation, and PPO's own run, which a resumed recipe goes on with.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -55,11 +56,13 @@ class Recipe:
 
     wanted: Wanted = field(default_factory=Wanted)
     options: dict[str, Any] = field(default_factory=dict)
-    evaluations: int = 1000
-    passes: int = 40
+    evaluations: int = 900
+    passes: int = 10
     imitation_rate: float = 1e-3
-    trials: int = 32_000
-    settings: Settings = field(default_factory=lambda: replace(SETTINGS, rate=3e-4, entropy=0.0))
+    trials: int = 400_000
+    settings: Settings = field(
+        default_factory=lambda: replace(SETTINGS, trials=32, rate=2e-4, entropy=0.0)
+    )
     validation: int = 24
 
 
@@ -152,7 +155,8 @@ class _Run:
         """(what the search finds for the task, its seconds), from its file if it is there; None:
         nothing that fits."""
         name = f"{task.graph.fingerprint}-{task.machine.fingerprint}-{task.groups.count}"
-        path = self.folder / "targets" / f"{name}-{_digits(task.name)}.npz"
+        key = hashlib.sha256(f"{task.name} {self.recipe.evaluations}".encode()).hexdigest()[:8]
+        path = self.folder / "targets" / f"{name}-{key}.npz"
         if path.is_file():
             with np.load(path) as kept:
                 placement, value = kept["placement"], float(kept["seconds"])
@@ -262,12 +266,6 @@ def _as_gdp(policy: object) -> Gdp:
 
 def _geometric(ratios: list[float]) -> float:
     return float(np.exp(np.mean(np.log(ratios)))) if ratios else float("nan")
-
-
-def _digits(name: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _silent(_progress: Progress) -> None:

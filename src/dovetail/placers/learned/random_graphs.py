@@ -93,7 +93,7 @@ def _stack(
         for i, cell in enumerate(cells):
             state = states[i] = cell.step(x, states[i])
             skips = residual and i > 0
-            x = tape.each(cell.module, "add", state[0], x) if skips else state[0]  # noqa: PLW2901
+            x = tape.each(cell.module, "add", state[0], x) if skips else state[0]
         outputs.append(x)
     return outputs
 
@@ -251,8 +251,9 @@ def _dilated(tape: Tape, rng: Rng, size: float) -> list[int]:
     batch, channels = _power(rng, 2, 16), _power(rng, 32, 256)
     skipped, length = _power(rng, 64, 512), _power(rng, 1024, 8192)
     x = _unit(tape, "stem", tape.input(batch, 1, length), channels, 2)
-    skips = []
-    for i in range(_count(rng, 6, 24, size)):
+    skips: list[int] = []
+    layers = _count(rng, 6, 24, size)
+    for i in range(layers):
         module = f"layers.{i}"
         gate = tape.convolution(f"{module}.gate", x, channels, 2)
         signal = tape.convolution(f"{module}.signal", x, channels, 2)
@@ -263,7 +264,8 @@ def _dilated(tape: Tape, rng: Rng, size: float) -> list[int]:
             tape.each(module, "tanh", signal),
         )
         skips.append(tape.convolution(f"{module}.skip", y, skipped, 1))
-        x = tape.each(module, "add", x, tape.convolution(f"{module}.out", y, channels, 1))
+        if i < layers - 1:
+            x = tape.each(module, "add", x, tape.convolution(f"{module}.out", y, channels, 1))
     total = skips[0]
     for i, skip in enumerate(skips[1:], 1):
         total = tape.each(f"layers.{i}", "add", total, skip)

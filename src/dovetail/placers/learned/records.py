@@ -137,13 +137,16 @@ class Settings:
     rate            Adam's learning rate; after `decay_from` updates multiplied by `decay` every
                     `decay_every`
     baseline        "moving": average of decay `baseline_decay` that starts at the failing signal;
-                    "mean": of all earlier trials
+                    "mean": of all earlier trials; "batch": of the batch's own (ours)
     failing         cost (the negated reward) of a placement that fails, in sqrt(seconds)
     valid_only_from updates from which on only placements that ran teach; None: never
-    entropy         weight of the entropy in the loss
+    entropy         weight of the entropy in the loss, as a mean over decisions
+    entropy_each    of REINFORCE: weight of each decision's, summed as log-probabilities are (ours)
     normalised      advantages are divided by their spread (ours)
     gradient_norm   the gradient's L2 norm is cut to it
     passes, clip    of PPO: gradient steps a batch of trials, and the ratio's limit
+    elite           of PPO: the best placement so far is one more trial of every batch, with so many
+                    times the batch's highest advantage; 0: it is not (ours)
     """
 
     objective: str
@@ -157,10 +160,12 @@ class Settings:
     failing: float = 100.0
     valid_only_from: int | None = None
     entropy: float = 0.0
+    entropy_each: float = 0.0
     normalised: bool = False
     gradient_norm: float = 1.0
     passes: int = 1
     clip: float = 0.2
+    elite: float = 0.0
 
 
 @dataclass(frozen=True)

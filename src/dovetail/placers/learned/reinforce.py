@@ -34,4 +34,6 @@ def reinforce(
     loss = -(advantages * log_probs).mean()
     if settings.entropy:
         loss = loss - settings.entropy * judged.entropies.mean()
+    if settings.entropy_each:
+        loss = loss - settings.entropy_each * judged.entropies.sum(dim=1).mean()
     return loss

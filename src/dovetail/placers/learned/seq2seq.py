@@ -2,22 +2,25 @@
 
 A. Mirhoseini, H. Pham, Q. V. Le, B. Steiner, R. Larsen, Y. Zhou, N. Kumar, M. Norouzi, S. Bengio
 and J. Dean, "Device Placement Optimization with Reinforcement Learning", ICML 2017,
-https://arxiv.org/abs/1706.04972, section 3.2; sizes that it leaves open, and the decoder that reads
-nothing but the last device, after its authors' later code, TensorFlow's
-python/grappler/hierarchical_controller.py.
+https://arxiv.org/abs/1706.04972, section 3.2.
 
-    e_1 … e_G   embeddings: kinds, padded output shapes, adjacency     [groups, size]
-    m_1 … m_G   the encoder's states, a bidirectional LSTM's            [groups, hidden]
+    e_1 … e_G   embeddings of groups                                   [groups, size]
+    m_1 … m_G   the encoder's states                                   [groups, hidden]
     s_t         the decoder's, from s_{t-1}, the device d_{t-1} and m_t
-    c_t         Σ softmax(s_t Q m)_j m_j                                attention
-    d_t         ~ softmax(W [s_t, c_t] + F[d_{t-1}])                    where it is allowed
+    c_t         Σ softmax(Q s_t · K m)_j V m_j, attention
+    d_t         ~ softmax(W s_t + U c_t + F[d_{t-1}] + g_t), where it is allowed
 
-Differences: attention by a product (M.-T. Luong, H. Pham and C. D. Manning, "Effective Approaches
-to Attention-based Neural Machine Translation", EMNLP 2015, https://arxiv.org/abs/1508.04025,
-"general") instead of Bahdanau's layer of tanh, which needs trials x groups x groups x hidden numbers
-where this needs trials x groups x groups. The decoder reads the state of the very group that it
-decides, and the device before reaches the output directly, F, which begins as `stay` on its diagonal:
-the first samples are runs of groups on one device, not a scatter.
+Differences. The paper leaves sizes open: `HIDDEN` and below are ours. Of the encoder, both ways as in
+its authors' later code (TensorFlow, python/grappler/hierarchical_controller.py), and of attention
+after the decoder's cell as there: so placements that are known are judged in one pass. Attention is a
+product (M.-T. Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural
+Machine Translation", EMNLP 2015, https://arxiv.org/abs/1508.04025, "general"), not Bahdanau's layer of
+tanh, which takes `ATTENTION` times the work of a product. The decoder reads the state of the very
+group that it decides. The device before reaches the output directly, F, which begins as `stay` on its
+diagonal, so that the first samples are runs of groups on one device and not a scatter. Groups come
+module by module (`order_of`), not in the graph's order. To type, shapes and adjacency the embedding
+adds the other numbers of the `View`, and g_t says what a device is worth by where the group's
+positions lie to it (`features.cuts`), except for those that are another method's advice.
 """
 
 from typing import Any, ClassVar, Self
@@ -28,17 +31,42 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dovetail.placers.learned.features import BUCKETS, NUMBERS, SHAPES
+from dovetail.errors import PolicyMismatchError
+from dovetail.placers.learned.features import (
+    BUCKETS,
+    CUTS,
+    NUMBER_NAMES,
+    POSITIONS,
+    SHAPES,
+    column,
+    cuts,
+)
 from dovetail.placers.learned.policy import Draw, Judged, Policy
+from dovetail.placers.learned.positions import OP_POSITIONS
 from dovetail.placers.learned.records import Settings, View
 
+HIDDEN, ATTENTION, KINDS = 64, 16, 16
+"""Sizes: of the LSTMs' states (the encoder's two halves together), of queries, of a kind's vector."""
+STAY = 2.0
 FORBIDDEN = -1e9
 """A logit whose probability is 0, and which times 0 is 0."""
-HIDDEN = 64
-ATTENTION = 16
-KINDS = 16
-STAY = 2.0
-SETTINGS = Settings("reinforce", trials=16, rate=0.005, valid_only_from=5000)
+SETTINGS = Settings(
+    "reinforce",
+    trials=16,
+    rate=0.005,
+    baseline_decay=0.5,
+    failing=10.0,
+    valid_only_from=5000,
+    entropy=2.0,
+    normalised=True,
+    elite=3.0,
+)
+"""The paper gives the failing signal's and the baseline's kind, and the update from which on only
+placements that ran teach; the rest is ours."""
+
+_ADVICE = set(POSITIONS) - set(OP_POSITIONS)
+_OWN_NUMBERS = [i for i, name in enumerate(NUMBER_NAMES) if name.split("_")[0] not in _ADVICE]
+_OWN_CUTS = [i for i in range(CUTS) if POSITIONS[i % len(POSITIONS)] not in _ADVICE]
 
 
 class Seq2SeqNet(nn.Module):
@@ -48,13 +76,11 @@ class Seq2SeqNet(nn.Module):
     devices   to choose from at each step
     stay      logit that a step's device has over the others at the next, before any training
 
-    Embeddings are [batch, steps, size], or [1, steps, size] where all trials share them; `allowed`
-    [steps, devices] must leave each step a device.
+    Its methods take embeddings [1, steps, size]; `allowed` [steps, devices], which must leave each
+    step a device; and `worths` [steps, devices], which are added to the logits.
     """
 
-    def __init__(
-        self, size: int, devices: int, *, hidden: int = HIDDEN, stay: float = STAY
-    ) -> None:
+    def __init__(self, size: int, devices: int, *, hidden: int, stay: float) -> None:
         super().__init__()
         self.encoder = nn.LSTM(size, hidden // 2, batch_first=True, bidirectional=True)
         self.aligned = nn.Linear(hidden, hidden)
@@ -65,40 +91,48 @@ class Seq2SeqNet(nn.Module):
         self.value = nn.Linear(hidden, ATTENTION, bias=False)
         self.from_state = nn.Linear(hidden, devices)
         self.from_context = nn.Linear(ATTENTION, devices, bias=False)
-        follow = torch.cat([stay * torch.eye(devices), torch.zeros(1, devices)])
-        self.follow = nn.Parameter(follow)
-
-    def judge(self, embeddings: Tensor, allowed: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) [batch, steps] of `actions` [batch, steps]. One pass."""
-        batch = len(actions)
-        start = torch.full_like(actions[:, :1], self.devices)
-        before = torch.cat([start, actions[:, :-1]], dim=1)
-        memory, state = self._encode(embeddings)
-        inputs = self.aligned(memory) + self.device_embeddings(before)
-        states, _ = self.decoder(inputs, tuple(s.expand(-1, batch, -1).contiguous() for s in state))
-        query = self.query(states).reshape(1, -1, ATTENTION)
-        context = functional.scaled_dot_product_attention(query, self.key(memory), self.value(memory))
-        votes = self.from_context(context).view(batch, -1, self.devices)
-        logits = self.from_state(states) + votes + self.follow[before]
-        return _chosen(logits.masked_fill(~allowed, FORBIDDEN), actions)
-
-    @torch.no_grad()
-    def sample(
-        self, embeddings: Tensor, allowed: Tensor, batch: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """(actions, their log-probabilities) [batch, steps]."""
-        noise = torch.rand((allowed.shape[0], batch, self.devices), generator=generator)
-        return self._decode(embeddings, allowed, -(-noise.log()).log())
-
-    @torch.no_grad()
-    def likeliest(self, embeddings: Tensor, allowed: Tensor) -> Tensor:
-        """[1, steps] the most probable device of each step, given those before it."""
-        noise = torch.zeros(allowed.shape[0], 1, self.devices)
-        return self._decode(embeddings, allowed, noise)[0]
+        self.follow = nn.Parameter(stay * torch.eye(devices + 1, devices))
 
     @property
     def devices(self) -> int:
         return self.follow.shape[1]
+
+    def judge(
+        self, embeddings: Tensor, allowed: Tensor, worths: Tensor, actions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies) [batch, steps] of `actions` [batch, steps]. One pass."""
+        before = torch.full_like(actions, self.devices)
+        before[:, 1:] = actions[:, :-1]
+        memory, state = self._encode(embeddings)
+        inputs = self.aligned(memory) + self.device_embeddings(before)
+        begin = tuple(s.expand(-1, len(actions), -1).contiguous() for s in state)
+        states, _ = self.decoder(inputs, begin)
+        # All trials attend to the same memory: one row of queries, without a copy of the keys.
+        queries = self.query(states).view(1, 1, -1, ATTENTION)
+        keys, values = self.key(memory)[None], self.value(memory)[None]
+        context = functional.scaled_dot_product_attention(queries, keys, values)
+        votes = self.from_context(context).view(*actions.shape, self.devices)
+        logits = self.from_state(states) + votes + self.follow[before] + worths
+        return _chosen(logits.masked_fill(~allowed, FORBIDDEN), actions)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        embeddings: Tensor,
+        allowed: Tensor,
+        worths: Tensor,
+        batch: int,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """(actions, their log-probabilities) [batch, steps]."""
+        uniform = torch.rand((len(allowed), batch, self.devices), generator=generator)
+        return self._decode(embeddings, allowed, worths, -(-uniform.log()).log())
+
+    @torch.no_grad()
+    def likeliest(self, embeddings: Tensor, allowed: Tensor, worths: Tensor) -> Tensor:
+        """[1, steps] the most probable device of each step, given those before it."""
+        chance = torch.zeros(len(allowed), 1, self.devices)
+        return self._decode(embeddings, allowed, worths, chance)[0]
 
     def _encode(self, embeddings: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """(memory [1, steps, hidden], the decoder's first state)."""
@@ -106,27 +140,28 @@ class Seq2SeqNet(nn.Module):
         hidden, cell = (torch.cat([s[0], s[1]], dim=-1)[None] for s in last)
         return memory, (hidden, cell)
 
-    def _decode(self, embeddings: Tensor, allowed: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The same arithmetic step by step; the device is that of the largest logit + noise.
+    def _decode(
+        self, embeddings: Tensor, allowed: Tensor, worths: Tensor, chance: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What `sample` returns; the device of a step is that of the largest logit + chance.
 
-        noise   [steps, batch, devices]
+        chance   [steps, batch, devices] Gumbel numbers draw from the policy
 
         What does not depend on earlier devices is computed for all steps at once, and attention
         sums what each memory says of the devices, not the memories.
         """
-        steps, batch, _ = noise.shape
+        steps, batch, _ = chance.shape
         memory, (hidden, cell) = self._encode(embeddings)
-        into, again, *biases = (_gates_last(p) for p in self.decoder.parameters())
+        into, again, *biases = (_gate_last(p) for p in self.decoder.parameters())
         of_memory = functional.linear(self.aligned(memory)[0], into, biases[0] + biases[1])
         of_device = functional.linear(self.device_embeddings.weight, into)
-        known = torch.zeros(allowed.shape).masked_fill(~allowed, FORBIDDEN)
-        known += self.from_state.bias
+        known = (worths + self.from_state.bias).masked_fill(~allowed, FORBIDDEN)
         keys = self.query.weight.T @ self.key(memory)[0].T / ATTENTION**0.5
         said = self.from_context(self.value(memory))[0]
         again, of_state = again.T.contiguous(), self.from_state.weight.T.contiguous()
         hidden, cell = (s[0].repeat(batch, 1) for s in (hidden, cell))
         last = torch.full((batch,), self.devices)
-        logits, actions = torch.empty_like(noise), torch.empty((steps, batch), dtype=torch.long)
+        logits, actions = torch.empty_like(chance), torch.empty((steps, batch), dtype=torch.long)
         size = hidden.shape[1]
         for step in range(steps):
             gates = of_device[last].add_(of_memory[step]).addmm_(hidden, again)
@@ -136,16 +171,16 @@ class Seq2SeqNet(nn.Module):
             here = self.follow[last].add_(known[step]).addmm_(hidden, of_state)
             here.addmm_((hidden @ keys).softmax(dim=1), said)
             logits[step] = here
-            last = here.add_(noise[step]).argmax(dim=1)
+            last = here.add_(chance[step]).argmax(dim=1)
             actions[step] = last
         log_probs, _ = _chosen(logits, actions)
         return actions.T.contiguous(), log_probs.T.contiguous()
 
 
-def _gates_last(weights: Tensor) -> Tensor:
+def _gate_last(weights: Tensor) -> Tensor:
     """An LSTM's rows, input, forget, cell, output, as input, forget, output, cell."""
-    enter, forget, cell, leave = weights.chunk(4)
-    return torch.cat([enter, forget, leave, cell])
+    enter, forget, new, leave = weights.chunk(4)
+    return torch.cat([enter, forget, leave, new])
 
 
 def _chosen(logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,71 +195,76 @@ class Seq2Seq(Policy):
 
     An embedding is, of a group: the mean of its ops' kinds, each with a vector of its own; the
     padded output shapes and the other numbers of the `View`; and one-hot adjacency, readers,
-    writers and itself, through a linear layer.
+    writers and itself, through a linear layer. Actions "devices" [batch, groups] stand in the
+    order in which they are decided.
     """
 
     name: ClassVar[str] = "seq2seq"
 
-    def __init__(  # noqa: PLR0913  (keyword-only)
-        self,
-        *,
-        groups: int,
-        devices: int,
-        shapes: int = SHAPES,
-        numbers: int = NUMBERS,
-        hidden: int = HIDDEN,
-        stay: float = STAY,
-        seed: int = 0,
+    def __init__(
+        self, *, groups: int, devices: int, hidden: int = HIDDEN, stay: float = STAY, seed: int = 0
     ) -> None:
         super().__init__()
         self.config = {
-            "groups": groups, "devices": devices, "shapes": shapes, "numbers": numbers,
-            "hidden": hidden, "stay": stay, "seed": seed,
+            "groups": groups, "devices": devices, "hidden": hidden, "stay": stay, "seed": seed,
         }  # fmt: skip
+        size = KINDS + SHAPES + len(_OWN_NUMBERS) + hidden
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.kinds = nn.EmbeddingBag(BUCKETS, KINDS, mode="sum", include_last_offset=True)
             self.neighbours = nn.Embedding(3 * groups, hidden)
-            size = KINDS + shapes + numbers + hidden
             self.net = Seq2SeqNet(size, devices, hidden=hidden, stay=stay)
+        self.worth = nn.Parameter(torch.zeros(len(_OWN_CUTS)))
 
     @classmethod
     def for_view(cls, view: View, *, seed: int = 0, **options: Any) -> Self:
         """A policy of the view's sizes."""
-        return cls(
-            groups=view.groups,
-            devices=view.device_count,
-            shapes=view.shapes.shape[1],
-            numbers=view.numbers.shape[1],
-            seed=seed,
-            **options,
-        )
+        return cls(groups=view.groups, devices=view.device_count, seed=seed, **options)
 
     def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
         with torch.no_grad():
-            embeddings = self._embed(view)
-        devices, log_probs = self.net.sample(embeddings, choices_of(view), batch, generator)
-        return Draw({"devices": devices}, devices.numpy().astype(np.int32), log_probs)
+            sequence = self._sequence(view)
+        devices, log_probs = self.net.sample(*sequence, batch, generator)
+        return Draw({"devices": devices}, _placements(view, devices), log_probs)
 
     def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
-        found = self.net.judge(self._embed(view), choices_of(view), actions["devices"])
-        return Judged(*found)
+        return Judged(*self.net.judge(*self._sequence(view), actions["devices"]))
+
+    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor]:
+        return {"devices": torch.from_numpy(placement[order_of(view)].astype(np.int64))[None]}
 
     def likeliest(self, view: View) -> NDArray[np.int32]:
         with torch.no_grad():
-            devices = self.net.likeliest(self._embed(view), choices_of(view))
-        placement: NDArray[np.int32] = devices[0].numpy().astype(np.int32)
+            sequence = self._sequence(view)
+        placement: NDArray[np.int32] = _placements(view, self.net.likeliest(*sequence))[0]
         return placement
 
+    def _sequence(self, view: View) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings, choices and worths, in the order in which groups are decided."""
+        self._check(view)
+        order = torch.from_numpy(order_of(view))
+        worths = torch.from_numpy(cuts(view)[:, :, _OWN_CUTS]) @ self.worth
+        return self._embed(view)[None, order], choices_of(view)[order], worths[order]
+
+    def _check(self, view: View) -> None:
+        """Raise `PolicyMismatchError` for a view of other sizes."""
+        made = self.config["groups"], self.config["devices"]
+        if made != (view.groups, view.device_count):
+            raise PolicyMismatchError(
+                self.name,
+                f"it was made for {made[0]} groups on {made[1]} devices, here are {view.groups} "
+                f"on {view.device_count}",
+            )
+
     def _embed(self, view: View) -> Tensor:
-        """[1, groups, size]"""
+        """[groups, size]"""
         kinds = self.kinds(
             torch.from_numpy(view.kind_buckets),
             torch.from_numpy(view.kind_offsets),
             per_sample_weights=torch.from_numpy(view.kind_shares),
         )
-        given = torch.from_numpy(np.concatenate([view.shapes, view.numbers], axis=1))
-        return torch.cat([kinds, given, self._adjacency(view)], dim=1)[None]
+        numbers = np.concatenate([view.shapes, view.numbers[:, _OWN_NUMBERS]], axis=1)
+        return torch.cat([kinds, torch.from_numpy(numbers), self._adjacency(view)], dim=1)
 
     def _adjacency(self, view: View) -> Tensor:
         """[groups, hidden] the linear layer on [readers | writers | itself], rows of length 1: the
@@ -240,7 +280,19 @@ class Seq2Seq(Policy):
         return sums * scale[:, None]
 
 
+def order_of(view: View) -> NDArray[np.int64]:
+    """[groups] the groups as they are decided: by the place of their modules, then as they are."""
+    return np.argsort(view.numbers[:, column("module")], kind="stable")
+
+
 def choices_of(view: View) -> Tensor:
     """[groups, devices] where each group may be; of those without a choice, where they are."""
     settled = np.arange(view.device_count) == view.settled[:, None]
     return torch.from_numpy(np.where(view.free[:, None], view.allowed, settled))
+
+
+def _placements(view: View, devices: Tensor) -> NDArray[np.int32]:
+    """[batch, groups] of devices in the order of decisions."""
+    placements = np.empty(devices.shape, dtype=np.int32)
+    placements[:, order_of(view)] = devices.numpy()
+    return placements

@@ -157,7 +157,7 @@ class Tape:
     def _source(self, kind: str, module: str, shape: tuple[int, ...]) -> int:
         return self._add(kind, module, Phase.SOURCE, (), (shape,), -1)[0]
 
-    def _add(  # noqa: PLR0913  (one argument a field)
+    def _add(
         self,
         kind: str,
         module: str,

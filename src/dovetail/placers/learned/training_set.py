@@ -55,10 +55,10 @@ class Wanted:
     size          of random networks
     """
 
-    random: int = 96
+    random: int = 400
     networks: tuple[tuple[str, str], ...] = NETWORKS
     machines: int = 2
-    size: float = 0.7
+    size: float = 1.0
 
 
 def training_set(
@@ -79,10 +79,12 @@ def training_set(
 
 
 def random_task(seed: int, number: int, size: float) -> Task:
-    """Random network `number` of the set with that seed."""
+    """Random network `number` of the set with that seed: of the families in turn, and each of them
+    in turn in sizes from 0.4 to 1 times `size`."""
     families = list(FAMILIES)
     family, mixed = families[number % len(families)], _mixed(seed, number)
     optimizer = ("adam", "adam", "rmsprop", "sgd")[mixed % 4]
+    size *= 0.4 + 0.05 * (number // len(families) % 13)
     graph = random_graph(mixed, family=family, size=size, optimizer=optimizer)
     machine = random_machine(mixed, graph)
     return _task(f"random {family} {mixed}", graph, machine, number)

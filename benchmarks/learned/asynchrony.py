@@ -1,0 +1,203 @@
+"""Asynchronous controllers: throughput, quality, and what kills cost.
+
+python benchmarks/learned/asynchrony.py [--backends processes ray] [--seeds 2] [--trials 960]
+
+Every evaluation sleeps .2 s, as a real run would take; its value is the simulator's. Controllers of
+4 evaluators each train one small seq2seq policy on one synthetic network. Rates are those of the
+time in which all controllers were at work: from the last one's second update to the first one's
+last. In the last run of each backend a controller and an evaluator of another are killed.
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from markdown import table
+from numpy.typing import NDArray
+
+from dovetail.costs import analytic_costs
+from dovetail.graph.grouping import group
+from dovetail.graph.synthetic import layered
+from dovetail.machine import parse_machine
+from dovetail.placers.learned.evaluators import SimulatedJudge
+from dovetail.placers.learned.features import look
+from dovetail.placers.learned.learner import PolicyLearner, Seen
+from dovetail.placers.learned.learning import learn
+from dovetail.placers.learned.records import Judge, Learned, Point, Task, Trials
+from dovetail.placers.learned.seq2seq import SETTINGS, Seq2Seq
+
+EVALUATION_SECONDS = 0.2
+EVALUATORS = 4
+CONTROLLERS = (1, 2, 4)
+RULES = replace(
+    SETTINGS, trials=EVALUATORS, rate=0.003, baseline="mean", failing=1.0, normalised=True,
+    valid_only_from=None,
+)  # fmt: skip
+OPTIONS = {
+    "processes": {},
+    "ray": {"worker_cores": 0.1, "server_cores": 0.1, "object_store_bytes": 80 << 20},
+}
+MARK = "DOVETAIL_BENCHMARK_RUN"
+HEAD = ("backend, controllers", "rate", "of linear", "best", "mean of the last", "lost", "seconds")
+
+
+def make_task() -> Task:
+    graph = layered(1200, width=3, depth=6, seed=1, training=True)
+    machine = parse_machine("gdp/2")
+    return Task(
+        "layered", graph, machine, analytic_costs(graph, machine), group(graph, largest_share=1 / 4)
+    )
+
+
+def make_policy(task: Task, seed: int) -> Seq2Seq:
+    return Seq2Seq.for_view(look(task.problem()), seed=seed, hidden=16)
+
+
+def sleeping(task: Task) -> Judge:
+    """A judge that takes its time."""
+    judge = SimulatedJudge(task.problem(threads=1))
+    judge(np.zeros((1, task.groups.count), np.int32))  # compiled before anyone waits for it
+
+    def judge_slowly(placements: NDArray[np.int32]) -> Trials:
+        begin = time.perf_counter()
+        found = judge(placements)
+        left = EVALUATION_SECONDS * len(placements) - (time.perf_counter() - begin)
+        time.sleep(max(0.0, left))
+        return found
+
+    return judge_slowly
+
+
+def rate_of(points: tuple[Point, ...], controllers: int) -> float:
+    """Placements a second while all controllers were at work."""
+    of_each = [[p.seconds for p in points if p.controller == c] for c in range(controllers)]
+    begin, end = max(times[1] for times in of_each), min(times[-1] for times in of_each)
+    return EVALUATORS * sum(begin < p.seconds <= end for p in points) / (end - begin)
+
+
+@dataclass
+class Killer:
+    """Kills an evaluator of one controller and then another controller, a third of the way in."""
+
+    trials: int
+    seen: int = 0
+    killed: list[str] = field(default_factory=list)
+
+    def __call__(self, point: Point) -> None:
+        self.seen += EVALUATORS
+        if self.killed or self.seen < self.trials // 3:
+            return
+        evaluators = [pid for pid in _marked() if b"learned.evaluators:serve" in _cmdline(pid)]
+        by_controller = {_parent(pid): pid for pid in evaluators}
+        (victim, evaluator), (controller, _) = sorted(by_controller.items())[:2]
+        os.kill(evaluator, signal.SIGKILL)
+        os.kill(controller, signal.SIGKILL)
+        self.killed = [f"evaluator {evaluator} of {victim}", f"controller {controller}"]
+
+
+def _marked() -> list[int]:
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def _cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def run(backend: str, controllers: int, trials: int, seed: int, progress=None) -> Learned:
+    task = make_task()
+    return learn(
+        [task], make_policy(task, seed), RULES, trials=trials, controllers=controllers,
+        evaluators=EVALUATORS, backend=backend, judge=sleeping, seed=seed, progress=progress,
+        options=OPTIONS[backend],
+    )  # fmt: skip
+
+
+def final_mean(learned: Learned) -> float:
+    """Of the last tenth of the updates."""
+    last = learned.points[-max(1, len(learned.points) // 10) :]
+    return statistics.fmean(point.mean for point in last)
+
+
+def row(name: str, runs: list[Learned], rate: float, linear: float) -> list[str]:
+    return [
+        name,
+        f"{rate:.1f}/s",
+        f"{rate / linear:.3f}",
+        f"{statistics.fmean(next(iter(r.values.values())) for r in runs) * 1e3:.2f} ms",
+        f"{statistics.fmean(map(final_mean, runs)) * 1e3:.2f} ms",
+        "+".join(str(r.meta["lost"]) for r in runs),
+        f"{statistics.fmean(r.seconds for r in runs):.0f}",
+    ]
+
+
+def policy_seconds() -> float:
+    """CPU seconds of one update without its evaluations."""
+    task = make_task()
+    problem = task.problem(threads=1)
+    learner = PolicyLearner(
+        make_policy(task, 0), [Seen("", look(problem))], [SimulatedJudge(problem)], RULES
+    )
+    theta, begin = learner.theta, 0.0
+    for update in range(40):
+        if update == 10:
+            begin = time.process_time()
+        indices = np.arange(update * EVALUATORS, (update + 1) * EVALUATORS)
+        theta += learner.update(theta, learner.gradient(theta, indices, 0).vector, 0.0)
+    return (time.process_time() - begin) / 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backends", nargs="+", default=list(OPTIONS), choices=OPTIONS)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--trials", type=int, default=960)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ[MARK] = uuid.uuid4().hex
+    spent = policy_seconds()
+    share = spent / EVALUATION_SECONDS
+    print(f"an update takes {spent * 1e3:.1f} ms of CPU, {share:.1%} of an evaluation", flush=True)
+    rows = []
+    for backend in arguments.backends:
+        linear = 0.0
+        for controllers in CONTROLLERS:
+            seeds = range(arguments.seeds)
+            runs = [run(backend, controllers, arguments.trials, seed) for seed in seeds]
+            rate = statistics.fmean(rate_of(r.points, controllers) for r in runs)
+            linear = linear or rate
+            rows.append(row(f"{backend}, {controllers}", runs, rate, controllers * linear))
+            print(rows[-1], flush=True)
+        killer = Killer(arguments.trials)
+        learned = run(backend, 2, arguments.trials, 0, killer)
+        counted = learned.trials + learned.meta["lost"]
+        print(f"killed {killer.killed}; {learned.trials} trials judged, {counted} in all")
+        rate = rate_of(learned.points, 2)
+        rows.append(row(f"{backend}, 2, two kills", [learned], rate, 2 * linear))
+        print(rows[-1], flush=True)
+    print(table(HEAD, rows))
+
+
+if __name__ == "__main__":
+    main()

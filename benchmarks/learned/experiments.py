@@ -1,0 +1,273 @@
+"""GDP's experiments beyond its first table, in ours: batches, held-out graphs, and the ablation.
+
+    python benchmarks/learned/experiments.py --parts table2,figure2 --trials 1000 --seeds 1
+
+Paper: Y. Zhou et al., "GDP: Generalized Device Placement for Dataflow Graphs", 2019,
+https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
+
+    table2     one policy for eleven graphs against one for each
+    table3     one policy for related graphs, for unlike ones, for variants of one
+    figure2    one of six graphs held out: the others' policy on it, as it is and fine-tuned
+    figure4    the same with the graph among those that the policy was trained on
+    ablation   without attention, without superposition
+
+Differences: sizes of the networks are ours (`bench/cases.py`), and so are the six graphs of figures
+2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
+All graphs are placed as groups (`bench/learned.py`), and every seed's figure is of the best
+placement of its training; of several seeds the median is shown.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from markdown import fill, table
+from runs import CASES, Effort, batch, one, task_for, tuned
+
+from dovetail.bench.effort import geometric_mean, reached
+from dovetail.bench.records import LearnedRun
+from dovetail.placers import BASELINES, Budget
+
+HERE = Path(__file__).parent
+Text = Iterator[str]
+TABLE2 = {
+    "rnnlm-2-2gpu": 0.0, "rnnlm-4-4gpu": 5.0, "gnmt-2-2gpu": 0.0, "gnmt-4-4gpu": 0.0,
+    "transformer-xl-2-2gpu": 7.6, "transformer-xl-4-4gpu": 3.0, "transformer-xl-8-8gpu": 1.5,
+    "inception-2gpu": 0.0, "amoebanet-4gpu": -5.0, "wavenet-2x18-2gpu": 15.0,
+    "wavenet-4x36-4gpu": 3.3,
+}  # fmt: skip
+"""Row -> % that the paper's GDP-batch is faster than its GDP-one."""
+SIX = {
+    "inception-2gpu": 0.0, "amoebanet-4gpu": -4.5, "rnnlm-2-2gpu": 0.0, "gnmt-2-2gpu": 0.0,
+    "transformer-xl-2-2gpu": 6.5, "wavenet-2x18-2gpu": 4.0,
+}  # fmt: skip
+TABLE3: dict[str, dict[str, float | None]] = {
+    "unlike": dict(SIX),
+    "recurrent": {
+        "rnnlm-2-2gpu": 0.0, "rnnlm-4-4gpu": 0.0, "rnnlm-8-8gpu": 4.5, "gnmt-2-2gpu": 0.0,
+        "gnmt-4-4gpu": 0.0, "gnmt-8-8gpu": 8.0,
+    },
+    "3 x GNMT-8": {"gnmt-8-8gpu": 5.1, "gnmt-8-8gpu-batch64": None, "gnmt-8-8gpu-batch256": None},
+    "3 x RNNLM-8": {"rnnlm-8-8gpu": 4.5, "rnnlm-8-8gpu-batch32": None,
+                    "rnnlm-8-8gpu-batch128": None},
+}  # fmt: skip
+"""Batch -> row -> % over the best related method; None: the paper has one figure for all three."""
+ABLATIONS = {"attention": 18.0, "superposition": 6.5}
+"""Option of the policy -> % that it is worth in the paper."""
+MIXED = ("amoebanet-4gpu", "inception-2gpu", "rnnlm-4-4gpu", "gnmt-4-4gpu")
+"""Without superposition batch training of these fails on the first two, by the paper."""
+
+
+def table2(effort: Effort, rows: Sequence[str]) -> Text:
+    yield "### GDP-batch over GDP-one (table 2)\n"
+    yield from _batch(effort, {row: TABLE2[row] for row in rows if row in TABLE2})
+
+
+def table3(effort: Effort, rows: Sequence[str]) -> Text:
+    yield "### Batches of related and of unlike graphs (table 3)\n"
+    for name, printed in TABLE3.items():
+        chosen = {row: value for row, value in printed.items() if row in rows}
+        if len(chosen) > 1:
+            yield f"\n{name}:\n"
+            yield from _batch(effort, chosen)
+
+
+def _batch(effort: Effort, printed: dict[str, float | None]) -> Text:
+    keys, lines, ratios = tuple(printed), [], []
+    for row, paper in printed.items():
+        alone = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
+        shared = _over(effort, lambda seed, row=row: _seconds(batch(effort, keys, seed)[row]))
+        if alone and shared:
+            ratios.append(alone / shared)
+        theirs = "-" if paper is None else f"{paper:+.1f} %"
+        lines.append((CASES[row].title, _s(alone), _s(shared), _faster(alone, shared), theirs))
+    yield table(("graph", "GDP-one", "GDP-batch", "batch is faster by", "the paper"), lines)
+    mean = geometric_mean(ratios)
+    if mean is not None:
+        yield f"\nGeometric mean of {len(ratios)} graphs: {100 * (mean - 1):+.1f} %."
+
+
+def figure2(effort: Effort, rows: Sequence[str]) -> Text:
+    yield "### Held-out graphs (figure 2)\n"
+    chosen = [row for row in SIX if row in rows]
+    yield from _generalisation(effort, chosen, lambda row: [key for key in chosen if key != row])
+
+
+def figure4(effort: Effort, rows: Sequence[str]) -> Text:
+    yield (
+        "### The graph among those trained on (figure 4)\n\nThe paper: 5 % less step time and 86 % "
+        "less search time than GDP-one.\n"
+    )
+    chosen = [row for row in SIX if row in rows]
+    yield from _generalisation(effort, chosen, lambda _row: chosen)
+
+
+def _generalisation(
+    effort: Effort, rows: Sequence[str], others: Callable[[str], list[str]]
+) -> Text:
+    lines, steps, searches = [], [], []
+    for row in rows:
+        alone = [one(effort, row, seed) for seed in _seeds(effort)]
+        hdp = [one(effort, row, seed, "hdp") for seed in _seeds(effort)]
+        found = [tuned(effort, others(row), row, seed) for seed in _seeds(effort)]
+        gdp, fine = _middle(map(_seconds, alone)), _middle(_seconds(t.run) for t in found)
+        less = [_less_search(a, t.run) for a, t in zip(alone, found, strict=True)]
+        if gdp and fine:
+            steps.append(fine / gdp)
+        searches += [share for share in less if share is not None]
+        lines.append((
+            CASES[row].title,
+            *(_s(seconds) for seconds in (
+                _human(effort, row), _middle(map(_seconds, hdp)), gdp,
+                _middle(t.likeliest for t in found), _middle(t.zero_shot for t in found), fine,
+            )),
+            _faster(gdp, fine),
+            ", ".join(map(_share, less)),
+        ))  # fmt: skip
+    head = (
+        "graph", "human", "HDP", "GDP-one", "zero-shot, likeliest", "zero-shot, best of 32",
+        "fine-tuned", "faster than GDP-one by", "of its placements to one as good",
+    )  # fmt: skip
+    yield table(head, lines)
+    mean, search = geometric_mean(steps), geometric_mean(searches)
+    if mean is not None:
+        yield f"\nFine-tuned over GDP-one, geometric mean: {mean:.3f} x the step time"
+    if search is not None:
+        yield (
+            f"and {search:.2f} x the placements, in the {len(searches)} of "
+            f"{len(rows) * effort.seeds} trainings that get there."
+        )
+
+
+def ablation(effort: Effort, rows: Sequence[str]) -> Text:
+    yield "### Without attention, without superposition\n"
+    lines, ratios = [], {option: [] for option in ABLATIONS}
+    for row in (row for row in SIX if row in rows):
+        whole = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
+        cells = [CASES[row].title, _s(whole)]
+        for option in ABLATIONS:
+            without = _over(
+                effort,
+                lambda seed, row=row, option=option: _seconds(
+                    one(effort, row, seed, **{option: False})
+                ),
+            )
+            cells += [_s(without), _faster(without, whole)]
+            if whole and without:
+                ratios[option].append(without / whole)
+        lines.append(tuple(cells))
+    head = ["graph", "GDP-one"]
+    for option in ABLATIONS:
+        head += [f"without {option}", "it is worth"]
+    yield table(head, lines)
+    for option, paper in ABLATIONS.items():
+        mean = geometric_mean(ratios[option])
+        if mean is not None:
+            worth = f"{100 * (mean - 1):+.1f} % in the geometric mean; in the paper {paper} %"
+            yield f"\n{option}: {worth}."
+    chosen = tuple(row for row in MIXED if row in rows)
+    if len(chosen) > 1:
+        yield "\nOne policy for unlike graphs, with and without superposition:\n"
+        yield from _mixed(effort, chosen)
+
+
+def _mixed(effort: Effort, keys: tuple[str, ...]) -> Text:
+    lines = []
+    for row in keys:
+        ways = [
+            _over(effort, lambda seed, row=row, more=more: _seconds(
+                batch(effort, keys, seed, **more)[row]))
+            for more in ({}, {"superposition": False})
+        ]  # fmt: skip
+        lines.append((CASES[row].title, _s(ways[0]), _s(ways[1]), _faster(ways[1], ways[0])))
+    yield table(("graph", "with", "without", "it is worth"), lines)
+
+
+PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
+    "table2": table2,
+    "table3": table3,
+    "figure2": figure2,
+    "figure4": figure4,
+    "ablation": ablation,
+}
+
+
+def _less_search(alone: LearnedRun, run: LearnedRun) -> float | None:
+    """Placements to one as good as GDP-one's best, as a share of GDP-one's own to it."""
+    if not alone.bests:
+        return None
+    hit = reached(run, alone.bests[-1].seconds)
+    return None if hit is None else hit.trial / alone.bests[-1].trial
+
+
+def _human(effort: Effort, row: str) -> float | None:
+    problem = task_for(effort.table, row, "seq2seq")[0].problem(threads=1)
+    placement = BASELINES["expert"](problem, Budget(evaluations=1))
+    found = problem.evaluate(problem.spread(placement[None]))
+    return float(found.values[0]) if found.feasible[0] else None
+
+
+def _seeds(effort: Effort) -> range:
+    return range(effort.seeds)
+
+
+def _seconds(run: LearnedRun) -> float | None:
+    return run.found.seconds
+
+
+def _over(effort: Effort, seconds: Callable[[int], float | None]) -> float | None:
+    return _middle(seconds(seed) for seed in _seeds(effort))
+
+
+def _middle(values: Iterable[float | None]) -> float | None:
+    """The median, the better of two; what does not fit is worse than any."""
+    found = statistics.median_low(float("inf") if value is None else value for value in values)
+    return None if found == float("inf") else found
+
+
+def _s(seconds: float | None) -> str:
+    return "OOM" if seconds is None else f"{seconds:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "never" if value is None else f"{value:.2f} x"
+
+
+def _faster(before: float | None, after: float | None) -> str:
+    return "-" if not before or not after else f"{100 * (before / after - 1):+.1f} %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--rows", default=",".join(CASES), help="only these graphs")
+    parser.add_argument("--trials", type=int, default=3000, help="placements a graph and training")
+    parser.add_argument("--updates", type=int, default=50, help="of fine-tuning, at most")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="of bench gdp")
+    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--readme", type=Path, help="fill the parts into this file's marks")
+    arguments = parser.parse_args()
+    effort = Effort(
+        arguments.trials, arguments.updates, arguments.seeds, arguments.table, arguments.out
+    )
+    rows = [row.strip() for row in arguments.rows.split(",")]
+    for name in arguments.parts.split(","):
+        text = "\n".join(PARTS[name](effort, rows))
+        text += (
+            f"\n\n{effort.trials:,} placements a graph and training, {effort.seeds} seeds, at most "
+            f"{effort.updates} updates of fine-tuning."
+        )
+        print(text, flush=True)
+        if arguments.readme:
+            fill(arguments.readme, name, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Measured reward: `learn one --measured` on here/2 beside `auto`, both run side by side.
+
+    python benchmarks/learned/measured.py [--trials 256] [--simulated-first 4096] [--method seq2seq]
+        [--budget 30s] [--runs 15] [--only rnnlm] [--csv FILE] [--curves FOLDER]
+
+Of each network: `auto` plans for here/2 with the budget; a policy learns, first on simulated trials
+where asked to, then on measured ones by RL17's protocol. Then the learned plan, `auto`'s, the best
+of the cheap methods and `here` (all cores as one device) run in turns: 10 steps, the first dropped,
+the mean counts; the median over the runs and its quartiles are printed. A run that other programs
+disturbed is made again, for a while (`calm.py`).
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import dovetail as dt
+from dovetail.executors import Workers
+from dovetail.executors import run as execute
+from dovetail.pipeline import resolve_machine, resolve_model
+from dovetail.placers.learned.curves import save_points
+from dovetail.plans import Plan
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from calm import Calm
+
+CASES = (
+    ("zoo:rnnlm?layers=2&steps=20&batch=16&vocabulary=1000&hidden=256", "adam"),
+    ("zoo:inception_v3?batch=2&size=149", "rmsprop"),
+)
+STEPS = 10
+CHEAP = ("single", "expert", "balanced", "etf")
+
+
+def side_by_side(
+    step: dt.Captured, plans: dict[str, Plan], runs: int, calm: Calm
+) -> dict[str, list[float]]:
+    """Plan -> mean step seconds of each run; the plans take turns, each first in its turn."""
+    with ExitStack() as stack:
+        workers: dict[str, Workers] = {}
+        for plan in plans.values():
+            if plan.machine.name not in workers:
+                workers[plan.machine.name] = stack.enter_context(Workers(plan.machine))
+        placed = {
+            name: stack.enter_context(execute(plan, step, workers=workers[plan.machine.name]))
+            for name, plan in plans.items()
+        }
+        names, seconds = list(plans), {name: [] for name in plans}
+        for turn in range(runs):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                mean = calm.measure(lambda: float(placed[name].step_seconds(STEPS).mean()), float)  # noqa: B023
+                seconds[name].append(mean)
+    return seconds
+
+
+def case(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> list[dict]:
+    """The rows of one network."""
+    step = resolve_model(model, train)
+    machine = resolve_machine("here/2")
+    auto = dt.plan(step, machine, budget=arguments.budget)
+    began = time.perf_counter()
+    lesson = dt.learn(
+        step, machine, method=arguments.method, policy=arguments.policy, measured=True,
+        trials=arguments.trials, simulated_first=arguments.simulated_first, seed=arguments.seed,
+        settings={key: float(value) for key, value in arguments.setting},
+    )  # fmt: skip
+    learning_seconds = time.perf_counter() - began
+    if arguments.curves is not None:
+        arguments.curves.mkdir(parents=True, exist_ok=True)
+        name = model.partition("?")[0].removeprefix("zoo:")
+        save_points(lesson.learned.points, arguments.curves / f"measured-{name}.csv")
+    known = {name: value for name, value in auto.baselines.items() if name in CHEAP and value}
+    cheap = min(known, key=known.get)
+    plans = {
+        "learned": lesson.plan,
+        "auto": auto,
+        cheap: dt.plan(step, machine, placer=cheap),
+        "here": dt.plan(step, "here", placer="single"),
+    }
+    seconds = side_by_side(step, plans, arguments.runs, calm)
+    base = statistics.median(seconds["auto"])
+    rows = []
+    for name, plan in plans.items():
+        median = statistics.median(seconds[name])
+        low, high = np.percentile(seconds[name], (25, 75))
+        rows.append({
+            "model": model, "train": train, "plan": name, "predicted_seconds": plan.value,
+            "median_seconds": median, "low_seconds": low, "high_seconds": high,
+            "against_auto": median / base, "runs": len(seconds[name]),
+            "trials": lesson.learned.trials if name == "learned" else "",
+            "simulated_trials": arguments.simulated_first if name == "learned" else "",
+            "failed_trials": len(lesson.failures) if name == "learned" else "",
+            "learning_seconds": learning_seconds if name == "learned" else "",
+        })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trials", type=int, default=256, help="measured")
+    parser.add_argument("--simulated-first", type=int, default=4096)
+    parser.add_argument("--method", default="seq2seq")
+    parser.add_argument("--policy", type=Path, help="a file to start from")
+    parser.add_argument("--setting", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
+    parser.add_argument("--budget", default="30s", help="of auto")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--curves", type=Path)
+    arguments = parser.parse_args()
+    calm, rows = Calm(), []
+    for model, train in CASES:
+        if arguments.only in model:
+            rows += case(model, train, arguments, calm)
+            show(rows)
+    if arguments.csv is not None:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    print(f"{calm.disturbed} of {calm.taken} runs never had calm cores")
+
+
+def show(rows: list[dict]) -> None:
+    table = Table(
+        "network", "plan", "predicted", "median step", "quartiles", "against auto", "trials"
+    )
+    for row in rows:
+        quartiles = f"{1e3 * row['low_seconds']:.2f} to {1e3 * row['high_seconds']:.2f}"
+        table.add_row(
+            row["model"].partition("?")[0], row["plan"], f"{1e3 * row['predicted_seconds']:.2f} ms",
+            f"{1e3 * row['median_seconds']:.2f} ms", quartiles, f"{row['against_auto']:.3f}",
+            str(row["trials"]),
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

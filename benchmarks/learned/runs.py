@@ -1,0 +1,235 @@
+"""What the experiments on learned placement are made of: trainings, each kept as it is done.
+
+    one       a fresh policy on one graph                   GDP-one, HDP, and the ablation's
+    batch     a fresh policy on several graphs in turn      GDP-batch; the policy is kept
+    tuned     a batch's policy on one graph: what it draws at once, and after some updates
+
+A training is found again by everything that it depends on, the code included, so a killed run goes
+on where it was. GDP-one and HDP are those of `dovetail bench gdp`, if they have as many trials.
+"""
+
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.bench import graphs
+from dovetail.bench.cases import GDP_CASES
+from dovetail.bench.learned import Tally, drive, run_of, task_of, views_of
+from dovetail.bench.learned_parts import run_training, training_of
+from dovetail.bench.records import Best, Case, Found, LearnedRun
+from dovetail.bench.running import Settings as Table
+from dovetail.bench.store import LEARNED, Store, fingerprint
+from dovetail.machine import parse_machine
+from dovetail.machine.files import machine_to_dict
+from dovetail.placers.learned.catalog import make_policy, settings_of
+from dovetail.placers.learned.files import load_policy, save_policy
+from dovetail.placers.learned.policy import Policy
+from dovetail.placers.learned.records import Task
+
+GDP = {case.key: case for case in GDP_CASES}
+_RNNLM_4, _GNMT_8 = GDP["rnnlm-4-4gpu"], GDP["gnmt-8-8gpu"]
+_RNNLM_8 = replace(
+    _RNNLM_4, key="rnnlm-8-8gpu", title="RNNLM-8, 8 GPUs", model="zoo:rnnlm?layers=8",
+    machine="gdp/8", gpus=8, published=None,
+)  # fmt: skip
+
+
+def _sized(case: Case, batch: int) -> Case:
+    """A variant of a network: GDP does not say in what its three differ."""
+    return replace(
+        case, key=f"{case.key}-batch{batch}", title=f"{case.title}, batch {batch}",
+        model=f"{case.model}&batch={batch}", published=None,
+    )  # fmt: skip
+
+
+CASES = GDP | {
+    case.key: case
+    for case in (
+        _RNNLM_8, *(_sized(_RNNLM_8, n) for n in (32, 128)),
+        *(_sized(_GNMT_8, n) for n in (64, 256)),
+    )
+}  # fmt: skip
+ZERO_SHOT_DRAWS = 31
+
+
+def say(text: str) -> None:
+    """How far it is, aside from the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much each training may spend.
+
+    trials     of a training, for each of its graphs
+    updates    of fine-tuning, at most
+    seeds      trainings of each
+    table      folder of `dovetail bench gdp`, whose graphs and trainings are used
+    out        folder of what is kept
+    """
+
+    trials: int
+    updates: int
+    seeds: int
+    table: Path
+    out: Path
+
+    @property
+    def store(self) -> Store:
+        return Store(self.out / "rows", say)
+
+    @property
+    def bench(self) -> Table:
+        return Table("gdp", self.table, learn=self.trials, seeds=self.seeds)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a batch's policy comes to on one graph.
+
+    zero_shot   seconds of the best of its likeliest placement and `ZERO_SHOT_DRAWS` draws
+    likeliest   seconds of the likeliest alone; None: it does not fit
+    run         those placements, and then the fine-tuning's
+    """
+
+    zero_shot: float | None
+    likeliest: float | None
+    run: LearnedRun
+
+
+def one(effort: Effort, key: str, seed: int, method: str = "gdp", **options: Any) -> LearnedRun:
+    """A training on one graph; with options of the policy, one of this folder."""
+    case = CASES[key]
+    if not options and key in GDP:
+        table = effort.bench
+        store = table.store(say)
+        if training_of(table, store, case, method, seed) is None:
+            run_training(table, case, method, seed, say, say)
+        found = training_of(table, store, case, method, seed)
+        assert found is not None, "it was kept"
+        return found
+    return batch(effort, (key,), seed, method, **options)[key]
+
+
+def batch(
+    effort: Effort, keys: Sequence[str], seed: int, method: str = "gdp", **options: Any
+) -> dict[str, LearnedRun]:
+    """key -> what one policy found for that graph, trained on all of them in turn."""
+    name, key = _named(effort, keys, seed, method, options)
+    kept = effort.store.get(name, key)
+    if kept is None or not _policy_file(effort, name).exists():
+        kept = _train(effort, keys, seed, method, options, _policy_file(effort, name))
+        effort.store.put(name, key, kept)
+    return {row: _run(raw) for row, raw in kept.items()}
+
+
+def tuned(effort: Effort, keys: Sequence[str], row: str, seed: int, **options: Any) -> Tuned:
+    """The policy of a batch of GDP on a graph, which may be one of them."""
+    batch(effort, keys, seed, **options)
+    trained, _ = _named(effort, keys, seed, "gdp", options)
+    name = f"tuned.{row}.{_short(trained)}"
+    key = fingerprint(LEARNED, **_ground(effort, (row,)), trained=trained, updates=effort.updates)
+    kept = effort.store.get(name, key)
+    if kept is None:
+        policy, _ = load_policy(_policy_file(effort, trained), "gdp")
+        kept = _tune(effort, policy, row, seed)
+        effort.store.put(name, key, kept)
+    return Tuned(kept["zero_shot"], kept["likeliest"], _run(kept["run"]))
+
+
+@cache
+def task_for(table: Path, row: str, method: str) -> tuple[Task, str]:
+    """A row's task and how its groups came about; the graph is captured where it is not kept."""
+    case = CASES[row]
+    graph = graphs.graph_for(Table("gdp", table).store(say), case)
+    return task_of(row, graph, parse_machine(case.machine), method)
+
+
+def _train(
+    effort: Effort,
+    keys: Sequence[str],
+    seed: int,
+    method: str,
+    options: dict[str, Any],
+    file: Path,
+) -> dict[str, Any]:
+    say(f"training {method} on {', '.join(keys)}, seed {seed} {options or ''}")
+    pairs = [task_for(effort.table, row, method) for row in keys]
+    tasks = [task for task, _ in pairs]
+    seen, tallies = views_of(tasks), [_tally(task) for task in tasks]
+    policy = make_policy(method, seen[0].view, seed, **options)
+    trials = effort.trials * len(keys)
+    began = time.perf_counter()
+    learner = drive(policy, settings_of(method), seen, tallies, trials=trials, seed=seed)
+    spent = time.perf_counter() - began
+    card = {"trained_on": list(keys), "seed": seed, "trials": trials, "updates": learner.updates}
+    save_policy(file, policy, card)
+    updates = learner.updates // len(keys)
+    return {
+        row: asdict(run_of(method, seed, grouping, tally, updates, spent))
+        for row, (_, grouping), tally in zip(keys, pairs, tallies, strict=True)
+    }
+
+
+def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]:
+    task, grouping = task_for(effort.table, row, "gdp")
+    (seen,), tally, settings = views_of([task]), _tally(task), settings_of("gdp")
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    likeliest = tally(policy.likeliest(seen.view)[None])
+    generator = torch.Generator().manual_seed(seed)
+    tally(policy.draw(seen.view, ZERO_SHOT_DRAWS, generator).placements)
+    zero_shot = tally.best_seconds
+    trials = effort.updates * settings.trials
+    learner = drive(policy, settings, [seen], [tally], trials=trials, seed=seed)
+    return {
+        "zero_shot": zero_shot if np.isfinite(zero_shot) else None,
+        "likeliest": float(likeliest.seconds[0]) if likeliest.valid[0] else None,
+        "run": asdict(
+            run_of("gdp", seed, grouping, tally, learner.updates, time.perf_counter() - began)
+        ),
+    }
+
+
+def _tally(task: Task) -> Tally:
+    return Tally(task.problem(threads=1), lambda _trials, _seconds: None)
+
+
+def _named(
+    effort: Effort, keys: Sequence[str], seed: int, method: str, options: dict[str, Any]
+) -> tuple[str, str]:
+    """(name, fingerprint) of a training."""
+    key = fingerprint(
+        LEARNED, **_ground(effort, keys), method=method, trials=effort.trials, seed=seed,
+        options=options,
+    )  # fmt: skip
+    return f"{method}.{_short(','.join(keys))}.{_short(repr(sorted(options.items())))}.{seed}", key
+
+
+def _ground(effort: Effort, keys: Sequence[str]) -> dict[str, Any]:
+    tasks = [task_for(effort.table, row, "gdp")[0] for row in keys]
+    return {
+        "graphs": [task.graph.fingerprint for task in tasks],
+        "machines": [machine_to_dict(task.machine) for task in tasks],
+    }
+
+
+def _policy_file(effort: Effort, name: str) -> Path:
+    return effort.out / "rows" / f"{name}.safetensors"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _run(raw: dict[str, Any]) -> LearnedRun:
+    bests = tuple(Best(**best) for best in raw["bests"])
+    return LearnedRun(**{**raw, "found": Found(**raw["found"]), "bests": bests})

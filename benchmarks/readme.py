@@ -1,0 +1,140 @@
+"""Write the tables of rl17/README.md and gdp/README.md from the CSV files beside them.
+
+    python benchmarks/readme.py rl17 gdp
+
+`dovetail bench` writes rows.csv and trainings.csv; no figure of the README is typed by hand.
+"""
+
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from markdown import fill, table
+
+from dovetail.bench import learned_tables
+from dovetail.bench.cases import CASES, LEARNED
+from dovetail.bench.effort import middle
+from dovetail.bench.methods import HYPOTHESIS, PLAIN
+from dovetail.bench.orderings import is_oom
+from dovetail.bench.records import Best, Column, Found, LearnedRun, Row
+
+METHODS = {
+    "rl17": ("1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert", "heft", "auto", "seq2seq"),
+    "gdp": ("1 GPU", "metis", "scotch", "expert", "heft", "auto", "gdp", "hdp"),
+}
+HERE = Path(__file__).parent
+
+
+def rows_of(folder: Path, name: str) -> dict[str, Row]:
+    """key -> the row, as far as the CSV files tell of it."""
+    lines = [line for line in _lines(folder / "rows.csv") if line["column"]]
+    runs = _trainings(folder / "trainings.csv")
+    found: dict[str, Row] = {}
+    for key in dict.fromkeys(line["row"] for line in lines):
+        own = [line for line in lines if line["row"] == key]
+        columns = {
+            column: _column([line for line in own if line["column"] == column], LEARNED[name])
+            for column in dict.fromkeys(line["column"] for line in own)
+        }
+        learned = runs.get(key, {})
+        columns[PLAIN].learned.update({method: tuple(of) for method, of in learned.items()})
+        columns[PLAIN].methods.update({m: middle(of).found for m, of in learned.items()})
+        sizes = [int(own[0][field]) for field in ("ops", "groups", "flops", "parameter_bytes")]
+        found[key] = Row(key, *sizes, columns, 0.0)
+    return found
+
+
+def _column(lines: list[dict[str, str]], learned: tuple[str, ...]) -> Column:
+    methods = {
+        line["method"]: Found(_number(line["seconds"]), line["reason"], {},
+                              _number(line["search_seconds"]) or 0.0)
+        for line in lines
+        if line["method"] not in learned
+    }  # fmt: skip
+    fitting = {name: found.seconds for name, found in methods.items() if found.seconds is not None}
+    best = min(fitting, key=lambda name: fitting[name], default="")
+    return Column(methods, best, float(lines[0]["bound_seconds"]), lines[0]["bound_proof"], {})
+
+
+def _trainings(path: Path) -> dict[str, dict[str, list[LearnedRun]]]:
+    found: dict[str, dict[str, list[LearnedRun]]] = {}
+    for line in _lines(path) if path.exists() else ():
+        bests = [best.split(":") for best in line["curve"].split(";") if best]
+        run = LearnedRun(
+            method=line["method"],
+            seed=int(line["seed"]),
+            found=Found(_number(line["seconds"]), line["reason"], {}, float(line["wall_seconds"])),
+            groups=int(line["groups"]),
+            grouping=line["grouping"],
+            trials=int(line["trials"]),
+            distinct=int(line["distinct"]),
+            updates=int(line["updates"]),
+            invalid_share=float(line["invalid_share"]),
+            bests=tuple(Best(int(t), int(d), float(seconds)) for t, d, seconds in bests),
+        )
+        found.setdefault(line["row"], {}).setdefault(run.method, []).append(run)
+    return found
+
+
+def _lines(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def planned(name: str, rows: dict[str, Row], column: str) -> str:
+    """Every row's seconds by method, the best that does not learn, and the bound."""
+    lines = []
+    for case in CASES[name]:
+        if case.key not in rows:
+            continue
+        row = rows[case.key]
+        of = row.columns[column]
+        best, expert = of.methods[of.best].seconds, of.methods["expert"].seconds
+        lines.append((
+            case.title, f"{row.ops:,}", f"{row.groups:,}",
+            *(_cell(of.methods.get(method)) for method in METHODS[name]),
+            f"{best:.3f} ({of.best})", f"{of.bound:.3f}", f"{100 * (best / of.bound - 1):.1f} %",
+            "-" if expert is None else f"{expert / best:.2f}",
+        ))  # fmt: skip
+    head = ("row", "ops", "groups", *METHODS[name], "best planner", "bound", "above it",
+            "expert / best")  # fmt: skip
+    return table(head, lines)
+
+
+def _cell(found: Found | None) -> str:
+    if found is None or found.seconds is None:
+        return "OOM" if found is not None and is_oom(found) else "-"
+    return f"{found.seconds:.3f}" if found.seconds < 10 else f"{found.seconds:.1f}"
+
+
+def learned(name: str, rows: dict[str, Row]) -> str:
+    """The tables of the page's section on learned methods."""
+    done = [(case, rows[case.key]) for case in CASES[name] if case.key in rows]
+    parts = [
+        f"* {what}: **{figure}** ({remark})"
+        for what, figure, remark in learned_tables.verdicts(name, done)
+    ]
+    for title, (head, lines) in learned_tables.tables_of(name, done):
+        parts += ["", f"{title}:", "", table(head, lines)]
+    return "\n".join(parts) or "Not run."
+
+
+def main() -> None:
+    for name in sys.argv[1:] or CASES:
+        folder = HERE / name
+        rows, readme = rows_of(folder, name), folder / "README.md"
+        fill(readme, "planned", planned(name, rows, PLAIN))
+        if any(HYPOTHESIS in row.columns for row in rows.values()):
+            fill(readme, "hypothesis", planned(name, rows, HYPOTHESIS))
+        fill(readme, "learned", learned(name, rows))
+
+
+if __name__ == "__main__":
+    main()

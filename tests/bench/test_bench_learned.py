@@ -1,0 +1,305 @@
+"""The learned columns: trained row by row, kept, continued, compared, and told of."""
+
+import csv
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from bench_samples import METHODS, fits, make_case, make_column, make_row, oom
+from tiny_tables import CASES, MACHINE, RNN, settings
+
+from dovetail.bench import learned, learned_parts, learned_tables, store
+from dovetail.bench.crew import Task, work_off
+from dovetail.bench.effort import effort, efforts, middle, reached, span, target_of
+from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
+from dovetail.bench.methods import PLAIN
+from dovetail.bench.page import render
+from dovetail.bench.records import Best, LearnedRun, Published
+from dovetail.bench.table import run_table
+from dovetail.costs import analytic_costs
+from dovetail.graph import Groups, layered
+from dovetail.machine import parse_machine
+from dovetail.pipeline import graph_of, resolve_model
+from dovetail.simulator import Simulator
+
+FEW = {PLAIN: ("1 CPU", "1 GPU", "expert"), "hypothesis": ("1 CPU",)}
+
+
+@pytest.fixture(scope="module")
+def task():
+    graph = graph_of(resolve_model(RNN, "adam"))
+    return task_of("tiny", graph, parse_machine(MACHINE), "gdp")[0]
+
+
+def made_run(method, seed, bests, trials=100, seconds=None, invalid=0.0):
+    """A training that found `bests` of (trial, seconds)."""
+    found = tuple(Best(trial, trial, value) for trial, value in bests)
+    last = bests[-1][1] if bests else seconds
+    reached = fits(last) if bests else oom()
+    return LearnedRun(method, seed, reached, 7, "by hand", trials, trials, 5, invalid, found)
+
+
+def random_policy(method, tasks, tallies, *, trials, seed):
+    """Stands for a training: it draws and never learns."""
+    rng = np.random.default_rng(seed)
+    problem = tasks[0].problem(threads=1)
+    for _ in range(trials // 4):
+        draws = rng.integers(0, problem.devices, (4, problem.groups.count))
+        tallies[0](np.stack([problem.settle(draw) for draw in draws]))
+    return trials // 4
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """(method, seed) of every training from now on; none of them learns."""
+    calls = []
+
+    def noted(method, tasks, tallies, *, trials, seed):
+        calls.append((tasks[0].name, method, seed))
+        return random_policy(method, tasks, tallies, trials=trials, seed=seed)
+
+    monkeypatch.setattr(learned, "train", noted)
+    return calls
+
+
+def test_groups_are_as_many_as_asked_for_or_all_that_colocation_leaves():
+    machine = parse_machine("rl17/2")
+    wide, small = layered(4000, training=True), layered(60, training=True)
+    for graph, method in ((wide, "gdp"), (wide, "hdp"), (small, "gdp")):
+        found, grouping = task_of("", graph, machine, method)
+        assert found.groups.count >= FEWEST_GROUPS or grouping == "all that colocation leaves"
+    by_rule, grouping = task_of("", wide, machine, "seq2seq")
+    assert grouping == "RL17's rule"
+    finer, grouping = task_of("", wide, machine, "gdp")
+    assert by_rule.groups.count < FEWEST_GROUPS <= finer.groups.count
+
+
+def test_too_many_groups_are_joined_and_stay_enough(monkeypatch):
+    monkeypatch.setattr(learned, "FEWEST_GROUPS", 20)
+    monkeypatch.setattr(learned, "MOST_GROUPS", 40)
+    graph = layered(900, training=True)
+    coarse, grouping = task_of("", graph, parse_machine("rl17/2"), "gdp")
+    assert 20 <= coarse.groups.count <= 40
+    assert grouping.endswith("then joined by heavy edges")
+
+
+def test_a_tally_counts_repeats_once_as_different_and_keeps_every_new_best(task):
+    told = []
+    tally = Tally(task.problem(threads=1), lambda trials, seconds: told.append((trials, seconds)))
+    rng = np.random.default_rng(0)
+    problem = task.problem(threads=1)
+    draws = [problem.settle(rng.integers(0, 2, problem.groups.count)) for _ in range(5)]
+    simulator = Simulator(task.graph, task.machine, task.costs, ranked=True)
+    values = simulator.evaluate(problem.spread(np.stack(draws))).values
+    first = tally(np.stack([draws[0], draws[0], draws[1]]))
+    tally(np.stack(draws[:5]))
+    assert first.seconds.tolist() == [values[0], values[0], values[1]]
+    assert (tally.trials, tally.distinct, tally.invalid) == (8, 5, 0)
+    lows = np.minimum.accumulate(values)
+    assert tally.bests[0] == Best(1, 1, values[0])
+    assert tally.bests[-1].seconds == lows[-1]
+    assert told[-1] == (8, lows[-1])
+    trial_of = {0: 1, 1: 3, 2: 6, 3: 7, 4: 8}
+    wins = [i for i in range(5) if i == 0 or values[i] < lows[i - 1]]
+    assert [best.trial for best in tally.bests] == [trial_of[i] for i in wins]
+
+
+def test_what_does_not_fit_is_no_best_and_says_what_lacks(task):
+    devices = tuple(replace(device, memory_bytes=1000) for device in task.machine.devices)
+    cramped = replace(task, machine=replace(task.machine, devices=devices))
+    tally = Tally(cramped.problem(threads=1), lambda _trials, _seconds: None)
+    found = tally(np.zeros((2, task.groups.count), dtype=np.int32))
+    assert not found.valid.any()
+    assert np.isinf(found.seconds).all()
+    assert (tally.trials, tally.invalid, tally.bests) == (2, 2, [])
+    assert tally.reason.startswith("OOM: k80:")
+
+
+@pytest.mark.parametrize("method", ["seq2seq", "gdp", "hdp"])
+def test_a_training_uses_its_trials_and_the_same_seed_gives_the_same_curve(method):
+    graph = layered(40, training=True)
+    costs = analytic_costs(graph, parse_machine(MACHINE))
+    few = Groups((np.arange(len(graph)) * 6 // len(graph)).astype(np.int32), 6)
+    small = learned.Task("small", graph, parse_machine(MACHINE), costs, few)
+    runs = [run_learned(small, "by hand", method, trials=34, seed=3) for _ in range(2)]
+    (one, placement), (two, _) = runs
+    assert one.trials == 34
+    assert one.bests == two.bests
+    assert one.updates == two.updates > 1
+    value = Simulator(graph, small.machine, costs).evaluate(placement[None][:, few.of_op])
+    assert one.found.seconds == value.values[0] == one.bests[-1].seconds
+    assert sum(one.found.peak_memory_bytes.values()) == value.peak_memory_bytes.sum()
+
+
+def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(tmp_path, trained):
+    asked = settings(tmp_path, methods=FEW, learn=40, seeds=2)
+    table = run_table(asked, CASES, jobs=0)
+    assert not table.failures
+    assert trained == [(case.key, "seq2seq", seed) for seed in (0, 1) for case in CASES]
+    for row in table.rows:
+        column = row.columns[PLAIN]
+        runs = column.learned["seq2seq"]
+        assert [run.seed for run in runs] == [0, 1]
+        assert column.methods["seq2seq"] == middle(runs).found
+        assert column.best != "seq2seq"
+        assert all(run.trials == 40 for run in runs)
+        assert not row.columns["hypothesis"].learned
+    trained.clear()
+    assert run_table(asked, CASES, jobs=0).rows == table.rows
+    assert not trained
+    (tmp_path / "rows" / "tiny-2gpu.plain.seq2seq.seed-1.json").unlink()
+    run_table(asked, CASES, jobs=0)
+    assert trained == [("tiny-2gpu", "seq2seq", 1)]
+    trained.clear()
+    without = run_table(replace(asked, learn=0), CASES, jobs=0)
+    assert without.computed == 0
+    assert not without.rows[0].columns[PLAIN].learned
+    run_table(replace(asked, learn=80), CASES[:1], jobs=0)
+    assert trained == [("tiny-2gpu", "seq2seq", 0), ("tiny-2gpu", "seq2seq", 1)]
+
+
+@pytest.mark.parametrize(("kind", "again"), [(store.LEARNED, 1), (store.PLANNED, 2)])
+def test_other_code_of_learning_leaves_what_was_planned_and_the_other_way_round(
+    tmp_path, trained, monkeypatch, kind, again
+):
+    asked = settings(tmp_path, methods=FEW, learn=8, seeds=1)
+    run_table(asked, CASES[:1], jobs=0)
+    real = store.code_fingerprint
+    monkeypatch.setattr(store, "code_fingerprint", lambda of: real(of) + "x" * (of == kind))
+    other = replace(asked, code=store.all_code())
+    assert run_table(other, CASES[:1], jobs=0).computed == again
+
+
+def test_code_that_computes_nothing_of_a_kind_is_not_among_what_it_rests_on():
+    root = store.Path(store.__file__).parents[1]
+    files = {
+        kind: {
+            file.relative_to(root).as_posix()
+            for file in store._files(root, store._RESTS_ON[kind], store._NOT.get(kind, ()))
+        }
+        for kind in store._RESTS_ON
+    }
+    policy, planner = "placers/learned/gdp.py", "placers/local_search.py"
+    assert policy in files[store.LEARNED]
+    assert policy not in files[store.PLANNED]
+    assert planner in files[store.PLANNED]
+    assert planner not in files[store.LEARNED]
+    assert "simulator/kernel.py" in files[store.LEARNED] & files[store.PLANNED]
+    assert not {policy, planner, "bench/page.py"} & files[store.GRAPHS]
+    named = [name for kind in (*store._RESTS_ON.values(), *store._NOT.values()) for name in kind]
+    assert all((root / name).exists() for name in named)
+
+
+@pytest.mark.parametrize("jobs", [0, 1])
+def test_when_the_last_task_fails_what_waits_for_it_is_dropped_and_the_crew_ends(jobs):
+    tasks = [
+        Task("bad", "tiny_tasks:raises", ("no good",)),
+        Task("later", "tiny_tasks:says", ("",), after=("bad",)),
+    ]
+    assert set(work_off(tasks, jobs, lambda *_: None, print)) == {"bad", "later"}
+
+
+def test_the_run_of_the_median_counts_and_one_without_a_placement_is_the_worst():
+    runs = [made_run("gdp", seed, [(3, value)]) for seed, value in enumerate((0.3, 0.1, 0.2))]
+    assert middle(runs).seed == 2
+    assert middle(runs[:2]).seed == 1
+    lost = made_run("gdp", 3, [])
+    assert middle([lost, runs[0]]).seed == 0
+    assert span([runs[0], runs[1], lost]) == (0.1, math.inf)
+
+
+def test_effort_is_how_much_less_is_evaluated_for_a_placement_as_good():
+    hdp = made_run("hdp", 0, [(10, 0.9), (80, 0.5)])
+    fast = made_run("gdp", 0, [(2, 0.6), (8, 0.5), (90, 0.3)])
+    assert reached(fast, 0.5).trial == 8
+    assert (effort(fast, hdp).ratio, effort(fast, hdp).limit) == (10.0, "")
+    never = made_run("gdp", 0, [(2, 0.6)], trials=100)
+    assert (effort(never, hdp).ratio, effort(never, hdp).limit) == (0.8, "at most")
+    helpless = made_run("hdp", 0, [], trials=100)
+    assert (effort(fast, helpless).ratio, effort(fast, helpless).limit) == (50.0, "at least")
+
+
+def column_of(**seconds):
+    methods = {name: fits(value) for name, value in seconds.items()}
+    return replace(make_column(), methods=METHODS | methods)
+
+
+def test_what_seq2seq_is_to_reach_is_the_smaller_of_the_papers_margin_and_most_of_the_head_room():
+    printed = {"1 GPU": None, "Scotch": 14.19, "MinCut": 11.54, "expert": 4.99, "RL": 4.04}
+    case = make_case(published=Published(printed))
+    roomy = target_of(case, column_of(auto=0.5))
+    assert roomy.baseline == "expert"  # .92, of 6.9, 1.57, 1.1, 1.0
+    assert roomy.head_room == pytest.approx(0.92 / 0.5 - 1)
+    assert roomy.margin == pytest.approx(4.99 / 4.04 - 1)
+    assert roomy.seconds == pytest.approx(0.92 * 4.04 / 4.99)
+    tight = target_of(case, column_of(auto=0.85))
+    assert tight.seconds == pytest.approx(0.92 / (1 + 0.8 * (0.92 / 0.85 - 1)))
+    assert target_of(case, column_of(auto=0.92)).seconds == 0.92
+    unprinted = make_case(published=Published({"1 GPU": None, "RL": 33.46}))
+    assert target_of(unprinted, column_of(auto=0.85)).margin is None
+    assert target_of(case, replace(make_column(), methods={})) is None
+
+
+def gdp_column():
+    runs = {
+        "gdp": tuple(made_run("gdp", s, [(2, 0.8), (10, 0.6)]) for s in (0, 1)),
+        "hdp": tuple(made_run("hdp", s, [(50, 0.7)]) for s in (0, 1)),
+    }
+    methods = METHODS | {name: middle(of).found for name, of in runs.items()}
+    return replace(make_column(), methods=methods, learned=runs)
+
+
+def gdp_case():
+    seconds = {"GDP-one": 0.234, "human": 0.257, "METIS": 0.355, "HDP": 0.243}
+    published = Published(seconds, hours={"GDP-one": "2.95 times faster than HDP"})
+    return make_case(machine="gdp/2", published=published)
+
+
+def test_gdps_tables_have_its_ratios_its_effort_and_the_papers():
+    done = [(gdp_case(), make_row(plain=gdp_column()))]
+    (_, (head, (row,))), (_, (_, (spent,))), _ = learned_tables.tables_of("gdp", done)
+    found = dict(zip(head, row, strict=True))
+    assert (found["GDP-one"], found["HDP"], found["auto"]) == ("0.600 s", "0.700 s", "0.720 s")
+    assert (found["to HDP"], found["to human"], found["to auto"]) == (
+        "0.857 x",
+        "0.652 x",
+        "0.833 x",
+    )
+    assert spent == ("RNNLM, 2 GPUs", "50, 50", "10, 10", "5.0 x", "5.0 x", "2.95 x")
+    said = {what: figure for what, figure, _ in learned_tables.verdicts("gdp", done)}
+    assert said == {
+        "GDP-one at or below HDP": "1 of 1",
+        "GDP-one at or below human": "1 of 1",
+        "GDP-one over auto": "0.833 x",
+        "less search than HDP": "5.0 x",
+    }
+    assert [one.limit for one in efforts(gdp_column())] == ["", ""]
+
+
+def test_the_page_shows_every_training_and_the_cards_their_sum():
+    text = render("gdp", [gdp_case()], [make_row(plain=gdp_column())], [], [])
+    assert "<h2>Learned methods</h2>" in text
+    assert "0.600 s to 0.600 s" in text
+    assert "less search than HDP" in text
+    assert "No training was run." in render("gdp", [gdp_case()], [make_row()], [], [])
+
+
+def test_a_line_of_the_csv_of_trainings_has_the_whole_curve(tmp_path):
+    done = [(gdp_case(), make_row(plain=gdp_column()))]
+    learned_tables.write_trainings("gdp", done, tmp_path / "trainings.csv")
+    with (tmp_path / "trainings.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["method"], line["seed"]) for line in lines] == [
+        ("gdp", "0"), ("gdp", "1"), ("hdp", "0"), ("hdp", "1"),
+    ]  # fmt: skip
+    assert lines[0]["curve"] == "2:2:0.8;10:10:0.6"
+    assert lines[0]["trials_to_best"] == "10"
+    assert tuple(lines[0]) == learned_tables.FIELDS
+
+
+def test_a_training_in_progress_tells_how_far_it_is(tmp_path, trained):
+    said = []
+    asked = settings(tmp_path, methods=FEW, learn=40, seeds=1)
+    learned_parts.run_training(asked, CASES[0], "seq2seq", 0, said.append, print)
+    assert any("20 trials, " in line for line in said)
