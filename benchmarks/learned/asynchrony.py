@@ -12,6 +12,7 @@ import argparse
 import os
 import signal
 import statistics
+import sys
 import time
 import uuid
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from markdown import table
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from markdown import table
 
 from dovetail.costs import analytic_costs
 from dovetail.graph.grouping import group

@@ -22,19 +22,19 @@ KEYS = ("trained_on", "held_out", "seed", "updates", "trials", "seconds", "versi
 def pretrain(  # noqa: PLR0913  one argument an option
     out: Annotated[Path, typer.Option(help="Write the policy (.safetensors)")],
     trials: Annotated[
-        int | None, typer.Option(min=0, help="Of PPO", show_default="the recipe's 32000")
+        int | None, typer.Option(min=0, help="Of PPO", show_default="the recipe's")
     ] = None,
     budget: Annotated[
         str, typer.Option(help="60s, 5m: of imitation, and again of PPO, at most")
     ] = "",
     graphs: Annotated[
-        int | None, typer.Option(min=0, help="Random graphs", show_default="the recipe's 96")
+        int | None, typer.Option(min=0, help="Random graphs", show_default="the recipe's")
     ] = None,
     networks: Annotated[
         bool, typer.Option("--networks/--no-networks", help="Networks of the zoo as well")
     ] = True,
     passes: Annotated[
-        int | None, typer.Option(min=0, help="Of imitation", show_default="the recipe's 40")
+        int | None, typer.Option(min=0, help="Of imitation", show_default="the recipe's")
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     folder: Annotated[

@@ -17,7 +17,7 @@ from dovetail.placers.learned.records import Settings, Trials
 from dovetail.placers.learned.reinforce import reinforce
 from dovetail.placers.learned.seq2seq import Seq2Seq
 
-REINFORCE = Settings("reinforce", trials=6, rate=0.01, entropy=0.1)
+REINFORCE = Settings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)
 PPO = Settings("ppo", trials=6, rate=0.01, entropy=0.1, passes=3, clip=0.05)
 SMALL = {
     "seq2seq": (Seq2Seq, {"hidden": 6}, reinforce, REINFORCE),
@@ -124,7 +124,7 @@ def test_reinforce_estimates_the_gradient_of_the_expected_cost(name):
     problem = random_problem(2, groups=3, devices=2, tight=False)
     view = exact_view(problem)
     policy, _, settings = small(name, view)
-    settings = replace(settings, entropy=0.0)
+    settings = replace(settings, entropy=0.0, entropy_each=0.0)
     actions = all_actions(name, view)
     rows = placements_of(name, actions)
     found = problem.evaluate(problem.spread(np.array(rows, dtype=np.int32)))
@@ -180,7 +180,7 @@ def trained_seconds(name, seed, *, shuffled):
     cls, options, _, settings = SMALL[name]
     rate, updates, further = LEARNING[name]
     settings = replace(
-        settings, trials=16, rate=rate, normalised=True, baseline_decay=0.0, entropy=0.0, clip=0.2
+        settings, trials=16, rate=rate, normalised=True, baseline="batch", entropy=0.0, clip=0.2
     )
     problem = random_problem(seed, groups=6, devices=2, tight=False)
     view = look(problem)

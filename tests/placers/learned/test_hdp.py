@@ -104,6 +104,22 @@ def test_a_problem_without_any_choice_is_placed_as_it_must_be():
     assert policy.likeliest(view).tolist() == [1, 0, 2]
 
 
+def test_any_placement_has_actions_that_lead_to_it_if_there_are_groups_enough():
+    view = some_settled(view_of())
+    ops = np.flatnonzero(view.free)
+    policy = Hdp.for_view(view, **SMALL, groups=5)
+    for placement in policy.draw(view, 60, generator()).placements:
+        actions = policy.actions_of(view, placement)
+        there = actions["devices"][0][actions["groups"][0]].numpy()
+        assert (there == placement[ops]).all()
+        log_probs = policy.judge(view, actions).log_probs
+        assert bool((log_probs > -20).all())
+        empty = np.setdiff1d(np.arange(5), actions["groups"].numpy())
+        assert bool((log_probs[0, 6 + empty] == 0).all())
+    few = Hdp.for_view(view, **SMALL, groups=1)
+    assert few.actions_of(view, placement) is None
+
+
 def test_groups_follow_the_references_rule_but_are_no_more_than_the_ops():
     assert Hdp.for_view(view_of(groups=8), **SMALL).groups == 8
     assert Hdp.for_view(view_of(groups=70, devices=2), **SMALL).groups == 40

@@ -90,7 +90,9 @@ def test_the_elite_joins_with_the_highest_advantage_as_if_just_drawn():
         Fixed(judged), None, drawn(old), torch.tensor([0.5, -1.0]), placement, 2.0
     )
     assert advantages.tolist() == [0.5, -1.0, 1.0]
-    torch.testing.assert_close(draw.log_probs, torch.tensor([[-1.0, -2.0], [-0.5, -0.25], [-0.7, -0.3]]))
+    torch.testing.assert_close(
+        draw.log_probs, torch.tensor([[-1.0, -2.0], [-0.5, -0.25], [-0.7, -0.3]])
+    )
     assert draw.actions["d"].tolist() == [[0, 0], [0, 0], [1, 0]]
 
 

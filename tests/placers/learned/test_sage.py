@@ -16,7 +16,9 @@ def some_edges(groups, count, seed):
 def slowly_pooled(x, sources, owners):
     pooled = torch.zeros_like(x)
     for group in range(len(x)):
-        neighbours = [s for s, o in zip(sources.tolist(), owners.tolist(), strict=True) if o == group]
+        neighbours = [
+            s for s, o in zip(sources.tolist(), owners.tolist(), strict=True) if o == group
+        ]
         if neighbours:
             pooled[group] = x[neighbours].max(dim=0).values
     return pooled

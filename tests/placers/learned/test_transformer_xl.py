@@ -102,9 +102,7 @@ def test_a_condition_of_one_is_no_superposition():
     torch.manual_seed(0)
     layer, h, segments = Layer(8, 2), states(9), segments_of(9, 4, CPU)
     cut = segments.cut(h)
-    torch.testing.assert_close(
-        layer(cut, segments), layer(cut, segments, torch.ones(3, 4, 8))
-    )
+    torch.testing.assert_close(layer(cut, segments), layer(cut, segments, torch.ones(3, 4, 8)))
 
 
 def test_an_untrained_condition_is_about_one_and_depends_on_the_graph():

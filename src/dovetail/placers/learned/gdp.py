@@ -5,15 +5,25 @@ https://arxiv.org/abs/1910.01578, section 3.
 
     View ──► embed ──► GraphSAGE ──► x0 ──► Transformer-XL, superposed ──► states [groups, hidden]
                                                                                │
-    devices, links ──► attention among devices ──► [devices, hidden] ──────► logits [groups, devices]
+    devices, links ──► attention among devices ──► [devices, hidden] ─────► logits [groups, devices]
 
 Differences: devices enter by their own features, not as rows of an output layer, so that one policy
 serves any number and any kind of them; a logit looks at a group's state, a device's embedding, and
-the group's work on that device. Costs and sizes are features of a group beside the paper's type,
-shape and adjacency.
+what is known of the two together (the work there, and where the group lies to the part of the graph
+that would be the device's by an equal cut: `features.cuts`). Costs and sizes are features of a
+group beside the paper's type, shape and adjacency. A new policy already prefers devices that are
+quick at a group's work, and the cut by modules and parameters; the paper's begins at random.
+`individual` (ours, for one graph alone) adds logits of each group's own, which learn what the
+network's features do not tell apart. How trials are drawn: `exploring`.
+
+`SETTINGS` differ from the paper's, `PAPER`, in what is ours: advantages by the batch's own mean and
+spread, and the best placement so far in every batch (`ppo.with_elite`).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,28 +46,37 @@ from dovetail.placers.learned.records import Settings, View
 from dovetail.placers.learned.sage import Edges, SageLayer
 from dovetail.placers.learned.transformer_xl import TransformerXL
 
-SLOWER, FAR, SMALL = 4.0, 1.5, 0.2
-START = ("module", "parameter")
 SETTINGS = Settings(
     objective="ppo",
     trials=16,
-    rate=1e-3,
-    baseline="mean",
+    rate=5e-4,
+    baseline="batch",
     failing=10.0,
     entropy=0.01,
     normalised=True,
-    passes=4,
-    clip=0.2,
+    passes=2,
+    elite=1.0,
 )
+PAPER = replace(SETTINGS, baseline="mean", elite=0.0)
+"""The paper's reward, failing signal and bias; rate, trials, passes and entropy are not in it."""
+START: dict[str, float] = {"module": -1.5, "parameter": -1.5}
+"""Logits, before any training, of a distance of one width from a device's part by a position."""
+SLOWER = -4.0
+"""Likewise of a device that takes ten times as long as the best one."""
+SMALL = 0.2
+"""Factor on the untrained network's part in the logits."""
 
 
 class Gdp(Policy):
-    """Serves every view.
+    """Serves every view; with `individual` only views of that many groups and devices.
 
     hidden         width of everything
     layers         of the placer; `sage_layers` of the graph network
     segment        groups that attend to each other, and to the segment before
     attention, superposition   False: without, for the ablation
+    share, floor   of exploration: trials that decide for clusters, uniform decisions a trial
+    individual     (groups, devices) of a table of logits, times `gain`: how much faster than the
+                   network it learns
     """
 
     name: ClassVar[str] = "gdp"
@@ -74,11 +93,11 @@ class Gdp(Policy):
         superposition: bool = True,
         share: float = 0.5,
         floor: float = 1.0,
-        individual: tuple[int, int] | None = None,
-        gain: float = 30.0,
+        individual: Sequence[int] | None = None,
+        gain: float = 200.0,
     ) -> None:
         super().__init__()
-        self.share, self.floor = share, floor
+        self.share, self.floor, self.gain = share, floor, gain
         self.config: dict[str, Any] = {
             "hidden": hidden,
             "sage_layers": sage_layers,
@@ -89,10 +108,9 @@ class Gdp(Policy):
             "superposition": superposition,
             "share": share,
             "floor": floor,
-            "individual": individual,
+            "individual": None if individual is None else list(individual),
             "gain": gain,
         }
-        self.gain = gain
         self.own = None if individual is None else nn.Parameter(torch.zeros(*individual))
         self.kinds = nn.EmbeddingBag(BUCKETS, hidden, mode="sum")
         self.numbers = nn.Linear(NUMBERS + SHAPES, hidden)
@@ -111,53 +129,48 @@ class Gdp(Policy):
 
     @classmethod
     def for_view(cls, view: View, *, seed: int = 0, **options: Any) -> Self:
-        """A fresh policy. Nothing in it is of the view's sizes."""
+        """A fresh policy. Nothing in it is of the view's sizes, but for `individual=True`."""
+        if options.get("individual") is True:
+            options["individual"] = [view.groups, view.device_count]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(**options)
 
     def logits(self, view: View) -> Tensor:
         """[groups, devices]; -inf where a group may not be."""
-        device = self.norm.weight.device
-        edges = Edges(_put(view.sources, device), _put(view.destinations, device))
-        x = self.embed(view, device)
+        seen = inputs_of(view, self.norm.weight.device)
+        x = self.embed(seen)
         for layer in self.sage:
-            x = layer(x, edges)
+            x = layer(x, seen.edges)
         states, condition = self.placer(x)
-        devices = self.devices(_put(view.devices, device), _put(view.links, device))
         if condition is not None:
             states = states * condition
-        slower = view.seconds - view.seconds.min(axis=1, keepdims=True)
-        pairs = np.concatenate([slower[:, :, None], cuts(view)], axis=2)
-        logits = self.head(states, devices, _put(pairs, device))
+        logits = self.head(states, self.devices(seen.devices, seen.links), seen.pairs)
         if self.own is not None:
             logits = logits + self.gain * self.own
-        return logits.masked_fill(~_put(view.allowed, device), -torch.inf)  # type: ignore[no-any-return]
+        return logits.masked_fill(~seen.allowed, -torch.inf)  # type: ignore[no-any-return]
 
-    def embed(self, view: View, device: torch.device) -> Tensor:
+    def embed(self, seen: "Inputs") -> Tensor:
         """[groups, hidden] of each group by itself."""
-        kinds = self.kinds(
-            _put(view.kind_buckets, device),
-            _put(view.kind_offsets[:-1], device),
-            per_sample_weights=_put(view.kind_shares, device),
-        )
-        numbers = np.concatenate([view.numbers, view.shapes], axis=1)
-        return self.norm(kinds + self.numbers(_put(numbers, device)))  # type: ignore[no-any-return]
+        kinds = self.kinds(seen.buckets, seen.offsets, per_sample_weights=seen.shares)
+        return self.norm(kinds + self.numbers(seen.numbers))  # type: ignore[no-any-return]
 
     def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
         with torch.no_grad():
             logits = self.logits(view)
-            seed = int(torch.randint(2**31, (), generator=generator))
-            mode = logits.argmax(dim=1).numpy()
-            clusters = torch.from_numpy(draw_clusters(view, mode, batch, self.share, seed))
-            made = _open(view, clusters)
-            each = chances(logits, clusters, made, self.floor)
-            thrown = torch.rand(clusters.shape, generator=generator)[:, :, None]
-            devices = (each.cumsum(dim=2) <= thrown).sum(dim=2).clamp(max=view.device_count - 1)
-            actions = {"devices": devices, "clusters": clusters}
-            log_probs = _of(each, devices, made)
-        drawn = devices.gather(1, clusters)
-        placements = np.where(view.free, drawn.numpy(), view.settled).astype(np.int32)
+            device = logits.device
+            seed = int(torch.randint(2**31, (), generator=generator, device=device))
+            mode = logits.argmax(dim=1).cpu().numpy()
+            clusters = draw_clusters(view, mode, batch, self.share, seed)
+            actions = {"clusters": torch.from_numpy(clusters).to(device)}
+            made = _open(view, actions["clusters"])
+            each = chances(logits, actions["clusters"], made, self.floor)
+            # Of exponential waiting times the shortest is an event's with its share of the rates.
+            waits = torch.empty_like(each).exponential_(generator=generator)
+            actions["devices"] = (each / waits).argmax(dim=2)
+            log_probs = _of(each, actions["devices"], made)
+        drawn = actions["devices"].gather(1, actions["clusters"]).cpu().numpy()
+        placements = np.where(view.free, drawn, view.settled).astype(np.int32)
         return Draw(actions, placements, log_probs)
 
     def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
@@ -166,12 +179,13 @@ class Gdp(Policy):
         each = chances(logits, actions["clusters"], made, self.floor)
         logs = torch.log_softmax(logits, dim=1)
         entropies = -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(dim=1)
-        free = _put(view.free, logs.device)
+        free = inputs_of(view, logs.device).free
         return Judged(_of(each, actions["devices"], made), (entropies * free)[None])
 
     def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor]:
-        devices = torch.from_numpy(placement.astype(np.int64))[None]
-        return {"devices": devices, "clusters": torch.arange(view.groups)[None]}
+        device = self.norm.weight.device
+        devices = torch.from_numpy(placement.astype(np.int64)).to(device)
+        return {"devices": devices[None], "clusters": torch.arange(len(devices)).to(devices)[None]}
 
     def likeliest(self, view: View) -> NDArray[np.int32]:
         with torch.no_grad():
@@ -217,9 +231,9 @@ class Head(nn.Module):
             self.out.weight.mul_(SMALL)
             self.key.weight.mul_(SMALL)
             self.start.weight.zero_()
-            self.start.weight[0, 0] = -SLOWER
-            for position in START:
-                self.start.weight[0, CUTS - len(POSITIONS) + POSITIONS.index(position) + 1] = -FAR
+            self.start.weight[0, 0] = SLOWER
+            for position, logit in START.items():
+                self.start.weight[0, POSITIONS.index(position) - len(POSITIONS)] = logit
 
     def forward(self, states: Tensor, devices: Tensor, pairs: Tensor) -> Tensor:
         """One device after the other: [groups, devices, hidden] would not fit per op."""
@@ -230,13 +244,13 @@ class Head(nn.Module):
             for d in range(len(devices))
         ]
         matched = states @ self.key(devices).T * states.shape[1] ** -0.5
-        return torch.cat(columns, dim=1) + matched
+        return torch.cat(columns, dim=1) + matched  # type: ignore[no-any-return]
 
 
 def _open(view: View, clusters: Tensor) -> Tensor:
     """[batch, groups] True at the first group of each cluster that has a choice."""
     own = torch.arange(view.groups, device=clusters.device)
-    return (clusters == own) & _put(view.free, clusters.device)
+    return (clusters == own) & inputs_of(view, clusters.device).free
 
 
 def _of(each: Tensor, devices: Tensor, made: Tensor) -> Tensor:
@@ -245,5 +259,45 @@ def _of(each: Tensor, devices: Tensor, made: Tensor) -> Tensor:
     return chosen.masked_fill(~made, 1.0).log()
 
 
-def _put(values: NDArray[Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A view as tensors on one device; `pairs` [groups, devices, 1 + CUTS]: how much slower than
+    its best device, and `cuts`."""
+
+    buckets: Tensor
+    offsets: Tensor
+    shares: Tensor
+    numbers: Tensor
+    edges: Edges
+    pairs: Tensor
+    allowed: Tensor
+    free: Tensor
+    devices: Tensor
+    links: Tensor
+
+
+_INPUTS: WeakKeyDictionary[View, dict[torch.device, Inputs]] = WeakKeyDictionary()
+
+
+def inputs_of(view: View, device: torch.device) -> Inputs:
+    """The view on that device; made once while the view lives."""
+    made = _INPUTS.setdefault(view, {})
+    if device not in made:
+
+        def put(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        slower = view.seconds - view.seconds.min(axis=1, keepdims=True)
+        made[device] = Inputs(
+            put(view.kind_buckets),
+            put(view.kind_offsets[:-1]),
+            put(view.kind_shares),
+            put(np.concatenate([view.numbers, view.shapes], axis=1)),
+            Edges(put(view.sources), put(view.destinations)),
+            put(np.concatenate([slower[:, :, None], cuts(view)], axis=2)),
+            put(view.allowed),
+            put(view.free),
+            put(view.devices),
+            put(view.links),
+        )
+    return made[device]

@@ -202,6 +202,32 @@ class Hdp(Policy):
         placement: NDArray[np.int32] = draw.placements[0]
         return placement
 
+    @torch.no_grad()
+    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor] | None:
+        """A way to decide for `placement`, a batch of one; None: there are too few groups.
+
+        Of the many ways: a group goes where most of the ops are whose likeliest group it is, a
+        device that has no group yet gets the emptiest that can be spared, and each op joins the
+        likeliest group that is on its device.
+        """
+        seen = self._see(view)
+        logs = self._grouping(seen, None)[0].log_softmax(dim=1)
+        there = torch.from_numpy(placement)[seen.places].long()
+        wanted = nn.functional.one_hot(there, self.placer.devices).to(logs.dtype)
+        votes = nn.functional.one_hot(logs.argmax(dim=1), self.groups).to(logs.dtype).T @ wanted
+        devices = votes.argmax(dim=1)
+        for device in set(there.tolist()):
+            if not bool((devices == device).any()):
+                alone = torch.bincount(devices, minlength=self.placer.devices)[devices] < 2
+                spare = int(votes.sum(dim=1).masked_fill(alone, torch.inf).argmin())
+                if bool(alone[spare]):
+                    return None
+                devices[spare] = device
+        groups = logs.masked_fill(devices[None] != there[:, None], -torch.inf).argmax(dim=1)
+        used = torch.bincount(groups, minlength=self.groups) > 0
+        devices = torch.where(used, devices, torch.zeros_like(devices))
+        return {"groups": groups[None], "devices": devices[None], "noise": torch.tensor([-1])}
+
     def _draw(
         self, view: View, seeds: Tensor, generator: torch.Generator | None, *, greedy: bool
     ) -> Draw:

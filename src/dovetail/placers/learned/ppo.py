@@ -1,8 +1,8 @@
 """PPO's clipped objective over placements: what GDP is trained by.
 
 J. Schulman et al., "Proximal Policy Optimization Algorithms", 2017,
-https://arxiv.org/abs/1707.06347, section 3, equation 7, as used by Y. Zhou et al., "GDP: Generalized
-Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, section 3.4:
+https://arxiv.org/abs/1707.06347, section 3, equation 7, as used by Y. Zhou et al., "GDP:
+Generalized Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578:
 
     r = pi(a) / pi_drawn(a)          A: the trial's advantage
     L = -mean(min(r A, clip(r, 1 - c, 1 + c) A)) - w mean(entropy)
@@ -10,9 +10,9 @@ Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, s
 Differences: r is per decision, not of a whole placement: a product over a thousand decisions leaves
 [1 - c, 1 + c] at the first step, and the gradient would be gone. Every decision of a trial has the
 trial's advantage. There is no value network: the bias is the mean of all earlier trials, which is
-the baseline's business (`advantage`). `with_elite` lets the best placement so far take part in every
-batch, so that what was found once is learned; J. Oh et al., "Self-Imitation Learning", ICML 2018,
-https://arxiv.org/abs/1806.05635, replay what did better than expected.
+the baseline's business (`advantage`). `with_elite` lets the best placement so far take part in
+every batch, so that what was found once is learned; J. Oh et al., "Self-Imitation Learning", ICML
+2018, https://arxiv.org/abs/1806.05635, replay what did better than expected.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ def ppo(policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: Se
     return -gain - settings.entropy * entropy
 
 
-def with_elite(  # noqa: PLR0913  (what a batch is, and what joins it)
+def with_elite(
     policy: Policy,
     view: View,
     draw: Draw,

@@ -57,11 +57,11 @@ class Recipe:
     wanted: Wanted = field(default_factory=Wanted)
     options: dict[str, Any] = field(default_factory=dict)
     evaluations: int = 900
-    passes: int = 10
+    passes: int = 8
     imitation_rate: float = 1e-3
     trials: int = 400_000
     settings: Settings = field(
-        default_factory=lambda: replace(SETTINGS, trials=32, rate=2e-4, entropy=0.0)
+        default_factory=lambda: replace(SETTINGS, rate=2e-4, entropy=0.0)
     )
     validation: int = 24
 

@@ -10,17 +10,18 @@ https://arxiv.org/abs/1706.04972, section 3.2.
     c_t         Σ softmax(Q s_t · K m)_j V m_j, attention
     d_t         ~ softmax(W s_t + U c_t + F[d_{t-1}] + g_t), where it is allowed
 
-Differences. The paper leaves sizes open: `HIDDEN` and below are ours. Of the encoder, both ways as in
-its authors' later code (TensorFlow, python/grappler/hierarchical_controller.py), and of attention
-after the decoder's cell as there: so placements that are known are judged in one pass. Attention is a
-product (M.-T. Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-based Neural
-Machine Translation", EMNLP 2015, https://arxiv.org/abs/1508.04025, "general"), not Bahdanau's layer of
-tanh, which takes `ATTENTION` times the work of a product. The decoder reads the state of the very
-group that it decides. The device before reaches the output directly, F, which begins as `stay` on its
-diagonal, so that the first samples are runs of groups on one device and not a scatter. Groups come
-module by module (`order_of`), not in the graph's order. To type, shapes and adjacency the embedding
-adds the other numbers of the `View`, and g_t says what a device is worth by where the group's
-positions lie to it (`features.cuts`), except for those that are another method's advice.
+Differences. The paper leaves sizes open: `HIDDEN` and below are ours. The encoder reads both ways,
+and attention comes after the decoder's cell, both as in its authors' later code (TensorFlow,
+python/grappler/hierarchical_controller.py): so placements that are known are judged in one pass.
+Attention is a product (M.-T. Luong, H. Pham and C. D. Manning, "Effective Approaches to Attention-
+based Neural Machine Translation", EMNLP 2015, https://arxiv.org/abs/1508.04025, "general"), not
+Bahdanau's layer of tanh, which takes `ATTENTION` times as many numbers. The decoder reads the state
+of the very group that it decides. The device before reaches the output directly, F, which begins as
+`stay` on its diagonal, so that the first samples are runs of groups on one device and not a
+scatter. Groups come module by module (`order_of`), not in the graph's order. To type, shapes and
+adjacency the embedding adds the other numbers of the `View`, and g_t says what a device is worth by
+where the group's positions lie to it (`features.cuts`); without those of either that are another
+method's advice. The best placement so far is one more trial of every batch (`Settings.elite`).
 """
 
 from typing import Any, ClassVar, Self
@@ -46,7 +47,7 @@ from dovetail.placers.learned.positions import OP_POSITIONS
 from dovetail.placers.learned.records import Settings, View
 
 HIDDEN, ATTENTION, KINDS = 64, 16, 16
-"""Sizes: of the LSTMs' states (the encoder's two halves together), of queries, of a kind's vector."""
+"""Sizes: of the LSTMs' states (of the encoder's both ways together), of queries, of kinds."""
 STAY = 2.0
 FORBIDDEN = -1e9
 """A logit whose probability is 0, and which times 0 is 0."""
@@ -57,7 +58,7 @@ SETTINGS = Settings(
     baseline_decay=0.5,
     failing=10.0,
     valid_only_from=5000,
-    entropy=2.0,
+    entropy_each=0.05,
     normalised=True,
     elite=3.0,
 )
@@ -243,7 +244,7 @@ class Seq2Seq(Policy):
         """Embeddings, choices and worths, in the order in which groups are decided."""
         self._check(view)
         order = torch.from_numpy(order_of(view))
-        worths = torch.from_numpy(cuts(view)[:, :, _OWN_CUTS]) @ self.worth
+        worths = torch.from_numpy(cuts(view)[:, :, _OWN_CUTS]).to(self.worth) @ self.worth
         return self._embed(view)[None, order], choices_of(view)[order], worths[order]
 
     def _check(self, view: View) -> None:
@@ -274,9 +275,9 @@ class Seq2Seq(Policy):
         sources, destinations = torch.from_numpy(view.sources), torch.from_numpy(view.destinations)
         rows = torch.cat([sources, destinations, itself])
         columns = torch.cat([destinations, groups + sources, 2 * groups + itself])
-        scale = torch.bincount(rows, minlength=groups).float().rsqrt()
+        scale = torch.bincount(rows, minlength=groups).to(self.worth).rsqrt()
         weights = self.neighbours.weight
-        sums = torch.zeros(groups, weights.shape[1]).index_add(0, rows, weights[columns])
+        sums = weights.new_zeros(groups, weights.shape[1]).index_add(0, rows, weights[columns])
         return sums * scale[:, None]
 
 

@@ -22,7 +22,7 @@ wider than c(x0), c(x0) is repeated.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 EXPANSION = 2
@@ -109,7 +109,7 @@ class TransformerXL(nn.Module):
     """Graph embedding x0 [groups, hidden] -> (states, condition), both [groups, hidden]; condition
     None without superposition."""
 
-    def __init__(  # noqa: PLR0913  (keyword-only options)
+    def __init__(
         self,
         hidden: int,
         *,

@@ -1,0 +1,65 @@
+"""`gdp+search`: the policy's proposals are in the ledger, and the search never ends above them."""
+
+import importlib
+
+import numpy as np
+import pytest
+from learned_problems import random_problem
+
+from dovetail.placers import PLACERS, Budget, place
+from dovetail.placers.auto import auto
+from dovetail.placers.learned import files, placing
+from dovetail.placers.learned.catalog import make_policy
+from dovetail.placers.learned.features import look
+from dovetail.placers.learned.files import save_policy
+from dovetail.placers.learned.search import make_gdp_search
+
+
+@pytest.fixture
+def policy(tmp_path):
+    path = tmp_path / "p.safetensors"
+    save_policy(path, make_policy("gdp", look(random_problem(0)), 3, hidden=16), {})
+    return path
+
+
+def test_the_search_goes_on_from_the_best_that_the_policy_proposed(policy):
+    problem = random_problem(5, groups=12, devices=3)
+    alone, both = Budget(evaluations=200), Budget(evaluations=200)
+    proposed = placing.make_gdp(policy, 0)(problem, alone)
+    found = make_gdp_search(policy, 0)(problem, both)
+    assert "gdp" in both.found
+    scores = both.score(problem, np.stack([proposed, found]), always=True)
+    assert scores[1] <= scores[0]
+    assert both.best is not None
+    assert scores[1] == both.best[0]
+    assert both.spent <= 200
+
+
+def test_the_same_seed_and_evaluations_give_the_same_placement(policy):
+    found = [
+        make_gdp_search(policy, 1)(random_problem(6, groups=12), Budget(evaluations=120))
+        for _ in range(2)
+    ]
+    assert (found[0] == found[1]).all()
+
+
+def test_by_name_it_uses_the_shipped_policy(policy, monkeypatch):
+    monkeypatch.setattr(files, "SHIPPED", policy)
+    problem = random_problem(7)
+    outcome = place(problem, "gdp+search", Budget(evaluations=100))
+    assert outcome.placer == "gdp+search"
+    assert outcome.value <= outcome.baselines["gdp"]
+    assert outcome.value <= min(v for v in outcome.baselines.values() if v is not None)
+    assert "gdp+search" in PLACERS
+
+
+def test_auto_asks_the_policy_where_that_is_switched_on(policy, monkeypatch):
+    monkeypatch.setattr(files, "SHIPPED", policy)
+    problem = random_problem(8, groups=20, devices=3)
+    asked = {}
+    for learned in (False, True):
+        monkeypatch.setattr(importlib.import_module("dovetail.placers.auto"), "LEARNED", learned)
+        budget = Budget(evaluations=400)
+        auto(problem, budget)
+        asked[learned] = "gdp" in budget.found
+    assert asked == {False: False, True: True}
