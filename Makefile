@@ -1,6 +1,8 @@
 # Everything from a bare clone: each target sets up .venv by itself.
 PYTHON ?= python3
 BIN := .venv/bin
+# pytests side by side; 0: all in one
+JOBS ?= 0
 
 .PHONY: demo test lint format clean
 
@@ -8,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready .venv/scotch
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

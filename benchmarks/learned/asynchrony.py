@@ -1,6 +1,7 @@
 """Asynchronous controllers: throughput, quality, and what kills cost.
 
-python benchmarks/learned/asynchrony.py [--backends processes ray] [--seeds 2] [--trials 960]
+python benchmarks/learned/asynchrony.py [--backends processes ray] [--controllers 1 2 4]
+                                        [--seeds 2] [--trials 960]
 
 Every evaluation sleeps .2 s, as a real run would take; its value is the simulator's. Controllers of
 4 evaluators each train one small seq2seq policy on one synthetic network. Rates are those of the
@@ -143,11 +144,10 @@ def final_mean(learned: Learned) -> float:
     return statistics.fmean(point.mean for point in last)
 
 
-def row(name: str, runs: list[Learned], rate: float, linear: float) -> list[str]:
+def row(name: str, runs: list[Learned], rates: tuple[str, str]) -> list[str]:
     return [
         name,
-        f"{rate:.1f}/s",
-        f"{rate / linear:.3f}",
+        *rates,
         f"{statistics.fmean(next(iter(r.values.values())) for r in runs) * 1e3:.2f} ms",
         f"{statistics.fmean(map(final_mean, runs)) * 1e3:.2f} ms",
         "+".join(str(r.meta["lost"]) for r in runs),
@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=list(OPTIONS), choices=OPTIONS)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--trials", type=int, default=960)
+    parser.add_argument("--controllers", nargs="*", type=int, default=list(CONTROLLERS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ[MARK] = uuid.uuid4().hex
@@ -185,19 +186,19 @@ def main() -> None:
     rows = []
     for backend in arguments.backends:
         linear = 0.0
-        for controllers in CONTROLLERS:
+        for controllers in arguments.controllers:
             seeds = range(arguments.seeds)
             runs = [run(backend, controllers, arguments.trials, seed) for seed in seeds]
             rate = statistics.fmean(rate_of(r.points, controllers) for r in runs)
-            linear = linear or rate
-            rows.append(row(f"{backend}, {controllers}", runs, rate, controllers * linear))
+            linear = linear or rate / controllers
+            rates = f"{rate:.1f}/s", f"{rate / (controllers * linear):.3f}"
+            rows.append(row(f"{backend}, {controllers}", runs, rates))
             print(rows[-1], flush=True)
         killer = Killer(arguments.trials)
         learned = run(backend, 2, arguments.trials, 0, killer)
         counted = learned.trials + learned.meta["lost"]
         print(f"killed {killer.killed}; {learned.trials} trials judged, {counted} in all")
-        rate = rate_of(learned.points, 2)
-        rows.append(row(f"{backend}, 2, two kills", [learned], rate, 2 * linear))
+        rows.append(row(f"{backend}, 2, two kills", [learned], ("", "")))
         print(rows[-1], flush=True)
     print(table(HEAD, rows))
 

@@ -10,6 +10,7 @@ https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
     figure2    one of six graphs held out: the others' policy on it, as it is and fine-tuned
     figure4    the same with the graph among those that the policy was trained on
     ablation   without attention, without superposition
+    hdp        HDP as its authors' open version trains it, against ours, which GDP is compared with
 
 Differences: sizes of the networks are ours (`bench/cases.py`), and so are the six graphs of figures
 2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
@@ -189,12 +190,26 @@ def _mixed(effort: Effort, keys: tuple[str, ...]) -> Text:
     yield table(("graph", "with", "without", "it is worth"), lines)
 
 
+def reference(effort: Effort, rows: Sequence[str]) -> Text:
+    yield "### HDP with the rates of its open version, and with ours\n"
+    lines = []
+    for row in (row for row in SIX if row in rows):
+        ways = [
+            _over(effort, lambda seed, row=row, more=more: _seconds(
+                one(effort, row, seed, "hdp", **more)))
+            for more in ({"reference": True}, {})
+        ]  # fmt: skip
+        lines.append((CASES[row].title, _s(ways[0]), _s(ways[1]), _faster(*ways)))
+    yield table(("graph", "the open version's", "ours", "ours is faster by"), lines)
+
+
 PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
     "table2": table2,
     "table3": table3,
     "figure2": figure2,
     "figure4": figure4,
     "ablation": ablation,
+    "hdp": reference,
 }
 
 

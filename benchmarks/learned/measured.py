@@ -1,6 +1,6 @@
 """Measured reward: `learn one --measured` on here/2 beside `auto`, both run side by side.
 
-    python benchmarks/learned/measured.py [--trials 256] [--simulated-first 4096] [--method seq2seq]
+    python benchmarks/learned/measured.py [--trials 256] [--simulated-first 6000] [--method gdp]
         [--budget 30s] [--runs 15] [--only rnnlm] [--csv FILE] [--curves FOLDER]
 
 Of each network: `auto` plans for here/2 with the budget; a policy learns, first on simulated trials
@@ -12,6 +12,7 @@ disturbed is made again, for a while (`calm.py`).
 
 import argparse
 import csv
+import json
 import statistics
 import sys
 import time
@@ -71,7 +72,7 @@ def case(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> l
     lesson = dt.learn(
         step, machine, method=arguments.method, policy=arguments.policy, measured=True,
         trials=arguments.trials, simulated_first=arguments.simulated_first, seed=arguments.seed,
-        settings={key: float(value) for key, value in arguments.setting},
+        settings={key: json.loads(value) for key, value in arguments.setting},
     )  # fmt: skip
     learning_seconds = time.perf_counter() - began
     if arguments.curves is not None:
@@ -107,8 +108,8 @@ def case(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=256, help="measured")
-    parser.add_argument("--simulated-first", type=int, default=4096)
-    parser.add_argument("--method", default="seq2seq")
+    parser.add_argument("--simulated-first", type=int, default=6000)
+    parser.add_argument("--method", default="gdp")
     parser.add_argument("--policy", type=Path, help="a file to start from")
     parser.add_argument("--setting", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
     parser.add_argument("--budget", default="30s", help="of auto")

@@ -29,10 +29,11 @@ from dovetail.bench.running import Settings as Table
 from dovetail.bench.store import LEARNED, Store, fingerprint
 from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
+from dovetail.placers.learned import hdp
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, save_policy
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import Settings, Task, View
 
 GDP = {case.key: case for case in GDP_CASES}
 _RNNLM_4, _GNMT_8 = GDP["rnnlm-4-4gpu"], GDP["gnmt-8-8gpu"]
@@ -165,10 +166,10 @@ def _train(
     pairs = [task_for(effort.table, row, method) for row in keys]
     tasks = [task for task, _ in pairs]
     seen, tallies = views_of(tasks), [_tally(task) for task in tasks]
-    policy = make_policy(method, seen[0].view, seed, **options)
+    policy, settings = _fresh(method, seen[0].view, seed, options)
     trials = effort.trials * len(keys)
     began = time.perf_counter()
-    learner = drive(policy, settings_of(method), seen, tallies, trials=trials, seed=seed)
+    learner = drive(policy, settings, seen, tallies, trials=trials, seed=seed)
     spent = time.perf_counter() - began
     card = {"trained_on": list(keys), "seed": seed, "trials": trials, "updates": learner.updates}
     save_policy(file, policy, card)
@@ -177,6 +178,13 @@ def _train(
         row: asdict(run_of(method, seed, grouping, tally, updates, spent))
         for row, (_, grouping), tally in zip(keys, pairs, tallies, strict=True)
     }
+
+
+def _fresh(method: str, view: View, seed: int, options: dict[str, Any]) -> tuple[Policy, Settings]:
+    """A policy and how it is trained; of HDP with the option `reference` that of its authors."""
+    if options.get("reference"):
+        return make_policy(method, view, seed, **hdp.REFERENCE), hdp.REFERENCE_SETTINGS
+    return make_policy(method, view, seed, **options), settings_of(method)
 
 
 def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]:

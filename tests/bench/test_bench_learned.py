@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from bench_samples import METHODS, fits, make_case, make_column, make_row, oom
-from tiny_tables import CASES, MACHINE, RNN, settings
+from tiny_tables import CASES, MACHINE, settings
 
 from dovetail.bench import learned, learned_parts, learned_tables, store
 from dovetail.bench.crew import Task, work_off
@@ -20,7 +20,6 @@ from dovetail.bench.table import run_table
 from dovetail.costs import analytic_costs
 from dovetail.graph import Groups, layered
 from dovetail.machine import parse_machine
-from dovetail.pipeline import graph_of, resolve_model
 from dovetail.simulator import Simulator
 
 FEW = {PLAIN: ("1 CPU", "1 GPU", "expert"), "hypothesis": ("1 CPU",)}
@@ -28,7 +27,7 @@ FEW = {PLAIN: ("1 CPU", "1 GPU", "expert"), "hypothesis": ("1 CPU",)}
 
 @pytest.fixture(scope="module")
 def task():
-    graph = graph_of(resolve_model(RNN, "adam"))
+    graph = layered(60, training=True)
     return task_of("tiny", graph, parse_machine(MACHINE), "gdp")[0]
 
 
@@ -122,9 +121,9 @@ def test_a_training_uses_its_trials_and_the_same_seed_gives_the_same_curve(metho
     costs = analytic_costs(graph, parse_machine(MACHINE))
     few = Groups((np.arange(len(graph)) * 6 // len(graph)).astype(np.int32), 6)
     small = learned.Task("small", graph, parse_machine(MACHINE), costs, few)
-    runs = [run_learned(small, "by hand", method, trials=34, seed=3) for _ in range(2)]
+    runs = [run_learned(small, "by hand", method, trials=17, seed=3) for _ in range(2)]
     (one, placement), (two, _) = runs
-    assert one.trials == 34
+    assert one.trials == 17
     assert one.bests == two.bests
     assert one.updates == two.updates > 1
     value = Simulator(graph, small.machine, costs).evaluate(placement[None][:, few.of_op])

@@ -198,6 +198,6 @@ def test_the_card_of_a_policy_for_other_features_can_still_be_read(path):
 
 
 def test_a_lost_pretrained_policy_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("dovetail.placers.learned.files.PRETRAINED", tmp_path / "gdp.safetensors")
+    monkeypatch.setattr("dovetail.placers.learned.files.SHIPPED", tmp_path / "gdp.safetensors")
     with pytest.raises(PolicyFileError, match="not in this installation"):
         shipped()

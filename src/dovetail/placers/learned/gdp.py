@@ -49,13 +49,13 @@ from dovetail.placers.learned.transformer_xl import TransformerXL
 SETTINGS = Settings(
     objective="ppo",
     trials=16,
-    rate=5e-4,
+    rate=1e-3,
     baseline="batch",
     failing=10.0,
     entropy=0.01,
     normalised=True,
     passes=2,
-    elite=1.0,
+    elite=4.0,
 )
 PAPER = replace(SETTINGS, baseline="mean", elite=0.0)
 """The paper's reward, failing signal and bias; rate, trials, passes and entropy are not in it."""

@@ -74,10 +74,12 @@ SETTINGS = Settings(
     baseline_decay=0.5,
     failing=10.0,
     valid_only_from=1000,
-    entropy=1.0,
+    entropy_each=0.05,
     normalised=True,
+    elite=1.0,
 )
-"""Those that learn."""
+"""Those that learn: the rate, what a batch is compared with, and our three means against early
+certainty, which `seq2seq` and `gdp` have as well."""
 NEIGHBOURS = 6
 """Of each direction, that the grouper sees of an op."""
 FEATURES = SHAPES + NUMBERS + 2 * NEIGHBOURS

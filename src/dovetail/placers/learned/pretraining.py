@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dovetail.placers.learned.cloning import Example, clone, good_placement, likeness_of
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import load_policy, save_policy
-from dovetail.placers.learned.gdp import SETTINGS, Gdp
+from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.learning import learn
 from dovetail.placers.learned.records import Point, Settings, Task
 from dovetail.placers.learned.training_set import HELD_OUT, Wanted, random_task, training_set
@@ -40,6 +40,19 @@ VALIDATION_SEED = 10**6
 """Added to the seed for tasks that nothing is learned from."""
 SAMPLES = 15
 """Placements that the policy draws of a validation task, beside its likeliest."""
+
+
+SETTINGS = Settings(
+    objective="ppo",
+    trials=16,
+    rate=2e-4,
+    baseline="batch",
+    failing=10.0,
+    normalised=True,
+    passes=2,
+    elite=1.0,
+)
+"""Of PPO over many graphs: more careful than on one alone, and without a reward for entropy."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +73,7 @@ class Recipe:
     passes: int = 8
     imitation_rate: float = 1e-3
     trials: int = 400_000
-    settings: Settings = field(
-        default_factory=lambda: replace(SETTINGS, rate=2e-4, entropy=0.0)
-    )
+    settings: Settings = SETTINGS
     validation: int = 24
 
 

@@ -58,12 +58,14 @@ SETTINGS = Settings(
     baseline_decay=0.5,
     failing=10.0,
     valid_only_from=5000,
-    entropy_each=0.05,
+    entropy=2.0,
+    entropy_each=0.07,
     normalised=True,
     elite=3.0,
 )
 """The paper gives the failing signal's and the baseline's kind, and the update from which on only
-placements that ran teach; the rest is ours."""
+placements that ran teach; the rest is ours. The elite pulls every decision towards one placement;
+the two entropies leave each trial a few that differ, whether there are six groups or hundreds."""
 
 _ADVICE = set(POSITIONS) - set(OP_POSITIONS)
 _OWN_NUMBERS = [i for i, name in enumerate(NUMBER_NAMES) if name.split("_")[0] not in _ADVICE]
