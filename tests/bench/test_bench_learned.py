@@ -9,7 +9,7 @@ import pytest
 from bench_samples import METHODS, fits, make_case, make_column, make_row, oom
 from tiny_tables import CASES, MACHINE, settings
 
-from dovetail.bench import learned, learned_parts, learned_tables, store
+from dovetail.bench import learned, learned_parts, learned_tables, running, store
 from dovetail.bench.crew import Task, work_off
 from dovetail.bench.effort import effort, efforts, middle, reached, span, target_of
 from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
@@ -165,7 +165,8 @@ def test_other_code_of_learning_leaves_what_was_planned_and_the_other_way_round(
     asked = settings(tmp_path, methods=FEW, learn=8, seeds=1)
     run_table(asked, CASES[:1], jobs=0)
     real = store.code_fingerprint
-    monkeypatch.setattr(store, "code_fingerprint", lambda of: real(of) + "x" * (of == kind))
+    for module in (store, running):
+        monkeypatch.setattr(module, "code_fingerprint", lambda of: real(of) + "x" * (of == kind))
     other = replace(asked, code=store.all_code())
     assert run_table(other, CASES[:1], jobs=0).computed == again
 

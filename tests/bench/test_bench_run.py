@@ -257,7 +257,7 @@ def test_a_network_that_cannot_be_captured_costs_its_rows_alone(tmp_path):
 
 def test_a_worker_with_other_code_refuses_instead_of_keeping_what_nobody_finds(tmp_path):
     with pytest.raises(RunError, match="code changed"):
-        running.capture(settings(tmp_path, code="of yesterday"), CASES[0], print, print)
+        running.capture(settings(tmp_path, code={}), CASES[0], print, print)
     assert not (tmp_path / "rows").exists()
 
 

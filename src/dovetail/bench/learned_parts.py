@@ -44,7 +44,7 @@ def run_training(
     """Train and keep. Raises what a capture or a training raises."""
     from dovetail.bench.learned import run_learned, task_of
 
-    store = settings.store(complain)
+    store = settings.store(complain, KIND)
     graph = graphs.graph_for(store, case)
     task, grouping = task_of(case.key, graph, parse_machine(case.machine), method)
     name = f"{case.title}, {method}, seed {seed}"

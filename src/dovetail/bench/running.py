@@ -25,7 +25,7 @@ from dovetail.bench.methods import (
     spread,
 )
 from dovetail.bench.records import Case, Column, Found, Row, Work
-from dovetail.bench.store import PLANNED, Store, all_code, fingerprint
+from dovetail.bench.store import GRAPHS, PLANNED, Store, all_code, code_fingerprint, fingerprint
 from dovetail.errors import RunError
 from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
@@ -57,7 +57,7 @@ class Settings:
     methods: dict[str, tuple[str, ...]] | None = None
     learn: int = 0
     seeds: int = 3
-    code: str = field(default_factory=all_code)
+    code: dict[str, str] = field(default_factory=all_code)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -66,9 +66,10 @@ class Settings:
     def methods_of(self, column: str) -> tuple[str, ...]:
         return (self.methods or METHODS)[column]
 
-    def store(self, complain: Callable[[str], None]) -> Store:
-        """Where results are kept. Raises `UnwritableError`, or `RunError` for other code."""
-        if self.code != all_code():
+    def store(self, complain: Callable[[str], None], kind: str = PLANNED) -> Store:
+        """Where results are kept. Raises `UnwritableError`, or `RunError` where the code of that
+        kind of result is other."""
+        if self.code.get(kind) != code_fingerprint(kind):
             raise RunError("the code changed since the command began; start it again")
         return Store(self.out / "rows", complain)
 
@@ -99,7 +100,7 @@ def missing(settings: Settings, store: Store, case: Case) -> dict[str, list[str]
 def capture(settings: Settings, case: Case, tell: Tell, complain: Tell) -> list[str]:
     """Capture the case's graph, unless it is kept. Raises what a capture raises."""
     tell(f"capturing {case.model}")
-    graphs.graph_for(settings.store(complain), case)
+    graphs.graph_for(settings.store(complain, GRAPHS), case)
     return []
 
 

@@ -102,9 +102,9 @@ def fingerprint(kind: str, /, **parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def all_code() -> str:
-    """The code of every kind of result."""
-    return " ".join(code_fingerprint(kind) for kind in _RESTS_ON)
+def all_code() -> dict[str, str]:
+    """Kind of result -> the code that computes it."""
+    return {kind: code_fingerprint(kind) for kind in _RESTS_ON}
 
 
 @cache

@@ -12,7 +12,7 @@ https://arxiv.org/abs/1706.04972, section 3.1, equations 1 and 2:
 
 Differences: an entropy term, for exploration (R. J. Williams and J. Peng, "Function optimization
 using connectionist reinforcement learning algorithms", Connection Science 3, 1991), of weight
-`Settings.entropy`.
+`Settings.entropy` as a mean over decisions and `Settings.entropy_each` as their sum.
 """
 
 from torch import Tensor
@@ -25,7 +25,7 @@ def reinforce(
     policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: Settings
 ) -> Tensor:
     """The loss [] to descend: minus the mean over trials of advantage x log-probability, minus the
-    weighted entropy, a mean over decisions.
+    weighted entropies.
 
     advantages   [batch], 0 for trials that teach nothing: they count in K all the same
     """
