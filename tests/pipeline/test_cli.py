@@ -1,9 +1,11 @@
 """The command line, in process; every wrong input ends with its own status and message."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -221,16 +223,21 @@ def test_a_graph_with_a_cycle_exits_with_2_and_names_it(dovetail, tmp_path):
 
 
 def test_ctrl_c_during_a_search_returns_the_best_so_far(dovetail, monkeypatch):
-    evaluate, pressed = Simulator.evaluate, []
+    searching = threading.Event()
+    evaluate = Simulator.evaluate
 
     def evaluated(self, *arguments, **options):
         evaluation = evaluate(self, *arguments, **options)
-        if not pressed:
-            pressed.append(True)
-            signal.raise_signal(signal.SIGINT)
+        searching.set()
         return evaluation
 
     monkeypatch.setattr(Simulator, "evaluate", evaluated)
+
+    def interrupt():
+        searching.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     status, out, _ = dovetail(
         "plan", "zoo:rnnlm?hidden=8&steps=6&batch=2&vocabulary=50",
         "--machine", "4 x p100 + haswell", "--budget", "600s", "--json",

@@ -17,6 +17,14 @@ FAST = {  # a lost node is noticed in some seconds, a slow one is not taken for 
 }
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """A server that a busy machine takes its time to start is not thought to have no node."""
+    from dovetail.training.backends.ray import supervising
+
+    monkeypatch.setattr(supervising, "SILENCE_SECONDS", 600.0)
+
+
 @pytest.fixture(scope="session")
 def cluster():
     """A head node, to which the caller is connected."""
