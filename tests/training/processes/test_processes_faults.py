@@ -14,12 +14,15 @@ from doors import Doors
 from dovetail.errors import (
     DivergedError,
     NoWorkersError,
+    ProcessDiedError,
     ProcessError,
     ServerLostError,
     UsageError,
 )
 from dovetail.training.backends.contract import Policy, Storage, Watcher
 from dovetail.training.backends.processes import run
+from dovetail.training.backends.processes.crew import SERVER, Crew, Options
+from dovetail.training.backends.processes.messages import Stop
 from dovetail.training.server import CRASH_POINTS
 from named_memory import named_memory
 
@@ -228,6 +231,18 @@ class Waker:
         os.kill(self.pid, signal.SIGSTOP)
         self.doors.open("stopped")
         self.stopped = True
+
+
+def test_a_servers_death_is_told_once_however_much_it_was_still_to_be_told():
+    with Crew(count(8, workers=1), Options(), None, False) as crew:
+        crew.start_server()
+        assert [number for number, _ in crew.wait(60.0)] == [SERVER]  # it is ready
+        crew.kill(SERVER)
+        while not crew._errors:  # the first words to a dead process may still be taken
+            crew.tell_server(Stop("it is dead"))
+        crew.tell_server(Stop("it is dead"))
+        told = crew.wait(0.0) + crew.wait(0.0)
+    assert [type(word) for _, word in told] == [ProcessDiedError]
 
 
 def test_a_run_that_keeps_nothing_ends_with_its_server():

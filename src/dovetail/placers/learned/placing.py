@@ -7,7 +7,7 @@ hdp       likewise, its grouper trained with it
 gdp       from a policy that was trained before on other graphs, zero-shot: what it thinks likeliest
           and what it draws; then, if told to, some updates by PPO
 
-A loop ends with the budget, or once the policy draws nothing new any more.
+A loop ends with the budget, once every placement is known, or once the policy draws nothing new.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import Settings, View
 from dovetail.placers.problem import GroupPlacement, Problem
 
-IDLE_UPDATES = 50
+IDLE_UPDATES = 20
 """Updates in a row that drew nothing new: the policy has made up its mind."""
 SAMPLES = 31
 """Placements that a zero-shot policy draws beside its likeliest."""
@@ -94,7 +94,9 @@ def train(
     """
     learner = PolicyLearner(policy, [Seen("", view)], [judge], settings, seed=seed)
     theta, budget, idle = learner.theta, judge.budget, 0
-    while not budget.exhausted and idle < IDLE_UPDATES and learner.updates != updates:
+    while idle < IDLE_UPDATES and learner.updates != updates:
+        if budget.exhausted or budget.distinct >= judge.problem.placements:
+            break
         start, spent = learner.updates * settings.trials, budget.spent
         indices = np.arange(start, start + settings.trials)
         gradient = learner.gradient(theta, indices, 0)

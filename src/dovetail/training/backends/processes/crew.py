@@ -85,7 +85,7 @@ class Crew:
         self._server: Worker | None = None
         self._servers = 0
         self._listened: set[int] = set()  # those whose end was not told yet
-        self._errors: list[tuple[int, ProcessError | ProcessDiedError]] = []
+        self._errors: dict[int, ProcessError | ProcessDiedError] = {}  # a death is told once
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +187,7 @@ class Crew:
     def wait(self, timeout_seconds: float) -> list[tuple[int, Any]]:
         """What processes have said, (number, message): their last word is how they ended, a
         `ProcessError` or a `ProcessDiedError`."""
-        said: list[tuple[int, Any]] = list(self._errors)
+        said: list[tuple[int, Any]] = list(self._errors.items())
         self._errors.clear()
         ended = {number for number, _ in said}
         numbers = {id(self._process(n)): n for n in self._listened - ended}
@@ -215,7 +215,7 @@ class Crew:
                 process.send_descriptor(_descriptor(file))
         except (ProcessError, ProcessDiedError) as error:
             if number in self._listened:
-                self._errors.append((number, error))
+                self._errors.setdefault(number, error)
 
 
 def _descriptor(file: Block | socket.socket) -> int:
