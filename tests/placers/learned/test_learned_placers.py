@@ -5,7 +5,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from learned_problems import random_problem, random_task
+from tiny_policies import Table
 
 from dovetail.errors import OutOfMemoryError, PolicyMismatchError, UsageError
 from dovetail.placers import PLACERS, Budget, place
@@ -152,14 +154,26 @@ def test_an_interrupt_in_the_policy_keeps_what_was_drawn(name, monkeypatch):
 
 
 def test_a_policy_that_draws_nothing_new_ends_before_its_budget():
+    problem = random_problem(1, GROUPS)
+    budget = Budget(evaluations=1000)
+    view, judge = look(problem), BudgetJudge(problem, budget)
+    policy = Table(view.groups, view.device_count)
+    with torch.no_grad():  # it has made up its mind
+        policy.logits[:, 0] = 1e4
+    learner = placing.train(policy, view, judge, settings_of("seq2seq"), 0)
+    assert budget.spent == 1
+    assert learner.updates == 1 + 5
+    assert learner.trials == 16 * learner.updates
+
+
+def test_training_ends_once_every_placement_is_known():
     problem = random_problem(1, 2)  # four placements
     budget = Budget(evaluations=1000)
     view, judge = look(problem), BudgetJudge(problem, budget)
     policy = make_policy("seq2seq", view, **OPTIONS["seq2seq"])
     learner = placing.train(policy, view, judge, settings_of("seq2seq"), 0)
-    assert budget.spent <= 4
-    assert 5 <= learner.updates < 20
-    assert learner.trials == 16 * learner.updates > 4
+    assert budget.distinct == problem.placements == 4
+    assert learner.updates < 5
 
 
 def test_finetuning_goes_on_from_the_policys_proposals(tmp_path):
