@@ -14,8 +14,6 @@ Clusters are drawn before any device is, and recorded with the actions, so that 
 what was decided, given the clusters, is exact.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,16 +22,6 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from dovetail.placers.learned.records import Int64, View
-
-
-@dataclass(frozen=True)
-class Exploration:
-    """share   of a batch's trials that decide for clusters
-    floor   decisions of a trial that are uniform, on average
-    """
-
-    share: float = 0.5
-    floor: float = 1.0
 
 
 def draw_clusters(
