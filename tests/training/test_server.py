@@ -105,6 +105,26 @@ def test_an_evicted_workers_samples_go_to_others_and_it_may_come_back():
     assert kinds == [("joined", 0), ("joined", 1), ("joined", 2), ("lost", 0)]
 
 
+def test_a_turn_that_a_former_server_left_is_answered_to_nobody(tmp_path):
+    """Else its worker, once back, would take that answer for the one to what it asks now."""
+    storage, two = Storage(tmp_path / "run"), job(2)
+    workers = [Worker(0), Worker(1)]
+    with serve("sync", of=two, storage=storage) as server:
+        for worker in workers:
+            worker.join(server)
+        assert server.take(workers[0].turn) == []
+        for delivery in server.take(workers[1].turn):
+            workers[delivery.worker].answered(delivery)
+        assert server.take(workers[0].turn) == []  # it waits for the other one's part of the round
+    with serve("sync", of=two, resume=True, storage=storage) as server:
+        workers[1].join(server)
+        assert [d.worker for d in server.take(workers[1].turn)] == [1]
+        workers[0].join(server)
+        assert workers[0].sequence == 1
+        (delivery,) = server.take(Turn(0, lease=True, pull=True))
+        assert (delivery.worker, delivery.reply.clock, delivery.reply.samples) == (0, 1, 4)
+
+
 # Refused commits
 
 

@@ -74,6 +74,7 @@ class Server:
         self._lock = threading.RLock()
         self._order = order
         self._held: dict[int, Payload] = {}
+        self._here: set[int] = set()  # who joined this server, not only the one that it continues
         self._journal: Journal | None = None
         self._storage = storage
         self._saved_rows = 0  # rows at the last snapshot
@@ -120,6 +121,7 @@ class Server:
         """The number of the worker's last applied commit: 0 for a new one. Its commits will lie in
         `inbox` [size], unless `take` is given them, and its pulls go to `outbox` [size]."""
         with self._lock:
+            self._here.add(worker)
             self._state.center.attach(worker, inbox, outbox)
             header = self._log({"kind": "join", "worker": worker})
             return self._state.join(worker, header["seconds"])
@@ -280,7 +282,7 @@ class Server:
             header = {"kind": "turn", "turn": turn_fields(turn), "refusal": payload.refusal}
             self._log(header, payload)
             self._crash("journalled")
-            deliveries += self._state.enact(header, payload)
+            deliveries += self._enact(header, payload)
             self._crash("applied")
         return deliveries
 
@@ -305,13 +307,13 @@ class Server:
             self._held.pop(worker, None)
             passed = () if self._gate is None else self._gate.drop(worker)
             header = self._log({"kind": kind, "worker": worker})
-            deliveries = self._state.enact(header, Payload()) + self._turns(passed)
+            deliveries = self._enact(header) + self._turns(passed)
             ticket = self._state.center.tickets
         return self._finish(ticket, deliveries)
 
     def _do(self, header: dict[str, Any]) -> list[Delivery]:
         with self._lock:
-            deliveries = self._state.enact(self._log(header), Payload())
+            deliveries = self._enact(self._log(header))
             ticket = self._state.center.tickets
         return self._finish(ticket, deliveries)
 
@@ -326,6 +328,12 @@ class Server:
         if self._journal is not None:
             self._journal.append(header, payload.vector, checksum)
         return header
+
+    def _enact(self, header: dict[str, Any], payload: Payload = Payload()) -> list[Delivery]:  # noqa: B008  frozen
+        """Do what an input asks; the answers to turns of this server. A turn that its former self
+        left unanswered may be answered now, to nobody: its worker asks again once it is here."""
+        deliveries = self._state.enact(header, payload)
+        return [delivery for delivery in deliveries if delivery.worker in self._here]
 
     def _seconds(self) -> float:
         return self._clock() + self._ahead_seconds
