@@ -32,6 +32,7 @@ from dovetail.machine.files import machine_to_dict
 from dovetail.placers.learned import hdp
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, save_policy
+from dovetail.placers.learned.placing import proposals
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import Settings, Task, View
 
@@ -58,7 +59,6 @@ CASES = GDP | {
         *(_sized(_GNMT_8, n) for n in (64, 256)),
     )
 }  # fmt: skip
-ZERO_SHOT_DRAWS = 31
 
 
 def say(text: str) -> None:
@@ -167,6 +167,8 @@ def _train(
     tasks = [task for task, _ in pairs]
     seen, tallies = views_of(tasks), [_tally(task) for task in tasks]
     policy, settings = _fresh(method, seen[0].view, seed, options)
+    if len(keys) == 1:
+        policy = policy.alone(seen[0].view)
     trials = effort.trials * len(keys)
     began = time.perf_counter()
     learner = drive(policy, settings, seen, tallies, trials=trials, seed=seed)
@@ -189,12 +191,13 @@ def _fresh(method: str, view: View, seed: int, options: dict[str, Any]) -> tuple
 
 def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]:
     task, grouping = task_for(effort.table, row, "gdp")
-    (seen,), tally, settings = views_of([task]), _tally(task), settings_of("gdp")
+    (seen,), tally = views_of([task]), _tally(task)
+    policy, settings = policy.alone(seen.view), settings_of("gdp", finetuned=True)
     torch.set_num_threads(1)
     began = time.perf_counter()
     likeliest = tally(policy.likeliest(seen.view)[None])
-    generator = torch.Generator().manual_seed(seed)
-    tally(policy.draw(seen.view, ZERO_SHOT_DRAWS, generator).placements)
+    for placements in proposals(policy, seen.view, seed):
+        tally(placements)
     zero_shot = tally.best_seconds
     trials = effort.updates * settings.trials
     learner = drive(policy, settings, [seen], [tally], trials=trials, seed=seed)

@@ -44,7 +44,7 @@ EXPLORING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden": 64},
         {"rate": 0.002, "entropy_each": 0.12, "baseline": "batch", "elite": 0.5},
     ),
-    "gdp": ({}, {"entropy": 0.5, "elite": 0.5}),
+    "gdp": ({"floor": 2.0}, {"entropy": 0.5, "elite": 0.5}),
 }
 """method -> (options, settings) that differ from its own."""
 
@@ -102,7 +102,7 @@ def trained(name: str, problem: Problem, samples: int) -> tuple[float, int, int]
     view, settings = look(problem), replace(settings_of(name), **changes)
     budget = Budget(threads=1)
     judge = BudgetJudge(problem, budget)
-    policy = make_policy(name, view, problem.seed, **options)
+    policy = make_policy(name, view, problem.seed, **options).alone(view)
     updates = samples // settings.trials
     learner = train(policy, view, judge, settings, problem.seed, updates=updates)
     best = learner.best.get("")

@@ -11,7 +11,16 @@ from tiny_tables import CASES, MACHINE, settings
 
 from dovetail.bench import learned, learned_parts, learned_tables, running, store
 from dovetail.bench.crew import Task, work_off
-from dovetail.bench.effort import effort, efforts, middle, reached, span, target_of
+from dovetail.bench.effort import (
+    best_within,
+    effort,
+    efforts,
+    middle,
+    middle_within,
+    reached,
+    span,
+    target_of,
+)
 from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.page import render
@@ -156,6 +165,9 @@ def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(t
     assert not without.rows[0].columns[PLAIN].learned
     run_table(replace(asked, learn=80), CASES[:1], jobs=0)
     assert trained == [("tiny-2gpu", "seq2seq", 0), ("tiny-2gpu", "seq2seq", 1)]
+    own = replace(asked, learn=0, learn_of={"seq2seq": 20})
+    (row,) = run_table(own, CASES[:1], jobs=0).rows
+    assert [run.trials for run in row.columns[PLAIN].learned["seq2seq"]] == [20, 20]
 
 
 @pytest.mark.parametrize(("kind", "again"), [(store.LEARNED, 1), (store.PLANNED, 2)])
@@ -241,6 +253,22 @@ def test_what_seq2seq_is_to_reach_is_the_smaller_of_the_papers_margin_and_most_o
     assert target_of(case, replace(make_column(), methods={})) is None
 
 
+def test_a_run_is_cut_to_as_many_placements_as_the_other_had():
+    runs = {
+        "gdp": tuple(
+            made_run("gdp", seed, [(2, 0.9), (60, value)]) for seed, value in enumerate((0.5, 0.7))
+        ),
+        "hdp": (made_run("hdp", 0, [(1, 0.8)], trials=60), made_run("hdp", 1, [], trials=59)),
+    }
+    column = replace(make_column(), learned=runs)
+    assert [best_within(runs["gdp"][0], trials) for trials in (1, 2, 59, 60)] == [
+        None, 0.9, 0.9, 0.5,
+    ]  # fmt: skip
+    assert middle_within(column, "gdp", "hdp") == 0.5  # of .5 and .9 the better one
+    alone = replace(column, learned={"gdp": runs["gdp"]})
+    assert middle_within(alone, "gdp", "hdp") is None
+
+
 def gdp_column():
     runs = {
         "gdp": tuple(made_run("gdp", s, [(2, 0.8), (10, 0.6)]) for s in (0, 1)),
@@ -261,11 +289,9 @@ def test_gdps_tables_have_its_ratios_its_effort_and_the_papers():
     (_, (head, (row,))), (_, (_, (spent,))), _ = learned_tables.tables_of("gdp", done)
     found = dict(zip(head, row, strict=True))
     assert (found["GDP-one"], found["HDP"], found["auto"]) == ("0.600 s", "0.700 s", "0.720 s")
-    assert (found["to HDP"], found["to human"], found["to auto"]) == (
-        "0.857 x",
-        "0.652 x",
-        "0.833 x",
-    )
+    assert found["in as many placements as HDP"] == "0.600 s"
+    to = ("to HDP, in as many", "to human", "to auto")
+    assert [found[column] for column in to] == ["0.857 x", "0.652 x", "0.833 x"]
     assert spent == ("RNNLM, 2 GPUs", "50, 50", "10, 10", "5.0 x", "5.0 x", "2.95 x")
     said = {what: figure for what, figure, _ in learned_tables.verdicts("gdp", done)}
     assert said == {

@@ -37,6 +37,25 @@ def reached(run: LearnedRun, seconds: float) -> Best | None:
     return next((best for best in run.bests if best.seconds <= seconds * CLOSE), None)
 
 
+def best_within(run: LearnedRun, trials: int) -> float | None:
+    """Seconds of the best of a run's first placements."""
+    return min((best.seconds for best in run.bests if best.trial <= trials), default=None)
+
+
+def middle_within(column: Column, method: str, other: str) -> float | None:
+    """The median of a method's runs, each cut to as many placements as the other method's run of
+    that seed had; the better of two. None where nothing fits."""
+    of_seed = {run.seed: run.trials for run in column.learned.get(other, ())}
+    found = [
+        math.inf if seconds is None else seconds
+        for run in column.learned.get(method, ())
+        if run.seed in of_seed
+        for seconds in [best_within(run, of_seed[run.seed])]
+    ]
+    median = sorted(found)[(len(found) - 1) // 2] if found else math.inf
+    return median if math.isfinite(median) else None
+
+
 @dataclass(frozen=True)
 class Effort:
     """How much less one run evaluates than another, for a placement as good as the other's best.

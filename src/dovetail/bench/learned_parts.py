@@ -24,8 +24,9 @@ from dovetail.units import format_seconds
 
 def trainings(settings: Settings) -> Iterator[tuple[str, int]]:
     """(method, seed) of every training of a row, seed by seed."""
-    for seed in range(settings.seed, settings.seed + settings.seeds) if settings.learn else ():
-        for method in LEARNED[settings.name]:
+    methods = [method for method in LEARNED[settings.name] if settings.trials_of(method)]
+    for seed in range(settings.seed, settings.seed + settings.seeds):
+        for method in methods:
             yield method, seed
 
 
@@ -49,17 +50,15 @@ def run_training(
     task, grouping = task_of(case.key, graph, parse_machine(case.machine), method)
     name = f"{case.title}, {method}, seed {seed}"
     tell(name)
-    told = 0
+    wanted, told = settings.trials_of(method), 0
 
     def heard(trials: int, seconds: float) -> None:
         nonlocal told
-        if 10 * trials // settings.learn > told:
-            told = 10 * trials // settings.learn
+        if 10 * trials // wanted > told:
+            told = 10 * trials // wanted
             tell(f"{name}: {trials:,} trials, {format_seconds(seconds)}")
 
-    run, placement = run_learned(
-        task, grouping, method, trials=settings.learn, seed=seed, tell=heard
-    )
+    run, placement = run_learned(task, grouping, method, trials=wanted, seed=seed, tell=heard)
     kept = {"run": asdict(run), "placement": None if placement is None else placement.tolist()}
     store.put(
         _name(case, method, seed), _key(settings, case, graph.fingerprint, method, seed), kept
@@ -109,9 +108,8 @@ def _name(case: Case, method: str, seed: int) -> str:
 
 def _key(settings: Settings, case: Case, graph: str, method: str, seed: int) -> str:
     machine = machine_to_dict(parse_machine(case.machine))
-    return fingerprint(
-        KIND, graph=graph, machine=machine, method=method, trials=settings.learn, seed=seed
-    )
+    trials = settings.trials_of(method)
+    return fingerprint(KIND, graph=graph, machine=machine, method=method, trials=trials, seed=seed)
 
 
 def _run(raw: dict[str, Any]) -> LearnedRun:

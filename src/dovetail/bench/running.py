@@ -46,6 +46,7 @@ class Settings:
     budget   of each search: seconds ("20s") or evaluations ("500e")
     methods  column -> its methods
     learn    trials of each training of a learned method; 0: none is run
+    learn_of   method -> its own number of them
     seeds    trainings of each, from `seed` on
     code     of the process that asks; a worker that imported other code refuses
     """
@@ -56,8 +57,13 @@ class Settings:
     seed: int = 0
     methods: dict[str, tuple[str, ...]] | None = None
     learn: int = 0
+    learn_of: dict[str, int] = field(default_factory=dict)
     seeds: int = 3
     code: dict[str, str] = field(default_factory=all_code)
+
+    def trials_of(self, method: str) -> int:
+        """Of each training of a learned method."""
+        return self.learn_of.get(method, self.learn)
 
     @property
     def columns(self) -> tuple[str, ...]:

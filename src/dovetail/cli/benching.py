@@ -42,7 +42,10 @@ def bench(  # noqa: PLR0913  one argument an option
     ),
     rows: Annotated[str, typer.Option(help='Only these, e.g. "rnnlm-*,nmt-2gpu"')] = "",
     learn: Annotated[
-        str, typer.Option(help='Placements of each training of a learned method; "": none')
+        str,
+        typer.Option(
+            help='Placements of each training of a learned method, e.g. "5000e,hdp=1000e"; "": none'
+        ),
     ] = "3000e",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each, seed by seed")] = 3,
     seed: Annotated[int, typer.Option(help="Of every method, and of the first training")] = 0,
@@ -65,13 +68,15 @@ def bench(  # noqa: PLR0913  one argument an option
     from dovetail.placers import parse_budget
 
     parse_budget(budget)
-    trials = _trials(learn)
+    trials, trials_of = _learning(paper.value, learn)
     check_seed(seed)
     matching(CASES[paper.value], rows)
     folder = out or Path("benchmarks") / paper.value
     if folder.exists() and not folder.is_dir():
         raise UsageError("--out", f"{folder} is a file; name a folder")
-    settings = Settings(paper.value, folder, budget, seed, learn=trials, seeds=seeds)
+    settings = Settings(
+        paper.value, folder, budget, seed, learn=trials, learn_of=trials_of, seeds=seeds
+    )
     settings.store(say)  # makes the folder
     page, csv, trainings = folder / PAGE, folder / CSV, folder / TRAININGS
     check_outputs(page, csv, trainings)
@@ -84,8 +89,9 @@ def bench(  # noqa: PLR0913  one argument an option
             tell=lambda said, fraction: progress(said, fraction, None),
             complain=say,
         )
+    asked = learn or '""'
     made = _made(
-        f"dovetail bench {paper.value} --budget {budget} --learn {trials}e --seeds {seeds} "
+        f"dovetail bench {paper.value} --budget {budget} --learn {asked} --seeds {seeds} "
         f"--seed {seed} --jobs {jobs}"
     )
     write_page(paper.value, table.cases, table.rows, table.towers, table.curves, page, made=made)
@@ -101,6 +107,23 @@ def bench(  # noqa: PLR0913  one argument an option
         show(_rows_table(table))
     if table.failures:
         raise typer.Exit(1)
+
+
+def _learning(paper: str, text: str) -> tuple[int, dict[str, int]]:
+    """(trials of a training, method -> its own) of "5000e,hdp=1000e". Raises `UsageError`."""
+    from dovetail.bench.cases import LEARNED
+
+    trials, of = 0, dict[str, int]()
+    for part in text.split(","):
+        method, given, number = part.rpartition("=")
+        if not given:
+            trials = _trials(part)
+        elif method.strip() in LEARNED[paper]:
+            of[method.strip()] = _trials(number)
+        else:
+            known = ", ".join(LEARNED[paper])
+            raise UsageError("--learn", f"{method!r} is not one of {known}, which learn here")
+    return trials, of
 
 
 def _trials(text: str) -> int:

@@ -92,7 +92,7 @@ def check_course(
     check_seed(course.seed)
     if subjects > 1 and method != "gdp":
         raise UsageError("method", f"{method} learns one graph; gdp learns many at once")
-    _check_length(course, settings_for(method, course))
+    _check_length(course, settings_for(method, course, finetuned=policy is not None))
     if course.measured:
         _check_measured(course, subjects)
     elif course.simulated_first:
@@ -104,12 +104,14 @@ def check_course(
     return method
 
 
-def settings_for(method: str, course: Course) -> Settings:
-    """The method's settings with those of the course. Raises `UsageError` for an unknown one, or a
-    value of another kind."""
+def settings_for(method: str, course: Course, *, finetuned: bool = False) -> Settings:
+    """The method's settings, with those of the course; `finetuned`: of a policy that goes on.
+
+    Raises `UsageError` for an unknown one, or a value of another kind.
+    """
     from dovetail.placers.learned.catalog import settings_of
 
-    settings = settings_of(method)
+    settings = settings_of(method, finetuned=finetuned)
     kinds = {one.name: type(getattr(settings, one.name)) for one in fields(settings)}
     for name, value in course.settings.items():
         if name not in kinds:

@@ -122,7 +122,7 @@ def learn_all(
         check_subject(one, course, method)
     tasks = [task_of(one, doing) for one in subjects]
     start, card = _starting_policy(method, tasks, course.seed, policy)
-    settings = settings_for(method, course)
+    settings = settings_for(method, course, finetuned=policy is not None)
     if not course.measured:
         learned = _learn(tasks, start, settings, course, progress)
         chosen = [learned.placements.get(task.name) for task in tasks]
@@ -157,13 +157,20 @@ def _starting_policy(
     that was made for another graph."""
     from dovetail.placers.learned.catalog import make_policy
     from dovetail.placers.learned.features import look
+
+    view = look(tasks[0].problem(seed=seed))
+    policy, card = make_policy(method, view, seed), dict[str, object]()
+    if path is not None:
+        policy, card = _loaded(method, tasks[0], path)
+    return (policy.alone(view) if len(tasks) == 1 else policy), card
+
+
+def _loaded(method: str, task: Task, path: str | Path) -> tuple["Policy", dict[str, object]]:
     from dovetail.placers.learned.files import load_policy
 
-    if path is None:
-        return make_policy(method, look(tasks[0].problem(seed=seed)), seed), {}
     policy, card = load_policy(path, method)
     sizes = card.get("sizes")
-    if method != "gdp" and not (isinstance(sizes, list) and _sizes(tasks[0]) in sizes):
+    if method != "gdp" and not (isinstance(sizes, list) and _sizes(task) in sizes):
         names = card.get("trained_on")
         made = ", ".join(map(str, names)) if isinstance(names, list) else "another graph"
         raise PolicyMismatchError(

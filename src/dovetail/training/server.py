@@ -74,7 +74,7 @@ class Server:
         self._lock = threading.RLock()
         self._order = order
         self._held: dict[int, Payload] = {}
-        self._here: set[int] = set()  # who joined this server, not only the one that it continues
+        self._here: set[int] = set()  # who joined this server, not only a former self
         self._journal: Journal | None = None
         self._storage = storage
         self._saved_rows = 0  # rows at the last snapshot
@@ -330,10 +330,9 @@ class Server:
         return header
 
     def _enact(self, header: dict[str, Any], payload: Payload = Payload()) -> list[Delivery]:  # noqa: B008  frozen
-        """Do what an input asks; the answers to turns of this server. A turn that its former self
-        left unanswered may be answered now, to nobody: its worker asks again once it is here."""
-        deliveries = self._state.enact(header, payload)
-        return [delivery for delivery in deliveries if delivery.worker in self._here]
+        """Do what an input asks. A turn that a former self of this server left may be answered now,
+        to nobody: its worker asks again once it is here."""
+        return [d for d in self._state.enact(header, payload) if d.worker in self._here]
 
     def _seconds(self) -> float:
         return self._clock() + self._ahead_seconds

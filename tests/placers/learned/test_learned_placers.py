@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from dovetail.placers.learned.catalog import LEARNED, make_policy, settings_of
 from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import save_policy
+from dovetail.placers.learned.policy import Draw
 
 GROUPS = 6
 OPTIONS = {
@@ -176,7 +178,8 @@ def test_training_ends_once_every_placement_is_known():
     assert learner.updates < 5
 
 
-def test_finetuning_goes_on_from_the_policys_proposals(tmp_path):
+def test_finetuning_goes_on_from_the_policys_proposals(tmp_path, monkeypatch):
+    monkeypatch.setattr(placing, "MOST_PROPOSED", 32)
     path = tmp_path / "own.safetensors"
     write_policy(path, "gdp")
     problem = random_problem(1, GROUPS, devices=3)
@@ -185,7 +188,25 @@ def test_finetuning_goes_on_from_the_policys_proposals(tmp_path):
         budget = Budget(evaluations=1000)
         placing.make_gdp(path, updates)(problem, budget)
         spent[updates] = budget.spent
-    assert 1 < spent[0] <= 1 + placing.SAMPLES < spent[4] <= 1 + placing.SAMPLES + 4 * 16
+    assert (
+        1 < spent[0] <= 1 + 32 < spent[4] <= 1 + 32 + 4 * settings_of("gdp", finetuned=True).trials
+    )
+
+
+@pytest.mark.parametrize(("groups", "wanted"), [(9, 256), (1000, 131), (9000, 32)])
+def test_the_more_groups_the_fewer_placements_are_proposed(groups, wanted):
+    class Silent:
+        candidates = staticmethod(lambda view: np.zeros((7, view.groups), np.int32))
+        parameters = staticmethod(lambda: iter([torch.zeros(1)]))
+
+        @staticmethod
+        def draw(view, batch, generator):
+            return Draw({}, np.zeros((batch, view.groups), np.int32), torch.zeros(batch))
+
+    view = SimpleNamespace(groups=groups)
+    batches = list(placing.proposals(Silent, view, 0))
+    assert sum(map(len, batches)) == wanted
+    assert max(map(len, batches)) <= placing.BATCH
 
 
 def test_a_policy_of_another_method_is_refused(tmp_path):

@@ -20,9 +20,11 @@ def make_policy(name: str, view: View, seed: int = 0, **options: Any) -> Policy:
     return policy
 
 
-def settings_of(name: str) -> Settings:
-    """How that method is trained. Raises `UsageError` for an unknown name."""
-    return _method(name)[1]
+def settings_of(name: str, *, finetuned: bool = False) -> Settings:
+    """How that method is trained, afresh or from a policy that was trained on other graphs. Raises
+    `UsageError` for an unknown name."""
+    settings = _method(name)[1]
+    return gdp.FINETUNING if finetuned and name == "gdp" else settings
 
 
 def _method(name: str) -> tuple[type[Policy], Settings]:

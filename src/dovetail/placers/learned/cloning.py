@@ -33,6 +33,9 @@ from dovetail.placers.local_search import local_search
 from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, Problem
 
+INDEPENDENT = 30.0
+"""Groups that a graph's many count for when a mode is to be told from another."""
+
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -116,18 +119,23 @@ def clone(
 
 def imitation_loss(policy: Gdp, example: Example) -> Tensor:
     """-log pi of the likeliest equal of the target, a mean over groups with a choice: half of it by
-    their number, half by their work."""
+    their number, half by their work. Of a policy with modes: of the mixture, as if a graph had
+    `INDEPENDENT` groups that decide for themselves."""
     view = example.view
     free = torch.from_numpy(np.flatnonzero(view.free))
-    logs = torch.log_softmax(policy.logits(view), dim=1)[free]
-    logs = logs.clamp(min=-20.0)  # what is not allowed is never a target
+    modes, logits = policy.logits(view)
     targets = torch.from_numpy(example.target.astype(np.int64))[free]
     work = torch.from_numpy(view.numbers[view.free, column("work_share")])
     weights = 0.5 / len(free) + 0.5 * work / work.sum().clamp(min=1e-9)
-    with torch.no_grad():
-        renamed = _likeliest_names(logs, targets, weights, example.likeness)
-    taken = logs.gather(1, renamed[targets][:, None]).squeeze(1)
-    return -(weights * taken).sum()
+    losses = []
+    for of_mode in torch.log_softmax(logits, dim=2):
+        logs = of_mode[free].clamp(min=-20.0)  # what is not allowed is never a target
+        with torch.no_grad():
+            renamed = _likeliest_names(logs, targets, weights, example.likeness)
+        taken = logs.gather(1, renamed[targets][:, None]).squeeze(1)
+        losses.append(-(weights * taken).sum())
+    mixed = torch.log_softmax(modes, 0) - INDEPENDENT * torch.stack(losses)
+    return -torch.logsumexp(mixed, 0) / INDEPENDENT
 
 
 def _likeliest_names(logs: Tensor, targets: Tensor, weights: Tensor, likeness: Int64) -> Tensor:

@@ -24,19 +24,19 @@ from torch import Tensor
 from dovetail.placers.learned.records import Int64, View
 
 
-def draw_clusters(
-    view: View, likeliest: NDArray[np.integer], batch: int, share: float, seed: int
-) -> Int64:
+def draw_clusters(view: View, likeliest: NDArray[np.integer], share: float, seed: int) -> Int64:
     """[batch, groups] the first group of each group's cluster; a trial without clusters has each
-    group at itself."""
+    group at itself. `likeliest` [batch, groups]: devices, of the trial's mode."""
     rng = np.random.default_rng(seed)
     own = np.arange(view.groups)
+    batch = len(likeliest)
     labels = np.tile(own, (batch, 1))
-    a, b = view.sources, view.destinations
-    like = (likeliest[a] == likeliest[b]) & (view.allowed[a] == view.allowed[b]).all(axis=1)
-    like &= view.free[a] & view.free[b]
-    a, b = a[like], b[like]
+    joint = (view.allowed[view.sources] == view.allowed[view.destinations]).all(axis=1)
+    joint &= view.free[view.sources] & view.free[view.destinations]
+    sources, destinations = view.sources[joint], view.destinations[joint]
     for trial in range(round(batch * share)):
+        like = likeliest[trial][sources] == likeliest[trial][destinations]
+        a, b = sources[like], destinations[like]
         kept = rng.random(len(a)) < rng.random()
         ends = (a[kept], b[kept])
         joined = coo_array((np.ones(len(ends[0]), np.int8), ends), shape=(view.groups,) * 2)
@@ -49,16 +49,16 @@ def draw_clusters(
 def chances(logits: Tensor, clusters: Tensor, open_: Tensor, floor: float) -> Tensor:
     """[batch, groups, devices] of each cluster's decision, at its first group; elsewhere of no use.
 
-    logits     [groups, devices], -inf where a group may not be
+    logits     [batch or 1, groups, devices] of each trial, -inf where a group may not be
     clusters   [batch, groups]
     open_      [batch, groups] True where a decision is made
     """
     batch, groups = clusters.shape
-    allowed = torch.isfinite(logits)
+    allowed = torch.isfinite(logits[0])
     finite = logits.masked_fill(~allowed, 0.0)
     flat = (clusters + groups * torch.arange(batch, device=clusters.device)[:, None]).reshape(-1)
-    sums = finite.new_zeros(batch * groups, logits.shape[1])
-    sums = sums.index_add(0, flat, finite.repeat(batch, 1))
+    sums = finite.new_zeros(batch * groups, logits.shape[2])
+    sums = sums.index_add(0, flat, finite.expand(batch, -1, -1).reshape(batch * groups, -1))
     sizes = torch.bincount(flat, minlength=batch * groups).clamp(min=1)
     means = (sums / sizes[:, None]).view(batch, groups, -1).masked_fill(~allowed, -torch.inf)
     uniform = allowed / allowed.sum(dim=1, keepdim=True)

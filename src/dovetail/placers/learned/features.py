@@ -91,6 +91,11 @@ graph_*                                 the same in every row: log10 of groups; 
 """
 NUMBERS = len(NUMBER_NAMES)
 CUTS = 3 * len(POSITIONS)
+ADVICE = tuple(position for position in POSITIONS if position not in OP_POSITIONS)
+"""Positions that are classical planners' choices of a device."""
+ADVICE_NUMBERS = [i for i, name in enumerate(NUMBER_NAMES) if name.split("_")[0] in ADVICE]
+ADVICE_CUTS = [i for i in range(CUTS) if POSITIONS[i % len(POSITIONS)] in ADVICE]
+"""Columns of `View.numbers` and of `cuts` that hold it."""
 
 
 def look(problem: Problem) -> View:
@@ -254,6 +259,7 @@ def _shapes(problem: Problem) -> Float32:
 
 
 __all__ = [
-    "BUCKETS", "CUTS", "DEVICE_NAMES", "DEVICE_NUMBERS", "LINK_NAMES", "LINK_NUMBERS", "NUMBERS",
-    "NUMBER_NAMES", "POSITIONS", "SHAPES", "VERSION", "column", "cuts", "look", "waves",
+    "ADVICE", "ADVICE_CUTS", "ADVICE_NUMBERS", "BUCKETS", "CUTS", "DEVICE_NAMES",
+    "DEVICE_NUMBERS", "LINK_NAMES", "LINK_NUMBERS", "NUMBERS", "NUMBER_NAMES", "POSITIONS",
+    "SHAPES", "VERSION", "column", "cuts", "look", "waves",
 ]  # fmt: skip

@@ -4,15 +4,21 @@ Y. Zhou et al., "GDP: Generalized Device Placement for Dataflow Graphs", 2019,
 https://arxiv.org/abs/1910.01578, section 3.
 
     View ──► embed ──► GraphSAGE ──► x0 ──► Transformer-XL, superposed ──► states [groups, hidden]
-                                                                               │
-    devices, links ──► attention among devices ──► [devices, hidden] ─────► logits [groups, devices]
+                                                                            │ mean: chances [modes]
+                                                                            ▼
+    devices, links ──► attention among devices ──► [devices, hidden] ──► logits
+                                                                         [modes, groups, devices]
 
 Differences: devices enter by their own features, not as rows of an output layer, so that one policy
 serves any number and any kind of them; a logit looks at a group's state, a device's embedding, and
 what is known of the two together (the work there, and where the group lies to the part of the graph
 that would be the device's by an equal cut: `features.cuts`). Costs and sizes are features of a
-group beside the paper's type, shape and adjacency. A new policy already prefers devices that are
-quick at a group's work, and the cut by modules and parameters; the paper's begins at random.
+group beside the paper's type, shape and adjacency; so are positions, and two of these are advice:
+the devices that list scheduling and human experts would choose. A new policy already prefers
+devices that are quick at a group's work, and cuts the graph by position; the paper's begins at
+random. By which position is a decision, the first of a trial: a policy that decides for all groups
+independently cannot say "either by layers or by time steps", only something between. Such a *mode*
+has start logits of its own, and shares all else.
 `individual` (ours, for one graph alone) adds logits of each group's own, which learn what the
 network's features do not tell apart. How trials are drawn: `exploring`.
 
@@ -30,8 +36,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.exploring import chances, draw_clusters
 from dovetail.placers.learned.features import (
+    ADVICE,
+    ADVICE_CUTS,
+    ADVICE_NUMBERS,
     BUCKETS,
     CUTS,
     DEVICE_NUMBERS,
@@ -52,15 +62,26 @@ SETTINGS = Settings(
     rate=1e-3,
     baseline="batch",
     failing=10.0,
-    entropy=0.01,
+    entropy=0.05,
     normalised=True,
     passes=2,
     elite=4.0,
 )
+FINETUNING = replace(SETTINGS, trials=64)
+"""Of a policy that was trained before: few updates, from many trials each."""
 PAPER = replace(SETTINGS, baseline="mean", elite=0.0)
 """The paper's reward, failing signal and bias; rate, trials, passes and entropy are not in it."""
-START: dict[str, float] = {"module": -1.5, "parameter": -1.5}
-"""Logits, before any training, of a distance of one width from a device's part by a position."""
+STARTS: tuple[dict[str, float], ...] = (
+    {"module": -1.5, "parameter": -1.5},
+    *({position: -3.0} for position in POSITIONS),
+)
+"""Of each mode: logits, before any training, of a distance of one width from a device's part by a
+position."""
+MODES = len(STARTS)
+ADVISED = [i for i, start in enumerate(STARTS) if start.keys() & set(ADVICE)]
+"""Modes that begin as a classical planner would."""
+DECIDED = 10.0
+"""Factor on the logits of modes: how much faster than the rest they are learned."""
 SLOWER = -4.0
 """Likewise of a device that takes ten times as long as the best one."""
 SMALL = 0.2
@@ -74,6 +95,7 @@ class Gdp(Policy):
     layers         of the placer; `sage_layers` of the graph network
     segment        groups that attend to each other, and to the segment before
     attention, superposition   False: without, for the ablation
+    advice         False: without classical planners' choices, for ours
     share, floor   of exploration: trials that decide for clusters, uniform decisions a trial
     individual     (groups, devices) of a table of logits, times `gain`: how much faster than the
                    network it learns
@@ -91,13 +113,14 @@ class Gdp(Policy):
         segment: int = 128,
         attention: bool = True,
         superposition: bool = True,
+        advice: bool = True,
         share: float = 0.5,
         floor: float = 1.0,
         individual: Sequence[int] | None = None,
-        gain: float = 200.0,
+        gain: float = 50.0,
     ) -> None:
         super().__init__()
-        self.share, self.floor, self.gain = share, floor, gain
+        self.share, self.floor, self.gain, self.advice = share, floor, gain, advice
         self.config: dict[str, Any] = {
             "hidden": hidden,
             "sage_layers": sage_layers,
@@ -106,6 +129,7 @@ class Gdp(Policy):
             "segment": segment,
             "attention": attention,
             "superposition": superposition,
+            "advice": advice,
             "share": share,
             "floor": floor,
             "individual": None if individual is None else list(individual),
@@ -126,19 +150,42 @@ class Gdp(Policy):
         )
         self.devices = Devices(hidden)
         self.head = Head(hidden)
+        self.modes = nn.Linear(hidden, MODES)
+        nn.init.zeros_(self.modes.weight)
+        nn.init.zeros_(self.modes.bias)
 
     @classmethod
     def for_view(cls, view: View, *, seed: int = 0, **options: Any) -> Self:
-        """A fresh policy. Nothing in it is of the view's sizes, but for `individual=True`."""
-        if options.get("individual") is True:
-            options["individual"] = [view.groups, view.device_count]
+        """A fresh policy. Nothing in it is of the view's sizes."""
+        del view
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(**options)
 
-    def logits(self, view: View) -> Tensor:
-        """[groups, devices]; -inf where a group may not be."""
+    def alone(self, view: View) -> "Gdp":
+        sizes = (view.groups, view.device_count)
+        with torch.random.fork_rng(devices=[]):
+            policy = type(self)(**(self.config | {"individual": sizes}))
+        table = {"own": torch.zeros(sizes)} | self.state_dict()
+        self._check(view)
+        policy.load_state_dict(table)
+        return policy.to(self.norm.weight.device)
+
+    def _check(self, view: View) -> None:
+        """Raise `PolicyMismatchError` for a view of other sizes than the table's."""
+        if self.own is not None and tuple(self.own.shape) != view.seconds.shape:
+            groups, devices = self.own.shape
+            raise PolicyMismatchError(
+                self.name,
+                f"it was trained on one graph alone, {groups:,} groups on {devices} devices; this "
+                f"one has {view.groups:,} on {view.device_count}",
+            )
+
+    def logits(self, view: View) -> tuple[Tensor, Tensor]:
+        """([modes], [modes, groups, devices]); -inf where a group may not be."""
         seen = inputs_of(view, self.norm.weight.device)
+        if not self.advice:
+            seen = seen.without_advice()
         x = self.embed(seen)
         for layer in self.sage:
             x = layer(x, seen.edges)
@@ -146,9 +193,13 @@ class Gdp(Policy):
         if condition is not None:
             states = states * condition
         logits = self.head(states, self.devices(seen.devices, seen.links), seen.pairs)
+        self._check(view)
         if self.own is not None:
             logits = logits + self.gain * self.own
-        return logits.masked_fill(~seen.allowed, -torch.inf)  # type: ignore[no-any-return]
+        modes = DECIDED * self.modes(states.mean(dim=0))
+        if not self.advice:
+            modes = modes.index_fill(0, torch.tensor(ADVISED).to(modes.device), -torch.inf)
+        return modes, logits.masked_fill(~seen.allowed, -torch.inf)
 
     def embed(self, seen: "Inputs") -> Tensor:
         """[groups, hidden] of each group by itself."""
@@ -157,39 +208,58 @@ class Gdp(Policy):
 
     def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
         with torch.no_grad():
-            logits = self.logits(view)
+            modes, logits = self.logits(view)
             device = logits.device
             seed = int(torch.randint(2**31, (), generator=generator, device=device))
-            mode = logits.argmax(dim=1).cpu().numpy()
-            clusters = draw_clusters(view, mode, batch, self.share, seed)
-            actions = {"clusters": torch.from_numpy(clusters).to(device)}
+            chosen = torch.multinomial(
+                torch.softmax(modes, 0), batch, replacement=True, generator=generator
+            )
+            likeliest = logits.argmax(dim=2)[chosen].cpu().numpy()
+            clusters = draw_clusters(view, likeliest, self.share, seed)
+            actions = {"modes": chosen, "clusters": torch.from_numpy(clusters).to(device)}
             made = _open(view, actions["clusters"])
-            each = chances(logits, actions["clusters"], made, self.floor)
+            each = chances(logits[chosen], actions["clusters"], made, self.floor)
             # Of exponential waiting times the shortest is an event's with its share of the rates.
             waits = torch.empty_like(each).exponential_(generator=generator)
             actions["devices"] = (each / waits).argmax(dim=2)
-            log_probs = _of(each, actions["devices"], made)
+            log_probs = _of(modes, each, actions, made)
         drawn = actions["devices"].gather(1, actions["clusters"]).cpu().numpy()
         placements = np.where(view.free, drawn, view.settled).astype(np.int32)
         return Draw(actions, placements, log_probs)
 
     def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
-        logits = self.logits(view)
+        modes, logits = self.logits(view)
         made = _open(view, actions["clusters"])
-        each = chances(logits, actions["clusters"], made, self.floor)
-        logs = torch.log_softmax(logits, dim=1)
-        entropies = -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(dim=1)
-        free = inputs_of(view, logs.device).free
-        return Judged(_of(each, actions["devices"], made), (entropies * free)[None])
+        each = chances(logits[actions["modes"]], actions["clusters"], made, self.floor)
+        logs = torch.log_softmax(logits, dim=2)
+        entropies = -(logs.exp() * logs.masked_fill(logs == -torch.inf, 0)).sum(dim=2)
+        entropies = (entropies * inputs_of(view, logs.device).free)[actions["modes"]]
+        of_modes = torch.log_softmax(modes, 0)
+        of_modes = -(of_modes.exp() * of_modes.clamp(min=-1e9)).sum().expand(len(entropies), 1)
+        return Judged(_of(modes, each, actions, made), torch.cat([of_modes, entropies], dim=1))
 
     def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor]:
         device = self.norm.weight.device
         devices = torch.from_numpy(placement.astype(np.int64)).to(device)
-        return {"devices": devices[None], "clusters": torch.arange(len(devices)).to(devices)[None]}
+        with torch.no_grad():
+            modes, logits = self.logits(view)
+            logs = torch.log_softmax(logits, dim=2).clamp(min=-20.0)
+            taken = logs.gather(2, devices.expand(len(modes), -1)[:, :, None]).squeeze(2)
+            sums = (taken * inputs_of(view, device).free).sum(dim=1)
+            mode = (torch.log_softmax(modes, 0) + sums).argmax()
+        own = torch.arange(len(devices)).to(devices)
+        return {"modes": mode[None], "devices": devices[None], "clusters": own[None]}
 
     def likeliest(self, view: View) -> NDArray[np.int32]:
+        best: NDArray[np.int32] = self.candidates(view)[0]
+        return best
+
+    def candidates(self, view: View) -> NDArray[np.int32]:
+        """[modes, groups] the likeliest placement of each mode, likeliest modes first."""
         with torch.no_grad():
-            best = self.logits(view).argmax(dim=1).cpu().numpy()
+            modes, logits = self.logits(view)
+            first = modes.argsort(descending=True, stable=True)[: int(modes.isfinite().sum())]
+            best = logits.argmax(dim=2)[first].cpu().numpy()
         return np.where(view.free, best, view.settled).astype(np.int32)
 
 
@@ -217,7 +287,7 @@ class Devices(nn.Module):
 
 class Head(nn.Module):
     """(states [groups, hidden], devices [devices, hidden], pairs [groups, devices, 1 + CUTS]) ->
-    logits [groups, devices]."""
+    logits [modes, groups, devices]."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -226,25 +296,26 @@ class Head(nn.Module):
         self.of_pair = nn.Linear(1 + CUTS, hidden, bias=False)
         self.out = nn.Linear(hidden, 1, bias=False)
         self.key = nn.Linear(hidden, hidden, bias=False)
-        self.start = nn.Linear(1 + CUTS, 1, bias=False)
+        self.start = nn.Linear(1 + CUTS, MODES, bias=False)
         with torch.no_grad():
             self.out.weight.mul_(SMALL)
             self.key.weight.mul_(SMALL)
             self.start.weight.zero_()
-            self.start.weight[0, 0] = SLOWER
-            for position, logit in START.items():
-                self.start.weight[0, POSITIONS.index(position) - len(POSITIONS)] = logit
+            self.start.weight[:, 0] = SLOWER
+            for mode, start in enumerate(STARTS):
+                for position, logit in start.items():
+                    self.start.weight[mode, POSITIONS.index(position) - len(POSITIONS)] = logit
 
     def forward(self, states: Tensor, devices: Tensor, pairs: Tensor) -> Tensor:
         """One device after the other: [groups, devices, hidden] would not fit per op."""
         of_state, of_device = self.of_state(states), self.of_device(devices)
         columns = [
             self.out(torch.relu(of_state + of_device[d] + self.of_pair(pairs[:, d])))
-            + self.start(pairs[:, d])
             for d in range(len(devices))
         ]
         matched = states @ self.key(devices).T * states.shape[1] ** -0.5
-        return torch.cat(columns, dim=1) + matched  # type: ignore[no-any-return]
+        starts = self.start(pairs).permute(2, 0, 1)
+        return starts + torch.cat(columns, dim=1) + matched  # type: ignore[no-any-return]
 
 
 def _open(view: View, clusters: Tensor) -> Tensor:
@@ -253,10 +324,12 @@ def _open(view: View, clusters: Tensor) -> Tensor:
     return (clusters == own) & inputs_of(view, clusters.device).free
 
 
-def _of(each: Tensor, devices: Tensor, made: Tensor) -> Tensor:
-    """[batch, groups] the log-probabilities of what was drawn; 0 where nothing was decided."""
-    chosen = each.gather(2, devices[:, :, None]).squeeze(2)
-    return chosen.masked_fill(~made, 1.0).log()
+def _of(modes: Tensor, each: Tensor, actions: dict[str, Tensor], made: Tensor) -> Tensor:
+    """[batch, 1 + groups] the log-probabilities of the mode and of what was drawn; 0 where nothing
+    was decided."""
+    chosen = each.gather(2, actions["devices"][:, :, None]).squeeze(2)
+    mode = torch.log_softmax(modes, 0)[actions["modes"]]
+    return torch.cat([mode[:, None], chosen.masked_fill(~made, 1.0).log()], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,6 +347,13 @@ class Inputs:
     free: Tensor
     devices: Tensor
     links: Tensor
+
+    def without_advice(self) -> "Inputs":
+        """The same, zeros for what classical planners would choose."""
+        device = self.numbers.device
+        numbers = self.numbers.index_fill(1, torch.tensor(ADVICE_NUMBERS).to(device), 0.0)
+        columns = 1 + torch.tensor(ADVICE_CUTS).to(device)  # after the pair's work
+        return replace(self, numbers=numbers, pairs=self.pairs.index_fill(2, columns, 0.0))
 
 
 _INPUTS: WeakKeyDictionary[View, dict[torch.device, Inputs]] = WeakKeyDictionary()

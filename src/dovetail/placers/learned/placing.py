@@ -10,10 +10,12 @@ gdp       from a policy that was trained before on other graphs, zero-shot: what
 A loop ends with the budget, once every placement is known, or once the policy draws nothing new.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dovetail.placers.baselines import Placer
 from dovetail.placers.budget import Budget
@@ -28,8 +30,10 @@ from dovetail.placers.problem import GroupPlacement, Problem
 
 IDLE_UPDATES = 20
 """Updates in a row that drew nothing new: the policy has made up its mind."""
-SAMPLES = 31
-"""Placements that a zero-shot policy draws beside its likeliest."""
+FEWEST_PROPOSED, MOST_PROPOSED, PROPOSED_GROUPS = 32, 256, 2**17
+"""Placements that a zero-shot policy proposes: as many as have that many groups in all, within
+those limits."""
+BATCH = 32
 
 
 def seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
@@ -60,9 +64,13 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
             return problem.fastest
         loaded, _card = load_policy(policy or shipped(), "gdp")
         try:
-            propose(loaded, view, judge, SAMPLES, problem.seed)
+            for placements in proposals(loaded, view, problem.seed):
+                judge(placements)
+                if budget.exhausted:
+                    break
             if finetune:
-                train(loaded, view, judge, settings_of("gdp"), problem.seed, updates=finetune)
+                tuned, settings = loaded.alone(view), settings_of("gdp", finetuned=True)
+                train(tuned, view, judge, settings, problem.seed, updates=finetune)
         except KeyboardInterrupt:
             budget.interrupted = True
         return _best(problem, judge)
@@ -70,13 +78,16 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
     return place
 
 
-def propose(policy: Policy, view: View, judge: BudgetJudge, samples: int, seed: int) -> None:
-    """Have the policy's likeliest placement judged, and so many that it draws."""
-    judge(policy.likeliest(view)[None])
-    if samples and not judge.budget.exhausted:
-        device = next(policy.parameters()).device
-        generator = torch.Generator(device=device).manual_seed(seed)
-        judge(policy.draw(view, samples, generator).placements)
+def proposals(policy: Policy, view: View, seed: int) -> Iterator[NDArray[np.int32]]:
+    """What the policy takes for good, zero-shot, in batches [batch, groups]: its candidates, then
+    what it draws."""
+    candidates = policy.candidates(view)
+    yield candidates
+    wanted = min(max(FEWEST_PROPOSED, PROPOSED_GROUPS // view.groups), MOST_PROPOSED)
+    device = next(policy.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for first in range(len(candidates), wanted, BATCH):
+        yield policy.draw(view, min(BATCH, wanted - first), generator).placements
 
 
 def train(

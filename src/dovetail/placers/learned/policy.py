@@ -42,11 +42,16 @@ class Policy(nn.Module, ABC):
     """Float32 on one device. `config` rebuilds it: `type(policy)(**policy.config)`.
 
     A policy of `seq2seq` or `hdp` is made for one view (its sizes stand in `config`); one of `gdp`
-    serves every view.
+    serves every view, until it is `alone`.
     """
 
     name: ClassVar[str]
     config: dict[str, Any]
+
+    def alone(self, view: View) -> "Policy":
+        """The policy for this view and no other, where that teaches it more; it draws as before."""
+        del view
+        return self
 
     def begin(self, update: int) -> None:
         """Told before a controller's update of that number, from 0: what a policy schedules by
@@ -63,6 +68,10 @@ class Policy(nn.Module, ABC):
     def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor] | None:
         """Actions, a batch of one, that lead to a placement [groups]; None: it cannot say."""
         return None
+
+    def candidates(self, view: View) -> NDArray[np.int32]:
+        """[candidates, groups] what it thinks likeliest, first its one choice."""
+        return self.likeliest(view)[None]
 
     @abstractmethod
     def likeliest(self, view: View) -> NDArray[np.int32]:

@@ -31,6 +31,7 @@ from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import load_policy, save_policy
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.learning import learn
+from dovetail.placers.learned.placing import proposals
 from dovetail.placers.learned.records import Point, Settings, Task
 from dovetail.placers.learned.training_set import HELD_OUT, Wanted, random_task, training_set
 from dovetail.placers.problem import Problem
@@ -38,10 +39,6 @@ from dovetail.runtime.atomic import write_atomically
 
 VALIDATION_SEED = 10**6
 """Added to the seed for tasks that nothing is learned from."""
-SAMPLES = 15
-"""Placements that the policy draws of a validation task, beside its likeliest."""
-
-
 SETTINGS = Settings(
     objective="ppo",
     trials=16,
@@ -69,8 +66,8 @@ class Recipe:
 
     wanted: Wanted = field(default_factory=Wanted)
     options: dict[str, Any] = field(default_factory=dict)
-    evaluations: int = 900
-    passes: int = 8
+    evaluations: int = 2000
+    passes: int = 20
     imitation_rate: float = 1e-3
     trials: int = 400_000
     settings: Settings = SETTINGS
@@ -221,16 +218,14 @@ class _Run:
 
     def validate(self, policy: Gdp, tasks: Sequence[Task], stage: str) -> dict[str, float]:
         """Geometric means over tasks that nothing was learned from, of zero-shot seconds by those
-        of the search: of the likeliest placement, and of the best of it and `SAMPLES` draws."""
+        of the search: of the likeliest placement, and of the best that is proposed."""
         likeliest, best, failed = [], [], 0
         for number, task in enumerate(tasks):
             problem = task.problem(seed=self.seed, threads=1)
             _, value = self.target(task, problem)
             view = look(problem)
-            first = policy.likeliest(view)[None]
-            generator = torch.Generator().manual_seed(self.seed)
-            drawn = policy.draw(view, SAMPLES, generator).placements
-            found = problem.evaluate(problem.spread(np.concatenate([first, drawn])))
+            proposed = np.concatenate(list(proposals(policy, view, self.seed)))
+            found = problem.evaluate(problem.spread(proposed))
             seconds = np.where(found.feasible, found.values, np.inf)
             if np.isfinite(value) and np.isfinite(seconds[0]):
                 likeliest.append(seconds[0] / value)

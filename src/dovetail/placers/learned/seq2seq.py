@@ -34,16 +34,16 @@ from torch.nn import functional
 
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import (
+    ADVICE_CUTS,
+    ADVICE_NUMBERS,
     BUCKETS,
     CUTS,
-    NUMBER_NAMES,
-    POSITIONS,
+    NUMBERS,
     SHAPES,
     column,
     cuts,
 )
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.positions import OP_POSITIONS
 from dovetail.placers.learned.records import Settings, View
 
 HIDDEN, ATTENTION, KINDS = 64, 16, 16
@@ -67,9 +67,8 @@ SETTINGS = Settings(
 placements that ran teach; the rest is ours. The elite pulls every decision towards one placement;
 the two entropies leave each trial a few that differ, whether there are six groups or hundreds."""
 
-_ADVICE = set(POSITIONS) - set(OP_POSITIONS)
-_OWN_NUMBERS = [i for i, name in enumerate(NUMBER_NAMES) if name.split("_")[0] not in _ADVICE]
-_OWN_CUTS = [i for i in range(CUTS) if POSITIONS[i % len(POSITIONS)] not in _ADVICE]
+_OWN_NUMBERS = [i for i in range(NUMBERS) if i not in ADVICE_NUMBERS]
+_OWN_CUTS = [i for i in range(CUTS) if i not in ADVICE_CUTS]
 
 
 class Seq2SeqNet(nn.Module):
