@@ -36,7 +36,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.exploring import chances, draw_clusters
 from dovetail.placers.learned.features import (
     ADVICE,
@@ -67,7 +66,7 @@ SETTINGS = Settings(
     passes=2,
     elite=4.0,
 )
-FINETUNING = replace(SETTINGS, trials=64)
+FINETUNING = replace(SETTINGS, trials=64, passes=4)
 """Of a policy that was trained before: few updates, from many trials each."""
 PAPER = replace(SETTINGS, baseline="mean", elite=0.0)
 """The paper's reward, failing signal and bias; rate, trials, passes and entropy are not in it."""
@@ -89,7 +88,7 @@ SMALL = 0.2
 
 
 class Gdp(Policy):
-    """Serves every view; with `individual` only views of that many groups and devices.
+    """Serves every view.
 
     hidden         width of everything
     layers         of the placer; `sage_layers` of the graph network
@@ -97,8 +96,8 @@ class Gdp(Policy):
     attention, superposition   False: without, for the ablation
     advice         False: without classical planners' choices, for ours
     share, floor   of exploration: trials that decide for clusters, uniform decisions a trial
-    individual     (groups, devices) of a table of logits, times `gain`: how much faster than the
-                   network it learns
+    individual     (groups, devices) of a table of logits, for views of these sizes; times `gain`:
+                   how much faster than the network it learns
     """
 
     name: ClassVar[str] = "gdp"
@@ -166,20 +165,15 @@ class Gdp(Policy):
         sizes = (view.groups, view.device_count)
         with torch.random.fork_rng(devices=[]):
             policy = type(self)(**(self.config | {"individual": sizes}))
-        table = {"own": torch.zeros(sizes)} | self.state_dict()
-        self._check(view)
-        policy.load_state_dict(table)
+        tensors = self.state_dict()
+        if not self._knows(view):
+            tensors["own"] = torch.zeros(sizes)
+        policy.load_state_dict(tensors)
         return policy.to(self.norm.weight.device)
 
-    def _check(self, view: View) -> None:
-        """Raise `PolicyMismatchError` for a view of other sizes than the table's."""
-        if self.own is not None and tuple(self.own.shape) != view.seconds.shape:
-            groups, devices = self.own.shape
-            raise PolicyMismatchError(
-                self.name,
-                f"it was trained on one graph alone, {groups:,} groups on {devices} devices; this "
-                f"one has {view.groups:,} on {view.device_count}",
-            )
+    def _knows(self, view: View) -> bool:
+        """Whether it has a table for the view, told by its sizes."""
+        return self.own is not None and self.own.shape == view.seconds.shape
 
     def logits(self, view: View) -> tuple[Tensor, Tensor]:
         """([modes], [modes, groups, devices]); -inf where a group may not be."""
@@ -193,8 +187,7 @@ class Gdp(Policy):
         if condition is not None:
             states = states * condition
         logits = self.head(states, self.devices(seen.devices, seen.links), seen.pairs)
-        self._check(view)
-        if self.own is not None:
+        if self.own is not None and self._knows(view):
             logits = logits + self.gain * self.own
         modes = DECIDED * self.modes(states.mean(dim=0))
         if not self.advice:

@@ -42,14 +42,14 @@ class Policy(nn.Module, ABC):
     """Float32 on one device. `config` rebuilds it: `type(policy)(**policy.config)`.
 
     A policy of `seq2seq` or `hdp` is made for one view (its sizes stand in `config`); one of `gdp`
-    serves every view, until it is `alone`.
+    serves every view.
     """
 
     name: ClassVar[str]
     config: dict[str, Any]
 
     def alone(self, view: View) -> "Policy":
-        """The policy for this view and no other, where that teaches it more; it draws as before."""
+        """The policy, drawing as before, with what it can only learn of one view: this one."""
         del view
         return self
 

@@ -20,8 +20,9 @@ of the very group that it decides. The device before reaches the output directly
 `stay` on its diagonal, so that the first samples are runs of groups on one device and not a
 scatter. Groups come module by module (`order_of`), not in the graph's order. To type, shapes and
 adjacency the embedding adds the other numbers of the `View`, and g_t says what a device is worth by
-where the group's positions lie to it (`features.cuts`); without those of either that are another
-method's advice. The best placement so far is one more trial of every batch (`Settings.elite`).
+where the group's positions lie to it (`features.cuts`), from the start by module and parameter;
+without those of either that are another method's advice. The best placement so far is one more
+trial of every batch (`Settings.elite`).
 """
 
 from typing import Any, ClassVar, Self
@@ -39,6 +40,7 @@ from dovetail.placers.learned.features import (
     BUCKETS,
     CUTS,
     NUMBERS,
+    POSITIONS,
     SHAPES,
     column,
     cuts,
@@ -69,6 +71,8 @@ the two entropies leave each trial a few that differ, whether there are six grou
 
 _OWN_NUMBERS = [i for i in range(NUMBERS) if i not in ADVICE_NUMBERS]
 _OWN_CUTS = [i for i in range(CUTS) if i not in ADVICE_CUTS]
+START: dict[str, float] = {"module": -0.75, "parameter": -0.75}
+"""Logits, before any training, of a distance of one width from a device's part by a position."""
 
 
 class Seq2SeqNet(nn.Module):
@@ -216,7 +220,10 @@ class Seq2Seq(Policy):
             self.kinds = nn.EmbeddingBag(BUCKETS, KINDS, mode="sum", include_last_offset=True)
             self.neighbours = nn.Embedding(3 * groups, hidden)
             self.net = Seq2SeqNet(size, devices, hidden=hidden, stay=stay)
-        self.worth = nn.Parameter(torch.zeros(len(_OWN_CUTS)))
+        worth = torch.zeros(CUTS)
+        for position, logit in START.items():
+            worth[POSITIONS.index(position) - len(POSITIONS)] = logit
+        self.worth = nn.Parameter(worth[_OWN_CUTS])
 
     @classmethod
     def for_view(cls, view: View, *, seed: int = 0, **options: Any) -> Self:
