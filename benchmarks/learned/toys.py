@@ -32,7 +32,7 @@ from dovetail.placers.learned.records import Task
 from dovetail.simulator import Simulator
 
 GROUPS = 8
-SAMPLES = {2: 1000, 3: 3000}
+SAMPLES = {2: 1000, 3: 5000}
 """Placements that a policy may draw, by devices; repeats count."""
 EXACT = 1e-9
 EXPLORING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -44,7 +44,7 @@ EXPLORING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden": 64},
         {"rate": 0.002, "entropy_each": 0.12, "baseline": "batch", "elite": 0.5},
     ),
-    "gdp": ({"floor": 2.0}, {"entropy": 0.5, "elite": 0.5}),
+    "gdp": ({}, {"entropy": 0.5, "elite": 0.5}),
 }
 """method -> (options, settings) that differ from its own."""
 
