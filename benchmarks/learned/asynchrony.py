@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from markdown import table
+from markdown import fill, table
 
 from dovetail.costs import analytic_costs
 from dovetail.graph.grouping import group
@@ -176,13 +176,15 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=list(OPTIONS), choices=OPTIONS)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--trials", type=int, default=960)
+    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     parser.add_argument("--controllers", nargs="*", type=int, default=list(CONTROLLERS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ[MARK] = uuid.uuid4().hex
     spent = policy_seconds()
     share = spent / EVALUATION_SECONDS
-    print(f"an update takes {spent * 1e3:.1f} ms of CPU, {share:.1%} of an evaluation", flush=True)
+    said = [f"An update takes {spent * 1e3:.1f} ms of CPU, {share:.1%} of an evaluation."]
+    print(said[-1], flush=True)
     rows = []
     for backend in arguments.backends:
         linear = 0.0
@@ -197,10 +199,15 @@ def main() -> None:
         killer = Killer(arguments.trials)
         learned = run(backend, 2, arguments.trials, 0, killer)
         counted = learned.trials + learned.meta["lost"]
-        print(f"killed {killer.killed}; {learned.trials} trials judged, {counted} in all")
+        kills = ", ".join(map(str, killer.killed))
+        said.append(f"{backend}: killed {kills}; {learned.trials} trials judged, {counted} in all.")
+        print(said[-1], flush=True)
         rows.append(row(f"{backend}, 2, two kills", [learned], ("", "")))
         print(rows[-1], flush=True)
-    print(table(HEAD, rows))
+    text = table(HEAD, rows) + "\n\n" + "\n".join(said)
+    print(text)
+    if arguments.readme:
+        fill(arguments.readme, "asynchrony", text)
 
 
 if __name__ == "__main__":

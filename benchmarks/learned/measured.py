@@ -20,8 +20,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import dovetail as dt
 from dovetail.executors import Workers
@@ -32,6 +30,7 @@ from dovetail.plans import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from calm import Calm
+from markdown import fill, table
 
 CASES = (
     ("zoo:rnnlm?layers=2&steps=20&batch=16&vocabulary=1000&hidden=256", "adam"),
@@ -118,32 +117,35 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--curves", type=Path)
+    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     arguments = parser.parse_args()
     calm, rows = Calm(), []
     for model, train in CASES:
         if arguments.only in model:
             rows += case(model, train, arguments, calm)
-            show(rows)
+            print(lines_of(rows), flush=True)
     if arguments.csv is not None:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    print(f"{calm.disturbed} of {calm.taken} runs never had calm cores")
+    said = f"{calm.disturbed} of {calm.taken} runs never had calm cores."
+    print(said)
+    if arguments.readme is not None:
+        fill(arguments.readme, "measured", f"{lines_of(rows)}\n\n{said}")
 
 
-def show(rows: list[dict]) -> None:
-    table = Table(
-        "network", "plan", "predicted", "median step", "quartiles", "against auto", "trials"
-    )
-    for row in rows:
-        quartiles = f"{1e3 * row['low_seconds']:.2f} to {1e3 * row['high_seconds']:.2f}"
-        table.add_row(
+def lines_of(rows: list[dict]) -> str:
+    head = ("network", "plan", "predicted", "median step", "quartiles", "against auto", "trials")
+    return table(head, [
+        (
             row["model"].partition("?")[0], row["plan"], f"{1e3 * row['predicted_seconds']:.2f} ms",
-            f"{1e3 * row['median_seconds']:.2f} ms", quartiles, f"{row['against_auto']:.3f}",
-            str(row["trials"]),
-        )  # fmt: skip
-    Console().print(table)
+            f"{1e3 * row['median_seconds']:.2f} ms",
+            f"{1e3 * row['low_seconds']:.2f} to {1e3 * row['high_seconds']:.2f}",
+            f"{row['against_auto']:.3f}", str(row["trials"]),
+        )
+        for row in rows
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.placers.learned import hdp
 from dovetail.placers.learned.catalog import make_policy, settings_of
-from dovetail.placers.learned.files import load_policy, save_policy
+from dovetail.placers.learned.files import load_policy, save_policy, shipped
 from dovetail.placers.learned.placing import proposals
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import Settings, Task, View
@@ -52,10 +52,14 @@ def _sized(case: Case, batch: int) -> Case:
     )  # fmt: skip
 
 
+_LLAMA = replace(
+    _RNNLM_4, key="llama-4gpu", title="Llama, 4 layers, 4 GPUs",
+    model="zoo:llama?layers=4&context=256", published=None,
+)  # fmt: skip
 CASES = GDP | {
     case.key: case
     for case in (
-        _RNNLM_8, *(_sized(_RNNLM_8, n) for n in (32, 128)),
+        _LLAMA, _RNNLM_8, *(_sized(_RNNLM_8, n) for n in (32, 128)),
         *(_sized(_GNMT_8, n) for n in (64, 256)),
     )
 }  # fmt: skip
@@ -70,7 +74,7 @@ def say(text: str) -> None:
 class Effort:
     """How much each training may spend.
 
-    trials     of a training, for each of its graphs
+    trials     of a training, for each of its graphs; hdp_trials: of HDP's
     updates    of fine-tuning, at most
     seeds      trainings of each
     table      folder of `dovetail bench gdp`, whose graphs and trainings are used
@@ -78,6 +82,7 @@ class Effort:
     """
 
     trials: int
+    hdp_trials: int
     updates: int
     seeds: int
     table: Path
@@ -87,16 +92,20 @@ class Effort:
     def store(self) -> Store:
         return Store(self.out / "rows", say)
 
+    def trials_of(self, method: str) -> int:
+        return self.bench.trials_of(method)
+
     @property
     def bench(self) -> Table:
-        return Table("gdp", self.table, learn=self.trials, seeds=self.seeds)
+        own = {"hdp": self.hdp_trials}
+        return Table("gdp", self.table, learn=self.trials, learn_of=own, seeds=self.seeds)
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a batch's policy comes to on one graph.
+    """What a policy that was trained before comes to on one graph.
 
-    zero_shot   seconds of the best of its likeliest placement and `ZERO_SHOT_DRAWS` draws
+    zero_shot   seconds of the best that it proposes
     likeliest   seconds of the likeliest alone; None: it does not fit
     run         those placements, and then the fine-tuning's
     """
@@ -136,11 +145,22 @@ def tuned(effort: Effort, keys: Sequence[str], row: str, seed: int, **options: A
     """The policy of a batch of GDP on a graph, which may be one of them."""
     batch(effort, keys, seed, **options)
     trained, _ = _named(effort, keys, seed, "gdp", options)
+    return _tuned(effort, _policy_file(effort, trained), trained, row, seed)
+
+
+def tuned_shipped(effort: Effort, row: str, seed: int) -> Tuned:
+    """The policy that comes with the package on a graph."""
+    file = shipped()
+    content = hashlib.sha256(file.read_bytes()).hexdigest()
+    return _tuned(effort, file, f"shipped {content} {seed}", row, seed)
+
+
+def _tuned(effort: Effort, file: Path, trained: str, row: str, seed: int) -> Tuned:
     name = f"tuned.{row}.{_short(trained)}"
     key = fingerprint(LEARNED, **_ground(effort, (row,)), trained=trained, updates=effort.updates)
     kept = effort.store.get(name, key)
     if kept is None:
-        policy, _ = load_policy(_policy_file(effort, trained), "gdp")
+        policy, _ = load_policy(file, "gdp")
         kept = _tune(effort, policy, row, seed)
         effort.store.put(name, key, kept)
     return Tuned(kept["zero_shot"], kept["likeliest"], _run(kept["run"]))
@@ -169,7 +189,7 @@ def _train(
     policy, settings = _fresh(method, seen[0].view, seed, options)
     if len(keys) == 1:
         policy = policy.alone(seen[0].view)
-    trials = effort.trials * len(keys)
+    trials = effort.trials_of(method) * len(keys)
     began = time.perf_counter()
     learner = drive(policy, settings, seen, tallies, trials=trials, seed=seed)
     spent = time.perf_counter() - began
@@ -219,7 +239,7 @@ def _named(
 ) -> tuple[str, str]:
     """(name, fingerprint) of a training."""
     key = fingerprint(
-        LEARNED, **_ground(effort, keys), method=method, trials=effort.trials, seed=seed,
+        LEARNED, **_ground(effort, keys), method=method, trials=effort.trials_of(method), seed=seed,
         options=options,
     )  # fmt: skip
     return f"{method}.{_short(','.join(keys))}.{_short(repr(sorted(options.items())))}.{seed}", key

@@ -12,12 +12,17 @@ drew, repeats counted, not what other methods found. Drawing uniformly as often 
 
 import argparse
 import itertools
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from markdown import fill, table
 
 from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, Groups, group
@@ -31,6 +36,10 @@ from dovetail.placers.learned.random_graphs import FAMILIES, random_graph
 from dovetail.placers.learned.records import Task
 from dovetail.simulator import Simulator
 
+HEAD = (
+    "method", "devices", "placements", "samples", "optimum found", "within 1 %", "worst",
+    "median samples to it", "distinct drawn", "CPU s a problem",
+)  # fmt: skip
 GROUPS = 8
 SAMPLES = {2: 1000, 3: 5000}
 """Placements that a policy may draw, by devices; repeats count."""
@@ -121,11 +130,10 @@ def main() -> None:
     parser.add_argument("--graphs", type=int, default=20)
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--readme", type=Path, help="fill the table into this file's marks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| method | devices | placements | samples | optimum found | within 1 % | worst | "
-          "median samples to it | distinct drawn | CPU s a problem |")  # fmt: skip
-    print("|---|---" + "|---:" * 8 + "|")
+    rows = []
     for devices in arguments.devices:
         problems = [
             replace(make_task(seed, devices).problem(threads=1), seed=seed)
@@ -133,12 +141,17 @@ def main() -> None:
         ]
         every = [exhaustive(problem)[1] for problem in problems]
         for name in arguments.methods:
-            print(row(name, devices, problems, every, verbose=arguments.verbose), flush=True)
+            rows.append(row(name, devices, problems, every, verbose=arguments.verbose))
+            print(*rows[-1], sep=" | ", flush=True)
+    text = table(HEAD, rows)
+    print(text)
+    if arguments.readme:
+        fill(arguments.readme, "toys", text)
 
 
 def row(
     name: str, devices: int, problems: list[Problem], every: list[np.ndarray], *, verbose: bool
-) -> str:
+) -> tuple[str, ...]:
     """One method on all problems with that many devices."""
     began, samples = time.process_time(), SAMPLES[devices]
     ratios, found, distinct = [], [], []
@@ -157,10 +170,10 @@ def row(
     near = sum(ratio <= 1.01 for ratio in ratios)
     middle = f"{np.median(found):.0f}" if found else "-"
     return (
-        f"| {name} | {devices} | {max(map(len, every))} | {samples} | "
-        f"{len(found)} of {len(problems)} | {near} | {max(ratios) - 1:+.1%} | {middle} | "
-        f"{np.median(distinct):.0f} | {used:.1f} |"
-    )
+        name, str(devices), f"{max(map(len, every)):,}", f"{samples:,}",
+        f"{len(found)} of {len(problems)}", str(near), f"{max(ratios) - 1:+.1%}", middle,
+        f"{np.median(distinct):.0f}", f"{used:.1f}",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
