@@ -320,8 +320,8 @@ def main() -> None:
     for name in arguments.parts.split(","):
         text = "\n".join(PARTS[name](effort, rows))
         text += (
-            f"\n\n{effort.trials:,} placements a graph and training ({effort.hdp_trials:,} of HDP's), "
-            f"{effort.seeds} seeds, at most {effort.updates} updates of fine-tuning."
+            f"\n\n{effort.trials:,} placements a graph and training ({effort.hdp_trials:,} of "
+            f"HDP's), {effort.seeds} seeds, at most {effort.updates} updates of fine-tuning."
         )
         print(text, flush=True)
         if arguments.readme:
