@@ -14,6 +14,7 @@ import small_models
 from dovetail.cli import pretraining
 from dovetail.pipeline import Course, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
+from dovetail.placers.learned.catalog import settings_of
 from dovetail.placers.learned.pretraining import Recipe
 from dovetail.placers.learned.training_set import Wanted
 from dovetail.simulator import Simulator
@@ -125,17 +126,33 @@ def test_a_batch_learns_one_policy_and_writes_a_plan_each(dovetail, tmp_path):
         assert plan.machine.name == task["machine"]
         assert plan.value == task["value"]
     assert len(list((tmp_path / "plans").iterdir())) == 3
-    assert files.read_card(tmp_path / "p.safetensors")["trained_on"] == names
+    status, out, err = dovetail("learn", "show", tmp_path / "p.safetensors", "--json")
+    assert status == 0, err
+    assert json.loads(out)["trained_on"] == names
+
+
+def test_a_card_is_shown_whole_as_json_and_in_short_as_a_table(dovetail, policies, tmp_path):
+    status, out, _ = dovetail("learn", "show")  # the shipped one
+    assert status == 0
+    assert "gnmt" in out
+    assert "random" in out
+    assert len(out) < 20_000
+    status, out, _ = dovetail("learn", "show", policies["seq2seq"], "--json")
+    assert (status, json.loads(out)["method"]) == (0, "seq2seq")
+    (tmp_path / "other").write_text("no policy")
+    status, out, err = dovetail("learn", "show", tmp_path / "other")
+    assert (status, out) == (2, "")
+    assert "cannot read" in err
 
 
 def test_a_policy_is_tuned_on_another_network_and_plans_for_it(dovetail, policies, tmp_path):
     tuned = tmp_path / "tuned.safetensors"
     status, out, err = dovetail(
-        "learn", "finetune", policies["gdp"], "small_models:branches", *TWO_GPUS, "--updates", 3,
-        "--setting", "trials=8", "--policy-out", tuned, "--json",
+        "learn", "finetune", policies["gdp"], "small_models:branches", *TWO_GPUS, "--updates", 2,
+        "--policy-out", tuned, "--json",
     )  # fmt: skip
     assert status == 0, err
-    assert json.loads(out)["trials"] == 24
+    assert json.loads(out)["trials"] == 2 * settings_of("gdp", finetuned=True).trials
     for policy in (policies["gdp"], tuned):
         status, out, err = dovetail(
             "plan", "small_models:branches", *TWO_GPUS, "--placer", "gdp", "--policy", policy,

@@ -1,5 +1,6 @@
 """`dovetail learn`: policies that learn to place, by RL17, HDP or GDP."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ learn = typer.Typer(
     add_completion=False,
 )
 
+SHOWN = 6
+"""Entries of a list in a card; the rest is counted."""
 Method = Annotated[str, typer.Option(help="seq2seq, hdp or gdp", show_default="seq2seq")]
 Machine = Annotated[str, typer.Option(help=MACHINE_HELP, show_default="here")]
 Optimizer = Annotated[
@@ -180,12 +183,41 @@ def finetune(  # noqa: PLR0913  one argument an option
     method = load_policy(policy)[0].name
     outputs = Outputs(out, policy_out, curves, report, tensorboard)
     course = _course(None, "", setting, seed=seed)
-    course = replace(course, trials=updates * settings_for(method, course).trials)
+    trials = settings_for(method, course, finetuned=True).trials
+    course = replace(course, trials=updates * trials)
     given = [_Given(model, machine, train, shape, (), (), per_op)]
     _learn(given, course, outputs, method=method, policy=policy, as_json=as_json)
 
 
 learn.command("pretrain")(pretrain)
+
+
+@learn.command("show")
+def show_card(
+    policy: Annotated[
+        Path | None, typer.Argument(help="A policy file", show_default="the shipped one")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a policy file says of itself: its method, what it was trained on, for how long."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from dovetail.cli.output import show, show_json
+    from dovetail.placers.learned.files import read_card, shipped
+    from dovetail.units import printable
+
+    card = read_card(policy or shipped())
+    if as_json:
+        show_json(card)
+        return
+    table = Table("entry", "value")
+    for name, value in card.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if isinstance(value, list) and len(value) > SHOWN:
+            text = f"{len(value):,}: {json.dumps(value[:SHOWN])[:-1]}, ...]"
+        table.add_row(escape(printable(name)), escape(printable(text)))
+    show(table)
 
 
 @dataclass(frozen=True)
