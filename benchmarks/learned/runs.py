@@ -32,7 +32,7 @@ from dovetail.machine.files import machine_to_dict
 from dovetail.placers.learned import hdp
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, save_policy, shipped
-from dovetail.placers.learned.placing import proposals
+from dovetail.placers.learned.placing import finetuning, proposals
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import Settings, Task, View
 
@@ -212,7 +212,7 @@ def _fresh(method: str, view: View, seed: int, options: dict[str, Any]) -> tuple
 def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]:
     task, grouping = task_for(effort.table, row, "gdp")
     (seen,), tally = views_of([task]), _tally(task)
-    policy, settings = policy.alone(seen.view), settings_of("gdp", finetuned=True)
+    policy, settings = policy.alone(seen.view), finetuning(seen.view)
     torch.set_num_threads(1)
     began = time.perf_counter()
     likeliest = tally(policy.likeliest(seen.view)[None])

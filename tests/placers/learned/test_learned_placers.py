@@ -209,6 +209,11 @@ def test_the_more_groups_the_fewer_placements_are_proposed(groups, wanted):
     assert max(map(len, batches)) <= placing.BATCH
 
 
+@pytest.mark.parametrize(("groups", "trials"), [(9, 64), (2048, 32), (9000, 16)])
+def test_the_more_groups_the_fewer_trials_an_update_of_fine_tuning_has(groups, trials):
+    assert placing.finetuning(SimpleNamespace(groups=groups)).trials == trials
+
+
 def test_a_policy_of_another_method_is_refused(tmp_path):
     write_policy(tmp_path / "other", "seq2seq")
     with pytest.raises(PolicyMismatchError):

@@ -11,6 +11,7 @@ A loop ends with the budget, once every placement is known, or once the policy d
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,8 @@ FEWEST_PROPOSED, MOST_PROPOSED, PROPOSED_GROUPS = 32, 256, 2**17
 """Placements that a zero-shot policy proposes: as many as have that many groups in all, within
 those limits."""
 BATCH = 32
+FEWEST_TUNED, TUNED_GROUPS = 16, 2**16
+"""Trials of an update of fine-tuning, likewise: what 50 of them take is a matter of a minute."""
 
 
 def seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
@@ -69,13 +72,20 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
                 if budget.exhausted:
                     break
             if finetune:
-                tuned, settings = loaded.alone(view), settings_of("gdp", finetuned=True)
-                train(tuned, view, judge, settings, problem.seed, updates=finetune)
+                settings = finetuning(view)
+                train(loaded.alone(view), view, judge, settings, problem.seed, updates=finetune)
         except KeyboardInterrupt:
             budget.interrupted = True
         return _best(problem, judge)
 
     return place
+
+
+def finetuning(view: View) -> Settings:
+    """How a policy is tuned on that view: the more groups, the fewer trials an update."""
+    settings = settings_of("gdp", finetuned=True)
+    trials = max(FEWEST_TUNED, TUNED_GROUPS // view.groups)
+    return replace(settings, trials=min(settings.trials, trials))
 
 
 def proposals(policy: Policy, view: View, seed: int) -> Iterator[NDArray[np.int32]]:
