@@ -12,7 +12,7 @@ from tiny_tables import CASES, MACHINE, settings
 from dovetail.bench import learned, learned_parts, learned_tables, running, store
 from dovetail.bench.crew import Task, work_off
 from dovetail.bench.effort import (
-    best_within,
+    cut,
     effort,
     efforts,
     middle,
@@ -261,7 +261,7 @@ def test_a_run_is_cut_to_as_many_placements_as_the_other_had():
         "hdp": (made_run("hdp", 0, [(1, 0.8)], trials=60), made_run("hdp", 1, [], trials=59)),
     }
     column = replace(make_column(), learned=runs)
-    assert [best_within(runs["gdp"][0], trials) for trials in (1, 2, 59, 60)] == [
+    assert [cut(runs["gdp"][0], trials).found.seconds for trials in (1, 2, 59, 60)] == [
         None, 0.9, 0.9, 0.5,
     ]  # fmt: skip
     assert middle_within(column, "gdp", "hdp") == 0.5  # of .5 and .9 the better one

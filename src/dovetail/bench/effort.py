@@ -6,7 +6,7 @@ up to its best, over how many GDP evaluates up to one at least as good. Of two r
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dovetail.bench.cases import METHOD_OF
 from dovetail.bench.records import Best, Case, Column, LearnedRun
@@ -37,23 +37,20 @@ def reached(run: LearnedRun, seconds: float) -> Best | None:
     return next((best for best in run.bests if best.seconds <= seconds * CLOSE), None)
 
 
-def best_within(run: LearnedRun, trials: int) -> float | None:
-    """Seconds of the best of a run's first placements."""
-    return min((best.seconds for best in run.bests if best.trial <= trials), default=None)
+def cut(run: LearnedRun, trials: int) -> LearnedRun:
+    """The run as if it had ended after so many placements, but for its counts."""
+    bests = tuple(best for best in run.bests if best.trial <= trials)
+    seconds = bests[-1].seconds if bests else None
+    return replace(run, bests=bests, found=replace(run.found, seconds=seconds))
 
 
 def middle_within(column: Column, method: str, other: str) -> float | None:
-    """The median of a method's runs, each cut to as many placements as the other method's run of
-    that seed had; the better of two. None where nothing fits."""
+    """Seconds of the median of a method's runs, each cut to as many placements as the other
+    method's run of that seed had. None where nothing fits, or no seed has both."""
     of_seed = {run.seed: run.trials for run in column.learned.get(other, ())}
-    found = [
-        math.inf if seconds is None else seconds
-        for run in column.learned.get(method, ())
-        if run.seed in of_seed
-        for seconds in [best_within(run, of_seed[run.seed])]
-    ]
-    median = sorted(found)[(len(found) - 1) // 2] if found else math.inf
-    return median if math.isfinite(median) else None
+    runs = column.learned.get(method, ())
+    both = [cut(run, of_seed[run.seed]) for run in runs if run.seed in of_seed]
+    return middle(both).found.seconds if both else None
 
 
 @dataclass(frozen=True)
