@@ -302,6 +302,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(CASES), help="only these graphs")
     parser.add_argument("--trials", type=int, default=3000, help="placements a graph and training")
     parser.add_argument("--hdp-trials", type=int, help="of HDP; default: as many as the others")
+    parser.add_argument(
+        "--table-trials", type=int, help="of the trainings in --table; their first --trials count"
+    )
     parser.add_argument("--updates", type=int, default=50, help="of fine-tuning, at most")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="of bench gdp")
@@ -315,6 +318,7 @@ def main() -> None:
         arguments.seeds,
         arguments.table,
         arguments.out,
+        arguments.table_trials,
     )
     rows = [row.strip() for row in arguments.rows.split(",")]
     for name in arguments.parts.split(","):

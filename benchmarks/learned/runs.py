@@ -22,6 +22,7 @@ import torch
 
 from dovetail.bench import graphs
 from dovetail.bench.cases import GDP_CASES
+from dovetail.bench.effort import cut
 from dovetail.bench.learned import Tally, drive, run_of, task_of, views_of
 from dovetail.bench.learned_parts import run_training, training_of
 from dovetail.bench.records import Best, Case, Found, LearnedRun
@@ -79,6 +80,8 @@ class Effort:
     seeds      trainings of each
     table      folder of `dovetail bench gdp`, whose graphs and trainings are used
     out        folder of what is kept
+    table_trials   of the trainings there; the first `trials` of each count, for trainings follow
+                   no schedule. None: as many as `trials`
     """
 
     trials: int
@@ -87,18 +90,20 @@ class Effort:
     seeds: int
     table: Path
     out: Path
+    table_trials: int | None = None
 
     @property
     def store(self) -> Store:
         return Store(self.out / "rows", say)
 
     def trials_of(self, method: str) -> int:
-        return self.bench.trials_of(method)
+        return self.hdp_trials if method == "hdp" else self.trials
 
     @property
     def bench(self) -> Table:
         own = {"hdp": self.hdp_trials}
-        return Table("gdp", self.table, learn=self.trials, learn_of=own, seeds=self.seeds)
+        trials = self.table_trials or self.trials
+        return Table("gdp", self.table, learn=trials, learn_of=own, seeds=self.seeds)
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def one(effort: Effort, key: str, seed: int, method: str = "gdp", **options: Any
             run_training(table, case, method, seed, say, say)
         found = training_of(table, store, case, method, seed)
         assert found is not None, "it was kept"
-        return found
+        return cut(found, effort.trials_of(method))
     return batch(effort, (key,), seed, method, **options)[key]
 
 
