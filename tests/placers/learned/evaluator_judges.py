@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from dovetail.placers.learned.records import Trials
 
-DEADLY, RAISING = 3, 2
+HUNG, DEADLY, RAISING = 4, 3, 2
 
 
 def count_devices(task):
@@ -43,6 +44,25 @@ class Deadly:
             return judge(placements)
 
         return deadly
+
+
+@dataclass
+class Hanging:
+    """As `count_devices`, but a placement whose first group is on device 4 never ends; it leaves
+    "hung" in the folder."""
+
+    folder: Path
+
+    def __call__(self, task):
+        judge = count_devices(task)
+
+        def hanging(placements):
+            while placements[0, 0] == HUNG:
+                (self.folder / "hung").touch()
+                time.sleep(1)
+            return judge(placements)
+
+        return hanging
 
 
 @dataclass

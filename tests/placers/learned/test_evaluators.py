@@ -4,12 +4,12 @@ import os
 
 import numpy as np
 import pytest
-from evaluator_judges import DEADLY, RAISING, Deadly
+from evaluator_judges import DEADLY, HUNG, RAISING, Deadly, Hanging
 from learned_problems import random_problem, random_task
 
 from dovetail.errors import EvaluatorsLostError, ProcessError
 from dovetail.placers import Budget
-from dovetail.placers.learned.evaluators import BudgetJudge, Crew, SimulatedJudge
+from dovetail.placers.learned.evaluators import HUNG_SECONDS, BudgetJudge, Crew, SimulatedJudge
 from dovetail.training.liveness import on_alive
 
 GROUPS = 6
@@ -92,6 +92,20 @@ def test_evaluators_that_die_again_and_again_end_the_run_with_an_error(tmp_path)
         crew.judges()[0](placements_of(DEADLY))
     crew.close()
     assert (raised.value.lost, raised.value.status) == (1, "killed by SIGKILL")
+
+
+def test_a_hung_evaluator_loses_its_placement_and_no_other(tmp_path):
+    def clock():  # stands still until there is one that hangs
+        return 2 * HUNG_SECONDS if (tmp_path / "hung").exists() else 0.0
+
+    crew = Crew(Hanging(tmp_path), [random_task(1, GROUPS)], 1, clock=clock)
+    (pid,) = crew.pids
+    found = crew.judges()[0](placements_of(0, HUNG, 1))
+    crew.close()
+    assert found.judged.tolist() == [True, False, True]
+    assert found.seconds[[0, 2]].tolist() == [6.0, 12.0]
+    assert crew.lost == 1
+    assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_evaluators_end_with_their_controller(crew):

@@ -9,10 +9,12 @@ and waits for all of them.
                                └─► ...
                ── placements ────► the simulator's own threads: cheap, in this process
 
-An evaluator that dies loses the placement that it had, and is started again. Imports no torch.
+An evaluator that dies, or hangs, loses the placement that it had, and is started again. Imports no
+torch.
 """
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ BEAT_SECONDS = 1.0
 """Between two signs of life of a controller that waits."""
 LOSSES = 3
 """Evaluators that die so often before they have judged anything do not die by accident."""
+HUNG_SECONDS = 600.0
+"""An evaluator that takes longer over one placement has hung: steps take seconds to measure."""
 
 
 class SimulatedJudge:
@@ -73,10 +77,11 @@ class BudgetJudge:
 
 @dataclass
 class _Evaluator:
-    """A process, and the row that it has; -1: none."""
+    """A process, the row that it has, -1: none, and when it got it."""
 
     process: Worker
     row: int = -1
+    since: float = 0.0
 
 
 class Crew:
@@ -94,8 +99,10 @@ class Crew:
         *,
         name: str = "evaluator",
         losses: int = LOSSES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lost = 0
+        self._clock = clock
         self._lost_in_row, self._losses, self._tasks = 0, losses, len(tasks)
         self._name = name
         self._plan = cloudpickle.dumps((factory, tuple(tasks)), protocol=5)
@@ -132,6 +139,7 @@ class Crew:
                 return trials
             for process in ready([e.process for e in busy.values()], BEAT_SECONDS):
                 self._hear(busy[id(process)], serial, trials)
+            self._end_hung()
             alive()
 
     def close(self) -> None:
@@ -155,7 +163,7 @@ class Crew:
             except ProcessDiedError as error:
                 self._replace(evaluator, error.status)
             else:
-                evaluator.row = row
+                evaluator.row, evaluator.since = row, self._clock()
                 return
 
     def _hear(self, evaluator: _Evaluator, serial: int, trials: Trials) -> None:
@@ -171,6 +179,11 @@ class Crew:
         trials.seconds[row] = found.seconds[0]
         trials.valid[row] = found.valid[0]
         trials.judged[row] = found.judged[0]
+
+    def _end_hung(self) -> None:
+        for evaluator in self._evaluators:
+            if evaluator.row >= 0 and self._clock() - evaluator.since > HUNG_SECONDS:
+                self._replace(evaluator, f"silent for {HUNG_SECONDS:.0f} s")
 
     def _replace(self, evaluator: _Evaluator, status: str) -> None:
         self.lost += 1

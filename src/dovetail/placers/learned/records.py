@@ -145,8 +145,8 @@ class Settings:
     normalised      advantages are divided by their spread (ours)
     gradient_norm   the gradient's L2 norm is cut to it
     passes, clip    of PPO: gradient steps a batch of trials, and the ratio's limit
-    elite           of PPO: the best placement so far is one more trial of every batch, with so many
-                    times the batch's highest advantage; 0: it is not (ours)
+    elite           the best placement so far is one more trial of every batch, with so many times
+                    the batch's highest advantage; 0: it is not (ours)
     """
 
     objective: str
