@@ -103,7 +103,16 @@ def test_the_rule_may_be_another_one():
 # Stopped, and taken up again
 
 
-@pytest.mark.parametrize("settings", [REINFORCE, PPO], ids=["reinforce", "ppo"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        REINFORCE,
+        PPO,
+        replace(REINFORCE, baseline="moving", elite=3.0, entropy=2.0, entropy_each=0.07),
+        replace(PPO, baseline="batch", elite=4.0),
+    ],
+    ids=["reinforce", "ppo", "reinforce with an elite", "ppo with an elite"],
+)
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, settings):
     expected = learn_table(settings)[0]
 
