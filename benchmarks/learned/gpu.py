@@ -30,7 +30,7 @@ from runs import CASES, say
 from dovetail.bench import graphs
 from dovetail.bench.learned import Tally, by_rule
 from dovetail.bench.running import Settings as Table
-from dovetail.graph import Groups
+from dovetail.graph.grouping import colocate
 from dovetail.machine import parse_machine
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.features import look
@@ -43,13 +43,15 @@ LARGER: dict[str, Any] = {"hidden": 256, "layers": 6, "sage_layers": 4, "heads":
 
 def per_op(task: Task) -> Task:
     """Every op a group of its own, but for what the graph itself ties together."""
-    return replace(task, groups=Groups(np.arange(len(task.graph), dtype=np.int32), len(task.graph)))
+    return replace(task, groups=colocate(task.graph))
 
 
 def measure(
     task: Task, device: str, seconds: float, trials: int, **options: Any
 ) -> tuple[str, ...]:
     """One line of the table."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
     problem = task.problem(threads=len(os.sched_getaffinity(0)))
     view, settings = look(problem), replace(settings_of("gdp"), trials=trials)
     policy = make_policy("gdp", view, 0, **options).to(device)

@@ -29,7 +29,7 @@ from dovetail.placers import Budget, Problem
 from dovetail.placers.learned.placing import make_gdp
 from dovetail.placers.learned.records import Task
 
-HEAD = ("what", "ops", "groups", "wall", "CPU", "peak memory of the process", "step")
+HEAD = ("what", "ops", "groups", "wall", "CPU", "peak memory of the process so far", "step")
 
 
 def timed(name: str, problem: Problem, place: Callable[[], float]) -> tuple[str, ...]:

@@ -5,7 +5,8 @@
     tuned     a batch's policy on one graph: what it draws at once, and after some updates
 
 A training is found again by everything that it depends on, the code included, so a killed run goes
-on where it was. GDP-one and HDP are those of `dovetail bench gdp`, if they have as many trials.
+on where it was. GDP-one and HDP are those of `dovetail bench gdp`, if they have as many trials;
+what lacks is trained here, and the table is left as it is.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from dovetail.bench import graphs
 from dovetail.bench.cases import GDP_CASES
 from dovetail.bench.effort import cut
 from dovetail.bench.learned import Tally, drive, run_of, task_of, views_of
-from dovetail.bench.learned_parts import run_training, training_of
+from dovetail.bench.learned_parts import training_of
 from dovetail.bench.records import Best, Case, Found, LearnedRun
 from dovetail.bench.running import Settings as Table
 from dovetail.bench.store import LEARNED, Store, fingerprint
@@ -121,16 +122,12 @@ class Tuned:
 
 
 def one(effort: Effort, key: str, seed: int, method: str = "gdp", **options: Any) -> LearnedRun:
-    """A training on one graph; with options of the policy, one of this folder."""
-    case = CASES[key]
+    """A training on one graph: the table's if it has one, else one of this folder."""
     if not options and key in GDP:
         table = effort.bench
-        store = table.store(say)
-        if training_of(table, store, case, method, seed) is None:
-            run_training(table, case, method, seed, say, say)
-        found = training_of(table, store, case, method, seed)
-        assert found is not None, "it was kept"
-        return cut(found, effort.trials_of(method))
+        found = training_of(table, table.store(say), CASES[key], method, seed)
+        if found is not None:
+            return cut(found, effort.trials_of(method))
     return batch(effort, (key,), seed, method, **options)[key]
 
 
@@ -149,8 +146,8 @@ def batch(
 def tuned(effort: Effort, keys: Sequence[str], row: str, seed: int, **options: Any) -> Tuned:
     """The policy of a batch of GDP on a graph, which may be one of them."""
     batch(effort, keys, seed, **options)
-    trained, _ = _named(effort, keys, seed, "gdp", options)
-    return _tuned(effort, _policy_file(effort, trained), trained, row, seed)
+    name, trained = _named(effort, keys, seed, "gdp", options)
+    return _tuned(effort, _policy_file(effort, name), trained, row, seed)
 
 
 def tuned_shipped(effort: Effort, row: str, seed: int) -> Tuned:

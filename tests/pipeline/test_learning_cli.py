@@ -188,6 +188,10 @@ def test_a_run_is_resumed_only_as_what_it_was(dovetail, tmp_path):
     status, _, err = dovetail("learn", "one", *MODEL, *SHORT, *folder, "--resume", "--seed", 5)
     assert status == 2
     assert "seed" in err
+    for other in (("--pin", "left=haswell"), ("--cap", "haswell=1GiB"), ("--machine", "rl17/2")):
+        status, _, err = dovetail("learn", "one", *MODEL, *SHORT, *folder, "--resume", *other)
+        assert status == 2, other
+        assert "tasks" in err
     status, out, err = dovetail("learn", "one", *MODEL, *SHORT, *folder, "--resume", "--json")
     assert status == 0, err
     assert json.loads(out)["trials"] == 32
@@ -276,6 +280,11 @@ def no_capture(monkeypatch):
         (("--setting", "rate=fast"), "rate"),
         (("--setting", "rate=0"), "rate above 0"),
         (("--setting", "rate"), "NAME=VALUE"),
+        (("--setting", "objective=sac"), "reinforce, ppo"),
+        (("--setting", "baseline=magic"), "moving, mean, batch"),
+        (("--setting", "decay_every=0"), "decay_every"),
+        (("--setting", "passes=0"), "passes"),
+        (("--setting", "valid_only_from=soon"), "valid_only_from"),
         (("--per-op",), "per_op: is for gdp"),
         (("--resume",), "needs the folder"),
         (("--seed", -1), "seed"),
@@ -392,6 +401,10 @@ def test_pretraining_writes_a_policy_that_plans_and_is_resumed(dovetail, small_r
     assert status == 0, err
     assert "Zero-shot" in out
     assert files.load_policy(path)[1]["trials"] == 16
+    assert len(path.read_bytes()) == len(before)
+    status, _, err = dovetail(*pretrain, "--resume", "--seed", 1)
+    assert status == 2
+    assert "seed" in err
     assert len(path.read_bytes()) == len(before)
 
 

@@ -211,6 +211,26 @@ def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
     assert len(lesson.measured) == 5
 
 
+def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_best(
+    fake, subject, task
+):
+    trials = fake(lambda _placement, _run: 0.1)
+
+    def press(point):
+        if point.trials == 8:
+            signal.raise_signal(signal.SIGINT)
+
+    lesson = learn(
+        subject.step, task.machine, measured=True, trials=4, simulated_first=400,
+        settings={"trials": 4}, progress=press,
+    )  # fmt: skip
+    assert trials.runs == 0
+    assert lesson.measured == ()
+    assert lesson.plan.interrupted
+    assert lesson.card["reward"] == "simulated"
+    assert lesson.plan.value == min(point.best for point in lesson.learned.points)
+
+
 def test_only_devices_of_this_machine_can_measure(subject):
     with pytest.raises(UsageError, match="here/2"):
         learn(subject.step, "2 x p100", measured=True, trials=16)

@@ -128,7 +128,8 @@ def _tell(card: dict[str, Any], out: Path, as_json: bool) -> None:
         return
     from rich.table import Table
 
-    table = Table("after", "likeliest", "best of 16", title="Zero-shot against the search, unseen")
+    head = ("after", "likeliest", "best proposed")
+    table = Table(*head, title="Zero-shot against the search, unseen")
     for stage, means in found["validation"].items():
         table.add_row(stage, f"{means['likeliest']:.3f} x", f"{means['best']:.3f} x")
     show(table)

@@ -11,7 +11,7 @@ from dovetail.machine import Machine, parse_machine
 from dovetail.pipeline.opening import check_seed
 from dovetail.pipeline.planning import check_request
 from dovetail.pipeline.sources import HERE, Step, graph_of
-from dovetail.placers.learned.records import Settings
+from dovetail.placers.learned.records import BASELINES, OBJECTIVES, Settings
 from dovetail.training.checkpoint import check_held
 
 METHODS = ("seq2seq", "hdp", "gdp")
@@ -121,9 +121,23 @@ def settings_for(method: str, course: Course, *, finetuned: bool = False) -> Set
         if not (isinstance(value, kind) or number or name == "valid_only_from"):
             raise UsageError("setting", f"{name} is {value!r}, not {kind.__name__}")
     changed = replace(settings, **course.settings)
-    if changed.trials < 1 or not changed.rate > 0:
-        raise UsageError("setting", "trials must be 1 or more, and rate above 0")
+    _check_settings(changed)
     return changed
+
+
+def _check_settings(settings: Settings) -> None:
+    for name, known in (("objective", OBJECTIVES), ("baseline", BASELINES)):
+        if getattr(settings, name) not in known:
+            found = getattr(settings, name)
+            raise UsageError("setting", f"{name} is {found!r}, not one of {', '.join(known)}")
+    if settings.trials < 1 or not settings.rate > 0:
+        raise UsageError("setting", "trials must be 1 or more, and rate above 0")
+    for name in ("decay_every", "passes"):
+        if getattr(settings, name) < 1:
+            raise UsageError("setting", f"{name} must be 1 or more")
+    first = settings.valid_only_from
+    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
+        raise UsageError("setting", f"valid_only_from is {first!r}, no number of updates")
 
 
 def check_subject(subject: Subject, course: Course, method: str) -> None:

@@ -237,9 +237,14 @@ def _learn_measured(
             simulated = replace(course, trials=course.simulated_first, seconds=None)
             found = train_here(policy, task, here.simulated, settings, simulated, progress)
             first = list(found.placements.values())
+            if found.interrupted:
+                card |= _card([task], policy, simulated, found) | {"reward": "simulated"}
+                return _finish([subject], [task], first[:1] or [None], policy, card, found)
         timed_course = replace(course, trials=_trials(course))
         learned = train_here(policy, task, here.judge, settings, timed_course, progress)
-        finalists = here.finalists(FINALISTS) + first
+        if learned.interrupted and not here.runs and not first:
+            raise KeyboardInterrupt
+        finalists = (here.finalists(FINALISTS) if here.runs or not first else []) + first
         distinct = list({one.tobytes(): one for one in finalists}.values())
         timed = here.compare(distinct, lambda done: doing("measuring the best", done, None))
     chosen = timed[0].placement if timed else None

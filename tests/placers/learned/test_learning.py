@@ -16,10 +16,12 @@ from tiny_policies import PPO, REINFORCE, Table
 
 from doors import Doors
 from dovetail.errors import RunMismatchError, UsageError
+from dovetail.placers.learned import learning
 from dovetail.placers.learned.diary import Readers
 from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.learner import parameters_of
 from dovetail.placers.learned.learning import learn
+from dovetail.training.records import Outcome
 
 GROUPS, TRIALS = 6, 320
 TASK = random_task(1, GROUPS)
@@ -150,6 +152,15 @@ def test_an_interrupt_before_the_first_update_is_raised(monkeypatch):
     monkeypatch.setattr(SimulatedJudge, "__call__", press)
     with pytest.raises(KeyboardInterrupt):
         learn_table()
+
+
+def test_an_interrupt_that_a_backend_made_of_before_any_update_is_raised(monkeypatch):
+    def stopped(assignment, _watcher):
+        return Outcome(assignment.theta, clock=0, samples=0, seconds=0.0, stopped=True)
+
+    monkeypatch.setattr(learning, "load_backend", lambda _name, **_options: stopped)
+    with pytest.raises(KeyboardInterrupt):
+        learn_table(backend="processes")
 
 
 def test_a_folder_of_another_run_is_not_taken_up(tmp_path):

@@ -109,6 +109,7 @@ def test_a_file_cut_off_anywhere_is_refused(path):
         (2).to_bytes(8, "little") + b"[]",
         (4).to_bytes(8, "little") + b"null",
         (200_000).to_bytes(8, "little") + b"[" * 200_000,
+        (22).to_bytes(8, "little") + b'{"__metadata__": null}',
         save({"a": np.zeros(3, np.float32)}),
         save({"a": np.zeros(3, np.float32)}, metadata={"card": "[]"}),
         save({"a": np.zeros(3, np.float32)}, metadata={"card": "{"}),
@@ -147,6 +148,8 @@ def test_what_is_not_there_or_a_folder_is_refused(tmp_path):
         ({"config": {"hidden": -8, "heads": 2}}, "out of bounds"),
         ({"config": {"hidden": 8, "heads": 0}}, "out of bounds"),
         ({"config": {"hidden": 9, "heads": 2}}, "gdp"),
+        ({"config": {"hidden": 8, "heads": 2, "share": 5.0}}, "share"),
+        ({"config": {"hidden": 8, "heads": 2, "share": None}}, "config"),
         ({"updates": -1}, "updates"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from learned_problems import random_problem, random_task
 
+from dovetail.errors import RunMismatchError
 from dovetail.placers.learned.cloning import (
     Example,
     clone,
@@ -88,6 +89,9 @@ def test_the_recipe_repeats_itself_resumes_and_says_what_it_did(tmp_path):
         repeated = load_policy(path, "gdp")[0].state_dict()
         for name, tensor in policy.state_dict().items():
             assert torch.equal(tensor, repeated[name]), (path, name)
+    with pytest.raises(RunMismatchError) as raised:
+        pretrain(again, folder=folder, recipe=replace(RECIPE, passes=3))
+    assert (raised.value.field, raised.value.expected, raised.value.found) == ("passes", 3, 2)
 
 
 def test_nothing_of_the_held_out_families_is_in_the_training_set(tmp_path):

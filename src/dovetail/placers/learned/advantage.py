@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.placers.learned.records import Bool, Settings, Trials
+from dovetail.placers.learned.records import BASELINES, Bool, Settings, Trials
 
 SMALLEST_SPREAD = 1e-3
 """Of the mean cost: differences below that are not made larger."""
@@ -58,7 +58,7 @@ class Baseline:
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """A controller's first one."""
-        assert settings.baseline in ("moving", "mean", "batch"), settings.baseline
+        assert settings.baseline in BASELINES, settings.baseline
         return cls(settings.baseline, settings.baseline_decay, float(settings.failing))
 
     def advantages(self, trials: Trials, settings: Settings, update: int) -> NDArray[np.float64]:

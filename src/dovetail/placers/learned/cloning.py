@@ -39,8 +39,8 @@ INDEPENDENT = 30.0
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A view, a good placement of it [groups], and which devices are alike [devices]: equal
-    numbers, equal devices with equal links."""
+    """A view, a good placement of it [groups], and which devices are alike [devices], as
+    `likeness_of` says."""
 
     view: View
     target: GroupPlacement

@@ -31,7 +31,6 @@ from dovetail.runtime.atomic import write_atomically
 from dovetail.units import format_bytes
 
 SHIPPED = Path(__file__).parent / "pretrained" / "gdp.safetensors"
-PRETRAINED = Path(__file__).parent / "pretrained" / "gdp.safetensors"
 MOST_BYTES = 2**30
 """Largest policy file that is read."""
 MOST_HEADER_BYTES = 2**22
@@ -105,7 +104,7 @@ def load_policy(path: str | Path, expect: str | None = None) -> tuple[Policy, di
     data = _read(path)
     header = _header(path, data)
     try:
-        card = _Card.model_validate(header.pop("__metadata__", {}).get("card"))
+        card = _Card.model_validate((header.pop("__metadata__", None) or {}).get("card"))
     except ValidationError as error:
         raise PolicyFileError(str(path), f"its card: {first_complaint(error)}") from None
     if card.features != VERSION:
@@ -126,7 +125,7 @@ def read_card(path: str | Path) -> dict[str, object]:
     """The card alone, whatever features it was made for. Raises `PolicyFileError`."""
     header = _header(path, _read(path))
     try:
-        return _Card.model_validate(header.get("__metadata__", {}).get("card")).model_dump()
+        return _Card.model_validate((header.get("__metadata__") or {}).get("card")).model_dump()
     except ValidationError as error:
         raise PolicyFileError(str(path), f"its card: {first_complaint(error)}") from None
 
@@ -162,19 +161,12 @@ def _header(path: str | Path, data: bytes) -> dict[str, Any]:
 
 
 def _policy_class(path: str | Path, method: str) -> type[Policy]:
-    if method == "seq2seq":
-        from dovetail.placers.learned.seq2seq import Seq2Seq
+    from dovetail.placers.learned.catalog import LEARNED  # every method's module
 
-        return Seq2Seq
-    if method == "hdp":
-        from dovetail.placers.learned.hdp import Hdp
-
-        return Hdp
-    if method == "gdp":
-        from dovetail.placers.learned.gdp import Gdp
-
-        return Gdp
-    raise PolicyFileError(str(path), f"method {method!r} is not one of seq2seq, hdp, gdp")
+    if method not in LEARNED:
+        detail = f"method {method!r} is not one of {', '.join(LEARNED)}"
+        raise PolicyFileError(str(path), detail)
+    return LEARNED[method][0]
 
 
 def _shell(path: str | Path, cls: type[Policy], config: dict[str, Any], tensors: int) -> Policy:

@@ -22,8 +22,9 @@ has start logits of its own, and shares all else.
 `individual` (ours, for one graph alone) adds logits of each group's own, which learn what the
 network's features do not tell apart. How trials are drawn: `exploring`.
 
-`SETTINGS` differ from the paper's, `PAPER`, in what is ours: advantages by the batch's own mean and
-spread, and the best placement so far in every batch (`ppo.with_elite`).
+`SETTINGS` differ from the paper's in what is ours: advantages by the batch's own mean and spread,
+where its bias is the mean of all trials before, and the best placement so far in every batch
+(`ppo.with_elite`). Rate, trials, passes and entropy are not in the paper.
 """
 
 from collections.abc import Sequence
@@ -68,8 +69,6 @@ SETTINGS = Settings(
 )
 FINETUNING = replace(SETTINGS, trials=64, passes=4)
 """Of a policy that was trained before: few updates, from many trials each."""
-PAPER = replace(SETTINGS, baseline="mean", elite=0.0)
-"""The paper's reward, failing signal and bias; rate, trials, passes and entropy are not in it."""
 STARTS: tuple[dict[str, float], ...] = (
     {"module": -1.5, "parameter": -1.5},
     *({position: -3.0} for position in POSITIONS),
@@ -119,6 +118,8 @@ class Gdp(Policy):
         gain: float = 50.0,
     ) -> None:
         super().__init__()
+        if not (0 <= share <= 1 and floor >= 0 and gain >= 0):
+            raise ValueError(f"share {share}, floor {floor} or gain {gain} cannot be")
         self.share, self.floor, self.gain, self.advice = share, floor, gain, advice
         self.config: dict[str, Any] = {
             "hidden": hidden,

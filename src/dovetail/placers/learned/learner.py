@@ -49,7 +49,7 @@ from dovetail.training.learner import Gradient
 from dovetail.training.liveness import alive
 from dovetail.training.records import Vector
 
-OBJECTIVES = {"reinforce": reinforce, "ppo": ppo}
+LOSSES = {"reinforce": reinforce, "ppo": ppo}
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class PolicyLearner:
         self.best: dict[str, Best] = {}
         self._seed, self._listen = seed, listen
         self._origin = time.time() if origin is None else origin
-        self._loss = OBJECTIVES[settings.objective]
+        self._loss = LOSSES[settings.objective]
         self._adam = Adam(self.flat.theta)
         self._baselines = [Baseline.of(settings) for _ in self.seen]
         self._counts = [0] * len(self.seen)

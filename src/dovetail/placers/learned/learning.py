@@ -102,7 +102,7 @@ def learn(  # noqa: PLR0913  keyword-only
             "rule": bound.name,
             "options": bound.options,
             "policy": [policy.name, _digest(policy.config), theta.size],
-            "tasks": [[task.name, task.graph.fingerprint] for task in tasks],
+            "tasks": [_facts_of(task) for task in tasks],
             "settings": _digest(asdict(settings)),
             "trials": trials,
             "controllers": controllers,
@@ -152,6 +152,14 @@ def _home(folder: Path | None, resume: bool) -> Iterator[Path]:
         raise UsageError("resume", "needs the folder of the run")
     with tempfile.TemporaryDirectory(prefix="dovetail-learn-") as name:
         yield Path(name)
+
+
+def _facts_of(task: Task) -> list[Any]:
+    """What is the same in every life of a run."""
+    return [
+        task.name, task.graph.fingerprint, task.machine.fingerprint, task.costs.source,
+        task.groups.count, task.objective, task.pins, task.caps,
+    ]  # fmt: skip
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -244,6 +252,8 @@ class _Run:
             for learner in self.learners:
                 learner.close()
         self._read()
+        if not self.entries and outcome is not None and outcome.stopped:
+            raise KeyboardInterrupt
         if not self.entries:
             raise TrainingError(
                 f"no controller has written to {self.home.path}; give a folder that all nodes see"

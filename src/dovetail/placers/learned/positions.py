@@ -102,8 +102,8 @@ def _forward(graph: Graph) -> NDArray[np.bool_]:
 
 def _partners(graph: Graph, forward: NDArray[np.bool_]) -> Int64:
     """[ops] the forward op whose place each takes: itself; of which it is the gradient; else the
-    last partner among what it reads. An update's is that of its parameter's last reader that is
-    known; a source's is its first reader's."""
+    first partner among what it reads. A source's is its first reader's, and so an update's, which
+    reads its parameter, is no later."""
     offsets = graph.input_offsets.tolist()
     inputs = graph.producers[graph.input_tensors].tolist()
     is_forward, gradients = forward.tolist(), graph.gradient_of.tolist()

@@ -15,6 +15,7 @@ after each pass of imitation, and PPO's own run, which a resumed recipe goes on 
 """
 
 import hashlib
+import io
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dovetail.errors import RunMismatchError
 from dovetail.placers.learned.cloning import Example, clone, good_placement, likeness_of
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import load_policy, save_policy
@@ -106,7 +108,8 @@ def pretrain(
     trials    of PPO instead of the recipe's
 
     The same seed, recipe, and number of trials give the same policy; with `seconds` the machine
-    has a say. Ctrl-C within PPO ends it there. Raises what `learn` and captures raise.
+    has a say. Ctrl-C within PPO ends it there. Raises what `learn` and captures raise, and
+    `RunMismatchError` for the folder of another seed or recipe.
     """
     recipe = recipe or Recipe()
     if trials is not None:
@@ -144,6 +147,14 @@ class _Run:
     progress: Callable[[Progress], None]
     began: float = field(default_factory=time.time)
 
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """What imitation depends on, as JSON knows it."""
+        recipe = asdict(self.recipe)
+        kept = ("wanted", "options", "evaluations", "passes", "imitation_rate")
+        found: dict[str, Any] = {"seed": self.seed, **{key: recipe[key] for key in kept}}
+        return dict(json.loads(json.dumps(found)))
+
     def tell(self, stage: str, done: int, of: int, text: str, point: Point | None = None) -> None:
         self.progress(Progress(stage, done, of, text, point))
 
@@ -172,15 +183,21 @@ class _Run:
             score, placement = good_placement(problem, look(problem), self.recipe.evaluations)
             value = np.inf if score.lacking_bytes else score.value
             path.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(path, placement=placement, seconds=value)
+            content = io.BytesIO()
+            np.savez(content, placement=placement, seconds=value)
+            write_atomically(path, content.getvalue())
         return (placement.astype(np.int32), value) if np.isfinite(value) else (None, np.inf)
 
     def imitated(self, examples: Sequence[Example]) -> tuple[Gdp, list[float]]:
-        """The policy after imitation, and the loss of each pass."""
+        """The policy after imitation, and the loss of each pass. Raises `RunMismatchError` where
+        the folder holds one by another seed or recipe."""
         path, notes = self.folder / "imitated.safetensors", self.folder / "imitation.json"
         policy, losses = policy_of(self.recipe, self.seed), []
         if notes.is_file():
             kept = json.loads(notes.read_text(encoding="utf-8"))
+            for key, value in self.made_by.items():
+                if kept.get(key) != value:
+                    raise RunMismatchError(str(self.folder), key, value, kept.get(key))
             losses = kept["losses"]
             policy = _as_gdp(load_policy(path, "gdp")[0])
             if kept["done"]:
@@ -193,7 +210,8 @@ class _Run:
             done = number + 1 == self.recipe.passes - before
             done |= ends is not None and time.time() > ends
             save_policy(path, policy, {"seed": self.seed})
-            write_atomically(notes, json.dumps({"losses": losses, "done": done}).encode())
+            held = {"losses": losses, "done": done, **self.made_by}
+            write_atomically(notes, json.dumps(held).encode())
             self.tell("imitation", len(losses), self.recipe.passes, f"{loss:.3f} nats")
             return not done
 

@@ -124,6 +124,9 @@ class Trials:
     judged: Bool
 
 
+OBJECTIVES = ("reinforce", "ppo")
+BASELINES = ("moving", "mean", "batch")
+
 Judge = Callable[[NDArray[np.int32]], Trials]
 """[batch, groups] -> Trials."""
 
