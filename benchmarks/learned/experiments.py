@@ -223,7 +223,7 @@ def unseen(effort: Effort, rows: Sequence[str]) -> Text:
 def _classical(task: Task, name: str) -> float | None:
     budget = Budget(evaluations=100, threads=1)
     problem = task.problem(threads=1)
-    score, _ = budget.score(problem, PLACERS[name](problem, budget)[None], always=True)
+    (score,) = budget.score(problem, PLACERS[name](problem, budget)[None], always=True)
     return None if score.lacking_bytes else score.value
 
 
