@@ -170,14 +170,18 @@ def drive(
     seed: int,
 ) -> "PolicyLearner":
     """Train a policy for so many trials over all tasks, or until `IDLE_UPDATES` in a row draw
-    nothing new: one controller, in this process and thread."""
+    nothing new: one controller, in this process and thread. The best so far begins with what the
+    tallies know."""
     import torch
 
-    from dovetail.placers.learned.learner import PolicyLearner
+    from dovetail.placers.learned.learner import Best, PolicyLearner
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     learner = PolicyLearner(policy, seen, tallies, settings, seed=seed)
+    for one, tally in zip(seen, tallies, strict=True):
+        if tally.placement is not None:
+            learner.best[one.name] = Best(tally.placement, tally.best_seconds, 0)
     theta, idle = learner.theta, 0
     try:
         for first in range(0, trials, settings.trials):

@@ -8,9 +8,14 @@ import pytest
 import torch
 from learned_problems import random_problem
 
-from dovetail.placers.learned.cloning import cut_placements
 from dovetail.placers.learned.exploring import chances, draw_clusters
-from dovetail.placers.learned.features import ADVICE_NUMBERS, NUMBER_NAMES, POSITIONS, look
+from dovetail.placers.learned.features import (
+    ADVICE_NUMBERS,
+    NUMBER_NAMES,
+    POSITIONS,
+    cut_placements,
+    look,
+)
 from dovetail.placers.learned.gdp import ADVISED, MODES, Gdp
 
 SMALL = {"hidden": 16, "heads": 2, "segment": 4}

@@ -12,7 +12,7 @@ from dovetail.placers.learned import files, placing
 from dovetail.placers.learned.catalog import make_policy
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import save_policy
-from dovetail.placers.learned.search import make_gdp_search
+from dovetail.placers.learned.search import PROPOSING_SHARE, make_gdp_search
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def policy(tmp_path):
 
 def test_the_search_goes_on_from_the_best_that_the_policy_proposed(policy):
     problem = random_problem(5, groups=12, devices=3)
-    alone, both = Budget(evaluations=200), Budget(evaluations=200)
+    alone, both = Budget(evaluations=200 * PROPOSING_SHARE), Budget(evaluations=200)
     proposed = placing.make_gdp(policy, 0)(problem, alone)
     found = make_gdp_search(policy, 0)(problem, both)
     assert "gdp" in both.found

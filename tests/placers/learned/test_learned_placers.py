@@ -15,7 +15,7 @@ from dovetail.placers import PLACERS, Budget, place
 from dovetail.placers.learned import placing
 from dovetail.placers.learned.catalog import LEARNED, make_policy, settings_of
 from dovetail.placers.learned.evaluators import BudgetJudge
-from dovetail.placers.learned.features import look
+from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import save_policy
 from dovetail.placers.learned.policy import Draw
 
@@ -194,8 +194,14 @@ def test_finetuning_goes_on_from_the_policys_proposals(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("groups", "wanted"), [(9, 256), (1000, 131), (9000, 32)])
-def test_the_more_groups_the_fewer_placements_are_proposed(groups, wanted):
+def test_the_more_groups_the_fewer_placements_are_proposed(groups, wanted, monkeypatch):
+    def cut(view, *, advice):
+        return np.arange(5 if advice else 3, dtype=np.int32)[:, None].repeat(view.groups, axis=1)
+
+    monkeypatch.setattr(placing, "cut_placements", cut)
+
     class Silent:
+        config = {}  # noqa: RUF012
         candidates = staticmethod(lambda view: np.zeros((7, view.groups), np.int32))
         parameters = staticmethod(lambda: iter([torch.zeros(1)]))
 
@@ -205,8 +211,31 @@ def test_the_more_groups_the_fewer_placements_are_proposed(groups, wanted):
 
     view = SimpleNamespace(groups=groups)
     batches = list(placing.proposals(Silent, view, 0))
+    assert [len(batch) for batch in batches[:2]] == [7, 5]
     assert sum(map(len, batches)) == wanted
     assert max(map(len, batches)) <= placing.BATCH
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_zero_shot_is_no_worse_than_any_advice(tmp_path, seed):
+    path = tmp_path / "own.safetensors"
+    write_policy(path, "gdp")
+    problem = random_problem(seed, 20, devices=3)
+    found = problem.evaluate(problem.spread(cut_placements(look(problem))))
+    budget = Budget(evaluations=1000)
+    placing.make_gdp(path, 0)(problem, budget)
+    assert budget.best[0].value <= found.values[found.feasible].min()
+
+
+def test_training_begins_with_the_best_that_was_judged_before():
+    problem, budget = random_problem(1, GROUPS), Budget(evaluations=100)
+    view, judge = look(problem), BudgetJudge(problem, budget)
+    judge(np.array([[0, 1] * GROUPS, [0] * 2 * GROUPS], np.int32)[:, :GROUPS])
+    policy = make_policy("gdp", view)
+    learner = placing.train(policy, view, judge, settings_of("gdp"), 0, updates=0)
+    best = learner.best[""]
+    assert (best.seconds, best.found) == (judge.best[0].value, 0)
+    assert np.array_equal(best.placement, judge.best[1])
 
 
 @pytest.mark.parametrize(("groups", "trials"), [(9, 64), (2048, 32), (9000, 16)])

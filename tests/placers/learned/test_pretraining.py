@@ -12,12 +12,11 @@ from dovetail.errors import RunMismatchError
 from dovetail.placers.learned.cloning import (
     Example,
     clone,
-    cut_placements,
     good_placement,
     imitation_loss,
     likeness_of,
 )
-from dovetail.placers.learned.features import look
+from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import load_policy, read_card, shipped
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.pretraining import Recipe, pretrain

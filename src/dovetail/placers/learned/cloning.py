@@ -19,14 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from dovetail.placers.baselines import attempt, try_baselines
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.families import families
-from dovetail.placers.learned.features import POSITIONS, column, cuts
+from dovetail.placers.learned.features import column, cut_placements
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.records import Int64, View
 from dovetail.placers.local_search import local_search
@@ -45,14 +44,6 @@ class Example:
     view: View
     target: GroupPlacement
     likeness: Int64
-
-
-def cut_placements(view: View) -> NDArray[np.int32]:
-    """[positions, groups] each position cut into contiguous parts: the nearest interval."""
-    first = 2 * len(POSITIONS)
-    distance = cuts(view)[:, :, first : first + len(POSITIONS)]
-    distance = np.where(view.allowed[:, :, None], distance, np.inf)
-    return np.where(view.free, distance.argmin(axis=1).T, view.settled).astype(np.int32)
 
 
 def good_placement(problem: Problem, view: View, evaluations: int) -> tuple[Score, GroupPlacement]:

@@ -231,6 +231,15 @@ def _kinds(problem: Problem) -> tuple[Int64, Int64, Float32]:
     return offsets, (pairs % BUCKETS).astype(np.int64), (counts / sizes[rows]).astype(np.float32)
 
 
+def cut_placements(view: View, *, advice: bool = True) -> NDArray[np.int32]:
+    """[positions, groups] each position cut into contiguous parts: the nearest interval; of advice
+    that is the adviser's own placement. `advice`: with those."""
+    chosen = [i for i, position in enumerate(POSITIONS) if advice or position not in ADVICE]
+    distance = cuts(view)[:, :, [2 * len(POSITIONS) + i for i in chosen]]
+    distance = np.where(view.allowed[:, :, None], distance, np.inf)
+    return np.where(view.free, distance.argmin(axis=1).T, view.settled).astype(np.int32)
+
+
 def _shapes(problem: Problem) -> Float32:
     """[groups, SHAPES] axes of the largest outputs, as log10(1 + size) / 3."""
     graph, of_op = problem.graph, problem.groups.of_op
@@ -261,5 +270,5 @@ def _shapes(problem: Problem) -> Float32:
 __all__ = [
     "ADVICE", "ADVICE_CUTS", "ADVICE_NUMBERS", "BUCKETS", "CUTS", "DEVICE_NAMES",
     "DEVICE_NUMBERS", "LINK_NAMES", "LINK_NUMBERS", "NUMBERS", "NUMBER_NAMES", "POSITIONS",
-    "SHAPES", "VERSION", "column", "cuts", "look", "waves",
+    "SHAPES", "VERSION", "column", "cut_placements", "cuts", "look", "waves",
 ]  # fmt: skip

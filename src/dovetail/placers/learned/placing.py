@@ -4,8 +4,9 @@
 
 seq2seq   from a fresh policy, by REINFORCE (RL17)
 hdp       likewise, its grouper trained with it
-gdp       from a policy that was trained before on other graphs, zero-shot: what it thinks likeliest
-          and what it draws; then, if told to, some updates by PPO
+gdp       from a policy that was trained before on other graphs, zero-shot: what it thinks
+          likeliest, the cuts and the advice that it began from, and what it draws; then, if told
+          to, some updates by PPO, which learn from the best of those
 
 A loop ends with the budget, once every placement is known, or once the policy draws nothing new.
 """
@@ -22,9 +23,9 @@ from dovetail.placers.baselines import Placer
 from dovetail.placers.budget import Budget
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.evaluators import BudgetJudge
-from dovetail.placers.learned.features import look
+from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import load_policy, shipped
-from dovetail.placers.learned.learner import PolicyLearner, Seen
+from dovetail.placers.learned.learner import Best, PolicyLearner, Seen
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import Settings, View
 from dovetail.placers.problem import GroupPlacement, Problem
@@ -89,14 +90,16 @@ def finetuning(view: View) -> Settings:
 
 
 def proposals(policy: Policy, view: View, seed: int) -> Iterator[NDArray[np.int32]]:
-    """What the policy takes for good, zero-shot, in batches [batch, groups]: its candidates, then
-    what it draws."""
-    candidates = policy.candidates(view)
-    yield candidates
+    """What the policy takes for good, zero-shot, in batches [batch, groups]: its candidates; the
+    graph cut by each position, which is what its training began from and what it should not be
+    worse than; then what it draws."""
+    cut = cut_placements(view, advice=bool(policy.config.get("advice", True)))
+    chosen = policy.candidates(view), np.unique(cut, axis=0)
+    yield from chosen
     wanted = min(max(FEWEST_PROPOSED, PROPOSED_GROUPS // view.groups), MOST_PROPOSED)
     device = next(policy.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
-    for first in range(len(candidates), wanted, BATCH):
+    for first in range(sum(map(len, chosen)), wanted, BATCH):
         yield policy.draw(view, min(BATCH, wanted - first), generator).placements
 
 
@@ -110,10 +113,13 @@ def train(
     updates: int | None = None,
 ) -> PolicyLearner:
     """Train the policy until the budget is spent, nothing new is drawn, or for so many updates.
+    The best that was judged before is where the best so far begins.
 
     It is `theta += U(g)` with one learner: the parameter server with one worker and window 1.
     """
     learner = PolicyLearner(policy, [Seen("", view)], [judge], settings, seed=seed)
+    if judge.best is not None and not judge.best[0].lacking_bytes:
+        learner.best[""] = Best(judge.best[1], judge.best[0].value, 0)
     theta, budget, idle = learner.theta, judge.budget, 0
     while idle < IDLE_UPDATES and learner.updates != updates:
         if budget.exhausted or budget.distinct >= judge.problem.placements:
