@@ -238,9 +238,12 @@ def test_training_begins_with_the_best_that_was_judged_before():
     assert np.array_equal(best.placement, judge.best[1])
 
 
-@pytest.mark.parametrize(("groups", "trials"), [(9, 64), (2048, 32), (9000, 16)])
-def test_the_more_groups_the_fewer_trials_an_update_of_fine_tuning_has(groups, trials):
-    assert placing.finetuning(SimpleNamespace(groups=groups)).trials == trials
+@pytest.mark.parametrize(
+    ("groups", "trials", "passes"), [(9, 64, 4), (2048, 32, 4), (4096, 16, 2), (9000, 8, 2)]
+)
+def test_the_more_groups_the_less_an_update_of_fine_tuning_does(groups, trials, passes):
+    found = placing.finetuning(SimpleNamespace(groups=groups))
+    assert (found.trials, found.passes) == (trials, passes)
 
 
 def test_a_policy_of_another_method_is_refused(tmp_path):

@@ -36,8 +36,10 @@ FEWEST_PROPOSED, MOST_PROPOSED, PROPOSED_GROUPS = 32, 256, 2**17
 """Placements that a zero-shot policy proposes: as many as have that many groups in all, within
 those limits."""
 BATCH = 32
-FEWEST_TUNED, TUNED_GROUPS = 16, 2**16
-"""Trials of an update of fine-tuning, likewise: what 50 of them take is a matter of a minute."""
+FEWEST_TUNED, TUNED_GROUPS = 8, 2**16
+LARGE, LARGE_PASSES = 2048, 2
+"""Trials of an update of fine-tuning, likewise, and passes over them where there are more groups
+than that: what 50 updates take is a matter of a minute."""
 
 
 def seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
@@ -83,10 +85,11 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
 
 
 def finetuning(view: View) -> Settings:
-    """How a policy is tuned on that view: the more groups, the fewer trials an update."""
+    """How a policy is tuned on that view: the more groups, the fewer trials and passes an update."""
     settings = settings_of("gdp", finetuned=True)
     trials = max(FEWEST_TUNED, TUNED_GROUPS // view.groups)
-    return replace(settings, trials=min(settings.trials, trials))
+    passes = settings.passes if view.groups <= LARGE else LARGE_PASSES
+    return replace(settings, trials=min(settings.trials, trials), passes=passes)
 
 
 def proposals(policy: Policy, view: View, seed: int) -> Iterator[NDArray[np.int32]]:
