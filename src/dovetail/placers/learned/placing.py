@@ -85,7 +85,7 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
 
 
 def finetuning(view: View) -> Settings:
-    """How a policy is tuned on that view: the more groups, the fewer trials and passes an update."""
+    """How a policy is tuned on that view: the more groups, the less an update does."""
     settings = settings_of("gdp", finetuned=True)
     trials = max(FEWEST_TUNED, TUNED_GROUPS // view.groups)
     passes = settings.passes if view.groups <= LARGE else LARGE_PASSES
