@@ -37,9 +37,9 @@ FEWEST_PROPOSED, MOST_PROPOSED, PROPOSED_GROUPS = 32, 256, 2**17
 those limits."""
 BATCH = 32
 FEWEST_TUNED, TUNED_GROUPS = 8, 2**16
-LARGE, LARGE_PASSES = 2048, 2
-"""Trials of an update of fine-tuning, likewise, and passes over them where there are more groups
-than that: what 50 updates take is a matter of a minute."""
+LARGE = 2048
+"""Trials of an update of fine-tuning, likewise; with more groups than `LARGE` half as many, and
+half the passes: what 50 updates take is a matter of a minute."""
 
 
 def seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
@@ -87,9 +87,9 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
 def finetuning(view: View) -> Settings:
     """How a policy is tuned on that view: the more groups, the less an update does."""
     settings = settings_of("gdp", finetuned=True)
-    trials = max(FEWEST_TUNED, TUNED_GROUPS // view.groups)
-    passes = settings.passes if view.groups <= LARGE else LARGE_PASSES
-    return replace(settings, trials=min(settings.trials, trials), passes=passes)
+    less = 1 if view.groups <= LARGE else 2
+    trials = max(FEWEST_TUNED, TUNED_GROUPS // (less * view.groups))
+    return replace(settings, trials=min(settings.trials, trials), passes=settings.passes // less)
 
 
 def proposals(policy: Policy, view: View, seed: int) -> Iterator[NDArray[np.int32]]:
