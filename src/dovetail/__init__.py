@@ -53,6 +53,7 @@ _EXPORTS = {
     "save_graph": "dovetail.graph",
     "save_instance": "dovetail.instances",
     "save_machine": "dovetail.machine",
+    "schedule": "dovetail.pipeline",
     "split_points": "dovetail.exports",
     "towers": "dovetail.frontends",
 }

@@ -48,8 +48,14 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> Float64:
-        """[devices] seconds each device computes."""
-        seconds = self.op_ends - self.op_starts
+        """[devices] seconds each device computes; those of ops that run together count once."""
+        seconds = np.zeros(len(self.ops))
+        for device in range(len(self.devices)):
+            spans = np.flatnonzero(self.op_devices == device)
+            spans = spans[np.argsort(self.op_starts[spans], kind="stable")]
+            starts, ends = self.op_starts[spans], self.op_ends[spans]
+            before = np.maximum.accumulate(np.concatenate([[-np.inf], ends]))[:-1]
+            seconds[spans] = np.maximum(ends - np.maximum(starts, before), 0.0)
         return _sums(self.op_devices, seconds, len(self.devices))
 
     @property

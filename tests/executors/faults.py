@@ -3,7 +3,10 @@
 import dataclasses
 import os
 import signal
+import threading
 import time
+
+import torch
 
 
 def fail(*args, **kwargs):
@@ -20,6 +23,22 @@ def hang(*args, **kwargs):
 
 def leave(*args, **kwargs):
     os._exit(5)
+
+
+_MEETING = threading.Barrier(2)
+
+
+def meet(*args, **kwargs):
+    """A tensor once two calls are at this point in one process, each with one intra-op thread."""
+    assert torch.get_num_threads() == 1
+    assert (torch.full((4,), 1e-38) * 0.01 == 0).all(), "denormals count"
+    _MEETING.wait(timeout=60)
+    return torch.ones(4)
+
+
+def count_threads(*args, **kwargs):
+    """Four times how many threads an op of this thread has."""
+    return torch.full((4,), float(torch.get_num_threads()))
 
 
 def with_fault(captured, op, fault):

@@ -5,16 +5,18 @@ import os
 import numpy as np
 
 from dovetail.machine import Device, Link, Machine
-from dovetail.plans import Plan
+from dovetail.plans import Plan, Schedule, Stage
 
 
-def two_devices():
-    """Two CPU devices of one core each; the same core twice where there is only one."""
+def two_devices(first_cores=1):
+    """Two CPU devices of one core each, or of more for the first; the same core again and again
+    where there are not enough."""
     cores = sorted(os.sched_getaffinity(0))
     rates = {"float32": 1e10, "float64": 1e10}
+    taken = [tuple(cores[i % len(cores)] for i in range(first_cores))]
+    taken.append((cores[first_cores % len(cores)],))
     devices = tuple(
-        Device(f"cpu{i}", "cpu", "test", 1 << 33, rates, 1e10, 1e-6, (cores[i % len(cores)],))
-        for i in range(2)
+        Device(f"cpu{i}", "cpu", "test", 1 << 33, rates, 1e10, 1e-6, taken[i]) for i in range(2)
     )
     links = (
         Link("cpu0", "cpu1", 1e10, 1e-6, "cpu0->cpu1"),
@@ -89,3 +91,24 @@ def random_order(graph, placement, seed):
         tuple(op for op in order if placement[op] == d and not graph.is_source[op])
         for d in range(int(placement.max(initial=1)) + 1)
     )
+
+
+def random_schedules(graph, placement, seed, most=6):
+    """Per device stages of up to `most` ops. No path leaves a stage and comes back: all its ops
+    have crossed from one device to another as many times."""
+    rng = np.random.default_rng(seed)
+    crossed = np.zeros(len(graph), dtype=int)
+    edges = [(int(graph.producers[t]), op) for op in range(len(graph)) for t in graph.inputs_of(op)]
+    for before, op in sorted([*edges, *graph.control.tolist()], key=lambda edge: edge[1]):
+        there = not graph.is_source[before] and placement[before] != placement[op]
+        crossed[op] = max(crossed[op], crossed[before] + there)
+    schedules = []
+    for order in random_order(graph, placement, seed):
+        stages = [[]]
+        for op in sorted(order, key=crossed.__getitem__):
+            last = stages[-1]
+            if last and (len(last) == most or crossed[last[0]] < crossed[op] or rng.random() < 0.2):
+                stages.append([])
+            stages[-1].append(op)
+        schedules.append(Schedule(tuple(Stage(tuple(ops), float(len(ops))) for ops in stages)))
+    return tuple(schedules)

@@ -9,14 +9,13 @@ from dovetail.errors import OrderError
 from dovetail.executors.shares import (
     Run,
     Send,
+    Together,
     Wait,
-    check_completes,
     extent_of,
-    orders_of,
     share_out,
 )
 from dovetail.graph import Graph, Phase
-from dovetail.plans import Plan, Schedule, Source, Stage
+from dovetail.plans import Plan, Source, check_completes
 
 INPUT, WEIGHT, A, B, C, UPDATE = range(6)
 
@@ -56,7 +55,7 @@ def small_graph():
     )
 
 
-def plan_for(graph, placement, orders=None, schedules=None):
+def plan_for(graph, placement, orders=None):
     machine = two_devices()
     return Plan(
         source=Source("test", "", (), ""),
@@ -75,7 +74,6 @@ def plan_for(graph, placement, orders=None, schedules=None):
         peak_memory_bytes=(0, 0),
         groups=0,
         planning_seconds=0.0,
-        schedules=schedules,
     )
 
 
@@ -86,6 +84,8 @@ def words(share):
         match i:
             case Run():
                 said = f"run {i.op}"
+            case Together():
+                said = "together " + " | ".join(" ".join(map(str, lane)) for lane in i.lanes)
             case Send():
                 said = f"send {i.tensor if i.tensor >= 0 else f'end of {i.op}'} to {i.destination}"
             case Wait():
@@ -154,23 +154,11 @@ def test_slots_do_not_overlap():
     assert spans[-1][1] <= shares.size_bytes
 
 
-def test_without_orders_ops_run_by_index():
-    graph = small_graph()
-    assert orders_of(plan_for(graph, [0, 1, 0, 1, 0, 1]), graph) == [(2, 4), (3, 5)]
-
-
-def test_stages_run_one_after_another():
-    graph = small_graph()
-    stages = Schedule((Stage((3, 2), 1.0), Stage((4, 5), 1.0)))
-    plan = plan_for(graph, [0] * 6, schedules=(stages, None))
-    assert orders_of(plan, graph) == [(3, 2, 4, 5), ()]
-
-
 def test_orders_that_wait_for_each_other_name_a_device_and_an_op():
     graph = small_graph()
     placement = [0, 1, 0, 1, 0, 1]
     with pytest.raises(OrderError, match="op 'C' would wait for ever") as raised:
-        share_out(plan_for(graph, placement, ((4, 2), (3, 5))), graph)
+        check_completes(plan_for(graph, placement, ((4, 2), (3, 5))), graph)
     assert raised.value.device == "cpu0"
 
 
@@ -179,10 +167,9 @@ def test_an_order_against_a_control_edge_is_refused():
     reads = graph.input_tensors.copy()
     reads[-2] = B  # the update no longer reads C: only the control edge puts it last
     graph = dataclasses.replace(graph, input_tensors=reads, control=np.array([[C, UPDATE]]))
-    plan = plan_for(graph, [0] * 6)
-    check_completes(plan, graph, [(A, B, C, UPDATE), ()])
+    check_completes(plan_for(graph, [0] * 6, ((A, B, C, UPDATE), ())), graph)
     with pytest.raises(OrderError, match="'update' would wait"):
-        check_completes(plan, graph, [(A, B, UPDATE, C), ()])
+        check_completes(plan_for(graph, [0] * 6, ((A, B, UPDATE, C), ())), graph)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -13,6 +13,7 @@ from dovetail.cli.benching import bench
 from dovetail.cli.learning import learn
 from dovetail.cli.output import say
 from dovetail.cli.planning import plan
+from dovetail.cli.scheduling import schedule
 from dovetail.cli.showing import capture, machine, networks
 from dovetail.cli.training import EPILOG, train, train_report
 from dovetail.cli.using import export, report, run
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (machine, networks, capture, plan, run, report, export, bench):
+for command in (machine, networks, capture, plan, run, report, export, schedule, bench):
     app.command()(command)
 app.command(epilog=EPILOG)(train)
 app.command("train-report")(train_report)

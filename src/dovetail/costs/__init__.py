@@ -5,13 +5,25 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.costs.analytic import analytic_costs
 from dovetail.costs.cache import CostCache
+from dovetail.costs.launches import StageWork, kernel_works
 from dovetail.costs.records import Costs
+from dovetail.costs.stages import AnalyticStages, stage_rates
 
 if TYPE_CHECKING:
     from dovetail.costs.measured import measured_costs
     from dovetail.costs.probe import probed_machine
 
-__all__ = ["CostCache", "Costs", "analytic_costs", "measured_costs", "probed_machine"]
+__all__ = [
+    "AnalyticStages",
+    "CostCache",
+    "Costs",
+    "StageWork",
+    "analytic_costs",
+    "kernel_works",
+    "measured_costs",
+    "probed_machine",
+    "stage_rates",
+]
 _MEASURING = {
     "measured_costs": "dovetail.costs.measured",
     "probed_machine": "dovetail.costs.probe",

@@ -31,6 +31,8 @@ DovetailError
 │   ├── MissingLibraryError   a library that is not installed   .library
 │   ├── ExportError           a format that cannot say what a plan does   .format .where
 │   ├── TooManyIdealsError    a graph too wide for a programme over ideals   .count .limit
+│   ├── RaceError             streams and buffers whose ops can collide   .rule .first .second
+│   ├── TooManyStatesError    a block too wide for a programme over its states   .ops .states .limit
 │   ├── TooManyIntervalsError a graph too large for the model of `exact`   .count .limit
 │   ├── PlanError             a plan that breaks a rule   .rule
 │   │   ├── UnplacedOpError     .op .device
@@ -52,6 +54,7 @@ DovetailError
     │   ├── ServerLostError     .restarts .status
     │   └── NoWorkersError      .lost .status
     ├── EvaluatorsLostError   .lost .status
+    ├── UnequalError          a schedule whose outputs are others   .scheduler .error
     ├── ProcessError          .process .traceback
     ├── ProcessDiedError      .process .status
     ├── WorkerError           .device .op .traceback
@@ -111,6 +114,7 @@ from dovetail.errors.learning import (
     PolicyFileError,
     PolicyMismatchError,
 )
+from dovetail.errors.scheduling import RaceError, TooManyStatesError, UnequalError
 from dovetail.errors.training import (
     DivergedError,
     JournalError,
@@ -158,13 +162,16 @@ __all__ = [
     "ProcessDiedError",
     "ProcessError",
     "PromiseError",
+    "RaceError",
     "ReplicationError",
     "RunError",
     "RunMismatchError",
     "ServerLostError",
     "TooManyIdealsError",
     "TooManyIntervalsError",
+    "TooManyStatesError",
     "TrainingError",
+    "UnequalError",
     "UnknownDeviceError",
     "UnknownNetworkError",
     "UnknownOpError",

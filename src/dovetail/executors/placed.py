@@ -301,9 +301,8 @@ def run(plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | Non
     `seed` draws the weights where the captured module is fake, and the numbers of random ops.
     `workers`: processes to share with other plans for the same devices.
 
-    Raises what `plans.check` raises, `OrderError` for orders that wait for each other,
-    `OutOfMemoryError` where all that lies in shared memory does not fit at once, and `UsageError`
-    for a machine that is not here.
+    Raises what `plans.check` raises, `OutOfMemoryError` where all that lies in shared memory does
+    not fit at once, and `UsageError` for a machine that is not here.
     """
     check(plan, captured.graph)
     if workers is None:

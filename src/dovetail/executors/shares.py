@@ -10,19 +10,25 @@ destination) has its own flag and slot, so nothing waits for a slot to become fr
 the end of a step lets the next one write. The price is memory: received copies, which the
 simulator frees after their last use, all stand in the block at once.
 
+A stage waits for all it needs from other devices, runs, and then sends. Where a device has cores
+for it, the groups of a stage run at the same time:
+
+    Wait x, Wait y ── Together ┬ a, b ┬── Send a, Send c
+                               └ c    ┘
+
 Takes O(ops + tensors + reads).
 """
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
-from dovetail.errors import OrderError
+from dovetail.executors.lanes import groups_of, lanes_of
 from dovetail.graph import EVERYWHERE, Graph
-from dovetail.plans import Plan, normalise
+from dovetail.plans import Plan, Stages, normalise, stages_of
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Layout
 from dovetail.units import DTYPE_BYTES
 
@@ -46,6 +52,22 @@ class Run:
 
     op: int
     frees: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Together:
+    """Call the ops of each lane one after another, all lanes at the same time; then forget `frees`.
+
+    lanes   none empty, and none needs what another makes
+    """
+
+    lanes: tuple[tuple[int, ...], ...]
+    frees: tuple[int, ...] = ()
+
+    @property
+    def op(self) -> int:
+        """The first, in whose name its process dies."""
+        return self.lanes[0][0]
 
 
 @dataclass(frozen=True)
@@ -73,7 +95,7 @@ class Wait:
     slot: Slot | None
 
 
-Instruction = Run | Send | Wait
+Instruction = Run | Together | Send | Wait
 
 
 @dataclass(frozen=True)
@@ -101,7 +123,7 @@ class Share:
     @property
     def ops(self) -> list[int]:
         """The ops it runs, in order."""
-        return [i.op for i in self.instructions if isinstance(i, Run)]
+        return [op for i in self.instructions for op in ops_of(i)]
 
 
 @dataclass(frozen=True)
@@ -119,23 +141,23 @@ class Shares:
 
 
 def share_out(plan: Plan, graph: Graph) -> Shares:
-    """Cut the program along the plan. Raises `OrderError` if the orders cannot complete."""
-    orders = orders_of(plan, graph)
-    check_completes(plan, graph, orders)
+    """Cut the program along the plan, which must be one that `plans.check` accepts."""
+    stages = stages_of(plan, graph)
+    devices = range(len(stages))
     layout = Layout()
-    abort, barrier = layout.reserve(8), layout.reserve(LINE_BYTES * len(orders))
+    abort, barrier = layout.reserve(8), layout.reserve(LINE_BYTES * len(devices))
     outputs = tuple(dict.fromkeys(graph.outputs.tolist()))
-    cut = _Cut(plan, graph, layout, outputs)
-    lists = [tuple(cut.instructions(device, order)) for device, order in enumerate(orders)]
+    cut = _Cut(plan, graph, stages, layout, outputs)
+    lists = [tuple(cut.instructions(device, stages[device])) for device in devices]
     sources = {
         tensor: cut.slot(tensor)
         for op in np.flatnonzero(graph.is_source).tolist()
         for tensor in graph.outputs_of(op)
     }
     copied = {tensor: cut.slot(tensor) for tensor in outputs}
-    here = [_sources_read(graph, cut, device, order) for device, order in enumerate(orders)]
-    owned = [tuple(t for t in copied if cut.home(t) == device) for device in range(len(orders))]
-    seats = [d for d in range(len(orders)) if lists[d] or owned[d]]
+    here = [_sources_read(graph, cut, device, stages[device]) for device in devices]
+    owned = [tuple(t for t in copied if cut.home(t) == device) for device in devices]
+    seats = [d for d in devices if lists[d] or owned[d]]
     shares = tuple(
         Share(
             device,
@@ -156,50 +178,19 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
     return Shares(shares, layout.size_bytes, abort, sources, copied)
 
 
-def orders_of(plan: Plan, graph: Graph) -> list[tuple[int, ...]]:
-    """Per device its ops in running order; by index where the plan says nothing."""
-    orders = []
-    for device in range(len(plan.machine.devices)):
-        schedule = plan.schedules[device] if plan.schedules else None
-        if schedule is not None:
-            orders.append(tuple(op for stage in schedule.stages for op in stage.ops))
-        elif plan.orders is not None:
-            orders.append(plan.orders[device])
-        else:
-            here = (plan.placement == device) & ~graph.is_source
-            orders.append(tuple(np.flatnonzero(here).tolist()))
-    return orders
-
-
-def check_completes(plan: Plan, graph: Graph, orders: list[tuple[int, ...]]) -> None:
-    """Raise `OrderError` if devices that run their orders would wait for each other for ever."""
-    after: list[list[int]] = [
-        [op for tensor in graph.outputs_of(before) for op in graph.consumers_of(tensor).tolist()]
-        for before in range(len(graph))
-    ]
-    chains = [pair for order in orders for pair in pairwise(order)]
-    for before, op in [*graph.control.tolist(), *chains]:
-        after[before].append(op)
-    missing = [0] * len(graph)
-    for op in chain.from_iterable(after):
-        missing[op] += 1
-    able = [op for op, count in enumerate(missing) if count == 0]
-    while able:
-        for op in after[able.pop()]:
-            missing[op] -= 1
-            if missing[op] == 0:
-                able.append(op)
-    for name, order in zip(plan.machine.device_names, orders, strict=True):
-        stuck = next((op for op in order if missing[op]), None)
-        if stuck is not None:
-            waits = f"op {graph.names[stuck]!r} would wait for ever"
-            raise OrderError(name, f"cannot complete: {waits}")
-
-
 class _Cut:
     """Finds the instructions of every device; hands out flags and slots on the way."""
 
-    def __init__(self, plan: Plan, graph: Graph, layout: Layout, outputs: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        graph: Graph,
+        stages: list[Stages],
+        layout: Layout,
+        outputs: tuple[int, ...],
+    ) -> None:
+        self.plan = plan
+        self.groups = groups_of(stages, graph)
         self.graph = graph
         self.layout = layout
         self.kept = set(outputs)
@@ -237,27 +228,45 @@ class _Cut:
             self.flags[key] = (self.layout.reserve(8), slot)
         return self.flags[key]
 
-    def instructions(self, device: int, order: tuple[int, ...]) -> list[Instruction]:
+    def instructions(self, device: int, stages: Stages) -> list[Instruction]:
         graph = self.graph
         found: list[Instruction] = []
         for op in np.flatnonzero(graph.is_source).tolist():
             if graph.residences[op] != EVERYWHERE and self.placement[op] == device:
                 found += self.sends(op)
         arrived: set[int] = set()
-        for op in order:
-            for tensor in graph.inputs_of(op).tolist():
-                home = self.homes[tensor]
-                if home not in (device, EVERYWHERE) and tensor not in arrived:
-                    arrived.add(tensor)
-                    flag = self.flag(int(graph.producers[tensor]), tensor, device)
-                    found.append(Wait(op, tensor, *flag))
-            for before in self.before[op]:
-                if ~before not in arrived:
-                    arrived.add(~before)
-                    found.append(Wait(op, -1, *self.flag(before, -1, device)))
-            found.append(Run(op))
-            found += self.sends(op)
+        for stage in stages:
+            for op in stage:
+                found += self.waits(device, op, arrived)
+            found += self.runs(device, stage)
+            for op in stage:
+                found += self.sends(op)
         return self.with_frees(device, found)
+
+    def waits(self, device: int, op: int, arrived: set[int]) -> list[Instruction]:
+        """What goes before an op: what it needs of other devices and has not `arrived` yet."""
+        found: list[Instruction] = []
+        for tensor in self.graph.inputs_of(op).tolist():
+            home = self.homes[tensor]
+            if home not in (device, EVERYWHERE) and tensor not in arrived:
+                arrived.add(tensor)
+                flag = self.flag(int(self.graph.producers[tensor]), tensor, device)
+                found.append(Wait(op, tensor, *flag))
+        for before in self.before[op]:
+            if ~before not in arrived:
+                arrived.add(~before)
+                found.append(Wait(op, -1, *self.flag(before, -1, device)))
+        return found
+
+    def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
+        """The ops of a stage: its groups together, if there are several and cores for them."""
+        cores = len(self.plan.machine.devices[device].cores)
+        if cores > 1 and len(stage) > 1:
+            seconds = self.plan.compute_seconds[:, device]
+            lanes = lanes_of(stage, self.groups, seconds, cores)
+            if len(lanes) > 1:
+                return [Together(lanes)]
+        return [Run(op) for op in stage]
 
     def sends(self, op: int) -> list[Instruction]:
         """What follows an op: its outputs to whom they are missing, then word of its end."""
@@ -275,11 +284,10 @@ class _Cut:
         graph = self.graph
         last: dict[int, int] = {}
         for index, instruction in enumerate(instructions):
-            if isinstance(instruction, Run):
-                used = [*graph.inputs_of(instruction.op), *graph.outputs_of(instruction.op)]
-            else:
-                used = [instruction.tensor] if isinstance(instruction, Send) else []
-            last |= dict.fromkeys(map(int, used), index)
+            used = [instruction.tensor] if isinstance(instruction, Send) else []
+            for op in ops_of(instruction):
+                used += [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
+            last |= dict.fromkeys(used, index)
         frees: dict[int, list[int]] = defaultdict(list)
         for tensor, index in last.items():
             lasting = tensor < 0 or graph.is_source[graph.producers[tensor]] or tensor in self.kept
@@ -288,22 +296,26 @@ class _Cut:
         return [
             instruction
             if index not in frees or isinstance(instruction, Wait)
-            else _freeing(instruction, tuple(frees[index]))
+            else replace(instruction, frees=tuple(frees[index]))
             for index, instruction in enumerate(instructions)
         ]
 
 
-def _freeing(instruction: Run | Send, frees: tuple[int, ...]) -> Instruction:
-    if isinstance(instruction, Run):
-        return Run(instruction.op, frees)
-    i = instruction
-    return Send(i.op, i.tensor, i.destination, i.flag, i.slot, frees)
+def ops_of(instruction: Instruction) -> tuple[int, ...]:
+    """The ops that it calls."""
+    match instruction:
+        case Run(op=op):
+            return (op,)
+        case Together(lanes=lanes):
+            return tuple(chain.from_iterable(lanes))
+    return ()
 
 
-def _sources_read(graph: Graph, cut: _Cut, device: int, order: tuple[int, ...]) -> set[int]:
+def _sources_read(graph: Graph, cut: _Cut, device: int, stages: Stages) -> set[int]:
     """Tensors of sources that the device needs in place: those that live here, or are read here
     and live everywhere."""
-    read = {int(tensor) for op in order for tensor in graph.inputs_of(op)}
+    ops = chain.from_iterable(stages)
+    read = {int(tensor) for op in ops for tensor in graph.inputs_of(op)}
     return {
         tensor
         for op in np.flatnonzero(graph.is_source).tolist()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dovetail.executors.shares import Run, Send, Share
+from dovetail.executors.shares import Send, Share, ops_of
 from dovetail.machine import Machine
 from dovetail.runtime.shared import Block
 from dovetail.timeline import Timeline
@@ -12,7 +12,8 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
     """What the last step did, which must have been a timed one, from the stamps in the block.
 
     A transfer's span is the copy by the sending device; where the machine has no link, it is on
-    the channel of its first hop. Memory is not recorded.
+    the channel of its first hop. Ops that ran together have the span of all, as where a stage is
+    simulated. Memory is not recorded.
     """
     spans: list[tuple[int, int, int, int]] = []
     transfers: list[tuple[int, int, int, int, int, int, int]] = []
@@ -21,9 +22,8 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
         shape = (len(share.instructions), 2)
         stamps = block.view(share.stamps, shape, np.int64).tolist()
         for instruction, (start, stop) in zip(share.instructions, stamps, strict=True):
-            if isinstance(instruction, Run):
-                spans.append((start, instruction.op, share.device, stop))
-            elif isinstance(instruction, Send):
+            spans += [(start, op, share.device, stop) for op in ops_of(instruction)]
+            if isinstance(instruction, Send):
                 to = instruction.destination
                 channel = _channel(machine, share.device, to)
                 row = (instruction.tensor, instruction.op, share.device, to)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.executors.shares import Run, Send, Share, Slot, Wait
+from dovetail.executors.lanes import Lane, Team
+from dovetail.executors.shares import Instruction, Run, Send, Share, Slot, Together, Wait
 from dovetail.executors.slots import distinct, tensor_at
 from dovetail.frontends.binding import Bound, Values, bind
 from dovetail.frontends.interpret import seed_for
@@ -72,9 +73,19 @@ class Aborted(Exception):
     """Another device failed; this one stops waiting."""
 
 
+class LaneFailed(Exception):
+    """An op of a lane raised, its error the cause."""
+
+    def __init__(self, op: int) -> None:
+        super().__init__(op)
+        self.op = op
+
+
 def serve(channel: Channel) -> None:
     """Answer requests until the channel closes. The first one is the number of threads."""
-    set_up(channel.receive())
+    threads: int = channel.receive()
+    set_up(threads)
+    team = Team(threads)
     loaded: dict[int, _Loaded] = {}
     program, calls = 0, dict[int, Call]()
     with torch.inference_mode():
@@ -87,7 +98,7 @@ def serve(channel: Channel) -> None:
                     if request.program != program:
                         program, calls = request.program, {}
                     calls.update(request.calls)
-                    loaded[key] = _Loaded(request, calls, block)
+                    loaded[key] = _Loaded(request, calls, block, team)
                     channel.send("ready")
                 case Step(key=key, number=number, timed=timed):
                     channel.send(loaded[key].run(number, timed))
@@ -99,8 +110,9 @@ def serve(channel: Channel) -> None:
 class _Loaded:
     """A share bound to its values."""
 
-    def __init__(self, load: Load, calls: dict[int, Call], block: Block) -> None:
+    def __init__(self, load: Load, calls: dict[int, Call], block: Block, team: Team) -> None:
         self.block = block
+        self.team = team
         self.share = load.share
         self.seed = load.seed
         self.values: Values = [None] * load.tensors
@@ -137,6 +149,9 @@ class _Loaded:
                 self.values[tensor] = None
         except Aborted:
             return "aborted"
+        except LaneFailed as failure:
+            publish(self.abort, 1)
+            return Failed(failure.op, "".join(traceback.format_exception(failure.__cause__)))
         except Exception:
             publish(self.abort, 1)
             return Failed(self._current_op(), traceback.format_exc())
@@ -169,10 +184,12 @@ class _Loaded:
         begun = int(self.progress[0])
         return self.share.instructions[begun].op if begun >= 0 else -1
 
-    def _bind(self, instruction: Run | Send | Wait, calls: dict[int, Call]) -> Bound:
+    def _bind(self, instruction: Instruction, calls: dict[int, Call]) -> Bound:
         match instruction:
             case Run(op=op, frees=frees):
                 return bind(calls[op], self.values, frees, self._seed_of(op))
+            case Together(lanes=lanes, frees=frees):
+                return self._bind_together([self._bind_lane(ops, calls) for ops in lanes], frees)
             case Send(slot=None) as send:
                 return self._bind_signal(send)
             case Send(slot=Slot() as slot) as send:
@@ -183,6 +200,28 @@ class _Loaded:
 
     def _seed_of(self, op: int) -> Callable[[], int]:
         return lambda: seed_for(self.seed, self.now[0] // (SKEW + 1) - 1, op)
+
+    def _bind_lane(self, ops: tuple[int, ...], calls: dict[int, Call]) -> Lane:
+        bound = [(op, bind(calls[op], self.values, (), self._seed_of(op))) for op in ops]
+
+        def run() -> None:
+            for op, call in bound:
+                try:
+                    call()
+                except Exception as error:
+                    raise LaneFailed(op) from error
+
+        return run
+
+    def _bind_together(self, lanes: list[Lane], frees: tuple[int, ...]) -> Bound:
+        team, values = self.team, self.values
+
+        def run() -> None:
+            team.run(lanes)
+            for free in frees:
+                values[free] = None
+
+        return run
 
     def _bind_signal(self, send: Send) -> Bound:
         flag, now = self.base + send.flag, self.now

@@ -10,6 +10,7 @@ arguments of an ordinary call without a Python loop.
 
 from collections.abc import Callable
 from operator import itemgetter
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from dovetail.frontends.program import Call, Ref
 Values = list[Any]
 Getter = Callable[[Values], tuple[Any, ...]]
 Bound = Callable[[], None]
+
+_GENERATOR = Lock()
+"""Held from seeding torch's generator, which all threads share, until the op has drawn."""
 
 
 def bind(call: Call, values: Values, frees: tuple[int, ...], seed: Callable[[], int]) -> Bound:
@@ -91,8 +95,9 @@ def _has_refs(tree: Any) -> bool:
 
 def _seeded(invoke: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
     def seeded() -> Any:
-        torch.manual_seed(seed())
-        return invoke()
+        with _GENERATOR:
+            torch.manual_seed(seed())
+            return invoke()
 
     return seeded
 

@@ -1,13 +1,13 @@
 """Known devices, combined as text: "4 x k80 + haswell".
 
 Peak rates, memory bandwidth and capacity are the vendors' data sheets (K80: one of the board's two
-dies; P100: PCIe; V100, A100, H100, H200: SXM). `op_overhead_seconds` and the links are typical,
-not measured here: 5.7 us between ops and 7.6 GB/s with 25 us a transfer were fitted to TensorFlow
-on K80s by an earlier simulator; PCIe 3.0 x16 reaches about 11 GB/s, NVLink what its sheet says a
-direction. The CPUs are servers of one socket, 32 single-precision FLOP per core and cycle: Haswell
-18 cores at 2.3 GHz with DDR4-2133, 50 GB of it allowed as in RL17; Broadwell the largest of its
-line, 22 cores at 2.2 GHz with DDR4-2400, and as much memory. A machine that must be right is
-described in TOML.
+dies; P100: PCIe; V100, A100, H100, H200: SXM; 2080 Ti: reference clocks, float16 summed in
+float32). `op_overhead_seconds` and the links are typical, not measured here: 5.7 us between ops and
+7.6 GB/s with 25 us a transfer were fitted to TensorFlow on K80s by an earlier simulator; PCIe 3.0
+x16 reaches about 11 GB/s, NVLink what its sheet says a direction. The CPUs are servers of one
+socket, 32 single-precision FLOP per core and cycle: Haswell 18 cores at 2.3 GHz with DDR4-2133,
+50 GB of it allowed as in RL17; Broadwell the largest of its line, 22 cores at 2.2 GHz with
+DDR4-2400, and as much memory. A machine that must be right is described in TOML.
 """
 
 import re
@@ -65,6 +65,17 @@ PRESETS: dict[str, Preset] = {
         _gpu("v100", 16 * GIB, {"float32": 15.7e12, "float16": 125e12, "float64": 7.8e12}, 900e9),
         peer_bytes_per_second=25e9,
         peer_latency_seconds=10e-6,
+    ),
+    "titan_xp": Preset(
+        _gpu("titan_xp", 12 * GIB, {"float32": 12.15e12, "float64": 0.38e12}, 547.7e9)
+    ),
+    "2080ti": Preset(
+        _gpu(
+            "2080ti",
+            11 * GIB,
+            {"float32": 13.45e12, "float16": 53.8e12, "float64": 0.42e12},
+            616e9,
+        )
     ),
     "a100": Preset(
         _gpu("a100", 80 * GIB, _tensor_core(19.5e12, 312e12, 9.7e12), 2039e9, 4e-6),

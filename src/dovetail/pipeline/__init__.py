@@ -2,8 +2,10 @@
 
 from dovetail.pipeline.courses import Course, Subject, check_course, check_subject, settings_for
 from dovetail.pipeline.learning import Lesson, learn, learn_all
-from dovetail.pipeline.opening import open_plan, timeline_of, verify
+from dovetail.pipeline.opening import open_plan, timeline_of, verify, with_schedules
 from dovetail.pipeline.planning import check_policy, check_request, plan
+from dovetail.pipeline.schedules import Wanted, schedules
+from dovetail.pipeline.scheduling import schedule
 from dovetail.pipeline.sources import (
     Progress,
     Step,
@@ -28,6 +30,7 @@ __all__ = [
     "Progress",
     "Step",
     "Subject",
+    "Wanted",
     "check_course",
     "check_export",
     "check_policy",
@@ -50,9 +53,12 @@ __all__ = [
     "resolve_machine",
     "resolve_model",
     "run",
+    "schedule",
+    "schedules",
     "settings_for",
     "silent",
     "timeline_of",
     "verify",
+    "with_schedules",
     "write_trace",
 ]

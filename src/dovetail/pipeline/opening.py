@@ -1,6 +1,7 @@
 """From a saved plan back to its graph: every rule and every promise checked again."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,15 @@ from dovetail.pipeline.sources import (
     resolve_model,
 )
 from dovetail.placers import permitted
-from dovetail.plans import SEARCH_PROOFS, Plan, capacities_of, check, load_plan
+from dovetail.plans import (
+    SEARCH_PROOFS,
+    Plan,
+    Schedule,
+    capacities_of,
+    check,
+    load_plan,
+    stages_of,
+)
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.timeline import Timeline
 
@@ -95,11 +104,7 @@ def verify(plan: Plan, graph: Graph) -> None:
         raise UnplacedOpError(graph.names[op], where, "its pins or its kinds of device forbid")
     timeline = timeline_of(plan, graph)
     peaks = timeline.peak_memory_bytes.tolist()
-    value = timeline.step_seconds
-    if plan.objective != "step":
-        value = float(
-            _simulator(plan, graph).evaluate(plan.placement[None], plan.objective).values[0]
-        )
+    value = _value_of(plan, graph, timeline)
     if not np.isclose(value, plan.value, rtol=1e-9, atol=0.0):
         raise PromiseError(plan.objective, plan.value, value)
     for device, promised, found in zip(
@@ -121,6 +126,49 @@ def timeline_of(plan: Plan, graph: Graph) -> Timeline:
     return _simulator(plan, graph).timeline(
         plan.placement, orders=plan.orders, schedules=plan.schedules
     )
+
+
+def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None]) -> Plan:
+    """The plan with these schedules [devices], and its promises computed again.
+
+    A device without one, None, takes of what is ready the op that comes first in its order so far:
+    in that order itself it could wait for a stage that waits for it. No bound of ours covers
+    stages, so a plan for the objective `step` has none any more. Raises `OrderError` for schedules
+    that `check` would refuse, and `OutOfMemoryError` where the peaks do not fit.
+    """
+    if len(schedules) != len(plan.machine.devices):
+        devices = len(plan.machine.devices)
+        raise UsageError(
+            "schedules", f"are {len(schedules)}; give one, or None, for each of {devices} devices"
+        )
+    turns = np.zeros(len(graph))
+    for stages in stages_of(plan, graph):
+        ops = [op for stage in stages for op in stage]
+        turns[ops] = np.arange(len(ops))
+    free = _simulator(plan, graph).timeline(plan.placement, priorities=-turns, schedules=schedules)
+    orders = tuple(
+        () if schedule is not None else free.order_of(device)
+        for device, schedule in enumerate(schedules)
+    )
+    found = replace(plan, orders=orders, schedules=tuple(schedules))
+    timeline = timeline_of(found, graph)
+    found = replace(
+        found,
+        value=_value_of(found, graph, timeline),
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+    )
+    if plan.objective == "step":
+        found = replace(found, lower_bound=0.0, bound_proof="")
+    check(found, graph)
+    return found
+
+
+def _value_of(plan: Plan, graph: Graph, timeline: Timeline) -> float:
+    """Of the plan's objective. `timeline`: the plan's own."""
+    if plan.objective == "step":
+        return timeline.step_seconds
+    found = _simulator(plan, graph).evaluate(plan.placement[None], plan.objective)
+    return float(found.values[0])
 
 
 def costs_in(plan: Plan) -> Costs:

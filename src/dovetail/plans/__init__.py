@@ -1,6 +1,7 @@
 """Plans: records, rules, files."""
 
 from dovetail.plans.files import load_plan, save_plan
+from dovetail.plans.orders import Stages, check_completes, needs_of, stages_of
 from dovetail.plans.records import (
     OBJECTIVES,
     OPTIMAL_GAP,
@@ -25,14 +26,18 @@ __all__ = [
     "Schedule",
     "Source",
     "Stage",
+    "Stages",
     "capacities_of",
     "check",
+    "check_completes",
     "check_placement",
     "describe_gap",
     "format_value",
     "load_plan",
+    "needs_of",
     "normalise",
     "save_plan",
+    "stages_of",
     "tower_placement",
     "tower_seconds",
 ]

@@ -72,7 +72,8 @@ class Plan:
 
     placement          [ops] device indices
     orders             per device its ops in running order, or None: by priority, then index
-    schedules          per device a Schedule, or None. A device has an order or a schedule
+    schedules          per device a Schedule, or None. A device has an order or a schedule, which
+                       counts where both are there
     pins               (pattern, device name) as the user gave them
     caps               (device name, bytes) likewise
     machine            the machine planned for, with the rates the promises were computed from

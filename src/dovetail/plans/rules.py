@@ -7,13 +7,13 @@ from dovetail.errors import (
     GraphMismatchError,
     MachineMismatchError,
     NotContiguousError,
-    OrderError,
     OutOfMemoryError,
     UnplacedOpError,
 )
 from dovetail.graph import EVERYWHERE, HOST, Graph
 from dovetail.graph.convexity import find_return
 from dovetail.machine import Machine
+from dovetail.plans.orders import check_orders
 from dovetail.plans.records import Placement, Plan
 
 
@@ -39,7 +39,8 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
     1. It was made for this graph.                          `GraphMismatchError`
     2. It was made for this machine, if one is given.       `MachineMismatchError`
     3. Every op is on a device that can run it, and colocated ops share one. `UnplacedOpError`
-    4. Orders and schedules name each op of their device once.   `OrderError`
+    4. Orders and schedules name each op of their device once, and complete: `plans.orders`.
+                                                            `OrderError`
     (5. Its promises hold: `pipeline.verify`, which simulates it.)
     6. Where it was asked to be contiguous, its devices can be ordered: `graph.convexity`.
                                                             `NotContiguousError`
@@ -53,7 +54,7 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
             f"{machine.name} ({machine.fingerprint})",
         )
     check_placement(plan.placement, graph, plan.machine, plan.compute_seconds)
-    _check_orders(plan, graph)
+    check_orders(plan, graph)
     if plan.contiguous:
         check_contiguous(plan.placement, graph, plan.machine)
     capacities = capacities_of(plan.machine, dict(plan.caps))
@@ -105,17 +106,3 @@ def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> No
         leaves, elsewhere, returns = (graph.names[op] for op in found)
         device = machine.device_names[placement[found[0]]]
         raise NotContiguousError(device, (leaves, elsewhere, returns))
-
-
-def _check_orders(plan: Plan, graph: Graph) -> None:
-    for device, name in enumerate(plan.machine.device_names):
-        schedule = plan.schedules[device] if plan.schedules else None
-        if schedule is not None:
-            listed = [op for stage in schedule.stages for op in stage.ops]
-        elif plan.orders is not None:
-            listed = list(plan.orders[device])
-        else:
-            continue
-        here = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
-        if sorted(listed) != here:
-            raise OrderError(name, "does not name each of its ops exactly once")

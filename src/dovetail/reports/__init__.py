@@ -11,6 +11,7 @@ from dovetail.reports.tables import (
     networks_table,
     plan_table,
     run_table,
+    schedules_table,
 )
 from dovetail.reports.trace import chrome_trace
 
@@ -26,5 +27,6 @@ __all__ = [
     "networks_table",
     "plan_table",
     "run_table",
+    "schedules_table",
     "write_html",
 ]

@@ -19,6 +19,8 @@ from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Machine
 from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports.limits import Limits, explain, shares
+from dovetail.reports.stages_figures import overview_rows
+from dovetail.schedulers.results import Schedules
 from dovetail.simulator.loads import device_loads
 from dovetail.timeline import Timeline
 from dovetail.units import (
@@ -201,6 +203,20 @@ def limits_table(limits: Limits, timeline: Timeline, plan: Plan) -> RenderableTy
         spent = format_seconds(share * limits.total_seconds)
         table.add_row(escape(what), spent, f"{100 * share:.1f} %")
     return Group(sentences, table)
+
+
+def schedules_table(schedules: Schedules) -> RenderableType:
+    """Per batch every scheduler's schedule: predicted and measured, against sequential (its seconds
+    over theirs), its stages, and what finding it took. A spread is interquartile range / median."""
+    shown: list[RenderableType] = []
+    for result in schedules.results:
+        head, rows = overview_rows(result)
+        table = _table(*head, title=f"Batch {result.batch:,}")
+        for cells, chosen in rows:
+            table.add_row(*map(escape, cells), style="bold green" if chosen else None)
+        shown += [table, Text()]
+    what = f"{schedules.model} on {schedules.device}; costs: {schedules.costs_source}"
+    return Group(Text(printable(what)), *shown[:-1])
 
 
 def machine_table(machine: Machine) -> RenderableType:

@@ -1,0 +1,312 @@
+"""Streams of kernels on a GPU, as one CUDA graph that is captured once and replayed.
+
+Before anything runs, the streams are checked for races. Then, on the streams that are captured:
+each kernel once, one after another, so that cuDNN chooses its algorithms (`cudnn.benchmark`)
+undisturbed; the whole schedule, so that cuBLAS has its workspaces of each stream; and capture.
+
+Memory, in the graph's private pool, is one of two:
+
+* The allocator's (default). No copies. A kernel's outputs are held until a kernel of the same
+  stream is issued that all their readers happen before (`issuing`), since the allocator keeps free
+  memory per stream. The price: memory freed on one stream is of no use to another. The addresses
+  that capture did get are checked for races too, before the first replay.
+* An `arena` by `plan_memory`, the least memory, shared between streams. The price: a copy of every
+  kernel's outputs, as most of torch's ops cannot write to memory that they are given.
+
+A sequential schedule is the same with one stream.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from dovetail.executors.stages.issuing import Group, Run, as_one, issue, steps_of, together
+from dovetail.executors.stages.memory import plan_memory
+from dovetail.executors.stages.placing import Placed, require
+from dovetail.executors.stages.preparing import Function
+from dovetail.frontends.interpret import Values
+from dovetail.frontends.program import Ref
+from dovetail.runtime.timers import Timing, summarise
+from dovetail.schedulers.dataflow import Streams
+from dovetail.schedulers.races import Buffer, check_races
+from dovetail.schedulers.records import Block
+
+Merged = Mapping[Group, Function]
+"""Kernels -> one function in place of theirs: it takes and returns what `Prepared.function` of the
+same kernels, in the same order, does."""
+
+WARM_UPS = 2
+
+
+class CudaNetwork:
+    """A network on a GPU by one schedule: call it with inputs, or `replay` it on the last ones.
+
+    memory_bytes   of kernels' outputs that are live at once or were given memory of their own:
+                   the arena, or what capture took; parameters, inputs and workspaces apart
+    """
+
+    def __init__(
+        self,
+        placed: Placed,
+        streams: Streams,
+        *,
+        merged: Merged | None = None,
+        arena: bool = False,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        """Captured and ready. `cuda` is `torch.cuda`, or has its methods.
+
+        Raises `RaceError` before anything runs, `UsageError` without a GPU, and ValueError for
+        merged kernels that do not stand side by side in a stream, by number.
+        """
+        self._placed, self._cuda, self._merged = placed, cuda, dict(merged or {})
+        self._block, self._outputs = placed.block, placed.outputs
+        self._streams = together(streams, self._merged)
+        check_races(self._block, self._streams)
+        require(cuda)
+        self._steps = steps_of(self._block, self._streams, self._merged, self._outputs)
+        self._functions: dict[Group, tuple[Function, Group, Group]] = {}
+        self._lanes = [cuda.Stream() for _ in self._streams.orders]
+        self._slots: Values = {}
+        self._spans: list[list[Buffer]] = [[] for _ in range(len(self._block))]
+        with _benchmarking():
+            self._inputs = {t: torch.empty_like(v).copy_(v) for t, v in placed.inputs.items()}
+            self._values: Values = {}
+            cuda.synchronize()
+            self._warm_up(arena)
+            self._graph = capture(self._lanes[0], self._issue, cuda)
+        buffers = self._own_spans()
+        block, owned, outputs = as_one(self._block, buffers, self._outputs, self._merged)
+        check_races(block, self._streams, owned, outputs)
+        self.memory_bytes = self._arena.numel() if arena else _covered(buffers)
+        constants = placed.prepared.constants
+        self._values = {
+            t: self._values[t] if t in self._values else constants[t] for t in placed.wanted
+        }
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """What the plain model returns, in memory of its own; on the current stream."""
+        with torch.no_grad():
+            for static, value in zip(self._inputs.values(), inputs, strict=True):
+                static.copy_(value, non_blocking=True)
+            self.replay()
+            return pytree.tree_map_only(
+                Ref, lambda ref: self._values[ref.tensor].clone(), self._placed.prepared.outputs
+            )
+
+    def replay(self) -> None:
+        """One step on the inputs that are there, on the current stream."""
+        self._graph.replay()
+
+    def time(self, samples: int = 30, warm_up: int = 5) -> tuple[float, ...]:
+        """[samples] seconds per replay."""
+        return event_seconds(self.replay, samples, warm_up, self._cuda)
+
+    def _warm_up(self, arena: bool) -> None:
+        """Choose algorithms one kernel at a time, then run the schedule itself."""
+        alone = Streams((tuple(range(len(self._block))),), ())
+        sizes: list[list[Tensor]] = [[] for _ in range(len(self._block))]
+
+        def measure(step: Run) -> None:
+            self._run(step)
+            for kernel in step.kernels:
+                writes = self._placed.prepared.kernels[kernel].writes
+                # On "meta": shape, type and dense strides, without memory.
+                sizes[kernel] = [torch.empty_like(self._values[t], device="meta") for t in writes]
+
+        self._begin()
+        steps = steps_of(self._block, alone, (), self._outputs)
+        issue(steps, self._lanes, self._cuda, measure)
+        self._cuda.synchronize()
+        if arena:
+            self._place(sizes)
+        for _ in range(WARM_UPS):
+            self._issue()
+            self._cuda.synchronize()
+        self._begin()
+
+    def _place(self, sizes: Sequence[Sequence[Tensor]]) -> None:
+        """A view of the planned arena for each tensor."""
+        plan = plan_memory(
+            self._block, self._streams, [[t.nbytes for t in own] for own in sizes], self._outputs
+        )
+        check_races(self._block, self._streams, plan.buffers, self._outputs)
+        device = next(iter(self._inputs.values())).device
+        self._arena = torch.empty(plan.total_bytes, dtype=torch.uint8, device=device)
+        for kernel, own, buffers in zip(
+            self._placed.prepared.kernels, sizes, plan.buffers, strict=True
+        ):
+            for tensor, like, buffer in zip(kernel.writes, own, buffers, strict=True):
+                flat = self._arena[buffer.start : buffer.end].view(like.dtype)
+                self._slots[tensor] = flat.as_strided(like.shape, like.stride())
+
+    def _begin(self) -> None:
+        self._values = dict(self._inputs)
+
+    def _issue(self) -> None:
+        self._begin()
+        issue(self._steps, self._lanes, self._cuda, self._run)
+
+    def _run(self, step: Run) -> None:
+        kernels = self._placed.prepared.kernels
+        for kernel in step.dead:
+            for tensor in kernels[kernel].writes:
+                del self._values[tensor]
+        function, takes, returns = self._function(step.kernels)
+        with _naming(step.kernels):
+            results = function(*(self._values[t] for t in takes))
+        for tensor, result in zip(returns, results, strict=True):
+            if tensor in self._slots:
+                result = self._slots[tensor].copy_(result)
+            self._values[tensor] = result
+        for kernel in step.kernels:
+            self._spans[kernel] = [_span(self._values[t]) for t in kernels[kernel].writes]
+
+    def _function(self, numbers: Group) -> tuple[Function, Group, Group]:
+        if numbers not in self._functions:
+            function, takes, returns = self._placed.prepared.function(numbers)
+            for group, merged in self._merged.items():
+                if set(group) == set(numbers):
+                    _, takes, returns = self._placed.prepared.function(group)
+                    function = merged
+            self._functions[numbers] = function, takes, returns
+        return self._functions[numbers]
+
+    def _own_spans(self) -> list[list[Buffer]]:
+        """[kernels] where capture put their outputs; views of inputs and constants apart, which no
+        kernel writes."""
+        fixed = [_span(t) for t in (*self._inputs.values(), *self._constants()) if t.numel()]
+        return [
+            [span for span in own if not any(f.start <= span.start < f.end for f in fixed)]
+            for own in self._spans
+        ]
+
+    def _constants(self) -> Iterator[Tensor]:
+        return iter(self._placed.prepared.constants.values())
+
+
+class StageClock:
+    """Times stages, each as a small graph of its own.
+
+    Keeps every kernel's outputs on the device, which stages read. A stage is captured `repeats`
+    times in a row, as it stands in a schedule: forked from what was before it, and joined again; so
+    that the launch of a graph does not count once per stage. More groups than `streams` go
+    round robin.
+    """
+
+    def __init__(
+        self, placed: Placed, *, streams: int = 8, repeats: int = 8, cuda: Any = torch.cuda
+    ) -> None:
+        require(cuda)
+        self.block = placed.block
+        self._placed, self._cuda, self._repeats = placed, cuda, repeats
+        self._lanes = [cuda.Stream() for _ in range(streams)]
+        self._values = dict(placed.inputs)
+        cuda.synchronize()
+        with _benchmarking(), cuda.stream(self._lanes[0]):
+            for number in range(len(placed.prepared.kernels)):
+                function, takes, returns = placed.prepared.function((number,))
+                with _naming((number,)):
+                    results = function(*(self._values[t] for t in takes))
+                self._values.update(zip(returns, results, strict=True))
+        cuda.synchronize()
+
+    def time(
+        self, groups: Sequence[Group], merged: Function | None = None, samples: int = 7
+    ) -> Timing:
+        """Seconds of a stage: its groups at the same time, each one kernel after another; `merged`:
+        one function in place of the one group that there is then, which takes and returns what
+        `Prepared.function` of it does."""
+        if merged is not None and len(groups) != 1:
+            raise ValueError("merged kernels are one group")
+        functions = [self._placed.prepared.function(group) for group in groups]
+        count = min(len(self._lanes), len(groups))
+        orders = tuple(tuple(range(lane, len(groups), count)) for lane in range(count))
+        steps = steps_of(Block((0,) * len(groups)), Streams(orders, ()))
+
+        def run(step: Run) -> None:
+            (group,) = step.kernels
+            function, takes, _ = functions[group]
+            with _naming(groups[group]):
+                (merged or function)(*(self._values[t] for t in takes))
+
+        def work() -> None:
+            for _ in range(self._repeats):
+                issue(steps, self._lanes, self._cuda, run)
+
+        with _benchmarking():
+            issue(steps, self._lanes, self._cuda, run)
+            graph = capture(self._lanes[0], work, self._cuda)
+        seconds = event_seconds(graph.replay, samples, 1, self._cuda)
+        return summarise([each / self._repeats for each in seconds], self._repeats)
+
+
+def capture(lane: Any, work: Callable[[], None], cuda: Any) -> Any:
+    """A graph, with a memory pool of its own, of what `work` issues to a stream and its forks."""
+    graph = cuda.CUDAGraph()
+    cuda.synchronize()
+    # Other threads may allocate meanwhile; they have nothing to do with this graph.
+    with cuda.graph(graph, stream=lane, capture_error_mode="thread_local"):
+        work()
+    cuda.synchronize()
+    return graph
+
+
+def event_seconds(
+    call: Callable[[], object], samples: int, warm_up: int, cuda: Any = torch.cuda
+) -> tuple[float, ...]:
+    """[samples] seconds of the device between events before and after each call, which are issued
+    one after another without waiting."""
+    for _ in range(warm_up):
+        call()
+    pairs = []
+    for _ in range(samples):
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        pairs.append((begin, end))
+    cuda.synchronize()
+    return tuple(1e-3 * begin.elapsed_time(end) for begin, end in pairs)
+
+
+@contextmanager
+def _benchmarking() -> Iterator[None]:
+    """cuDNN chooses by measuring. In capture too: else it would choose anew, by rule of thumb."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
+def _naming(kernels: Group) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while kernels {', '.join(map(str, kernels))} were issued")
+        raise
+
+
+def _span(value: Tensor) -> Buffer:
+    """The addresses of a tensor's bytes, gaps between them too."""
+    if not value.numel():
+        return Buffer(0, 0)
+    last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    return Buffer(value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size())
+
+
+def _covered(buffers: Sequence[Sequence[Buffer]]) -> int:
+    """Bytes of the union."""
+    total, end = 0, 0
+    for buffer in sorted((b for own in buffers for b in own), key=lambda b: b.start):
+        total += max(0, buffer.end - max(buffer.start, end))
+        end = max(end, buffer.end)
+    return total

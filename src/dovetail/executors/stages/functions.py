@@ -1,0 +1,151 @@
+"""Kernels as functions that run without Python's lock.
+
+Calls of a captured step hold Python's lock between them, so threads that run them one by one wait
+for each other: a round trip between two such threads took 96 us here. A traced TorchScript function
+holds it only at its ends. Traced with the very tensors of a step, it runs the same ATen calls in
+the same order, so its numbers are the same: `running` keeps TorchScript from rewriting them, which
+fails on sums of products of different sizes.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import UsageError
+from dovetail.executors.stages.merging import merged_function
+from dovetail.executors.stages.preparing import Prepared
+
+Values = Any
+"""A `torch.ScriptList` [tensors] of a step: what Python and TorchScript functions share."""
+Untraced = tuple[Callable[..., tuple[Tensor, ...]], tuple[int, ...], tuple[int, ...]]
+"""A function, the tensors it takes, those it returns."""
+_NOTHING = torch.empty(0)
+ONE_AT_A_TIME = threading.RLock()
+"""Held while streams are prepared, and while functions or streams run."""
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Traced functions run as they were traced, for one of this process's threads at a time."""
+    jit: Any = torch.jit
+    with ONE_AT_A_TIME, torch.inference_mode(), jit.optimized_execution(False):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """run(*values of `takes`) -> values of `returns`, all tensors of the graph."""
+
+    run: Callable[..., tuple[Tensor, ...]]
+    takes: tuple[int, ...]
+    returns: tuple[int, ...]
+
+
+class Functions:
+    """Traced functions of a prepared step's kernels.
+
+    example   tensor -> its value in an example step, which functions are traced with
+    merges    kernels that run as one, each in place of those that follow one another
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        example: Mapping[int, Tensor],
+        merges: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        self.prepared = prepared
+        self.example = example
+        self.size = 1 + max(example, default=0)
+        self._merges = {merged[0]: merged for merged in merges}
+        self._known: dict[tuple[int, ...], Function] = {}
+
+    def merging(self, merges: Sequence[tuple[int, ...]]) -> "Functions":
+        """The same step with these merges."""
+        return Functions(self.prepared, self.example, merges)
+
+    def of(self, kernels: Sequence[int]) -> Function:
+        """Of some kernels, one after another."""
+        kernels = tuple(kernels)
+        if kernels not in self._known:
+            self._known[kernels] = self.traced(*self._untraced(kernels))
+        return self._known[kernels]
+
+    def _untraced(self, kernels: Sequence[int]) -> Untraced:
+        parts: list[tuple[bool, list[int]]] = []
+        place = 0
+        while place < len(kernels):
+            merged = self._merges.get(kernels[place])
+            if merged is not None:
+                assert tuple(kernels[place : place + len(merged)]) == merged
+                parts.append((True, list(merged)))
+            elif parts and not parts[-1][0]:
+                parts[-1][1].append(kernels[place])
+            else:
+                parts.append((False, [kernels[place]]))
+            place += 1 if merged is None else len(merged)
+        if len(parts) == 1 and not parts[0][0]:
+            return self.prepared.function(kernels)
+        return _composed(
+            [
+                merged_function(self.prepared, own) if merged else self.prepared.function(own)
+                for merged, own in parts
+            ]
+        )
+
+    def traced(
+        self,
+        run: Callable[..., tuple[Tensor, ...]],
+        takes: tuple[int, ...],
+        returns: tuple[int, ...],
+    ) -> Function:
+        """Raises `UsageError` for what TorchScript has no operator for."""
+        if not takes:  # TorchScript traces nothing that takes nothing
+            takes = (self.size,)
+            inner = run
+            run = lambda *_: inner()  # noqa: E731
+        given = tuple(self.example.get(tensor, _NOTHING) for tensor in takes)
+        with quiet(), torch.inference_mode():
+            # What `torch.jit.trace` does, but for keeping all that was ever traced, weights too.
+            try:
+                graph, _ = torch._C._create_graph_by_tracing(run, given, lambda _: "", True, False)
+            except RuntimeError as error:
+                said = str(error).partition("\n")[0]
+                raise UsageError("MODEL", f"TorchScript cannot trace all of it: {said}") from error
+            return Function(torch._C._create_function_from_graph("run", graph), takes, returns)
+
+    def values(self) -> Values:
+        """An empty list of values, and one more for functions that take none."""
+        return torch._C.ScriptList([_NOTHING] * (self.size + 1))
+
+
+def _composed(parts: Sequence[Untraced]) -> Untraced:
+    """One after another; returns what each does."""
+    takes: dict[int, None] = {}
+    returns: dict[int, None] = {}
+    for _, taken, returned in parts:
+        takes |= dict.fromkeys(t for t in taken if t not in returns)
+        returns |= dict.fromkeys(returned)
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip(takes, given, strict=True))
+        for part, taken, returned in parts:
+            values |= zip(returned, part(*(values[t] for t in taken)), strict=True)
+        return tuple(values[t] for t in returns)
+
+    return run, tuple(takes), tuple(returns)
+
+
+class quiet(warnings.catch_warnings):
+    """Without the notes that TorchScript will not be developed further."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)

@@ -1,0 +1,206 @@
+"""Streams as what a host issues, one step after another: kernels, events recorded, events awaited.
+
+    stream 0   record F ─────────────► 0 ── record A ──► ... ── wait J ──
+    stream 1   wait F ──► 2 ── wait A ──► 3 ── record J ──────────┘
+
+Side streams fork from stream 0 first, all of them by one event; each wait of another stream has an
+event of its own; all streams join stream 0 at the end. An event is recorded before it is awaited in
+issue order as well, as capture demands: awaiting one that was not recorded waits for nothing.
+
+Memory: an allocator that keeps free memory per stream hands what was freed on a stream to whatever
+is issued to that stream next, at once. So a kernel's outputs are given back before a kernel of the
+*same* stream is issued that all their readers happen before; no sooner, for a reader in another
+stream might still run.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.schedulers.dataflow import Streams, with_waits
+from dovetail.schedulers.races import Buffer, happens_before
+from dovetail.schedulers.records import Block, OpSet, members
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Event `event` happens when all that was issued to the stream has ended."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What is issued to the stream from now on starts after the event."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """kernels: several where they are merged; dead: kernels whose outputs are given back first."""
+
+    stream: int
+    kernels: Group
+    dead: Group = ()
+
+
+Step = Record | Wait | Run
+
+
+def streams_of_stages(block: Block, stages: Sequence[Sequence[Group]], most: int) -> Streams:
+    """Stages, each of groups, in at most `most` streams: the longest group of a stage first, to the
+    stream with the fewest kernels of that stage. Between stages kernels wait for what they read,
+    not for whole stages. Merged kernels are given as one group."""
+    orders: list[list[int]] = [[] for _ in range(most)]
+    for groups in stages:
+        load = [0] * most
+        for group in sorted(groups, key=len, reverse=True):
+            stream = min(range(most), key=load.__getitem__)
+            orders[stream] += group
+            load[stream] += len(group)
+    return with_waits(block, orders)
+
+
+def together(streams: Streams, merged: Collection[Group]) -> Streams:
+    """The same streams where merged kernels start and end as one: all wait for what any waits for,
+    and are awaited at the last. Raises ValueError unless they stand side by side in a stream, by
+    number."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for group in merged:
+        order = next((o for o in streams.orders if group[0] in o), ())
+        beside = tuple(sorted(group))
+        start = order.index(beside[0]) if beside[0] in order else 0
+        if order[start : start + len(group)] != beside or any(k in first for k in group):
+            raise ValueError(f"merged kernels {group} must stand side by side in one stream")
+        first |= dict.fromkeys(group, beside[0])
+        last |= dict.fromkeys(group, beside[-1])
+    waits = {(last.get(event, event), first.get(kernel, kernel)) for event, kernel in streams.waits}
+    return Streams(streams.orders, tuple(sorted(waits)))
+
+
+def as_one(
+    block: Block,
+    buffers: Sequence[Sequence[Buffer]],
+    outputs: OpSet,
+    merged: Collection[Group],
+) -> tuple[Block, list[list[Buffer]], OpSet]:
+    """(block, buffers, outputs) for `check_races` where merged kernels may write views of one
+    tensor: all that they write is the first's, which all their readers read."""
+    before, owned = list(block.predecessors), [list(own) for own in buffers]
+    for group in merged:
+        first = min(group)
+        for kernel in set(group) - {first}:
+            for reader in (kernel, *members(block.successors[kernel])):
+                before[reader] |= 1 << first
+            owned[first] += owned[kernel]
+            owned[kernel] = []
+            outputs |= (outputs >> kernel & 1) << first
+    return Block(tuple(before)), owned, outputs
+
+
+def steps_of(
+    block: Block, streams: Streams, merged: Collection[Group] = (), outputs: OpSet = 0
+) -> tuple[Step, ...]:
+    """What is issued, in order: a kernel of each stream in turn, side streams first.
+
+    outputs   kernels whose outputs are kept to the end
+
+    Raises `RaceError` for streams that deadlock or leave a kernel out.
+    """
+    return _Issuing(block, together(streams, merged), merged, outputs).steps()
+
+
+class _Issuing:
+    def __init__(
+        self, block: Block, streams: Streams, merged: Collection[Group], outputs: OpSet
+    ) -> None:
+        self.block, self.outputs = block, outputs
+        self.earlier = happens_before(block, streams)
+        self.units = _units(streams, merged)
+        self.events = {wait: event for event, wait in enumerate(streams.waits)}
+        self.fork = len(self.events)
+        self.awaits: dict[int, list[int]] = {}
+        self.records: dict[int, list[int]] = {}
+        for (producer, consumer), event in self.events.items():
+            self.awaits.setdefault(consumer, []).append(event)
+            self.records.setdefault(producer, []).append(event)
+        self.recorded: set[int] = set()
+        self.live: list[list[int]] = [[] for _ in self.units]
+
+    def steps(self) -> tuple[Step, ...]:
+        sides = range(1, len(self.units))
+        found: list[Step] = [Record(0, self.fork)] if sides else []
+        found += [Wait(side, self.fork) for side in sides]
+        heads = [0] * len(self.units)
+        turn = [*sides, 0][: len(self.units)]
+        while any(head < len(of) for head, of in zip(heads, self.units, strict=True)):
+            for stream in turn:
+                own = self.units[stream]
+                if heads[stream] < len(own) and self._ready(own[heads[stream]]):
+                    found += self._unit(stream, own[heads[stream]])
+                    heads[stream] += 1
+        found += [Record(side, self.fork + side) for side in sides]
+        found += [Wait(0, self.fork + side) for side in sides]
+        return tuple(found)
+
+    def _ready(self, unit: Group) -> bool:
+        return all(event in self.recorded for event in self.awaits.get(unit[0], ()))
+
+    def _unit(self, stream: int, unit: Group) -> list[Step]:
+        dead = tuple(k for k in self.live[stream] if self._is_dead(k, unit[0]))
+        self.live[stream] = [k for k in self.live[stream] if k not in dead] + list(unit)
+        after = self.records.get(unit[-1], [])
+        self.recorded |= set(after)
+        return [
+            *(Wait(stream, event) for event in self.awaits.get(unit[0], ())),
+            Run(stream, unit, dead),
+            *(Record(stream, event) for event in after),
+        ]
+
+    def _is_dead(self, kernel: int, then: int) -> bool:
+        used = self.block.successors[kernel] | 1 << kernel
+        return not self.outputs >> kernel & 1 and not used & ~self.earlier[then]
+
+
+def _units(streams: Streams, merged: Collection[Group]) -> list[list[Group]]:
+    """Per stream the kernels that are issued as one, in its order."""
+    group_of = {kernel: group for group in merged for kernel in group}
+    units = []
+    for order in streams.orders:
+        own: list[Group] = []
+        left = list(order)
+        while left:
+            size = len(group_of.get(left[0], (left[0],)))
+            own.append(tuple(left[:size]))
+            left = left[size:]
+        units.append(own)
+    return units
+
+
+def issue(
+    steps: Sequence[Step], lanes: Sequence[Any], cuda: Any, run: Callable[[Run], object]
+) -> None:
+    """Issue the steps to `lanes` (streams of `cuda`, which is `torch.cuda` or has its methods);
+    `run` is called with the step's stream as the current one."""
+    events: dict[int, Any] = {}
+    for step in steps:
+        if isinstance(step, Record):
+            events[step.event] = cuda.Event()
+            events[step.event].record(lanes[step.stream])
+        elif isinstance(step, Wait):
+            lanes[step.stream].wait_event(events[step.event])
+        else:
+            with cuda.stream(lanes[step.stream]):
+                run(step)
+
+
+def readers_of(reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> Block:
+    """The block of kernels that read and write these tensors; tensors of none are given."""
+    made: Mapping[int, int] = {t: k for k, own in enumerate(writes) for t in own}
+    return Block(tuple(sum(1 << k for k in {made[t] for t in own if t in made}) for own in reads))

@@ -1,0 +1,306 @@
+"""Stage costs measured on a device: each distinct stage once, and kept.
+
+On a CPU a stage runs over and over inside its threads, as it does between its neighbours in a step:
+what starting the threads takes is no part of it. Kernels by themselves are timed on one thread and
+on all. What was measured is kept under the processor, its threads and the version of torch, so that
+a later search measures nothing.
+
+A stage cannot be faster than its longest group on one thread, nor than all of its work shared by
+all threads. One that this keeps from beating its kernels one by one is not measured where stages
+are compared.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from dovetail.costs import CostCache
+from dovetail.costs.cache import Measured
+from dovetail.executors.stages.choosing import timed
+from dovetail.executors.stages.cpu import crew_of, segments_within
+from dovetail.executors.stages.cuda import StageClock
+from dovetail.executors.stages.functions import Functions, Values, running
+from dovetail.executors.stages.merging import merged_function
+from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
+from dovetail.executors.stages.preparing import Prepared
+from dovetail.executors.stages.threads import Threads
+from dovetail.runtime.timers import clock, summarise, time_call
+from dovetail.schedulers.merge import can_merge
+from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
+from dovetail.schedulers.timing import key_of
+
+PROTOCOL = 1
+"""Part of every cache key: raise it when what is measured changes."""
+_SAMPLES = 5
+_SAMPLE_SECONDS = 1e-3
+_SWITCHES = 15
+_LEAST_PASSES = 2
+_TRIES, _DISTURBED = 3, 0.3
+_KEPT_TOGETHER = 16
+_LEAST_GAIN = 0.01
+_NO_TIE = 1 + 1e-6  # a stage that cannot win must not tie with its kernels one by one
+
+Progress = Callable[[str, float], None]
+
+
+class MeasuredStages:
+    """Stage costs of one step on one device: measured once, kept, and looked up afterwards.
+
+    asked, timed   distinct stages and kernels that came up, and those that were measured now
+    seconds        that measuring took
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        signatures: Sequence[str],
+        keys: Sequence[Hashable | None],
+        cache: CostCache,
+        device: str,
+        progress: Progress = lambda _doing, _fraction: None,
+    ) -> None:
+        self._block, self._signatures, self._keys = block, signatures, keys
+        self._cache, self._progress = cache, progress
+        self._device = f"{device} | torch {torch.__version__} | stages {PROTOCOL}"
+        self._known: dict[str, Measured] = {}
+        self.asked = self.timed = 0
+        self.seconds = 0.0
+
+    def measure_stage(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
+        """Groups at the same time; `merged`: the one group as one kernel."""
+        raise NotImplementedError
+
+    def one_by_one(self, kernels: Sequence[int]) -> float:
+        """Seconds of kernels one after another, each as fast as it can be."""
+        raise NotImplementedError
+
+    def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Is it sure that a stage of these groups gains no more than `_LEAST_GAIN` over its kernels
+        one by one?"""
+        raise NotImplementedError
+
+    def timer(self, stages: Sequence[OpSet]) -> list[Timing]:
+        """Seconds of every stage, by the fastest of its strategies."""
+        return self._time(stages, bounded=False)
+
+    def bounded(self, stages: Sequence[OpSet]) -> list[Timing]:
+        """The same; of a stage that cannot beat its kernels one by one, what those take."""
+        return self._time(stages, bounded=True)
+
+    def _time(self, stages: Sequence[OpSet], *, bounded: bool) -> list[Timing]:
+        ask: dict[str, OpSet] = {}
+        names = []
+        for stage in stages:
+            several = stage & (stage - 1)
+            name = self._name(stage) if several else ""
+            if several and not (bounded and self._loses(stage)):
+                ask.setdefault(name, stage)
+                if can_merge(self._keys, list(members(stage))):
+                    ask.setdefault(f"merged {name}", stage)
+            names.append(name)
+        found = self._measured(ask, self._stage)
+        return [self._timing(stage, name, found) for stage, name in zip(stages, names, strict=True)]
+
+    def _timing(self, stage: OpSet, name: str, found: dict[str, Measured]) -> Timing:
+        kernels = list(members(stage))
+        if name not in found:
+            return Timing(self.one_by_one(kernels) * (_NO_TIE if len(kernels) > 1 else 1.0))
+        concurrent = found[name].seconds
+        if can_merge(self._keys, kernels):  # not so another of that name, of several inputs
+            merged = found[f"merged {name}"].seconds
+            if merged < concurrent:
+                return Timing(merged, merged=True)
+        return Timing(concurrent)
+
+    def _loses(self, stage: OpSet) -> bool:
+        if can_merge(self._keys, list(members(stage))):
+            return False
+        return self.cannot_win([list(members(g)) for g in groups_of(self._block, stage)])
+
+    def _stage(self, name: str, stage: OpSet) -> Measured:
+        if name.startswith("merged "):
+            return self.measure_stage([list(members(stage))], merged=True)
+        groups = [list(members(group)) for group in groups_of(self._block, stage)]
+        return self.measure_stage(groups, merged=False)
+
+    def _name(self, stage: OpSet) -> str:
+        return repr(key_of(self._block, stage, self._signatures))
+
+    def _measured(
+        self, ask: dict[str, int], measure: Callable[[str, int], Measured]
+    ) -> dict[str, Measured]:
+        """name -> what was measured, now or before."""
+        self.asked += sum(name not in self._known for name in ask)
+        unknown = [name for name in ask if name not in self._known]
+        self._known |= self._cache.costs(self._device, unknown)
+        missing = [name for name in unknown if name not in self._known]
+        began, threads = clock(), torch.get_num_threads()
+        fresh: dict[str, Measured] = {}
+        try:
+            for place, name in enumerate(missing):
+                fresh[name] = measure(name, ask[name])
+                self.timed += 1
+                if len(fresh) == _KEPT_TOGETHER:
+                    self._keep(fresh)
+                self._progress("measuring stages", (place + 1) / len(missing))
+        finally:
+            torch.set_num_threads(threads)
+            self._keep(fresh)
+            self.seconds += clock() - began
+        return {name: self._known[name] for name in ask}
+
+    def _keep(self, fresh: dict[str, Measured]) -> None:
+        self._cache.add_costs(self._device, fresh)
+        self._known |= fresh
+        fresh.clear()
+
+
+class CpuStages(MeasuredStages):
+    """On this process's cores."""
+
+    def __init__(  # noqa: PLR0913  what a measurement depends on
+        self,
+        functions: Functions,
+        block: Block,
+        signatures: Sequence[str],
+        keys: Sequence[Hashable | None],
+        cache: CostCache,
+        *,
+        device: str,
+        threads: int,
+        progress: Progress = lambda _doing, _fraction: None,
+    ) -> None:
+        device = f"{device} | {threads} threads"
+        super().__init__(block, signatures, keys, cache, device, progress)
+        self._functions, self._threads = functions, threads
+        self._values = functions.values()
+        for tensor, value in functions.example.items():
+            self._values[tensor] = value
+        self.alone = self._alone()
+        switching = self._measured({"switching": 0}, lambda _name, _kernel: self._switching())
+        self.alone = replace(self.alone, switching=switching["switching"].seconds)
+
+    def measure_stage(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
+        functions = self._functions.merging([tuple(groups[0])]) if merged else self._functions
+        orders = groups if merged else spread(groups, self.alone.one_thread, self._threads)
+        segments = segments_within(self._block, barriers([orders]), {})
+        return time_passes(Threads(segments, functions, crew_of(len(segments) - 1)), self._values)
+
+    def one_by_one(self, kernels: Sequence[int]) -> float:
+        return sum(self.alone.best(kernel) for kernel in kernels)
+
+    def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
+        seconds = [sum(self.alone.one_thread[kernel] for kernel in group) for group in groups]
+        least = max(max(seconds), sum(seconds) / self._threads)
+        return least > (1 - _LEAST_GAIN) * sum(map(self.one_by_one, groups))
+
+    def _alone(self) -> AloneSeconds:
+        columns = []
+        for threads in (1, self._threads):
+            names = [f"{threads} threads {signature}" for signature in self._signatures]
+            ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
+            found = self._measured(ask, partial(self._kernel, threads))
+            columns.append([found[name].seconds for name in names])
+        return AloneSeconds(columns[0], columns[1], 0.0)
+
+    def _kernel(self, threads: int, _name: str, kernel: int) -> Measured:
+        function = self._functions.of([kernel])
+        given = [self._values[tensor] for tensor in function.takes]
+        torch.set_num_threads(threads)
+
+        def time() -> Measured:
+            timing = time_call(
+                lambda: function.run(*given), samples=_SAMPLES, sample_seconds=_SAMPLE_SECONDS
+            )
+            return Measured(timing.median_seconds, timing.spread)
+
+        with running():
+            return _calm(time)
+
+    def _switching(self) -> Measured:
+        """From a kernel on all threads to streams that run nothing, and back."""
+        by_seconds = sorted(range(len(self._block)), key=lambda k: self.one_by_one([k]))
+        function = self._functions.of([by_seconds[len(by_seconds) // 2]])
+        given = [self._values[tensor] for tensor in function.takes]
+        idle = Threads([[]] * self._threads, self._functions, crew_of(self._threads - 1))
+
+        def alone() -> None:
+            function.run(*given)
+
+        def both() -> None:
+            alone()
+            idle.run(self._values)
+
+        torch.set_num_threads(self._threads)
+        with running():
+            seconds = [timed(both) - timed(alone) for _ in range(_SWITCHES)]
+        timing = summarise([max(0.0, each) for each in seconds])
+        return Measured(timing.median_seconds, timing.spread)
+
+
+class CudaStages(MeasuredStages):
+    """On a GPU, each stage as a small graph of its own."""
+
+    def __init__(
+        self,
+        stage_clock: StageClock,
+        prepared: Prepared,
+        signatures: Sequence[str],
+        keys: Sequence[Hashable | None],
+        cache: CostCache,
+        *,
+        device: str,
+        progress: Progress = lambda _doing, _fraction: None,
+    ) -> None:
+        block = stage_clock.block
+        super().__init__(block, signatures, keys, cache, device, progress)
+        self._clock, self._prepared = stage_clock, prepared
+        names = [f"kernel {signature}" for signature in signatures]
+        ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
+        found = self._measured(ask, lambda _name, kernel: self.measure_stage([[kernel]], False))
+        self.alone = [found[name].seconds for name in names]
+
+    def measure_stage(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
+        own = merged_function(self._prepared, groups[0])[0] if merged else None
+        timing = self._clock.time([tuple(group) for group in groups], own)
+        return Measured(timing.median_seconds, timing.spread)
+
+    def one_by_one(self, kernels: Sequence[int]) -> float:
+        return sum(self.alone[kernel] for kernel in kernels)
+
+    def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Never for sure: a GPU runs its kernels side by side as it can."""
+        return False
+
+
+def time_passes(threads: Threads, values: Values) -> Measured:
+    """Seconds of one pass of many."""
+
+    def time() -> Measured:
+        began = clock()
+        threads.run(values, _LEAST_PASSES)
+        taken = max(clock() - began, 1e-9)
+        passes = max(_LEAST_PASSES, round(_SAMPLE_SECONDS * _LEAST_PASSES / taken))
+        seconds = []
+        for _ in range(_SAMPLES):
+            began = clock()
+            threads.run(values, passes)
+            seconds.append((clock() - began) / passes)
+        timing = summarise(seconds, passes)
+        return Measured(timing.median_seconds, timing.spread)
+
+    with running():
+        threads.run(values)
+        return _calm(time)
+
+
+def _calm(measure: Callable[[], Measured]) -> Measured:
+    """The best of up to three tries, where samples lie far apart: others wanted the cores."""
+    best = measure()
+    for _ in range(_TRIES - 1):
+        if best.spread <= _DISTURBED:
+            break
+        best = min(best, measure(), key=lambda measured: measured.seconds)
+    return best

@@ -1,0 +1,315 @@
+"""Kernels that read one tensor, as one kernel: which may be merged, and the function of all.
+
+*Convolutions* of one input: a kernel of k weights with padding p, in each dimension, equals one of
+K > k weights, zeros around those k, with padding P, where
+
+    P - p = dilation (K - k) / 2    and    K - k is even
+
+so those may be merged, of equal stride and dilation, whose 2 p - dilation (k - 1) and k mod 2 are
+equal: all give images of one size. *Matrix products* with the same left operand and constant right
+ones. Weights are concatenated, and what was merged is split again; activations that follow must be
+the same and run before the split. Outputs equal within float round-off while all is finite: a zero
+of the padding times an infinite input is NaN.
+
+"Accelerate DNN Inference by Inter-Operator Parallelism", 2019, section 3 (its "merge" strategy);
+Z. Jia et al., "Optimizing DNN Computation with Relaxed Graph Substitutions", MLSys 2019.
+Differences: an operand is the same if it is the same *value*: the same calls of the same tensors,
+by value numbers, so that the three views that a language model takes of one tensor, and equal
+prologues, are seen as one.
+
+The price of the split: an output is a strided view of the whole, unless images are of batch 1 and
+not channels last. Pointwise work, products and concatenation read that as it is; any other reader
+would make a dense copy each time it runs, so such outputs are copied here, once, where the merged
+kernel's seconds count it.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.executors.stages.preparing import Function, Kernel, Layered, Prepared, refs_of
+from dovetail.frontends.arguments import kind_of
+from dovetail.frontends.interpret import Values, run_call
+from dovetail.frontends.program import Call, Ref
+from dovetail.graph import Graph
+from dovetail.graph.kernels import (
+    ACTIVATIONS,
+    CONVOLUTION,
+    POINTWISE,
+    PRODUCTS,
+    Kernels,
+    written_sources,
+)
+from dovetail.schedulers.merge import can_merge as can_merge
+
+aten = torch.ops.aten
+_RIGHT_OPERANDS = {"aten.mm": 1, "aten.addmm": 2}
+_READ_STRIDED = POINTWISE | PRODUCTS | {"aten.cat"}
+_RESHAPES = (aten.reshape.default, aten._unsafe_view.default)
+_NEEDS_STRIDES = (aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """A kernel as: before, the convolution or product itself, activations of its output, views of
+    theirs. output: the tensor between activations and views."""
+
+    before: tuple[Call, ...]
+    call: Call
+    activations: tuple[Call, ...]
+    views: tuple[Call, ...]
+
+    @property
+    def is_convolution(self) -> bool:
+        return kind_of(self.call.target) == CONVOLUTION
+
+    @property
+    def operand(self) -> Ref:
+        """What all that are merged read."""
+        place = 0 if self.is_convolution else _RIGHT_OPERANDS[kind_of(self.call.target)] - 1
+        operand = self.call.args[place]
+        assert isinstance(operand, Ref)
+        return operand
+
+    @property
+    def weight_and_bias(self) -> tuple[Any, Any]:
+        """The `Ref`s; None for no bias."""
+        if self.is_convolution:
+            return self.call.args[1], self.call.args[2]
+        right = _RIGHT_OPERANDS[kind_of(self.call.target)]
+        return self.call.args[right], self.call.args[0] if right == 2 else None
+
+    @property
+    def output(self) -> int:
+        return (self.call, *self.activations)[-1].results[0]
+
+
+def merge_keys(graph: Graph, kernels: Kernels, prepared: Prepared) -> list[Hashable | None]:
+    """[kernels] what `schedulers.merge.merge` wants: kernels of equal keys may be merged in any
+    subset; None for one that cannot. O(calls)."""
+    values = _value_numbers(prepared)
+    written = written_sources(graph)
+    constants = {t: value for t, value in prepared.constants.items() if t not in written}
+    made_by = {t: n for n, kernel in enumerate(prepared.kernels) for t in kernel.writes}
+    keys: list[Hashable | None] = []
+    for kernel in prepared.kernels:
+        head = _head_of(kernel)
+        own = None if head is None else _own_key(head, constants)
+        if head is None or own is None:
+            keys.append(None)
+            continue
+        # Equal views that two kernels make are not there at one time.
+        made = frozenset(made_by.get(t, -1) for t in kernel.reads)
+        activations = tuple(
+            (str(call.target), _frozen((call.args[1:], call.kwargs), {}))
+            for call in head.activations
+        )
+        keys.append((own, values[head.operand.tensor], made, activations))
+    assert len(keys) == kernels.count
+    return keys
+
+
+def merged_function(
+    prepared: Prepared, numbers: Sequence[int]
+) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
+    """(one function in place of kernels of one key, the tensors it takes, those it returns); as
+    `Prepared.function`. Weights are put together here, once."""
+    heads = [head for number in numbers if (head := _head_of(prepared.kernels[number])) is not None]
+    assert len(heads) == len(numbers), "only kernels that have a key are merged"
+    first = heads[0]
+    join = _one_convolution if first.is_convolution else _one_product
+    with torch.inference_mode():
+        call, sizes = join(heads, prepared)
+    whole = (*first.before, call, *first.activations)
+    # All reads: equal views of one kernel are other tensors, and `Prepared.function` takes each.
+    takes = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].reads))
+    returns = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].writes))
+    copied = _read_dense(prepared, {head.output for head in heads})
+    image = torch.channels_last if prepared.channels_last else torch.contiguous_format
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        tensors = Layered(dict(zip(takes, given, strict=True)), prepared.constants)
+        for each in whole:
+            run_call(each, tensors, 0)
+        parts = torch.split_with_sizes(tensors[first.output], sizes, 1)
+        for head, part in zip(heads, parts, strict=True):
+            if head.output in copied:
+                layout = image if part.dim() == 4 else torch.contiguous_format
+                part = part.contiguous(memory_format=layout)
+            tensors[head.output] = part
+            for each in head.views:
+                run_call(each, tensors, 0)
+        return tuple(tensors[t] for t in returns)
+
+    return run, takes, returns
+
+
+def _head_of(kernel: Kernel) -> _Head | None:
+    """The kernel in its parts; None where it has other ones."""
+    calls = kernel.calls
+    places = [
+        place
+        for place, call in enumerate(calls)
+        if kind_of(call.target) == CONVOLUTION or kind_of(call.target) in _RIGHT_OPERANDS
+    ]
+    if not places or any(call.random or call.in_place for call in calls):
+        return None
+    at = places[-1]
+    end = at + 1
+    while end < len(calls) and kind_of(calls[end].target) in ACTIVATIONS:
+        if refs_of(calls[end]) != [calls[end - 1].results[0]]:
+            return None
+        end += 1
+    head = _Head(calls[:at], calls[at], calls[at + 1 : end], calls[end:])
+    made = {head.output}
+    for call in head.views:
+        if not (_is_view(call) and set(refs_of(call)) <= made):
+            return None
+        made |= set(call.results)
+    return head if set(kernel.writes) <= made and _has_known_form(head.call) else None
+
+
+def _is_view(call: Call) -> bool:
+    return call.target in _RESHAPES or bool(getattr(call.target, "is_view", False))
+
+
+def _has_known_form(call: Call) -> bool:
+    """A convolution in one group that is not transposed; a product that is not scaled."""
+    if kind_of(call.target) == CONVOLUTION:
+        return not call.args[6] and call.args[8] == 1 and isinstance(call.args[0], Ref)
+    left = _RIGHT_OPERANDS[kind_of(call.target)] - 1
+    return not call.kwargs and isinstance(call.args[left], Ref)
+
+
+def _own_key(head: _Head, constants: Values) -> Hashable | None:
+    """What must be equal of the convolutions or products themselves."""
+    weight, bias = (
+        value if value is None else constants.get(value.tensor) for value in head.weight_and_bias
+    )
+    if weight is None or (bias is None) != (head.weight_and_bias[1] is None):
+        return None
+    outputs = weight.shape[0] if head.is_convolution else weight.shape[1]
+    if bias is not None and (bias.shape != (outputs,) or bias.dtype != weight.dtype):
+        return None
+    if not head.is_convolution:
+        return "product", weight.dtype
+    stride, padding, dilation = (_each(head, place) for place in (3, 4, 5))
+    sizes = tuple(weight.shape[2:])
+    shifts = tuple(2 * p - d * (k - 1) for p, d, k in zip(padding, dilation, sizes, strict=True))
+    odd = tuple(size % 2 for size in sizes)
+    return "convolution", weight.dtype, stride, dilation, shifts, odd
+
+
+def _each(head: _Head, place: int) -> tuple[int, ...]:
+    """An argument of a convolution, per dimension."""
+    given, dimensions = tuple(head.call.args[place]), len(head.call.args[7])
+    return given if len(given) == dimensions else given * dimensions
+
+
+def _one_convolution(heads: Sequence[_Head], prepared: Prepared) -> tuple[Call, list[int]]:
+    """(the call that makes all outputs side by side, how many channels of each)."""
+    weights, bias = _weights_and_bias(heads, prepared, 0)
+    largest = [max(sizes) for sizes in zip(*(w.shape[2:] for w in weights), strict=True)]
+    padded = []
+    for weight in weights:
+        around = [(most - k) // 2 for most, k in zip(largest, weight.shape[2:], strict=True)]
+        padded.append(F.pad(weight, [side for n in reversed(around) for side in (n, n)]))
+    first = heads[0]
+    padding = [
+        p + d * (most - k) // 2
+        for p, d, most, k in zip(
+            _each(first, 4), _each(first, 5), largest, weights[0].shape[2:], strict=True
+        )
+    ]
+    whole = torch.cat(padded)
+    if prepared.channels_last and whole.dim() == 4:
+        whole = whole.contiguous(memory_format=torch.channels_last)
+    arguments = (first.operand, whole, bias, first.call.args[3], padding, *first.call.args[5:])
+    return replace(first.call, args=arguments), [len(weight) for weight in weights]
+
+
+def _one_product(heads: Sequence[_Head], prepared: Prepared) -> tuple[Call, list[int]]:
+    """The same of products. A linear layer's weight stays the transposed of a dense one."""
+    weights, bias = _weights_and_bias(heads, prepared, 1)
+    whole = torch.cat([weight.t() for weight in weights]).t()
+    first = heads[0]
+    call = (
+        replace(first.call, target=aten.mm.default, args=(first.operand, whole))
+        if bias is None
+        else replace(first.call, target=aten.addmm.default, args=(bias, first.operand, whole))
+    )
+    return call, [weight.shape[1] for weight in weights]
+
+
+def _weights_and_bias(
+    heads: Sequence[_Head], prepared: Prepared, dimension: int
+) -> tuple[list[Tensor], Tensor | None]:
+    """(weights, the bias of all; None where none has one); `dimension` is that of outputs."""
+    weights, biases = [], []
+    for head in heads:
+        weight, bias = head.weight_and_bias
+        weights.append(prepared.constants[weight.tensor])
+        biases.append(None if bias is None else prepared.constants[bias.tensor])
+    if all(bias is None for bias in biases):
+        return weights, None
+    return weights, torch.cat(
+        [
+            weight.new_zeros(weight.shape[dimension]) if bias is None else bias
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+    )
+
+
+def _read_dense(prepared: Prepared, tensors: set[int]) -> set[int]:
+    """Those of the tensors that a call reads which would copy, or fail on, a strided one."""
+    return {
+        tensor
+        for kernel in prepared.kernels
+        for call in kernel.calls
+        for tensor in refs_of(call)
+        if tensor in tensors and not _reads_strided(call)
+    }
+
+
+def _reads_strided(call: Call) -> bool:
+    if _is_view(call):
+        return call.target not in _NEEDS_STRIDES
+    return kind_of(call.target) in _READ_STRIDED
+
+
+def _value_numbers(prepared: Prepared) -> dict[int, int]:
+    """Tensor -> a number, equal for tensors that are made by the same calls of the same tensors."""
+    numbers: dict[Hashable, int] = {}
+    values: dict[int, int] = {}
+
+    def number_of(what: Hashable) -> int:
+        return numbers.setdefault(what, len(numbers))
+
+    for kernel in prepared.kernels:
+        for call in kernel.calls:
+            for tensor in refs_of(call):
+                if tensor not in values:
+                    values[tensor] = number_of(("tensor", tensor))
+            if call.random or call.in_place:
+                continue
+            name = str(call.target) if hasattr(call.target, "_schema") else id(call.target)
+            made = (name, _frozen((call.args, call.kwargs), values))
+            for place, tensor in enumerate(call.results):
+                if tensor >= 0:
+                    values[tensor] = number_of((made, place))
+    return values
+
+
+def _frozen(tree: Any, values: dict[int, int]) -> Hashable:
+    """Arguments as something that can be compared: each `Ref` by the number of its value."""
+    if isinstance(tree, Ref):
+        return "value", values[tree.tensor]
+    if isinstance(tree, dict):
+        return tuple((name, _frozen(value, values)) for name, value in sorted(tree.items()))
+    if isinstance(tree, (list, tuple)):
+        return tuple(_frozen(value, values) for value in tree)
+    return type(tree).__name__, tree

@@ -1,0 +1,100 @@
+"""A prepared network on another device, in another precision."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from dovetail.errors import UsageError
+from dovetail.executors.stages.issuing import readers_of
+from dovetail.executors.stages.preparing import Prepared
+from dovetail.frontends.interpret import Values
+from dovetail.frontends.program import Call, Ref
+from dovetail.schedulers.records import Block, OpSet
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """prepared: with constants on the device; inputs: tensor -> example value there."""
+
+    prepared: Prepared
+    inputs: Values
+
+    @property
+    def block(self) -> Block:
+        """Which kernels wait for which, by the tensors they read."""
+        kernels = self.prepared.kernels
+        return readers_of([k.reads for k in kernels], [k.writes for k in kernels])
+
+    @property
+    def outputs(self) -> OpSet:
+        """Kernels that write what the caller wants."""
+        return sum(
+            1 << number
+            for number, kernel in enumerate(self.prepared.kernels)
+            if self.wanted & set(kernel.writes)
+        )
+
+    @property
+    def wanted(self) -> set[int]:
+        """The tensors of `prepared.outputs`."""
+        leaves = pytree.tree_leaves(self.prepared.outputs)
+        return {leaf.tensor for leaf in leaves if isinstance(leaf, Ref)}
+
+
+def place(
+    prepared: Prepared,
+    inputs: Sequence[Tensor],
+    device: str | torch.device = "cuda",
+    dtype: torch.dtype = torch.float32,
+) -> Placed:
+    """Constants and inputs on a device, single precision as `dtype` (e.g. `torch.float16`).
+
+    Raises `UsageError` without such a device, and for a network whose step draws random numbers or
+    writes over its state, which a graph that is replayed cannot.
+    """
+    if torch.device(device).type == "cuda":
+        require(torch.cuda)
+    for kernel in prepared.kernels:
+        for call in kernel.calls:
+            if call.random or call.in_place:
+                what = "draws random numbers" if call.random else "writes over its arguments"
+                raise UsageError("MODEL", f"{call.target} {what}; such a step is not captured")
+
+    def moved(value: Tensor) -> Tensor:
+        return value.to(device, dtype if value.dtype == torch.float32 else value.dtype)
+
+    def move(call: Call) -> Call:
+        args, kwargs = pytree.tree_map_only(
+            (torch.device, torch.dtype),
+            lambda value: dtype if value == torch.float32 else _there(value, device),
+            (call.args, call.kwargs),
+        )
+        return replace(call, args=args, kwargs=kwargs)
+
+    with torch.no_grad():
+        constants = {tensor: moved(value) for tensor, value in prepared.constants.items()}
+        given = {t: moved(v) for t, v in zip(prepared.inputs, inputs, strict=True)}
+        if prepared.channels_last:
+            given = {t: _channels_last(v) for t, v in given.items()}
+    kernels = tuple(replace(k, calls=tuple(map(move, k.calls))) for k in prepared.kernels)
+    return Placed(replace(prepared, kernels=kernels, constants=constants), given)
+
+
+def require(cuda: Any) -> None:
+    """Raises `UsageError` where `cuda`, which is `torch.cuda`, sees no device."""
+    if not cuda.is_available():
+        raise UsageError(
+            "device", "torch sees no CUDA device here; run on a machine with a GPU and its torch"
+        )
+
+
+def _there(value: Any, device: str | torch.device) -> Any:
+    return torch.device(device) if isinstance(value, torch.device) else value
+
+
+def _channels_last(value: Tensor) -> Tensor:
+    return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value

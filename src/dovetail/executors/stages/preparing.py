@@ -1,0 +1,314 @@
+"""What a device runs of a captured inference step: one prepared function per kernel.
+
+Prepared once, when a step is loaded:
+
+* what depends on parameters and constants alone is computed (`FOLDED` ops);
+* a batch normalisation y = (x - mean) / sqrt(var + eps) * gamma + beta after a convolution goes
+  into its weight and bias: w' = w s, b' = beta + (b - mean) s, with s = gamma / sqrt(var + eps);
+* images and convolutions' weights are laid out channels last, where asked for.
+
+Folding changes the order of roundings: outputs equal the plain model's within float round-off.
+Buffers that a step writes stay among the constants and are written in place. What draws random
+numbers draws those of `run_step` at seed 0 and step 0, in every step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from dovetail.frontends.arguments import kind_of
+from dovetail.frontends.interpret import (
+    Values,
+    call_arguments,
+    initial_values,
+    run_call,
+    seed_for,
+)
+from dovetail.frontends.program import Call, Captured, Ref
+from dovetail.graph import Graph
+from dovetail.graph.kernels import (
+    CONVOLUTION,
+    FOLDED,
+    NORMALISATIONS,
+    Kernels,
+    written_sources,
+)
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+aten = torch.ops.aten
+_NEEDS_STRIDES = (aten.as_strided.default, aten.view_as_complex.default)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """calls of one kernel, in order; reads, writes: tensors of the graph that come from other
+    kernels or inputs, and that others or the caller want."""
+
+    calls: tuple[Call, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """kernels in order of `Kernels`; constants: tensor -> value, for those tensors of the graph and
+    those made here that kernels or the caller want; inputs: tensors that each step is given, in the
+    order of the model's; outputs as in `Program`."""
+
+    kernels: tuple[Kernel, ...]
+    constants: Values
+    inputs: tuple[int, ...]
+    outputs: Any
+    channels_last: bool
+
+    @cached_property
+    def returned(self) -> frozenset[int]:
+        """Tensors that the caller wants."""
+        return frozenset(_refs(self.outputs))
+
+    @cached_property
+    def readers(self) -> dict[int, set[int]]:
+        """Tensor that a kernel writes or reads -> the kernels that read it."""
+        found: dict[int, set[int]] = {t: set() for k in self.kernels for t in k.writes}
+        for number, kernel in enumerate(self.kernels):
+            for tensor in kernel.reads:
+                found.setdefault(tensor, set()).add(number)
+        return found
+
+    def laid_out(self, value: Tensor) -> Tensor:
+        """An input as the kernels want it."""
+        if self.channels_last and value.dim() == 4:
+            return value.contiguous(memory_format=torch.channels_last)
+        return value
+
+    def function(self, numbers: Sequence[int]) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
+        """(a function of some kernels one after another, the tensors it takes, those it returns:
+        what other kernels or the caller want)."""
+        calls = [call for number in numbers for call in self.kernels[number].calls]
+        made = dict.fromkeys(t for number in numbers for t in self.kernels[number].writes)
+        reads = dict.fromkeys(t for number in numbers for t in self.kernels[number].reads)
+        takes = tuple(t for t in reads if t not in made)
+        here = set(numbers)
+        returns = tuple(t for t in made if t in self.returned or not self.readers[t] <= here)
+
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            tensors = Layered(dict(zip(takes, given, strict=True)), self.constants)
+            for call in calls:
+                run_call(call, tensors, 0)
+            return tuple(tensors[t] for t in returns)
+
+        return run, takes, returns
+
+
+class Layered(dict[int, Tensor]):
+    """Values of a step in front of the constants."""
+
+    def __init__(self, values: Values, constants: Values) -> None:
+        super().__init__(values)
+        self._constants = constants
+
+    def __missing__(self, tensor: int) -> Tensor:
+        return self._constants[tensor]
+
+
+def prepare(captured: Captured, kernels: Kernels, *, channels_last: bool = False) -> Prepared:
+    """The kernels of a captured inference step, with real weights."""
+    graph, program = captured.graph, captured.program
+    constants = initial_values(captured)
+    of_ops = [_seeded(call, op) for op, call in enumerate(program.calls)]
+    with torch.inference_mode():
+        for op, call in enumerate(of_ops):
+            if call is not None and kernels.of_op[op] == FOLDED:
+                run_call(call, constants, 0)
+        calls = [
+            [_laid_out(call, graph, channels_last) for call in of_kernel]
+            for of_kernel in _Folding(graph, kernels, constants).calls(of_ops)
+        ]
+        if channels_last:
+            _lay_out(calls, constants)
+    inputs = tuple(
+        graph.outputs_of(op)[0]
+        for op, source in enumerate(program.sources)
+        if source is not None and source.role == "input"
+    )
+    found = tuple(_kernel(graph, kernels, number, own) for number, own in enumerate(calls))
+    wanted = {*_refs(program.outputs), *(t for own in calls for call in own for t in refs_of(call))}
+    constants = {tensor: value for tensor, value in constants.items() if tensor in wanted}
+    return Prepared(found, constants, inputs, program.outputs, channels_last)
+
+
+def refs_of(call: Call) -> list[int]:
+    """The tensors that a call reads, in order."""
+    return _refs((call.args, call.kwargs))
+
+
+def _refs(tree: Any) -> list[int]:
+    return [leaf.tensor for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+def _seeded(call: Call | None, op: int) -> Call | None:
+    """A call that draws, with its seed; one that may draw but does not here, as any other."""
+    if call is None or not call.random:
+        return call
+    if draws_nothing(call):
+        return replace(call, random=False)
+    target, seed = call.target, seed_for(0, 0, op)
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(seed)
+        return target(*args, **kwargs)
+
+    return replace(call, target=draw, random=False)
+
+
+def draws_nothing(call: Call) -> bool:
+    """Dropout of nothing, as in attention: the only random op of most inference steps."""
+    schema = getattr(call.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            value = call.args[place] if place < len(call.args) else argument.default_value
+            return not call.kwargs.get(argument.name, value)
+    return False
+
+
+class _Folding:
+    """Normalisations go into the convolutions before them."""
+
+    def __init__(self, graph: Graph, kernels: Kernels, constants: Values) -> None:
+        self.graph, self.kernels, self.constants = graph, kernels, constants
+        self.written = written_sources(graph)
+        self.fresh = graph.tensors
+
+    def calls(self, calls: Sequence[Call | None]) -> list[list[Call]]:
+        """[kernels] their calls."""
+        found: list[list[Call]] = [[] for _ in range(self.kernels.count)]
+        for op, call in enumerate(calls):
+            number = int(self.kernels.of_op[op])
+            if call is None or number == FOLDED:
+                continue
+            own = found[number]
+            before = own[-1] if own else None
+            if before is not None and self._normalises(op, call, before):
+                own[-1] = self._folded(before, call)
+            else:
+                own.append(call)
+        return found
+
+    def _normalises(self, op: int, call: Call, before: Call) -> bool:
+        """Is it by statistics that are known, of what a convolution with known weights makes?"""
+        if self.graph.kinds[op] not in NORMALISATIONS or kind_of(before.target) != CONVOLUTION:
+            return False
+        arguments = _named(call)
+        known = refs_of(call)[1:] + refs_of(before)[1:]
+        return (
+            isinstance(call.args[0], Ref)
+            and call.args[0].tensor == before.results[0]
+            and not before.args[6]  # transposed
+            and not arguments.get("training", False)
+            and arguments["running_mean"] is not None
+            and all(t in self.constants and t not in self.written for t in known)
+        )
+
+    def _folded(self, convolution: Call, normalisation: Call) -> Call:
+        """Computed in float64, so that what is left is the rounding of the new weight and bias."""
+        (_, weight, bias, *rest), _ = call_arguments(
+            replace(convolution, args=(None, *convolution.args[1:])), self.constants
+        )
+        known = {
+            name: self.constants[value.tensor].double() if isinstance(value, Ref) else value
+            for name, value in _named(normalisation).items()
+            if name != "input"
+        }
+        scale = torch.rsqrt(known["running_var"] + known["eps"])
+        scale = scale if known["weight"] is None else scale * known["weight"]
+        shift = ((0 if bias is None else bias.double()) - known["running_mean"]) * scale
+        shift = shift if known["bias"] is None else shift + known["bias"]
+        folded = weight.double() * scale.reshape(-1, *[1] * (weight.dim() - 1))
+        arguments = (
+            convolution.args[0],
+            self._constant(folded.to(weight.dtype)),
+            self._constant(shift.to(weight.dtype)),
+            *rest,
+        )
+        return replace(convolution, args=arguments, results=(normalisation.results[0],))
+
+    def _constant(self, value: Tensor) -> Ref:
+        self.constants[self.fresh] = value
+        self.fresh += 1
+        return Ref(self.fresh - 1)
+
+
+def _named(call: Call) -> dict[str, Any]:
+    """Arguments of an operator's call by their names."""
+    names = [argument.name for argument in call.target._schema.arguments]  # type: ignore[attr-defined]
+    return dict(zip(names, call.args, strict=False)) | call.kwargs
+
+
+def _lay_out(calls: Sequence[Sequence[Call]], constants: Values) -> None:
+    """Weights of two-dimensional convolutions channels last."""
+    for of_kernel in calls:
+        for call in of_kernel:
+            if kind_of(call.target) == CONVOLUTION and isinstance(call.args[1], Ref):
+                tensor = call.args[1].tensor
+                if tensor in constants and constants[tensor].dim() == 4:
+                    constants[tensor] = constants[tensor].contiguous(
+                        memory_format=torch.channels_last
+                    )
+
+
+def _laid_out(call: Call, graph: Graph, channels_last: bool) -> Call:
+    """The call on what may be laid out in another way than was captured: views become reshapes,
+    and what depends on strides is given those of the capture."""
+    if call.target in (aten.view.default, aten._unsafe_view.default):
+        return replace(call, target=aten.reshape.default)
+    if call.target in (aten.fill.Tensor, aten.fill.Scalar):
+        return replace(call, target=_filled)
+    if not channels_last or call.target not in _NEEDS_STRIDES:
+        return call
+    target, tensor = call.target, call.args[0].tensor
+    shape, strides = graph.shapes[tensor], graph.strides[tensor]
+
+    def run(given: Tensor, *args: Any) -> Any:
+        if given.stride() != strides:
+            given = torch.empty_strided(
+                shape, strides, dtype=given.dtype, device=given.device
+            ).copy_(given)
+        return target(given, *args)
+
+    return replace(call, target=run)
+
+
+def _filled(given: Tensor, value: Tensor | float) -> Tensor:
+    """`aten.fill`, which TorchScript cannot trace."""
+    if isinstance(value, Tensor):
+        return torch.zeros_like(given).copy_(value)
+    return torch.full_like(given, value)
+
+
+def _kernel(graph: Graph, kernels: Kernels, number: int, calls: Sequence[Call]) -> Kernel:
+    made = [tensor for call in calls for tensor in call.results if tensor >= 0]
+    read = [tensor for call in calls for tensor in refs_of(call)]
+    reads = tuple(
+        t
+        for t in dict.fromkeys(read)
+        if t not in made and t < graph.tensors and not _is_constant(graph, kernels, t)
+    )
+    outputs = set(graph.outputs.tolist())
+    writes = tuple(
+        t
+        for t in made
+        if t in outputs
+        or any(int(kernels.of_op[reader]) != number for reader in graph.consumers_of(t))
+    )
+    return Kernel(tuple(calls), reads, writes)
+
+
+def _is_constant(graph: Graph, kernels: Kernels, tensor: int) -> bool:
+    producer = int(graph.producers[tensor])
+    return int(kernels.of_op[producer]) == FOLDED and graph.kinds[producer] != "input"

@@ -1,0 +1,90 @@
+"""Streams cut into segments: kernels that run one after another with nothing to wait for between.
+
+A segment begins where a kernel waits for an event of another stream, and ends with a kernel whose
+event is awaited. A tensor is given up by the first segment that all its readers have ended before,
+or that holds the last of them itself.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dovetail.schedulers.dataflow import Streams
+from dovetail.schedulers.races import happens_before
+from dovetail.schedulers.records import Block, OpSet
+
+
+@dataclass(frozen=True)
+class Segment:
+    """waits: kernels whose events must have come; event: is that of the last kernel awaited?
+    frees: tensors that nobody reads afterwards."""
+
+    kernels: tuple[int, ...]
+    waits: tuple[int, ...] = ()
+    event: bool = False
+    frees: tuple[int, ...] = ()
+
+
+def segments_of(
+    block: Block, streams: Streams, readers: Mapping[int, Iterable[int]]
+) -> list[list[Segment]]:
+    """Per stream its segments. readers: tensors that may be given up -> the kernels that read each,
+    its producer among them. One that no segment has all readers behind it of is in no `frees`."""
+    found = [_cut(order, streams) for order in streams.orders]
+    ended = happens_before(block, streams)
+    last: dict[tuple[int, int], list[int]] = defaultdict(list)
+    ends = [
+        (stream, place, _mask(segment.kernels) | ended[segment.kernels[-1]])
+        for stream, segments in enumerate(found)
+        for place, segment in enumerate(segments)
+    ]
+    of_kernel = {
+        kernel: (stream, place)
+        for stream, segments in enumerate(found)
+        for place, segment in enumerate(segments)
+        for kernel in segment.kernels
+    }
+    ended_by = {(stream, place): done for stream, place, done in ends}
+    for tensor, kernels in readers.items():
+        needed = _mask(kernels)
+        after = max((of_kernel[kernel] for kernel in kernels), key=lambda at: at[1])
+        for stream in (after[0], *range(len(found))):
+            first = max((of_kernel[k][1] for k in kernels if of_kernel[k][0] == stream), default=0)
+            place = next(
+                (
+                    place
+                    for place in range(first, len(found[stream]))
+                    if not needed & ~ended_by[stream, place]
+                ),
+                None,
+            )
+            if place is not None:
+                last[stream, place].append(tensor)
+                break
+    return [
+        [replace(s, frees=tuple(last[stream, place])) for place, s in enumerate(segments)]
+        for stream, segments in enumerate(found)
+    ]
+
+
+def _cut(order: Sequence[int], streams: Streams) -> list[Segment]:
+    awaited = {event for event, _ in streams.waits}
+    waits: dict[int, list[int]] = defaultdict(list)
+    for event, kernel in streams.waits:
+        waits[kernel].append(event)
+    found: list[Segment] = []
+    open_ = False
+    for kernel in order:
+        if waits[kernel] or not open_:
+            found.append(Segment((), tuple(waits[kernel])))
+        own = found[-1]
+        found[-1] = replace(own, kernels=(*own.kernels, kernel), event=kernel in awaited)
+        open_ = kernel not in awaited
+    return found
+
+
+def _mask(kernels: Iterable[int]) -> OpSet:
+    found = 0
+    for kernel in kernels:
+        found |= 1 << kernel
+    return found

@@ -1,0 +1,359 @@
+"""A captured inference step on one device: its kernels, what stages cost there, schedules at work.
+
+this machine's cores    measured; runs
+a GPU that is here      measured, each stage as a graph; runs
+a device by its preset  analytic; does not run
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dovetail.costs import CostCache
+from dovetail.costs.launches import kernel_works
+from dovetail.costs.stages import AnalyticStages, stage_rates
+from dovetail.executors.stages.choosing import timed
+from dovetail.executors.stages.cpu import CpuStep
+from dovetail.executors.stages.cuda import CudaNetwork, StageClock
+from dovetail.executors.stages.functions import Functions
+from dovetail.executors.stages.issuing import Group, streams_of_stages
+from dovetail.executors.stages.measuring import CpuStages, CudaStages, Progress
+from dovetail.executors.stages.memory import plan_memory
+from dovetail.executors.stages.merging import merge_keys, merged_function
+from dovetail.executors.stages.phases import Phase, joined, phases_of, predicted, whole
+from dovetail.executors.stages.placing import place
+from dovetail.executors.stages.preparing import Prepared
+from dovetail.frontends import Captured
+from dovetail.graph.kernels import Kernels
+from dovetail.machine import Device
+from dovetail.schedulers.dataflow import Streams
+from dovetail.schedulers.ios import GROUPS
+from dovetail.schedulers.merge import can_merge
+from dovetail.schedulers.pruning import narrowed
+from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
+from dovetail.schedulers.results import SEQUENTIAL, Candidate, KernelStage
+from dovetail.schedulers.scheduling import MOST_STATES, Problem, Schedule
+from dovetail.schedulers.timing import OnceTimer, block_of, signatures_of
+
+ONE_THREAD = "one thread"
+"""The candidate that runs all kernels in order on one thread."""
+WAIT_SECONDS = 5e-6
+"""From an op's end to another thread's next op; measured."""
+CUDA_STREAMS = 8
+EVENT_SECONDS = 2e-6
+"""From an op's end to another stream's next op within a graph; an estimate."""
+
+
+class StageCosts(Protocol):
+    """What finding stage costs took so far; as of `MeasuredStages`."""
+
+    asked: int
+    timed: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class Target:
+    """A step's kernels on one device.
+
+    source   "measured" or "analytic"
+    """
+
+    captured: Captured
+    kernels: Kernels
+    block: Block
+    device: str
+    source: str
+    inputs: tuple[Tensor, ...]
+    costs: StageCosts
+    problem: Problem
+
+    def streams(self, stages: Sequence[KernelStage]) -> Streams:
+        """What runs, of stages."""
+        raise NotImplementedError
+
+    def predicted(self, scheduler: str, schedule: Schedule) -> float:
+        """Seconds of a scheduler's schedule by what its stages cost."""
+        return schedule.seconds
+
+    def program(self, candidate: Candidate) -> Hashable:
+        """Equal for schedules that run alike."""
+        return candidate.streams
+
+    def step(self, candidate: Candidate) -> Callable[..., Any] | None:
+        """A schedule at work, step(*inputs) -> outputs; None where the device is not here. Raises
+        `RaceError` for a schedule that could collide."""
+        raise NotImplementedError
+
+    def timed(self, step: Callable[..., Any]) -> Callable[[], float]:
+        """A call that runs a step and says how many seconds it took."""
+        return partial(timed, partial(step, *self.inputs))
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """Of kernels' outputs in a static plan of the memory that its streams need."""
+        graph = self.captured.graph
+        of_op = self.kernels.of_op.tolist()
+        sizes: list[dict[int, int]] = [{} for _ in range(self.kernels.count)]  # by storage
+        outputs = 0
+        for op, kernel in enumerate(of_op):
+            for tensor in graph.outputs_of(op) if kernel >= 0 else ():
+                returned = tensor in graph.outputs
+                outputs |= returned << kernel
+                base = tensor  # what leaves a kernel as a view keeps all that it is a view of
+                while graph.bases[base] >= 0:
+                    base = int(graph.bases[base])
+                made_here = of_op[graph.producers[base]] == kernel
+                readers = {of_op[reader] for reader in graph.consumers_of(tensor)}
+                if made_here and (returned or readers - {kernel}):
+                    sizes[kernel][base] = int(graph.tensor_bytes[base])
+        needed = [list(own.values()) for own in sizes]
+        return plan_memory(self.block, candidate.streams, needed, outputs).total_bytes
+
+    def extras(self) -> list[Candidate]:
+        """Schedules that no scheduler finds, and that are measured beside theirs."""
+        return []
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Kernels of each part that `dos` searches by itself."""
+        return tuple(part.ops for part in narrowed(self.block, MOST_STATES["dos"]).parts)
+
+    def block_seconds(self, schedule: Schedule) -> tuple[float, ...]:
+        """Of each of these blocks; () where the schedule's own are others."""
+        if schedule.blocks == self.blocks:
+            return schedule.block_seconds
+        if schedule.stages and all(len(stage.kernels) == 1 for stage in schedule.stages):
+            seconds = {stage.kernels[0]: stage.seconds for stage in schedule.stages}
+            return tuple(sum(seconds[kernel] for kernel in own) for own in self.blocks)
+        return ()
+
+
+@dataclass(eq=False)
+class CpuTarget(Target):
+    """This process's cores."""
+
+    functions: Functions
+    stages: CpuStages
+    threads: int
+
+    def streams(self, stages: Sequence[KernelStage]) -> Streams:
+        return joined(self.phases(stages))
+
+    def phases(self, stages: Sequence[KernelStage]) -> list[Phase]:
+        """How stages run."""
+        return phases_of(stages, self.stages.alone, self.threads)
+
+    def predicted(self, scheduler: str, schedule: Schedule) -> float:
+        if not schedule.stages:
+            return schedule.seconds
+        if scheduler == SEQUENTIAL:
+            return sum(self.stages.alone.all_threads)
+        return predicted(self.phases(schedule.stages), schedule.stages, self.stages.alone)
+
+    def program(self, candidate: Candidate) -> tuple[tuple[Phase, ...], tuple[Group, ...]]:
+        """Phases, and the kernels that are merged."""
+        if candidate.scheduler == SEQUENTIAL:
+            phases = whole(self.kernels.count)
+        elif candidate.stages:
+            phases = self.phases(candidate.stages)
+        else:
+            phases = [Phase(tuple(range(self.kernels.count)), candidate.streams)]
+        return tuple(phases), _merged(candidate)
+
+    def step(self, candidate: Candidate) -> CpuStep:
+        phases, merges = self.program(candidate)
+        functions = self.functions.merging(merges) if merges else self.functions
+        return CpuStep(functions.prepared, self.block, phases, functions, self.threads)
+
+    def extras(self) -> list[Candidate]:
+        if self.threads == 1:
+            return []
+        order = Streams((tuple(range(self.kernels.count)),), ())
+        return [Candidate(ONE_THREAD, (), order, sum(self.stages.alone.one_thread))]
+
+
+@dataclass(eq=False)
+class CudaTarget(Target):
+    """A GPU that is here: schedules are CUDA graphs."""
+
+    placed: Any
+    prepared: Prepared
+
+    def streams(self, stages: Sequence[KernelStage]) -> Streams:
+        return streams_of_stages(self.block, [stage.groups for stage in stages], CUDA_STREAMS)
+
+    def program(self, candidate: Candidate) -> tuple[Streams, tuple[Group, ...]]:
+        """Streams, and the kernels that are merged."""
+        if candidate.scheduler == SEQUENTIAL:
+            return Streams((tuple(range(self.kernels.count)),), ()), ()
+        return candidate.streams, _merged(candidate)
+
+    def step(self, candidate: Candidate) -> CudaNetwork:
+        streams, merges = self.program(candidate)
+        merged = {group: merged_function(self.prepared, group)[0] for group in merges}
+        return CudaNetwork(self.placed, streams, merged=merged)
+
+    def timed(self, step: Callable[..., Any]) -> Callable[[], float]:
+        assert isinstance(step, CudaNetwork)
+        return lambda: step.time(1, 0)[0]
+
+
+@dataclass(eq=False)
+class AnalyticTarget(Target):
+    """A device that is not here."""
+
+    streams_at_once: int = CUDA_STREAMS
+    least_seconds: float = 0.0
+
+    def predicted(self, scheduler: str, schedule: Schedule) -> float:
+        """Of streams without barriers, which are scheduled as if each had the device for itself, no
+        less than all of their work takes: a lower bound."""
+        return schedule.seconds if schedule.stages else max(schedule.seconds, self.least_seconds)
+
+    def streams(self, stages: Sequence[KernelStage]) -> Streams:
+        return streams_of_stages(
+            self.block, [stage.groups for stage in stages], self.streams_at_once
+        )
+
+    def step(self, candidate: Candidate) -> None:
+        return None
+
+
+def cpu_target(
+    step: Captured,
+    kernels: Kernels,
+    prepared: Prepared,
+    inputs: tuple[Tensor, ...],
+    device: Device,
+    cache: CostCache,
+    progress: Progress,
+) -> CpuTarget:
+    """The step on this process's cores; its kernels are timed by themselves."""
+    block, signatures, keys = _described(step, kernels, prepared)
+    functions = Functions(prepared, example_of(prepared, inputs))
+    threads = len(device.cores)
+    stages = CpuStages(
+        functions,
+        block,
+        signatures,
+        keys,
+        cache,
+        device=device.model,
+        threads=threads,
+        progress=progress,
+    )
+    problem = Problem(
+        block, signatures, stages.timer, stages.bounded, keys, threads, stages.alone.one_thread,
+        WAIT_SECONDS, groups=max(2, min(GROUPS, threads)),
+    )  # fmt: skip
+    name = f"{device.model}, {threads} threads"
+    return CpuTarget(
+        step, kernels, block, name, "measured", inputs, stages, problem, functions, stages, threads
+    )
+
+
+def cuda_target(
+    step: Captured,
+    kernels: Kernels,
+    prepared: Prepared,
+    inputs: tuple[Tensor, ...],
+    device: str,
+    cache: CostCache,
+    progress: Progress,
+) -> CudaTarget:
+    """The step on a GPU. Raises `UsageError` where there is none."""
+    placed = place(prepared, inputs, device)
+    block, signatures, keys = _described(step, kernels, prepared)
+    name = torch.cuda.get_device_name(device)
+    cudnn: Any = torch.backends.cudnn
+    versions = f"{name} | CUDA {torch.version.cuda} | cuDNN {cudnn.version()}"
+    stages = CudaStages(
+        StageClock(placed, streams=CUDA_STREAMS),
+        placed.prepared,
+        signatures,
+        keys,
+        cache,
+        device=versions,
+        progress=progress,
+    )
+    problem = Problem(
+        block, signatures, stages.timer, stages.bounded, keys, CUDA_STREAMS, stages.alone,
+        EVENT_SECONDS,
+    )  # fmt: skip
+    given = tuple(placed.inputs[t] for t in prepared.inputs)
+    return CudaTarget(
+        step, kernels, block, name, "measured", given, stages, problem, placed, placed.prepared
+    )
+
+
+def analytic_target(
+    step: Captured, kernels: Kernels, prepared: Prepared, device: Device
+) -> AnalyticTarget:
+    """The step on a device by its data sheet. Raises `MachineError` for one whose rates are not
+    known."""
+    block, signatures, keys = _described(step, kernels, prepared)
+    works = kernel_works(step.graph, kernels)
+    model = AnalyticStages(works, stage_rates(device))
+    streams = len(device.cores) if device.kind == "cpu" else CUDA_STREAMS
+
+    def time(stages: Sequence[OpSet]) -> list[Timing]:
+        return [_analytic(model, block, keys, stage) for stage in stages]
+
+    once = _Counted()
+    timer = once.of(block, signatures, time, keys)
+    seconds = [model.seconds([[kernel]]) for kernel in range(kernels.count)]
+    problem = Problem(
+        block, signatures, timer, timer, keys, max(streams, 1), seconds, EVENT_SECONDS
+    )
+    return AnalyticTarget(
+        step, kernels, block, device.model, "analytic", (), once, problem, max(streams, 1),
+        model.least_seconds(),
+    )  # fmt: skip
+
+
+def _merged(candidate: Candidate) -> tuple[Group, ...]:
+    return tuple(stage.groups[0] for stage in candidate.stages if stage.merged)
+
+
+class _Counted(OnceTimer):
+    """Finding analytic costs is part of the search."""
+
+    seconds = 0.0
+
+
+def _analytic(
+    model: AnalyticStages, block: Block, keys: Sequence[Hashable | None], stage: OpSet
+) -> Timing:
+    groups = [list(members(group)) for group in groups_of(block, stage)]
+    concurrent = model.seconds(groups)
+    kernels = [kernel for group in groups for kernel in group]
+    if can_merge(keys, kernels) and all(model.works[kernel].window for kernel in kernels):
+        merged = model.seconds(groups, merged=True)
+        if merged < concurrent:
+            return Timing(merged, merged=True)
+    return Timing(concurrent)
+
+
+def _described(
+    step: Captured, kernels: Kernels, prepared: Prepared
+) -> tuple[Block, list[str], list[Hashable | None]]:
+    graph = step.graph
+    return (
+        block_of(graph, kernels),
+        signatures_of(graph, kernels),
+        merge_keys(graph, kernels, prepared),
+    )
+
+
+def example_of(prepared: Prepared, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Tensor -> its value in a step of these inputs."""
+    values = dict(zip(prepared.inputs, map(prepared.laid_out, inputs), strict=True))
+    with torch.inference_mode():
+        for number in range(len(prepared.kernels)):
+            run, takes, returns = prepared.function([number])
+            values |= zip(returns, run(*(values[t] for t in takes)), strict=True)
+    return values

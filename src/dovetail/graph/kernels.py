@@ -1,0 +1,184 @@
+"""Kernels: the ops that a device runs as one, which is what stages are made of.
+
+An inference step, in this order:
+
+1. What depends on parameters and constants alone is *folded*: computed once, when a step is loaded.
+   A buffer that the step writes is no constant.
+2. A view belongs to what it is a view of.
+3. A batch normalisation belongs to the convolution before it, an activation to the convolution,
+   normalisation, product or sum before it, where nobody else reads what is between.
+4. A 1x1 convolution belongs to the depthwise one before it likewise (a separable convolution).
+5. Pointwise work that only one convolution, product or pointwise op reads belongs to that one.
+
+Both papers fuse convolution, normalisation and activation before they schedule ("Accelerate DNN
+Inference by Inter-Operator Parallelism", 2019; Y. Ding et al., "IOS: Inter-Operator Scheduler for
+CNN Acceleration", MLSys 2021, https://arxiv.org/abs/2011.01302); ReLU and separable convolution are
+one op there too.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.graph.records import Graph, Int32
+
+FOLDED = -1
+CONVOLUTION = "aten.convolution"
+NORMALISATIONS = frozenset(
+    {"aten._native_batch_norm_legit_no_training", "aten.native_batch_norm", "aten.batch_norm"}
+)
+PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"})
+ACTIVATIONS = frozenset(
+    {"aten.relu", "aten.sigmoid", "aten.tanh", "aten.silu", "aten.gelu", "aten.hardtanh",
+     "aten.leaky_relu", "aten.elu", "aten.hardswish", "aten.hardsigmoid"}
+)  # fmt: skip
+POINTWISE = ACTIVATIONS | frozenset(
+    {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.neg", "aten.exp", "aten.sqrt",
+     "aten.rsqrt", "aten.pow", "aten.where", "aten.maximum", "aten.minimum", "aten.clamp",
+     "aten.constant_pad_nd"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """of_op [ops]: 0 <= kernel < count, numbered so that no edge goes back; `FOLDED` of sources and
+    of what is computed from parameters and constants alone."""
+
+    of_op: Int32
+    count: int
+
+
+def fuse(graph: Graph) -> Kernels:
+    """All rules. Near-linear in ops + reads."""
+    return _numbered(graph, _joined(graph, fused=True))
+
+
+def single(graph: Graph) -> Kernels:
+    """Rules 1 and 2: every op by itself."""
+    return _numbered(graph, _joined(graph, fused=False))
+
+
+def _joined(graph: Graph, *, fused: bool) -> list[int]:
+    """[ops] the first op that was found of each op's kernel; `FOLDED`."""
+    folded = _folded(graph)
+    roots = [FOLDED if folded[op] else op for op in range(len(graph))]
+    bases = graph.bases
+    for op in range(len(graph)):
+        if roots[op] == FOLDED:
+            continue
+        made = [int(graph.producers[t]) for t in graph.inputs_of(op)]
+        made = [producer for producer in made if not folded[producer]]
+        of_base = {int(graph.producers[bases[t]]) for t in graph.outputs_of(op) if bases[t] >= 0}
+        is_view = bool(of_base) and bool(made) and made[0] in of_base
+        if is_view or (fused and len(set(made)) == 1 and _continues(graph, made[0], op)):
+            roots[op] = roots[made[0]]
+    if fused:
+        _join_prologues(graph, roots)
+    return roots
+
+
+def _folded(graph: Graph) -> list[bool]:
+    """[ops] sources, and what is computed from none but parameters and constants."""
+    written = {int(graph.producers[t]) for t in written_sources(graph)}
+    constant = [
+        bool(source) and kind != "input" and op not in written
+        for op, (source, kind) in enumerate(zip(graph.is_source, graph.kinds, strict=True))
+    ]
+    for op in range(len(graph)):
+        if not graph.is_source[op]:
+            inputs = graph.inputs_of(op)
+            constant[op] = len(inputs) > 0 and all(constant[graph.producers[t]] for t in inputs)
+    return [c or bool(s) for c, s in zip(constant, graph.is_source, strict=True)]
+
+
+def written_sources(graph: Graph) -> set[int]:
+    """Tensors of the sources that the step writes over."""
+    return {
+        t
+        for op in np.flatnonzero(graph.is_source).tolist()
+        for t in graph.outputs_of(op)
+        if int(graph.storages[t]) in graph.writers
+    }
+
+
+def _continues(graph: Graph, before: int, op: int) -> bool:
+    """Do rules 3 or 4 join `op` to the one op that it reads?"""
+    first, then = graph.kinds[before], graph.kinds[op]
+    if any(t in graph.outputs for t in graph.outputs_of(before)):
+        return False
+    readers = {int(r) for t in graph.outputs_of(before) for r in graph.consumers_of(t)}
+    if readers != {op}:
+        return False
+    if then in NORMALISATIONS:
+        return first == CONVOLUTION
+    if then in ACTIVATIONS:
+        return first == CONVOLUTION or first in NORMALISATIONS | PRODUCTS | {"aten.add"}
+    return then == CONVOLUTION and _is_depthwise(graph, before) and _is_1x1(graph, op)
+
+
+def _is_depthwise(graph: Graph, op: int) -> bool:
+    if graph.kinds[op] != CONVOLUTION:
+        return False
+    image, weight = (graph.shapes[t] for t in graph.inputs_of(op)[:2])
+    return bool(weight[1] == 1 and image[1] > 1)
+
+
+def _is_1x1(graph: Graph, op: int) -> bool:
+    image, weight = (graph.shapes[t] for t in graph.inputs_of(op)[:2])
+    return weight[1] == image[1] and all(size == 1 for size in weight[2:])
+
+
+def _join_prologues(graph: Graph, roots: list[int]) -> None:
+    """Rule 5, from the last op to the first, so that chains go in whole."""
+    members: dict[int, list[int]] = {}
+    for op, root in enumerate(roots):
+        if root != FOLDED:
+            members.setdefault(root, []).append(op)
+    returned = {int(graph.producers[t]) for t in graph.outputs}
+    for root in sorted(members, reverse=True):
+        ops = members[root]
+        if any(graph.kinds[op] not in POINTWISE or op in returned for op in ops):
+            continue
+        readers = {
+            int(reader)
+            for op in ops
+            for t in graph.outputs_of(op)
+            for reader in graph.consumers_of(t)
+        } - set(ops)
+        homes = {roots[reader] for reader in readers}
+        heads = {graph.kinds[reader] for reader in readers}
+        if len(homes) == 1 and heads <= POINTWISE | PRODUCTS | {CONVOLUTION}:
+            home = homes.pop()
+            for op in ops:
+                roots[op] = home
+            members[home] = ops + members[home]
+
+
+def _numbered(graph: Graph, roots: list[int]) -> Kernels:
+    """Kernels in topological order of the whole, else by their last op."""
+    last: dict[int, int] = {}
+    for op, root in enumerate(roots):
+        if root != FOLDED:
+            last[root] = op
+    after: dict[int, set[int]] = {root: set() for root in last}
+    left = dict.fromkeys(last, 0)
+    producers = graph.producers[graph.input_tensors].tolist()
+    for reader, producer in zip(graph.readers.tolist(), producers, strict=True):
+        first, then = roots[producer], roots[reader]
+        if FOLDED not in (first, then) and first != then and then not in after[first]:
+            after[first].add(then)
+            left[then] += 1
+    ready = [(last[root], root) for root, count in left.items() if not count]
+    heapq.heapify(ready)
+    number: dict[int, int] = {}
+    while ready:
+        _, root = heapq.heappop(ready)
+        number[root] = len(number)
+        for then in after[root]:
+            left[then] -= 1
+            if not left[then]:
+                heapq.heappush(ready, (last[then], then))
+    assert len(number) == len(last), "joined ops never wait for what waits for them"
+    of_op = [FOLDED if root == FOLDED else number[root] for root in roots]
+    return Kernels(np.array(of_op, dtype=np.int32), len(number))

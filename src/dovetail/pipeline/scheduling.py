@@ -1,0 +1,335 @@
+"""From a captured inference step to its fastest stages on one device.
+
+step ──► kernels ──► stage costs ──► schedules ──► checked, run, measured side by side ──► chosen
+"""
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from dovetail.costs import CostCache
+from dovetail.errors import UnequalError, UsageError
+from dovetail.executors.stages.choosing import choose, measure
+from dovetail.executors.stages.preparing import draws_nothing, prepare
+from dovetail.executors.stages.targets import (
+    Target,
+    analytic_target,
+    cpu_target,
+    cuda_target,
+)
+from dovetail.frontends import Captured
+from dovetail.frontends.interpret import example_values
+from dovetail.frontends.models import parse_zoo
+from dovetail.graph import Graph
+from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse, written_sources
+from dovetail.machine import Device, parse_machine
+from dovetail.machine.local import local_machine
+from dovetail.pipeline.sources import Progress, silent
+from dovetail.runtime.timers import clock
+from dovetail.schedulers.dataflow import replayed
+from dovetail.schedulers.draws import random_stages
+from dovetail.schedulers.records import OpSet, groups_of, members
+from dovetail.schedulers.results import (
+    SEQUENTIAL,
+    Candidate,
+    Effort,
+    KernelStage,
+    KernelWork,
+    Scheduled,
+)
+from dovetail.schedulers.scheduling import SCHEDULERS, Schedule
+
+CPU = "cpu"
+ROUNDS = 15
+RANDOM = "random"
+"""In place of a scheduler's name."""
+_ROUND_OFF = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Of the largest value of an output."""
+
+Step = Callable[..., Any]
+
+
+def target_of(
+    step: Captured,
+    device: str = CPU,
+    *,
+    seed: int = 0,
+    cache: CostCache | None = None,
+    progress: Progress = silent,
+) -> Target:
+    """The step's kernels on a device, prepared and timed by themselves.
+
+    device   "cpu": this machine's cores; "cuda" or "cuda:1"; or a preset such as "v100", which is
+             predicted by analytic costs
+    """
+    if step.source.training:
+        raise UsageError("MODEL", "stages are of inference steps; leave --train out")
+    if device == CPU or _is_cuda(device):
+        check_repeats(step)
+    kernels = fuse(step.graph)
+    if not kernels.count:
+        raise UsageError("MODEL", "there is nothing to run in it")
+    images = any(kind == CONVOLUTION for kind in step.graph.kinds)
+    prepared = prepare(step, kernels, channels_last=images)
+    known = cache or CostCache()
+
+    def told(doing: str, fraction: float) -> None:
+        progress(doing, fraction, None)
+
+    if device == CPU:
+        inputs, _ = example_values(step, seed)
+        here = local_machine().devices[0]
+        return cpu_target(step, kernels, prepared, inputs, here, known, told)
+    if _is_cuda(device):
+        inputs, _ = example_values(step, seed)
+        return cuda_target(step, kernels, prepared, inputs, device, known, told)
+    return analytic_target(step, kernels, prepared, _one_device(device))
+
+
+def check_repeats(step: Captured) -> None:
+    """Raise `UsageError` for a step that does not compute the same each time it runs."""
+    if written_sources(step.graph):
+        raise UsageError("MODEL", "it writes over its buffers; stages are run over and over")
+    if any(
+        call is not None and call.random and not draws_nothing(call) for call in step.program.calls
+    ):
+        raise UsageError("MODEL", "it draws random numbers; stages do not keep their order")
+
+
+def _one_device(text: str) -> Device:
+    """A preset's own, not the host that it implies. Raises `UsageError` where there are several."""
+    devices = [device for device in parse_machine(text).devices if device.kind != "host"]
+    if len(devices) != 1:
+        raise UsageError("device", f"{text!r} has {len(devices)} devices; name one, such as v100")
+    return devices[0]
+
+
+def _is_cuda(device: str) -> bool:
+    return device.split(":")[0] == "cuda"
+
+
+def schedule(
+    step: Captured,
+    device: str = CPU,
+    schedulers: Sequence[str] = (),
+    *,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    cache: CostCache | None = None,
+    progress: Progress = silent,
+) -> tuple[Scheduled, Step | None]:
+    """Find the fastest stages of an inference step on one device.
+
+    schedulers   names of `SCHEDULERS`; by default all
+    rounds       in which all schedules are measured, one after another
+
+    Returns what was found, and the chosen schedule at work: step(*inputs) -> outputs; None where
+    the device is not here. Where it is, a schedule is chosen only if it was measured to be faster
+    than sequential.
+    """
+    check_schedulers(schedulers)
+    if rounds < 1:
+        raise UsageError("rounds", "there must be 1 or more")
+    target = target_of(step, device, seed=seed, cache=cache, progress=progress)
+    return find(target, schedulers, rounds=rounds, progress=progress)
+
+
+def find(
+    target: Target,
+    schedulers: Sequence[str] = (),
+    *,
+    rounds: int = ROUNDS,
+    progress: Progress = silent,
+) -> tuple[Scheduled, Step | None]:
+    """`schedule` on a target."""
+    names = list(dict.fromkeys([SEQUENTIAL, *(schedulers or SCHEDULERS)]))
+    candidates = {}
+    for place, name in enumerate(names):
+        progress(f"{name}: searching", place / len(names), None)
+        candidates[name] = search(target, name)
+    candidates |= {extra.scheduler: extra for extra in target.extras()}
+    steps = {name: target.step(candidate) for name, candidate in candidates.items()}
+    running = {name: step for name, step in steps.items() if step is not None}
+    if not running:
+        staged = [name for name in candidates if candidates[name].stages]  # others: bounds
+        chosen = min(staged, key=lambda name: candidates[name].predicted_seconds)
+        return _scheduled(target, candidates, {}, chosen), None
+    check_equal(target, running)
+    # Schedules that run alike are measured as one, sequential before all.
+    first = {target.program(candidates[name]): name for name in reversed(running)}
+    timers = {name: target.timed(running[name]) for name in first.values()}
+    seconds = measure(timers, rounds, lambda fraction: progress("measuring", fraction, None))
+    chosen = choose(seconds)
+    if chosen != SEQUENTIAL:  # again: the best of several may have been lucky
+        again = measure({name: timers[name] for name in (SEQUENTIAL, chosen)}, 2 * rounds)
+        chosen = choose(again)
+        seconds |= again
+    seconds = {name: seconds[first[target.program(candidates[name])]] for name in running}
+    return _scheduled(target, candidates, seconds, chosen), running[chosen]
+
+
+def _scheduled(
+    target: Target,
+    candidates: Mapping[str, Candidate],
+    seconds: Mapping[str, tuple[float, ...]],
+    chosen: str,
+) -> Scheduled:
+    return Scheduled(
+        batch_of(target.captured),
+        works_of(target.captured.graph, target.kernels),
+        target.block,
+        target.blocks,
+        tuple(replace(c, seconds=seconds.get(name, ())) for name, c in candidates.items()),
+        chosen,
+        peak_bytes=target.peak_bytes(candidates[chosen]),
+    )
+
+
+def check_schedulers(names: Sequence[str]) -> None:
+    """Raise `UsageError` for a name that is no scheduler's."""
+    for name in names:
+        if name not in SCHEDULERS:
+            raise UsageError("scheduler", f"{name!r} is not one of {', '.join(SCHEDULERS)}")
+
+
+def search(target: Target, name: str) -> Candidate:
+    """One scheduler's schedule, and what it took to find."""
+    costs = target.costs
+    before, began = (costs.asked, costs.timed, costs.seconds), clock()
+    found = SCHEDULERS[name](target.problem)
+    measuring = costs.seconds - before[2]
+    effort = Effort(
+        found.states,
+        found.transitions,
+        costs.asked - before[0],
+        costs.timed - before[1],
+        clock() - began - measuring,
+        measuring,
+    )
+    return Candidate(
+        name,
+        found.stages,
+        found.streams or target.streams(found.stages),
+        target.predicted(name, found),
+        target.block_seconds(found),
+        effort=effort,
+        pruning=found.pruning,
+    )
+
+
+def reseen(target: Target, candidate: Candidate) -> Candidate:
+    """A schedule that was made for another target of the same kernels, as this one runs it: what is
+    merged is this one's choice."""
+    if not candidate.stages:
+        seconds = replayed(
+            target.block, candidate.streams, target.problem.seconds, target.problem.wait_seconds
+        )
+        found = Schedule(seconds, streams=candidate.streams)
+        total = target.predicted(candidate.scheduler, found)
+        return replace(candidate, predicted_seconds=total, seconds=())
+    asked = [sum(1 << kernel for kernel in stage.kernels) for stage in candidate.stages]
+    here = as_candidate(target, asked, candidate.scheduler)
+    return replace(
+        candidate,
+        stages=here.stages,
+        streams=here.streams,
+        predicted_seconds=here.predicted_seconds,
+        seconds=(),
+    )
+
+
+def sample(
+    target: Target, count: int, rng: random.Random, rounds: int, progress: Progress = silent
+) -> list[tuple[float, float]]:
+    """(predicted, measured) seconds of random schedules; measured side by side."""
+    groups, ops = target.problem.groups, target.problem.group_ops
+    drawn = [random_stages(target.block, rng, groups, ops) for _ in range(count)]
+    candidates = [as_candidate(target, stages) for stages in drawn]
+    timers = {}
+    for place, candidate in enumerate(candidates):
+        step = target.step(candidate)
+        assert step is not None, "only a device that is here runs schedules"
+        timers[str(place)] = target.timed(step)
+        progress("random schedules", (place + 1) / count / 2, None)
+    measured = measure(timers, rounds, lambda f: progress("random schedules", 0.5 + f / 2, None))
+    return [
+        (candidate.predicted_seconds, statistics.median(measured[str(place)]))
+        for place, candidate in enumerate(candidates)
+    ]
+
+
+def as_candidate(target: Target, stages: Sequence[OpSet], scheduler: str = RANDOM) -> Candidate:
+    """Any stages, as they would run, each by its faster strategy, and what they are predicted to
+    take."""
+    own = []
+    for stage, timing in zip(stages, target.problem.timer(stages), strict=True):
+        groups = tuple(tuple(members(group)) for group in groups_of(target.block, stage))
+        if timing.merged:
+            groups = (tuple(kernel for group in groups for kernel in group),)
+        own.append(KernelStage(groups, timing.seconds, timing.merged))
+    schedule = Schedule(sum(stage.seconds for stage in own), tuple(own))
+    total = target.predicted(scheduler, schedule)
+    return Candidate(scheduler, tuple(own), target.streams(own), total)
+
+
+def check_equal(target: Target, steps: Mapping[str, Step]) -> None:
+    """Raise `UnequalError` for a schedule whose outputs are not the sequential one's."""
+    wanted = _outputs(steps[SEQUENTIAL](*target.inputs))
+    for name, step in steps.items():
+        for value, expected in zip(_outputs(step(*target.inputs)), wanted, strict=True):
+            error = _error(value, expected)
+            if not error <= _ROUND_OFF.get(value.dtype, 0.0):
+                raise UnequalError(name, error)
+
+
+def _outputs(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _error(value: Tensor, expected: Tensor) -> float:
+    """The largest difference, over the largest finite value; what is not finite must be equal."""
+    differs = (value != expected) & ~(value.isnan() & expected.isnan())
+    if not differs.any():
+        return 0.0
+    if not value.is_floating_point():
+        return 1.0
+    finite = expected[expected.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return float((value - expected)[differs].abs().max()) / largest if largest else 1.0
+
+
+def batch_of(step: Captured) -> int:
+    """Of a network of the zoo, what its text says; else the rows of the first input."""
+    if step.source.model.startswith("zoo:"):
+        network, options = parse_zoo(step.source.model)
+        return int({**network.defaults, **options}["batch"])
+    shape = tuple(step.inputs[0].shape) if step.inputs else ()
+    return shape[0] if shape else 1
+
+
+def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
+    """Names, FLOPs and memory access of kernels; what stays within one is not moved."""
+    ops: list[list[int]] = [[] for _ in range(kernels.count)]
+    for op, kernel in enumerate(kernels.of_op.tolist()):
+        if kernel != FOLDED:
+            ops[kernel].append(op)
+    found = []
+    for own in ops:
+        inside = {t for op in own for t in graph.outputs_of(op)}
+        read = {int(t) for op in own for t in graph.inputs_of(op)} - inside
+        written = {
+            t
+            for t in inside
+            if t in graph.outputs or any(int(r) not in own for r in graph.consumers_of(t))
+        }
+        moved = float(graph.tensor_bytes[sorted(read | written)].sum())
+        names = tuple(graph.names[op] for op in own)
+        flops = float(graph.flops[own].sum())
+        found.append(KernelWork(names[0], names, flops, moved))
+    return tuple(found)

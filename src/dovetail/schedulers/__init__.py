@@ -1,0 +1,1 @@
+"""Stages of one device: which ops run together, one stage after another."""

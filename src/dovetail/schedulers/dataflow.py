@@ -1,0 +1,137 @@
+"""Streams with events: no stages, so no op waits for one that it does not need.
+
+List scheduling by critical path: of the ops that are ready, the one with the longest way to the end
+goes first, to the stream where it can start earliest. R. L. Graham, "Bounds on Multiprocessing
+Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969. Neither paper on stages has it.
+
+An op that reads what another stream makes waits for an event there. Waits that others imply, by
+the order of a stream or through other waits, are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dovetail.schedulers.records import Block, OpSet, members
+
+
+@dataclass(frozen=True)
+class Streams:
+    """orders: per stream its ops in running order; waits: (op, the op of another stream that cannot
+    start before it has ended)."""
+
+    orders: tuple[tuple[int, ...], ...]
+    waits: tuple[tuple[int, int], ...]
+
+
+def dataflow(
+    block: Block, seconds: Sequence[float], streams: int, wait_seconds: float = 0.0
+) -> tuple[Streams, float]:
+    """Orders and waits for at most `streams` streams, and the seconds that they take if ops take
+    `seconds` [ops] and an event of another stream comes `wait_seconds` after its op.
+    O(ops x (ready ops + streams))."""
+    ranks = _ranks(block, seconds)
+    orders: list[list[int]] = [[] for _ in range(streams)]
+    free = [0.0] * streams
+    ended = [0.0] * len(block)
+    stream_of = [0] * len(block)
+    left = [before.bit_count() for before in block.predecessors]
+    ready = [op for op in range(len(block)) if not left[op]]
+    while ready:
+        op = min(ready, key=lambda op: (-ranks[op], op))
+        ready.remove(op)
+        producers = list(members(block.predecessors[op]))
+        starts = [
+            max([free[s], *(ended[p] + wait_seconds * (stream_of[p] != s) for p in producers)])
+            for s in range(streams)
+        ]
+        # Where two streams could start as early, that of the op whose output came last needs no
+        # event.
+        near = stream_of[max(producers, key=lambda p: ended[p])] if producers else 0
+        stream = min(range(streams), key=lambda s: (starts[s], s != near, s))
+        stream_of[op] = stream
+        orders[stream].append(op)
+        free[stream] = ended[op] = starts[stream] + seconds[op]
+        for consumer in members(block.successors[op]):
+            left[consumer] -= 1
+            if not left[consumer]:
+                ready.append(consumer)
+    return with_waits(block, orders), max(ended, default=0.0)
+
+
+def replayed(
+    block: Block, streams: Streams, seconds: Sequence[float], wait_seconds: float = 0.0
+) -> float:
+    """Seconds that streams take, as `dataflow` counts them."""
+    stream_of = {op: s for s, order in enumerate(streams.orders) for op in order}
+    before = {op: previous for order in streams.orders for previous, op in pairwise(order)}
+    events: dict[int, list[int]] = {}
+    for event, op in streams.waits:
+        events.setdefault(op, []).append(event)
+    ended: dict[int, float] = {}
+    for op in _sequence(block, streams.orders):
+        start = ended[before[op]] if op in before else 0.0
+        for event in events.get(op, ()):
+            late = wait_seconds if stream_of[event] != stream_of[op] else 0.0
+            start = max(start, ended[event] + late)
+        ended[op] = start + seconds[op]
+    return max(ended.values(), default=0.0)
+
+
+def with_waits(block: Block, orders: Sequence[Sequence[int]]) -> Streams:
+    """Streams of these orders with the fewest waits that keep every edge of the block.
+
+    Raises ValueError for orders that deadlock, or do not name every op once.
+    """
+    named = sorted(op for order in orders for op in order)
+    if named != list(range(len(block))):
+        raise ValueError("orders must name every op once")
+    stream_of = {op: s for s, order in enumerate(orders) for op in order}
+    previous = {op: before for order in orders for before, op in pairwise(order)}
+    waits = []
+    happened: dict[int, OpSet] = {}  # op -> all that has ended for sure when it starts
+    for op in _sequence(block, orders):
+        known = 0
+        if op in previous:
+            known = happened[previous[op]] | 1 << previous[op]
+        others = [p for p in members(block.predecessors[op]) if stream_of[p] != stream_of[op]]
+        # The latest of a stream, and what happened before it, come with one wait.
+        others.sort(key=lambda p: happened[p].bit_count(), reverse=True)
+        for producer in others:
+            if not known >> producer & 1:
+                waits.append((producer, op))
+                known |= happened[producer] | 1 << producer
+        happened[op] = known
+    return Streams(tuple(tuple(order) for order in orders if order), tuple(sorted(waits)))
+
+
+def _sequence(block: Block, orders: Sequence[Sequence[int]]) -> list[int]:
+    """The ops in an order that keeps both edges and streams."""
+    done, sequence = 0, []
+    heads = [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stream, order in enumerate(orders):
+            while heads[stream] < len(order):
+                op = order[heads[stream]]
+                if block.predecessors[op] & ~done:
+                    break
+                sequence.append(op)
+                done |= 1 << op
+                heads[stream] += 1
+                moved = True
+    if len(sequence) < len(block):
+        stuck = next(
+            order[head] for head, order in zip(heads, orders, strict=True) if head < len(order)
+        )
+        raise ValueError(f"op {stuck} waits for an op that comes after it in its stream's order")
+    return sequence
+
+
+def _ranks(block: Block, seconds: Sequence[float]) -> list[float]:
+    """[ops] seconds of the longest way from each op's start to the end."""
+    ranks = list(seconds)
+    for op in reversed(range(len(block))):
+        ranks[op] += max((ranks[after] for after in members(block.successors[op])), default=0.0)
+    return ranks

@@ -1,0 +1,61 @@
+"""Optimal stages of independent ops, by dynamic programming over sets of ops.
+
+With S a set of ops that holds all predecessors of its members, and an *ending* E of S any non-empty
+subset of its sinks (the ops that no other of S waits for):
+
+    seconds(S) = min over endings E of S of   seconds(S - E) + stage seconds(E)
+
+Paper: "Accelerate DNN Inference by Inter-Operator Parallelism" (DOS), 2019, algorithm 1, whose
+line 7 prints "not in S'" where "not in S" is meant.
+Differences: iterative, smaller sets first; all stages are timed in one go beforehand, so that equal
+ones can be measured once.
+
+Sets of independent ops and states are in bijection (a state is known by its sinks), so there are as
+many distinct stages as states. A window leaves out endings whose rest is no state. Exact without a
+window. O(sum over states of 2^sinks).
+"""
+
+from collections.abc import Iterator
+
+from dovetail.schedulers.programme import trace
+from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, members, subsets_of
+from dovetail.schedulers.states import MOST_STATES, State, states_of
+
+
+def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_STATES) -> Found:
+    """The best stages of independent ops. Raises `TooManyStatesError`."""
+    states = states_of(block, window, most)
+    stages = list(dict.fromkeys(e for state in states for e in endings_of(state, window)))
+    timings = dict(zip(stages, timer(stages), strict=True))
+    seconds = {stage: timing.seconds for stage, timing in timings.items()}
+    best: dict[OpSet, float] = {0: 0.0}
+    last: dict[OpSet, OpSet] = {}
+    transitions = 0
+    for ops, sinks in states:
+        least, chosen = float("inf"), 0
+        for ending in endings_of(State(ops, sinks), window):
+            transitions += 1
+            total = best[ops ^ ending] + seconds[ending]
+            if total < least:
+                least, chosen = total, ending
+        best[ops], last[ops] = least, chosen
+    return trace(block, last, timings, (len(states), transitions))
+
+
+def endings_of(state: State, window: int = 0) -> Iterator[OpSet]:
+    """Every non-empty set of sinks; with a window, those whose rest is a state.
+
+    With its lowest op m, an ending must hold all that is `window` or more places after m: else what
+    is left would hold such an op and lack m.
+    """
+    if not window:
+        yield from subsets_of(state.sinks)
+        return
+    for lowest in members(state.sinks):
+        far = state.ops >> lowest + window << lowest + window
+        if far & ~state.sinks:
+            continue
+        near = state.sinks & ~far & ~((2 << lowest) - 1)
+        for others in subsets_of(near):
+            yield 1 << lowest | far | others
+        yield 1 << lowest | far

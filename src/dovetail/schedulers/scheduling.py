@@ -1,0 +1,171 @@
+"""From kernels and what their stages cost to one schedule, by any of the schedulers."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from dovetail.schedulers.blocks import Part, cut, whole
+from dovetail.schedulers.dataflow import Streams, dataflow
+from dovetail.schedulers.dos import dos
+from dovetail.schedulers.greedy import greedy
+from dovetail.schedulers.ios import GROUP_OPS, GROUPS, ios
+from dovetail.schedulers.merge import merge
+from dovetail.schedulers.pruning import Narrowed, narrowed
+from dovetail.schedulers.records import (
+    Block,
+    Found,
+    OpSet,
+    StageTimer,
+    Timing,
+    groups_of,
+    members,
+)
+from dovetail.schedulers.results import KernelStage
+from dovetail.schedulers.sequential import sequential
+
+MOST_STATES = {"dos": 50_000, "ios": 5_000}
+"""Of a part: `dos` compares some 40 endings a state here, `ios` hundreds."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be scheduled, and what it costs.
+
+    signatures     [kernels] equal for kernels that cost the same
+    timer          stages of the block -> seconds
+    bounded        the same for those that `dos` and `ios` compare; of one that cannot beat its
+                   kernels one by one it may say what they take
+    keys           [kernels] those of one key may be merged; None: with none
+    streams        how many kernels the device can run at once
+    seconds        [kernels] of each by itself on one stream
+    wait_seconds   until an event of another stream comes
+    group_ops, groups   what `ios` prunes to: the paper's r and s
+    """
+
+    block: Block
+    signatures: Sequence[str]
+    timer: StageTimer
+    bounded: StageTimer
+    keys: Sequence[Hashable | None]
+    streams: int
+    seconds: Sequence[float]
+    wait_seconds: float = 0.0
+    group_ops: int = GROUP_OPS
+    groups: int = GROUPS
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """stages in running order, or streams without barriers.
+
+    blocks          kernels of each part that was scheduled on its own
+    block_seconds   of each
+    """
+
+    seconds: float
+    stages: tuple[KernelStage, ...] = ()
+    streams: Streams | None = None
+    blocks: tuple[tuple[int, ...], ...] = ()
+    block_seconds: tuple[float, ...] = ()
+    states: int = 0
+    transitions: int = 0
+    pruning: str = ""
+
+
+Scheduler = Callable[[Problem], Schedule]
+
+
+def _sequential(problem: Problem) -> Schedule:
+    return _by_parts(problem, _lossless(problem), lambda part, t, _: sequential(part.block, t))
+
+
+def _greedy(problem: Problem) -> Schedule:
+    return _by_parts(problem, _lossless(problem), lambda part, t, _: greedy(part.block, t))
+
+
+def _merge(problem: Problem) -> Schedule:
+    def search(part: Part, timer: StageTimer, _window: int) -> Found:
+        return merge(part.block, timer, [problem.keys[op] for op in part.ops])
+
+    return _by_parts(problem, _lossless(problem), search)
+
+
+def _dos(problem: Problem) -> Schedule:
+    kept = narrowed(problem.block, MOST_STATES["dos"])
+    compared = replace(problem, timer=problem.bounded)
+    return _by_parts(compared, kept, lambda part, t, w: dos(part.block, t, window=w))
+
+
+def _ios(problem: Problem) -> Schedule:
+    kept = narrowed(problem.block, MOST_STATES["ios"])
+    search = partial(ios, group_ops=problem.group_ops, groups=problem.groups)
+    compared = replace(problem, timer=problem.bounded)
+    return _by_parts(compared, kept, lambda part, t, w: search(part.block, t, window=w))
+
+
+def _lossless(problem: Problem) -> Narrowed:
+    parts = tuple(cut(problem.block))
+    return Narrowed(parts, (0,) * len(parts))
+
+
+def _dataflow(problem: Problem) -> Schedule:
+    found, seconds = dataflow(problem.block, problem.seconds, problem.streams, problem.wait_seconds)
+    return Schedule(seconds, streams=found)
+
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "sequential": _sequential,
+    "greedy": _greedy,
+    "merge": _merge,
+    "dos": _dos,
+    "ios": _ios,
+    "dataflow": _dataflow,
+}
+
+
+def _by_parts(
+    problem: Problem, kept: Narrowed, search: Callable[[Part, StageTimer, int], Found]
+) -> Schedule:
+    """The parts' schedules one after another; parts that are equal are searched once."""
+    known: dict[Hashable, Found] = {}
+    stages: list[KernelStage] = []
+    seconds = []
+    states = transitions = 0
+    for part, window in zip(kept.parts, kept.windows, strict=True):
+        alike = (part.block, _alike(problem, part))
+        if alike not in known:
+            known[alike] = search(part, partial(_time, problem.timer, part), window)
+            states += known[alike].states
+            transitions += known[alike].transitions
+        found = known[alike]
+        seconds.append(found.seconds)
+        for stage, timing in zip(found.stages, found.timings, strict=True):
+            groups = groups_of(part.block, stage)
+            own = tuple(tuple(part.ops[op] for op in members(group)) for group in groups)
+            if timing.merged:
+                own = (tuple(kernel for group in own for kernel in group),)
+            stages.append(KernelStage(own, timing.seconds, timing.merged))
+    return Schedule(
+        sum(seconds),
+        tuple(stages),
+        None,
+        tuple(part.ops for part in kept.parts),
+        tuple(seconds),
+        states,
+        transitions,
+        kept.pruning,
+    )
+
+
+def _time(timer: StageTimer, part: Part, stages: Sequence[OpSet]) -> Sequence[Timing]:
+    return timer([whole(part, stage) for stage in stages])
+
+
+def _alike(problem: Problem, part: Part) -> Hashable:
+    """Equal for parts of one shape whose stages cost the same."""
+    first: dict[Hashable, int] = {}
+    merging = [
+        None if problem.keys[op] is None else first.setdefault(problem.keys[op], place)
+        for place, op in enumerate(part.ops)
+    ]
+    return tuple(problem.signatures[op] for op in part.ops), tuple(merging)

@@ -1,0 +1,384 @@
+import gc
+import threading
+import weakref
+from collections import namedtuple
+from functools import partial
+
+import pytest
+import torch
+from cpu_steps import Branches, Lookups, Ready
+from stages_by_hand import assert_equal_values
+from torch import nn
+
+from dovetail.errors import UsageError
+from dovetail.executors.stages.cpu import crew_of, segments_within
+from dovetail.executors.stages.functions import running
+from dovetail.executors.stages.phases import Phase, whole
+from dovetail.executors.stages.segments import Segment
+from dovetail.executors.stages.threads import Crew, Threads
+from dovetail.schedulers.dataflow import Streams, with_waits
+
+
+@pytest.fixture(scope="module")
+def branches():
+    return Ready(Branches(), [torch.randn(2, 4)])
+
+
+@pytest.fixture(scope="module")
+def lookups():
+    return Ready(Lookups(), [torch.tensor([1, 2]), torch.tensor([3, 4])])
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    """What the caller's thread is set to."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def rows():
+    return torch.randn(2, 4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_streams_compute_what_the_module_does_step_after_step(branches, count, threads):
+    step = branches.streamed(count)
+    for _ in range(4):
+        given = rows()
+        assert_equal_values(step(given), branches.plain(given), 1e-6)
+        assert torch.get_num_threads() == threads
+
+
+def test_phases_of_both_kinds_hand_over(branches):
+    block = branches.block
+    count = len(block)
+    middle = tuple(range(1, count - 1))
+    orders = with_waits(block, [range(0, count, 2), range(1, count, 2)]).orders
+    inner = [[k for k in order if k in middle] for order in orders]
+    stream_of = {k: s for s, order in enumerate(inner) for k in order}
+    waits = tuple(
+        (k, then)
+        for k in middle
+        for then in middle
+        if block.predecessors[then] >> k & 1 and stream_of[k] != stream_of[then]
+    )
+    phases = [
+        Phase((0,)),
+        Phase(middle, Streams(tuple(map(tuple, inner)), waits)),
+        Phase((count - 1,)),
+    ]
+    step = branches.step(*phases)
+    for _ in range(3):
+        given = rows()
+        assert_equal_values(step(given), branches.plain(given), 1e-6)
+
+
+def test_outputs_of_one_step_outlive_the_next(branches):
+    step = branches.streamed(2)
+    given = rows()
+    first = step(given)
+    step(rows())
+    assert_equal_values(first, branches.plain(given), 1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda r: r.streamed(2), lambda r: r.step(*whole(len(r.block)))])
+def test_nothing_of_a_step_is_kept_but_what_it_returned(branches, make):
+    step = make(branches)
+    given = rows()
+    values = weakref.ref(given)
+    found = weakref.ref(step(given)["sum"])
+    assert all(value.numel() == 0 for value in step._values)
+    del given
+    crew_of(1)._settle()
+    gc.collect()
+    assert values() is None
+    assert found() is None
+
+
+class Odd(nn.Module):
+    """Inputs that nobody reads or that are returned as they are; one output twice; a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, unused, same, number):
+        made = torch.arange(4) * self.weight
+        return Pair(same, [made, made, number.argmax(), number > 0]), self.weight, same[1:]
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rare_outputs_are_those_of_the_module(count):
+    given = [torch.randn(3), torch.randn(3), torch.randn(5, dtype=torch.float64)]
+    ready = Ready(Odd(), given)
+    step = ready.streamed(count)
+    for _ in range(2):
+        found = step(*given)
+        assert isinstance(found[0], Pair)
+        assert_equal_values(found, ready.plain(*given), 1e-6)
+    assert all(value.numel() == 0 for value in step._values)
+
+
+class Writing(nn.Module):
+    """Writes over what it has made."""
+
+    def forward(self, given):
+        made = given * 2
+        kept = made.clone()
+        made[:, 0] = 0
+        made.view(-1).mul_(3)
+        return made, kept.sin() + made.sum()
+
+
+def test_tensors_that_are_written_over_are_so_in_order():
+    ready = Ready(Writing(), [rows()])
+    step = ready.streamed(2)
+    for _ in range(3):
+        given = rows()
+        assert_equal_values(step(given), ready.plain(given), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), "1 are needed, not 0"),
+        ((torch.zeros(2, 4), torch.zeros(2, 4)), "1 are needed, not 2"),
+        ((torch.zeros(3, 4),), r"input 0 must be torch.float32 \[2, 4\]"),
+        ((torch.zeros(2, 4, dtype=torch.float64),), r"not torch.float64 \[2, 4\]"),
+        ((torch.zeros(2, 4, device="meta"),), "on meta"),
+        (([[0.0] * 4] * 2,), "must be a tensor"),
+    ],
+)
+def test_inputs_unlike_the_captured_are_refused(branches, given, said):
+    with pytest.raises(UsageError, match=said):
+        branches.streamed(2)(*given)
+
+
+GOOD, BAD = torch.tensor([1, 2]), torch.tensor([1, 9])
+
+
+@pytest.mark.parametrize("bad", [(BAD, GOOD), (GOOD, BAD), (BAD, BAD)])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_kernel_that_fails_says_so_and_the_step_runs_again(lookups, bad, count):
+    step = lookups.streamed(count)
+    before = torch.get_num_threads()
+    for _ in range(2):
+        with pytest.raises((RuntimeError, IndexError), match="index out of range"):
+            step(*bad)
+        assert all(value.numel() == 0 for value in step._values)
+        assert torch.get_num_threads() == before
+        assert_equal_values(step(GOOD, GOOD), lookups.plain(GOOD, GOOD), 1e-6)
+
+
+def threads_of(ready, count):
+    """(threads, values, what they should make of the example)."""
+    segments = segments_within(ready.block, ready.streams(count), {})
+    values = ready.functions.values()
+    for tensor in ready.prepared.inputs:
+        values[tensor] = ready.functions.example[tensor]
+    return Threads(segments, ready.functions, crew_of(len(segments) - 1)), values
+
+
+def assert_made(ready, values):
+    for tensor in ready.prepared.returned:
+        assert torch.equal(values[tensor], ready.functions.example[tensor])
+        values[tensor] = torch.empty(0)
+
+
+@running()
+def test_many_passes_end_as_one_does(branches):
+    threads, values = threads_of(branches, 2)
+    for passes in (1, 20, 3):
+        threads.run(values, passes)
+        assert_made(branches, values)
+
+
+@running()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_interrupt_in_place_of_a_stream_leaves_no_thread_behind(branches, place, error):
+    threads, values = threads_of(branches, 3)
+    own = threads._streams[place]
+
+    def failing(*_):
+        raise error("stop")
+
+    for _ in range(3):
+        threads._streams[place] = failing
+        with pytest.raises(error):
+            threads.run(values)
+        threads._streams[place] = own
+        threads.run(values, 2)
+        assert_made(branches, values)
+
+
+class _Interrupted:
+    """A seat whose thread is not handed its task."""
+
+    def __init__(self, seat):
+        self.seat, self.times = seat, 1
+
+    def put(self, task):
+        if self.times:
+            self.times -= 1
+            raise KeyboardInterrupt
+        self.seat.put(task)
+
+
+@running()
+def test_an_interrupt_before_all_have_started_stops_those_that_have(branches):
+    threads, values = threads_of(branches, 3)
+    crew = threads._crew
+    seat, crew._seats[1] = crew._seats[1], _Interrupted(crew._seats[1])
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(values)
+    crew._seats[1] = seat
+    threads.run(values)
+    assert_made(branches, values)
+
+
+@running()
+def test_a_second_interrupt_while_threads_end_is_made_good_by_the_next_run(branches, monkeypatch):
+    threads, values = threads_of(branches, 3)
+    own = threads._streams[0]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    threads._streams[0] = interrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(Crew, "_settle", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            threads.run(values)
+    threads._streams[0] = own
+    threads.run(values)
+    assert_made(branches, values)
+
+
+def test_steps_take_turns_and_come_from_any_thread(branches, lookups, threads):
+    steps = [
+        (branches.streamed(2), [torch.ones(2, 4)], branches),
+        (lookups.streamed(2), [GOOD, GOOD], lookups),
+        (branches.streamed(3), [torch.zeros(2, 4)], branches),
+    ]
+    expected = [ready.plain(*given) for _, given, ready in steps]
+    failed = []
+
+    def work(turn):
+        try:
+            for i in range(9):
+                place = (turn + i) % 3
+                step, given, _ = steps[place]
+                assert_equal_values(step(*given), expected[place], 1e-6)
+        except BaseException as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=work, args=(turn,)) for turn in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    work(2)
+    assert not failed
+    assert torch.get_num_threads() == threads
+
+
+def test_a_crew_leaves_the_callers_threads_alone_and_each_of_its_own_has_one(threads):
+    crew, found = Crew(2), []
+    elsewhere = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    elsewhere.start()
+    elsewhere.join()
+    torch.set_num_threads(5)  # threads that have not computed yet would take this over
+    tasks = [lambda: None, *[lambda: found.append(torch.get_num_threads())] * 2]
+    crew.run(tasks, lambda: None)
+    crew._settle()
+    torch.set_num_threads(threads)
+    assert found == [threads, 1, 1]
+    crew.close()
+
+
+def test_threads_that_end_take_their_traces_with_them():
+    class Heavy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(1000, 1000), nn.Linear(1000, 1000)
+
+        def forward(self, given):
+            return self.one(given) + self.two(given)
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def once():
+        ready = Ready(Heavy(), [torch.ones(1, 1000)])
+        ready.streamed(2)(torch.ones(1, 1000))
+
+    sizes = []
+    for _ in range(12):
+        once()
+        gc.collect()
+        sizes.append(resident())
+    assert sizes[-1] - sizes[3] < 4 * 8e6  # 8 more such networks are 64 MB
+
+
+def test_a_function_that_takes_nothing_is_run_in_every_step():
+    class Made(nn.Module):
+        def forward(self, given):
+            return torch.arange(4).float().cos(), given.sin()
+
+    ready = Ready(Made(), [torch.ones(3)])
+    step = ready.streamed(2)
+    for _ in range(3):
+        assert_equal_values(step(torch.ones(3)), ready.plain(torch.ones(3)), 1e-6)
+
+
+def test_a_task_that_fails_stops_those_that_wait_for_it():
+    crew, seen = Crew(1), []
+    stopped = threading.Event()
+    with pytest.raises(ValueError, match="real"):
+        crew.run([stopped.wait, partial(_raise, ValueError("real"))], stopped.set)
+    crew.run([lambda: seen.append(1), lambda: seen.append(2)], lambda: None)
+    crew._settle()
+    assert sorted(seen) == [1, 2]
+    crew.close()
+
+
+def _raise(error):
+    raise error
+
+
+class Summed(nn.Module):
+    """A sum of products of different sizes, as of a recurrent cell's two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 5), nn.Linear(3, 5)
+
+    def forward(self, left, right):
+        product = torch.addmm(self.one.bias, left, self.one.weight.t())
+        return torch.addmm(product, right, self.two.weight.t()).sigmoid()
+
+
+def test_sums_of_products_are_not_rewritten():
+    given = [torch.randn(2, 4), torch.randn(2, 3)]
+    ready = Ready(Summed(), given)
+    for step in (ready.streamed(1), ready.step(*whole(len(ready.block)))):
+        for _ in range(4):
+            assert_equal_values(step(*given), ready.plain(*given), 1e-6)
+
+
+def test_one_stream_needs_no_thread_but_the_callers(branches):
+    order = tuple(range(len(branches.block)))
+    threads = Threads([[Segment(order)]], branches.functions, crew_of(0))
+    values = branches.functions.values()
+    for tensor in branches.prepared.inputs:
+        values[tensor] = branches.functions.example[tensor]
+    with running():
+        threads.run(values)
+    assert_made(branches, values)

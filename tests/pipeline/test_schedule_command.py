@@ -1,0 +1,128 @@
+"""`dovetail schedule`, in process: what it prints and writes, and what it says of wrong input."""
+
+import json
+
+import pytest
+
+from dovetail.cli.scheduling import SCHEDULERS_HELP
+from dovetail.executors.stages.targets import AnalyticTarget
+from dovetail.frontends import resolve
+from dovetail.pipeline import Wanted, schedules
+from dovetail.pipeline.schedules import with_batch
+from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of
+from dovetail.schedulers.scheduling import SCHEDULERS
+
+TINY = "zoo:squeezenet_1_1?size=64&batch=1"
+
+
+def test_the_help_names_every_scheduler():
+    assert tuple(SCHEDULERS_HELP.split(", ")) == tuple(SCHEDULERS)
+
+
+def test_json_has_its_stable_keys_and_the_page_is_written(dovetail, tmp_path):
+    page = tmp_path / "page.html"
+    status, out, err = dovetail(
+        "schedule", TINY, "--scheduler", "greedy", "--rounds", "2", "--json", "--report", page
+    )
+    assert status == 0, err
+    printed = json.loads(out)
+    assert {"model", "device", "results"} <= set(printed)
+    (result,) = printed["results"]
+    assert {"batch", "chosen", "seconds", "stages", "measured_stages", "search_seconds"} <= set(
+        result
+    )
+    assert {"sequential", "greedy"} <= set(result["seconds"])
+    kernels = [k for stage in result["stages"] for group in stage for k in group]
+    if result["chosen"] in ("sequential", "greedy"):
+        assert sorted(kernels) == list(range(len(result["kernels"])))
+    assert "<svg" in page.read_text()
+
+
+def test_a_second_search_measures_nothing(dovetail, tmp_path):
+    command = ("schedule", TINY, "--rounds", "1", "--json", "--report", tmp_path / "page.html")
+    dovetail(*command)
+    status, out, err = dovetail(*command)
+    assert status == 0, err
+    assert json.loads(out)["results"][0]["measured_stages"] == 0
+
+
+def test_presets_are_predicted_and_compared(dovetail, tmp_path):
+    status, out, err = dovetail(
+        "schedule", TINY, "--device", "v100,k80", "--batch", "1,2", "--json",
+        "--report", tmp_path / "page.html",
+    )  # fmt: skip
+    assert status == 0, err
+    devices = json.loads(out)["devices"]
+    assert [one["costs"] for one in devices] == ["analytic", "analytic"]
+    for one in devices:
+        assert [result["batch"] for result in one["results"]] == [1, 2]
+        for result in one["results"]:
+            assert set(result["seconds"].values()) == {None}
+            predicted = result["predicted_seconds"]
+            assert predicted["dos"] <= predicted["sequential"] * (1 + 1e-9)
+            assert predicted["dos"] <= predicted["greedy"] * (1 + 1e-9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page-k80.html", "page-v100.html"]
+
+
+def test_schedules_made_elsewhere_are_no_better_than_a_devices_own():
+    found = schedules(TINY, ("v100", "k80"), Wanted(("dos",), (1, 8)))
+    for place, one in enumerate(found):
+        batches, *devices = one.specialisations
+        assert batches.title == "batch sizes"
+        assert len(devices) == 2
+        for row in range(2):
+            own = one.results[row].best.predicted_seconds
+            assert batches.seconds[row][row] == pytest.approx(own)
+            assert min(batches.seconds[row]) >= own * (1 - 1e-9)
+        for at_batch, result in zip(devices, one.results, strict=True):
+            assert at_batch.seconds[place][place] == pytest.approx(result.best.predicted_seconds)
+
+
+def test_a_schedule_seen_again_on_its_own_target_costs_what_it_did():
+    target = target_of(resolve(TINY), "v100")
+    assert isinstance(target, AnalyticTarget)
+    for name in SCHEDULERS:
+        found = search(target, name)
+        assert reseen(target, found).predicted_seconds == pytest.approx(found.predicted_seconds)
+        if found.stages and not any(stage.merged for stage in found.stages):
+            stages = [sum(1 << k for k in stage.kernels) for stage in found.stages]
+            again = as_candidate(target, stages)
+            assert again.predicted_seconds == pytest.approx(found.predicted_seconds)
+
+
+def test_the_batch_of_a_network_is_its_option():
+    assert with_batch("zoo:rnnlm", 0) == "zoo:rnnlm"
+    assert with_batch("zoo:rnnlm", 8) == "zoo:rnnlm?batch=8"
+    assert with_batch("zoo:rnnlm?batch=4&layers=2", 8) == "zoo:rnnlm?layers=2&batch=8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--scheduler", "fast"), "'fast'"),
+        (("--batch", "one"), "'one'"),
+        (("--batch", "0"), "batch"),
+        (("--device", "abacus"), "abacus"),
+        (("--device", "cuda:0"), "CUDA"),
+    ],
+)
+def test_wrong_options_are_named_and_nothing_is_written(dovetail, tmp_path, arguments, named):
+    status, out, err = dovetail("schedule", TINY, *arguments, "--report", tmp_path / "page.html")
+    assert status == 2
+    assert named in err
+    assert not out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_of_what_is_not_of_the_zoo_is_refused(dovetail, tmp_path):
+    status, _, err = dovetail(
+        "schedule", "small_models:branches", "--batch", "2", "--report", tmp_path / "page.html"
+    )
+    assert status == 2
+    assert "small_models:branches" in err
+
+
+def test_a_page_that_cannot_be_written_is_said_before_anything_runs(dovetail, tmp_path):
+    status, _, err = dovetail("schedule", TINY, "--report", tmp_path / "none" / "page.html")
+    assert status == 2
+    assert "none" in err
