@@ -36,7 +36,7 @@ from children import Record, count, parser_of, records, said
 from cpu_peers import PEERS, Given, module_of, prepared
 from markdown import fill, table
 
-from dovetail.executors.stages.choosing import choose, measure, ratios_of, timed
+from dovetail.executors.stages.choosing import fastest, measure, ratios_of, timed
 from dovetail.executors.stages.targets import ONE_THREAD, CpuTarget
 from dovetail.frontends import Captured
 from dovetail.pipeline import resolve_model
@@ -61,10 +61,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
     first = {network.program(candidates[name]): name for name in reversed(steps)}
     runs: dict[str, Any] = {name: network.timed(steps[name]) for name in reversed(first.values())}
     said("choosing", 0)
-    chosen = choose(measure(runs, arguments.rounds))
-    if chosen != SEQUENTIAL:  # again: the best of several may have been lucky
-        pair = {name: runs[name] for name in (SEQUENTIAL, chosen)}
-        chosen = choose(measure(pair, 2 * arguments.rounds))
+    chosen, _ = fastest(runs, arguments.rounds)
     with tempfile.TemporaryDirectory() as folder:
         given = Given(module_of(step), network.inputs, network.threads, Path(folder))
         wanted = steps[SEQUENTIAL](*network.inputs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
-from dovetail.executors.stages.choosing import choose, measure
+from dovetail.executors.stages.choosing import fastest, measure
 from dovetail.executors.stages.preparing import draws_nothing, prepare
 from dovetail.executors.stages.targets import (
     Target,
@@ -164,12 +164,7 @@ def find(
     # Schedules that run alike are measured as one, sequential before all.
     first = {target.program(candidates[name]): name for name in reversed(running)}
     timers = {name: target.timed(running[name]) for name in first.values()}
-    seconds = measure(timers, rounds, lambda fraction: progress("measuring", fraction, None))
-    chosen = choose(seconds)
-    if chosen != SEQUENTIAL:  # again: the best of several may have been lucky
-        again = measure({name: timers[name] for name in (SEQUENTIAL, chosen)}, 2 * rounds)
-        chosen = choose(again)
-        seconds |= again
+    chosen, seconds = fastest(timers, rounds, lambda done: progress("measuring", done, None))
     seconds = {name: seconds[first[target.program(candidates[name])]] for name in running}
     return _scheduled(target, candidates, seconds, chosen), running[chosen]
 
