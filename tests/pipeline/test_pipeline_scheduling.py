@@ -251,6 +251,11 @@ def test_requests_that_make_no_sense_are_refused():
         schedule(step, "abacus")
 
 
+def test_random_schedules_are_not_measured_where_no_device_is():
+    with pytest.raises(UsageError, match="measured, and v100, p100 cannot be here"):
+        schedules("zoo:squeezenet_1_1?size=64&batch=1", ["v100", "p100"], Wanted(sampled=3))
+
+
 def test_a_kernel_that_cannot_be_traced_is_named(cores, monkeypatch):
     def fail(*_):
         raise RuntimeError("no operator for this\nat a place")

@@ -19,6 +19,7 @@ from dovetail.pipeline.scheduling import (
     check_schedulers,
     find,
     reseen,
+    runs_here,
     sample,
     target_of,
 )
@@ -65,6 +66,9 @@ def schedules(
     devices   "cpu": this machine's cores; "cuda:0"; or presets such as "v100", by analytic costs
     """
     wanted = wanted or Wanted()
+    if wanted.sampled and not any(map(runs_here, devices)):
+        names = ", ".join(devices)
+        raise UsageError("sampled", f"random schedules are measured, and {names} cannot be here")
     steps = [_step(with_batch(model, batch), progress) for batch in wanted.batches or (0,)]
     found, targets = [], []
     for device in devices:

@@ -70,7 +70,7 @@ def target_of(
     """
     if step.source.training:
         raise UsageError("MODEL", "stages are of inference steps; leave --train out")
-    if device == CPU or _is_cuda(device):
+    if runs_here(device):
         check_repeats(step)
     kernels = fuse(step.graph)
     if not kernels.count:
@@ -108,6 +108,11 @@ def _one_device(text: str) -> Device:
     if len(devices) != 1:
         raise UsageError("device", f"{text!r} has {len(devices)} devices; name one, such as v100")
     return devices[0]
+
+
+def runs_here(device: str) -> bool:
+    """Is it measured, and not predicted?"""
+    return device == CPU or _is_cuda(device)
 
 
 def _is_cuda(device: str) -> bool:
