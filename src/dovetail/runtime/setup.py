@@ -25,8 +25,8 @@ def set_up_thread(threads: int) -> None:
 
 
 def spin_briefly() -> None:
-    """Have OpenMP's threads (GNU's, of torch's Linux builds) wait for work for some 100 us before
-    they give up their cores, not for some 10 ms: between ops on all threads, streams of kernels run
-    on those cores. Before torch is imported; what the user has set stands."""
+    """Have OpenMP's threads (GNU's, of torch's Linux builds) wait for work for some 30 to 100 us
+    before they give up their cores, not for some 10 ms: between ops on all threads, streams of
+    kernels run on those cores. Before torch is imported; what the user has set stands."""
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "20000"
+        os.environ["GOMP_SPINCOUNT"] = "3000"

@@ -10,6 +10,7 @@ all threads. One that this keeps from beating its kernels one by one is not meas
 are compared.
 """
 
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,11 +32,11 @@ from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
 from dovetail.schedulers.timing import key_of
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Part of every cache key: raise it when what is measured changes."""
 _SAMPLES = 5
 _SAMPLE_SECONDS = 1e-3
-_SWITCHES = 15
+_SWITCHES, _PHASE_SECONDS = 25, 3e-4
 _LEAST_PASSES = 2
 _TRIES, _DISTURBED = 3, 0.3
 _KEPT_TOGETHER = 16
@@ -179,8 +180,9 @@ class CpuStages(MeasuredStages):
         for tensor, value in functions.example.items():
             self._values[tensor] = value
         self.alone = self._alone()
-        switching = self._measured({"switching": 0}, lambda _name, _kernel: self._switching())
-        self.alone = replace(self.alone, switching=switching["switching"].seconds)
+        name = f"switching, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}"
+        switching = self._measured({name: 0}, lambda _name, _kernel: self._switching())
+        self.alone = replace(self.alone, switching=switching[name].seconds)
 
     def measure_stage(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
         functions = self._functions.merging([tuple(groups[0])]) if merged else self._functions
@@ -220,23 +222,37 @@ class CpuStages(MeasuredStages):
             return _calm(time)
 
     def _switching(self) -> Measured:
-        """From a kernel on all threads to streams that run nothing, and back."""
+        """From kernels on all threads to streams and back: what both take in turns, and neither
+        by itself. They last until threads that wait for the other's work have gone to sleep. The
+        caller's stream has nothing to do, so that all of the wait for another thread counts."""
         by_seconds = sorted(range(len(self._block)), key=lambda k: self.one_by_one([k]))
-        function = self._functions.of([by_seconds[len(by_seconds) // 2]])
+        kernel = by_seconds[len(by_seconds) // 2]
+        function = self._functions.of([kernel])
         given = [self._values[tensor] for tensor in function.takes]
-        idle = Threads([[]] * self._threads, self._functions, crew_of(self._threads - 1))
+        segments = segments_within(self._block, barriers([[[kernel]]]), {})
+        others = [*segments, *([] for _ in range(self._threads - 2))]
+        streams = Threads([[], *others], self._functions, crew_of(self._threads - 1))
+        calls = max(1, round(_PHASE_SECONDS / self.alone.all_threads[kernel]))
+        passes = max(1, round(_PHASE_SECONDS / self.alone.one_thread[kernel]))
 
-        def alone() -> None:
-            function.run(*given)
+        def whole() -> None:
+            for _ in range(calls):
+                function.run(*given)
 
-        def both() -> None:
-            alone()
-            idle.run(self._values)
+        def streamed(times: int = 1) -> None:
+            streams.run(self._values, times * passes)
+
+        def switch() -> float:
+            whole()
+            alone = timed(whole)
+            twice = timed(partial(streamed, 2))
+            once = timed(streamed)  # twice and once begin alike
+            in_turns = timed(whole) + timed(streamed)
+            return max(0.0, in_turns - alone - (twice - once))
 
         torch.set_num_threads(self._threads)
         with running():
-            seconds = [timed(both) - timed(alone) for _ in range(_SWITCHES)]
-        timing = summarise([max(0.0, each) for each in seconds])
+            timing = summarise([switch() for _ in range(_SWITCHES)])
         return Measured(timing.median_seconds, timing.spread)
 
 
