@@ -39,7 +39,7 @@ class Stages(CpuStages):
 
     one = MappingProxyType({"conv": 4.0, "pool": 1.0})
     whole = frozenset()
-    overlap, merged_share = 0.5, 0.25
+    overlap, merged_share, cold = 0.5, 0.25, 1
     interrupt_at = 10**9
 
     def __init__(self, cache, block=TWINS, signatures=SIGNATURES, keys=NO_KEYS, **options):
@@ -55,11 +55,14 @@ class Stages(CpuStages):
         if len(self.measured) >= self.interrupt_at:
             raise KeyboardInterrupt
 
-    def _kernel(self, threads, _name, kernel):
-        self._note((threads, self._signatures[kernel]))
-        signature = self._signatures[kernel]
-        share = 1 if threads == 1 or signature in self.whole else 1 / threads
-        return Measured(self.one[signature] * share, 0.0)
+    def _in_passes(self, threads):
+        self._note(threads)
+        found = {}
+        for signature in dict.fromkeys(self._signatures):
+            share = 1 if threads == 1 or signature in self.whole else 1 / threads
+            first = Measured(self.one[signature] * share, 0.0)
+            found[signature] = [first, Measured(first.seconds / self.cold, 0.0)]
+        return found
 
     def _switching(self):
         return Measured(0.01, 0.0)
@@ -87,11 +90,11 @@ def everything(block):
 
 def test_kernels_of_one_signature_are_measured_once_on_one_thread_and_on_all(cache):
     stages = Stages(cache)
-    assert sorted(stages.measured) == [(1, "conv"), (1, "pool"), (2, "conv"), (2, "pool")]
+    assert stages.measured == [1, 2]  # passes over all kernels, on so many threads
     assert stages.alone.one_thread == [4, 4, 1, 1, 1]
     assert stages.alone.all_threads == [2, 2, 0.5, 0.5, 0.5]
     assert stages.alone.switching == 0.01
-    assert stages.asked == stages.timed == 5
+    assert stages.asked == stages.timed == 7  # two turns on one thread, one on two; switching
 
 
 def test_each_distinct_stage_is_measured_once_and_later_runs_measure_nothing(cache):
@@ -103,7 +106,7 @@ def test_each_distinct_stage_is_measured_once_and_later_runs_measure_nothing(cac
     measured = stages.measured[before:]
     # conv + conv; conv + pool apart, in a chain; ... : equal ones are looked up
     assert len(measured) < len(everything(TWINS))
-    assert len(set(measured)) == len(measured) == stages.timed - 5
+    assert len(set(measured)) == len(measured) == stages.timed - 7
     assert stages.asked == stages.timed
     later = Whole(cache)
     assert later.timer(everything(TWINS)) == found
@@ -134,7 +137,7 @@ def test_another_torch_or_way_to_measure_starts_anew(cache, name, monkeypatch):
         monkeypatch.setattr(measuring, "PROTOCOL", -1)
     other = Whole(cache)
     other.timer([0b11])
-    assert other.timed == other.asked == 6
+    assert other.timed == other.asked == 8
 
 
 def test_a_stage_that_cannot_win_is_not_measured_and_never_chosen(cache):
@@ -150,6 +153,17 @@ def test_a_stage_that_cannot_win_is_not_measured_and_never_chosen(cache):
         assert all(stage & (stage - 1) == 0 for stage in found.stages)
         for stage, timing in zip(everything(block), stages.bounded(everything(block)), strict=True):
             assert timing.seconds > sum(stages.alone.best(k) for k in members(stage))
+
+
+def test_a_stage_is_slower_in_a_step_by_as_much_as_its_kernels_are(cache):
+    class Cold(Whole):
+        cold = 2  # they take half when they run again at once
+
+    warm, cold = Whole(cache), Cold(cache, device="another")
+    stages = [0b00011, 0b01111, 0b01000]
+    of_warm, of_cold = warm.timer(stages), cold.timer(stages)
+    assert [t.seconds for t in of_warm] == [4.0, 5.0, 1.0]
+    assert [t.seconds for t in of_cold] == [8.0, 10.0, 1.0]
 
 
 def test_where_threads_win_nothing_the_bound_lets_even_stages_through(cache):
@@ -228,7 +242,7 @@ def test_an_interrupt_keeps_what_was_measured(cache):
     assert second.timed == 60 - 37
     first.interrupt_at = 10**9
     first.timer(pairs)  # the same object goes on too
-    assert first.timed == 81 + 37
+    assert first.timed == 121 + 37
 
 
 def test_progress_is_told_of_each_measurement(cache):

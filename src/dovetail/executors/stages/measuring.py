@@ -1,9 +1,11 @@
 """Stage costs measured on a device: each distinct stage once, and kept.
 
 On a CPU a stage runs over and over inside its threads, as it does between its neighbours in a step:
-what starting the threads takes is no part of it. Kernels by themselves are timed on one thread and
-on all. What was measured is kept under the processor, its threads and the version of torch, so that
-a later search measures nothing.
+what starting the threads takes is no part of it. Kernels by themselves are timed within steps, one
+after another, on one thread and on all: there their weights and inputs are not in the caches as
+those of what runs over and over are. On one thread each runs twice, and a stage is taken to be
+slower in a step by as much as its kernels are the first time. What was measured is kept under the
+processor, its threads and the version of torch, so that a later search measures nothing.
 
 A stage cannot be faster than its longest group on one thread, nor than all of its work shared by
 all threads. One that this keeps from beating its kernels one by one is not measured where stages
@@ -24,15 +26,16 @@ from dovetail.executors.stages.cpu import crew_of, segments_within
 from dovetail.executors.stages.cuda import StageClock
 from dovetail.executors.stages.functions import Functions, Values, running
 from dovetail.executors.stages.merging import merged_function
+from dovetail.executors.stages.passes import seconds_in_passes
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import Prepared
 from dovetail.executors.stages.threads import Threads
-from dovetail.runtime.timers import clock, summarise, time_call
+from dovetail.runtime.timers import clock, summarise
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
 from dovetail.schedulers.timing import key_of
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Part of every cache key: raise it when what is measured changes."""
 _SAMPLES = 5
 _SAMPLE_SECONDS = 1e-3
@@ -77,6 +80,10 @@ class MeasuredStages:
         """Seconds of kernels one after another, each as fast as it can be."""
         raise NotImplementedError
 
+    def in_step(self, kernels: Sequence[int]) -> float:
+        """What a stage of these kernels takes within a step, over what it takes over and over."""
+        raise NotImplementedError
+
     def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
         """Is it sure that a stage of these groups gains no more than `_LEAST_GAIN` over its kernels
         one by one?"""
@@ -108,9 +115,10 @@ class MeasuredStages:
         kernels = list(members(stage))
         if name not in found:
             return Timing(self.one_by_one(kernels) * (_NO_TIE if len(kernels) > 1 else 1.0))
-        concurrent = found[name].seconds
+        share = self.in_step(kernels)
+        concurrent = found[name].seconds * share
         if can_merge(self._keys, kernels):  # not so another of that name, of several inputs
-            merged = found[f"merged {name}"].seconds
+            merged = found[f"merged {name}"].seconds * share
             if merged < concurrent:
                 return Timing(merged, merged=True)
         return Timing(concurrent)
@@ -179,7 +187,9 @@ class CpuStages(MeasuredStages):
         self._values = functions.values()
         for tensor, value in functions.example.items():
             self._values[tensor] = value
-        self.alone = self._alone()
+        self._passes: dict[int, dict[str, list[Measured]]] = {}
+        self.alone = AloneSeconds(self._column(1, 0), self._column(threads, 0), 0.0)
+        self._again = self._column(1, 1)
         name = f"switching, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}"
         switching = self._measured({name: 0}, lambda _name, _kernel: self._switching())
         self.alone = replace(self.alone, switching=switching[name].seconds)
@@ -198,33 +208,46 @@ class CpuStages(MeasuredStages):
         least = max(max(seconds), sum(seconds) / self._threads)
         return least > (1 - _LEAST_GAIN) * sum(map(self.one_by_one, groups))
 
-    def _alone(self) -> AloneSeconds:
-        columns = []
-        for threads in (1, self._threads):
-            names = [f"{threads} threads {signature}" for signature in self._signatures]
-            ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
-            found = self._measured(ask, partial(self._kernel, threads))
-            columns.append([found[name].seconds for name in names])
-        return AloneSeconds(columns[0], columns[1], 0.0)
+    def in_step(self, kernels: Sequence[int]) -> float:
+        first, again = (
+            sum(seconds[k] for k in kernels) for seconds in (self.alone.one_thread, self._again)
+        )
+        return first / again
 
-    def _kernel(self, threads: int, _name: str, kernel: int) -> Measured:
-        function = self._functions.of([kernel])
-        given = [self._values[tensor] for tensor in function.takes]
-        torch.set_num_threads(threads)
+    def _column(self, threads: int, turn: int) -> list[float]:
+        """[kernels] seconds on so many threads, in their first or second turn of a pass."""
+        names = [f"{threads} threads, turn {turn + 1}: {text}" for text in self._signatures]
+        ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
 
-        def time() -> Measured:
-            timing = time_call(
-                lambda: function.run(*given), samples=_SAMPLES, sample_seconds=_SAMPLE_SECONDS
-            )
-            return Measured(timing.median_seconds, timing.spread)
+        def measure(_name: str, kernel: int) -> Measured:
+            if threads not in self._passes:
+                self._passes[threads] = self._in_passes(threads)
+            return self._passes[threads][self._signatures[kernel]][turn]
 
-        with running():
-            return _calm(time)
+        found = self._measured(ask, measure)
+        return [found[name].seconds for name in names]
+
+    def _in_passes(self, threads: int) -> dict[str, list[Measured]]:
+        """signature -> what its kernels take in each turn; there are two on one thread."""
+        turns = 2 if threads == 1 else 1
+        found = seconds_in_passes(
+            self._functions, self._values, len(self._block), threads, twice=turns == 2
+        )
+        samples: dict[str, list[list[float]]] = {s: [[], []] for s in self._signatures}
+        for signature, of_kernel in zip(self._signatures, found, strict=True):
+            for own, seconds in zip(samples[signature], of_kernel, strict=True):
+                own += seconds
+        return {
+            signature: [_measured(seconds) for seconds in own[:turns]]
+            for signature, own in samples.items()
+        }
 
     def _switching(self) -> Measured:
         """From kernels on all threads to streams and back: what both take in turns, and neither
         by itself. They last until threads that wait for the other's work have gone to sleep. The
         caller's stream has nothing to do, so that all of the wait for another thread counts."""
+        if self._threads == 1:
+            return Measured(0.0, 0.0)
         by_seconds = sorted(range(len(self._block)), key=lambda k: self.one_by_one([k]))
         kernel = by_seconds[len(by_seconds) // 2]
         function = self._functions.of([kernel])
@@ -252,8 +275,7 @@ class CpuStages(MeasuredStages):
 
         torch.set_num_threads(self._threads)
         with running():
-            timing = summarise([switch() for _ in range(_SWITCHES)])
-        return Measured(timing.median_seconds, timing.spread)
+            return _measured([switch() for _ in range(_SWITCHES)])
 
 
 class CudaStages(MeasuredStages):
@@ -286,6 +308,10 @@ class CudaStages(MeasuredStages):
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone[kernel] for kernel in kernels)
 
+    def in_step(self, kernels: Sequence[int]) -> float:
+        """As over and over: a GPU's caches are small beside what a kernel reads."""
+        return 1.0
+
     def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
         """Never for sure: a GPU runs its kernels side by side as it can."""
         return False
@@ -304,12 +330,16 @@ def time_passes(threads: Threads, values: Values) -> Measured:
             began = clock()
             threads.run(values, passes)
             seconds.append((clock() - began) / passes)
-        timing = summarise(seconds, passes)
-        return Measured(timing.median_seconds, timing.spread)
+        return _measured(seconds)
 
     with running():
         threads.run(values)
         return _calm(time)
+
+
+def _measured(seconds: list[float]) -> Measured:
+    timing = summarise(seconds)
+    return Measured(timing.median_seconds, timing.spread)
 
 
 def _calm(measure: Callable[[], Measured]) -> Measured:

@@ -24,8 +24,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class AloneSeconds:
-    """[kernels] seconds of each by itself, on one thread and on all; switching: from a whole phase
-    to streams and back."""
+    """[kernels] seconds of each by itself within a step, on one thread and on all; switching: from
+    a whole phase to streams and back."""
 
     one_thread: Sequence[float]
     all_threads: Sequence[float]

@@ -1,0 +1,52 @@
+"""Seconds of kernels within a step: passes of one kernel after another, each of them timed.
+
+What runs over and over finds its weights and inputs in the caches; in a step other kernels have
+been there since. Large weights, concatenations and poolings take several times as long then.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from dovetail.executors.stages.functions import Functions, Values, running
+from dovetail.runtime.timers import clock
+
+_WARM_UP_PASSES, _LEAST_PASSES, _MOST_PASSES = 2, 5, 25
+_SECONDS = 3.0
+
+Seconds = tuple[list[float], list[float]]
+"""Of a kernel in each pass: the first time, and run again at once (empty where it is not)."""
+
+
+def seconds_in_passes(
+    functions: Functions,
+    values: Values,
+    kernels: int,
+    threads: int,
+    *,
+    twice: bool = False,
+    progress: Callable[[float], None] = lambda _fraction: None,
+) -> list[Seconds]:
+    """[kernels], in as many passes as three seconds allow. values: of a step, all of them."""
+    runs = [functions.of([kernel]) for kernel in range(kernels)]
+    found: list[Seconds] = [([], []) for _ in runs]
+    torch.set_num_threads(threads)
+    with running():
+        began = clock()
+        for number in range(_WARM_UP_PASSES + _MOST_PASSES):
+            for function, (first, again) in zip(runs, found, strict=True):
+                given = [values[tensor] for tensor in function.takes]
+                start = clock()
+                made = function.run(*given)
+                end = clock()
+                first.append(end - start)
+                if twice:
+                    function.run(*given)
+                    again.append(clock() - end)
+                for tensor, value in zip(function.returns, made, strict=True):
+                    values[tensor] = value
+            spent = (clock() - began) / _SECONDS
+            progress(min(1.0, max(spent, (number + 1) / (_WARM_UP_PASSES + _MOST_PASSES))))
+            if spent > 1 and number + 1 >= _WARM_UP_PASSES + _LEAST_PASSES:
+                break
+    return [(first[_WARM_UP_PASSES:], again[_WARM_UP_PASSES:]) for first, again in found]
