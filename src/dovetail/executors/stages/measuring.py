@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from dovetail.costs import CostCache
@@ -35,18 +36,19 @@ from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
 from dovetail.schedulers.timing import key_of
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Part of every cache key: raise it when what is measured changes."""
-_SAMPLES = 5
-_SAMPLE_SECONDS = 1e-3
+_VISITS, _SAMPLES = 4, 2
+_SAMPLE_SECONDS = 2e-3
 _SWITCHES, _PHASE_SECONDS = 25, 3e-4
 _LEAST_PASSES = 2
-_TRIES, _DISTURBED = 3, 0.3
-_KEPT_TOGETHER = 16
+_TOGETHER = 16
 _LEAST_GAIN = 0.01
 _NO_TIE = 1 + 1e-6  # a stage that cannot win must not tie with its kernels one by one
 
 Progress = Callable[[str, float], None]
+Stage = tuple[Sequence[Sequence[int]], bool]
+"""Groups of kernels; merged?"""
 
 
 class MeasuredStages:
@@ -72,8 +74,8 @@ class MeasuredStages:
         self.asked = self.timed = 0
         self.seconds = 0.0
 
-    def measure_stage(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
-        """Groups at the same time; `merged`: the one group as one kernel."""
+    def measure_stages(self, stages: Sequence[Stage]) -> list[Measured]:
+        """Of each its groups at the same time; `merged`: the one group as one kernel."""
         raise NotImplementedError
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
@@ -108,7 +110,9 @@ class MeasuredStages:
                 if can_merge(self._keys, list(members(stage))):
                     ask.setdefault(f"merged {name}", stage)
             names.append(name)
-        found = self._measured(ask, self._stage)
+        found = self._measured(
+            ask, lambda asked: self.measure_stages([self._stage(*each) for each in asked])
+        )
         return [self._timing(stage, name, found) for stage, name in zip(stages, names, strict=True)]
 
     def _timing(self, stage: OpSet, name: str, found: dict[str, Measured]) -> Timing:
@@ -128,17 +132,16 @@ class MeasuredStages:
             return False
         return self.cannot_win([list(members(g)) for g in groups_of(self._block, stage)])
 
-    def _stage(self, name: str, stage: OpSet) -> Measured:
+    def _stage(self, name: str, stage: OpSet) -> Stage:
         if name.startswith("merged "):
-            return self.measure_stage([list(members(stage))], merged=True)
-        groups = [list(members(group)) for group in groups_of(self._block, stage)]
-        return self.measure_stage(groups, merged=False)
+            return [list(members(stage))], True
+        return [list(members(group)) for group in groups_of(self._block, stage)], False
 
     def _name(self, stage: OpSet) -> str:
         return repr(key_of(self._block, stage, self._signatures))
 
     def _measured(
-        self, ask: dict[str, int], measure: Callable[[str, int], Measured]
+        self, ask: dict[str, int], measure: Callable[[Sequence[tuple[str, int]]], list[Measured]]
     ) -> dict[str, Measured]:
         """name -> what was measured, now or before."""
         self.asked += sum(name not in self._known for name in ask)
@@ -146,24 +149,19 @@ class MeasuredStages:
         self._known |= self._cache.costs(self._device, unknown)
         missing = [name for name in unknown if name not in self._known]
         began, threads = clock(), torch.get_num_threads()
-        fresh: dict[str, Measured] = {}
         try:
-            for place, name in enumerate(missing):
-                fresh[name] = measure(name, ask[name])
-                self.timed += 1
-                if len(fresh) == _KEPT_TOGETHER:
-                    self._keep(fresh)
-                self._progress("measuring stages", (place + 1) / len(missing))
+            for place in range(0, len(missing), _TOGETHER):
+                names = missing[place : place + _TOGETHER]
+                found = measure([(name, ask[name]) for name in names])
+                fresh = dict(zip(names, found, strict=True))
+                self._cache.add_costs(self._device, fresh)
+                self._known |= fresh
+                self.timed += len(fresh)
+                self._progress("measuring stages", (place + len(fresh)) / len(missing))
         finally:
             torch.set_num_threads(threads)
-            self._keep(fresh)
             self.seconds += clock() - began
         return {name: self._known[name] for name in ask}
-
-    def _keep(self, fresh: dict[str, Measured]) -> None:
-        self._cache.add_costs(self._device, fresh)
-        self._known |= fresh
-        fresh.clear()
 
 
 class CpuStages(MeasuredStages):
@@ -191,14 +189,29 @@ class CpuStages(MeasuredStages):
         self.alone = AloneSeconds(self._column(1, 0), self._column(threads, 0), 0.0)
         self._again = self._column(1, 1)
         name = f"switching, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}"
-        switching = self._measured({name: 0}, lambda _name, _kernel: self._switching())
+        switching = self._measured({name: 0}, lambda _asked: [self._switching()])
         self.alone = replace(self.alone, switching=switching[name].seconds)
 
-    def measure_stage(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
+    def measure_stages(self, stages: Sequence[Stage]) -> list[Measured]:
+        """In several visits each: what disturbs the machine for a while disturbs few of them."""
+        threads = [self._threads_of(groups, merged) for groups, merged in stages]
+        seconds: list[list[float]] = [[] for _ in stages]
+        with running():
+            passes = [_passes_of(own, self._values) for own in threads]
+            for _ in range(_VISITS):
+                for own, many, samples in zip(threads, passes, seconds, strict=True):
+                    own.run(self._values)
+                    for _ in range(_SAMPLES):
+                        began = clock()
+                        own.run(self._values, many)
+                        samples.append((clock() - began) / many)
+        return list(map(_undisturbed, seconds))
+
+    def _threads_of(self, groups: Sequence[Sequence[int]], merged: bool) -> Threads:
         functions = self._functions.merging([tuple(groups[0])]) if merged else self._functions
         orders = groups if merged else spread(groups, self.alone.one_thread, self._threads)
         segments = segments_within(self._block, barriers([orders]), {})
-        return time_passes(Threads(segments, functions, crew_of(len(segments) - 1)), self._values)
+        return Threads(segments, functions, crew_of(len(segments) - 1))
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone.best(kernel) for kernel in kernels)
@@ -219,10 +232,11 @@ class CpuStages(MeasuredStages):
         names = [f"{threads} threads, turn {turn + 1}: {text}" for text in self._signatures]
         ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
 
-        def measure(_name: str, kernel: int) -> Measured:
+        def measure(asked: Sequence[tuple[str, int]]) -> list[Measured]:
             if threads not in self._passes:
                 self._passes[threads] = self._in_passes(threads)
-            return self._passes[threads][self._signatures[kernel]][turn]
+            of_signature = self._passes[threads]
+            return [of_signature[self._signatures[kernel]][turn] for _, kernel in asked]
 
         found = self._measured(ask, measure)
         return [found[name].seconds for name in names]
@@ -238,7 +252,7 @@ class CpuStages(MeasuredStages):
             for own, seconds in zip(samples[signature], of_kernel, strict=True):
                 own += seconds
         return {
-            signature: [_measured(seconds) for seconds in own[:turns]]
+            signature: [_undisturbed(seconds) for seconds in own[:turns]]
             for signature, own in samples.items()
         }
 
@@ -275,7 +289,8 @@ class CpuStages(MeasuredStages):
 
         torch.set_num_threads(self._threads)
         with running():
-            return _measured([switch() for _ in range(_SWITCHES)])
+            timing = summarise([switch() for _ in range(_SWITCHES)])
+        return Measured(timing.median_seconds, timing.spread)
 
 
 class CudaStages(MeasuredStages):
@@ -297,10 +312,15 @@ class CudaStages(MeasuredStages):
         self._clock, self._prepared = stage_clock, prepared
         names = [f"kernel {signature}" for signature in signatures]
         ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
-        found = self._measured(ask, lambda _name, kernel: self.measure_stage([[kernel]], False))
+        found = self._measured(
+            ask, lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked])
+        )
         self.alone = [found[name].seconds for name in names]
 
-    def measure_stage(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
+    def measure_stages(self, stages: Sequence[Stage]) -> list[Measured]:
+        return [self._measure(groups, merged) for groups, merged in stages]
+
+    def _measure(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
         own = merged_function(self._prepared, groups[0])[0] if merged else None
         timing = self._clock.time([tuple(group) for group in groups], own)
         return Measured(timing.median_seconds, timing.spread)
@@ -317,36 +337,15 @@ class CudaStages(MeasuredStages):
         return False
 
 
-def time_passes(threads: Threads, values: Values) -> Measured:
-    """Seconds of one pass of many."""
-
-    def time() -> Measured:
-        began = clock()
-        threads.run(values, _LEAST_PASSES)
-        taken = max(clock() - began, 1e-9)
-        passes = max(_LEAST_PASSES, round(_SAMPLE_SECONDS * _LEAST_PASSES / taken))
-        seconds = []
-        for _ in range(_SAMPLES):
-            began = clock()
-            threads.run(values, passes)
-            seconds.append((clock() - began) / passes)
-        return _measured(seconds)
-
-    with running():
-        threads.run(values)
-        return _calm(time)
+def _passes_of(threads: Threads, values: Values) -> int:
+    """How many passes a sample takes; within `running`."""
+    threads.run(values)
+    began = clock()
+    threads.run(values, _LEAST_PASSES)
+    taken = max(clock() - began, 1e-9)
+    return max(_LEAST_PASSES, round(_SAMPLE_SECONDS * _LEAST_PASSES / taken))
 
 
-def _measured(seconds: list[float]) -> Measured:
-    timing = summarise(seconds)
-    return Measured(timing.median_seconds, timing.spread)
-
-
-def _calm(measure: Callable[[], Measured]) -> Measured:
-    """The best of up to three tries, where samples lie far apart: others wanted the cores."""
-    best = measure()
-    for _ in range(_TRIES - 1):
-        if best.spread <= _DISTURBED:
-            break
-        best = min(best, measure(), key=lambda measured: measured.seconds)
-    return best
+def _undisturbed(seconds: list[float]) -> Measured:
+    """The first quartile of samples: what others do on the cores only ever adds."""
+    return Measured(float(np.quantile(seconds, 0.25)), summarise(seconds).spread)
