@@ -1,0 +1,50 @@
+import pytest
+import torch
+from cpu_steps import Branches, Ready
+
+from dovetail.executors.stages import passes
+from dovetail.executors.stages.passes import seconds_in_passes
+
+
+@pytest.fixture
+def ready():
+    before = torch.get_num_threads()
+    yield Ready(Branches(), [torch.ones(2, 4)])
+    torch.set_num_threads(before)
+
+
+def values_of(ready):
+    values = ready.functions.values()
+    for tensor, value in ready.functions.example.items():
+        values[tensor] = value
+    return values
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_every_kernel_is_timed_in_every_pass(ready, twice):
+    values, kernels, told = values_of(ready), len(ready.block), []
+    found = seconds_in_passes(
+        ready.functions, values, kernels, 1, twice=twice, progress=told.append
+    )
+    assert len(found) == kernels
+    for first, again in found:
+        assert len(first) == passes._MOST_PASSES
+        assert len(again) == (passes._MOST_PASSES if twice else 0)
+        assert min([*first, *again]) > 0
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_passes_leave_the_values_of_a_step(ready):
+    values = values_of(ready)
+    seconds_in_passes(ready.functions, values, len(ready.block), 1)
+    assert {t: values[t].tolist() for t in ready.functions.example} == {
+        t: value.tolist() for t, value in ready.functions.example.items()
+    }
+
+
+def test_long_steps_take_fewer_passes(ready, monkeypatch):
+    ticking = iter(float(i) for i in range(100_000))
+    monkeypatch.setattr(passes, "clock", lambda: next(ticking))
+    found = seconds_in_passes(ready.functions, values_of(ready), len(ready.block), 1)
+    assert {len(first) for first, _ in found} == {passes._LEAST_PASSES}
