@@ -36,9 +36,10 @@ from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
 from dovetail.schedulers.timing import key_of
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Part of every cache key: raise it when what is measured changes."""
-_VISITS, _SAMPLES = 4, 2
+_VISITS, _MOST_VISITS, _SAMPLES = 4, 12, 2
+_DOUBTFUL = 1.1
 _SAMPLE_SECONDS = 2e-3
 _FIRST_SWITCHES, _SWITCHES, _PHASE_SECONDS = 20, 100, 3e-4
 _LEAST_PASSES = 2
@@ -193,23 +194,33 @@ class CpuStages(MeasuredStages):
         self.alone = replace(self.alone, switching=switching[name].seconds)
 
     def measure_stages(self, stages: Sequence[Stage]) -> list[Measured]:
-        """In several visits each: what disturbs the machine for a while disturbs few of them."""
-        threads = [self._threads_of(groups, merged) for groups, merged in stages]
-        seconds: list[list[float]] = [[] for _ in stages]
+        """In several visits each: what disturbs the machine for a while disturbs few of them. Those
+        that take longer than their kernels by themselves should are visited more often."""
+        orders = [self._orders(groups, merged) for groups, merged in stages]
+        threads = [
+            self._threads_of(own, merged) for own, (_, merged) in zip(orders, stages, strict=True)
+        ]
+        expected = [max(sum(self._again[k] for k in order) for order in own) for own in orders]
+        samples: list[list[float]] = [[] for _ in stages]
         with running():
             passes = [_passes_of(own, self._values) for own in threads]
-            for _ in range(_VISITS):
-                for own, many, samples in zip(threads, passes, seconds, strict=True):
-                    own.run(self._values)
-                    for _ in range(_SAMPLES):
-                        began = clock()
-                        own.run(self._values, many)
-                        samples.append((clock() - began) / many)
-        return list(map(_undisturbed, seconds))
+            doubtful = list(range(len(stages)))
+            for visit in range(_MOST_VISITS):
+                for place in doubtful:
+                    samples[place] += _visit(threads[place], self._values, passes[place])
+                if visit + 1 >= _VISITS:
+                    doubtful = [
+                        place
+                        for place in doubtful
+                        if _undisturbed(samples[place]).seconds > _DOUBTFUL * expected[place]
+                    ]
+        return list(map(_undisturbed, samples))
 
-    def _threads_of(self, groups: Sequence[Sequence[int]], merged: bool) -> Threads:
-        functions = self._functions.merging([tuple(groups[0])]) if merged else self._functions
-        orders = groups if merged else spread(groups, self.alone.one_thread, self._threads)
+    def _orders(self, groups: Sequence[Sequence[int]], merged: bool) -> Sequence[Sequence[int]]:
+        return groups if merged else spread(groups, self.alone.one_thread, self._threads)
+
+    def _threads_of(self, orders: Sequence[Sequence[int]], merged: bool) -> Threads:
+        functions = self._functions.merging([tuple(orders[0])]) if merged else self._functions
         segments = segments_within(self._block, barriers([orders]), {})
         return Threads(segments, functions, crew_of(len(segments) - 1))
 
@@ -346,6 +357,17 @@ def _passes_of(threads: Threads, values: Values) -> int:
     threads.run(values, _LEAST_PASSES)
     taken = max(clock() - began, 1e-9)
     return max(_LEAST_PASSES, round(_SAMPLE_SECONDS * _LEAST_PASSES / taken))
+
+
+def _visit(threads: Threads, values: Values, passes: int) -> list[float]:
+    """Samples of the seconds of a pass; within `running`."""
+    threads.run(values)
+    seconds = []
+    for _ in range(_SAMPLES):
+        began = clock()
+        threads.run(values, passes)
+        seconds.append((clock() - began) / passes)
+    return seconds
 
 
 def _undisturbed(seconds: list[float]) -> Measured:
