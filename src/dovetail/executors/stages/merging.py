@@ -31,9 +31,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.executors.stages.preparing import Function, Kernel, Layered, Prepared, refs_of
+from dovetail.executors.stages.preparing import (
+    Function,
+    Kernel,
+    Layered,
+    Prepared,
+    refs_of,
+    run_prepared,
+)
 from dovetail.frontends.arguments import kind_of
-from dovetail.frontends.interpret import Values, run_call
+from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Call, Ref
 from dovetail.graph import Graph
 from dovetail.graph.kernels import (
@@ -134,7 +141,7 @@ def merged_function(
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         tensors = Layered(dict(zip(takes, given, strict=True)), prepared.constants)
         for each in whole:
-            run_call(each, tensors, 0)
+            run_prepared(each, tensors)
         parts = torch.split_with_sizes(tensors[first.output], sizes, 1)
         for head, part in zip(heads, parts, strict=True):
             if head.output in copied:
@@ -142,7 +149,7 @@ def merged_function(
                 part = part.contiguous(memory_format=layout)
             tensors[head.output] = part
             for each in head.views:
-                run_call(each, tensors, 0)
+                run_prepared(each, tensors)
         return tuple(tensors[t] for t in returns)
 
     return run, takes, returns
