@@ -44,6 +44,7 @@ from dovetail.graph.kernels import (
 Function = Callable[..., tuple[Tensor, ...]]
 
 aten = torch.ops.aten
+_one_dnn: Any = torch.backends.mkldnn
 _NEEDS_STRIDES = (aten.as_strided.default, aten.view_as_complex.default)
 
 
@@ -174,7 +175,7 @@ def _convolution(  # noqa: PLR0913  those of aten.convolution
         and images.dim() == 4
         and not transposed
         and several_threads_use_it
-        and torch.backends.mkldnn.is_available()
+        and _one_dnn.is_available()
     ):
         padding, stride, dilation = (
             list(given) * (2 // len(given)) for given in (padding, stride, dilation)
