@@ -42,7 +42,6 @@ _VISITS, _MOST_VISITS, _SAMPLES = 4, 12, 2
 _DOUBTFUL = 1.1
 _SAMPLE_SECONDS = 2e-3
 _FIRST_SWITCHES, _SWITCHES, _PHASE_SECONDS = 20, 100, 3e-4
-_LEAST_PASSES = 2
 _TOGETHER = 16
 _LEAST_GAIN = 0.01
 _NO_TIE = 1 + 1e-6  # a stage that cannot win must not tie with its kernels one by one
@@ -354,9 +353,8 @@ def _passes_of(threads: Threads, values: Values) -> int:
     """How many passes a sample takes; within `running`."""
     threads.run(values)
     began = clock()
-    threads.run(values, _LEAST_PASSES)
-    taken = max(clock() - began, 1e-9)
-    return max(_LEAST_PASSES, round(_SAMPLE_SECONDS * _LEAST_PASSES / taken))
+    threads.run(values)
+    return max(1, round(_SAMPLE_SECONDS / max(clock() - began, 1e-9)))
 
 
 def _visit(threads: Threads, values: Values, passes: int) -> list[float]:
