@@ -342,10 +342,14 @@ def test_a_stage_is_timed_as_a_graph_of_its_own(squeezenet):
 
 def test_a_kernel_that_fails_is_named(squeezenet):
     _, prepared, block, inputs = squeezenet
+
+    def fail(*_):
+        raise RuntimeError("out of order")
+
     broken = list(prepared.kernels)
-    broken[4] = replace(broken[4], calls=(replace(broken[4].calls[0], args=()),))
+    broken[4] = replace(broken[4], calls=(replace(broken[4].calls[0], target=fail),))
     placed = place(replace(prepared, kernels=tuple(broken)), inputs, "cpu")
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="out of order") as raised:
         CudaNetwork(placed, Streams((tuple(range(len(block))),), ()), cuda=FakeCuda())
     assert "kernels 4" in raised.value.__notes__[0]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from dovetail.costs import CostCache
 from dovetail.errors import MachineError, UnequalError, UsageError
-from dovetail.executors.stages import choosing, measuring
+from dovetail.executors.stages import choosing, measuring, passes
 from dovetail.frontends import capture
 from dovetail.graph.files import save_graph
 from dovetail.machine.local import local_machine
@@ -32,8 +32,9 @@ def cores(request, monkeypatch, tmp_path):
         return replace(found, devices=(replace(found.devices[0], cores=(*range(request.param),)),))
 
     monkeypatch.setattr(scheduling, "local_machine", machine)
-    for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_SAMPLES", 2), ("_LEAST_PASSES", 1)):
+    for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_SAMPLES", 2), ("_VISITS", 1)):
         monkeypatch.setattr(measuring, name, least)
+    monkeypatch.setattr(passes, "_MOST_PASSES", 5)
     monkeypatch.setattr(choosing, "_ROUND_SECONDS", 1e-5)
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     before = torch.get_num_threads()
