@@ -6,6 +6,7 @@ import numpy as np
 
 from dovetail.graph import Graph, Phase
 from dovetail.machine import Device, Link, Machine
+from dovetail.plans import Plan, Source
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,27 @@ def machine_of(
         Link(a, b, bandwidth, latency, f"{a}->{b}") for a in names for b in names if a != b
     )
     return Machine(f"{count} tests", devices, "d0", links)
+
+
+def plan_by_hand(graph, machine, placement, **fields):
+    """A plan of a step whose every op takes one second; the fields that are not given promise
+    nothing."""
+    count = len(machine.devices)
+    promised = {
+        "source": Source("test", "", (), ""),
+        "graph_fingerprint": graph.fingerprint,
+        "orders": None,
+        "compute_seconds": np.ones((len(graph), count)),
+        "costs_source": "given",
+        "placer": "hand",
+        "seed": 0,
+        "objective": "step",
+        "value": 1.0,
+        "lower_bound": 0.0,
+        "bound_proof": "none",
+        "peak_memory_bytes": (0,) * count,
+        "groups": 0,
+        "planning_seconds": 0.0,
+    }
+    placement = np.array(placement, np.int32)
+    return Plan(machine=machine, placement=placement, **promised | fields)

@@ -4,8 +4,9 @@ import os
 
 import numpy as np
 
+from builders import plan_by_hand
 from dovetail.machine import Device, Link, Machine
-from dovetail.plans import Plan, Schedule, Stage
+from dovetail.plans import Schedule, Stage
 
 
 def two_devices(first_cores=1):
@@ -29,30 +30,12 @@ def plan_for(captured, placement, orders="by index", machine=None):
     """A plan for the placement [ops], or for one device index for all ops."""
     graph, machine = captured.graph, machine or two_devices()
     placement = np.broadcast_to(np.asarray(placement, dtype=np.int32), len(graph)).copy()
-    count = len(machine.devices)
     if orders == "by index":
         orders = tuple(
             tuple(np.flatnonzero((placement == d) & ~graph.is_source).tolist())
-            for d in range(count)
+            for d in range(len(machine.devices))
         )
-    return Plan(
-        source=captured.source,
-        graph_fingerprint=graph.fingerprint,
-        machine=machine,
-        placement=placement,
-        orders=orders,
-        compute_seconds=np.ones((len(graph), count)),
-        costs_source="given",
-        placer="hand",
-        seed=0,
-        objective="step",
-        value=1.0,
-        lower_bound=0.0,
-        bound_proof="none",
-        peak_memory_bytes=(0,) * count,
-        groups=0,
-        planning_seconds=0.0,
-    )
+    return plan_by_hand(graph, machine, placement, source=captured.source, orders=orders)
 
 
 def random_placement(graph, seed, devices=2):

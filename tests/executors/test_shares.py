@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from placing import random_placement, two_devices
 
+from builders import plan_by_hand
 from dovetail.errors import OrderError
 from dovetail.executors.shares import (
     Run,
@@ -15,7 +16,7 @@ from dovetail.executors.shares import (
     share_out,
 )
 from dovetail.graph import Graph, Phase
-from dovetail.plans import Plan, Source, check_completes
+from dovetail.plans import check_completes
 
 INPUT, WEIGHT, A, B, C, UPDATE = range(6)
 
@@ -56,25 +57,7 @@ def small_graph():
 
 
 def plan_for(graph, placement, orders=None):
-    machine = two_devices()
-    return Plan(
-        source=Source("test", "", (), ""),
-        graph_fingerprint=graph.fingerprint,
-        machine=machine,
-        placement=np.array(placement, dtype=np.int32),
-        orders=orders,
-        compute_seconds=np.ones((len(graph), 2)),
-        costs_source="given",
-        placer="hand",
-        seed=0,
-        objective="step",
-        value=1.0,
-        lower_bound=0.0,
-        bound_proof="none",
-        peak_memory_bytes=(0, 0),
-        groups=0,
-        planning_seconds=0.0,
-    )
+    return plan_by_hand(graph, two_devices(), placement, orders=orders)
 
 
 def words(share):

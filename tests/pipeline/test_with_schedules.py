@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from builders import Op, graph_of, machine_of, source
+from builders import Op, graph_of, machine_of, plan_by_hand, source
 from dovetail import pipeline
 from dovetail.errors import OrderError, OutOfMemoryError, UsageError
 from dovetail.executors import run
 from dovetail.frontends import capture
 from dovetail.machine import Device, Link, Machine
-from dovetail.plans import Plan, Schedule, Source, Stage, check, load_plan
+from dovetail.plans import Schedule, Stage, check, load_plan
 
 X, A, B, C, D, E = range(6)
 
@@ -32,25 +32,9 @@ def forked():
 
 
 def plan_of(graph, machine, placement, orders, **changes):
-    plan = Plan(
-        source=Source("", "", (), ""),
-        graph_fingerprint=graph.fingerprint,
-        machine=machine,
-        placement=np.array(placement, np.int32),
-        orders=orders,
-        compute_seconds=np.where(graph.is_source, 0.0, 1.0)[:, None].repeat(2, 1),
-        costs_source="given",
-        placer="hand",
-        seed=0,
-        objective="step",
-        value=1.0,
-        lower_bound=0.5,
-        bound_proof="critical path",
-        peak_memory_bytes=(0, 0),
-        groups=0,
-        planning_seconds=0.0,
-    )
-    return replace(plan, **changes)
+    seconds = np.where(graph.is_source, 0.0, 1.0)[:, None].repeat(2, 1)
+    promised = {"lower_bound": 0.5, "bound_proof": "critical path", "compute_seconds": seconds}
+    return plan_by_hand(graph, machine, placement, orders=orders, **promised | changes)
 
 
 def stages(*pairs):

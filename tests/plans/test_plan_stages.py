@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of, source
+from builders import Op, graph_of, machine_of, plan_by_hand, source
 from dovetail.errors import OrderError
-from dovetail.plans import Plan, Schedule, Source, Stage, check, stages_of
+from dovetail.plans import Schedule, Stage, check, stages_of
 
 X, A, B, C, D = range(5)
 
@@ -21,25 +21,7 @@ def diamond():
 
 def plan_of(placement, *schedules, orders=None):
     graph = diamond()
-    return Plan(
-        source=Source("", "", (), ""),
-        graph_fingerprint=graph.fingerprint,
-        machine=machine_of(2),
-        placement=np.array(placement, np.int32),
-        orders=orders,
-        compute_seconds=np.ones((len(graph), 2)),
-        costs_source="given",
-        placer="hand",
-        seed=0,
-        objective="step",
-        value=1.0,
-        lower_bound=0.0,
-        bound_proof="",
-        peak_memory_bytes=(0, 0),
-        groups=0,
-        planning_seconds=0.0,
-        schedules=schedules or None,
-    )
+    return plan_by_hand(graph, machine_of(2), placement, orders=orders, schedules=schedules or None)
 
 
 def stages(*ops, seconds=1.0):

@@ -68,7 +68,7 @@ def schedules(
     wanted = wanted or Wanted()
     if wanted.sampled and not any(map(runs_here, devices)):
         names = ", ".join(devices)
-        raise UsageError("sampled", f"random schedules are measured, and {names} cannot be here")
+        raise UsageError("sampled", f"random schedules are measured, which {names} cannot be")
     steps = [_step(with_batch(model, batch), progress) for batch in wanted.batches or (0,)]
     found, targets = [], []
     for device in devices:

@@ -255,7 +255,12 @@ class CpuStages(MeasuredStages):
         """signature -> what its kernels take in each turn; there are two on one thread."""
         turns = 2 if threads == 1 else 1
         found = seconds_in_passes(
-            self._functions, self._values, len(self._block), threads, twice=turns == 2
+            self._functions,
+            self._values,
+            len(self._block),
+            threads,
+            twice=turns == 2,
+            progress=partial(self._progress, f"measuring kernels, threads: {threads}"),
         )
         samples: dict[str, list[list[float]]] = {s: [[], []] for s in self._signatures}
         for signature, of_kernel in zip(self._signatures, found, strict=True):
@@ -341,7 +346,7 @@ class CudaStages(MeasuredStages):
         return sum(self.alone[kernel] for kernel in kernels)
 
     def in_step(self, kernels: Sequence[int]) -> float:
-        """As over and over: a GPU's caches are small beside what a kernel reads."""
+        """Taken to be the same: what a GPU's caches hold in a step was never measured."""
         return 1.0
 
     def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
