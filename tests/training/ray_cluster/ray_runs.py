@@ -201,6 +201,13 @@ def actor(run, name):
     return ray.get_actor(name, namespace=f"dovetail-{run}")
 
 
+def kill(run, name):
+    """Kill the actor's process: from now on it answers nobody, as it may for a while after
+    `ray.kill`, which only asks for its end. Ray starts it again as often as it may."""
+    state = ray._private.state.actors(actor(run, name)._actor_id.hex())
+    os.kill(state["Pid"], signal.SIGKILL)
+
+
 def counted(outcome):
     """Samples that the commits say, by worker and sequence: each once."""
     commits = [(row.worker, row.sequence) for row in outcome.rows]

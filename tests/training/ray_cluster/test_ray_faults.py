@@ -16,6 +16,7 @@ from ray_runs import (
     each_sample_once_an_epoch,
     held_until,
     in_turn,
+    kill,
     kinds,
     once,
 )
@@ -72,12 +73,12 @@ def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors):
 
 
 def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was(doors):
-    def kill():
-        ray.kill(actor("kill", "server"), no_restart=False)
+    def kill_it():
+        kill("kill", "server")
         doors.open("killed")
 
     assignment = assign_counts("kill", hold=held_until(doors, "killed", rows=3))
-    outcome = run(assignment, once(3, kill))
+    outcome = run(assignment, once(3, kill_it))
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)
 
@@ -91,8 +92,8 @@ def test_a_server_that_dies_too_often_ends_the_run():
 
 
 def test_a_killed_workers_samples_are_trained_by_others(doors):
-    def kill():
-        ray.kill(actor("worker", "worker-1-0"))
+    def kill_it():
+        kill("worker", "worker-1-0")
         doors.open("killed")
 
     def hold(worker, committed):
@@ -104,7 +105,7 @@ def test_a_killed_workers_samples_are_trained_by_others(doors):
         if event.kind == "restarted":
             doors.open("restarted")
 
-    outcome = run(assign_counts("worker", hold=hold), replace(once(3, kill), event=hear))
+    outcome = run(assign_counts("worker", hold=hold), replace(once(3, kill_it), event=hear))
     assert each_sample_once_an_epoch(outcome)
     assert kinds(outcome).count("lost") == 1
     assert "restarted" in kinds(outcome)

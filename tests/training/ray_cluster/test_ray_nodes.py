@@ -27,20 +27,18 @@ def test_digits_are_trained_to_the_end_though_a_workers_node_and_the_servers_are
             if name == "work":
                 add_node("work")  # where the lost worker is started again
             cluster.remove_node(lost[name], allow_graceful=False)
-            doors.open(name)
 
     def hear(event):
-        if event.kind == "restarted":
-            doors.open("restarted")
+        doors.open(event.kind)
 
     def hold(worker, steps):
-        """Of 420 steps in all, two a commit: no life of a worker gets further before the losses."""
+        """Of 420 steps in all, two a commit: no life of a worker gets further before the losses
+        are made good. The processes of a lost node may outlive it for a while."""
         doors.meet("begun", worker, of=2)
         if steps > 40:
-            doors.wait("work")
             doors.wait("restarted")
         if steps > 140:
-            doors.wait("server")
+            doors.wait("server_restarted")
 
     job = Job("nodes", Digits.SIZE, 1400, 6, 20, 2, 2, seed=1)
     start = 0.1 * np.random.default_rng(0).standard_normal(Digits.SIZE)

@@ -3,15 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import ray
 from ray_runs import (
     SMALL,
-    actor,
     assign,
     assign_counts,
     each_sample_once_an_epoch,
     held_until,
     in_turn,
+    kill,
     kinds,
     once,
 )
@@ -40,13 +39,13 @@ def test_a_shard_that_is_killed_goes_on_where_the_others_are(tmp_path):
     storage = Storage(tmp_path / "run", snapshot_commits=5)
     doors = Doors(tmp_path)
 
-    def kill():
-        ray.kill(actor("shard", "shard-1"), no_restart=False)
+    def kill_it():
+        kill("shard", "shard-1")
         doors.open("killed")
 
     hold = held_until(doors, "killed", rows=8)
     assignment = assign_counts("shard", hold=hold, shards=2, storage=storage)
-    outcome = run(assignment, once(8, kill))
+    outcome = run(assignment, once(8, kill_it))
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)
 
