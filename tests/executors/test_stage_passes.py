@@ -48,3 +48,19 @@ def test_long_steps_take_fewer_passes(ready, monkeypatch):
     monkeypatch.setattr(passes, "clock", lambda: next(ticking))
     found = seconds_in_passes(ready.functions, values_of(ready), len(ready.block), 1)
     assert {len(first) for first, _ in found} == {passes._LEAST_PASSES}
+
+
+def test_what_a_call_takes_is_taken_off(ready, monkeypatch):
+    def ticks():
+        now = 0.0
+        yield now
+        while True:
+            for seconds in [5.0] * len(ready.block) + [2.0]:  # the call that does nothing
+                yield now
+                now += seconds
+                yield now
+            yield now
+
+    monkeypatch.setattr(passes, "clock", ticks().__next__)
+    found = seconds_in_passes(ready.functions, values_of(ready), len(ready.block), 1)
+    assert {seconds for first, _ in found for seconds in first} == {3.0}

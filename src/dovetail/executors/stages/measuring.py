@@ -36,7 +36,7 @@ from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
 from dovetail.schedulers.timing import key_of
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Part of every cache key: raise it when what is measured changes."""
 _VISITS, _MOST_VISITS, _SAMPLES = 4, 12, 2
 _DOUBTFUL = 1.1

@@ -1,18 +1,23 @@
 """Seconds of kernels within a step: passes of one kernel after another, each of them timed.
 
 What runs over and over finds its weights and inputs in the caches; in a step other kernels have
-been there since. Large weights, concatenations and poolings take several times as long then.
+been there since. Large weights, concatenations and poolings take several times as long then. What
+a call from Python takes is taken off: a step calls many kernels at once. It is that of a function
+that does nothing, run last in every pass.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from dovetail.executors.stages.functions import Functions, Values, running
 from dovetail.runtime.timers import clock
 
-_WARM_UP_PASSES, _LEAST_PASSES, _MOST_PASSES = 2, 5, 25
+_WARM_UP_PASSES, _LEAST_PASSES, _MOST_PASSES = 2, 5, 100
 _SECONDS = 3.0
+_LEAST_SECONDS = 1e-7
+"""Of a kernel: one that makes views alone takes as long as a call."""
 
 Seconds = tuple[list[float], list[float]]
 """Of a kernel in each pass: the first time, and run again at once (empty where it is not)."""
@@ -28,7 +33,9 @@ def seconds_in_passes(
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> list[Seconds]:
     """[kernels], in as many passes as three seconds allow. values: of a step, all of them."""
+    nothing = (functions.size,)
     runs = [functions.of([kernel]) for kernel in range(kernels)]
+    runs.append(functions.traced(lambda given: (given,), nothing, nothing))
     found: list[Seconds] = [([], []) for _ in runs]
     torch.set_num_threads(threads)
     with running():
@@ -49,4 +56,13 @@ def seconds_in_passes(
             progress(min(1.0, max(spent, (number + 1) / (_WARM_UP_PASSES + _MOST_PASSES))))
             if spent > 1 and number + 1 >= _WARM_UP_PASSES + _LEAST_PASSES:
                 break
-    return [(first[_WARM_UP_PASSES:], again[_WARM_UP_PASSES:]) for first, again in found]
+    of_call = found.pop()
+    return [(_beyond(first, of_call[0]), _beyond(again, of_call[1])) for first, again in found]
+
+
+def _beyond(taken: list[float], calls: list[float]) -> list[float]:
+    """Seconds of a kernel after the warm-up, without what a call takes."""
+    if not taken:
+        return []
+    call = float(np.median(calls[_WARM_UP_PASSES:]))
+    return [max(_LEAST_SECONDS, seconds - call) for seconds in taken[_WARM_UP_PASSES:]]
