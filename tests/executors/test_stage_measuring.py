@@ -1,5 +1,6 @@
 """Stages are measured by a stub: what a stage takes is a rule of its kernels."""
 
+import itertools
 import random
 from types import MappingProxyType
 
@@ -9,7 +10,7 @@ import torch
 from dags import random_block
 from dovetail.costs import CostCache
 from dovetail.costs.cache import Measured
-from dovetail.executors.stages import measuring
+from dovetail.executors.stages import choosing, measuring
 from dovetail.executors.stages.measuring import CpuStages
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.records import Block, groups_of, members
@@ -274,3 +275,21 @@ def test_groups_of_a_stage_are_its_connected_kernels(cache):
     groups = tuple(tuple(members(group)) for group in groups_of(TWINS, 0b01111))
     assert stages.measured[before:] == [(False, groups)]
     assert groups == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(("expected", "doubtful"), [(2.0, True), (3.0, False)])
+def test_what_starting_a_stages_threads_takes_is_no_part_of_it(expected, doubtful, monkeypatch):
+    """They take 100 seconds to start, at times more, and 3 a pass."""
+    now, starts = [0.0], itertools.cycle([100.0, 100.0, 100.0, 100.0, 170.0, 190.0])
+
+    class Starting:
+        def run(self, _values, passes=1):
+            now[0] += next(starts) + 3.0 * passes
+
+    monkeypatch.setattr(choosing, "clock", lambda: now[0])
+    monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 20.0)
+    loop = measuring._Loop(Starting(), expected)
+    for _ in range(8):
+        loop.visit(None)
+    assert loop.measured.seconds == pytest.approx(3.0)
+    assert loop.is_doubtful == doubtful

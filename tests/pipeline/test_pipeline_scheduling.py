@@ -32,7 +32,7 @@ def cores(request, monkeypatch, tmp_path):
         return replace(found, devices=(replace(found.devices[0], cores=(*range(request.param),)),))
 
     monkeypatch.setattr(scheduling, "local_machine", machine)
-    for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_SAMPLES", 2), ("_VISITS", 1)):
+    for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_VISITS", 1)):
         monkeypatch.setattr(measuring, name, least)
     monkeypatch.setattr(passes, "_MOST_PASSES", 5)
     monkeypatch.setattr(choosing, "_ROUND_SECONDS", 1e-5)

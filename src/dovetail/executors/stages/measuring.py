@@ -1,11 +1,12 @@
 """Stage costs measured on a device: each distinct stage once, and kept.
 
 On a CPU a stage runs over and over inside its threads, as it does between its neighbours in a step:
-what starting the threads takes is no part of it. Kernels by themselves are timed within steps, one
-after another, on one thread and on all: there their weights and inputs are not in the caches as
-those of what runs over and over are. On one thread each runs twice, and a stage is taken to be
-slower in a step by as much as its kernels are the first time. What was measured is kept under the
-processor, its threads and the version of torch, so that a later search measures nothing.
+what starting the threads takes, several times as long as a small stage, is no part of it. Kernels
+by themselves are timed within steps, one after another, on one thread and on all: there their
+weights and inputs are not in the caches as those of what runs over and over are. On one thread each
+runs twice, and a stage is taken to be slower in a step by as much as its kernels are the first
+time. What was measured is kept under the processor, its threads and the version of torch, so that a
+later search measures nothing.
 
 A stage cannot be faster than its longest group on one thread, nor than all of its work shared by
 all threads. One that this keeps from beating its kernels one by one is not measured where stages
@@ -27,7 +28,7 @@ from dovetail.executors.stages.cpu import crew_of, segments_within
 from dovetail.executors.stages.cuda import StageClock
 from dovetail.executors.stages.functions import Functions, Values, running
 from dovetail.executors.stages.merging import merged_function
-from dovetail.executors.stages.passes import seconds_in_passes
+from dovetail.executors.stages.passes import LEAST_SECONDS, seconds_in_passes
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
 from dovetail.executors.stages.preparing import Prepared
 from dovetail.executors.stages.threads import Threads
@@ -38,9 +39,9 @@ from dovetail.schedulers.timing import key_of
 
 PROTOCOL = 7
 """Part of every cache key: raise it when what is measured changes."""
-_VISITS, _MOST_VISITS, _SAMPLES = 4, 12, 2
+_VISITS, _MOST_VISITS = 5, 15
 _DOUBTFUL = 1.1
-_SAMPLE_SECONDS = 2e-3
+_SAMPLE_SECONDS, _MOST_PASSES = 2e-3, 200
 _FIRST_SWITCHES, _SWITCHES, _PHASE_SECONDS = 20, 100, 3e-4
 _TOGETHER = 16
 _LEAST_GAIN = 0.01
@@ -200,20 +201,15 @@ class CpuStages(MeasuredStages):
             self._threads_of(own, merged) for own, (_, merged) in zip(orders, stages, strict=True)
         ]
         expected = [max(sum(self._again[k] for k in order) for order in own) for own in orders]
-        samples: list[list[float]] = [[] for _ in stages]
+        loops = [_Loop(own, seconds) for own, seconds in zip(threads, expected, strict=True)]
+        doubtful = loops
         with running():
-            passes = [_passes_of(own, self._values) for own in threads]
-            doubtful = list(range(len(stages)))
             for visit in range(_MOST_VISITS):
-                for place in doubtful:
-                    samples[place] += _visit(threads[place], self._values, passes[place])
+                for loop in doubtful:
+                    loop.visit(self._values)
                 if visit + 1 >= _VISITS:
-                    doubtful = [
-                        place
-                        for place in doubtful
-                        if _undisturbed(samples[place]).seconds > _DOUBTFUL * expected[place]
-                    ]
-        return list(map(_undisturbed, samples))
+                    doubtful = [loop for loop in doubtful if loop.is_doubtful]
+        return [loop.measured for loop in loops]
 
     def _orders(self, groups: Sequence[Sequence[int]], merged: bool) -> Sequence[Sequence[int]]:
         return groups if merged else spread(groups, self.alone.one_thread, self._threads)
@@ -354,23 +350,32 @@ class CudaStages(MeasuredStages):
         return False
 
 
-def _passes_of(threads: Threads, values: Values) -> int:
-    """How many passes a sample takes; within `running`."""
-    threads.run(values)
-    began = clock()
-    threads.run(values)
-    return max(1, round(_SAMPLE_SECONDS / max(clock() - began, 1e-9)))
+class _Loop:
+    """A stage in its threads, to be run over and over; it is expected to take so many seconds."""
 
+    def __init__(self, threads: Threads, expected: float) -> None:
+        self._threads, self._expected = threads, expected
+        self._passes = min(_MOST_PASSES, max(1, round(_SAMPLE_SECONDS / expected)))
+        self._once: list[float] = []
+        self._more: list[float] = []
 
-def _visit(threads: Threads, values: Values, passes: int) -> list[float]:
-    """Samples of the seconds of a pass; within `running`."""
-    threads.run(values)
-    seconds = []
-    for _ in range(_SAMPLES):
-        began = clock()
-        threads.run(values, passes)
-        seconds.append((clock() - began) / passes)
-    return seconds
+    def visit(self, values: Values) -> None:
+        """Samples of a pass, and of so many more after it; within `running`."""
+        run = self._threads.run
+        run(values)
+        self._once.append(timed(partial(run, values)))
+        self._more.append(timed(partial(run, values, 1 + self._passes)))
+
+    @property
+    def measured(self) -> Measured:
+        """Of a pass within others: both begin alike."""
+        more = _undisturbed(self._more)
+        seconds = (more.seconds - _undisturbed(self._once).seconds) / self._passes
+        return Measured(max(LEAST_SECONDS, seconds), more.spread)
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self.measured.seconds > _DOUBTFUL * self._expected
 
 
 def _undisturbed(seconds: list[float]) -> Measured:

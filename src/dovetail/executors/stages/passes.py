@@ -16,8 +16,8 @@ from dovetail.runtime.timers import clock
 
 _WARM_UP_PASSES, _LEAST_PASSES, _MOST_PASSES = 2, 5, 100
 _SECONDS = 3.0
-_LEAST_SECONDS = 1e-7
-"""Of a kernel: one that makes views alone takes as long as a call."""
+LEAST_SECONDS = 1e-7
+"""What a kernel is taken to need: one that makes views alone takes as long as a call."""
 
 Seconds = tuple[list[float], list[float]]
 """Of a kernel in each pass: the first time, and run again at once (empty where it is not)."""
@@ -65,4 +65,4 @@ def _beyond(taken: list[float], calls: list[float]) -> list[float]:
     if not taken:
         return []
     call = float(np.median(calls[_WARM_UP_PASSES:]))
-    return [max(_LEAST_SECONDS, seconds - call) for seconds in taken[_WARM_UP_PASSES:]]
+    return [max(LEAST_SECONDS, seconds - call) for seconds in taken[_WARM_UP_PASSES:]]
