@@ -61,8 +61,7 @@ class Stages(CpuStages):
         found = {}
         for signature in dict.fromkeys(self._signatures):
             share = 1 if threads == 1 or signature in self.whole else 1 / threads
-            first = Measured(self.one[signature] * share, 0.0)
-            found[signature] = [first, Measured(first.seconds / self.cold, 0.0)]
+            found[signature] = Measured(self.one[signature] * share, 0.0)
         return found
 
     def _switching(self):
@@ -73,7 +72,10 @@ class Stages(CpuStages):
 
     def _measure(self, groups, merged):
         self._note((merged, tuple(map(tuple, groups))))
-        seconds = self._of(k for group in groups for k in group)
+        kernels = [k for group in groups for k in group]
+        seconds = self._of(kernels)
+        if len(kernels) == 1:
+            return Measured(seconds / self.cold, 0.0)
         return Measured(seconds * (self.merged_share if merged else self.overlap), 0.0)
 
 
@@ -94,11 +96,12 @@ def everything(block):
 
 def test_kernels_of_one_signature_are_measured_once_on_one_thread_and_on_all(cache):
     stages = Stages(cache)
-    assert stages.measured == [1, 2]  # passes over all kernels, on so many threads
+    # Passes over all kernels, on so many threads; then each over and over.
+    assert stages.measured == [1, 2, (False, ((2,),)), (False, ((0,),))]
     assert stages.alone.one_thread == [4, 4, 1, 1, 1]
     assert stages.alone.all_threads == [2, 2, 0.5, 0.5, 0.5]
     assert stages.alone.switching == 0.01
-    assert stages.asked == stages.timed == 7  # two turns on one thread, one on two; switching
+    assert stages.asked == stages.timed == 7  # of each kernel three; switching
 
 
 def test_each_distinct_stage_is_measured_once_and_later_runs_measure_nothing(cache):
@@ -161,7 +164,7 @@ def test_a_stage_that_cannot_win_is_not_measured_and_never_chosen(cache):
 
 def test_a_stage_is_slower_in_a_step_by_as_much_as_its_kernels_are(cache):
     class Cold(Whole):
-        cold = 2  # they take half when they run again at once
+        cold = 2  # they take half when they run over and over
 
     warm, cold = Whole(cache), Cold(cache, device="another")
     stages = [0b00011, 0b01111, 0b01000]

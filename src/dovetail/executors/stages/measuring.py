@@ -3,9 +3,9 @@
 On a CPU a stage runs over and over inside its threads, as it does between its neighbours in a step:
 what starting the threads takes, several times as long as a small stage, is no part of it. Kernels
 by themselves are timed within steps, one after another, on one thread and on all: there their
-weights and inputs are not in the caches as those of what runs over and over are. On one thread each
-runs twice, and a stage is taken to be slower in a step by as much as its kernels are the first
-time. What was measured is kept under the processor, its threads and the version of torch, so that a
+weights and inputs are not in the caches as those of what runs over and over are. On one thread they
+are run over and over as well, and a stage is taken to be slower in a step by as much as its kernels
+are. What was measured is kept under the processor, its threads and the version of torch, so that a
 later search measures nothing.
 
 A stage cannot be faster than its longest group on one thread, nor than all of its work shared by
@@ -37,7 +37,7 @@ from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
 from dovetail.schedulers.timing import key_of
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Part of every cache key: raise it when what is measured changes."""
 _VISITS, _MOST_VISITS = 5, 15
 _DOUBTFUL = 1.1
@@ -186,9 +186,9 @@ class CpuStages(MeasuredStages):
         self._values = functions.values()
         for tensor, value in functions.example.items():
             self._values[tensor] = value
-        self._passes: dict[int, dict[str, list[Measured]]] = {}
-        self.alone = AloneSeconds(self._column(1, 0), self._column(threads, 0), 0.0)
-        self._again = self._column(1, 1)
+        self.alone = AloneSeconds(self._by_themselves(1), self._by_themselves(threads), 0.0)
+        self._repeated: Sequence[float] = self.alone.one_thread  # what to expect of the next ones
+        self._repeated = self._over_and_over()
         name = f"switching, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}"
         switching = self._measured({name: 0}, lambda _asked: [self._switching()])
         self.alone = replace(self.alone, switching=switching[name].seconds)
@@ -200,7 +200,7 @@ class CpuStages(MeasuredStages):
         threads = [
             self._threads_of(own, merged) for own, (_, merged) in zip(orders, stages, strict=True)
         ]
-        expected = [max(sum(self._again[k] for k in order) for order in own) for own in orders]
+        expected = [max(sum(self._repeated[k] for k in order) for order in own) for own in orders]
         loops = [_Loop(own, seconds) for own, seconds in zip(threads, expected, strict=True)]
         doubtful = loops
         with running():
@@ -228,44 +228,50 @@ class CpuStages(MeasuredStages):
         return least > (1 - _LEAST_GAIN) * sum(map(self.one_by_one, groups))
 
     def in_step(self, kernels: Sequence[int]) -> float:
-        first, again = (
-            sum(seconds[k] for k in kernels) for seconds in (self.alone.one_thread, self._again)
+        once, repeated = (
+            sum(seconds[k] for k in kernels) for seconds in (self.alone.one_thread, self._repeated)
         )
-        return first / again
+        return once / repeated
 
-    def _column(self, threads: int, turn: int) -> list[float]:
-        """[kernels] seconds on so many threads, in their first or second turn of a pass."""
-        names = [f"{threads} threads, turn {turn + 1}: {text}" for text in self._signatures]
+    def _of_kernels(
+        self, how: str, measure: Callable[[Sequence[tuple[str, int]]], list[Measured]]
+    ) -> list[float]:
+        """[kernels] seconds, measured once for each signature."""
+        names = [f"{how}: {text}" for text in self._signatures]
         ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
-
-        def measure(asked: Sequence[tuple[str, int]]) -> list[Measured]:
-            if threads not in self._passes:
-                self._passes[threads] = self._in_passes(threads)
-            of_signature = self._passes[threads]
-            return [of_signature[self._signatures[kernel]][turn] for _, kernel in asked]
-
         found = self._measured(ask, measure)
         return [found[name].seconds for name in names]
 
-    def _in_passes(self, threads: int) -> dict[str, list[Measured]]:
-        """signature -> what its kernels take in each turn; there are two on one thread."""
-        turns = 2 if threads == 1 else 1
+    def _over_and_over(self) -> list[float]:
+        """[kernels] on one thread, as stages are measured."""
+        return self._of_kernels(
+            "over and over",
+            lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked]),
+        )
+
+    def _by_themselves(self, threads: int) -> list[float]:
+        """[kernels] within a step, on so many threads."""
+        found: dict[str, Measured] = {}
+
+        def measure(asked: Sequence[tuple[str, int]]) -> list[Measured]:
+            found.update(found or self._in_passes(threads))
+            return [found[self._signatures[kernel]] for _, kernel in asked]
+
+        return self._of_kernels(f"{threads} threads", measure)
+
+    def _in_passes(self, threads: int) -> dict[str, Measured]:
+        """signature -> what its kernels take."""
         found = seconds_in_passes(
             self._functions,
             self._values,
             len(self._block),
             threads,
-            twice=turns == 2,
-            progress=partial(self._progress, f"measuring kernels, threads: {threads}"),
+            partial(self._progress, f"measuring kernels, threads: {threads}"),
         )
-        samples: dict[str, list[list[float]]] = {s: [[], []] for s in self._signatures}
-        for signature, of_kernel in zip(self._signatures, found, strict=True):
-            for own, seconds in zip(samples[signature], of_kernel, strict=True):
-                own += seconds
-        return {
-            signature: [_undisturbed(seconds) for seconds in own[:turns]]
-            for signature, own in samples.items()
-        }
+        samples: dict[str, list[float]] = {signature: [] for signature in self._signatures}
+        for signature, seconds in zip(self._signatures, found, strict=True):
+            samples[signature] += seconds
+        return {signature: _undisturbed(seconds) for signature, seconds in samples.items()}
 
     def _switching(self) -> Measured:
         """From kernels on all threads to streams and back: what both take in turns, and neither

@@ -19,50 +19,36 @@ _SECONDS = 3.0
 LEAST_SECONDS = 1e-7
 """What a kernel is taken to need: one that makes views alone takes as long as a call."""
 
-Seconds = tuple[list[float], list[float]]
-"""Of a kernel in each pass: the first time, and run again at once (empty where it is not)."""
-
 
 def seconds_in_passes(
     functions: Functions,
     values: Values,
     kernels: int,
     threads: int,
-    *,
-    twice: bool = False,
     progress: Callable[[float], None] = lambda _fraction: None,
-) -> list[Seconds]:
-    """[kernels], in as many passes as three seconds allow. values: of a step, all of them."""
+) -> list[list[float]]:
+    """[kernels][passes], as many as three seconds allow. values: of a step, all of them."""
     nothing = (functions.size,)
     runs = [functions.of([kernel]) for kernel in range(kernels)]
     runs.append(functions.traced(lambda given: (given,), nothing, nothing))
-    found: list[Seconds] = [([], []) for _ in runs]
+    found: list[list[float]] = [[] for _ in runs]
     torch.set_num_threads(threads)
     with running():
         began = clock()
         for number in range(_WARM_UP_PASSES + _MOST_PASSES):
-            for function, (first, again) in zip(runs, found, strict=True):
+            for function, seconds in zip(runs, found, strict=True):
                 given = [values[tensor] for tensor in function.takes]
                 start = clock()
                 made = function.run(*given)
-                end = clock()
-                first.append(end - start)
-                if twice:
-                    function.run(*given)
-                    again.append(clock() - end)
+                seconds.append(clock() - start)
                 for tensor, value in zip(function.returns, made, strict=True):
                     values[tensor] = value
             spent = (clock() - began) / _SECONDS
             progress(min(1.0, max(spent, (number + 1) / (_WARM_UP_PASSES + _MOST_PASSES))))
             if spent > 1 and number + 1 >= _WARM_UP_PASSES + _LEAST_PASSES:
                 break
-    of_call = found.pop()
-    return [(_beyond(first, of_call[0]), _beyond(again, of_call[1])) for first, again in found]
-
-
-def _beyond(taken: list[float], calls: list[float]) -> list[float]:
-    """Seconds of a kernel after the warm-up, without what a call takes."""
-    if not taken:
-        return []
-    call = float(np.median(calls[_WARM_UP_PASSES:]))
-    return [max(LEAST_SECONDS, seconds - call) for seconds in taken[_WARM_UP_PASSES:]]
+    call = float(np.median(found.pop()[_WARM_UP_PASSES:]))
+    return [
+        [max(LEAST_SECONDS, taken - call) for taken in seconds[_WARM_UP_PASSES:]]
+        for seconds in found
+    ]
