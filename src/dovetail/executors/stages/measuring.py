@@ -254,7 +254,8 @@ class CpuStages(MeasuredStages):
         found: dict[str, Measured] = {}
 
         def measure(asked: Sequence[tuple[str, int]]) -> list[Measured]:
-            found.update(found or self._in_passes(threads))
+            if not found:
+                found.update(self._in_passes(threads))
             return [found[self._signatures[kernel]] for _, kernel in asked]
 
         return self._of_kernels(f"{threads} threads", measure)
