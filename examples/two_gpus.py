@@ -25,7 +25,7 @@ def main() -> None:
     inputs = torch.randn(4096, 1024), torch.randn(4096, 1024)
     targets = (torch.randn(4096),)
     step = dt.capture(
-        TwoTowers(), inputs, targets, loss=nn.functional.mse_loss, train=dt.Adam(1e-3)
+        TwoTowers(), *inputs, targets=targets, loss=nn.functional.mse_loss, train=dt.Adam(1e-3)
     )
     plan = dt.plan(step, "2 x p100 + haswell", placer="local_search", budget="2000e", seed=0)
     print(plan)

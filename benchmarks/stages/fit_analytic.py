@@ -126,7 +126,7 @@ def subject(name: str, batch: int = 1) -> Subject:
         if name in MODELS:
             graph = graph_of(resolve_model(MODELS[name].format(batch=batch), ""))
         else:
-            graph = dovetail.capture(Bypassed(), (torch.zeros(batch, 3, 224, 224),)).graph
+            graph = dovetail.capture(Bypassed(), torch.zeros(batch, 3, 224, 224)).graph
         save_graph(graph, path)
     graph = load_graph(path)
     kernels = fuse(graph)

@@ -2,7 +2,7 @@
 
     import dovetail as dt
 
-    step = dt.capture(model, inputs, targets, loss=loss_fn, train=dt.Adam(1e-3))
+    step = dt.capture(model, *inputs, targets=targets, loss=loss_fn, train=dt.Adam(1e-3))
     plan = dt.plan(step, machine="here/2", budget="10s")
     with dt.run(plan, step) as placed:
         loss = placed.step(*inputs, *targets)

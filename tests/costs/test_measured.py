@@ -19,7 +19,7 @@ def step():
     layers = torch.nn.Sequential(
         torch.nn.Embedding(50, 8), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)
     )
-    return capture(layers, (torch.randint(0, 50, (4, 3)),))
+    return capture(layers, torch.randint(0, 50, (4, 3)))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_ops_of_one_signature_are_told_apart_by_what_lies_cold(tmp_path, machine
         def forward(self, x, y):
             return x @ self.weight, x @ y, self.weight @ x
 
-    step = capture(Scores(), (torch.ones(8, 8), torch.ones(8, 8)))
+    step = capture(Scores(), torch.ones(8, 8), torch.ones(8, 8))
     products = [op for op, kind in enumerate(step.graph.kinds) if kind == "aten.mm"]
     assert len({step.graph.signatures[op] for op in products}) == 1
     costs = measured_costs(step.graph, step.program, machine, CostCache(tmp_path / "costs.sqlite"))

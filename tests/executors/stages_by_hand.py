@@ -17,7 +17,7 @@ class Step:
     """A module's inference step, prepared."""
 
     def __init__(self, module, inputs, *, channels_last=False, captured=None):
-        self.captured = captured or capture(module.eval(), inputs)
+        self.captured = captured or capture(module.eval(), *inputs)
         self.kernels = fuse(self.captured.graph)
         self.prepared = prepare(self.captured, self.kernels, channels_last=channels_last)
         self.keys = merge_keys(self.captured.graph, self.kernels, self.prepared)

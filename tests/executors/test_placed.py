@@ -49,7 +49,7 @@ def squared(output, target):
 def training_step(**options):
     torch.manual_seed(3)
     inputs, targets = torch.randn(8, 8), torch.randn(8, 8)
-    return capture(Tied(), inputs, targets, loss=squared, train=SGD(lr=0.1, **options))
+    return capture(Tied(), inputs, targets=targets, loss=squared, train=SGD(lr=0.1, **options))
 
 
 class Two(nn.Module):
@@ -64,7 +64,7 @@ class Two(nn.Module):
 
 def inference():
     torch.manual_seed(1)
-    return capture(Two().eval(), (torch.randn(4, 4), torch.randn(4, 4)))
+    return capture(Two().eval(), torch.randn(4, 4), torch.randn(4, 4))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -165,7 +165,7 @@ def test_training_goes_on_from_a_loaded_state(workers, one_thread):
     torch.manual_seed(3)
     layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
     data = (torch.randn(8, 4), torch.randn(8, 4))
-    captured = capture(layers, *data, loss=squared, train=Adam(lr=0.1))
+    captured = capture(layers, data[0], targets=data[1], loss=squared, train=Adam(lr=0.1))
 
     def states(placed):
         return placed.state_dict(), placed.optimizer_state_dict()
@@ -253,11 +253,11 @@ def test_inputs_that_do_not_fit_are_named(workers):
     captured = inference()
     x = torch.zeros(4, 4)
     with run(plan_for(captured, 0), captured, workers=workers) as placed:
-        with pytest.raises(UsageError, match=r"takes input.0, input.1, but got 1"):
+        with pytest.raises(UsageError, match=r"takes x, y by position, but got 1"):
             placed.step(x)
         with pytest.raises(UsageError) as raised:
             placed.step(x, torch.zeros(4, 5))
-        assert raised.value.option == "input.1"
+        assert raised.value.option == "y"
         with pytest.raises(UsageError, match="float64"):
             placed.step(x.double(), x)
         placed.step(x, x)  # none of that has harmed it
@@ -276,7 +276,7 @@ def test_a_closed_run_says_so(workers):
 def test_a_measured_timeline_has_every_op_in_order_and_every_transfer(workers):
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     data = (torch.ones(2, 4), torch.zeros(2, 4))
-    captured = capture(layers, *data, loss=squared, train=SGD())
+    captured = capture(layers, data[0], targets=data[1], loss=squared, train=SGD())
     graph = captured.graph
     # The second weight is read by the backward pass: its update must wait for that.
     placements = (random_placement(graph, seed) for seed in range(100))

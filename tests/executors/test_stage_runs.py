@@ -104,7 +104,9 @@ def squared(output, target):
 def training_step():
     torch.manual_seed(3)
     inputs, targets = torch.randn(8, 8), torch.randn(8, 40)
-    return capture(Branches(), inputs, targets, loss=squared, train=SGD(lr=0.1, momentum=0.9))
+    return capture(
+        Branches(), inputs, targets=targets, loss=squared, train=SGD(lr=0.1, momentum=0.9)
+    )
 
 
 def assert_stages_in_turn(timeline, schedules):

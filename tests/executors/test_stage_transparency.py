@@ -25,7 +25,7 @@ def network(name, dtype):
     module = randomised(module).to(dtype).eval()
     inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
     with torch.no_grad():
-        return capture(module, inputs), inputs, module(*inputs)
+        return capture(module, *inputs), inputs, module(*inputs)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["dense", "channels_last"])
@@ -198,7 +198,7 @@ def test_attention_without_dropout_leaves_the_generator_alone():
 
 def test_normalisations_are_folded_and_their_constants_forgotten():
     module = randomised(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)))
-    captured = capture(module.eval(), [torch.randn(1, 3, 5, 5)])
+    captured = capture(module.eval(), torch.randn(1, 3, 5, 5))
     folded = prepare(captured, fuse(captured.graph))
     assert [len(kernel.calls) for kernel in folded.kernels] == [1]
     assert len(folded.constants) == 2

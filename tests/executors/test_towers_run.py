@@ -42,7 +42,7 @@ def module_and_batches(network, frozen, optimizer):
     inputs = [x.double() if x.is_floating_point() else x for one, _ in sets for x in one]
     targets = [t for _, one in sets for t in one]
     optimizer = OPTIMIZERS[optimizer][0]
-    one = capture(module, inputs[0], targets[0], loss=loss, train=optimizer)
+    one = capture(module, inputs[0], targets=targets[0], loss=loss, train=optimizer)
     return module, inputs, targets, one
 
 

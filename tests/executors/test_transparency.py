@@ -104,7 +104,7 @@ def real_step(model, optimizer, dtype):
     module = module.double()
     inputs = tuple(t.double() if t.is_floating_point() else t for t in inputs)
     settings = OPTIMIZERS[optimizer]
-    double = capture(module, inputs, targets, loss=LOSSES[model], train=settings)
+    double = capture(module, *inputs, targets=targets, loss=LOSSES[model], train=settings)
     return double, copy.deepcopy(module), inputs, targets
 
 

@@ -29,7 +29,7 @@ class Blocks(nn.Module):
 
 
 def captured(module, *inputs):
-    return dt.capture(module, inputs)
+    return dt.capture(module, *inputs)
 
 
 def plan_of(step, device_of, machine="2 x p100 + haswell"):

@@ -52,7 +52,7 @@ def build():
 
 
 def of_inference(model, *inputs):
-    captured = capture(model, inputs)
+    captured = capture(model, *inputs)
     found = run_step(captured, initial_values(captured), inputs)
     given = [x.numpy() for x in inputs]
     expected = model.predict(given if len(given) > 1 else given[0], verbose=0)
@@ -71,7 +71,7 @@ def of_inference(model, *inputs):
 def of_training(model, x, target, steps=3):
     """Largest difference from Keras' own forward pass under torch's own backward and update."""
     loss = torch.nn.functional.mse_loss
-    captured = capture(model, x, target, loss=loss, train=SGD(0.05, momentum=0.9))
+    captured = capture(model, x, targets=target, loss=loss, train=SGD(0.05, momentum=0.9))
     values = initial_values(captured)
     losses = [run_step(captured, values, (x,), (target,), step=i).item() for i in range(steps)]
     trainable = [v.value for v in model.trainable_variables]
@@ -110,7 +110,7 @@ def everything():
     keras.utils.set_random_seed(0)
     images, target = torch.randn(3, 12, 12, 3), torch.randn(3, 5)
     train = {"loss": torch.nn.functional.mse_loss, "train": Adam()}
-    dropped = capture(convolutional(0.5), images, target, **train)
+    dropped = capture(convolutional(0.5), images, targets=target, **train)
     draws = [
         run_step(dropped, initial_values(dropped), (images,), (target,), seed=s) for s in (1, 1, 2)
     ]
@@ -125,7 +125,9 @@ def everything():
         "draws": [float(x) for x in draws],
         "random": [n for n, r in zip(dropped.graph.names, random, strict=True) if r],
         "named": len(resolve("keras_networks:build", train=SGD()).graph),
-        "seeded": complaint(lambda: capture(convolutional(0.5, seed=3), images, target, **train)),
+        "seeded": complaint(
+            lambda: capture(convolutional(0.5, seed=3), images, targets=target, **train)
+        ),
         "seeded_inference": complaint(lambda: capture(convolutional(0.5, seed=3), images)),
         "unbuilt": complaint(lambda: capture(unbuilt, torch.randn(2, 4))),
     }  # fmt: skip

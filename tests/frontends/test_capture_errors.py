@@ -85,20 +85,20 @@ def test_a_scalar_output_is_its_own_loss():
     ("inputs", "message"),
     [
         ((), "has no inputs"),
-        ((3,), "inputs[0] must be a tensor, not int"),
-        ("text", "inputs must be tensors, not str"),
+        ((3,), "has no inputs"),
+        (("text",), "has no inputs"),
     ],
 )
 def test_wrong_inputs_are_an_error(inputs, message):
     with pytest.raises(ModelError) as raised:
-        capture(nn.Linear(3, 3), inputs)
+        capture(nn.Linear(3, 3), *inputs)
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("train", [None, SGD()])
 def test_targets_without_a_loss_are_an_error(train):
     with pytest.raises(ModelError, match="targets are given, but no loss"):
-        capture(Wrapped(torch.sum), torch.randn(2, 3), torch.randn(2, 3), train=train)
+        capture(Wrapped(torch.sum), torch.randn(2, 3), targets=torch.randn(2, 3), train=train)
 
 
 def test_a_module_without_trainable_parameters_cannot_be_trained():
@@ -127,7 +127,7 @@ def test_a_buffer_that_grows_is_an_error():
             self.cache = torch.cat([self.cache, x])
             return self.cache.sum(0)
 
-    with pytest.raises(CaptureError, match="buffer cache changes its shape"):
+    with pytest.raises(CaptureError, match=r"buffer cache changes from .*\(1, 3\) to .*\(3, 3\)"):
         capture(Grows(), torch.randn(2, 3))
 
 

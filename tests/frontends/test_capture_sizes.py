@@ -125,7 +125,7 @@ def test_flops_follow_the_formula(function, shapes, expected):
         def forward(self, *tensors):
             return function(*tensors)
 
-    graph = capture(Module(), [torch.randn(shape) for shape in shapes]).graph
+    graph = capture(Module(), *[torch.randn(shape) for shape in shapes]).graph
     assert int(graph.flops.sum()) == expected
 
 

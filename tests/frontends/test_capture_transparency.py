@@ -112,7 +112,7 @@ def test_three_steps_equal_plain_torch(name, optimizer, dtype, traces, monkeypat
             capturing, "trace", lambda r: traces.setdefault((name, dtype), trace(r))
         )
     train, make_optimizer = OPTIMIZERS[optimizer]
-    captured = capture(module, inputs, targets, loss=loss, train=train)
+    captured = capture(module, *inputs, targets=targets, loss=loss, train=train)
     assert_equals_plain(captured, module, make_optimizer, TOLERANCES[dtype], loss)
 
 
@@ -124,7 +124,7 @@ VARIANTS = {"nasnet_a_large", "squeezenet_1_0"}
 def test_two_steps_of_every_other_network_equal_plain_torch(name):
     module, inputs, loss, targets = network(name, torch.float64)
     train, make_optimizer = OPTIMIZERS["adam"]
-    captured = capture(module, inputs, targets, loss=loss, train=train)
+    captured = capture(module, *inputs, targets=targets, loss=loss, train=train)
     assert_equals_plain(captured, module, make_optimizer, TOLERANCES[torch.float64], loss, 2)
 
 
@@ -134,7 +134,7 @@ def test_momentum_starts_from_the_gradient_bit_for_bit():
     with torch.no_grad():
         module.weight.copy_(torch.tensor([[1.0, -0.0]]))
     inputs = (torch.tensor([[1.0, -0.0]]),)
-    captured = capture(module, inputs, loss=lambda out: out.sum(), train=SGD(0.1, momentum=0.9))
+    captured = capture(module, *inputs, loss=lambda out: out.sum(), train=SGD(0.1, momentum=0.9))
     values = initial_values(captured)
     run_step(captured, values, inputs)
     state = captured.graph.index["weight/momentum_buffer"]
@@ -182,7 +182,7 @@ def test_an_awkward_module_equals_plain_torch(optimizer):
     inputs = (torch.randn(6, 6), torch.randn(3))
     train, make_optimizer = OPTIMIZERS[optimizer]
     loss = lambda out: (out**2).mean()  # noqa: E731  (a loss reads best as an expression)
-    captured = capture(module, inputs, loss=loss, train=train)
+    captured = capture(module, *inputs, loss=loss, train=train)
     plain, values = copy.deepcopy(module), initial_values(captured)
     torch_optimizer = make_optimizer(plain.parameters())
     for step in range(3):

@@ -52,7 +52,7 @@ def export(path, module, inputs, **options):
 def test_an_exported_network_counts_as_the_captured_one(name, tmp_path):
     module, inputs = built(name, SIZES[name])
     graph = load_onnx(export(tmp_path / "model.onnx", module, inputs))
-    direct = capture(module, inputs).graph
+    direct = capture(module, *inputs).graph
     assert matrix_flops(graph) == matrix_flops(direct)
     assert int(graph.flops.sum()) == pytest.approx(int(direct.flops.sum()), rel=0.01)
     assert parameter_bytes(graph) == pytest.approx(parameter_bytes(direct), rel=0.01)
@@ -63,7 +63,7 @@ def test_an_exported_network_counts_as_the_captured_one(name, tmp_path):
 def test_without_the_exporters_optimizer_the_counts_are_equal(tmp_path):
     module, inputs = built("transformer_xl", {})
     graph = load_onnx(export(tmp_path / "model.onnx", module, inputs, optimize=False))
-    direct = capture(module, inputs).graph
+    direct = capture(module, *inputs).graph
     assert matrix_flops(graph) == matrix_flops(direct)
     assert parameter_bytes(graph) == parameter_bytes(direct)
     modules = {m for m, source in zip(direct.modules, direct.is_source, strict=True) if not source}
@@ -75,7 +75,7 @@ def test_what_an_exporter_folds_beforehand_is_not_counted(tmp_path):
     module, inputs = built("squeezenet_1_0", {})
     module = torch.nn.Sequential(module, torch.nn.BatchNorm1d(10)).eval()
     graph = load_onnx(export(tmp_path / "model.onnx", module, inputs, optimize=False))
-    direct = capture(module, inputs).graph
+    direct = capture(module, *inputs).graph
     assert int(graph.flops.sum()) == int(direct.flops.sum())
     assert parameter_bytes(graph) == parameter_bytes(direct)
     assert graph.kinds.count("buffer") == 2
@@ -113,7 +113,7 @@ def test_the_older_exporter_is_read_as_well(tmp_path):
         warnings.simplefilter("ignore")
         torch.onnx.export(module, inputs, file, dynamo=False)
     (tmp_path / "model.onnx").write_bytes(file.getvalue())
-    graph, direct = load_onnx(tmp_path / "model.onnx"), capture(module, inputs).graph
+    graph, direct = load_onnx(tmp_path / "model.onnx"), capture(module, *inputs).graph
     assert int(graph.flops.sum()) == int(direct.flops.sum())
     assert parameter_bytes(graph) == parameter_bytes(direct)
     forward = np.flatnonzero(~graph.is_source)

@@ -68,7 +68,11 @@ def net_step(optimizer, frozen=False, batch=4):
         module.bn.eval()
     inputs, targets = batches(1, batch)
     return module, capture(
-        module, inputs, targets, loss=nn.functional.cross_entropy, train=OPTIMIZERS[optimizer][0]
+        module,
+        *inputs,
+        targets=targets,
+        loss=nn.functional.cross_entropy,
+        train=OPTIMIZERS[optimizer][0],
     )
 
 
@@ -153,11 +157,11 @@ def test_synchronous_towers_of_a_language_model_equal_one_large_batch(optimizer)
     torch.manual_seed(0)
     module, inputs, loss, targets = network.build(**network.small)
     module.double()
-    one = capture(module, inputs, targets, loss=loss, train=OPTIMIZERS[optimizer][0])
+    one = capture(module, *inputs, targets=targets, loss=loss, train=OPTIMIZERS[optimizer][0])
     large = torch.randint(50, (2, 4, 3 * replicas))
     tokens, labels = (list(x.chunk(replicas, dim=1)) for x in large)
     losses, values = run_program(towers(one, replicas), tokens, labels)
-    whole = capture(module, large[0], large[1], loss=loss, train=OPTIMIZERS[optimizer][0])
+    whole = capture(module, large[0], targets=large[1], loss=loss, train=OPTIMIZERS[optimizer][0])
     expected, state = run_program(whole, large[:1].unbind(0), large[1:].unbind(0))
     for a, b in zip(losses, expected, strict=True):
         assert_close(a, b)

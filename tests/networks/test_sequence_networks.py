@@ -494,7 +494,7 @@ def test_a_small_one_is_captured_for_inference_and_training(name):
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_captured_steps_of_a_small_one_are_its_plain_steps(name):
     module, inputs, loss, targets = built(name)
-    captured = capture(module.train(), inputs, targets, loss=loss, train=SGD(0.1))
+    captured = capture(module.train(), *inputs, targets=targets, loss=loss, train=SGD(0.1))
     values = initial_values(captured)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     for _ in range(3):

@@ -76,7 +76,7 @@ def test_the_chosen_step_computes_what_the_module_does(cores):
     module, inputs = cell()
     told = []
     found, step = schedule(
-        capture(module, inputs), rounds=5, progress=lambda *what: told.append(what)
+        capture(module, *inputs), rounds=5, progress=lambda *what: told.append(what)
     )
     for _ in range(2):
         given = (torch.randn(2, 3, 8, 8), torch.tensor([0, 6]))
@@ -97,7 +97,7 @@ def test_the_chosen_step_computes_what_the_module_does(cores):
 
 def test_every_schedule_computes_what_the_module_does(cores):
     module, inputs = cell()
-    target = target_of(capture(module, inputs))
+    target = target_of(capture(module, *inputs))
     with torch.no_grad():
         expected = module(*inputs)
     merged = {}
@@ -129,10 +129,10 @@ def _paying(problem):
 def test_a_second_search_measures_nothing_and_finds_the_same(cores):
     module, inputs = cell()
     cache = CostCache()
-    first = target_of(capture(module, inputs), cache=cache)
+    first = target_of(capture(module, *inputs), cache=cache)
     found = {name: search(first, name) for name in SCHEDULERS}
     assert first.costs.timed > 0
-    second = target_of(capture(module, inputs), cache=cache)
+    second = target_of(capture(module, *inputs), cache=cache)
     for name in SCHEDULERS:
         again = search(second, name)
         assert again.stages == found[name].stages
@@ -145,7 +145,7 @@ def test_the_users_random_numbers_and_inputs_are_left_alone(cores):
     module, inputs = cell()
     kept = [value.clone() for value in inputs]
     state = torch.get_rng_state()
-    find(target_of(capture(module, inputs)), ["dos"], rounds=1)
+    find(target_of(capture(module, *inputs)), ["dos"], rounds=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True))
 
@@ -158,7 +158,7 @@ class Infinite(nn.Module):
 
 def test_outputs_that_are_not_finite_are_equal_to_themselves(cores):
     rows = torch.randn(3, 4)
-    _, step = schedule(capture(Infinite(), [rows]), schedulers=["dataflow"], rounds=1)
+    _, step = schedule(capture(Infinite(), rows), schedulers=["dataflow"], rounds=1)
     for a, b in zip(step(rows), Infinite()(rows), strict=True):
         assert torch.equal(a, b) or (a.isnan() & b.isnan()).all()
 
@@ -214,9 +214,9 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: capture(Same(), [torch.ones(3)]), "nothing to run"),
-        (lambda: capture(Counting(), [torch.ones(3)]), "buffers"),
-        (lambda: capture(Drawing(), [torch.ones(3)]), "random"),
+        (lambda: capture(Same(), torch.ones(3)), "nothing to run"),
+        (lambda: capture(Counting(), torch.ones(3)), "buffers"),
+        (lambda: capture(Drawing(), torch.ones(3)), "random"),
         (
             lambda: resolve_model("zoo:rnnlm?hidden=8&vocabulary=9&steps=2&batch=2", "sgd"),
             "--train",
@@ -232,14 +232,14 @@ def test_steps_that_stages_are_not_made_of_are_refused(make, said):
 def test_a_graph_without_its_network_is_refused(tmp_path):
     module, inputs = cell()
     path = tmp_path / "cell.json"
-    save_graph(capture(module, inputs).graph, path)
+    save_graph(capture(module, *inputs).graph, path)
     with pytest.raises(UsageError, match="captured"):
         schedules(str(path))
 
 
 def test_requests_that_make_no_sense_are_refused():
     module, inputs = cell()
-    step = capture(module, inputs)
+    step = capture(module, *inputs)
     with pytest.raises(UsageError, match="'best' is not one of sequential, greedy"):
         schedule(step, schedulers=["dos", "best"])
     with pytest.raises(UsageError, match="1 or more"):
@@ -262,7 +262,7 @@ def test_a_kernel_that_cannot_be_traced_is_named(cores, monkeypatch):
         raise RuntimeError("no operator for this\nat a place")
 
     module, inputs = cell()
-    step = capture(module, inputs)
+    step = capture(module, *inputs)
     monkeypatch.setattr(torch._C, "_create_graph_by_tracing", fail)
     with pytest.raises(UsageError, match=r"trace all of it: no operator for this$"):
         schedule(step)

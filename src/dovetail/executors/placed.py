@@ -34,9 +34,9 @@ from dovetail.executors.slots import distinct, tensor_at
 from dovetail.executors.timelines import progress_of, step_span, timeline_of
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import Workers
-from dovetail.frontends.arguments import fill_refs
 from dovetail.frontends.interpret import example_values, held_values, source_value
-from dovetail.frontends.program import Captured
+from dovetail.frontends.program import Captured, Ref
+from dovetail.frontends.structures import substitute
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.processes import Worker, ready
@@ -75,13 +75,14 @@ class Placed:
         self._processes: list[Worker] = []
         self._load()
 
-    def step(self, *tensors: Tensor) -> Any:
-        """Run one step on the inputs, then the targets.
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on the model's own arguments, then (positional) what its loss takes.
 
-        Returns the loss in training, else what the model returns. Raises `UsageError` for tensors
-        that do not fit, `WorkerError` or `WorkerDiedError` if a device fails.
+        Returns the loss in training, else what the model returns, in the model's own type. Raises
+        `UsageError` for arguments that do not fit or are held constant with another value,
+        `WorkerError` or `WorkerDiedError` if a device fails.
         """
-        self.feed(tensors)
+        self.feed(self.captured.signature.tensors(args, kwargs))
         self._advance()
         return self._results()
 
@@ -92,16 +93,18 @@ class Placed:
         if tensors is None:
             inputs, targets = example_values(captured, self._seed)
             tensors = (*inputs, *targets)
-        names = [f"input.{i}" for i in range(len(captured.inputs))]
+        signature = captured.signature
+        names = {f"input.{i}": name for i, name in enumerate(signature.names)}
         if captured.graph.training:
-            names += [f"target.{i}" for i in range(len(captured.targets))]
+            names |= {f"target.{i}": name for i, name in enumerate(signature.target_names)}
         elif len(tensors) == len(names) + len(captured.targets):
             tensors = tensors[: len(names)]  # inference has no use for targets
         if len(tensors) != len(names):
-            raise UsageError("step", f"takes {', '.join(names)}, but got {len(tensors)} tensors")
-        for name, tensor in zip(names, tensors, strict=True):
-            if name in self._by_name:
-                _copy_into(self._sources[self._by_name[name]], tensor, name)
+            wanted = ", ".join(names.values())
+            raise UsageError("step", f"takes {wanted}, but got {len(tensors)} tensors")
+        for (source, name), tensor in zip(names.items(), tensors, strict=True):
+            if source in self._by_name:
+                _copy_into(self._sources[self._by_name[source]], tensor, name)
         self._fed = True
 
     def _advance(self, timed: bool = False) -> float:
@@ -273,7 +276,7 @@ class Placed:
             tensor: distinct(tensor_at(self._block, slot), slot.strides).expand(slot.shape).clone()
             for tensor, slot in self._shares.outputs.items()
         }
-        return fill_refs(self.captured.program.outputs, found)
+        return substitute(self.captured.program.outputs, Ref, lambda ref: found[ref.tensor])
 
     def _value_of(self, name: str) -> Tensor:
         """The parameter or buffer itself, by any of its names."""

@@ -187,7 +187,7 @@ class _Loaded:
     def _bind(self, instruction: Instruction, calls: dict[int, Call]) -> Bound:
         match instruction:
             case Run(op=op, frees=frees):
-                return bind(calls[op], self.values, frees, self._seed_of(op))
+                return bind(calls[op], self.values, frees, self._seed_of(calls[op].seed_index(op)))
             case Together(lanes=lanes, frees=frees):
                 return self._bind_together([self._bind_lane(ops, calls) for ops in lanes], frees)
             case Send(slot=None) as send:
@@ -202,7 +202,10 @@ class _Loaded:
         return lambda: seed_for(self.seed, self.now[0] // (SKEW + 1) - 1, op)
 
     def _bind_lane(self, ops: tuple[int, ...], calls: dict[int, Call]) -> Lane:
-        bound = [(op, bind(calls[op], self.values, (), self._seed_of(op))) for op in ops]
+        bound = [
+            (op, bind(calls[op], self.values, (), self._seed_of(calls[op].seed_index(op))))
+            for op in ops
+        ]
 
         def run() -> None:
             for op, call in bound:

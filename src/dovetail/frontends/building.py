@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from dovetail.frontends.arguments import (
@@ -21,6 +20,7 @@ from dovetail.frontends.flops import count_bytes, count_flops, tensor_bytes
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.ordering import control_edges
 from dovetail.frontends.program import Call, Program, Ref, SourceValue
+from dovetail.frontends.structures import leaves, substitute
 from dovetail.frontends.tracing import Trace
 from dovetail.graph import Graph, Phase
 
@@ -119,8 +119,8 @@ def build(
         _add_update(builder, trace, parameter, states[parameter], optimizer)
     for buffer in trace.written:
         _add_copy(builder, trace, buffer)
-    results = pytree.tree_map_only(fx.Node, builder.ref, trace.results)
-    outputs = [leaf.tensor for leaf in pytree.tree_leaves(results) if isinstance(leaf, Ref)]
+    results = substitute(trace.results, fx.Node, builder.ref)
+    outputs = [ref.tensor for ref in leaves(results, Ref)]
     graph = _graph(model, builder, outputs)
     program = Program(
         calls=tuple(op.call for op in builder.ops),
@@ -197,8 +197,9 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
     )
     builder.op_of[node] = builder.op(op)
     results = _add_results(builder, node, reads)
-    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    op.call = Call(target, args, kwargs, results, random=random)
+    first = trace.draws.get(node)
+    draws_of = -1 if first is None or first is node else builder.op_of[first]
+    op.call = Call(target, args, kwargs, results, random=first is not None, draws_of=draws_of)
 
 
 def _add_results(builder: _Builder, node: fx.Node, reads: list[int]) -> tuple[int, ...]:

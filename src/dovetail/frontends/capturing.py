@@ -2,19 +2,22 @@
 
 import linecache
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
 from dovetail.frontends.fakes import fake, fake_mode_of
 from dovetail.frontends.keras_models import is_keras, keras_module
 from dovetail.frontends.optimizers import Optimizer, format_optimizer
-from dovetail.frontends.program import Captured
+from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError
 from dovetail.frontends.tracing import Request, trace
 from dovetail.plans import Source
@@ -22,41 +25,66 @@ from dovetail.plans import Source
 
 def capture(
     model: nn.Module,
-    inputs: Tensor | Sequence[Tensor],
-    targets: Tensor | Sequence[Tensor] = (),
-    *,
+    *args: Any,
     loss: Callable[..., Tensor] | None = None,
+    targets: Any = (),
     train: Optimizer | None = None,
+    **kwargs: Any,
 ) -> Captured:
     """The module's forward pass, or with `train` one whole training step, as graph and program.
 
-    Runs the model once on fake tensors, in the training or evaluation mode it is in; its weights,
-    real or fake, are neither read nor changed. `loss(output, *targets)` is a scalar; without one
-    the output is. Parameters that do not require gradients stay as they are.
+    `args` and `kwargs` are the module's own: tensors, and lists, dicts, dataclasses and other
+    structures of tensors. What is no tensor (None, flags, numbers) is held constant, as are the
+    tensors' shapes. Runs the model once on fake tensors, in the training or evaluation mode it is
+    in; its weights, real or fake, are neither read nor changed, nor are its attributes.
+
+    `loss(output, *targets)` is a scalar; `targets` is a tensor, or a tuple or list of what the loss
+    takes. Without a loss the output is, or its `loss` where it has one, as models of transformers
+    do when they are given labels. Parameters that do not require gradients stay as they are.
 
     A Keras 3 model on torch counts as its module in `keras_models`, in training mode with `train`.
 
     Raises `ModelError` for arguments that do not fit, `CaptureError` for what has no graph. About
     0.6 ms per op, twice that where the model writes in place.
     """
+    return capture_call(model, args, kwargs, loss=loss, targets=targets, train=train)
+
+
+def capture_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    targets: Any = (),
+    train: Optimizer | None = None,
+) -> Captured:
+    """`capture` of a module whose own keywords may be called `loss`, `targets` or `train`."""
     name = type(model).__name__
     if is_keras(model):
         model = keras_module(model, train is not None)
-    inputs, targets = _tensors(name, "inputs", inputs), _tensors(name, "targets", targets)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    _check(name, model, inputs, train)
+    _check(name, model, train)
     _check_loss(name, targets, loss)
-    mode = fake_mode_of([*parameters.values(), *buffers.values(), *inputs, *targets])
+    signature = Signature.of(model, args, kwargs, targets)
+    if not signature.inputs:
+        raise ModelError(name, "has no inputs; give at least one example tensor")
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    originals = {**parameters, **buffers}
+    inputs, targets = signature.inputs, signature.targets if train else ()
+    mode = fake_mode_of([*originals.values(), *inputs, *targets])
     request = Request(
         module=model,
         mode=mode,
+        originals=originals,
         parameters={key: fake(value, mode) for key, value in parameters.items()},
         buffers={key: fake(value, mode) for key, value in buffers.items()},
-        inputs=tuple(fake(value, mode) for value in inputs),
-        targets=tuple(fake(value, mode) for value in targets) if train else (),
+        inputs=tuple(_fake_input(value, mode) for value in inputs),
+        targets=tuple(fake(value, mode) for value in targets),
+        signature=signature,
         loss=loss,
         training=train is not None,
         trainable=tuple(k for k, v in parameters.items() if v.requires_grad) if train else (),
+        owners=_owners(parameters, buffers, signature),
     )
     try:
         traced = trace(request)
@@ -70,43 +98,75 @@ def capture(
         training=format_optimizer(train) if train else "",
         shapes=tuple(tuple(value.shape) for value in inputs),
         torch_version=torch.__version__,
+        constants=signature.constants,
     )
-    return Captured(graph, program, source, model, None, inputs, targets)
+    return Captured(graph, program, source, model, signature)
 
 
-def _tensors(model: str, what: str, given: Any) -> tuple[Tensor, ...]:
-    values = (given,) if isinstance(given, Tensor) else given
-    if not isinstance(values, (tuple, list)):
-        raise ModelError(model, f"{what} must be tensors, not {type(values).__name__}")
-    for position, value in enumerate(values):
-        if not isinstance(value, Tensor):
+def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:
+    """Raise `ModelError` for modules that cannot be traced, by the kind they are."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(name, "is no torch.nn.Module; wrap the function in one")
+    for path, part in model.named_modules():
+        where = f"{path} ({type(part).__name__})" if path else "the model"
+        if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(
-                model,
-                f"{what}[{position}] must be a tensor, not {type(value).__name__}; bind other "
-                "arguments in a small wrapper module",
+                name, f"{where} is TorchScript, which hides its ops; use the module it is made from"
             )
-    return tuple(values)
-
-
-def _check(
-    name: str,
-    model: nn.Module,
-    inputs: tuple[Tensor, ...],
-    train: Optimizer | None,
-) -> None:
-    if not inputs:
-        raise ModelError(name, "has no inputs; give at least one example tensor")
+        if ".quantized" in type(part).__module__ and type(part).__module__.startswith("torch."):
+            raise ModelError(
+                name,
+                f"{where} is quantised: its weights are packed in no tensor that can be placed; "
+                "capture the float model it is made from",
+            )
+        for key, value in (*part._parameters.items(), *part._buffers.items()):
+            full = f"{path}.{key}" if path else key
+            if is_lazy(value):
+                raise ModelError(name, f"{full} has no shape yet; run the lazy module once before")
+            if value is not None and is_traceable_wrapper_subclass(value):
+                raise ModelError(
+                    name,
+                    f"{full} is a {type(value).__name__}, a tensor made of others (quantised, "
+                    "sharded or nested); capture the module with plain tensors",
+                )
+            if value is not None and (value.layout != torch.strided or value.is_quantized):
+                raise ModelError(
+                    name, f"{full} is no dense tensor; use .to_dense() or .dequantize()"
+                )
     if train is not None and not any(p.requires_grad for p in model.parameters()):
         raise ModelError(name, "has no parameter that requires gradients; nothing can be trained")
 
 
-def _check_loss(name: str, targets: tuple[Tensor, ...], loss: Callable[..., Tensor] | None) -> None:
+def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> None:
     if loss is not None and not callable(loss):
         raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
-    if targets and loss is None:
+    given = isinstance(targets, Tensor) or (targets is not None and len(targets) > 0)
+    if given and loss is None:
         raise ModelError(
             name, "targets are given, but no loss to compare with them; give loss(output, *targets)"
         )
+
+
+def _owners(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], signature: Signature
+) -> dict[str, Tensor]:
+    """What of the model's or of the examples a tensor is -> the tensor."""
+    return {
+        f"{what} {name}": value
+        for what, names, values in (
+            ("parameter", parameters.keys(), parameters.values()),
+            ("buffer", buffers.keys(), buffers.values()),
+            ("input", signature.names, signature.inputs),
+            ("target", signature.target_names, signature.targets),
+        )
+        for name, value in zip(names, values, strict=True)
+    }
+
+
+def _fake_input(value: Tensor, mode: FakeTensorMode) -> Tensor:
+    """The fake twin of an input, which requires gradients where the input does."""
+    twin = fake(value, mode)
+    return twin.requires_grad_() if value.requires_grad else twin
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from dovetail.errors import ModelError
 from dovetail.frontends.arguments import fill_refs
 from dovetail.frontends.fakes import is_fake
 from dovetail.frontends.program import Call, Captured, Ref, SourceValue
+from dovetail.frontends.structures import substitute
 from dovetail.graph import Graph
 
 Values = dict[int, Tensor]
@@ -115,10 +115,12 @@ def run_step(
     with torch.no_grad():
         for op, call in enumerate(program.calls):
             if call is not None:
-                run_call(call, tensors, seed_for(seed, step, op) if call.random else 0)
+                run_call(
+                    call, tensors, seed_for(seed, step, call.seed_index(op)) if call.random else 0
+                )
             for tensor in last_uses[op]:
                 tensors.pop(tensor, None)
-    return pytree.tree_map_only(Ref, lambda ref: tensors[ref.tensor], program.outputs)
+    return substitute(program.outputs, Ref, lambda ref: tensors[ref.tensor])
 
 
 def run_call(call: Call, tensors: Values, seed: int) -> None:

@@ -1,5 +1,6 @@
 """MODEL texts -> Captured: `zoo:NAME?options` and `package.module:function`."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.errors import ModelError, UnknownNetworkError
-from dovetail.frontends.capturing import capture
+from dovetail.frontends.capturing import capture, capture_call
 from dovetail.frontends.keras_models import is_keras
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.program import Captured
@@ -117,13 +118,15 @@ def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
             module, (inputs, targets) = make(), network.examples(**full)
     except (RuntimeError, ValueError, ArithmeticError) as error:
         raise ModelError(model, f"cannot be built: {error}") from error
-    captured = capture(module, inputs, targets, loss=network.loss, train=train)
+    captured = capture(module, *inputs, targets=targets, loss=network.loss, train=train)
     return replace(captured, make=make, examples=lambda: network.examples(**full))
 
 
 def _resolve_function(model: str, train: Optimizer | None) -> Captured:
     module, inputs, loss, targets = _unpack(model, call_function(model))
-    return capture(module, inputs, targets, loss=loss, train=train)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return capture_call(module, args, kwargs, targets=targets, loss=loss, train=train)
 
 
 def _unpack(model: str, returned: Any) -> tuple[nn.Module, Any, Any, Any]:

@@ -1,14 +1,18 @@
 """Program: the executable calls behind a graph. Captured: graph, program and source together."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor
 from torch._ops import OpOverload
 
+from dovetail.errors import UsageError
+from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched
 from dovetail.graph import Graph
 from dovetail.plans import Source
 
@@ -27,6 +31,7 @@ class Call:
     results   per element of what the call returns (a lone tensor counts as one element), the
               graph tensor it becomes, or -1 where nobody wants it
     random    draws random numbers: seed torch from (seed, step, op index) right before it
+    draws_of  the op whose index that is, where it computes that one's result anew; -1: itself
     in_place  writes over some of its arguments (an update); its results alias them
     """
 
@@ -36,6 +41,11 @@ class Call:
     results: tuple[int, ...] = (0,)
     random: bool = False
     in_place: bool = False
+    draws_of: int = -1
+
+    def seed_index(self, op: int) -> int:
+        """The op index that goes into the seed, of the call at op index `op`."""
+        return op if self.draws_of < 0 else self.draws_of
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch's operators do not pickle; their names do, so that a Program travels to a worker.
@@ -46,7 +56,8 @@ class Call:
             lambda value: _Constant(str(value).removeprefix("torch.")),
             (self.args, self.kwargs),
         )
-        return _call, (target, args, kwargs, self.results, self.random, self.in_place)
+        rest = self.results, self.random, self.in_place, self.draws_of
+        return _call, (target, args, kwargs, *rest)
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class SourceValue:
 class Program:
     """calls, sources   [ops], one of the two is None at each op; aligned with the graph.
     loss            the tensor that is the loss, -1 in inference
-    outputs         pytree of `Ref`s: what the plain model returns (inference), or the loss
+    outputs         structure of `Ref`s: what the plain model returns (inference), or the loss
     aliases         other state_dict names -> the name that holds the value (tied parameters)
     """
 
@@ -105,20 +116,113 @@ class Program:
 
 
 @dataclass(frozen=True, eq=False)
+class Signature:
+    """How a step is called: the model's own arguments, then what its loss takes.
+
+    arguments          label -> argument, with a `Slot` for each tensor. A label is the name of the
+                       parameter that takes it, or its number where it has none
+    positional         labels of the arguments that are given by position, in order
+    target_structure   tuple with a `Slot` for each tensor
+    inputs, targets    the example tensors, as given (fake or real), by their slots
+    names, target_names   what they are called: "input_ids", "past_key_values.layers.0.keys"
+    """
+
+    arguments: dict[str, Any]
+    positional: tuple[str, ...]
+    target_structure: tuple[Any, ...]
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    target_names: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
+    ) -> "Signature":
+        """The signature of `loss(module(*args, **kwargs), *targets)`."""
+        if isinstance(targets, Tensor) or not isinstance(targets, (tuple, list)):
+            targets = () if targets is None else (targets,)
+        labels = _labels(module, args)
+        inputs, names, arguments = flatten(dict(zip(labels, args, strict=True)) | kwargs)
+        wanted, target_names, structure = flatten(tuple(targets), ("target",))
+        return Signature(
+            arguments, labels, structure, tuple(inputs), tuple(wanted), tuple(names),
+            tuple(target_names),
+        )  # fmt: skip
+
+    @property
+    def constants(self) -> tuple[tuple[str, str], ...]:
+        """(name, value as text) of the arguments that are no tensors."""
+        return tuple((name, repr(value)) for name, value in constants(self.arguments))
+
+    def call(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of the module with these values in the place of its tensors."""
+        kwargs = dict(fill(self.arguments, tensors))
+        return tuple(kwargs.pop(label) for label in self.positional), kwargs
+
+    def loss_arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """What the loss takes after the output, with these values in the place of its tensors."""
+        return tuple(fill(self.target_structure, tensors))
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """The tensors of a step's arguments, inputs then targets.
+
+        `args` are the model's positional arguments, then what the loss takes. Raises `UsageError`
+        for arguments that differ in more than their tensors from those that were captured.
+        """
+        by_position = [label for label in self.positional if label not in kwargs]
+        count, wanted = len(by_position), len(self.target_structure)
+        try:
+            if len(args) not in (count, count + wanted):
+                raise Mismatch(
+                    f"takes {', '.join(by_position) or 'no arguments'} by position"
+                    + (f" and {wanted} of the loss" if wanted else "")
+                    + f", but got {len(args)}"
+                )
+            given = dict(zip(by_position, args, strict=False)) | kwargs
+            inputs = matched(self.arguments, given)
+            targets = args[count:]
+            expected = matched(self.target_structure, targets, "target") if targets else []
+        except Mismatch as error:
+            raise UsageError("step", str(error)) from None
+        return (*inputs, *expected)
+
+
+def _labels(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[str, ...]:
+    """A label for each positional argument: its parameter's name, or else its number."""
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [parameter.name for parameter in parameters if parameter.kind in plain]
+    return tuple(named[i] if i < len(named) else str(i) for i in range(len(args)))
+
+
+@dataclass(frozen=True, eq=False)
 class Captured:
     """A network as dovetail sees it.
 
-    module   the module it came from: real weights, or fake ones
-    make     builds the module anew with real weights, where the module's are fake; or None
-    inputs, targets   the example tensors, as given (fake or real)
-    examples          draws real (inputs, targets), where those are fake; or None
+    module     the module it came from: real weights, or fake ones
+    signature  how a step is called, with the example tensors
+    make       builds the module anew with real weights, where the module's are fake; or None
+    examples   draws real (inputs, targets), where those are fake; or None
     """
 
     graph: Graph
     program: Program
     source: Source
     module: torch.nn.Module
+    signature: Signature
     make: Callable[[], torch.nn.Module] | None = None
-    inputs: tuple[torch.Tensor, ...] = ()
-    targets: tuple[torch.Tensor, ...] = ()
-    examples: Callable[[], tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] | None = None
+    examples: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The example inputs: every tensor of the model's arguments, in order."""
+        return self.signature.inputs
+
+    @property
+    def targets(self) -> tuple[Tensor, ...]:
+        """The example targets: every tensor of what the loss takes after the output."""
+        return self.signature.targets

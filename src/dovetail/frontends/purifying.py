@@ -27,13 +27,39 @@ def purified(first: Recording, mode: FakeTensorMode) -> Recording:
     Raises `TracingError` where an op writes over what was given to the recorded function.
     """
     if any(_writes(node) for node in first.marks):
+        _check_constants(first.graph)
         second = _functionalized(first, mode)
     else:  # a second trace would be a copy
-        second = Recording(first.graph, first.constants, {node: node for node in first.marks})
+        second = Recording(
+            first.graph, first.constants, {node: node for node in first.marks}, first.draws
+        )
     _remove_no_ops(second.graph)
     _check_pure(second.graph)
     _remove_dead(second.graph)
     return second
+
+
+def _check_constants(graph: fx.Graph) -> None:
+    """Raise `TracingError` where an op writes over a constant, or a view of one: over a tensor that
+    the model keeps, but that is neither parameter nor buffer."""
+    constant: set[fx.Node] = set()  # get_attr nodes, and what shares their memory
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            constant.add(node)
+        if not isinstance(node.target, OpOverload):
+            continue
+        arguments = node.target._schema.arguments
+        for position, argument in enumerate(arguments):
+            given = node.args[position] if position < len(node.args) else None
+            if argument.alias_info is None or given not in constant:
+                continue
+            if argument.alias_info.is_write:
+                value = given.meta["val"]
+                raise TracingError(
+                    f"{node.target} writes over a tensor of shape {tuple(value.shape)} that the "
+                    "model keeps but has not registered; make it a buffer (register_buffer)"
+                )
+            constant.add(node)
 
 
 def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:

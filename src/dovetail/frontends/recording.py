@@ -7,9 +7,10 @@ it; shapes are never symbolic; control flow that is itself an operator is refuse
 """
 
 import functools
+import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
+
+from dovetail.frontends.fakes import is_fake
 
 aten = torch.ops.aten
 _NO_DEFAULT = object()
@@ -35,11 +38,14 @@ class Recording:
 
     constants   target of a get_attr node -> the tensor
     marks       what `mark()` said right before each call node was recorded
+    draws       random call node -> the state of the random generator that it draws from: a
+                checkpoint that computes something anew goes back to the state it had before
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor]
     marks: dict[fx.Node, Any]
+    draws: dict[fx.Node, bytes]
 
 
 def record(
@@ -47,33 +53,102 @@ def record(
     values: Sequence[Tensor],
     mark: Callable[[], Any],
     rules: Rules,
+    outside: "Outside | None" = None,
 ) -> Recording:
     """The operators that `function(*values)` calls below autograd. Runs it, in the fake tensor
     mode that is on; `rules` says what to call in the place of some operators.
 
+    `outside` knows which tensors from outside must not become constants.
+
     Raises `TracingError`, or whatever the function raises. About 0.3 ms per operator.
     """
-    recorder = _Recorder(mark, rules)
+    recorder = _Recorder(mark, rules, outside or Outside({}))
     for index, value in enumerate(values):
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # its casts would stand outside the graph
     try:
-        with recorder:
+        with recorder, torch.random.fork_rng(devices=[]):
             results = function(*values)
     finally:
         torch.set_autocast_cache_enabled(cached)
     recorder.graph.output(recorder.argument(list(results)))
-    return Recording(recorder.graph, recorder.constants, recorder.marks)
+    return Recording(recorder.graph, recorder.constants, recorder.marks, recorder.draws)
+
+
+class Outside:
+    """Tensors that were made before the step and must not become constants of its graph.
+
+    owners   what a tensor is, as in "parameter a.weight" -> the tensor
+    stale    identities of tensors of the step before
+    """
+
+    def __init__(self, owners: Mapping[str, Tensor], stale: frozenset[int] = frozenset()) -> None:
+        self.stale = stale
+        self.spans = sorted((*memory_of(value), what) for what, value in owners.items())
+
+    def check(self, value: Tensor) -> None:
+        """Raise `TracingError` if the tensor is stale or shares memory with an owner."""
+        begin, end = memory_of(value)
+        for other_begin, other_end, what in self.spans:
+            if other_begin >= end:
+                break
+            if begin < other_end:
+                raise TracingError(read_past(what))
+        if id(value) in self.stale:
+            raise TracingError(
+                "a step reads what the step before has left in an attribute of a module; keep it "
+                "in a buffer, written in place, or take it as an input and return it"
+            )
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """The span of addresses that the tensor's elements lie in; (0, 0) where it has none.
+
+    A fake tensor has no address: two of one storage get spans that overlap, others none.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        begin = -int(storage._cdata) << 64 if is_fake(tensor) else storage.data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, quantised, ...
+        return 0, 0
+    if not tensor.numel() or not begin:
+        return 0, 0
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * step for size, step in sizes) + 1
+    width = tensor.element_size()
+    begin += tensor.storage_offset() * width
+    return begin, begin + reach * width
+
+
+def read_past(what: str) -> str:
+    """The message about a tensor of the model's that is read past its module."""
+    return (
+        f"{what} is read through a tensor that shares its memory but was made before the step (an "
+        "attribute, a closure, a custom autograd function or a hook that holds it); read it from "
+        "its module while the model runs"
+    )
+
+
+def is_random(target: Any) -> bool:
+    """Does the operator draw random numbers?"""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types no __init_subclass__
     supports_higher_order_operators = True  # so that they come here, to be refused
 
-    def __init__(self, mark: Callable[[], Any], rules: Rules) -> None:
+    def __init__(
+        self,
+        mark: Callable[[], Any],
+        rules: Rules,
+        outside: "Outside",
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mark = mark
         self.rules = rules
+        self.outside = outside
+        self.draws: dict[fx.Node, bytes] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
         self.constants: dict[str, Tensor] = {}
@@ -110,8 +185,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         result = target(*args, **kwargs)
         if traits.is_number:
             return result  # the number that a constant tensor holds
+        if traits.is_factory and "dtype" not in node_kwargs and isinstance(result, Tensor):
+            # Without one it is torch's default, which may be another one where the graph runs.
+            node_kwargs["dtype"] = result.dtype
         node = self.call(target, node_args, node_kwargs)
         self.marks[node] = mark
+        if traits.is_random:
+            self.draws[node] = _drawn_from()
         self.bind(node, result)
         return result
 
@@ -144,6 +224,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     def constant(self, value: Tensor) -> fx.Node:
         """A new get_attr node; the nodes of one tensor share their name."""
         if id(value) not in self.constant_of:
+            self.outside.check(value)
             kind = "param" if isinstance(value, nn.Parameter) else "tensor"
             taken = sum(name.startswith(f"_{kind}") for name in self.constants)
             self.constant_of[id(value)] = name = f"_{kind}_constant{taken}"
@@ -158,11 +239,15 @@ class _Traits(NamedTuple):
 
     is_composite   it is written in terms of others, for autograd to go through
     is_number      it returns what is inside a tensor
+    is_random      it draws random numbers
+    is_factory     it takes a dtype and no tensor
     defaults       position and name of an argument -> its default, where it has one
     """
 
     is_composite: bool
     is_number: bool
+    is_random: bool
+    is_factory: bool
     defaults: dict[int | str, Any]
 
 
@@ -177,7 +262,19 @@ def _traits(func: OpOverload) -> _Traits:
     for position, argument in enumerate(func._schema.arguments):
         if argument.has_default_value():
             defaults[position] = defaults[argument.name] = argument.default_value
-    return _Traits(composite, torch.Tag.data_dependent_output in func.tags, defaults)
+    number = torch.Tag.data_dependent_output in func.tags
+    kinds = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    factory = "dtype" in kinds and not any("Tensor" in kind for kind in kinds.values())
+    return _Traits(composite, number, is_random(func), factory, defaults)
+
+
+def _drawn_from() -> bytes:
+    """The state of torch's generator, which then moves on: fake tensors would leave it there."""
+    state = torch.default_generator.get_state()
+    with unset_fake_temporarily():
+        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+        torch.rand(())
+    return digest
 
 
 def _would_decompose(func: OpOverload, args: Any, kwargs: Any) -> bool:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dovetail.frontends.arguments import fill_refs
-from dovetail.frontends.program import Call, Captured, Program, Ref, SourceValue
+from dovetail.frontends.program import Call, Captured, Program, Ref, Signature, SourceValue
+from dovetail.frontends.structures import Slot
 from dovetail.graph import Graph, Replicated, replicate
 
 Examples = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -30,8 +31,7 @@ def towers(captured: Captured, replicas: int, *, synchronous: bool = True) -> Ca
         graph=replicated.graph,
         program=_program(captured, replicated),
         source=replace(captured.source, replicas=replicas, asynchronous=not synchronous),
-        inputs=captured.inputs * replicas,
-        targets=captured.targets * replicas,
+        signature=_signature(captured.signature, replicas),
         examples=_drawn(captured.examples, replicas),
     )
 
@@ -50,14 +50,19 @@ def _program(captured: Captured, replicated: Replicated) -> Program:
     program, graph, origins = captured.program, replicated.graph, replicated.origins.tolist()
     calls: list[Call | None] = []
     sources: list[SourceValue | None] = []
-    for op, (origin, tower) in enumerate(zip(origins, replicated.towers.tolist(), strict=True)):
-        calls.append(_average(graph, op) if origin < 0 else _copy(captured, graph, op, origin))
+    towers = replicated.towers.tolist()
+    copy_of = {key: op for op, key in enumerate(zip(origins, towers, strict=True))}
+    for op, (origin, tower) in enumerate(zip(origins, towers, strict=True)):
+        call = _average(graph, op) if origin < 0 else _copy(captured, graph, op, origin)
+        if call is not None and call.draws_of >= 0:
+            call = replace(call, draws_of=copy_of[call.draws_of, tower])
+        calls.append(call)
         source = None if origin < 0 else program.sources[origin]
         if source is not None and source.role == "input":
             source = replace(source, name=_input_name(captured, source.name, tower))
         sources.append(source)
     loss = int(graph.outputs[0])  # the one thing that a training step returns
-    outputs = fill_refs(program.outputs, {program.loss: Ref(loss)})
+    outputs = Ref(loss)
     return replace(program, calls=tuple(calls), sources=tuple(sources), loss=loss, outputs=outputs)
 
 
@@ -81,6 +86,20 @@ def _average(graph: Graph, op: int) -> Call:
     (result,) = graph.outputs_of(op)
     values = tuple(Ref(tensor) for tensor in graph.inputs_of(op).tolist())
     return Call(average, values, {"strides": graph.strides[result]}, (result,))
+
+
+def _signature(one: Signature, replicas: int) -> Signature:
+    """Positional tensors alone: the inputs of each tower, then the targets of each."""
+    inputs, targets = one.inputs * replicas, one.targets * replicas
+    return Signature(
+        {str(index): Slot(index) for index in range(len(inputs))},
+        tuple(map(str, range(len(inputs)))),
+        tuple(map(Slot, range(len(targets)))),
+        inputs,
+        targets,
+        tuple(f"{tower}.{name}" for tower in range(replicas) for name in one.names),
+        tuple(f"{tower}.{name}" for tower in range(replicas) for name in one.target_names),
+    )
 
 
 def _input_name(captured: Captured, name: str, tower: int) -> str:

@@ -1,8 +1,17 @@
 """One functional graph of forward, loss and backward, traced from fake tensors.
 
-The model and `torch.autograd.grad` run once, and every operator that they call is recorded
+The model and its loss's `backward` run once, and every operator that they call is recorded
 (`recording`); forward hooks and autograd's sequence numbers tell where each comes from. Then the
 graph is made pure (`purifying`). No weight is ever allocated.
+
+No tensor that shares memory with a parameter, a buffer or an example may become a constant of the
+graph: it would be stale from the second step on. Four things see to it:
+
+* the modules hold the fake twins of their parameters and buffers until the backward pass has ended,
+  so that what it computes anew (gradient checkpointing) reads them too;
+* `_Twins` puts a twin in the place of a parameter that is read past its module;
+* the recorder refuses every other tensor that shares memory with one of them, by its name;
+* where a step changes attributes of a module, a second step is traced and must be the same graph.
 
 Written against torch 2.13. `OpOverload`, `FakeTensorMode`, `TorchDispatchMode` and
 `torch.utils._pytree` are private by name only and used wherever they are needed; the rest of
@@ -11,20 +20,32 @@ storage's `_cdata` in `building`.
 """
 
 import contextlib
+import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
+from dovetail.frontends.attributes import Attributes
+from dovetail.frontends.fakes import is_fake
+from dovetail.frontends.program import Signature
 from dovetail.frontends.purifying import purified
-from dovetail.frontends.recording import Recording, TracingError, record
+from dovetail.frontends.recording import (
+    Outside,
+    Recording,
+    TracingError,
+    is_random,
+    memory_of,
+    read_past,
+    record,
+)
+from dovetail.frontends.structures import Slot, fill, flatten
 from dovetail.graph import Phase
 
 aten = torch.ops.aten
@@ -34,20 +55,28 @@ NO_SEQUENCE = -2
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to trace. All tensors are fake, of `mode`. loss None: the output is the loss.
+    """What to trace. All tensors but the originals are fake, of `mode`.
 
+    originals   the module's own parameters and buffers, by name
+    signature   how `inputs` and `targets` are the arguments of the module and of its loss
+    loss        None: the output, or what the model returns as its loss, is it
     trainable   names of the parameters to differentiate for; () in inference
+    owners      what a tensor is, as in "parameter a.weight" -> that tensor of the module's or of
+                the examples, as given
     """
 
     module: nn.Module
     mode: FakeTensorMode
+    originals: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
+    signature: Signature
     loss: Callable[..., Any] | None
     training: bool
     trainable: tuple[str, ...]
+    owners: dict[str, Tensor]
 
 
 class Origin(NamedTuple):
@@ -65,7 +94,9 @@ class Trace:
     sources     node -> (role, name), for the request's tensors, in their order
     constants   get_attr node -> its value
     origins     of every call node
-    results     pytree of nodes: the loss (training) or the model's output
+    results     structure of nodes: the loss (training) or the model's output
+    draws       random call node -> the call node whose numbers it draws (again): itself, but where
+                a checkpoint computes something anew
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer -> node of its new value
     """
@@ -77,21 +108,85 @@ class Trace:
     results: Any
     gradients: dict[str, fx.Node]
     written: dict[str, fx.Node]
+    draws: dict[fx.Node, fx.Node]
 
 
 def trace(request: Request) -> Trace:
     """Trace the request. Raises `TracingError`, or whatever the model or torch raises."""
     layout: list[Any] = []
-    at = _Position()
-    step = _flat_step(request, at, layout)
     flat = [
         *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets
     ]  # fmt: skip
-    with request.mode, _quiet():
-        first = record(step, flat, at.mark, {aten.native_batch_norm.default: _batch_norm})
+
+    def one_step(stale: frozenset[int]) -> Recording:
+        at = _Position()
+        step = _flat_step(request, at, layout)
+        rules = {aten.native_batch_norm.default: _batch_norm}
+        return record(step, flat, at.mark, rules, Outside(request.owners, stale))
+
+    attributes = Attributes(request.module)
+    try:
+        with request.mode, _quiet():
+            first = one_step(frozenset())
+            if changed := attributes.changed():
+                _check_repeats(first, one_step, changed)
+    finally:
+        attributes.restore()
     origins = _first_origins(first)
     second = purified(first, request.mode)
-    return _clean(request, second, origins, layout)
+    return _clean(request, second, origins, layout, first.draws)
+
+
+def _check_repeats(
+    first: Recording, one_step: Callable[[frozenset[int]], Recording], changed: list[str]
+) -> None:
+    """Raise `TracingError` unless the step that follows `first` is the same graph.
+
+    A model may keep what it computes among its attributes, as long as the next step does not read
+    it: weight normalisation does so.
+    """
+    of_first = frozenset(
+        id(value)
+        for node in first.graph.nodes
+        if isinstance(value := node.meta.get("val"), Tensor) and node.op != "placeholder"
+    )
+    again = one_step(of_first)
+    if not _same_graph(first, again):
+        raise TracingError(
+            f"its next step is another one, as this one changes {_listed(changed)}; keep in "
+            "buffers, written in place, what goes from step to step"
+        )
+
+
+def _same_graph(one: Recording, other: Recording) -> bool:
+    index: dict[fx.Node, int] = {}
+    twin: dict[fx.Node, int] = {}
+    if len(one.graph.nodes) != len(other.graph.nodes):
+        return False
+    for position, (a, b) in enumerate(zip(one.graph.nodes, other.graph.nodes, strict=True)):
+        index[a] = twin[b] = position
+        if a.op == b.op == "get_attr":
+            if not _equal_constants(one.constants[a.target], other.constants[b.target]):
+                return False
+            continue
+        if (a.op, a.target) != (b.op, b.target):
+            return False
+        arguments = fx.map_arg((a.args, a.kwargs), index.__getitem__)
+        if repr(arguments) != repr(fx.map_arg((b.args, b.kwargs), twin.__getitem__)):
+            return False
+    return True
+
+
+def _equal_constants(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if is_fake(one) or is_fake(other) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
 
 
 @dataclass
@@ -141,34 +236,172 @@ def _quiet() -> Iterator[None]:
 
 
 def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[..., list[Any]]:
-    """The step as a function of flat tensors; `layout` receives the pytree of its results."""
-
-    trainable = set(request.trainable)
+    """The step as a function of flat tensors; `layout` receives the template of its results."""
 
     def step(*flat: Tensor) -> list[Any]:
         rest = iter(flat)
-        leaves = {
-            name: next(rest).detach().requires_grad_(name in trainable)
-            for name in request.parameters
-        }
-        state = leaves | {name: next(rest).clone() for name in request.buffers}
-        inputs = [next(rest).clone() for _ in request.inputs]
+        leaves = {name: _leaf(request, name, next(rest)) for name in request.parameters}
+        buffers = {name: next(rest).clone() for name in request.buffers}
+        inputs = [_input(next(rest), like) for like in request.inputs]
         targets = [next(rest).clone() for _ in request.targets]
-        grad = torch.enable_grad() if request.training else torch.no_grad()
-        with grad, _unfused():
+        args, kwargs = request.signature.call(inputs)
+        differentiated = request.training or any(value.requires_grad for value in inputs)
+        grad = torch.enable_grad() if differentiated else torch.no_grad()
+        # The twins stay in place until the backward pass has ended: what it computes anew
+        # (checkpointing) reads them too.
+        with grad, _unfused(), _standing_in(request, leaves | buffers) as slots:
             with _module_paths(at, request.module):
-                output = functional_call(request.module, state, tuple(inputs))
-            if not request.training:
-                results, spec = pytree.tree_flatten(output)
-                layout.append((len(results), spec))
-                return results + [state[name] for name in request.buffers]
-            with _place(at, Phase.FORWARD, LOSS_MODULE):
-                loss = output if request.loss is None else request.loss(output, *targets)
-            gradients = _gradients(at, loss, [leaves[name] for name in request.trainable])
-        layout.append((1, pytree.tree_structure(0)))
-        return [loss.detach(), *gradients, *(state[name] for name in request.buffers)]
+                with _place(at, Phase.FORWARD):
+                    output = request.module(*args, **kwargs)
+                if not request.training:
+                    results, _, template = flatten(output)
+                    layout.append((len(results), template))
+                    return results + _written(slots, buffers)
+                with _place(at, Phase.FORWARD, LOSS_MODULE):
+                    loss = _loss(request, output, targets)
+                leaf_list = [leaves[name] for name in request.trainable]
+                loss, gradients = _gradients(at, loss, leaf_list, request)
+            written = _written(slots, buffers)
+        layout.append((1, Slot(0)))
+        return [loss.detach(), *gradients, *written]
 
     return step
+
+
+def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
+    """The parameter that the model sees, with the hooks that its user put on it."""
+    original = request.originals[name]
+    leaf = nn.Parameter(value.detach(), requires_grad=name in request.trainable)
+    if getattr(original, "_post_accumulate_grad_hooks", None):
+        raise TracingError(
+            f"parameter {name} has a hook that runs once its gradient is accumulated "
+            "(register_post_accumulate_grad_hook), where an update stands in a graph; remove it"
+        )
+    if leaf.requires_grad:
+        for hook in (original._backward_hooks or {}).values():
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    return leaf
+
+
+def _input(value: Tensor, like: Tensor) -> Tensor:
+    copied = value.clone()
+    return copied.requires_grad_() if like.requires_grad else copied
+
+
+def _loss(request: Request, output: Any, targets: list[Tensor]) -> Any:
+    """What the loss function says; without one, what the model returns as its loss: `loss` of a
+    mapping or an object that has it, or else the output itself."""
+    if request.loss is not None:
+        return request.loss(output, *request.signature.loss_arguments(targets))
+    if isinstance(output, Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise TracingError(
+            f"the model returns {type(output).__name__}, which has no loss; give `loss=`, a "
+            "function loss(output, *targets) that returns a scalar, or what the model needs to "
+            "compute its own (such as labels=)"
+        )
+    return loss
+
+
+class _Twins(TorchFunctionMode):
+    """Puts the fake twin in the place of a parameter or buffer that is not read from its module,
+    but from a closure, a list, or an attribute that holds the same tensor.
+
+    It acts above autograd, so that gradients flow to the twin.
+    """
+
+    def __init__(self, twins: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.twins = twins
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _SET_DATA:
+            raise TracingError(
+                "the model assigns to the .data of a tensor, which a graph cannot show; write "
+                "in place (copy_) into a buffer, or return the new value"
+            )
+        if any(map(self._reads_original, args)):
+            args = tuple(map(self._of, args))
+        if kwargs and any(map(self._reads_original, kwargs.values())):
+            kwargs = {key: self._of(value) for key, value in kwargs.items()}
+        return func(*args, **(kwargs or {}))
+
+    def _reads_original(self, value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return any(map(self._reads_original, value))
+        return id(value) in self.twins
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            made = [self._of(element) for element in value]
+            return made if isinstance(value, list) else tuple.__new__(type(value), made)
+        return self.twins.get(id(value), value)
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A place where a module holds a parameter or a buffer, and which of them it is.
+
+    path   as in the module's state_dict; `name` is the first of the names of a tied one
+    """
+
+    path: str
+    name: str
+    table: dict[str, Tensor | None]
+    key: str
+    twin: Tensor
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.table.get(self.key)
+
+
+@contextlib.contextmanager
+def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_Held]]:
+    """While this lasts, the modules hold the twins of their parameters and buffers."""
+    name_of = {id(value): name for name, value in request.originals.items()}
+    held = [
+        _Held(f"{path}.{key}" if path else key, name, table, key, twins[name])
+        for path, part in request.module.named_modules()
+        for table in (part._parameters, part._buffers)
+        for key, value in table.items()
+        if value is not None and (name := name_of[id(value)])
+    ]
+    before = [(one.table, one.key, one.now) for one in held]
+    for one in held:
+        one.table[one.key] = one.twin
+    try:
+        with _Twins({id(value): twins[name] for name, value in request.originals.items()}):
+            yield held
+    finally:
+        for table, key, value in before:
+            table[key] = value
+
+
+def _written(held: list[_Held], buffers: dict[str, Tensor]) -> list[Tensor]:
+    """What the buffers hold after the step, in their order: the tensors that they held before,
+    perhaps written in place, or others that were assigned to them."""
+    values: dict[str, Tensor] = {}
+    for one in held:
+        if one.name not in buffers:
+            if one.now is not one.twin:
+                raise TracingError(
+                    f"parameter {one.path} is replaced while the model runs; write to a buffer"
+                )
+        elif one.now is None:
+            raise TracingError(f"buffer {one.path} is removed while the model runs")
+        elif values.setdefault(one.name, one.now) is not one.now:
+            raise TracingError(
+                f"{one.path} and {one.name} are one buffer, but are given different values"
+            )
+    return [values[name] for name in buffers]
 
 
 @contextlib.contextmanager
@@ -185,7 +418,10 @@ def _unfused() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-def _gradients(at: _Position, loss: Any, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _gradients(
+    at: _Position, loss: Any, leaves: list[Tensor], request: Request
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss as one number, and the gradients of the leaves."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TracingError(
@@ -199,18 +435,38 @@ def _gradients(at: _Position, loss: Any, leaves: list[Tensor]) -> tuple[Tensor |
         )
     loss = loss.reshape(()) if loss.dim() else loss
     with _place(at, Phase.BACKWARD):
-        _mark_gradients(at, loss)
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        others, is_custom = _mark_gradients(at, loss, request)
+        if is_custom:
+            # A reentrant checkpoint calls `backward` itself and refuses `torch.autograd.grad`.
+            before = [(other, other.grad) for other in others]
+            try:
+                loss.backward()
+            finally:
+                for other, gradient in before:
+                    other.grad = gradient
+            gradients = [leaf.grad for leaf in leaves]
+        else:
+            # A model may freeze a parameter while it runs.
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            computed = torch.autograd.grad(loss, wanted, allow_unused=True)
+            of_leaf = dict(zip(map(id, wanted), computed, strict=True))
+            gradients = [of_leaf.get(id(leaf)) for leaf in leaves]
     for gradient in gradients:
         if gradient is not None and gradient.layout != torch.strided:
             raise TracingError("a gradient is sparse; use sparse=False in embeddings")
-    return gradients
+    return loss, gradients
 
 
-def _mark_gradients(at: _Position, loss: Tensor) -> None:
+def _mark_gradients(at: _Position, loss: Tensor, request: Request) -> tuple[list[Tensor], bool]:
     """Let every node that autograd makes while it runs one of its functions carry the sequence
     number of that function, which the forward op that made it carries too. What autograd does
-    between its functions, summing gradients, carries none."""
+    between its functions, summing gradients, carries none.
+
+    Returns the leaves that are no parameters of the module, whose gradients are nobody's, and
+    whether there are custom autograd functions. Raises `TracingError` for a parameter that autograd
+    knows by itself, not by its twin.
+    """
+    name_of = {id(value): name for name, value in request.originals.items()}
 
     def enter(sequence: int) -> Callable[..., None]:
         def hook(_: Any) -> None:
@@ -221,16 +477,26 @@ def _mark_gradients(at: _Position, loss: Tensor) -> None:
     def leave(*_: Any) -> None:
         at.sequence = NO_SEQUENCE
 
+    others: list[Tensor] = []
+    is_custom = False
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         function = waiting.pop()
         if function is None or function in seen:
             continue
         seen.add(function)
-        if type(function).__name__ != "AccumulateGrad":
+        is_custom |= isinstance(function, torch.autograd.function.BackwardCFunction)
+        if type(function).__name__ == "AccumulateGrad":
+            variable = function.variable  # type: ignore[attr-defined]
+            if id(variable) in name_of:
+                raise TracingError(read_past(f"parameter {name_of[id(variable)]}"))
+            if not isinstance(variable, FakeTensor):
+                others.append(variable)
+        else:
             function.register_prehook(enter(function._sequence_nr()))
             function.register_hook(leave)
         waiting += [next_function for next_function, _ in function.next_functions]
+    return others, is_custom
 
 
 @contextlib.contextmanager
@@ -279,7 +545,11 @@ def _first_origins(first: Recording) -> dict[fx.Node, Origin]:
             of_sequence.setdefault(sequence, node)
         else:
             forward = of_sequence.get(sequence)
-            module = origins[forward].module if forward is not None else ""
+            # Inside a module the backward pass computes its forward pass anew.
+            if forward is not None and module not in ("", origins[forward].module):
+                forward = None
+            elif forward is not None:
+                module = origins[forward].module
         origins[node] = Origin(phase, module, forward)
     return origins
 
@@ -289,11 +559,12 @@ def _clean(
     recording: Recording,
     origins: dict[fx.Node, Origin],
     layout: list[Any],
+    keys: dict[fx.Node, bytes],
 ) -> Trace:
     graph = recording.graph
-    count, spec = layout[0]
+    count, template = layout[0]
     output = next(iter(reversed(graph.nodes))).args[0]
-    results = pytree.tree_unflatten(output[:count], spec)
+    results = fill(template, output[:count])
     end = count + len(request.trainable)
     names = zip(request.trainable, output[count:end], strict=True)
     gradients = {name: node for name, node in names if node is not None}
@@ -307,14 +578,45 @@ def _clean(
         )
         if node is not None and node is not old
     }
+    _check_apart(request, written)
     for name, node in written.items():
-        if node.meta["val"].shape != request.buffers[name].shape:
-            raise TracingError(f"buffer {name} changes its shape; give it its full size at once")
+        value, before = node.meta["val"], request.buffers[name]
+        if value.shape != before.shape or value.dtype != before.dtype:
+            raise TracingError(
+                f"buffer {name} changes from {before.dtype} of shape {tuple(before.shape)} to "
+                f"{value.dtype} of shape {tuple(value.shape)}; give it its full size and type at "
+                "once"
+            )
     constants = {
         node: recording.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"
     }
     final = _origins(recording, origins)
-    return Trace(graph, sources, constants, final, results, gradients, written)
+    draws = _draws(recording, keys)
+    return Trace(graph, sources, constants, final, results, gradients, written, draws)
+
+
+def _check_apart(request: Request, written: Iterable[str]) -> None:
+    """Raise `TracingError` where what the step writes shares memory with another parameter or
+    buffer: that one would change with it, which a graph cannot show."""
+    changed = {*request.trainable, *written}
+    spans = sorted((*memory_of(value), name) for name, value in request.originals.items())
+    for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
+        if 0 != begin < end and (one in changed or other in changed):
+            raise TracingError(
+                f"{one} and {other} share memory without being one tensor; register one tensor "
+                "under both names, or clone one of them"
+            )
+
+
+def _draws(recording: Recording, keys: dict[fx.Node, bytes]) -> dict[fx.Node, fx.Node]:
+    """Per random call node the first one that draws from the same state of the generator."""
+    first_with: dict[bytes, fx.Node] = {}
+    draws: dict[fx.Node, fx.Node] = {}
+    for node in recording.graph.nodes:
+        key = keys.get(recording.marks[node]) if is_random(node.target) else None
+        if key is not None:
+            draws[node] = first_with.setdefault(key, node)
+    return draws
 
 
 def _roles(request: Request) -> list[tuple[str, str]]:

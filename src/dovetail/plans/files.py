@@ -37,6 +37,7 @@ class _Source(BaseModel):
     torch_version: str
     replicas: int = Field(1, ge=1)
     asynchronous: bool = False
+    constants: tuple[tuple[str, str], ...] = ()
 
 
 class _Stage(BaseModel):

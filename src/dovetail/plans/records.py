@@ -56,6 +56,8 @@ class Source:
     shapes     of the step's inputs, in order; of one tower's where there are replicas
     replicas   towers that the captured step was replicated to; 1: not at all
     asynchronous   each tower updates by itself
+    constants  (name, value as text) of the model's arguments that are no tensors: the plan is for
+               these values alone
     """
 
     model: str
@@ -64,6 +66,7 @@ class Source:
     torch_version: str
     replicas: int = 1
     asynchronous: bool = False
+    constants: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

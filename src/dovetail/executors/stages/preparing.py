@@ -20,7 +20,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from dovetail.frontends.arguments import kind_of
@@ -32,6 +31,7 @@ from dovetail.frontends.interpret import (
     seed_for,
 )
 from dovetail.frontends.program import Call, Captured, Ref
+from dovetail.frontends.structures import leaves
 from dovetail.graph import Graph
 from dovetail.graph.kernels import (
     CONVOLUTION,
@@ -196,7 +196,7 @@ def refs_of(call: Call) -> list[int]:
 
 
 def _refs(tree: Any) -> list[int]:
-    return [leaf.tensor for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+    return [leaf.tensor for leaf in leaves(tree, Ref)]
 
 
 def _seeded(call: Call | None, op: int) -> Call | None:
@@ -205,7 +205,7 @@ def _seeded(call: Call | None, op: int) -> Call | None:
         return call
     if draws_nothing(call):
         return replace(call, random=False)
-    target, seed = call.target, seed_for(0, 0, op)
+    target, seed = call.target, seed_for(0, 0, call.seed_index(op))
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         torch.manual_seed(seed)

@@ -1,0 +1,225 @@
+"""Nested arguments and results: the tensors inside them, and the same structure with others.
+
+A structure is anything that holds tensors: lists, tuples, named tuples, dicts, dataclasses, what is
+registered with `torch.utils._pytree` (such as the outputs of transformers), packed sequences,
+and plain objects with tensors among their attributes (such as a key-value cache). Everything else
+is a constant of the structure. A *template* is a structure with placeholders for its tensors.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands in a template for the tensor of this index."""
+
+    index: int
+
+
+def substitute(tree: Any, leaf: type | tuple[type, ...], replace: Callable[..., Any]) -> Any:
+    """The structure with `replace(value)` in the place of each value of type `leaf`.
+
+    What holds no such value is returned as it is, not copied; the rest is built anew, so that the
+    structure that was given does not change. Objects that contain themselves are kept once.
+    """
+    return _Substitution(leaf, lambda value, _path: replace(value)).of(tree, ())
+
+
+def flatten(tree: Any, path: Path = ()) -> tuple[list[Tensor], list[str], Any]:
+    """The structure's tensors, their names ("past.layers.0.keys"), and the template.
+
+    A tensor object that stands in several places is listed once for each.
+    """
+    tensors: list[Tensor] = []
+    names: list[str] = []
+
+    def take(tensor: Tensor, where: Path) -> Slot:
+        tensors.append(tensor)
+        names.append(".".join(where))
+        return Slot(len(tensors) - 1)
+
+    template = _Substitution(Tensor, take).of(tree, path)
+    return tensors, names, template
+
+
+def fill(template: Any, values: Sequence[Any]) -> Any:
+    """The structure that the template stands for, with these values in its slots."""
+    return substitute(template, Slot, lambda slot: values[slot.index])
+
+
+def leaves(tree: Any, leaf: type) -> list[Any]:
+    """The values of type `leaf` in the structure, in order."""
+    found: list[Any] = []
+
+    def take(value: Any, _path: Path) -> Any:
+        found.append(value)
+        return value
+
+    _Substitution(leaf, take).of(tree, ())
+    return found
+
+
+class Mismatch(Exception):
+    """Two structures differ; the message names the place and both values."""
+
+
+def matched(template: Any, tree: Any, name: str = "") -> list[Tensor]:
+    """The tensors of `tree` in the order of the template's slots.
+
+    Raises `Mismatch` where the two differ in more than tensors: what a plan was made for is held
+    constant, and another value would silently be ignored.
+    """
+    tensors, names, given = flatten(tree, tuple(filter(None, (name,))))
+    of_slot: dict[int, Tensor] = {}
+    _match(template, given, name or "the arguments", of_slot, tensors)
+    assert len(of_slot) == len(names)
+    return [of_slot[index] for index in sorted(of_slot)]
+
+
+def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
+    """(name, value) of what the template holds constant, in order; only plain values count:
+    None, booleans, numbers and text."""
+    if isinstance(template, (bool, int, float, str, type(None))):
+        return [(".".join(path), template)]
+    inside = None if is_plain_object(template) else _children(template)
+    if inside is None:
+        return []
+    return [found for key, value in inside for found in constants(value, (*path, key))]
+
+
+def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], tensors: Any) -> None:
+    if isinstance(template, Slot) or isinstance(given, Slot):
+        if not isinstance(template, Slot) or not isinstance(given, Slot):
+            wanted, got = _said(template), _said(given)
+            raise Mismatch(f"{name} is {got}, but the network was captured with {wanted}")
+        of_slot[template.index] = tensors[given.index]
+        return
+    inside = _children(template)
+    if template is given:
+        return
+    if is_plain_object(template) and not leaves(template, Slot):
+        inside = None  # somebody's object without tensors: it may refer to itself
+    if inside is None or type(template) is not type(given):
+        if not _same(template, given):
+            raise Mismatch(
+                f"{name} is {_said(given)}, but the network was captured with {_said(template)}, "
+                "which the graph holds constant; capture it again"
+            )
+        return
+    there, here = dict(inside), dict(_children(given) or ())
+    if set(there) != set(here):
+        lacks, has = sorted(set(there) - set(here)), sorted(set(here) - set(there))
+        differs = [f"lacks {', '.join(lacks)}"] if lacks else []
+        differs += [f"has {', '.join(has)} too many"] if has else []
+        raise Mismatch(f"{name} {' and '.join(differs)}, compared with what was captured")
+    for key, value in there.items():
+        prefix = "" if name == "the arguments" else f"{name}."
+        _match(value, here[key], f"{prefix}{key}", of_slot, tensors)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    try:
+        return bool(one == other) or not hasattr(one, "__eq__")
+    except Exception:  # what compares to something that is no truth value
+        return False
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Slot):
+        return "a tensor"
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return repr(value)
+    return f"a value of type {type(value).__name__}"
+
+
+def _children(tree: Any) -> list[tuple[str, Any]] | None:
+    """(key, value) of what is directly inside; None for what is no structure."""
+    if isinstance(tree, Mapping):
+        return [(str(key), value) for key, value in tree.items()]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return list(zip(tree._fields, tree, strict=True))
+    if isinstance(tree, (list, tuple)):
+        return [(str(index), value) for index, value in enumerate(tree)]
+    if type(tree) in pytree.SUPPORTED_NODES:
+        values, _ = pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)
+        return [(str(index), value) for index, value in enumerate(values)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+    if is_plain_object(tree):
+        return [(key, value) for key, value in vars(tree).items() if not callable(value)]
+    return None
+
+
+_OPAQUE = (nn.Module, torch.Generator, torch.dtype, torch.device, torch.Size, type, str, bytes)
+
+
+def is_plain_object(tree: Any) -> bool:
+    """Is it an object of somebody's class, whose attributes may hold tensors?"""
+    return (
+        not isinstance(tree, (*_OPAQUE, Slot, Tensor))
+        and not callable(tree)
+        and hasattr(tree, "__dict__")
+        and not isinstance(tree, type(torch))
+        and type(tree).__module__ != "builtins"
+    )
+
+
+class _Substitution:
+    """One walk through a structure. `depth` ends what refers to itself."""
+
+    def __init__(self, leaf: type | tuple[type, ...], replace: Callable[[Any, Path], Any]) -> None:
+        self.leaf = leaf
+        self.replace = replace
+        self.inside: set[int] = set()
+
+    def of(self, tree: Any, path: Path) -> Any:
+        if isinstance(tree, self.leaf):
+            return self.replace(tree, path)
+        if id(tree) in self.inside:
+            return tree
+        inside = _children(tree)
+        if not inside:
+            return tree
+        self.inside.add(id(tree))
+        values = [self.of(value, (*path, key)) for key, value in inside]
+        self.inside.discard(id(tree))
+        if all(new is old for new, (_, old) in zip(values, inside, strict=True)):
+            return tree
+        return _rebuilt(tree, [key for key, _ in inside], values)
+
+
+def _rebuilt(tree: Any, keys: list[str], values: list[Any]) -> Any:
+    """A structure like `tree` with these values inside."""
+    kind = type(tree)
+    if kind in pytree.SUPPORTED_NODES and not isinstance(tree, (dict, list, tuple)):
+        node = pytree.SUPPORTED_NODES[kind]
+        return node.unflatten_fn(values, node.flatten_fn(tree)[1])
+    if isinstance(tree, Mapping):
+        # Subclasses of dict keep more than their items: copy them, then put the new items in.
+        made: Any = dict(tree) if kind is dict else copy.copy(tree)
+        for key, value in zip(tree, values, strict=True):
+            made[key] = value
+        return made
+    if isinstance(tree, tuple):
+        return tuple.__new__(kind, values)
+    if isinstance(tree, list):
+        return values if kind is list else kind(values)
+    made = copy.copy(tree)
+    for key, value in zip(keys, values, strict=True):
+        # Frozen dataclasses forbid plain assignment.
+        object.__setattr__(made, key, value)
+    return made
