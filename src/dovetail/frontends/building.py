@@ -271,10 +271,8 @@ def _add_update(
 
 
 def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
-    node = next(
-        n for n, (role, name) in trace.sources.items() if (role, name) == ("buffer", buffer)
-    )
-    old, new = builder.tensor_of[node], builder.tensor_of[trace.written[buffer]]
+    role = "buffer" if ("buffer", buffer) in builder.source_of else "parameter"
+    old, new = builder.source_of[role, buffer], builder.tensor_of[trace.written[buffer]]
     values = [builder.tensors[t].value for t in (old, new)]
     op = _Op(
         name=f"{buffer}/copy_",

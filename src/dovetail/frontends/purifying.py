@@ -5,6 +5,7 @@ them into pure ones. Then what moves no data goes: detach, alias, and clones tha
 something from an in-place op.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ aten = torch.ops.aten
 _NO_OPS = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 
 
-def purified(first: Recording, mode: FakeTensorMode) -> Recording:
+def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Recording:
     """The recording without ops that write in place, that move no data or that nobody needs; each
-    call node is marked with its node in `first`, or with None. May change `first`'s graph.
+    call node is marked with its node in `first`, or with None. May change `first`'s graph. `names`
+    are those of the values that the recorded function was given.
 
     Raises `TracingError` where an op writes over what was given to the recorded function.
     """
@@ -34,7 +36,7 @@ def purified(first: Recording, mode: FakeTensorMode) -> Recording:
             first.graph, first.constants, {node: node for node in first.marks}, first.draws
         )
     _remove_no_ops(second.graph)
-    _check_pure(second.graph)
+    _check_pure(second.graph, names)
     _remove_dead(second.graph)
     return second
 
@@ -110,12 +112,14 @@ def _remove_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _check_pure(graph: fx.Graph) -> None:
+def _check_pure(graph: fx.Graph, names: Sequence[str]) -> None:
+    given = {node: name for node, name in zip(graph.nodes, names, strict=False)}
     for node in graph.nodes:
         if _writes(node):
+            what = given.get(node.args[0], "a parameter or an input")
             raise TracingError(
-                f"{node.target} writes over a parameter or an input in a way that cannot be made "
-                "part of the graph; write to a buffer, or return the new value"
+                f"{node.target} writes over {what} in a way that cannot be made part of the graph; "
+                "write to a buffer, or return the new value"
             )
         if node.op == "call_function" and isinstance(node.meta.get("val"), (tuple, list)):
             nested = [v for v in node.meta["val"] if isinstance(v, (tuple, list))]

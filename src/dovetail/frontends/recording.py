@@ -117,7 +117,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     reach = sum((size - 1) * step for size, step in sizes) + 1
     width = tensor.element_size()
-    begin += tensor.storage_offset() * width
+    begin += int(tensor.storage_offset()) * width
     return begin, begin + reach * width
 
 

@@ -98,7 +98,7 @@ class Trace:
     draws       random call node -> the call node whose numbers it draws (again): itself, but where
                 a checkpoint computes something anew
     gradients   parameter -> node; parameters that the loss does not reach are absent
-    written     buffer -> node of its new value
+    written     buffer or frozen parameter -> node of its new value
     """
 
     graph: fx.Graph
@@ -133,7 +133,8 @@ def trace(request: Request) -> Trace:
     finally:
         attributes.restore()
     origins = _first_origins(first)
-    second = purified(first, request.mode)
+    names = [f"{role} {name}" for role, name in _roles(request)]
+    second = purified(first, request.mode, names)
     return _clean(request, second, origins, layout, first.draws)
 
 
@@ -239,8 +240,9 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
     """The step as a function of flat tensors; `layout` receives the template of its results."""
 
     def step(*flat: Tensor) -> list[Any]:
-        rest = iter(flat)
+        rest, trainable = iter(flat), frozenset(request.trainable)
         leaves = {name: _leaf(request, name, next(rest)) for name in request.parameters}
+        frozen = {name: leaf for name, leaf in leaves.items() if name not in trainable}
         buffers = {name: next(rest).clone() for name in request.buffers}
         inputs = [_input(next(rest), like) for like in request.inputs]
         targets = [next(rest).clone() for _ in request.targets]
@@ -256,12 +258,12 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
                 if not request.training:
                     results, _, template = flatten(output)
                     layout.append((len(results), template))
-                    return results + _written(slots, buffers)
+                    return results + _written(slots, frozen | buffers)
                 with _place(at, Phase.FORWARD, LOSS_MODULE):
                     loss = _loss(request, output, targets)
                 leaf_list = [leaves[name] for name in request.trainable]
                 loss, gradients = _gradients(at, loss, leaf_list, request)
-            written = _written(slots, buffers)
+            written = _written(slots, frozen | buffers)
         layout.append((1, Slot(0)))
         return [loss.detach(), *gradients, *written]
 
@@ -269,9 +271,14 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
 
 
 def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
-    """The parameter that the model sees, with the hooks that its user put on it."""
+    """The parameter that the model sees, with the hooks that its user put on it.
+
+    One that is not trained may be written like a buffer: embeddings with a largest norm do so, and
+    encoders that follow others by momentum.
+    """
     original = request.originals[name]
-    leaf = nn.Parameter(value.detach(), requires_grad=name in request.trainable)
+    trained = name in request.trainable
+    leaf = nn.Parameter(value.detach() if trained else value.clone(), requires_grad=trained)
     if getattr(original, "_post_accumulate_grad_hooks", None):
         raise TracingError(
             f"parameter {name} has a hook that runs once its gradient is accumulated "
@@ -319,16 +326,23 @@ class _Twins(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is _SET_DATA:
-            raise TracingError(
-                "the model assigns to the .data of a tensor, which a graph cannot show; write "
-                "in place (copy_) into a buffer, or return the new value"
-            )
+        if func == _SET_DATA:
+            return self._set_data(self._of(args[0]), self._of(args[1]))
         if any(map(self._reads_original, args)):
             args = tuple(map(self._of, args))
         if kwargs and any(map(self._reads_original, kwargs.values())):
             kwargs = {key: self._of(value) for key, value in kwargs.items()}
         return func(*args, **(kwargs or {}))
+
+    def _set_data(self, target: Tensor, value: Tensor) -> None:
+        """`target.data = value` of a parameter or buffer of the same form, as a write in place."""
+        is_twin = any(target is twin for twin in self.twins.values())
+        if not is_twin or (target.shape, target.dtype) != (value.shape, value.dtype):
+            raise TracingError(
+                "the model assigns to the .data of a tensor, which a graph cannot show; write "
+                "in place (copy_) into a buffer, or return the new value"
+            )
+        target.detach().copy_(value.detach())
 
     def _reads_original(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
@@ -385,23 +399,23 @@ def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_H
             table[key] = value
 
 
-def _written(held: list[_Held], buffers: dict[str, Tensor]) -> list[Tensor]:
-    """What the buffers hold after the step, in their order: the tensors that they held before,
-    perhaps written in place, or others that were assigned to them."""
+def _written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
+    """What buffers and frozen parameters hold after the step, in their order: the tensors that they
+    held before, perhaps written in place, or others that were assigned to them."""
     values: dict[str, Tensor] = {}
     for one in held:
-        if one.name not in buffers:
+        if one.name not in writable:
             if one.now is not one.twin:
                 raise TracingError(
                     f"parameter {one.path} is replaced while the model runs; write to a buffer"
                 )
         elif one.now is None:
-            raise TracingError(f"buffer {one.path} is removed while the model runs")
+            raise TracingError(f"{one.path} is removed while the model runs")
         elif values.setdefault(one.name, one.now) is not one.now:
             raise TracingError(
                 f"{one.path} and {one.name} are one buffer, but are given different values"
             )
-    return [values[name] for name in buffers]
+    return [values[name] for name in writable]
 
 
 @contextlib.contextmanager
@@ -570,20 +584,19 @@ def _clean(
     gradients = {name: node for name, node in names if node is not None}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     sources = dict(zip(placeholders, _roles(request), strict=True))
-    first_buffer = len(request.parameters)
+    old = {name: node for node, (role, name) in sources.items() if role != "input"}
+    writable = [*(n for n in request.parameters if n not in request.trainable), *request.buffers]
     written = {
         name: node
-        for name, node, old in zip(
-            request.buffers, output[end:], placeholders[first_buffer:], strict=False
-        )
-        if node is not None and node is not old
+        for name, node in zip(writable, output[end:], strict=True)
+        if node is not None and node is not old[name]
     }
     _check_apart(request, written)
     for name, node in written.items():
-        value, before = node.meta["val"], request.buffers[name]
+        value, before = node.meta["val"], old[name].meta["val"]
         if value.shape != before.shape or value.dtype != before.dtype:
             raise TracingError(
-                f"buffer {name} changes from {before.dtype} of shape {tuple(before.shape)} to "
+                f"{name} changes from {before.dtype} of shape {tuple(before.shape)} to "
                 f"{value.dtype} of shape {tuple(value.shape)}; give it its full size and type at "
                 "once"
             )
