@@ -31,6 +31,7 @@ from vision import make_importable
 import dovetail as dt
 from dovetail.errors import DovetailError
 from dovetail.frontends import initial_values, run_step
+from dovetail.frontends.transformers_models import batched_experts
 from dovetail.machine import Machine, parse_machine
 from dovetail.plans import Plan, normalise
 
@@ -104,9 +105,10 @@ class Step:
         loss = (given or (lambda output: output)) if optimizer else None
         before_bytes = reset_peak()
         began = time.perf_counter()
-        self.captured = dt.capture(
-            Flat(module, structure, leaves), tensors, targets, loss=loss, train=optimizer
-        )
+        with batched_experts(module):
+            self.captured = dt.capture(
+                Flat(module, structure, leaves), tensors, targets, loss=loss, train=optimizer
+            )
         self.seconds = time.perf_counter() - began
         self.peak_bytes = peak_bytes() - before_bytes
         self.values = initial_values(self.captured)

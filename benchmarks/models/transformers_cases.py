@@ -180,7 +180,7 @@ for name, model, config, draw, values in (
      {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
     ("albert", "AlbertForMaskedLM", "AlbertConfig", labelled_text, ELECTRA),
     ("electra", "ElectraForMaskedLM", "ElectraConfig", labelled_text, ELECTRA),
-    ("deberta_v2", "DebertaV2ForSequenceClassification", "DebertaV2Config", classified_text,
+    ("deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config", labelled_text,
      TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"],
              "position_biased_input": False}),
     ("modernbert", "ModernBertForMaskedLM", "ModernBertConfig", labelled_text,

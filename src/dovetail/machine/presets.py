@@ -106,7 +106,7 @@ PRESETS: dict[str, Preset] = {
             547.7e9,
         )
     ),
-    # NVIDIA Turing architecture white paper WP-09183-001, table 1, reference clocks. Turing's tensor
+    # NVIDIA Turing white paper WP-09183-001, table 1, reference clocks. Turing's tensor
     # cores have no bfloat16.
     "2080ti": Preset(
         _gpu(
