@@ -52,3 +52,12 @@ def test_arithmetic_takes_longer_where_a_kind_reaches_a_share_of_the_peak():
     slow = replace(machine, devices=(replace(machine.devices[0], efficiencies=shares),))
     seconds = analytic_costs(graph, slow).compute_seconds[:, 0]
     np.testing.assert_allclose(seconds, [2.0, 10.0, 3.0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_card_without_units_for_a_dtype_takes_as_long_as_in_float32(dtype):
+    def seconds(dtype):
+        graph = graph_of(Op("a", dtype=dtype, flops=10**12, accessed_bytes=8))
+        return analytic_costs(graph, parse_machine("k80 + haswell")).compute_seconds
+
+    np.testing.assert_array_equal(seconds(dtype), seconds("float32"))

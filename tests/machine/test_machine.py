@@ -17,6 +17,7 @@ from dovetail.machine import (
     Link,
     Machine,
     check_local,
+    emulated_dtypes,
     load_machine,
     local_machine,
     parse_machine,
@@ -50,6 +51,21 @@ def test_unlike_gpus_go_through_the_host():
 @pytest.mark.parametrize("model", sorted(PRESETS))
 def test_every_preset_stands_alone(model):
     assert parse_machine(model).device_names[0] == model
+
+
+@pytest.mark.parametrize("model", sorted(PRESETS))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8"])
+def test_every_preset_has_a_rate_for_every_dtype(model, dtype):
+    assert PRESETS[model].device.flops_per_second[dtype] > 0
+
+
+def test_dtypes_without_units_of_their_own_are_computed_in_float32():
+    turing, volta = PRESETS["2080ti"].device, PRESETS["v100"].device
+    assert emulated_dtypes(turing) == ("bfloat16",) == emulated_dtypes(volta)
+    assert turing.flops_per_second["bfloat16"] == turing.flops_per_second["float32"]
+    assert emulated_dtypes(PRESETS["haswell"].device) == ("float16", "bfloat16", "int8")
+    assert emulated_dtypes(PRESETS["h100"].device) == ()
+    assert emulated_dtypes(replace(turing, model="mine")) == ()
 
 
 @pytest.mark.parametrize("text", ["5 x k81", "", "here/x", "0 x k80", "k80 +", "../etc/passwd"])

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ from report_samples import make_graph, make_machine, make_plan, make_timeline, t
 from rich.console import Console
 
 from dovetail.graph.records import Phase
+from dovetail.machine import parse_machine
 from dovetail.plans import describe_gap
 from dovetail.reports import (
     Report,
@@ -40,6 +42,17 @@ def two_ops():
     graph = make_graph([("a", Phase.FORWARD, [], "top[red]"), ("b", Phase.FORWARD, [0])])
     timeline = make_timeline(machine, [(0, 0, 0, 1), (1, 1, 2, 4)], [(0, 0, 0, 1, 1, 2)])
     return machine, graph, timeline
+
+
+def test_a_plan_says_which_dtypes_its_cards_compute_in_float32(two_ops):
+    _, graph, _ = two_ops
+    machine = parse_machine("2080ti + a100")
+    plan = make_plan(graph, machine, [0, 1])
+    assert "in float32" not in text_of(plan_table(plan, graph))
+    text = text_of(plan_table(plan, replace(graph, dtypes=("bfloat16",) * len(graph.dtypes))))
+    assert "a 2080ti has no fast units for bfloat16: costed as computed in float32" in text
+    assert "a100 has" not in text
+    assert "bfloat16 13.4 TFLOP/s (computed in float32)" in text_of(machine_table(machine))
 
 
 def test_a_plan_is_shown_with_its_methods_bound_and_memory(two_ops):

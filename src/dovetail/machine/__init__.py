@@ -4,7 +4,7 @@ from dovetail.machine.files import load_machine, save_machine
 from dovetail.machine.local import check_local, local_machine
 from dovetail.machine.papers import PAPER_MACHINES
 from dovetail.machine.parsing import names_here, parse_machine
-from dovetail.machine.presets import PRESETS
+from dovetail.machine.presets import PRESETS, emulated_dtypes
 from dovetail.machine.records import Device, Link, Machine
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Link",
     "Machine",
     "check_local",
+    "emulated_dtypes",
     "load_machine",
     "local_machine",
     "names_here",

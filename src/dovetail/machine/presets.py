@@ -1,13 +1,16 @@
 """Known devices, combined as text: "4 x k80 + haswell".
 
 Peak rates, memory bandwidth and capacity are the vendors' data sheets (K80: one of the board's two
-dies; P100: PCIe; V100, A100, H100, H200: SXM; 2080 Ti: reference clocks, float16 summed in
-float32). `op_overhead_seconds` and the links are typical, not measured here: 5.7 us between ops and
-7.6 GB/s with 25 us a transfer were fitted to TensorFlow on K80s by an earlier simulator; PCIe 3.0
-x16 reaches about 11 GB/s, NVLink what its sheet says a direction. The CPUs are servers of one
-socket, 32 single-precision FLOP per core and cycle: Haswell 18 cores at 2.3 GHz with DDR4-2133,
-50 GB of it allowed as in RL17; Broadwell the largest of its line, 22 cores at 2.2 GHz with
-DDR4-2400, and as much memory. A machine that must be right is described in TOML.
+dies; P100: PCIe; V100, A100, H100, H200: SXM, dense; 2080 Ti: reference clocks, float16 summed in
+float32). A dtype that a device has no fast units for is computed in float32, at float32's rate, as
+torch and its libraries do there; `emulated_dtypes` names those, and plans say so.
+
+`op_overhead_seconds` and the links are typical, not measured here: 5.7 us between ops and 7.6 GB/s
+with 25 us a transfer were fitted to TensorFlow on K80s by an earlier simulator; PCIe 3.0 x16
+reaches about 11 GB/s, NVLink what its sheet says a direction. The CPUs are servers of one socket,
+32 single-precision FLOP per core and cycle: Haswell 18 cores at 2.3 GHz with DDR4-2133, 50 GB of it
+allowed as in RL17; Broadwell the largest of its line, 22 cores at 2.2 GHz with DDR4-2400, and as
+much memory. A machine that must be right is described in TOML.
 """
 
 import re
@@ -42,66 +45,107 @@ def _gpu(
         "gpu",
         model,
         memory_bytes,
-        flops_per_second,
+        _with_emulated(flops_per_second),
         bandwidth_bytes_per_second,
         op_overhead_seconds,
     )
 
 
-def _tensor_core(float32: float, float16: float, float64: float) -> dict[str, float]:
-    return {"float32": float32, "float16": float16, "bfloat16": float16, "float64": float64}
+EMULATED_DTYPES = ("float16", "bfloat16", "int8")
+"""What is computed in float32 where a device has no arithmetic for it."""
+
+
+def _with_emulated(flops_per_second: dict[str, float]) -> dict[str, float]:
+    """Rates of the data sheet, and float32's for what is computed in float32."""
+    missing = [dtype for dtype in EMULATED_DTYPES if dtype not in flops_per_second]
+    return flops_per_second | dict.fromkeys(missing, flops_per_second["float32"])
+
+
+def _tensor_core(float32: float, float16: float, float64: float, int8: float) -> dict[str, float]:
+    return {
+        "float32": float32,
+        "float16": float16,
+        "bfloat16": float16,
+        "float64": float64,
+        "int8": int8,
+    }
 
 
 PRESETS: dict[str, Preset] = {
+    # Tesla K80 board specification BD-07317-001: 8.74 and 2.91 TFLOP/s for both dies at boost.
+    # GK210 stores float16 and computes in float32.
     "k80": Preset(
         _gpu("k80", 11441 * MIB, {"float32": 4.37e12, "float64": 1.46e12}, 240e9),
         host_bytes_per_second=7.6e9,
         peer_bytes_per_second=7.6e9,
     ),
+    # The data sheet of the P100 PCIe says 4.7, 9.3 and 18.7 TFLOP/s; float32 and float16 stand here
+    # 2 % above it, as when GDP's machines were fitted. GP100 (compute capability 6.0) has no dp4a.
     "p100": Preset(
         _gpu("p100", 16 * GIB, {"float32": 9.5e12, "float16": 19e12, "float64": 4.7e12}, 732e9)
     ),
+    # Tesla V100 SXM2 data sheet. Its tensor cores take float16 alone; int8 is dp4a, four products
+    # in the place of one of float32 (CUDA programming guide, arithmetic throughput of 7.0).
     "v100": Preset(
-        _gpu("v100", 16 * GIB, {"float32": 15.7e12, "float16": 125e12, "float64": 7.8e12}, 900e9),
+        _gpu(
+            "v100",
+            16 * GIB,
+            {"float32": 15.7e12, "float16": 125e12, "float64": 7.8e12, "int8": 62.8e12},
+            900e9,
+        ),
         peer_bytes_per_second=25e9,
         peer_latency_seconds=10e-6,
     ),
+    # TITAN Xp product page. float16 in its own units would run at 1/64 of float32 (compute
+    # capability 6.1), which is why libraries compute it in float32. int8 is dp4a.
     "titan_xp": Preset(
-        _gpu("titan_xp", 12 * GIB, {"float32": 12.15e12, "float64": 0.38e12}, 547.7e9)
+        _gpu(
+            "titan_xp",
+            12 * GIB,
+            {"float32": 12.15e12, "float64": 0.38e12, "int8": 48.6e12},
+            547.7e9,
+        )
     ),
+    # NVIDIA Turing white paper WP-09183-001, table 1, reference clocks. Turing's tensor
+    # cores have no bfloat16.
     "2080ti": Preset(
         _gpu(
             "2080ti",
             11 * GIB,
-            {"float32": 13.45e12, "float16": 53.8e12, "float64": 0.42e12},
+            {"float32": 13.45e12, "float16": 53.8e12, "float64": 0.42e12, "int8": 215.2e12},
             616e9,
         )
     ),
+    # A100 80GB SXM data sheet; tensor cores, dense; float32 and float64 outside of them.
     "a100": Preset(
-        _gpu("a100", 80 * GIB, _tensor_core(19.5e12, 312e12, 9.7e12), 2039e9, 4e-6),
+        _gpu("a100", 80 * GIB, _tensor_core(19.5e12, 312e12, 9.7e12, 624e12), 2039e9, 4e-6),
         host_bytes_per_second=24e9,
         peer_bytes_per_second=300e9,
         peer_latency_seconds=8e-6,
     ),
+    # H100 SXM data sheet, dense: half of what it states with sparsity.
     "h100": Preset(
-        _gpu("h100", 80 * GIB, _tensor_core(67e12, 989e12, 34e12), 3350e9, 3e-6),
+        _gpu("h100", 80 * GIB, _tensor_core(67e12, 989e12, 34e12, 1979e12), 3350e9, 3e-6),
         host_bytes_per_second=50e9,
         peer_bytes_per_second=450e9,
         peer_latency_seconds=8e-6,
     ),
+    # H200 SXM data sheet: the H100's die.
     "h200": Preset(
-        _gpu("h200", 141 * 10**9, _tensor_core(67e12, 989e12, 34e12), 4800e9, 3e-6),
+        _gpu("h200", 141 * 10**9, _tensor_core(67e12, 989e12, 34e12, 1979e12), 4800e9, 3e-6),
         host_bytes_per_second=50e9,
         peer_bytes_per_second=450e9,
         peer_latency_seconds=8e-6,
     ),
+    # AVX2 has two 8-wide float32 multiply-adds a cycle, converts float16 (F16C), and has neither
+    # bfloat16 nor int8 products that are summed in 32 bits (VNNI).
     "haswell": Preset(
         Device(
             "haswell",
             "cpu",
             "haswell",
             50 * 10**9,
-            {"float32": 1.3e12, "float64": 0.65e12},
+            _with_emulated({"float32": 1.3e12, "float64": 0.65e12}),
             68e9,
             1e-6,
         )
@@ -112,12 +156,21 @@ PRESETS: dict[str, Preset] = {
             "cpu",
             "broadwell",
             50 * 10**9,
-            {"float32": 1.55e12, "float64": 0.77e12},
+            _with_emulated({"float32": 1.55e12, "float64": 0.77e12}),
             76.8e9,
             1e-6,
         )
     ),
 }
+
+
+def emulated_dtypes(device: Device) -> tuple[str, ...]:
+    """The dtypes that a preset computes in float32, though the device has a rate for them: those of
+    a preset whose rate is float32's. () for any other device."""
+    rates = device.flops_per_second
+    if device.model not in PRESETS or "float32" not in rates:
+        return ()
+    return tuple(d for d in EMULATED_DTYPES if rates.get(d) == rates["float32"])
 
 
 def combine(text: str) -> Machine:

@@ -16,7 +16,7 @@ from rich.text import Text
 from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
-from dovetail.machine import Machine
+from dovetail.machine import Machine, emulated_dtypes
 from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports.limits import Limits, explain, shares
 from dovetail.reports.stages_figures import overview_rows
@@ -62,9 +62,22 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
     facts.append(("gap", describe_gap(plan)))
     searched = format_seconds(plan.planning_seconds)
     facts.append(("planning", searched + (", interrupted: best so far" * plan.interrupted)))
+    facts += [("note", note) for note in emulation_notes(plan.machine, graph)]
     facts += [("pin", f"{pattern} = {device}") for pattern, device in plan.pins]
     facts += [("cap", f"{device}: {format_bytes(size)}") for device, size in plan.caps]
     return facts
+
+
+def emulation_notes(machine: Machine, graph: Graph) -> list[str]:
+    """One sentence for each model of device that computes some dtype of the graph in float32."""
+    emulated = {device.model: emulated_dtypes(device) for device in machine.devices}
+    used = set(graph.dtypes)
+    return [
+        f"a {model} has no fast units for {' and '.join(dtypes)}: costed as computed in float32"
+        for model, known in emulated.items()
+        # Integer tensors are mostly indices and flags, which nothing multiplies.
+        if (dtypes := [dtype for dtype in known if dtype in used and dtype != "int8"])
+    ]
 
 
 def plan_table(plan: Plan, graph: Graph) -> RenderableType:
@@ -229,6 +242,7 @@ def machine_table(machine: Machine) -> RenderableType:
         runs = device.kind != "host"
         rates = ", ".join(
             f"{dtype} {format_count(rate, 'FLOP/s')}"
+            + " (computed in float32)" * (dtype in emulated_dtypes(device))
             for dtype, rate in device.flops_per_second.items()
         )
         if device.efficiencies:

@@ -74,7 +74,12 @@ def look_at_devices(view: Looking) -> tuple[Float32, Float32]:
     problem, machine = view.problem, view.problem.machine
     scale, allowed = scale_of(view), problem.allowed
     runs = allowed.any(axis=0)
-    flops = np.array([max(d.flops_per_second.values(), default=0.0) for d in machine.devices])
+    # Without int8, whose rates no policy was trained on and which no graph's costs use.
+    inexact = [
+        [rate for dtype, rate in d.flops_per_second.items() if dtype != "int8"]
+        for d in machine.devices
+    ]
+    flops = np.array([max(rates, default=0.0) for rates in inexact])
     bandwidth = np.array([d.bandwidth_bytes_per_second for d in machine.devices])
     overhead = np.array([d.op_overhead_seconds for d in machine.devices])
     ops = max(1, int((~view.graph.is_source).sum()))

@@ -1,0 +1,417 @@
+"""Captures one model, compares it with the plain module step by step, and exports its plans.
+
+    python benchmarks/models/measure.py NAME [--torchvision FOLDER] [--parts inference,training,...]
+
+Prints one JSON object. `run.py` calls it, a process for each model.
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from cases import REGISTRY, Batch, Case, Model
+from torch import Tensor, nn
+from vision import make_importable
+
+import dovetail as dt
+from dovetail.errors import DovetailError
+from dovetail.frontends import initial_values, run_step
+from dovetail.frontends.transformers_models import batched_experts
+from dovetail.machine import Machine, parse_machine
+from dovetail.plans import Plan, normalise
+
+STEPS = 3
+OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
+    "sgd": (
+        dt.SGD(lr=0.05, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=False),
+    ),
+    "adamw": (dt.AdamW(lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False)),
+}
+FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-4, 1e-9
+PARTS = ("inference", "sgd", "adamw", "checkpointed_sgd", "checkpointed_adamw", "placed", "exports")
+
+
+def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of one batch."""
+    positional = sorted((key for key in batch if key.isdigit()), key=int)
+    return tuple(batch[k] for k in positional), {
+        k: v for k, v in batch.items() if k not in positional
+    }
+
+
+class Drawn:
+    """Batches of a model, step by step, in its dtype."""
+
+    def __init__(self, model: Model, training: bool, dtype: torch.dtype) -> None:
+        self.model, self.training, self.dtype = model, training, dtype
+
+    def step(self, step: int) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(1000 + step)
+        batch = self.model.draw(generator)
+        if not self.training:
+            batch = {k: v for k, v in batch.items() if k not in self.model.labels}
+        targets = self.model.targets(generator) if self.training else ()
+        args, kwargs = arguments(batch)
+        return pytree.tree_map_only(
+            Tensor,
+            lambda x: x.to(self.dtype) if x.is_floating_point() else x,
+            (args, kwargs, tuple(targets)),
+        )
+
+
+class Flat(nn.Module):
+    """A module whose inputs are the tensors among its arguments, as `capture` wants them."""
+
+    def __init__(self, module: nn.Module, structure: Any, leaves: Sequence[Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.structure = structure
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.train(module.training)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return self.module(*args, **kwargs)
+
+
+class Step:
+    """A captured model, run in one process."""
+
+    def __init__(self, module: nn.Module, drawn: Drawn, optimizer: Any) -> None:
+        args, kwargs, targets = drawn.step(0)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        given = drawn.model.loss
+        loss = (given or (lambda output: output)) if optimizer else None
+        before_bytes = reset_peak()
+        began = time.perf_counter()
+        with batched_experts(module):
+            self.captured = dt.capture(
+                Flat(module, structure, leaves), tensors, targets, loss=loss, train=optimizer
+            )
+        self.seconds = time.perf_counter() - began
+        self.peak_bytes = peak_bytes() - before_bytes
+        self.values = initial_values(self.captured)
+
+    def flat(self, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def run(self, step: int, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> Any:
+        return run_step(self.captured, self.values, self.flat(args, kwargs), targets, step=step)
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            source.name.removeprefix("module."): self.values[self.captured.graph.outputs_of(op)[0]]
+            for op, source in enumerate(self.captured.program.sources)
+            if source is not None and source.role in ("parameter", "buffer")
+        }
+
+
+def reset_peak() -> int:
+    """Forget the highest memory use so far; what is used now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    return status_bytes("VmHWM")
+
+
+def status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The largest difference of any two tensors, relative to the largest number in the expected
+    one; numbers below 1e-3 count as 1e-3."""
+    pairs = list(zip(tensors_of(found), tensors_of(expected), strict=True))
+    return max((relative(a, b) for a, b in pairs), default=0.0)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    a, b = a.detach(), b.detach()
+    if not b.is_floating_point():
+        return float((a != b).any())
+    if not b.numel():
+        return 0.0
+    # Where the plain module has inf (a mask), the other must have it too.
+    same = (a == b) | (a.isnan() & b.isnan())
+    off = torch.where(same, torch.zeros_like(b), a - b).abs()
+    finite = b[b.isfinite()].abs()
+    scale = max(float(finite.max()) if finite.numel() else 0.0, 1e-3)
+    worst = float(off.max()) / scale
+    return worst if worst == worst else float("inf")
+
+
+def compare(
+    model: Model, optimizer: str, dtype: torch.dtype, checkpointed: bool
+) -> tuple[dict[str, Any], Step]:
+    """One way to run a model beside plain PyTorch, `STEPS` steps of different batches."""
+    module = copy.deepcopy(model.module).to(dtype).train(bool(optimizer))
+    if checkpointed:
+        assert model.checkpoint is not None
+        model.checkpoint(module)
+    record, make = OPTIMIZERS[optimizer] if optimizer else (None, None)
+    drawn = Drawn(model, bool(optimizer), dtype)
+    plain = copy.deepcopy(module)
+    step = Step(module, drawn, record)
+    worst = []
+    optimizing = make(plain.parameters()) if make else None
+    for number in range(STEPS):
+        args, kwargs, targets = drawn.step(number)
+        found = step.run(number, *copy.deepcopy((args, kwargs)), targets)
+        if optimizing is None:
+            with torch.no_grad():
+                expected = plain(*args, **kwargs)
+            worst.append(difference(found, expected))
+            continue
+        optimizing.zero_grad()
+        output = plain(*args, **kwargs)
+        loss = model.loss(output, *targets) if model.loss else output
+        loss.backward()
+        optimizing.step()
+        held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+        state = step.state()
+        off = [relative(value, held[name]) for name, value in state.items()]
+        missing = [n for n, p in plain.named_parameters() if p.requires_grad and n not in state]
+        assert not missing or all(
+            torch.equal(p, dict(module.named_parameters())[n])
+            for n, p in plain.named_parameters()
+            if n in missing
+        ), f"plain PyTorch trains {missing[:3]}, which the capture leaves out"
+        worst.append(max(difference(found, loss), *off))
+    return {
+        "ops": int((~step.captured.graph.is_source).sum()),
+        "seconds": round(step.seconds, 2),
+        "peak_mb": round(step.peak_bytes / 1e6),
+        "difference": max(worst),
+        "differences": worst,
+    }, step
+
+
+def judged(model: Model, case: Case, optimizer: str, checkpointed: bool) -> tuple[Any, Any]:
+    """`compare` in float32, and in float64 where float32's rounding is too large to tell."""
+    row, step = compare(model, optimizer, torch.float32, checkpointed)
+    row["equal"] = row["difference"] <= FLOAT32_TOLERANCE
+    if not row["equal"] and case.double:
+        exact, _ = compare(model, optimizer, torch.float64, checkpointed)
+        row["difference64"] = exact["difference"]
+        row["equal"] = exact["difference"] <= FLOAT64_TOLERANCE
+    return row, step
+
+
+def placed(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
+    """The training step on two processes, each op on a random one, beside the same step in one."""
+    graph = step.captured.graph
+    machine = parse_machine("here/2")
+    rng = np.random.default_rng(0)
+    placement = rng.integers(0, 2, len(graph)).astype(np.int32)
+    for group in sorted(set(graph.colocation.tolist()) - {-1}):
+        members = graph.colocation == group
+        placement[members] = placement[np.argmax(members)]
+    plan = plan_of(step.captured, machine, normalise(placement, graph, machine))
+    values = initial_values(step.captured)
+    worst = 0.0
+    with dt.run(plan, step.captured) as running:
+        for number in range(STEPS):
+            args, kwargs, targets = drawn.step(number)
+            flat = step.flat(args, kwargs)
+            found = running.step(*flat, *targets)
+            expected = run_step(step.captured, values, flat, targets, step=number)
+            worst = max(worst, difference(found, expected))
+    return {"difference": worst, "equal": worst == 0.0}
+
+
+def plan_of(captured: Any, machine: Machine, placement: Any) -> Plan:
+    graph = captured.graph
+    orders = tuple(
+        tuple(np.flatnonzero((placement == d) & ~graph.is_source).tolist())
+        for d in range(len(machine.devices))
+    )
+    return Plan(
+        source=captured.source, graph_fingerprint=graph.fingerprint, machine=machine,
+        placement=placement, orders=orders, compute_seconds=np.ones((len(graph), 2)),
+        costs_source="given", placer="hand", seed=0, objective="step", value=1.0, lower_bound=0.0,
+        bound_proof="none", peak_memory_bytes=(0, 0), groups=0, planning_seconds=0.0,
+    )  # fmt: skip
+
+
+def exported(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
+    """A plan on two cards that hold two thirds of the model each, in the words of other tools."""
+    row: dict[str, Any] = {}
+    graph = step.captured.graph
+    whole = dt.plan(step.captured, "2 x p100", placer="single", budget="10e")
+    cap = int(max(whole.peak_memory_bytes) * 0.75)
+    for name, export in (("device_map", dt.device_map), ("split_points", dt.split_points)):
+        plan = dt.plan(step.captured, "2 x p100", budget="2s", contiguous=name == "split_points",
+                       objective="load" if name == "split_points" else "step",
+                       caps=[("p100:0", cap), ("p100:1", cap)])  # fmt: skip
+        devices = len(set(plan.placement[~graph.is_source].tolist()))
+        try:
+            found = export(plan, graph)
+        except DovetailError as error:
+            row[name] = {"error": one_line(error), "devices": devices}
+            continue
+        row[name] = {"entries": len(found), "devices": devices}
+        if name == "split_points" and found:
+            named = {path.removeprefix("module."): value for path, value in found.items()}
+            row["pipelining"] = pipelined(model, drawn, named)
+    return row
+
+
+def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, Any]:
+    """The split run by torch.distributed.pipelining on gloo, a process a stage."""
+    args, kwargs, _ = drawn.step(0)
+    module = copy.deepcopy(model.module).eval()
+    with torch.no_grad():
+        expected = tensors_of(module(*args, **kwargs))[0]
+    context = torch.multiprocessing.get_context("fork")
+    results = context.Queue()
+    stages = len(points) + 1
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(
+                target=run_stage,
+                args=(rank, stages, f"file://{folder}/meet", module, args, kwargs, points, results),
+            )
+            for rank in range(stages)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            found = results.get(timeout=90)
+        except Exception as error:
+            found = f"{type(error).__name__} after 90 s"
+        for worker in workers:
+            worker.join(5)
+            worker.kill()
+    if isinstance(found, str):
+        return {"error": found}
+    off = relative(torch.from_numpy(found), expected)
+    return {"stages": stages, "difference": off, "equal": off <= FLOAT32_TOLERANCE}
+
+
+def run_stage(  # noqa: PLR0913  a process's arguments
+    rank: int,
+    stages: int,
+    meet: str,
+    module: Any,
+    args: Any,
+    kwargs: Any,
+    points: Any,
+    results: Any,
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed.pipelining import ScheduleGPipe, pipeline
+
+    try:
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=stages)
+        with torch.no_grad():
+            pipe = pipeline(module, mb_args=args, mb_kwargs=kwargs, split_spec=points)
+            schedule = ScheduleGPipe(pipe.build_stage(rank, torch.device("cpu")), 1)
+            output = schedule.step(*args, **kwargs) if rank == 0 else schedule.step()
+        if rank == stages - 1:
+            results.put(tensors_of(output)[0].numpy())
+    except Exception as error:
+        results.put(f"{type(error).__name__}: {one_line(error)}")
+
+
+def one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:300]
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """An error as a row: one of ours with a single line is a refusal, anything else a crash."""
+    if isinstance(error, DovetailError) and "\n" not in str(error):
+        return {"refused": str(error)}
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}:{place.lineno}"
+    return {"crashed": f"{type(error).__name__}: {one_line(error)} ({where})"}
+
+
+def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = case.build()
+    row: dict[str, Any] = {"name": case.name, "family": case.family, "expected": case.refused}
+    row["parameters"] = sum(p.numel() for p in model.module.parameters())
+    trained: Step | None = None
+    inferred: Step | None = None
+    for part in parts:
+        if part in ("placed", "exports"):
+            continue
+        checkpointed, optimizer = part.startswith("checkpointed_"), part.rpartition("_")[2]
+        optimizer = optimizer if optimizer in OPTIMIZERS else ""
+        if optimizer and (not case.training or (checkpointed and model.checkpoint is None)):
+            continue
+        try:
+            row[part], step = judged(model, case, optimizer, checkpointed)
+            trained, inferred = (step, inferred) if optimizer else (trained, step)
+        except Exception as error:
+            row[part] = described(error)
+    for part, step, run in (
+        ("placed", trained or inferred, placed),
+        ("exports", inferred, exported),
+    ):
+        if part in parts and step is not None:
+            training = part == "placed" and trained is not None
+            try:
+                row[part] = run(model, step, Drawn(model, training, torch.float32))
+            except Exception as error:
+                row[part] = described(error)
+    return row
+
+
+def load_cases(folder: str, names: str) -> None:
+    """Register all cases; those of torchvision and timm only where they are asked for, because
+    transformers would use the torchvision that is made importable for them."""
+    import other_cases  # noqa: F401
+    import transformers_cases  # noqa: F401
+    import vision_cases  # noqa: F401
+
+    if names.startswith(("timm_", "torchvision_")):
+        make_importable(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--torchvision", default="")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    load_cases(options.torchvision, options.name)
+    print("\n" + json.dumps(measure(REGISTRY.cases[options.name], options.parts.split(","))))
+
+
+if __name__ == "__main__":
+    main()

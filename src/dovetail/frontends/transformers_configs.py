@@ -1,0 +1,318 @@
+"""`transformers:NAME?options` -> a model on meta tensors, and what to feed it.
+
+NAME is a local config.json or a folder that holds one, a published model of the table
+`transformers_configs.json`, or a type of model with the defaults of its configuration class, such
+as `bert`. Nothing is downloaded, and no code but transformers' own runs: what a configuration's
+`auto_map` points to is never looked at.
+
+The table holds what the published config.json of each model says about its architecture, at
+https://huggingface.co/NAME/blob/main/config.json; what it leaves out is the class's default.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.errors import FileFormatError, MissingLibraryError, ModelError
+from dovetail.runtime.reading import read_json
+
+PREFIX = "transformers:"
+Inputs = dict[str, Any]
+"""Keyword arguments of the model's `forward`."""
+
+
+@dataclass(frozen=True)
+class TransformersModel:
+    """A configuration, with how to build its model and draw its inputs.
+
+    make      builds the model on the device that is the default where it is called
+    draw      draws inputs there, in training with labels; the model's output then has a loss
+    """
+
+    make: Callable[[], nn.Module]
+    draw: Callable[[bool], Inputs]
+
+
+@dataclass(frozen=True)
+class Options:
+    """batch     samples at once
+    tokens    of a sentence; 0: 512, or as many as the model has positions for
+    samples   of a sound wave
+    task      what the model is for; "": as the configuration's architecture says
+    dtype     of weights and inputs; "": the configuration's, else float32
+    """
+
+    batch: int = 1
+    tokens: int = 0
+    samples: int = 16000
+    task: str = ""
+    dtype: str = ""
+
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class Task:
+    """auto        the class of transformers that builds a model for it
+    endings     of names of architectures that are for it
+    draw        (config, options, training) -> inputs
+    """
+
+    auto: str
+    endings: tuple[str, ...]
+    draw: Callable[[Any, Options, bool], Inputs]
+
+
+def load_transformers(model: str) -> TransformersModel:
+    """What the MODEL text "transformers:NAME?option=value&..." names.
+
+    Raises `MissingLibraryError` without transformers, `FileFormatError` for a file that is no
+    configuration, and else `ModelError`.
+    """
+    name, _, query = model.removeprefix(PREFIX).partition("?")
+    options = _parse(model, query)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingLibraryError("transformers", "pip install transformers") from error
+    config = _config(model, name)
+    config.use_cache = False  # as output of a step the cache would have to be kept
+    task = TASKS[options.task or _task_of(model, config)]
+    auto = getattr(transformers, task.auto)
+    dtype = _dtype(config, options)
+    options = _with_tokens(model, config, options)
+    if type(config) not in auto._model_mapping:
+        suited = ", ".join(known) if (known := _suited(config)) else "none that is known here"
+        raise ModelError(
+            model, f"transformers has no {config.model_type} for that task; it has {suited}"
+        )
+
+    def make() -> nn.Module:
+        built: nn.Module = auto.from_config(config, dtype=dtype)
+        return built
+
+    def draw(training: bool) -> Inputs:
+        inputs = task.draw(config, options, training)
+        return {
+            name: value.to(dtype)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for name, value in inputs.items()
+        }
+
+    return TransformersModel(make, draw)
+
+
+def own_loss(output: Any) -> Tensor:
+    """The loss that a model of transformers computes itself where it is given labels."""
+    loss: Tensor = output.loss
+    return loss
+
+
+@cache
+def published() -> dict[str, dict[str, Any]]:
+    """name on the hub -> what its config.json says."""
+    text = resources.files("dovetail.frontends").joinpath("transformers_configs.json")
+    table: dict[str, dict[str, Any]] = json.loads(text.read_text("utf-8"))
+    return table
+
+
+def _parse(model: str, query: str) -> Options:
+    given: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        key, _, value = part.partition("=")
+        if key not in Options.__dataclass_fields__:
+            known = ", ".join(Options.__dataclass_fields__)
+            raise ModelError(model, f"there is no option {key!r}; there are {known}")
+        if key in ("task", "dtype"):
+            choices = tuple(TASKS) if key == "task" else DTYPES
+            if value not in choices:
+                raise ModelError(model, f"{key} is one of {', '.join(choices)}, not {value!r}")
+            given[key] = value
+            continue
+        if not value.isdecimal() or int(value) < 1:
+            raise ModelError(model, f"{key} is a whole number of at least 1, not {value!r}")
+        given[key] = int(value)
+    return Options(**given)
+
+
+def _config(model: str, name: str) -> Any:
+    """The configuration that NAME stands for."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values: dict[str, Any]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        values = _read(path, set(CONFIG_MAPPING.keys()))
+    elif name in published():
+        values = published()[name]
+    elif name in CONFIG_MAPPING:
+        values = {"model_type": name}
+    else:
+        raise ModelError(model, _unknown(name, list(CONFIG_MAPPING.keys())))
+    values = dict(values)
+    kind = values.pop("model_type")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # whatever a class's own checks raise
+        line = " ".join(str(error).split())
+        raise ModelError(model, f"its values are not those of a {kind}: {line}") from error
+
+
+def _read(path: Path, kinds: set[str]) -> dict[str, Any]:
+    values = read_json(str(path))
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise FileFormatError(
+            str(path), "it has no model_type and is no configuration of transformers"
+        )
+    if values["model_type"] not in kinds:
+        raise FileFormatError(
+            str(path),
+            f"its model_type {values['model_type']!r} is not in the transformers that is "
+            "installed; install a newer one, or build the model in a function MODULE:FUNCTION",
+        )
+    return values
+
+
+def _unknown(name: str, kinds: list[str]) -> str:
+    near = difflib.get_close_matches(name, [*published(), *kinds], 3, 0.5)
+    guess = f"; did you mean {' or '.join(near)}?" if near else ""
+    return (
+        f"no such configuration here, and nothing is downloaded: save the model's config.json and "
+        f"name it (transformers:./config.json), or name a type such as bert or llama, or one of "
+        f"{', '.join(published())}{guess}"
+    )
+
+
+def _dtype(config: Any, options: Options) -> torch.dtype:
+    if options.dtype:
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        return dtype
+    given = getattr(config, "dtype", None)
+    return given if isinstance(given, torch.dtype) else torch.float32
+
+
+def _task_of(model: str, config: Any) -> str:
+    """As the architecture is called, else the first task that has a model of this type."""
+    suited = _suited(config)
+    for architecture in getattr(config, "architectures", None) or ():
+        for name in suited:
+            if architecture.endswith(TASKS[name].endings):
+                return name
+    if not suited:
+        raise ModelError(
+            model,
+            f"a {config.model_type} is for no task that is known here ({', '.join(TASKS)}); build "
+            "it in a function MODULE:FUNCTION",
+        )
+    return suited[0]
+
+
+def _suited(config: Any) -> list[str]:
+    """Tasks that transformers has a model of this type for, the likeliest first."""
+    import transformers
+
+    both = hasattr(config, "text_config") and hasattr(config, "vision_config")
+    return [
+        name
+        for name, task in TASKS.items()
+        if type(config) in getattr(transformers, task.auto)._model_mapping
+        and (name != "image-text" or both)
+        and not (name == "image" and both)
+    ]
+
+
+def _with_tokens(model: str, config: Any, options: Options) -> Options:
+    """The options with a number of tokens that the model has positions for."""
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_target_positions", None) or getattr(
+        text, "max_position_embeddings", None
+    )
+    if not isinstance(most, int) or most < 1:  # positions without a table have no end
+        most = options.tokens or 512
+    if options.tokens > most:
+        raise ModelError(
+            model, f"tokens is {options.tokens}, but the model has {most} positions; use fewer"
+        )
+    return Options(**{**vars(options), "tokens": options.tokens or min(512, most)})
+
+
+def _ids(config: Any, options: Options) -> Tensor:
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    return torch.randint(0, vocabulary, (options.batch, options.tokens))
+
+
+def _text(config: Any, options: Options, training: bool) -> Inputs:
+    ids = _ids(config, options)
+    return {"input_ids": ids, "labels": ids.clone()} if training else {"input_ids": ids}
+
+
+def _translation(config: Any, options: Options, training: bool) -> Inputs:
+    answer = "labels" if training else "decoder_input_ids"
+    return {"input_ids": _ids(config, options), answer: _ids(config, options)}
+
+
+def _transcription(config: Any, options: Options, training: bool) -> Inputs:
+    frames = 2 * config.max_source_positions  # the first convolution takes every other frame
+    answer = "labels" if training else "decoder_input_ids"
+    features = torch.randn(options.batch, config.num_mel_bins, frames)
+    return {"input_features": features, answer: _ids(config, options)}
+
+
+def _pixels(config: Any, options: Options) -> Tensor:
+    size = getattr(config, "image_size", None) or 224
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.randn(options.batch, getattr(config, "num_channels", 3), height, width)
+
+
+def _image(config: Any, options: Options, training: bool) -> Inputs:
+    inputs: Inputs = {"pixel_values": _pixels(config, options)}
+    return inputs | (_classes(config, options) if training else {})
+
+
+def _sound(config: Any, options: Options, training: bool) -> Inputs:
+    inputs: Inputs = {"input_values": torch.randn(options.batch, options.samples)}
+    return inputs | (_classes(config, options) if training else {})
+
+
+def _spelled_sound(config: Any, options: Options, training: bool) -> Inputs:
+    inputs: Inputs = {"input_values": torch.randn(options.batch, options.samples)}
+    return inputs | ({"labels": _ids(config, options)} if training else {})
+
+
+def _classes(config: Any, options: Options) -> Inputs:
+    return {"labels": torch.randint(0, config.num_labels, (options.batch,))}
+
+
+def _image_and_text(config: Any, options: Options, training: bool) -> Inputs:
+    pixels = _pixels(config.vision_config, options)
+    inputs: Inputs = {"input_ids": _ids(config, options), "pixel_values": pixels}
+    return inputs | ({"return_loss": True} if training else {})
+
+
+TASKS: Mapping[str, Task] = {
+    "image-text": Task("AutoModel", ("Model",), _image_and_text),
+    "seq2seq": Task(
+        "AutoModelForSeq2SeqLM", ("ForConditionalGeneration", "ForSeq2SeqLM"), _translation
+    ),
+    "speech": Task("AutoModelForSpeechSeq2Seq", ("ForConditionalGeneration",), _transcription),
+    "audio": Task("AutoModelForAudioClassification", ("ForSequenceClassification",), _sound),
+    "ctc": Task("AutoModelForCTC", ("ForCTC",), _spelled_sound),
+    "image": Task("AutoModelForImageClassification", ("ForImageClassification",), _image),
+    "masked-lm": Task("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), _text),
+    "causal-lm": Task("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), _text),
+}
+"""What a model can be for; where its architecture does not say, the first that there is counts."""
