@@ -20,6 +20,7 @@ from dovetail.frontends.optimizers import Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError
 from dovetail.frontends.tracing import Request, trace
+from dovetail.frontends.transformers_models import batched_experts, unwrap
 from dovetail.plans import Source
 
 
@@ -42,6 +43,10 @@ def capture(
     takes. Without a loss the output is, or its `loss` where it has one, as models of transformers
     do when they are given labels. Parameters that do not require gradients stay as they are.
 
+    Captured under `torch.autocast`, forward and loss compute under it, and the backward pass as
+    users run it, outside. Mixtures of experts of transformers are captured by their batched
+    implementation, and `Captured.notes` says so.
+
     A Keras 3 model on torch counts as its module in `keras_models`, in training mode with `train`.
 
     Raises `ModelError` for arguments that do not fit, `CaptureError` for what has no graph. About
@@ -63,6 +68,8 @@ def capture_call(
     name = type(model).__name__
     if is_keras(model):
         model = keras_module(model, train is not None)
+    if isinstance(model, nn.Module):
+        model = unwrap(model)
     _check(name, model, train)
     _check_loss(name, targets, loss)
     signature = Signature.of(model, args, kwargs, targets)
@@ -87,7 +94,8 @@ def capture_call(
         owners=_owners(parameters, buffers, signature),
     )
     try:
-        traced = trace(request)
+        with batched_experts(model) as notes:
+            traced = trace(request)
     except TracingError as error:
         raise CaptureError(name, str(error), _location(error)) from error
     except Exception as error:
@@ -100,7 +108,7 @@ def capture_call(
         torch_version=torch.__version__,
         constants=signature.constants,
     )
-    return Captured(graph, program, source, model, signature)
+    return Captured(graph, program, source, model, signature, notes=notes)
 
 
 def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:

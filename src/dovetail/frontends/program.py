@@ -207,6 +207,7 @@ class Captured:
     signature  how a step is called, with the example tensors
     make       builds the module anew with real weights, where the module's are fake; or None
     examples   draws real (inputs, targets), where those are fake; or None
+    notes      what a user should know of how it was captured
     """
 
     graph: Graph
@@ -216,6 +217,7 @@ class Captured:
     signature: Signature
     make: Callable[[], torch.nn.Module] | None = None
     examples: Callable[[], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

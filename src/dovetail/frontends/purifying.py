@@ -85,7 +85,8 @@ def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:
         raise AssertionError("a graph ends with its output")
 
     values = [n.meta["val"] for n in first.graph.nodes if n.op == "placeholder"]
-    with mode, torch.no_grad():
+    # The casts of autocast are ops of the first recording already.
+    with mode, torch.no_grad(), torch._C._DisableAutocast():
         return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
 
 

@@ -65,13 +65,12 @@ def record(
     recorder = _Recorder(mark, rules, outside or Outside({}))
     for index, value in enumerate(values):
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # its casts would stand outside the graph
+    torch.clear_autocast_cache()  # what it holds was cast outside of the graph
     try:
         with recorder, torch.random.fork_rng(devices=[]):
             results = function(*values)
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.clear_autocast_cache()
     recorder.graph.output(recorder.argument(list(results)))
     return Recording(recorder.graph, recorder.constants, recorder.marks, recorder.draws)
 

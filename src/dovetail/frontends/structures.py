@@ -91,7 +91,8 @@ def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
     None, booleans, numbers and text."""
     if isinstance(template, (bool, int, float, str, type(None))):
         return [(".".join(path), template)]
-    inside = None if is_plain_object(template) else _children(template)
+    opaque = isinstance(template, Slot) or is_plain_object(template)
+    inside = None if opaque else _children(template)
     if inside is None:
         return []
     return [found for key, value in inside for found in constants(value, (*path, key))]

@@ -448,7 +448,8 @@ def _gradients(
             "nothing on the way is detached"
         )
     loss = loss.reshape(()) if loss.dim() else loss
-    with _place(at, Phase.BACKWARD):
+    # As users do: the backward pass runs outside of autocast.
+    with _place(at, Phase.BACKWARD), torch._C._DisableAutocast():
         others, is_custom = _mark_gradients(at, loss, request)
         if is_custom:
             # A reentrant checkpoint calls `backward` itself and refuses `torch.autograd.grad`.
