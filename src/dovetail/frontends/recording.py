@@ -150,6 +150,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.draws: dict[fx.Node, bytes] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
+        self.forms: dict[tuple[Any, Any], tuple[bool, list[Any]]] = {}
         self.constants: dict[str, Tensor] = {}
         self.marks: dict[fx.Node, Any] = {}
         # By identity: every tensor in it is kept alive, as a node's value or as a constant.
@@ -181,7 +182,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
         mark = self.mark()
-        result = target(*args, **kwargs)
+        if traits.is_pure:
+            result = self.remembered(target, args, kwargs)
+        else:
+            result = target(*args, **kwargs)
         if traits.is_number:
             return result  # the number that a constant tensor holds
         if traits.is_factory and "dtype" not in node_kwargs and isinstance(result, Tensor):
@@ -192,6 +196,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if traits.is_random:
             self.draws[node] = _drawn_from()
         self.bind(node, result)
+        return result
+
+    def remembered(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns, made from what it returned for arguments of the same form.
+
+        Layers repeat: half of the time of a capture went into running the same fake operators.
+        """
+        key = _form((args, kwargs))
+        form = None if key is None else self.forms.get((target, key))
+        if form is not None:
+            made = [_made(*one) for one in form[1]]
+            return tuple(made) if form[0] else made[0]
+        result = target(*args, **kwargs)
+        values = result if isinstance(result, tuple) else (result,)
+        if key is not None and all(_is_plain_fake(value) for value in values):
+            mode = values[0].fake_mode
+            forms = [(mode, tuple(v.shape), v.stride(), v.dtype, v.device) for v in values]
+            self.forms[target, key] = isinstance(result, tuple), forms
         return result
 
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -233,6 +255,43 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return node
 
 
+def _is_plain_fake(value: Any) -> bool:
+    """Is it a fake tensor that its shape, strides and type tell all about?"""
+    return (
+        type(value) is FakeTensor
+        and value.layout is torch.strided
+        and not value.is_conj()
+        and not value.is_neg()
+        and value.constant is None
+    )
+
+
+def _form(value: Any) -> Any:
+    """What a pure operator's result depends on, as a key; None where that is not known."""
+    if isinstance(value, Tensor):
+        if not _is_plain_fake(value):
+            return None
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        parts = [_form(element) for element in value]
+        return None if None in parts else (type(value), *parts)
+    if isinstance(value, dict):
+        return _form([part for item in sorted(value.items()) for part in item])
+    if value is None or isinstance(value, _PLAIN):
+        return type(value), value
+    return None
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _made(mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new fake tensor."""
+    with torch._C._DisableTorchDispatch():
+        empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, empty, device)
+
+
 class _Traits(NamedTuple):
     """What there is to know of an operator.
 
@@ -240,6 +299,7 @@ class _Traits(NamedTuple):
     is_number      it returns what is inside a tensor
     is_random      it draws random numbers
     is_factory     it takes a dtype and no tensor
+    is_pure        it reads tensors, and returns new ones of which the shape follows from theirs
     defaults       position and name of an argument -> its default, where it has one
     """
 
@@ -247,6 +307,7 @@ class _Traits(NamedTuple):
     is_number: bool
     is_random: bool
     is_factory: bool
+    is_pure: bool
     defaults: dict[int | str, Any]
 
 
@@ -262,9 +323,15 @@ def _traits(func: OpOverload) -> _Traits:
         if argument.has_default_value():
             defaults[position] = defaults[argument.name] = argument.default_value
     number = torch.Tag.data_dependent_output in func.tags
-    kinds = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    schema = func._schema
+    kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     factory = "dtype" in kinds and not any("Tensor" in kind for kind in kinds.values())
-    return _Traits(composite, number, is_random(func), factory, defaults)
+    aliases = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    tensors = all(str(one.type) == "Tensor" for one in schema.returns)
+    pure = tensors and not (
+        aliases or number or factory or torch.Tag.dynamic_output_shape in func.tags
+    )
+    return _Traits(composite, number, is_random(func), factory, pure, defaults)
 
 
 def _drawn_from() -> bytes:
