@@ -24,12 +24,10 @@ from markdown import fill, table
 from placing import plan_for, random_order, random_placement, two_devices
 from random_modules import parts, wrappers
 from random_modules.cases import Case, draw, parse
-from random_modules.outcomes import Outcome, minimised, outcome_of, placing
+from random_modules.outcomes import FAULTS, KINDS, Outcome, minimised, outcome_of, placing
 
 from dovetail.executors import Workers
 
-KINDS = ("right", "refused", "wrong", "crashed")
-FAULTS = ("wrong", "crashed")
 FAMILY_OF = {
     name: family
     for families in (parts.FAMILIES, wrappers.FAMILIES)

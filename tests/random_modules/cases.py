@@ -54,6 +54,38 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 MODES = ("train", "tune", "infer", "forward")
 
 
+# What may be refused, by parts that a case has. Everything else has to be captured.
+WRITES = "it writes over a parameter in its forward pass"
+STATE = "its state is no buffer, so nothing would carry it to the next step"
+MEMORY = "one memory is registered under two names, or seen from outside the modules"
+REFUSABLE = {
+    "parameter-clamped": WRITES,
+    "parameter-data-clamped": WRITES,
+    "parameter-data-assigned": WRITES,
+    "momentum-encoder": WRITES,
+    "embedded-renormed": WRITES,
+    "plain-state": STATE,
+    "plain-state-assigned": STATE,
+    "hidden-norm": STATE,
+    "cache-of-parameter": STATE,
+    "own-generator": STATE,
+    "cached-function": STATE,
+    "view-kept": MEMORY,
+    "detached-kept": MEMORY,
+    "data-kept": MEMORY,
+    "buffer-of-parameter": MEMORY,
+    "parameter-of-parameter": MEMORY,
+    "aliased-buffers": MEMORY,
+    "numpy-shared": MEMORY,
+    "data-assigned": "it replaces a buffer's memory",
+    "accumulated-hook": "it changes a gradient where only an optimizer of torch's would see it",
+    "half-frozen": "it changes what is trained while it runs",
+    "batch-norm-cumulative": "its average's weight is a number read from a counter",
+    "fake-quantised": "its scale is a number read from a buffer",
+    "scripted": "TorchScript has no Python to run on fake tensors",
+}
+
+
 @dataclass(frozen=True)
 class Node:
     """A leaf, or a wrapper of its children."""
@@ -103,14 +135,16 @@ class Case:
 
 
 def parse(text):
-    """The case of a text."""
+    """The case of a text. Raises `ValueError`."""
     head, _, body = text.partition(":")
-    optimizer, dtype, mode, seed = head.split()
-    tokens = re.findall(r"[\w-]+|[(),]", body)
-    root = _node(tokens)
-    case = Case(optimizer, dtype, mode, int(seed), root)
-    if tokens or str(case).split() != text.split():
-        raise ValueError(f"no case: {text!r}; it would be {str(case)!r}")
+    try:
+        optimizer, dtype, mode, seed = head.split()
+        tokens = re.findall(r"[\w-]+|[(),]", body)
+        case = Case(optimizer, dtype, mode, int(seed), _node(tokens))
+    except (ValueError, IndexError):
+        raise ValueError(f"no case: {text!r}") from None
+    if tokens or "".join(str(case).split()) != "".join(text.split()):
+        raise ValueError(f"no case: {text!r}; as far as it is one, {str(case)!r}")
     return case
 
 

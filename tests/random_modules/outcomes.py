@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,20 +25,27 @@ from dovetail.executors import run
 from dovetail.frontends import capture, initial_values, run_step
 from dovetail.graph import Phase
 
-from .cases import DTYPES, OPTIMIZERS
+from .cases import DTYPES, OPTIMIZERS, REFUSABLE, smaller
 
 STEPS = 3
 # Relative error, and the share of it that counts where the expected value is near 0.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
 FLOOR = 1e-3
-KINDS = ("right", "refused", "wrong", "crashed", "impossible")
+KINDS = ("right", "refused", "wrong", "crashed", "unjustified")
+FAULTS = ("wrong", "crashed", "unjustified")
 UNEXPLAINED = "failed while it ran on fake tensors"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind    right: equal to plain PyTorch; refused: by a typed error that says why; wrong:
-            other numbers; crashed: any other error; impossible: plain PyTorch cannot run it
+    """What became of a case.
+
+    kind    right        equal to plain PyTorch
+            refused      by a typed error that says why, and for a reason (`REFUSABLE`)
+            unjustified  refused without one
+            wrong        other numbers, or capturing changed the module
+            crashed      any other error
+            impossible   plain PyTorch cannot run it either
     detail  the difference, or the error's text
     """
 
@@ -90,12 +98,14 @@ def _outcome(case, place):
         return Outcome("impossible", _line(error))
     if not all(bool(v.isfinite().all()) for v in (tried[-1].result, *tried[-1].values.values())):
         return Outcome("impossible", "not finite")
+    if case.trains and _same_parameters(case, tried[-1]):
+        return Outcome("impossible", "nothing is trained")
     try:
         module = case.build()
         try:
             captured = _capture(case, module)
         except CaptureError as error:
-            return Outcome(*_refusal(error))
+            return Outcome(_refusal(case, error), str(error))
         _check_module(case, module)
         found, draws = captured_steps(case, captured)
         expected = plain_steps(case, draws) if any(map(any, draws)) else tried
@@ -114,15 +124,20 @@ def _outcome(case, place):
     return Outcome("right")
 
 
+def _same_parameters(case, step):
+    parameters = case.build().named_parameters()
+    return all(torch.equal(value, step.values[name]) for name, value in parameters)
+
+
 def _line(error):
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _refusal(error):
+def _refusal(case, error):
     """A refusal says in one line what is the matter and what to do."""
-    text = str(error)
-    unexplained = UNEXPLAINED in text or "\n" in text.strip()
-    return ("crashed" if unexplained else "refused"), text
+    if UNEXPLAINED in str(error) or "\n" in str(error).strip():
+        return "crashed"
+    return "refused" if REFUSABLE.keys() & set(case.root.names()) else "unjustified"
 
 
 def _capture(case, module):
@@ -145,6 +160,10 @@ def _check_module(case, module):
             raise Wrong(f"capturing left a fake tensor in the module's {name}")
         if not torch.equal(value, fresh[name]):
             raise Wrong(f"capturing changed the module's {name}")
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
+                raise Wrong(f"capturing left a fake tensor in the attribute {name}.{key}")
 
 
 def _check_alive(case, module, expected):
@@ -235,7 +254,9 @@ class Replay(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not _is_random(func):
             return func(*args, **kwargs or {})
-        state = torch.get_rng_state().numpy().tobytes()
+        generator = (kwargs or {}).get("generator")
+        state = torch.get_rng_state() if generator is None else generator.get_state()
+        state = state.numpy().tobytes()
         probe = func(*args, **kwargs or {})  # also moves the generator on
         if not isinstance(probe, Tensor):
             return probe
@@ -360,8 +381,6 @@ def _same_bits(step, placed, found):
 
 def minimised(case, kind, judge):
     """The case without what it needs not to end as `kind`; `judge(case)` is its outcome."""
-    from .cases import smaller
-
     while True:
         for less in smaller(case):
             if judge(less).kind == kind:

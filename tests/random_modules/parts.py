@@ -13,6 +13,7 @@ counted by. Names are what a case's text refers to.
 
 import functools
 import inspect
+import itertools
 import math
 
 import torch
@@ -134,6 +135,22 @@ class Batch_Norm_Frozen(nn.BatchNorm1d):
 
 
 @leaf("layers")
+class Batch_Norm_Stateless(nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(WIDTH, affine=False, track_running_stats=False)
+
+
+@leaf("layers")
+class Instance_Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+
+    def forward(self, x):
+        return self.norm(x.view(2, 2, WIDTH)).reshape(ROWS, WIDTH)
+
+
+@leaf("layers")
 class Group_Norm(nn.GroupNorm):
     def __init__(self):
         super().__init__(2, WIDTH)
@@ -187,6 +204,18 @@ class Embedded(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, WIDTH, padding_idx=0)
+
+    def forward(self, x):
+        return x + self.table((x > 0).sum(1) % 5)
+
+
+@leaf("layers")
+class Embedded_Renormed(nn.Module):
+    """max_norm writes the table before it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, max_norm=0.5)
 
     def forward(self, x):
         return x + self.table((x > 0).sum(1) % 5)
@@ -267,6 +296,71 @@ def solved(x, w):
 def constants(x, b):
     table = torch.tensor([1.0, 0.5, 2.0, -1.0, 0.25, 1.5])
     return x * table + b * torch.arange(WIDTH)
+
+
+@leaf("layers")
+def identity(x):
+    return x
+
+
+@leaf("layers")
+def parameter_returned(x, w):
+    return w[:ROWS]
+
+
+@leaf("layers")
+def parameter_expanded(x, b):
+    return b.expand_as(x)
+
+
+@leaf("layers")
+class Parameter_List(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.all = nn.ParameterList([weights(WIDTH, WIDTH) for _ in range(2)])
+        self.named = nn.ParameterDict({"b": weights(WIDTH)})
+
+    def forward(self, x):
+        for weight in self.all:
+            x = (x @ weight + self.named["b"]).tanh()
+        return x
+
+
+@leaf("layers")
+class Scripted(nn.Module):
+    """A part in TorchScript."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@leaf("layers")
+class Fake_Quantised(nn.Module):
+    """As in quantisation-aware training."""
+
+    def __init__(self):
+        super().__init__()
+        self.quantise = torch.ao.quantization.FakeQuantize()
+        self.layer = square()
+
+    def forward(self, x):
+        return self.layer(self.quantise(x.float()).to(x.dtype))
+
+
+@leaf("layers")
+class Two_Devices_Unwrapped(nn.Module):
+    """DataParallel where there is no GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.DataParallel(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.layer(x)
 
 
 @leaf("layers")
@@ -763,6 +857,12 @@ def data_assigned(x, self, mean):
 
 
 @leaf("buffers")
+def buffer_returned(x, mean):
+    mean += x.detach().mean(0)
+    return mean.expand(ROWS, -1)
+
+
+@leaf("buffers")
 class Aliased_Buffers(nn.Module):
     """A buffer that is a view of another one."""
 
@@ -1103,6 +1203,14 @@ def gradient_inside(x, w, b):
 
 
 @leaf("functions")
+def inner_step(x, w, b):
+    """A step of gradient descent inside the model, as in MAML."""
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(((x.detach() @ w) ** 2).mean(), w, create_graph=True)
+    return x @ (w - 0.1 * slope) + b
+
+
+@leaf("functions")
 def functional_gradient(x, w):
     return x + torch.func.vmap(torch.func.grad(lambda row: (row @ w).sin().sum()))(x)
 
@@ -1225,7 +1333,7 @@ class Backward_Counting(Wrapped):
 
 
 @leaf("hooks")
-def packed(x, w):
+def packed_in_lists(x, w):
     """Saved tensors are packed as lists of others."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: [t, 1], lambda p: p[0] * p[1]):
         return (x @ w).sin()
@@ -1400,6 +1508,54 @@ class Plain_State_Assigned(nn.Module):
         found = self.layer(x) + self.last
         self.last = x.detach()
         return found
+
+
+@leaf("aliases")
+class Cache_Filled(nn.Module):
+    """A table that the first forward pass makes, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = square(), None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(WIDTH).cos().to(x.dtype)
+        return self.layer(x) * self.table
+
+
+@leaf("aliases")
+class Cache_Of_Parameter(nn.Module):
+    """What the first forward pass computes from a parameter stays, whatever training does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.size = square(), {}
+
+    def forward(self, x):
+        if "norm" not in self.size:
+            self.size["norm"] = self.layer.weight.detach().norm()
+        return self.layer(x) / self.size["norm"]
+
+
+@functools.lru_cache
+def _table(width, dtype, number):
+    return torch.arange(width).sin().to(dtype) + 0 * number
+
+
+_NUMBERS = itertools.count()  # so that no module finds what another one has kept
+
+
+@leaf("aliases")
+class Cached_Function(nn.Module):
+    """A table that a function keeps outside the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.number = square(), next(_NUMBERS)
+
+    def forward(self, x):
+        return self.layer(x) * _table(WIDTH, x.dtype, self.number)
 
 
 @leaf("aliases")
@@ -1591,6 +1747,18 @@ class Encoder_Dropout(nn.Module):
 class Lstm_Dropout(Recurrent):
     def __init__(self):
         super().__init__(nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3))
+
+
+@leaf("random")
+class Own_Generator(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.generator = square(), torch.Generator().manual_seed(7)
+
+    def forward(self, x):
+        return self.layer(x) + 0.1 * torch.randn(ROWS, WIDTH, generator=self.generator)
 
 
 @leaf("random")

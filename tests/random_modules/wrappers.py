@@ -173,6 +173,34 @@ class Checkpoint_Closure_Reentrant(Checkpoint_Closure):
 
 
 @wrapper("checkpointing")
+class Checkpoint_Of_Input(Wrapper):
+    """A closure that reads an outer value, and writes over one of its own."""
+
+    def forward(self, x):
+        def run(z):
+            y = self.inner(z) + 0
+            y += x
+            y[:, 0] = x[:, 1]
+            return y
+
+        return checkpoint(run, x.tanh(), use_reentrant=False)
+
+
+@wrapper("checkpointing")
+class Checkpoint_Buffer(Wrapper):
+    """The recomputation reads a buffer after it was written."""
+
+    def __init__(self, children):
+        super().__init__(children)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x):
+        y = checkpoint(lambda z: (self.inner(z) * self.scale).sin(), x, use_reentrant=False)
+        self.scale.mul_(0.9)
+        return y
+
+
+@wrapper("checkpointing")
 class Checkpoint_Arguments(Checkpoint_Closure):
     """Parameters as arguments, other arguments that are no tensors."""
 
