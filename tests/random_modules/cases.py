@@ -172,7 +172,11 @@ def _draw(rng, depth):
         family = rng.choices(list(wrappers.FAMILIES), (2, 3, 5, 2, 1))[0]
         name = rng.choice(wrappers.FAMILIES[family])
         return Node(name, tuple(_draw(rng, depth - 1) for _ in range(rng.randint(1, 3))))
-    return Node(rng.choice(parts.FAMILIES[rng.choice(list(parts.FAMILIES))]))
+    while True:
+        name = rng.choice(parts.FAMILIES[rng.choice(list(parts.FAMILIES))])
+        # A refusal hides what else is in a case, so that these are rarer.
+        if name not in REFUSABLE or rng.random() < 0.1:
+            return Node(name)
 
 
 def smaller(case):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.errors import CaptureError
+from dovetail.errors import ModelError
 from dovetail.executors import run
 from dovetail.frontends import capture, initial_values, run_step
 from dovetail.graph import Phase
@@ -104,7 +104,7 @@ def _outcome(case, place):
         module = case.build()
         try:
             captured = _capture(case, module)
-        except CaptureError as error:
+        except ModelError as error:
             return Outcome(_refusal(case, error), str(error))
         _check_module(case, module)
         found, draws = captured_steps(case, captured)
