@@ -16,18 +16,19 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-TESTS = HERE.parents[1] / "tests"
-sys.path[:0] = [str(HERE.parent), str(TESTS), str(TESTS / "executors")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "executors"))
 
 from markdown import fill, table
 from placing import plan_for, random_order, random_placement, two_devices
+
+from dovetail.executors import Workers
 from random_modules import parts, wrappers
 from random_modules.cases import Case, draw, parse
 from random_modules.outcomes import FAULTS, KINDS, Outcome, minimised, outcome_of, placing
 
-from dovetail.executors import Workers
-
+HERE = Path(__file__).parent
 FAMILY_OF = {
     name: family
     for families in (parts.FAMILIES, wrappers.FAMILIES)

@@ -8,6 +8,10 @@ import copy
 import pytest
 import torch
 from placing import plan_for, random_order, random_placement
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dovetail.frontends import SGD, capture, initial_values, run_step
 from random_modules.cases import REFUSABLE, draw, parse, smaller
 from random_modules.outcomes import (
     FAULTS,
@@ -23,10 +27,6 @@ from random_modules.outcomes import (
 )
 from random_modules.parts import LEAVES
 from random_modules.wrappers import WRAPPERS
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from dovetail.frontends import SGD, capture, initial_values, run_step
 
 SEED, CASES, PLACED_EVERY = 15, 60, 10
 
@@ -85,7 +85,7 @@ RIGHT = (
     "sgd float64 train 1: seq(product, checkpoint-reentrant(linear, checkpoint(product)))",
     "rmsprop float64 train 1: seq(product, checkpoint-closure(mha), tanh)",
     "nesterov float64 train 1: seq(product, checkpoint-closure-reentrant(dropout), tanh)",
-    "adamw float64 train 1: seq(product, checkpoint-nested(lstm), checkpoint-sequence(linear))",
+    "adamw float64 train 1: seq(checkpoint-nested(lstm), checkpoint-sequence(linear, tanh))",
     "sgd float64 train 1: seq(product, checkpoint-selective(linear), checkpoint-arguments(tanh))",
     "sgd float64 train 1: seq(product, checkpoint(mha-dropout), checkpoint-fresh-draws(dropout))",
     "sgd float64 train 1: seq(product, checkpoint(batch-norm, counted-by-add))",

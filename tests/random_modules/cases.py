@@ -162,7 +162,7 @@ def draw(seed, index, attempt=0):
     rng = random.Random(f"{seed} {index} {attempt}")
     mode = rng.choices(MODES, (16, 1, 2, 1))[0]
     dtype = rng.choices(list(DTYPES), (5, 1))[0]
-    root = Node("seq", tuple(_draw(rng, 2) for _ in range(rng.randint(1, 4))))
+    root = Node("seq", tuple(_draw(rng, 2) for _ in range(rng.randint(1, 3))))
     return Case(rng.choice(list(OPTIMIZERS)), dtype, mode, rng.randrange(1 << 20), root)
 
 
@@ -171,7 +171,8 @@ def _draw(rng, depth):
     if depth and rng.random() < 0.45:
         family = rng.choices(list(wrappers.FAMILIES), (2, 3, 5, 2, 1))[0]
         name = rng.choice(wrappers.FAMILIES[family])
-        return Node(name, tuple(_draw(rng, depth - 1) for _ in range(rng.randint(1, 3))))
+        count = rng.choices((1, 2, 3), (3, 2, 1))[0]
+        return Node(name, tuple(_draw(rng, depth - 1) for _ in range(count)))
     while True:
         name = rng.choice(parts.FAMILIES[rng.choice(list(parts.FAMILIES))])
         # A refusal hides what else is in a case, so that these are rarer.

@@ -45,17 +45,18 @@ def weights(*shape):
     return nn.Parameter(0.4 * torch.randn(*shape))
 
 
+MADE = {
+    "w": lambda: weights(WIDTH, WIDTH),
+    "b": lambda: weights(WIDTH),
+    "mean": lambda: torch.zeros(WIDTH),
+    "memory": lambda: 0.4 * torch.randn(3, WIDTH),
+    "count": lambda: torch.zeros((), dtype=torch.int64),
+    "late": lambda: 0.4 * torch.randn(WIDTH),
+}
+
+
 class Leaf(nn.Module):
     """A function with the parameters and buffers that its arguments name."""
-
-    MADE = {
-        "w": lambda: weights(WIDTH, WIDTH),
-        "b": lambda: weights(WIDTH),
-        "mean": lambda: torch.zeros(WIDTH),
-        "memory": lambda: 0.4 * torch.randn(3, WIDTH),
-        "count": lambda: torch.zeros((), dtype=torch.int64),
-        "late": lambda: 0.4 * torch.randn(WIDTH),
-    }
 
     def __init__(self, function):
         super().__init__()
@@ -63,16 +64,16 @@ class Leaf(nn.Module):
         self.names = list(inspect.signature(function).parameters)[1:]
         for name in self.names:
             if name in ("w", "b"):
-                self.register_parameter(name, self.MADE[name]())
+                self.register_parameter(name, MADE[name]())
             elif name != "self":
-                self.register_buffer(name, self.MADE[name](), persistent=name != "late")
+                self.register_buffer(name, MADE[name](), persistent=name != "late")
 
     def forward(self, x):
         held = {n: self if n == "self" else getattr(self, n) for n in self.names}
         return self.function(x, **held)
 
 
-# Layers ------------------------------------------------------------------------------------------
+# Layers ----------------------------------------------------------------------------------------
 
 
 @leaf("layers")
@@ -393,7 +394,7 @@ class Unused_Layer(nn.Module):
         return self.used(x)
 
 
-# Attention and recurrence ------------------------------------------------------------------------
+# Attention and recurrence ----------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -525,7 +526,7 @@ class Gru_Cell(Recurrent):
         super().__init__(nn.GRUCell(WIDTH, WIDTH), cell=True)
 
 
-# Views -------------------------------------------------------------------------------------------
+# Views -----------------------------------------------------------------------------------------
 
 
 @leaf("views")
@@ -593,7 +594,7 @@ def bits(x, b):
     return x * b + negative
 
 
-# In-place ops ------------------------------------------------------------------------------------
+# In-place ops ----------------------------------------------------------------------------------
 
 
 @leaf("in-place")
@@ -769,7 +770,7 @@ def data_write(x, b):
     return y
 
 
-# Buffers -----------------------------------------------------------------------------------------
+# Buffers ---------------------------------------------------------------------------------------
 
 
 @leaf("buffers")
@@ -917,15 +918,13 @@ class Momentum_Encoder(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            for mine, other in zip(
-                self.target.parameters(), self.online.parameters(), strict=True
-            ):
+            for mine, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
                 mine.data = mine.data * 0.9 + other.data * 0.1
             seen = self.target(x)
         return self.online(x) - seen
 
 
-# Parametrizations --------------------------------------------------------------------------------
+# Parametrizations ------------------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -981,9 +980,7 @@ class Orthogonal_Householder(Wrapped):
 class Orthogonal_Cayley(Wrapped):
     def __init__(self):
         super().__init__(
-            parametrizations.orthogonal(
-                square(), orthogonal_map="cayley", use_trivialization=False
-            )
+            parametrizations.orthogonal(square(), orthogonal_map="cayley", use_trivialization=False)
         )
 
 
@@ -1039,7 +1036,7 @@ class Normed_Conv(nn.Module):
         return self.conv(x[:, None])[:, 0]
 
 
-# Custom functions --------------------------------------------------------------------------------
+# Custom functions ------------------------------------------------------------------------------
 
 
 class Cube(torch.autograd.Function):
@@ -1228,7 +1225,7 @@ class Called_With_Others(nn.Module):
         return torch.func.functional_call(self.inner, moved, (x,)) + self.inner(x)
 
 
-# Hooks -------------------------------------------------------------------------------------------
+# Hooks -----------------------------------------------------------------------------------------
 
 
 @leaf("hooks")
@@ -1353,7 +1350,7 @@ def saved_on_cpu(x, w, b):
         return (x @ w).exp().clamp(max=3) * b
 
 
-# Aliases of parameters, buffers and inputs that functional_call does not see -----------------------
+# Aliases of parameters, buffers and inputs that functional_call does not see ---------------------
 
 
 @leaf("aliases")
@@ -1612,7 +1609,7 @@ class Parent_Reference(nn.Module):
         return self.layer(x) + self.same(x.tanh())
 
 
-# Reading parameters without gradient ---------------------------------------------------------------
+# Reading parameters without gradient -------------------------------------------------------------
 
 
 @leaf("no gradient")
@@ -1684,7 +1681,7 @@ def fresh_leaf(x, b):
     return x * b + slope
 
 
-# Random ops ----------------------------------------------------------------------------------------
+# Random ops --------------------------------------------------------------------------------------
 
 
 @leaf("random")

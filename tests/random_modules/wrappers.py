@@ -260,9 +260,7 @@ class Checkpoint_Selective(Wrapper):
 
     def forward(self, x):
         kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-        contexts = functools.partial(
-            checkpointing.create_selective_checkpoint_contexts, kept
-        )
+        contexts = functools.partial(checkpointing.create_selective_checkpoint_contexts, kept)
         return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -366,7 +364,11 @@ class Parametrized(Wrapper):
         super().__init__(children)
         for module in list(self.modules()):
             plain = type(module).__bases__[0] is nn.Linear or type(module) is nn.Linear
-            if plain and "parametrizations" not in module._modules and "weight" in module._parameters:
+            if (
+                plain
+                and "parametrizations" not in module._modules
+                and "weight" in module._parameters
+            ):
                 self.parametrize(module)
 
     forward = Wrapper.inner
