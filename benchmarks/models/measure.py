@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": (dt.AdamW(lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False)),
 }
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-4, 1e-9
-PARTS = ("inference", "sgd", "adamw", "checkpointed_sgd", "checkpointed_adamw", "placed", "exports")
+PARTS = ("inference", "sgd", "adamw", "placed", "exports")
 
 
 def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -160,14 +160,17 @@ def relative(a: Tensor, b: Tensor) -> float:
     return worst if worst == worst else float("inf")
 
 
-def compare(
-    model: Model, optimizer: str, dtype: torch.dtype, checkpointed: bool
-) -> tuple[dict[str, Any], Step]:
-    """One way to run a model beside plain PyTorch, `STEPS` steps of different batches."""
+def prepared(model: Model, optimizer: str, dtype: torch.dtype) -> nn.Module:
+    """The model's module, in training with gradient checkpointing where there is any."""
     module = copy.deepcopy(model.module).to(dtype).train(bool(optimizer))
-    if checkpointed:
-        assert model.checkpoint is not None
+    if optimizer and model.checkpoint is not None:
         model.checkpoint(module)
+    return module
+
+
+def compare(model: Model, optimizer: str, dtype: torch.dtype) -> tuple[dict[str, Any], Step]:
+    """One way to run a model beside plain PyTorch, `STEPS` steps of different batches."""
+    module = prepared(model, optimizer, dtype)
     record, make = OPTIMIZERS[optimizer] if optimizer else (None, None)
     drawn = Drawn(model, bool(optimizer), dtype)
     plain = copy.deepcopy(module)
@@ -209,12 +212,12 @@ def compare(
     }, step
 
 
-def judged(model: Model, case: Case, optimizer: str, checkpointed: bool) -> tuple[Any, Any]:
+def judged(model: Model, case: Case, optimizer: str) -> tuple[Any, Any]:
     """`compare` in float32, and in float64 where float32's rounding is too large to tell."""
-    row, step = compare(model, optimizer, torch.float32, checkpointed)
+    row, step = compare(model, optimizer, torch.float32)
     row["equal"] = row["difference"] <= FLOAT32_TOLERANCE
     if not row["equal"] and case.double:
-        exact, _ = compare(model, optimizer, torch.float64, checkpointed)
+        exact, _ = compare(model, optimizer, torch.float64)
         row["difference64"] = exact["difference"]
         row["equal"] = exact["difference"] <= FLOAT64_TOLERANCE
     return row, step
@@ -354,30 +357,24 @@ def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
     model = case.build()
     row: dict[str, Any] = {"name": case.name, "family": case.family, "expected": case.refused}
     row["parameters"] = sum(p.numel() for p in model.module.parameters())
-    trained: Step | None = None
-    inferred: Step | None = None
+    row["checkpointing"] = model.checkpoint is not None
+    steps: dict[str, Step] = {}
     for part in parts:
-        if part in ("placed", "exports"):
-            continue
-        checkpointed, optimizer = part.startswith("checkpointed_"), part.rpartition("_")[2]
-        optimizer = optimizer if optimizer in OPTIMIZERS else ""
-        if optimizer and (not case.training or (checkpointed and model.checkpoint is None)):
-            continue
         try:
-            row[part], step = judged(model, case, optimizer, checkpointed)
-            trained, inferred = (step, inferred) if optimizer else (trained, step)
+            if part in OPTIMIZERS or part == "inference":
+                if part == "inference" or case.training:
+                    row[part], steps[part] = judged(model, case, part.replace("inference", ""))
+                continue
+            kind = "sgd" if part == "placed" and case.training else "inference"
+            if kind not in steps:
+                optimizer = kind if kind in OPTIMIZERS else ""
+                drawn = Drawn(model, bool(optimizer), torch.float32)
+                record = OPTIMIZERS[kind][0] if optimizer else None
+                steps[kind] = Step(prepared(model, optimizer, torch.float32), drawn, record)
+            run = placed if part == "placed" else exported
+            row[part] = run(model, steps[kind], Drawn(model, kind in OPTIMIZERS, torch.float32))
         except Exception as error:
             row[part] = described(error)
-    for part, step, run in (
-        ("placed", trained or inferred, placed),
-        ("exports", inferred, exported),
-    ):
-        if part in parts and step is not None:
-            training = part == "placed" and trained is not None
-            try:
-                row[part] = run(model, step, Drawn(model, training, torch.float32))
-            except Exception as error:
-                row[part] = described(error)
     return row
 
 
