@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from dovetail.plans import Plan
 
 MODEL_HELP = (
-    "zoo:NAME?option=value, package.module:function (returns module, inputs[, loss[, targets]]; "
-    "looked for in the current folder first), FILE.onnx, or a file (.json, .json.gz): a saved "
-    "graph, or a published placement instance"
+    "zoo:NAME?option=value, transformers:NAME?tokens=512 (a local config.json, a published model "
+    "or a type; nothing is downloaded), package.module:function (returns module, inputs[, loss[, "
+    "targets]]; looked for in the current folder first), FILE.onnx, FILE.pt2 of torch.export, or "
+    "a file (.json, .json.gz): a saved graph, or a published placement instance"
 )
 MACHINE_HELP = (
     'here, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
