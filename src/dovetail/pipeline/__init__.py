@@ -21,7 +21,15 @@ from dovetail.pipeline.sources import (
     resolve_model,
     silent,
 )
-from dovetail.pipeline.using import EXPORTS, check_export, export, report, run, write_trace
+from dovetail.pipeline.using import (
+    EXPORTS,
+    check_export,
+    disturbance_of,
+    export,
+    report,
+    run,
+    write_trace,
+)
 
 __all__ = [
     "EXPORTS",
@@ -39,6 +47,7 @@ __all__ = [
     "check_subject",
     "costs_of",
     "default_objective",
+    "disturbance_of",
     "export",
     "graph_of",
     "groups_of",

@@ -64,8 +64,9 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
 ) -> Plan:
     """Find how to run `step` fastest on `machine`.
 
-    machine     a `Machine`, or its text: "here", "here/2", "box.toml", "4 x k80 + haswell"; by
-                default an instance's own, and else "here"
+    machine     a `Machine`, or its text: "here", "here/1", "here/2", "box.toml", "4 x k80 +
+                haswell"; by default an instance's own, and else "here", of whose cores an op uses
+                as many as are measured to be best for this step
     objective   "step", "load" or "latency" (of instances); by default an instance's is "load",
                 and else it is "step"
     contiguous  only plans whose devices can be ordered so that no forward edge goes back; for
@@ -102,9 +103,10 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     )
     if method is None:
         check_policy(placer, policy, finetune, per_op)
-    graph, where = graph_of(step), machine_of(step, machine, progress)
+    notes: list[str] = []
+    graph, where = graph_of(step), machine_of(step, machine, progress, notes.append)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
-    costs = costs_of(step, where, progress)
+    costs = costs_of(step, where, progress, notes.append)
     simulator = _simulator(graph, where, costs, objective, caps)
     problem = make_problem(
         graph,
@@ -136,6 +138,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 pins=tuple(pins),
                 caps=tuple(caps),
                 planning_seconds=time.perf_counter() - began,
+                notes=tuple(notes),
             )
         found = replace(found, interrupted=limit.interrupted)
         free = not (pins or caps or found.interrupted) and len(where.devices) > 1

@@ -21,7 +21,9 @@ from dovetail.graph.files import graph_from
 from dovetail.graph.towers import towers_of
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
+from dovetail.pipeline.threads import choose_threads, with_threads
 from dovetail.plans import Source
+from dovetail.runtime.neighbours import disturbs
 from dovetail.runtime.reading import read_json
 
 HERE = "here"
@@ -118,47 +120,105 @@ def default_objective(step: Step) -> str:
     return "load" if isinstance(step, Instance) else "step"
 
 
-def machine_of(step: Step, machine: str | Machine, progress: Progress = silent) -> Machine:
-    """The machine to plan for; "" is an instance's own, and else `here`.
+def machine_of(
+    step: Step,
+    machine: str | Machine,
+    progress: Progress = silent,
+    note: Callable[[str], None] = lambda _text: None,
+) -> Machine:
+    """The machine to plan for; "" is an instance's own, and else `here`, with the number of threads
+    with which this step was measured to be fastest. note: told what the user should know of that.
 
     Raises `UsageError` for an instance on another machine: its costs are for its own.
     """
     if not isinstance(step, Instance):
-        return resolve_machine(machine or HERE, progress)
+        machine = machine or HERE
+        if machine == HERE and isinstance(step, Captured):
+            return _with_best_threads(step, progress, note)
+        return resolve_machine(machine, progress, note=note)
     if machine:
         raise UsageError("machine", "an instance brings its own machine and costs; leave it out")
     return step.machine
 
 
+def _with_best_threads(step: Captured, progress: Progress, note: Callable[[str], None]) -> Machine:
+    """`here`, probed with as many threads as are best for this step."""
+    machine, cache = parse_machine(HERE), CostCache()
+    progress("measuring threads", 0.0, None)
+    choice = choose_threads(
+        step, machine, cache, lambda fraction: progress("measuring threads", fraction, None)
+    )
+    if choice is not None:
+        machine = with_threads(machine, choice.threads)
+        note(str(choice))
+        if disturbs(choice.others_cores):
+            note(beside("the number of threads was chosen", choice.others_cores))
+    progress("measuring the machine", 0.0, None)
+    return probed_machine(
+        machine, cache, beside=lambda cores: note(beside("the machine was measured", cores))
+    )
+
+
+def beside(what: str, cores: float) -> str:
+    """What to tell the user of something that was measured while others used `cores`."""
+    return (
+        f"{what} while other programs used {cores:.1f} cores; this was not kept for later plans, "
+        "plan again when the machine is quiet"
+    )
+
+
 def resolve_machine(
-    machine: str | Machine, progress: Progress = silent, *, fresh: bool = False
+    machine: str | Machine,
+    progress: Progress = silent,
+    *,
+    fresh: bool = False,
+    note: Callable[[str], None] = lambda _text: None,
 ) -> Machine:
     """The machine that a text names; `here` and `here/n` with the rates the probe measured, where
-    `fresh` without a look at the cache."""
+    `fresh` without a look at the cache. note: told where other programs disturbed the probe."""
     if not isinstance(machine, str):
         return machine
     where = parse_machine(machine)
     if not names_here(machine):
         return where
     progress("measuring the machine", 0.0, None)
-    return probed_machine(where, CostCache(), fresh=fresh)
+    return probed_machine(
+        where,
+        CostCache(),
+        fresh=fresh,
+        beside=lambda cores: note(beside("the machine was measured", cores)),
+    )
 
 
-def costs_of(step: Step, machine: Machine, progress: Progress = silent) -> Costs:
+def costs_of(
+    step: Step,
+    machine: Machine,
+    progress: Progress = silent,
+    note: Callable[[str], None] = lambda _text: None,
+) -> Costs:
     """An instance's own costs; measured ones where the machine is this one, else analytic ones. A
-    graph from ONNX has no calls to measure: its costs are analytic on this machine too."""
+    graph from ONNX has no calls to measure: its costs are analytic on this machine too.
+
+    note: told where other programs disturbed the measuring."""
     if isinstance(step, Instance):
         return step.costs
     graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
     if not machine.local or is_from_onnx(graph):
         return analytic_costs(graph, machine)
-    return measured_costs(
-        graph,
-        program,
-        machine,
-        CostCache(),
-        progress=lambda fraction: progress("measuring ops", fraction, None),
-    )
+    most = 0.0
+
+    def disturbed(cores: float) -> None:
+        nonlocal most
+        most = max(most, cores)
+
+    def told(fraction: float) -> None:
+        meanwhile = f"; other programs use {most:.1f} cores" if most else ""
+        progress(f"measuring ops{meanwhile}", fraction, None)
+
+    found = measured_costs(graph, program, machine, CostCache(), progress=told, beside=disturbed)
+    if most:
+        note(beside("ops were measured", most))
+    return found
 
 
 def source_of(step: Step, model: str) -> Source:
