@@ -13,7 +13,7 @@ from dovetail.errors import OutOfMemoryError
 from dovetail.executors import Measurement
 from dovetail.frontends import capture
 from dovetail.machine import local_machine
-from dovetail.pipeline import disturbance_of, plan, run, threads
+from dovetail.pipeline import Notes, disturbance_of, plan, run, threads
 from dovetail.pipeline.threads import (
     ThreadChoice,
     candidates_of,
@@ -65,6 +65,19 @@ def test_a_choice_says_what_was_measured():
     assert (
         str(choice)
         == "ops use 1 thread; a step was measured: 1 thread 410 us, with 2 threads 1.1 ms"
+    )
+
+
+def test_one_note_says_what_other_programs_disturbed():
+    notes = Notes()
+    notes.say("ops use 1 thread")
+    assert notes.texts == ("ops use 1 thread",)
+    notes.disturbed("the machine", 0.5)
+    notes.disturbed("ops", 1.75)
+    notes.disturbed("ops", 1.25)
+    assert notes.texts[0] == "ops use 1 thread"
+    assert notes.texts[1].startswith(
+        "other programs used up to 1.8 cores while the machine and ops were measured"
     )
 
 

@@ -229,7 +229,8 @@ class Placed:
         """Take every device's reply out of `waiting`; raise the first failure among them."""
         failure: RunError | None = None
         while waiting:
-            for process in ready(waiting):
+            # One process alone needs no selector, which takes as long as a small step's hand-over.
+            for process in ready(waiting) if len(waiting) > 1 else list(waiting):
                 share = waiting[process]
                 try:
                     reply = process.receive()

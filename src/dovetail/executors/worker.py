@@ -65,7 +65,7 @@ class Unload:
 
 @dataclass(frozen=True)
 class Threads:
-    """Use `count` threads an op from now on; the reply is "ready"."""
+    """Use `count` threads an op from here on; the reply is "ready"."""
 
     count: int
 

@@ -7,6 +7,7 @@ from dovetail.pipeline.planning import check_policy, check_request, plan
 from dovetail.pipeline.schedules import Wanted, schedules
 from dovetail.pipeline.scheduling import schedule
 from dovetail.pipeline.sources import (
+    Notes,
     Progress,
     Step,
     check_replicas,
@@ -35,6 +36,7 @@ __all__ = [
     "EXPORTS",
     "Course",
     "Lesson",
+    "Notes",
     "Progress",
     "Step",
     "Subject",

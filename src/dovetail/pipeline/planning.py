@@ -15,6 +15,7 @@ from dovetail.machine import Machine, check_local, names_here, parse_machine
 from dovetail.pipeline.opening import bound_of, check_seed
 from dovetail.pipeline.sources import (
     HERE,
+    Notes,
     Progress,
     Step,
     costs_of,
@@ -103,10 +104,10 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     )
     if method is None:
         check_policy(placer, policy, finetune, per_op)
-    notes: list[str] = []
-    graph, where = graph_of(step), machine_of(step, machine, progress, notes.append)
+    notes = Notes()
+    graph, where = graph_of(step), machine_of(step, machine, progress, notes)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
-    costs = costs_of(step, where, progress, notes.append)
+    costs = costs_of(step, where, progress, notes)
     simulator = _simulator(graph, where, costs, objective, caps)
     problem = make_problem(
         graph,
@@ -138,7 +139,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 pins=tuple(pins),
                 caps=tuple(caps),
                 planning_seconds=time.perf_counter() - began,
-                notes=tuple(notes),
+                notes=notes.texts,
             )
         found = replace(found, interrupted=limit.interrupted)
         free = not (pins or caps or found.interrupted) and len(where.devices) > 1

@@ -7,6 +7,7 @@ MACHINE ──► machine; an instance brings its own
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -124,24 +125,25 @@ def machine_of(
     step: Step,
     machine: str | Machine,
     progress: Progress = silent,
-    note: Callable[[str], None] = lambda _text: None,
+    notes: "Notes | None" = None,
 ) -> Machine:
     """The machine to plan for; "" is an instance's own, and else `here`, with the number of threads
-    with which this step was measured to be fastest. note: told what the user should know of that.
+    with which this step was measured to be fastest. notes: takes what the user should know of that.
 
     Raises `UsageError` for an instance on another machine: its costs are for its own.
     """
+    notes = notes or Notes()
     if not isinstance(step, Instance):
         machine = machine or HERE
         if machine == HERE and isinstance(step, Captured):
-            return _with_best_threads(step, progress, note)
-        return resolve_machine(machine, progress, note=note)
+            return _with_best_threads(step, progress, notes)
+        return resolve_machine(machine, progress, notes=notes)
     if machine:
         raise UsageError("machine", "an instance brings its own machine and costs; leave it out")
     return step.machine
 
 
-def _with_best_threads(step: Captured, progress: Progress, note: Callable[[str], None]) -> Machine:
+def _with_best_threads(step: Captured, progress: Progress, notes: "Notes") -> Machine:
     """`here`, probed with as many threads as are best for this step."""
     machine, cache = parse_machine(HERE), CostCache()
     progress("measuring threads", 0.0, None)
@@ -150,21 +152,39 @@ def _with_best_threads(step: Captured, progress: Progress, note: Callable[[str],
     )
     if choice is not None:
         machine = with_threads(machine, choice.threads)
-        note(str(choice))
+        notes.say(str(choice))
         if disturbs(choice.others_cores):
-            note(beside("the number of threads was chosen", choice.others_cores))
+            notes.disturbed("threads", choice.others_cores)
     progress("measuring the machine", 0.0, None)
-    return probed_machine(
-        machine, cache, beside=lambda cores: note(beside("the machine was measured", cores))
-    )
+    return probed_machine(machine, cache, beside=partial(notes.disturbed, "the machine"))
 
 
-def beside(what: str, cores: float) -> str:
-    """What to tell the user of something that was measured while others used `cores`."""
-    return (
-        f"{what} while other programs used {cores:.1f} cores; this was not kept for later plans, "
-        "plan again when the machine is quiet"
-    )
+class Notes:
+    """What a user should know of how something was measured."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._disturbed: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+    def disturbed(self, what: str, others_cores: float) -> None:
+        """Other programs used so many cores while `what` was measured."""
+        self._disturbed[what] = max(others_cores, self._disturbed.get(what, 0.0))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """A sentence each."""
+        if not self._disturbed:
+            return tuple(self._said)
+        what = " and ".join(self._disturbed)
+        most = max(self._disturbed.values())
+        return (
+            *self._said,
+            f"other programs used up to {most:.1f} cores while {what} were measured, so what was "
+            "measured may be too slow and was not kept; plan again when the machine is quiet",
+        )
 
 
 def resolve_machine(
@@ -172,10 +192,10 @@ def resolve_machine(
     progress: Progress = silent,
     *,
     fresh: bool = False,
-    note: Callable[[str], None] = lambda _text: None,
+    notes: "Notes | None" = None,
 ) -> Machine:
     """The machine that a text names; `here` and `here/n` with the rates the probe measured, where
-    `fresh` without a look at the cache. note: told where other programs disturbed the probe."""
+    `fresh` without a look at the cache. notes: takes whether other programs disturbed the probe."""
     if not isinstance(machine, str):
         return machine
     where = parse_machine(machine)
@@ -186,7 +206,7 @@ def resolve_machine(
         where,
         CostCache(),
         fresh=fresh,
-        beside=lambda cores: note(beside("the machine was measured", cores)),
+        beside=partial((notes or Notes()).disturbed, "the machine"),
     )
 
 
@@ -194,31 +214,33 @@ def costs_of(
     step: Step,
     machine: Machine,
     progress: Progress = silent,
-    note: Callable[[str], None] = lambda _text: None,
+    notes: "Notes | None" = None,
 ) -> Costs:
     """An instance's own costs; measured ones where the machine is this one, else analytic ones. A
     graph from ONNX has no calls to measure: its costs are analytic on this machine too.
 
-    note: told where other programs disturbed the measuring."""
+    notes: takes whether other programs disturbed the measuring."""
+    notes = notes or Notes()
     if isinstance(step, Instance):
         return step.costs
     graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
     if not machine.local or is_from_onnx(graph):
         return analytic_costs(graph, machine)
-    most = 0.0
+    meanwhile = ""
 
     def disturbed(cores: float) -> None:
-        nonlocal most
-        most = max(most, cores)
+        nonlocal meanwhile
+        meanwhile = f"; other programs use {cores:.1f} cores"
+        notes.disturbed("ops", cores)
 
-    def told(fraction: float) -> None:
-        meanwhile = f"; other programs use {most:.1f} cores" if most else ""
-        progress(f"measuring ops{meanwhile}", fraction, None)
-
-    found = measured_costs(graph, program, machine, CostCache(), progress=told, beside=disturbed)
-    if most:
-        note(beside("ops were measured", most))
-    return found
+    return measured_costs(
+        graph,
+        program,
+        machine,
+        CostCache(),
+        progress=lambda fraction: progress(f"measuring ops{meanwhile}", fraction, None),
+        beside=disturbed,
+    )
 
 
 def source_of(step: Step, model: str) -> Source:
