@@ -22,8 +22,8 @@ MODEL_HELP = (
     "a file (.json, .json.gz): a saved graph, or a published placement instance"
 )
 MACHINE_HELP = (
-    'here, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
-    "rl17/4, gdp/2 to gdp/8"
+    'here, here/1, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: '
+    "rl17/2, rl17/4, gdp/2 to gdp/8"
 )
 PLACERS_HELP = (
     "single, expert, balanced, etf, m_topo, heft, sct, metis, scotch, mincut, linear_dp, "

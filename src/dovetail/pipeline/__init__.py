@@ -7,6 +7,7 @@ from dovetail.pipeline.planning import check_policy, check_request, plan
 from dovetail.pipeline.schedules import Wanted, schedules
 from dovetail.pipeline.scheduling import schedule
 from dovetail.pipeline.sources import (
+    Notes,
     Progress,
     Step,
     check_replicas,
@@ -21,12 +22,21 @@ from dovetail.pipeline.sources import (
     resolve_model,
     silent,
 )
-from dovetail.pipeline.using import EXPORTS, check_export, export, report, run, write_trace
+from dovetail.pipeline.using import (
+    EXPORTS,
+    check_export,
+    disturbance_of,
+    export,
+    report,
+    run,
+    write_trace,
+)
 
 __all__ = [
     "EXPORTS",
     "Course",
     "Lesson",
+    "Notes",
     "Progress",
     "Step",
     "Subject",
@@ -39,6 +49,7 @@ __all__ = [
     "check_subject",
     "costs_of",
     "default_objective",
+    "disturbance_of",
     "export",
     "graph_of",
     "groups_of",

@@ -15,6 +15,7 @@ from dovetail.machine import Machine, check_local, names_here, parse_machine
 from dovetail.pipeline.opening import bound_of, check_seed
 from dovetail.pipeline.sources import (
     HERE,
+    Notes,
     Progress,
     Step,
     costs_of,
@@ -64,8 +65,9 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
 ) -> Plan:
     """Find how to run `step` fastest on `machine`.
 
-    machine     a `Machine`, or its text: "here", "here/2", "box.toml", "4 x k80 + haswell"; by
-                default an instance's own, and else "here"
+    machine     a `Machine`, or its text: "here", "here/1", "here/2", "box.toml", "4 x k80 +
+                haswell"; by default an instance's own, and else "here", of whose cores an op uses
+                as many as are measured to be best for this step
     objective   "step", "load" or "latency" (of instances); by default an instance's is "load",
                 and else it is "step"
     contiguous  only plans whose devices can be ordered so that no forward edge goes back; for
@@ -102,9 +104,10 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     )
     if method is None:
         check_policy(placer, policy, finetune, per_op)
-    graph, where = graph_of(step), machine_of(step, machine, progress)
+    notes = Notes()
+    graph, where = graph_of(step), machine_of(step, machine, progress, notes)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
-    costs = costs_of(step, where, progress)
+    costs = costs_of(step, where, progress, notes)
     simulator = _simulator(graph, where, costs, objective, caps)
     problem = make_problem(
         graph,
@@ -136,6 +139,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 pins=tuple(pins),
                 caps=tuple(caps),
                 planning_seconds=time.perf_counter() - began,
+                notes=notes.texts,
             )
         found = replace(found, interrupted=limit.interrupted)
         free = not (pins or caps or found.interrupted) and len(where.devices) > 1

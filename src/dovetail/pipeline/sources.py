@@ -7,6 +7,7 @@ MACHINE ──► machine; an instance brings its own
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -21,7 +22,9 @@ from dovetail.graph.files import graph_from
 from dovetail.graph.towers import towers_of
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
+from dovetail.pipeline.threads import choose_threads, with_threads
 from dovetail.plans import Source
+from dovetail.runtime.neighbours import disturbs
 from dovetail.runtime.reading import read_json
 
 HERE = "here"
@@ -118,46 +121,125 @@ def default_objective(step: Step) -> str:
     return "load" if isinstance(step, Instance) else "step"
 
 
-def machine_of(step: Step, machine: str | Machine, progress: Progress = silent) -> Machine:
-    """The machine to plan for; "" is an instance's own, and else `here`.
+def machine_of(
+    step: Step,
+    machine: str | Machine,
+    progress: Progress = silent,
+    notes: "Notes | None" = None,
+) -> Machine:
+    """The machine to plan for; "" is an instance's own, and else `here`, with the number of threads
+    with which this step was measured to be fastest. notes: takes what the user should know of that.
 
     Raises `UsageError` for an instance on another machine: its costs are for its own.
     """
+    notes = notes or Notes()
     if not isinstance(step, Instance):
-        return resolve_machine(machine or HERE, progress)
+        machine = machine or HERE
+        if machine == HERE and isinstance(step, Captured):
+            return _with_best_threads(step, progress, notes)
+        return resolve_machine(machine, progress, notes=notes)
     if machine:
         raise UsageError("machine", "an instance brings its own machine and costs; leave it out")
     return step.machine
 
 
+def _with_best_threads(step: Captured, progress: Progress, notes: "Notes") -> Machine:
+    """`here`, probed with as many threads as are best for this step."""
+    machine, cache = parse_machine(HERE), CostCache()
+    progress("measuring threads", 0.0, None)
+    choice = choose_threads(
+        step, machine, cache, lambda fraction: progress("measuring threads", fraction, None)
+    )
+    if choice is not None:
+        machine = with_threads(machine, choice.threads)
+        notes.say(str(choice))
+        if disturbs(choice.others_cores):
+            notes.disturbed("threads", choice.others_cores)
+    progress("measuring the machine", 0.0, None)
+    return probed_machine(machine, cache, beside=partial(notes.disturbed, "the machine"))
+
+
+class Notes:
+    """What a user should know of how something was measured."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._disturbed: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+    def disturbed(self, what: str, others_cores: float) -> None:
+        """Other programs used so many cores while `what` was measured."""
+        self._disturbed[what] = max(others_cores, self._disturbed.get(what, 0.0))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """A sentence each."""
+        if not self._disturbed:
+            return tuple(self._said)
+        what = " and ".join(self._disturbed)
+        most = max(self._disturbed.values())
+        return (
+            *self._said,
+            f"other programs used up to {most:.1f} cores while {what} were measured, so what was "
+            "measured may be too slow and was not kept; plan again when the machine is quiet",
+        )
+
+
 def resolve_machine(
-    machine: str | Machine, progress: Progress = silent, *, fresh: bool = False
+    machine: str | Machine,
+    progress: Progress = silent,
+    *,
+    fresh: bool = False,
+    notes: "Notes | None" = None,
 ) -> Machine:
     """The machine that a text names; `here` and `here/n` with the rates the probe measured, where
-    `fresh` without a look at the cache."""
+    `fresh` without a look at the cache. notes: takes whether other programs disturbed the probe."""
     if not isinstance(machine, str):
         return machine
     where = parse_machine(machine)
     if not names_here(machine):
         return where
     progress("measuring the machine", 0.0, None)
-    return probed_machine(where, CostCache(), fresh=fresh)
+    return probed_machine(
+        where,
+        CostCache(),
+        fresh=fresh,
+        beside=partial((notes or Notes()).disturbed, "the machine"),
+    )
 
 
-def costs_of(step: Step, machine: Machine, progress: Progress = silent) -> Costs:
+def costs_of(
+    step: Step,
+    machine: Machine,
+    progress: Progress = silent,
+    notes: "Notes | None" = None,
+) -> Costs:
     """An instance's own costs; measured ones where the machine is this one, else analytic ones. A
-    graph from ONNX has no calls to measure: its costs are analytic on this machine too."""
+    graph from ONNX has no calls to measure: its costs are analytic on this machine too.
+
+    notes: takes whether other programs disturbed the measuring."""
+    notes = notes or Notes()
     if isinstance(step, Instance):
         return step.costs
     graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
     if not machine.local or is_from_onnx(graph):
         return analytic_costs(graph, machine)
+    meanwhile = ""
+
+    def disturbed(cores: float) -> None:
+        nonlocal meanwhile
+        meanwhile = f"; other programs use {cores:.1f} cores"
+        notes.disturbed("ops", cores)
+
     return measured_costs(
         graph,
         program,
         machine,
         CostCache(),
-        progress=lambda fraction: progress("measuring ops", fraction, None),
+        progress=lambda fraction: progress(f"measuring ops{meanwhile}", fraction, None),
+        beside=disturbed,
     )
 
 

@@ -17,6 +17,7 @@ from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
 from dovetail.reports import Report, chrome_trace, write_html
 from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.neighbours import disturbs
 
 
 def run(plan: Plan, step: Captured, *, seed: int = 0) -> Placed:
@@ -25,6 +26,26 @@ def run(plan: Plan, step: Captured, *, seed: int = 0) -> Placed:
     check(plan, step.graph)
     check_machine(plan.machine)
     return execute(plan, step, seed=seed)
+
+
+FAR_OFF = 0.25
+"""Measured and predicted seconds that are this much apart want an explanation."""
+
+
+def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measurement) -> str:
+    """What to tell the user where other programs used the plan's cores while it was measured, or
+    while its costs were and the measured step is far off; "" where nothing is known of that."""
+    measured = measurement.median_seconds
+    off = abs(measured / predicted_seconds - 1) if predicted_seconds > 0 else 0.0
+    far = f"; measured and predicted differ by {100 * off:.0f} %" * (off > FAR_OFF)
+    if disturbs(measurement.others_cores):
+        return (
+            f"other programs used {measurement.others_cores:.1f} cores of this plan's while it was "
+            f"measured{far}: run it again when the machine is quiet"
+        )
+    if far and any("other programs" in note for note in plan.notes):
+        return f"this plan was made while other programs used its cores{far}: plan again"
+    return ""
 
 
 def report(

@@ -86,6 +86,7 @@ class Plan:
     contiguous         asked for: devices can be ordered so that no forward edge goes back
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> when it first found its value, from the start of the search
+    notes              what its reader should know of how it was made, a sentence each
     """
 
     source: Source
@@ -112,6 +113,7 @@ class Plan:
     contiguous: bool = False
     sent_bytes: NDArray[np.float64] | None = None
     found_seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -147,6 +149,7 @@ class Plan:
             limit = f" of {format_capacity(available)}" if available < BEYOND_ANY_BYTES else ""
             cap = " (cap)" if device.name in caps else ""
             rows.append(f"  {device.name:<14}{format_bytes(peak):>10}{limit}{cap}")
+        rows += [f"  {note}" for note in self.notes]
         return printable("\n".join(rows))
 
 
