@@ -68,6 +68,13 @@ def plan(  # noqa: PLR0913  one argument an option
     per_op: Annotated[
         bool, typer.Option("--per-op", help="Of gdp and gdp+search: place every op by itself")
     ] = False,
+    whole: Annotated[
+        list[str] | None,
+        typer.Option(help="PATTERN of modules that are each placed as one, e.g. 'layers.*'"),
+    ] = None,
+    made_for: Annotated[
+        str, typer.Option("--for", help="Only plans that export as device-map or split-points")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     report: Annotated[Path | None, typer.Option(help="Write its page (HTML)")] = None,
     as_json: Json = False,
@@ -81,7 +88,7 @@ def plan(  # noqa: PLR0913  one argument an option
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
     search: dict[str, Any] = {
         "placer": placer, "objective": objective, "budget": budget, "seed": seed,
-        "contiguous": contiguous,
+        "contiguous": contiguous, "whole": tuple(whole or ()), "format": made_for,
     }  # fmt: skip
     named = [device for _, device in pins] + [device for device, _ in caps]
     file = model if pipeline.names_file(model) else ""
@@ -145,6 +152,9 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
         "devices": list(names),
         "objective": plan.objective,
         "contiguous": plan.contiguous,
+        "whole": list(plan.whole),
+        "for": plan.format,
+        "notes": list(plan.notes),
         "unit": unit,
         "value": plan.value * scale,
         "lower_bound": plan.lower_bound * scale,
@@ -184,6 +194,9 @@ def _infeasible(
         "machine": machine or machine_of(step, machine).name,
         "objective": search["objective"] or default_objective(step),
         "contiguous": search["contiguous"],
+        "whole": list(search["whole"]),
+        "for": search["format"],
+        "notes": [],
         "unit": _unit(step)[0],
         "placer": search["placer"],
         "feasible": False,

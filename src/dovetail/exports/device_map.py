@@ -13,16 +13,21 @@ the first accelerator.
 https://huggingface.co/docs/accelerate/concept_guides/big_model_inference
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.errors import ExportError
 from dovetail.exports.modules import Module, check_one_replica, forward_ops, module_tree
 from dovetail.graph import HOST, Graph
+from dovetail.graph.units import Units, units_of
 from dovetail.plans import Plan
 
 FORMAT = "a device_map"
+LARGEST_WHOLE = 1 / 4
+"""Share of the forward FLOPs and bytes up to which a module is kept whole because its own ops join
+what is made at several places; of a larger one these places stay together instead."""
 Name = int | str
 
 
@@ -133,3 +138,95 @@ def _home(path: str, listed: dict[str, int]) -> int | None:
             return listed[path]
         path = path.rpartition(".")[0]
     return None
+
+
+_INPUTS, _OUTSIDE = "inputs", "outside"
+"""Where a tensor comes from that an op between modules reads, other than a module's child."""
+
+
+def module_units(graph: Graph, whole: Sequence[str]) -> tuple[Units, NDArray[np.bool_]]:
+    """(units, [ops] True for ops that the first device must run) under which every placement is a
+    device map.
+
+    A unit is a module without children, one that is kept whole, or one whose own ops join what
+    several modules made: a residual block, say, whose add reads the block's input. Calling a listed
+    module moves all it reads to its device, so that it stands anywhere. Ops of the modules that are
+    left run where what they read was made, so they are tied to that. Raises `ExportError` for
+    towers.
+    """
+    check_one_replica(graph, FORMAT)
+    search = _Units(graph, set(whole))
+    search.descend(module_tree(graph))
+    return units_of(graph, search.roots, search.ties), search.main
+
+
+class _Units:
+    """The modules that are units so far, and what is tied together between them."""
+
+    def __init__(self, graph: Graph, whole: set[str]) -> None:
+        self.graph = graph
+        self.whole = whole
+        self.roots: list[str] = []
+        self.ties: list[tuple[int, int]] = []
+        self.main = np.zeros(len(graph), dtype=bool)
+        forward = np.array(forward_ops(graph), dtype=np.int64)
+        work = np.stack([graph.flops, graph.accessed_bytes], axis=1).astype(np.float64)
+        self.work = work / np.maximum(work[forward].sum(axis=0), 1)
+
+    def descend(self, module: Module) -> None:
+        """Make the module a unit, or tie its own ops and descend to its children."""
+        if module.path in self.whole or not module.children:
+            self.roots.append(module.path)
+            return
+        origins = self._origins(module)
+        if module.path and self._joins(origins) and self._small(module):
+            self.roots.append(module.path)
+            return
+        for op, found in origins.items():
+            makers = [self._maker(t) for t in self.graph.inputs_of(op).tolist()]
+            made_by_modules = found - {_INPUTS}
+            if made_by_modules:
+                self.ties += [(op, maker) for maker in makers if maker >= 0 and origins.get(maker) != {_INPUTS}]
+                self.main[op] = _INPUTS in found
+        for op in module.held:
+            readers = [int(r) for t in self.graph.outputs_of(op) for r in self.graph.consumers_of(t)]
+            own = [r for r in readers if r in origins]
+            self.ties += [(own[0], reader) for reader in own[1:]]
+        for child in module.children.values():
+            self.descend(child)
+
+    def _origins(self, module: Module) -> dict[int, set[str]]:
+        """Of each op that the module runs itself: where what it reads comes from."""
+        origins: dict[int, set[str]] = {}
+        for op in module.ops:
+            found = origins[op] = set()
+            for tensor in self.graph.inputs_of(op).tolist():
+                maker = int(self.graph.producers[tensor])
+                if self.graph.is_source[maker]:
+                    found |= {_INPUTS} if self.graph.residences[maker] == HOST else set()
+                elif maker in origins:
+                    found |= origins[maker]
+                else:
+                    found.add(self._child_around(module, maker))
+        return origins
+
+    def _child_around(self, module: Module, op: int) -> str:
+        """The path of the child of `module` that the op is in, or `_OUTSIDE`."""
+        path, within = self.graph.modules[op], f"{module.path}." if module.path else ""
+        if not path.startswith(within):
+            return _OUTSIDE
+        return within + path.removeprefix(within).partition(".")[0]
+
+    def _maker(self, tensor: int) -> int:
+        """The op that makes the tensor; -1 for a source."""
+        maker = int(self.graph.producers[tensor])
+        return -1 if self.graph.is_source[maker] else maker
+
+    def _joins(self, origins: dict[int, set[str]]) -> bool:
+        return any(len(found) > 1 for found in origins.values())
+
+    def _small(self, module: Module) -> bool:
+        """May it be kept whole: does it hold little of the work, and nothing that is whole itself?"""
+        if any(inner.path in self.whole for inner in module.walk()):
+            return False
+        return bool((self.work[module.all_ops].sum(axis=0) <= LARGEST_WHOLE).all())

@@ -1,6 +1,6 @@
 """From a saved plan back to its graph: every rule and every promise checked again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from dovetail.errors import (
     UnplacedOpError,
     UsageError,
 )
+from dovetail.exports import device_map, split_points
 from dovetail.graph import Graph
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local
@@ -39,6 +40,10 @@ from dovetail.plans import (
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.timeline import Timeline
 
+EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
+    "device-map": device_map,
+    "split-points": split_points,
+}
 BOUND_TOLERANCE = 1e-6
 """Relative: what another version of the LP solver may find less than a promised bound."""
 
@@ -47,7 +52,7 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     """A saved plan with its graph captured or loaded again, every rule and promise checked.
 
     A `package.module:function` is imported only if `model` names it. Raises what `check` and
-    `verify` raise, and `MachineMismatchError` for a plan of the devices of another machine.
+    `verify` raise, `ExportError` for a plan that is not what its format can say, and `MachineMismatchError` for a plan of the devices of another machine.
     """
     saved = load_plan(path)
     text = model or saved.source.model
@@ -62,6 +67,8 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     step = replicated(step, saved.source.replicas, saved.source.asynchronous)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
+    if saved.format:
+        EXPORTED[saved.format](saved, graph)  # raises what the format cannot say
     if isinstance(step, Instance):
         _check_costs(saved, step)
     verify(saved, graph)

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import CostError, InfeasibleError, UsageError
+from dovetail.exports.rules import check_format, rules_for
 from dovetail.graph import Graph
+from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local, names_here, parse_machine
 from dovetail.pipeline.opening import bound_of, check_seed
@@ -24,6 +27,7 @@ from dovetail.pipeline.sources import (
     machine_of,
     silent,
     source_of,
+    unsplit_modules,
 )
 from dovetail.placers import (
     PLACERS,
@@ -58,6 +62,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     policy: str | Path | None = None,
     finetune: int = 0,
     per_op: bool = False,
+    whole: Sequence[str] = (),
+    format: str = "",
     method: Placer | None = None,
     model: str = "",
     progress: Progress = silent,
@@ -77,6 +83,9 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     policy      file of a policy for `gdp` and `gdp+search`; by default the one that is shipped
     finetune    updates of that policy on this graph before it counts; 0: zero-shot
     per_op      for those two: every op is placed by itself, but for what must stay together
+    whole       patterns of modules, each of which is placed as one, with what is within
+    format      "device-map" or "split-points": only plans that can be exported as that. What the
+                model says not to split (`_no_split_modules` of transformers) is then whole as well
     method      what runs under the name `placer`, in place of our own
     model       of a graph or an instance from a file: that file's name, which the plan keeps
 
@@ -99,11 +108,14 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         contiguous=contiguous,
         devices=[name for _, name in pins] + [name for name, _ in caps],
         step=step,
+        whole=whole,
+        format=format,
     )
     if method is None:
         check_policy(placer, policy, finetune, per_op)
     graph, where = graph_of(step), machine_of(step, machine, progress)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
+    kept = _kept(step, where, whole, format, pins)
     costs = costs_of(step, where, progress)
     simulator = _simulator(graph, where, costs, objective, caps)
     problem = make_problem(
@@ -111,7 +123,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         where,
         costs,
         lambda placements: simulator.evaluate(placements, objective),
-        groups=groups_of(step, per_op=per_op),
+        groups=groups_of(step, kept.units, per_op=per_op or bool(format)),
         objective=objective,
         pins=pins,
         caps=caps,
@@ -119,6 +131,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         contiguous=contiguous,
         trace=simulator.timeline,
         ranked=simulator.ranked,
+        may_run=kept.may_run,
+        chain=kept.chain,
     )
     limit = _limit(budget, gap)
     found: Plan | None = None
@@ -135,12 +149,15 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 source=source_of(step, model),
                 pins=tuple(pins),
                 caps=tuple(caps),
+                whole=kept.patterns,
+                format=format,
+                notes=kept.notes,
                 planning_seconds=time.perf_counter() - began,
             )
         found = replace(found, interrupted=limit.interrupted)
         free = not (pins or caps or found.interrupted) and len(where.devices) > 1
         if free and isinstance(machine, str) and names_here(machine):
-            found = _or_all_cores(step, found, placer, progress)
+            found = _or_all_cores(step, found, placer, whole, progress)
     except KeyboardInterrupt:
         if found is None:
             raise
@@ -159,6 +176,8 @@ def check_request(  # noqa: PLR0913  keyword-only but one
     contiguous: bool = False,
     devices: Sequence[str] = (),
     step: Step | None = None,
+    whole: Sequence[str] = (),
+    format: str = "",
 ) -> None:
     """Raise the `InvalidError` of `plan` that can be known before the long work.
 
@@ -174,6 +193,9 @@ def check_request(  # noqa: PLR0913  keyword-only but one
     if not gap >= 0:
         raise UsageError("gap", f"is {gap}; use a share from 0 on: .02 is 2 %")
     _check_objective(step, objective, contiguous)
+    check_format(format)
+    if isinstance(step, Instance) and (whole or format):
+        raise UsageError("whole" if whole else "for", "an instance has no modules; leave it out")
     if isinstance(step, Instance):
         where = machine_of(step, machine)
     else:
@@ -182,6 +204,53 @@ def check_request(  # noqa: PLR0913  keyword-only but one
         check_local(where)
     for name in devices:
         where.device_index(name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What must stay together, and where.
+
+    patterns   of the modules kept whole, the user's and the model's own
+    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
+    notes      what to tell the user of it
+    """
+
+    patterns: tuple[str, ...]
+    units: Units | None = None
+    may_run: NDArray[np.bool_] | None = None
+    chain: NDArray[np.int32] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _kept(
+    step: Step,
+    machine: Machine,
+    whole: Sequence[str],
+    format: str,
+    pins: Sequence[tuple[str, str]],
+) -> _Kept:
+    """What `whole` and `format` ask for. Raises `UsageError` and `ExportError`."""
+    if not (whole or format):
+        return _Kept(())
+    graph = graph_of(step)
+    unsplit = unsplit_modules(step) if format else {}
+    patterns = tuple(dict.fromkeys([*whole, *unsplit]))
+    modules = matched_modules(graph, patterns)
+    if not format:
+        return _Kept(patterns, units_of(graph, modules))
+    rules = rules_for(format, graph, machine, modules)
+    for pattern, device in pins:
+        if not rules.devices[machine.device_index(device)]:
+            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
+    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
+    kinds = [device.kind for device in machine.devices]
+    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
+    may_run[rules.main] = np.arange(len(kinds)) == first
+    notes = tuple(
+        f"kept whole: {pattern}, as the model says not to split {name}"
+        for pattern, name in unsplit.items()
+    )
+    return _Kept(patterns, rules.units, may_run, rules.chain, notes)
 
 
 def check_policy(placer: str, policy: str | Path | None, finetune: int, per_op: bool) -> None:
@@ -274,7 +343,9 @@ def _to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: Lo
     )
 
 
-def _or_all_cores(step: Step, found: Plan, placer: str, progress: Progress) -> Plan:
+def _or_all_cores(
+    step: Step, found: Plan, placer: str, whole: Sequence[str], progress: Progress
+) -> Plan:
     """`found` with `here`, all cores as one device, among its baselines, None where that cannot
     be; or, where `auto` chose and it is faster, the plan for it."""
     try:
@@ -285,6 +356,8 @@ def _or_all_cores(step: Step, found: Plan, placer: str, progress: Progress) -> P
             objective=found.objective,
             contiguous=found.contiguous,
             seed=found.seed,
+            whole=whole,
+            format=found.format,
             model=found.source.model,
             progress=progress,
         )

@@ -6,7 +6,9 @@ MACHINE ──► machine; an instance brings its own
 (step, machine) ──► costs: measured here, analytic elsewhere, an instance's own
 """
 
+import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 
 import numpy as np
@@ -19,6 +21,7 @@ from dovetail.frontends.onnx import Shapes, is_from_onnx, load_onnx
 from dovetail.graph import Graph, Groups, colocate, group, replicate
 from dovetail.graph.files import graph_from
 from dovetail.graph.towers import towers_of
+from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.plans import Source
@@ -106,11 +109,38 @@ def graph_of(step: Step) -> Graph:
     return graph
 
 
-def groups_of(step: Step, *, per_op: bool = False) -> Groups:
+def groups_of(step: Step, units: Units | None = None, *, per_op: bool = False) -> Groups:
     """What placers place as one: of an instance its colour classes and no more, since its bounds
     and published values are for those; `per_op`: of any graph only what must stay together."""
     graph = graph_of(step)
-    return colocate(graph) if per_op or isinstance(step, Instance) else group(graph)
+    fine = per_op or isinstance(step, Instance)
+    return colocate(graph, units) if fine else group(graph, units)
+
+
+def unsplit_modules(step: Step) -> dict[str, str]:
+    """Pattern of modules -> their class, of those that the model says not to split: the classes in
+    the `_no_split_modules` of transformers' models."""
+    if not isinstance(step, Captured):
+        return {}
+    modules = dict(step.module.named_modules())
+    classes = {
+        name
+        for module in modules.values()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    found: dict[str, str] = {}
+    seen = set(module_paths(step.graph))
+    for path, module in modules.items():
+        name = type(module).__name__
+        if name in classes and path in seen:
+            glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+            alike = {type(m).__name__ for p, m in modules.items() if _same_depth(p, glob)}
+            found[glob if alike == {name} else path] = name
+    return found
+
+
+def _same_depth(path: str, glob: str) -> bool:
+    return path.count(".") == glob.count(".") and fnmatchcase(path, glob)
 
 
 def default_objective(step: Step) -> str:

@@ -10,6 +10,7 @@ from dovetail.errors import InfeasibleError, OutOfMemoryError, UsageError
 from dovetail.placers.auto import auto
 from dovetail.placers.baselines import BASELINES, Placer, attempt, try_baselines
 from dovetail.placers.budget import Budget
+from dovetail.placers.chain import chain
 from dovetail.placers.exact import exact
 from dovetail.placers.families import families
 from dovetail.placers.heft import heft
@@ -24,6 +25,7 @@ from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, Problem
 from dovetail.placers.scotch import scotch
 from dovetail.placers.sct import sct
+from dovetail.placers.single import single
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound
 
@@ -124,6 +126,8 @@ def place(
     if placer_name not in PLACERS:
         raise UsageError("--placer", f"{placer_name!r} is not one of {', '.join(PLACERS)}")
     budget.progress = progress
+    if problem.chain is not None:
+        return _place_along(problem, placer_name, budget, progress)
     try_baselines(problem, budget)
     if placer_name not in BASELINES:
         attempt(placer_name, method or PLACERS[placer_name], problem, budget)
@@ -131,6 +135,38 @@ def place(
     if placer_name in BASELINES and placer_name not in found:
         raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for
     chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
+    return _outcome(problem, budget, chosen, progress)
+
+
+ALONG = {"single": single, "chain": chain}
+"""The methods for a problem with an order of which each device has one run."""
+
+
+def _place_along(
+    problem: Problem,
+    placer_name: str,
+    budget: Budget,
+    progress: Callable[[float, float], None] | None,
+) -> Outcome:
+    """As `place`, of a problem with a chain."""
+    if placer_name not in (*ALONG, "auto"):
+        detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single or chain"
+        raise UsageError("placer", detail)
+    for name, method in ALONG.items():
+        attempt(name, method, problem, budget)
+    found = budget.found
+    chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
+    return _outcome(problem, budget, chosen, progress)
+
+
+def _outcome(
+    problem: Problem,
+    budget: Budget,
+    chosen: str,
+    progress: Callable[[float, float], None] | None,
+) -> Outcome:
+    """What the method `chosen` found, beside all others. Raises `InfeasibleError`."""
+    found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     score, placement = found[chosen]
     if score.lacking_bytes:
         raise _infeasible(problem, budget.peaks(placement))

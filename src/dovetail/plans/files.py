@@ -7,7 +7,7 @@
            "index": [row of each op], "sent_bytes": [of each tensor] or null},
  "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
  "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "found_seconds",
- "contiguous"}
+ "contiguous", "whole": [patterns of modules kept whole], "format", "min_gain", "notes"}
 """
 
 import json
@@ -80,12 +80,16 @@ class _Plan(BaseModel):
     baselines: dict[str, float | None]
     found_seconds: dict[str, float] = {}
     contiguous: bool = False
+    whole: tuple[str, ...] = ()
+    format: Literal["", "device-map", "split-points"] = ""
+    min_gain: float = Field(0.0, ge=0)
+    notes: tuple[str, ...] = ()
 
 
 _PLAIN = (
     "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
     "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "orders",
-    "found_seconds", "contiguous",
+    "found_seconds", "contiguous", "whole", "format", "min_gain", "notes",
 )  # fmt: skip
 
 

@@ -86,6 +86,10 @@ class Plan:
     contiguous         asked for: devices can be ordered so that no forward edge goes back
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> when it first found its value, from the start of the search
+    whole              patterns of the modules that are each on one device
+    format             made for: "device-map", "split-points", or "" for none in particular
+    min_gain           share by which more devices had to be better than fewer
+    notes              sentences for the user: why it is as it is
     """
 
     source: Source
@@ -112,6 +116,10 @@ class Plan:
     contiguous: bool = False
     sent_bytes: NDArray[np.float64] | None = None
     found_seconds: dict[str, float] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    format: str = ""
+    min_gain: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -147,6 +155,7 @@ class Plan:
             limit = f" of {format_capacity(available)}" if available < BEYOND_ANY_BYTES else ""
             cap = " (cap)" if device.name in caps else ""
             rows.append(f"  {device.name:<14}{format_bytes(peak):>10}{limit}{cap}")
+        rows += [f"  {note}" for note in self.notes]
         return printable("\n".join(rows))
 
 
