@@ -120,6 +120,7 @@ def plan(  # noqa: PLR0913  one argument an option
     # A graph from a file does not say whether we replicated it.
     source = replace(found.source, replicas=replicas, asynchronous=asynchronous)
     found = replace(found, source=source)
+    step = pipeline.planned(found, step)
     if out is not None:
         found.save(out)
         say(f"wrote {out}")

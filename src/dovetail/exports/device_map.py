@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from dovetail.errors import ExportError
 from dovetail.exports.modules import Module, check_one_replica, forward_ops, module_tree
 from dovetail.graph import HOST, Graph
+from dovetail.graph.duplicates import origins_in
 from dovetail.graph.units import Units, units_of
-from dovetail.plans import Plan
+from dovetail.plans import Plan, planned_graph
 
 FORMAT = "a device_map"
 LARGEST_WHOLE = 1 / 4
@@ -41,6 +42,7 @@ def device_map(
     Raises `ExportError` for a module without children whose ops are on several devices, for an op
     between modules that would get its inputs on several devices, for a second CPU, and for towers.
     """
+    graph = planned_graph(plan, graph)
     check_one_replica(graph, FORMAT)
     named = _named(plan, graph, names)
     top = module_tree(graph)
@@ -108,6 +110,11 @@ def _check_glue(plan: Plan, graph: Graph, found: dict[str, int], named: dict[int
     main = min((d for d in named if named[d] != "cpu"), default=min(named))
     listed = {path: device for path, device in found.items()}
     made: dict[int, int] = {}  # tensor -> device; constants and the like are missing
+    origins = origins_in(graph)
+    copies = np.flatnonzero(origins != np.arange(len(graph))).tolist()
+    copies_of: dict[int, list[int]] = {}
+    for op in copies:
+        copies_of.setdefault(int(origins[op]), []).append(op)
     for op in np.flatnonzero(graph.is_source).tolist():
         for tensor in graph.outputs_of(op):
             if graph.residences[op] == HOST:
@@ -127,8 +134,8 @@ def _check_glue(plan: Plan, graph: Graph, found: dict[str, int], named: dict[int
                     f"{' and '.join(devices)}; pin its inputs' modules to one device",
                 )
             home = next(iter(reads), main)
-        for tensor in graph.outputs_of(op):
-            made[tensor] = home
+        for same in (op, *copies_of.get(op, ())):  # there it is the origin that the copy's readers read
+            made.update(dict.fromkeys(graph.outputs_of(same), home))
 
 
 def _home(path: str, listed: dict[str, int]) -> int | None:

@@ -19,7 +19,7 @@ from dovetail.errors import ExportError
 from dovetail.exports.modules import check_one_replica, forward_ops, module_tree
 from dovetail.graph import Graph, Phase
 from dovetail.graph.units import Units, units_of
-from dovetail.plans import Plan
+from dovetail.plans import Plan, planned_graph
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -34,6 +34,7 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
     Raises `ExportError` for a device with several runs, for a run that begins within a module, and
     for towers.
     """
+    graph = planned_graph(plan, graph)
     check_one_replica(graph, FORMAT)
     from torch.distributed.pipelining import SplitPoint
 

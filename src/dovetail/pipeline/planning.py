@@ -16,6 +16,7 @@ from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local, names_here, parse_machine
 from dovetail.pipeline.opening import bound_of, check_seed
+from dovetail.pipeline.sharing import with_copies
 from dovetail.pipeline.sources import (
     HERE,
     Progress,
@@ -154,6 +155,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 notes=kept.notes,
                 planning_seconds=time.perf_counter() - began,
             )
+        if not (format or isinstance(step, Instance)):
+            found = with_copies(found, step, _fixed(graph, where, pins, kept.units))
         found = replace(found, interrupted=limit.interrupted)
         free = not (pins or caps or found.interrupted) and len(where.devices) > 1
         if free and isinstance(machine, str) and names_here(machine):
@@ -296,6 +299,15 @@ def _check_objective(step: Step | None, objective: str, contiguous: bool) -> Non
             "is for objective load; a step has no stages, and for the latency an "
             "accelerator runs its part in one call in any case",
         )
+
+
+def _fixed(
+    graph: Graph, machine: Machine, pins: Sequence[tuple[str, str]], units: Units | None
+) -> NDArray[np.bool_]:
+    """[ops] True for what pins or units hold to a place of its own."""
+    free = permitted(graph, machine, ()).sum(axis=1)
+    held = permitted(graph, machine, pins).sum(axis=1) < free
+    return np.asarray(held if units is None else held | (units.of_op >= 0))
 
 
 def _simulator(

@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.graph import Graph
+from dovetail.graph.duplicates import Copies, duplicate
+from dovetail.graph.sharing import shareable
 from dovetail.machine import Machine
 from dovetail.units import (
     BEYOND_ANY_BYTES,
@@ -89,6 +92,7 @@ class Plan:
     whole              patterns of the modules that are each on one device
     format             made for: "device-map", "split-points", or "" for none in particular
     min_gain           share by which more devices had to be better than fewer
+    copies             of shared computations, which the planned graph has besides: `graph.duplicates`
     notes              sentences for the user: why it is as it is
     """
 
@@ -119,6 +123,7 @@ class Plan:
     whole: tuple[str, ...] = ()
     format: str = ""
     min_gain: float = 0.0
+    copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -157,6 +162,18 @@ class Plan:
             rows.append(f"  {device.name:<14}{format_bytes(peak):>10}{limit}{cap}")
         rows += [f"  {note}" for note in self.notes]
         return printable("\n".join(rows))
+
+
+def planned_graph(plan: Plan, graph: Graph) -> Graph:
+    """The graph that the plan is for, of the graph of its step: with the plan's copies. A graph that
+    the plan was not made for comes back as it is; `check` says so."""
+    if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
+        return graph
+    may = shareable(graph)
+    for one in plan.copies:
+        if max((*one.ops, *one.readers), default=0) >= len(graph) or not may[list(one.ops)].all():
+            return graph
+    return duplicate(graph, plan.copies).graph
 
 
 def format_value(plan: Plan, value: float) -> str:
