@@ -75,6 +75,13 @@ def plan(  # noqa: PLR0913  one argument an option
     made_for: Annotated[
         str, typer.Option("--for", help="Only plans that export as device-map or split-points")
     ] = "",
+    min_gain: Annotated[
+        str,
+        typer.Option(
+            help="More devices only where they gain as much: 2%, .02",
+            show_default="2%; 0 for an instance",
+        ),
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     report: Annotated[Path | None, typer.Option(help="Write its page (HTML)")] = None,
     as_json: Json = False,
@@ -86,6 +93,7 @@ def plan(  # noqa: PLR0913  one argument an option
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
+    least = arguments.share_of("--min-gain", min_gain)
     search: dict[str, Any] = {
         "placer": placer, "objective": objective, "budget": budget, "seed": seed,
         "contiguous": contiguous, "whole": tuple(whole or ()), "format": made_for,
@@ -108,6 +116,7 @@ def plan(  # noqa: PLR0913  one argument an option
                 **search,
                 **learned,
                 gap=gap,
+                min_gain=least,
                 pins=pins,
                 caps=caps,
                 model=file,
@@ -156,6 +165,7 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
         "whole": list(plan.whole),
         "for": plan.format,
         "notes": list(plan.notes),
+        "min_gain": plan.min_gain,
         "unit": unit,
         "value": plan.value * scale,
         "lower_bound": plan.lower_bound * scale,
@@ -186,7 +196,7 @@ def _infeasible(
 
     unknown = (
         "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
-        "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan",
+        "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan", "min_gain",
     )  # fmt: skip
     return {
         **dict.fromkeys(unknown),

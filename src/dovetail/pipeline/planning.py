@@ -45,6 +45,7 @@ from dovetail.placers import (
 from dovetail.plans import OBJECTIVES, Plan, Source, capacities_of, normalise
 from dovetail.simulator import LowerBound, Simulator
 
+MIN_GAIN = 0.02
 WITH_POLICY = ("gdp", "gdp+search")
 
 
@@ -65,6 +66,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     per_op: bool = False,
     whole: Sequence[str] = (),
     format: str = "",
+    min_gain: float | None = None,
     method: Placer | None = None,
     model: str = "",
     progress: Progress = silent,
@@ -87,6 +89,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     whole       patterns of modules, each of which is placed as one, with what is within
     format      "device-map" or "split-points": only plans that can be exported as that. What the
                 model says not to split (`_no_split_modules` of transformers) is then whole as well
+    min_gain    of `auto`: a plan on more devices must be better by this share than one on fewer; by
+                default 2 %, and 0 for a published instance
     method      what runs under the name `placer`, in place of our own
     model       of a graph or an instance from a file: that file's name, which the plan keeps
 
@@ -112,6 +116,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         whole=whole,
         format=format,
     )
+    gain = _min_gain(step, min_gain)
     if method is None:
         check_policy(placer, policy, finetune, per_op)
     graph, where = graph_of(step), machine_of(step, machine, progress)
@@ -142,7 +147,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
             bound = bound_of(graph, where, costs, objective, pins, caps)
             limit.prove(bound.seconds, bound.proof)
             method = method or _with_policy(placer, policy, finetune)
-            outcome = place(problem, placer, limit, _of_search(progress), method)
+            outcome = place(problem, placer, limit, _of_search(progress), method, gain)
             if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
                 bound = max(bound, outcome.bound, key=lambda one: one.seconds)
             found = replace(
@@ -152,7 +157,8 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 caps=tuple(caps),
                 whole=kept.patterns,
                 format=format,
-                notes=kept.notes,
+                min_gain=gain,
+                notes=kept.notes + outcome.notes,
                 planning_seconds=time.perf_counter() - began,
             )
         if not (format or isinstance(step, Instance)):
@@ -321,6 +327,15 @@ def _of_search(progress: Progress) -> Callable[[float, float], None]:
     return lambda done, best: progress("planning", done, best if best < np.inf else None)
 
 
+def _min_gain(step: Step, given: float | None) -> float:
+    """The share that is meant. Raises `UsageError` for one that is none."""
+    if given is None:
+        return 0.0 if isinstance(step, Instance) else MIN_GAIN
+    if not 0 <= given < 1:
+        raise UsageError("min_gain", f"is {given}; use a share from 0 to below 1: .02 is 2 %")
+    return given
+
+
 def _limit(budget: str | float, gap: float) -> Budget:
     limit = parse_budget(str(budget))
     limit.gap = max(limit.gap, gap)
@@ -380,7 +395,9 @@ def _or_all_cores(
         baselines={**found.baselines, HERE: whole.value},
         interrupted=whole.interrupted,
     )
-    if placer != "auto" or whole.value >= found.value:
+    several = sum(map(bool, found.orders or ())) > 1
+    worth = whole.value * (1 - found.min_gain) if several else whole.value
+    if placer != "auto" or found.value <= worth:
         return chosen
     weaker = min((found, whole), key=lambda one: one.lower_bound)  # it holds on both machines
     return replace(

@@ -157,11 +157,16 @@ class Problem:
         return [devices, [d for d in devices if self.machine.devices[d].model == model]]
 
     @cached_property
-    def free(self) -> NDArray[np.int32]:
-        """Groups that have a choice: more than one allowed device, and an op that runs."""
+    def running(self) -> NDArray[np.bool_]:
+        """[groups] True for groups with an op that runs."""
         runs = np.zeros(self.groups.count, dtype=bool)
         runs[self.groups.of_op[~self.graph.is_source]] = True
-        return np.flatnonzero(runs & (self.allowed.sum(axis=1) > 1)).astype(np.int32)
+        return runs
+
+    @cached_property
+    def free(self) -> NDArray[np.int32]:
+        """Groups that have a choice: more than one allowed device, and an op that runs."""
+        return np.flatnonzero(self.running & (self.allowed.sum(axis=1) > 1)).astype(np.int32)
 
     @cached_property
     def placements(self) -> float:
