@@ -75,6 +75,10 @@ def plan(  # noqa: PLR0913  one argument an option
     made_for: Annotated[
         str, typer.Option("--for", help="Only plans that export as device-map or split-points")
     ] = "",
+    place: Annotated[
+        Path | None,
+        typer.Option(help="Price this placement beside ours: a device map or a plan (JSON)"),
+    ] = None,
     min_gain: Annotated[
         str,
         typer.Option(
@@ -89,7 +93,7 @@ def plan(  # noqa: PLR0913  one argument an option
     """Find where each operation should run. Ctrl-C keeps the best plan so far."""
     from dovetail import pipeline
 
-    arguments.check_outputs(out, report, inputs=[model, machine, policy or ""])
+    arguments.check_outputs(out, report, inputs=[model, machine, policy or "", place or ""])
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
@@ -117,6 +121,7 @@ def plan(  # noqa: PLR0913  one argument an option
                 **learned,
                 gap=gap,
                 min_gain=least,
+                place=place,
                 pins=pins,
                 caps=caps,
                 model=file,
@@ -163,7 +168,7 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
         "objective": plan.objective,
         "contiguous": plan.contiguous,
         "whole": list(plan.whole),
-        "for": plan.format,
+        "for": plan.made_for,
         "notes": list(plan.notes),
         "min_gain": plan.min_gain,
         "unit": unit,

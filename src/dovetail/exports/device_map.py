@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import ExportError
-from dovetail.exports.modules import Module, check_one_replica, forward_ops, module_tree
+from dovetail.exports.modules import (
+    HELD,
+    Module,
+    check_one_replica,
+    forward_ops,
+    module_tree,
+)
 from dovetail.graph import HOST, Graph
 from dovetail.graph.duplicates import origins_in
 from dovetail.graph.units import Units, units_of
@@ -158,12 +164,13 @@ def module_units(graph: Graph, whole: Sequence[str]) -> tuple[Units, NDArray[np.
     A unit is a module without children, one that is kept whole, or one whose own ops join what
     several modules made: a residual block, say, whose add reads the block's input. Calling a listed
     module moves all it reads to its device, so that it stands anywhere. Ops of the modules that are
-    left run where what they read was made, so they are tied to that. Raises `ExportError` for
-    towers.
+    left run where what they read was made, so they are tied to that. What reads one parameter stays
+    together, as accelerate keeps a tied one on one device. Raises `ExportError` for towers.
     """
     check_one_replica(graph, FORMAT)
     search = _Units(graph, set(whole))
     search.descend(module_tree(graph))
+    search.tie_readers()
     return units_of(graph, search.roots, search.ties), search.main
 
 
@@ -195,12 +202,22 @@ class _Units:
             if made_by_modules:
                 self.ties += [(op, maker) for maker in makers if maker >= 0 and origins.get(maker) != {_INPUTS}]
                 self.main[op] = _INPUTS in found
-        for op in module.held:
-            readers = [int(r) for t in self.graph.outputs_of(op) for r in self.graph.consumers_of(t)]
-            own = [r for r in readers if r in origins]
-            self.ties += [(own[0], reader) for reader in own[1:]]
         for child in module.children.values():
             self.descend(child)
+
+    def tie_readers(self) -> None:
+        """Tie the forward ops that read one parameter or buffer, and, where ops of the outermost
+        module read inputs beside what was made elsewhere, these to the first forward op."""
+        graph = self.graph
+        forward = set(forward_ops(graph))
+        for op in np.flatnonzero(graph.is_source).tolist():
+            if graph.kinds[op] in HELD:
+                readers = [r for t in graph.outputs_of(op) for r in graph.consumers_of(t).tolist()]
+                readers = [r for r in readers if r in forward]
+                self.ties += [(readers[0], reader) for reader in readers[1:]]
+        if self.main.any():
+            first = min(forward)
+            self.ties += [(first, op) for op in np.flatnonzero(self.main).tolist()]
 
     def _origins(self, module: Module) -> dict[int, set[str]]:
         """Of each op that the module runs itself: where what it reads comes from."""
@@ -210,7 +227,9 @@ class _Units:
             for tensor in self.graph.inputs_of(op).tolist():
                 maker = int(self.graph.producers[tensor])
                 if self.graph.is_source[maker]:
-                    found |= {_INPUTS} if self.graph.residences[maker] == HOST else set()
+                    # The outermost module's own tensors are put where its inputs are.
+                    own = not module.path and self.graph.kinds[maker] in HELD
+                    found |= {_INPUTS} if own or self.graph.residences[maker] == HOST else set()
                 elif maker in origins:
                     found |= origins[maker]
                 else:

@@ -33,7 +33,10 @@ def _device_map_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> F
     units, main = module_units(graph, whole)
     kinds = [device.kind for device in machine.devices]
     cpus = [d for d, kind in enumerate(kinds) if kind == "cpu"]
-    named = [kind == "gpu" or d in cpus[:1] for d, kind in enumerate(kinds)]
+    # With a module on "cpu" the model's inputs are there too; ops that read inputs beside what was
+    # made on an accelerator then have no device that holds both.
+    cpu_too = "gpu" not in kinds or not main.any()
+    named = [kind == "gpu" or (cpu_too and d in cpus[:1]) for d, kind in enumerate(kinds)]
     return FormatRules(units, main, None, np.array(named, dtype=bool))
 
 

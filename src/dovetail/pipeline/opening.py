@@ -73,8 +73,8 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
         step = planned(saved, step)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
-    if saved.format:
-        EXPORTED[saved.format](saved, graph)  # raises what the format cannot say
+    if saved.made_for:
+        EXPORTED[saved.made_for](saved, graph)  # raises what the format cannot say
     if isinstance(step, Instance):
         _check_costs(saved, step)
     verify(saved, graph)

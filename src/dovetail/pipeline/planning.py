@@ -1,7 +1,7 @@
 """From a step to its plan, on one screen: machine -> costs -> problem -> placement -> plan."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local, names_here, parse_machine
 from dovetail.pipeline.opening import bound_of, check_seed
+from dovetail.pipeline.others import Pricing, accelerates_own, priced, read_place
 from dovetail.pipeline.sharing import with_copies
 from dovetail.pipeline.sources import (
     HERE,
@@ -40,12 +41,14 @@ from dovetail.placers import (
     make_problem,
     parse_budget,
     permitted,
-    place,
 )
+from dovetail.placers import place as run_placer
 from dovetail.plans import OBJECTIVES, Plan, Source, capacities_of, normalise
 from dovetail.simulator import LowerBound, Simulator
 
 MIN_GAIN = 0.02
+ACCELERATE = "accelerate auto"
+"""Row of the device map that accelerate makes by itself."""
 WITH_POLICY = ("gdp", "gdp+search")
 
 
@@ -67,6 +70,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     whole: Sequence[str] = (),
     format: str = "",
     min_gain: float | None = None,
+    place: Mapping[str, int | str] | str | Path | None = None,
     method: Placer | None = None,
     model: str = "",
     progress: Progress = silent,
@@ -91,6 +95,9 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 model says not to split (`_no_split_modules` of transformers) is then whole as well
     min_gain    of `auto`: a plan on more devices must be better by this share than one on fewer; by
                 default 2 %, and 0 for a published instance
+    place       somebody else's placement, priced among the baselines: a device map, or a file that
+                holds one or a plan. So is the map that accelerate makes by itself, with `place` or
+                for a device map, where accelerate is installed
     method      what runs under the name `placer`, in place of our own
     model       of a graph or an instance from a file: that file's name, which the plan keeps
 
@@ -117,6 +124,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         format=format,
     )
     gain = _min_gain(step, min_gain)
+    theirs = read_place(place) if isinstance(place, (str, Path)) else place
     if method is None:
         check_policy(placer, policy, finetune, per_op)
     graph, where = graph_of(step), machine_of(step, machine, progress)
@@ -147,7 +155,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
             bound = bound_of(graph, where, costs, objective, pins, caps)
             limit.prove(bound.seconds, bound.proof)
             method = method or _with_policy(placer, policy, finetune)
-            outcome = place(problem, placer, limit, _of_search(progress), method, gain)
+            outcome = run_placer(problem, placer, limit, _of_search(progress), method, gain)
             if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
                 bound = max(bound, outcome.bound, key=lambda one: one.seconds)
             found = replace(
@@ -156,13 +164,18 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 pins=tuple(pins),
                 caps=tuple(caps),
                 whole=kept.patterns,
-                format=format,
+                made_for=format,
                 min_gain=gain,
                 notes=kept.notes + outcome.notes,
                 planning_seconds=time.perf_counter() - began,
             )
         if not (format or isinstance(step, Instance)):
             found = with_copies(found, step, _fixed(graph, where, pins, kept.units))
+        if theirs is not None or format == "device-map":
+            pricing = Pricing(graph, where, costs, objective, tuple(caps))
+            name = Path(place).name if isinstance(place, (str, Path)) else "given map"
+            rows = _others(step, pricing, {} if theirs is None else {name: theirs})
+            found = replace(found, baselines={**found.baselines, **rows})
         found = replace(found, interrupted=limit.interrupted)
         free = not (pins or caps or found.interrupted) and len(where.devices) > 1
         if free and isinstance(machine, str) and names_here(machine):
@@ -307,6 +320,22 @@ def _check_objective(step: Step | None, objective: str, contiguous: bool) -> Non
         )
 
 
+def _others(
+    step: Step, pricing: Pricing, places: Mapping[str, Plan | Mapping[str, int | str]]
+) -> dict[str, float | None]:
+    """Row -> value of these placements and of accelerate's own."""
+    rows: dict[str, float | None] = {}
+    for name, theirs in places.items():
+        rows |= priced(name, theirs, step, pricing)
+    classes = sorted(set(unsplit_modules(step).values()))
+    own = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
+    if own is None:
+        return rows
+    if "disk" in own.values():
+        return rows | {ACCELERATE: None}
+    return rows | priced(ACCELERATE, own, step, pricing)
+
+
 def _fixed(
     graph: Graph, machine: Machine, pins: Sequence[tuple[str, str]], units: Units | None
 ) -> NDArray[np.bool_]:
@@ -384,7 +413,7 @@ def _or_all_cores(
             contiguous=found.contiguous,
             seed=found.seed,
             whole=whole,
-            format=found.format,
+            format=found.made_for,
             model=found.source.model,
             progress=progress,
         )

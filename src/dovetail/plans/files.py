@@ -7,7 +7,7 @@
            "index": [row of each op], "sent_bytes": [of each tensor] or null},
  "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
  "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "found_seconds",
- "contiguous", "whole": [patterns of modules kept whole], "format", "min_gain", "notes",
+ "contiguous", "whole": [patterns of modules kept whole], "made_for", "min_gain", "notes",
  "copies": [{"ops", "readers"} of the graph without copies]}
 """
 
@@ -89,7 +89,7 @@ class _Plan(BaseModel):
     found_seconds: dict[str, float] = {}
     contiguous: bool = False
     whole: tuple[str, ...] = ()
-    format: Literal["", "device-map", "split-points"] = ""
+    made_for: Literal["", "device-map", "split-points"] = ""
     min_gain: float = Field(0.0, ge=0)
     notes: tuple[str, ...] = ()
     copies: tuple[_Copies, ...] = ()
@@ -98,7 +98,7 @@ class _Plan(BaseModel):
 _PLAIN = (
     "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
     "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "orders",
-    "found_seconds", "contiguous", "whole", "format", "min_gain", "notes",
+    "found_seconds", "contiguous", "whole", "made_for", "min_gain", "notes",
 )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ class Plan:
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> when it first found its value, from the start of the search
     whole              patterns of the modules that are each on one device
-    format             made for: "device-map", "split-points", or "" for none in particular
+    made_for           the format: "device-map", "split-points", or "" for none in particular
     min_gain           share by which more devices had to be better than fewer
     copies             of shared computations, which the planned graph has besides: `graph.duplicates`
     notes              sentences for the user: why it is as it is
@@ -121,7 +121,7 @@ class Plan:
     sent_bytes: NDArray[np.float64] | None = None
     found_seconds: dict[str, float] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
-    format: str = ""
+    made_for: str = ""
     min_gain: float = 0.0
     copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
