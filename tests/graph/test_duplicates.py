@@ -10,7 +10,9 @@ from dovetail.graph.sharing import shareable
 
 def copies_for_two_layers(graph):
     """Everything that may be shared, once for layer 2 and once for layer 3."""
-    ops = [op for op in np.flatnonzero(shareable(graph)) if not graph.modules[op].startswith("layers")]
+    ops = [
+        op for op in np.flatnonzero(shareable(graph)) if not graph.modules[op].startswith("layers")
+    ]
     found = []
     for layer in ("layers.2", "layers.3"):
         readers = [
@@ -32,7 +34,11 @@ def test_copies_stand_behind_their_origins_and_only_their_readers_read_them():
         "rotary/cos", "rotary/cos/copy.1", "rotary/cos/copy.2"
     ]  # fmt: skip
     readers = [
-        {made.graph.modules[r] for t in made.graph.outputs_of(op) for r in made.graph.consumers_of(t)}
+        {
+            made.graph.modules[r]
+            for t in made.graph.outputs_of(op)
+            for r in made.graph.consumers_of(t)
+        }
         for op in cos
     ]
     assert readers == [{"layers.0", "layers.1"}, {"layers.2"}, {"layers.3"}]

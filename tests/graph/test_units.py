@@ -31,7 +31,7 @@ def test_the_outermost_module_that_a_pattern_matches_is_the_unit(graph):
 
 
 def test_a_pattern_that_matches_no_module_is_refused(graph):
-    with pytest.raises(UsageError, match="'blocks.*' matches no module"):
+    with pytest.raises(UsageError, match=r"'blocks.*' matches no module"):
         matched_modules(graph, ["blocks.*"])
 
 

@@ -140,7 +140,10 @@ def _check_glue(plan: Plan, graph: Graph, found: dict[str, int], named: dict[int
                     f"{' and '.join(devices)}; pin its inputs' modules to one device",
                 )
             home = next(iter(reads), main)
-        for same in (op, *copies_of.get(op, ())):  # there it is the origin that the copy's readers read
+        for same in (
+            op,
+            *copies_of.get(op, ()),
+        ):  # there it is the origin that the copy's readers read
             made.update(dict.fromkeys(graph.outputs_of(same), home))
 
 
@@ -200,7 +203,11 @@ class _Units:
             makers = [self._maker(t) for t in self.graph.inputs_of(op).tolist()]
             made_by_modules = found - {_INPUTS}
             if made_by_modules:
-                self.ties += [(op, maker) for maker in makers if maker >= 0 and origins.get(maker) != {_INPUTS}]
+                self.ties += [
+                    (op, maker)
+                    for maker in makers
+                    if maker >= 0 and origins.get(maker) != {_INPUTS}
+                ]
                 self.main[op] = _INPUTS in found
         for child in module.children.values():
             self.descend(child)
@@ -252,7 +259,7 @@ class _Units:
         return any(len(found) > 1 for found in origins.values())
 
     def _small(self, module: Module) -> bool:
-        """May it be kept whole: does it hold little of the work, and nothing that is whole itself?"""
+        """May it be kept whole: is it little of the work, with nothing within that is whole?"""
         if any(inner.path in self.whole for inner in module.walk()):
             return False
         return bool((self.work[module.all_ops].sum(axis=0) <= LARGEST_WHOLE).all())

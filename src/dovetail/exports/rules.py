@@ -1,4 +1,4 @@
-"""What a format asks of a plan, for a search to keep: so that every plan it finds can be exported."""
+"""What a format asks of a plan: where a search keeps to it, every plan it finds can be exported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

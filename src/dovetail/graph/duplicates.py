@@ -3,7 +3,7 @@
     d0   arange ─► cos ─┬─► layer 0          d0   arange ─► cos ─► layer 0
     d1                  └─► layer 1          d1   arange/copy.1 ─► cos/copy.1 ─► layer 1
 
-A copy has its origin's name with "/copy.N" behind it, and its kind, module and phase: so that a graph
+A copy has its origin's name with "/copy.N" behind it, and its kind, module and phase: so a graph
 from a file tells it too. Only what `graph.sharing` says may be copied.
 """
 
@@ -37,8 +37,8 @@ class Duplicated:
     origins         [ops] the op that each is, or copies
     copy_of         [ops] which of the `Copies` it is of; -1: none
     origin_tensors  [tensors] the tensor that each is, or copies
-    tensors         [1 + copies, tensors of the graph without copies] tensor that ops without copies,
-                    and those that read the i-th copies (row i + 1), see in its place
+    tensors         [1 + copies, tensors of the graph without copies] what others see in its place
+                    (row 0), and what those see that read the i-th copies (row i + 1)
     """
 
     graph: Graph
@@ -65,7 +65,9 @@ def duplicate(graph: Graph, copies: Sequence[Copies]) -> Duplicated:
     for i in range(len(copies)):
         mine = copy_of[producers] == i
         tensors[i + 1, origin_tensors[mine]] = np.flatnonzero(mine)
-    view = np.zeros(len(graph), dtype=np.int64)  # which row of `tensors` each op without copies sees
+    view = np.zeros(
+        len(graph), dtype=np.int64
+    )  # which row of `tensors` each op without copies sees
     for i, one in enumerate(copies):
         view[list(one.readers)] = i + 1
     views = np.where(copy_of < 0, view[origins], copy_of + 1)

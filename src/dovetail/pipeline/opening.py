@@ -54,7 +54,8 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     """A saved plan with its graph captured or loaded again, every rule and promise checked.
 
     A `package.module:function` is imported only if `model` names it. Raises what `check` and
-    `verify` raise, `ExportError` for a plan that is not what its format can say, and `MachineMismatchError` for a plan of the devices of another machine.
+    `verify` raise, `ExportError` for a plan that is not what its format can say, and
+    `MachineMismatchError` for a plan of the devices of another machine.
     """
     saved = load_plan(path)
     text = model or saved.source.model
@@ -216,12 +217,16 @@ def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
         return graph, costs
     shared = np.zeros(len(graph), dtype=bool)
     shared[copies] = shared[origins[copies]] = True
-    for tensor in np.flatnonzero(graph.bases >= 0).tolist():  # a view goes with what it is a view of
+    for tensor in np.flatnonzero(
+        graph.bases >= 0
+    ).tolist():  # a view goes with what it is a view of
         if shared[graph.producers[graph.bases[tensor]]]:
             shared[graph.producers[tensor]] = True
     kept = ~shared[graph.producers[graph.input_tensors]] | shared[graph.readers]
     counts = np.bincount(graph.readers[kept], minlength=len(graph))
-    seconds = np.where(shared[:, None] & np.isfinite(costs.compute_seconds), 0.0, costs.compute_seconds)
+    seconds = np.where(
+        shared[:, None] & np.isfinite(costs.compute_seconds), 0.0, costs.compute_seconds
+    )
     loose = replace(
         graph,
         input_offsets=np.concatenate([[0], np.cumsum(counts)]),

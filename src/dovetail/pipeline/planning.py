@@ -400,7 +400,7 @@ def _to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: Lo
 
 
 def _or_all_cores(
-    step: Step, found: Plan, placer: str, whole: Sequence[str], progress: Progress
+    step: Step, found: Plan, placer: str, kept_whole: Sequence[str], progress: Progress
 ) -> Plan:
     """`found` with `here`, all cores as one device, among its baselines, None where that cannot
     be; or, where `auto` chose and it is faster, the plan for it."""
@@ -412,7 +412,7 @@ def _or_all_cores(
             objective=found.objective,
             contiguous=found.contiguous,
             seed=found.seed,
-            whole=whole,
+            whole=kept_whole,
             format=found.made_for,
             model=found.source.model,
             progress=progress,

@@ -83,7 +83,9 @@ def _improve(
     while not (budget.exhausted or budget.closed):
         near = [moved for moved in _moved(best, len(order)) if moved not in candidates]
         _judge(problem, budget, order, candidates, near)
-        better = min((one for one in near if one in candidates), key=candidates.__getitem__, default=best)
+        better = min(
+            (one for one in near if one in candidates), key=candidates.__getitem__, default=best
+        )
         if candidates[better] >= candidates[best]:
             return
         best = better
@@ -99,7 +101,7 @@ def _moved(stages: _Stages, units: int) -> list[_Stages]:
     return found
 
 
-def _judge(  # noqa: PLR0913
+def _judge(
     problem: Problem,
     budget: Budget,
     order: NDArray[np.int64],
@@ -200,9 +202,7 @@ def _kinds(problem: Problem) -> list[list[int]]:
     return kinds
 
 
-def _run_seconds(
-    problem: Problem, order: NDArray[np.int64], device: int, room: float
-) -> Float64:
+def _run_seconds(problem: Problem, order: NDArray[np.int64], device: int, room: float) -> Float64:
     """[units + 1, units + 1] seconds of units i to j on the device, with what it reads over the cut
     before i; inf where that may not be or does not fit."""
     units = len(order)

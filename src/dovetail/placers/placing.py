@@ -80,9 +80,9 @@ PLACERS: dict[str, Placer] = {
 
 
 HELPS = 0.05
-"""Share from which on more devices count as a help for one step, even where too little was gained."""
+"""Share from which on more devices count as a help for one step, even where a plan had to gain more."""
 FEWER = "fewer_devices"
-"""Name of a plan that no method proposed: `placers.simpler` made it of one that uses more devices."""
+"""Name of a plan that no method proposed: `placers.simpler` made it of one on more devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +188,8 @@ def _outcome(
     progress: Callable[[float, float], None] | None,
     min_gain: float,
 ) -> Outcome:
-    """What the method `chosen` found, beside all others; or, where more devices gain too little, the
-    best plan with fewer. Raises `InfeasibleError`."""
+    """What the method `chosen` found, beside all others; or, where more devices gain too little,
+    the best plan with fewer. Raises `InfeasibleError`."""
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     score, placement = found[chosen]
     if score.lacking_bytes:
@@ -236,15 +236,15 @@ def _why(problem: Problem, kept: Simplest, min_gain: float) -> tuple[str, ...]:
     gain = 1 - value / kept.score.value if kept.score.value else 0.0
     if kept.devices < devices and gain > CLOSED_GAP:
         notes.append(
-            f"{_count(kept.devices)}: {_count(devices)} would gain {100 * gain:.2g} %, less than the "
-            f"smallest gain of {100 * min_gain:.3g} %; --min-gain 0 takes them"
+            f"{_count(kept.devices)}: {_count(devices)} would gain {100 * gain:.2g} %, less than "
+            f"the smallest gain of {100 * min_gain:.3g} %; --min-gain 0 takes them"
         )
     running = sum(device.kind != "host" for device in problem.machine.devices)
     if kept.devices == 1 and running > 1 and gain < HELPS and problem.objective == "step":
         towers = ", or data-parallel towers with --replicas" if problem.graph.training else ""
         notes.append(
-            "placement does not help one step here; for more samples a second use --objective load, "
-            f"a pipeline over the devices{towers}"
+            "placement does not help one step here; for more samples a second use --objective "
+            f"load, a pipeline over the devices{towers}"
         )
     return tuple(notes)
 

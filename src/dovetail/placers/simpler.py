@@ -4,8 +4,7 @@
     seconds   1.00   .80    .79    .78        smallest gain 2 %: the plan on 2 devices is returned,
               kept ─► kept   └──────┴── less than 2 % below .80
 
-From the best plan on, the device with the least work is emptied onto another one, whichever is best,
-until one device is left. Where such a plan comes near to the best, a local search on its devices
+From the best plan on, the device with the least work is emptied onto the best other one, until one device is left. Where such a plan comes near to the best, a local search on its devices
 alone improves it. Plans with few devices that searches came upon count as well.
 """
 
@@ -43,7 +42,7 @@ class Simplest:
 def simplest(
     problem: Problem, budget: Budget, best: tuple[Score, GroupPlacement], min_gain: float
 ) -> Simplest:
-    """The plan to return instead of `best`, which may be itself. Fitting into memory comes first."""
+    """The plan to return instead of `best`, which may be itself. One that does not fit is none."""
     by_count = _emptied(problem, budget, best)
     if problem.chain is None and not budget.interrupted:
         _improve(problem, budget, by_count, best[0].value)
@@ -123,7 +122,9 @@ def _improve(
             return
         score, placement = by_count[count]
         used = np.unique(placement[problem.running])
-        inside = np.isin(np.arange(problem.devices), used)[None, :] & problem.allowed
+        there = np.zeros(problem.devices, dtype=bool)
+        there[used] = True
+        inside = problem.allowed & there
         stays = ~inside.any(axis=1)
         allowed = np.where(stays[:, None], problem.allowed, inside)
         part = 1 / (len(near) - i)

@@ -92,7 +92,7 @@ class Plan:
     whole              patterns of the modules that are each on one device
     made_for           the format: "device-map", "split-points", or "" for none in particular
     min_gain           share by which more devices had to be better than fewer
-    copies             of shared computations, which the planned graph has besides: `graph.duplicates`
+    copies             of shared computations that the planned graph has: `graph.duplicates`
     notes              sentences for the user: why it is as it is
     """
 
@@ -165,8 +165,8 @@ class Plan:
 
 
 def planned_graph(plan: Plan, graph: Graph) -> Graph:
-    """The graph that the plan is for, of the graph of its step: with the plan's copies. A graph that
-    the plan was not made for comes back as it is; `check` says so."""
+    """The graph that the plan is for, of the graph of its step: with the plan's copies. A graph of
+    another step comes back as it is; `check` says so."""
     if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
         return graph
     may = shareable(graph)
