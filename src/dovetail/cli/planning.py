@@ -91,7 +91,9 @@ def plan(  # noqa: PLR0913  one argument an option
     as_json: Json = False,
 ) -> None:
     """Find where each operation should run. Ctrl-C keeps the best plan so far."""
-    from dovetail import pipeline
+    with progress_bar() as progress:
+        progress("importing torch", 0.0, None)
+        from dovetail import pipeline
 
     arguments.check_outputs(out, report, inputs=[model, machine, policy or "", place or ""])
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
@@ -109,11 +111,12 @@ def plan(  # noqa: PLR0913  one argument an option
     pipeline.check_request(machine, **search, devices=named, step=step)
     learned: dict[str, Any] = {"policy": policy, "finetune": finetune, "per_op": per_op}
     pipeline.check_policy(placer, **learned)
-    step = pipeline.replicated(
-        step or arguments.resolve(model, train, shape), replicas, asynchronous
-    )
     try:
         with progress_bar() as progress:
+            progress(f"capturing {model}", 0.0, None)
+            step = pipeline.replicated(
+                step or arguments.resolve(model, train, shape), replicas, asynchronous
+            )
             found = pipeline.plan(
                 step,
                 machine,
@@ -128,7 +131,7 @@ def plan(  # noqa: PLR0913  one argument an option
                 progress=progress,
             )
     except InfeasibleError as error:
-        if as_json:
+        if as_json and step is not None:
             show_json(_infeasible(model, step, machine, search, error))
         raise
     # A graph from a file does not say whether we replicated it.

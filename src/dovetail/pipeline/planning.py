@@ -131,6 +131,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
     kept = _kept(step, where, whole, format, pins)
     costs = costs_of(step, where, progress)
+    progress("grouping ops", 0.0, None)
     simulator = _simulator(graph, where, costs, objective, caps)
     problem = make_problem(
         graph,
@@ -152,7 +153,9 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     found: Plan | None = None
     try:
         with keeping_interrupts(limit):
+            progress("proving a bound", 0.0, None)
             bound = bound_of(graph, where, costs, objective, pins, caps)
+            progress("preparing the search (compiled once a machine)", 0.0, None)
             limit.prove(bound.seconds, bound.proof)
             method = method or _with_policy(placer, policy, finetune)
             outcome = run_placer(problem, placer, limit, _of_search(progress), method, gain)

@@ -182,13 +182,13 @@ def costs_of(step: Step, machine: Machine, progress: Progress = silent) -> Costs
     graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
     if not machine.local or is_from_onnx(graph):
         return analytic_costs(graph, machine)
-    return measured_costs(
-        graph,
-        program,
-        machine,
-        CostCache(),
-        progress=lambda fraction: progress("measuring ops", fraction, None),
-    )
+    distinct = len({graph.signatures[op] for op in np.flatnonzero(~graph.is_source).tolist()})
+
+    def tell(fraction: float) -> None:
+        done = f"{round(fraction * distinct):,} of {distinct:,}"
+        progress(f"measuring ops: {done} kinds on {machine.name}", fraction, None)
+
+    return measured_costs(graph, program, machine, CostCache(), progress=tell)
 
 
 def source_of(step: Step, model: str) -> Source:

@@ -80,7 +80,7 @@ PLACERS: dict[str, Placer] = {
 
 
 HELPS = 0.05
-"""Share from which on more devices count as a help for one step, even where a plan had to gain more."""
+"""Share from which on more devices help one step, even where a plan had to gain more."""
 FEWER = "fewer_devices"
 """Name of a plan that no method proposed: `placers.simpler` made it of one on more devices."""
 
