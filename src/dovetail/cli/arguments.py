@@ -107,6 +107,19 @@ def size_of(option: str, text: str) -> int:
         raise UsageError(option, str(error)) from None
 
 
+def share_of(option: str, text: str) -> float | None:
+    """ "2%" or ".02" as a share; None for "". Raises `UsageError`."""
+    if not text:
+        return None
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise UsageError(option, f"{text!r} is not a share; write 2% or .02")
+    return share
+
+
 def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> None:
     """Raise `UnwritableError` before the long work, not after it; also for one file that is to
     hold two things, or that is read."""

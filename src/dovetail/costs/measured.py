@@ -83,13 +83,14 @@ def measured_costs(
                 "name the model instead of its graph",
             )
         if missing and program is not None:
+            progress(1 - len(missing) / len(first))  # starting the workers takes a while
             entries = {op: _entry(graph, program, cold, op) for op in missing}
             for found, others_cores in _measure(graph, entries, devices, cache, beside):
                 by_key = {_signature_key(graph, cold, op): cost for op, cost in found.items()}
                 if not disturbs(others_cores):
                     cache.add_costs(device_name, by_key)
                 known |= by_key
-                progress(1 - sum(key not in known for key in first) / len(missing))
+                progress(1 - sum(key not in known for key in first) / len(first))
         column = np.array([known[key].seconds for key in keys])
         for d, device in enumerate(machine.devices):
             if _kind(device) == kind:

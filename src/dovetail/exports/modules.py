@@ -7,6 +7,7 @@ import numpy as np
 
 from dovetail.errors import ExportError
 from dovetail.graph import Graph, Phase
+from dovetail.graph.duplicates import origins_in
 from dovetail.graph.towers import tower_count
 
 HELD = ("parameter", "buffer")
@@ -56,8 +57,9 @@ def check_one_replica(graph: Graph, format: str) -> None:
 
 
 def forward_ops(graph: Graph) -> list[int]:
-    """Forward ops in order."""
-    ops: list[int] = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
+    """Forward ops in order; of what has copies the origin alone, as others know no copies."""
+    origin = origins_in(graph) == np.arange(len(graph))
+    ops: list[int] = np.flatnonzero((graph.phases == Phase.FORWARD) & origin).tolist()
     return ops
 
 

@@ -6,6 +6,7 @@ from dovetail.pipeline.opening import open_plan, timeline_of, verify, with_sched
 from dovetail.pipeline.planning import check_policy, check_request, plan
 from dovetail.pipeline.schedules import Wanted, schedules
 from dovetail.pipeline.scheduling import schedule
+from dovetail.pipeline.sharing import planned
 from dovetail.pipeline.sources import (
     Notes,
     Progress,
@@ -59,6 +60,7 @@ __all__ = [
     "names_file",
     "open_plan",
     "plan",
+    "planned",
     "replicated",
     "report",
     "resolve_machine",

@@ -6,7 +6,9 @@ MACHINE ──► machine; an instance brings its own
 (step, machine) ──► costs: measured here, analytic elsewhere, an instance's own
 """
 
+import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
 
@@ -20,6 +22,7 @@ from dovetail.frontends.onnx import Shapes, is_from_onnx, load_onnx
 from dovetail.graph import Graph, Groups, colocate, group, replicate
 from dovetail.graph.files import graph_from
 from dovetail.graph.towers import towers_of
+from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.pipeline.threads import choose_threads, with_threads
@@ -109,11 +112,38 @@ def graph_of(step: Step) -> Graph:
     return graph
 
 
-def groups_of(step: Step, *, per_op: bool = False) -> Groups:
+def groups_of(step: Step, units: Units | None = None, *, per_op: bool = False) -> Groups:
     """What placers place as one: of an instance its colour classes and no more, since its bounds
     and published values are for those; `per_op`: of any graph only what must stay together."""
     graph = graph_of(step)
-    return colocate(graph) if per_op or isinstance(step, Instance) else group(graph)
+    fine = per_op or isinstance(step, Instance)
+    return colocate(graph, units) if fine else group(graph, units)
+
+
+def unsplit_modules(step: Step) -> dict[str, str]:
+    """Pattern of modules -> their class, of those that the model says not to split: the classes in
+    the `_no_split_modules` of transformers' models."""
+    if not isinstance(step, Captured):
+        return {}
+    modules = dict(step.module.named_modules())
+    classes = {
+        name
+        for module in modules.values()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    found: dict[str, str] = {}
+    seen = set(module_paths(step.graph))
+    for path, module in modules.items():
+        name = type(module).__name__
+        if name in classes and path in seen:
+            glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+            alike = {type(m).__name__ for p, m in modules.items() if _same_depth(p, glob)}
+            found[glob if alike == {name} else path] = name
+    return found
+
+
+def _same_depth(path: str, glob: str) -> bool:
+    return path.count(".") == glob.count(".") and fnmatchcase(path, glob)
 
 
 def default_objective(step: Step) -> str:
@@ -226,6 +256,7 @@ def costs_of(
     graph, program = (step, None) if isinstance(step, Graph) else (step.graph, step.program)
     if not machine.local or is_from_onnx(graph):
         return analytic_costs(graph, machine)
+    distinct = len({graph.signatures[op] for op in np.flatnonzero(~graph.is_source).tolist()})
     meanwhile = ""
 
     def disturbed(cores: float) -> None:
@@ -233,14 +264,11 @@ def costs_of(
         meanwhile = f"; other programs use {cores:.1f} cores"
         notes.disturbed("ops", cores)
 
-    return measured_costs(
-        graph,
-        program,
-        machine,
-        CostCache(),
-        progress=lambda fraction: progress(f"measuring ops{meanwhile}", fraction, None),
-        beside=disturbed,
-    )
+    def tell(fraction: float) -> None:
+        done = f"{round(fraction * distinct):,} of {distinct:,}"
+        progress(f"measuring ops: {done} kinds on {machine.name}{meanwhile}", fraction, None)
+
+    return measured_costs(graph, program, machine, CostCache(), progress=tell, beside=disturbed)
 
 
 def source_of(step: Step, model: str) -> Source:

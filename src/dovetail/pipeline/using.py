@@ -9,10 +9,11 @@ from dovetail.errors import UsageError
 from dovetail.executors import Measurement, Placed
 from dovetail.executors import run as execute
 from dovetail.exports import device_map, split_points
-from dovetail.frontends import Captured
+from dovetail.frontends import Captured, duplicated
 from dovetail.graph import Graph
 from dovetail.instances import instance_to_dict
 from dovetail.pipeline.opening import check_machine, check_seed, costs_in, timeline_of
+from dovetail.pipeline.sharing import planned
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
 from dovetail.reports import Report, chrome_trace, write_html
@@ -23,6 +24,7 @@ from dovetail.runtime.neighbours import disturbs
 def run(plan: Plan, step: Captured, *, seed: int = 0) -> Placed:
     """The plan at work: a context manager with `step`, `measure` and `state_dict`."""
     check_seed(seed)
+    step = duplicated(step, plan.copies) if planned(plan, step) is not step else step
     check(plan, step.graph)
     check_machine(plan.machine)
     return execute(plan, step, seed=seed)
@@ -56,7 +58,7 @@ def report(
     measurement: Measurement | None = None,
 ) -> None:
     """Write the page of a plan: predicted, and measured where a measurement is given."""
-    graph = graph_of(step)
+    graph = graph_of(planned(plan, step))
     write_html(
         Report(
             plan,
@@ -103,7 +105,7 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
     Raises `ExportError` where the format cannot say what the plan does, and `UnwritableError`.
     """
     check_export(to)
-    written = EXPORTS[to](plan, graph_of(step))
+    written = EXPORTS[to](plan, graph_of(planned(plan, step)))
     if path is not None:
         write_atomically(path, json.dumps(written, allow_nan=False))
     return written

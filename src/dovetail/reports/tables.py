@@ -63,6 +63,9 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
     searched = format_seconds(plan.planning_seconds)
     facts.append(("planning", searched + (", interrupted: best so far" * plan.interrupted)))
     facts += [("note", note) for note in emulation_notes(plan.machine, graph)]
+    if plan.made_for:
+        facts.append(("for", plan.made_for))
+    facts += [("whole", pattern) for pattern in plan.whole]
     facts += [("pin", f"{pattern} = {device}") for pattern, device in plan.pins]
     facts += [("cap", f"{device}: {format_bytes(size)}") for device, size in plan.caps]
     facts += [("note", note) for note in plan.notes]
