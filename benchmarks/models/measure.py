@@ -295,6 +295,8 @@ def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, A
     """The split run by torch.distributed.pipelining on gloo, a process a stage."""
     args, kwargs, _ = drawn.step(0)
     module = copy.deepcopy(model.module).eval()
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        module.config.use_cache = False  # torch.export has no outputs of this type
     with torch.no_grad():
         expected = tensors_of(module(*args, **kwargs))[0]
     context = torch.multiprocessing.get_context("fork")
@@ -345,7 +347,8 @@ def run_stage(  # noqa: PLR0913  a process's arguments
         if rank == stages - 1:
             results.put(tensors_of(output)[0].numpy())
     except Exception as error:
-        results.put(f"{type(error).__name__}: {one_line(error)}")
+        cause = error.__cause__ or error
+        results.put(f"{type(cause).__name__}: {one_line(cause)}")
 
 
 def one_line(error: BaseException) -> str:
