@@ -11,6 +11,8 @@ from dovetail.graph.duplicates import origins_in
 from dovetail.graph.towers import tower_count
 
 HELD = ("parameter", "buffer")
+LOSS = "loss"
+"""The path that capturing gives to the ops of the loss (`frontends.tracing.LOSS_MODULE`)."""
 
 
 @dataclass
