@@ -58,7 +58,7 @@ def _split_names(plan: Plan, graph: Graph) -> dict[str, str]:
 
 
 EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any]]] = {
-    "device-map": device_map,
+    "device-map": lambda plan, graph: device_map(plan, graph).to_json(),
     "split-points": _split_names,
     "trace": lambda plan, graph: chrome_trace(timeline_of(plan, graph), graph),
     "instance": lambda plan, graph: instance_to_dict(graph, plan.machine, costs_in(plan)),
@@ -74,7 +74,8 @@ def check_export(to: str) -> None:
 def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> dict[str, Any]:
     """The plan as another tool reads it, also written to `path` as JSON where that is given.
 
-    device-map     of Hugging Face accelerate: {module path: accelerator's number or "cpu"}
+    device-map     the arguments of accelerate's `dispatch_model`: {"device_map": {module path:
+                   accelerator's number or "cpu"}, "main_device": one of these}
     split-points   of torch.distributed.pipelining: {module path: "BEGINNING"}
     trace          the predicted step, for Perfetto or chrome://tracing
     instance       graph, machine and costs as a published placement instance

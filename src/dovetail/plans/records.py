@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.graph import Graph
 from dovetail.machine import Machine
 from dovetail.units import (
     BEYOND_ANY_BYTES,
@@ -86,6 +87,8 @@ class Plan:
     contiguous         asked for: devices can be ordered so that no forward edge goes back
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> when it first found its value, from the start of the search
+    graph              the graph it was made for, where it was planned or opened in this process;
+                       not saved
     """
 
     source: Source
@@ -112,6 +115,7 @@ class Plan:
     contiguous: bool = False
     sent_bytes: NDArray[np.float64] | None = None
     found_seconds: dict[str, float] = field(default_factory=dict)
+    graph: Graph | None = field(default=None, repr=False)
 
     @property
     def gap(self) -> float:
