@@ -21,10 +21,20 @@ from dovetail.pipeline.sources import (
     resolve_model,
     silent,
 )
-from dovetail.pipeline.using import EXPORTS, check_export, export, report, run, write_trace
+from dovetail.pipeline.using import (
+    EXPORTS,
+    FOLDERS,
+    check_export,
+    export,
+    make_folder,
+    report,
+    run,
+    write_trace,
+)
 
 __all__ = [
     "EXPORTS",
+    "FOLDERS",
     "Course",
     "Lesson",
     "Progress",
@@ -45,6 +55,7 @@ __all__ = [
     "learn",
     "learn_all",
     "machine_of",
+    "make_folder",
     "names_file",
     "open_plan",
     "plan",
