@@ -38,13 +38,17 @@ def device_colours(count: int, *, dark: bool = False) -> tuple[str, ...]:
 
 
 def device_styles(count: int) -> str:
-    """Rules of a style sheet: `--d0` and so on as properties, and classes d0 and so on that fill
-    and mark with them."""
+    """Rules of a style sheet: `--d0` and so on as properties, classes d0 and so on that fill and
+    mark with them, and m0 and so on for charts of one device's memory."""
     light, dark = (
         "".join(f"--d{i}:{colour};" for i, colour in enumerate(device_colours(count, dark=dark)))
         for dark in (False, True)
     )
-    classes = "".join(f".d{i}{{fill:var(--d{i});background:var(--d{i})}}" for i in range(count))
+    classes = "".join(
+        f".d{i}{{fill:var(--d{i});background:var(--d{i})}}"
+        f".m{i} .predicted{{stroke:var(--d{i})}}.m{i} .area.predicted{{fill:var(--d{i})}}"
+        for i in range(count)
+    )
     return (
         f":root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}{classes}\n"
         if count
