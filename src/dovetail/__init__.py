@@ -36,7 +36,7 @@ _EXPORTS = {
     "Trainer": "dovetail.training.trainer",
     "Instance": "dovetail.instances",
     "capture": "dovetail.frontends",
-    "device_map": "dovetail.exports",
+    "device_map": "dovetail.pipeline.mapping",
     "dispatch": "dovetail.exports",
     "export": "dovetail.pipeline",
     "learn": "dovetail.pipeline",

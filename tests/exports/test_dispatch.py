@@ -80,7 +80,7 @@ def test_the_plan_of_a_training_step_dispatches_too(monkeypatch):
     torch.manual_seed(0)
     module, inputs = Blocks(), torch.randn(4, 8)
     targets = torch.randint(0, 3, (4,))
-    step = dt.capture(module, (inputs,), (targets,), loss=nn.functional.cross_entropy,
+    step = dt.capture(module, inputs, targets=targets, loss=nn.functional.cross_entropy,
                       train=dt.SGD(0.1))  # fmt: skip
     spread(monkeypatch)
     plan = plan_of(step, on_two)
