@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 import dovetail as dt
-from dovetail.pipeline import resolve_model
+from dovetail.pipeline import resolve_machine, resolve_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from calm import Calm
@@ -49,7 +49,7 @@ def measure(model: str, train: str, arguments: argparse.Namespace, calm: Calm) -
     step = resolve_model(model, train)
     plans = [
         dt.plan(step, "here/2", placer="single"),
-        dt.plan(step, "here", placer="single"),
+        dt.plan(step, resolve_machine("here"), placer="single"),  # a thread a core
         dt.plan(step, "here/2", budget=arguments.budget),
     ]
     found = [[], [], []]

@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from vision import make_importable
 import dovetail as dt
 from dovetail.errors import DovetailError
 from dovetail.frontends import initial_values, run_step
-from dovetail.frontends.transformers_models import batched_experts
+from dovetail.frontends.structures import leaves
+from dovetail.frontends.transformers_models import batched_experts, unwrap
 from dovetail.machine import Machine, parse_machine
 from dovetail.plans import Plan, normalise
 
@@ -44,7 +46,7 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": (dt.AdamW(lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False)),
 }
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-4, 1e-9
-PARTS = ("inference", "sgd", "adamw", "checkpointed_sgd", "checkpointed_adamw", "placed", "exports")
+PARTS = ("inference", "sgd", "adamw", "placed", "exports")
 
 
 def arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -75,57 +77,44 @@ class Drawn:
         )
 
 
-class Flat(nn.Module):
-    """A module whose inputs are the tensors among its arguments, as `capture` wants them."""
-
-    def __init__(self, module: nn.Module, structure: Any, leaves: Sequence[Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.structure = structure
-        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.train(module.training)
-
-    def forward(self, *tensors: Tensor) -> Any:
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return self.module(*args, **kwargs)
-
-
 class Step:
     """A captured model, run in one process."""
 
     def __init__(self, module: nn.Module, drawn: Drawn, optimizer: Any) -> None:
         args, kwargs, targets = drawn.step(0)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        given = drawn.model.loss
-        loss = (given or (lambda output: output)) if optimizer else None
         before_bytes = reset_peak()
         began = time.perf_counter()
         with batched_experts(module):
             self.captured = dt.capture(
-                Flat(module, structure, leaves), tensors, targets, loss=loss, train=optimizer
+                module,
+                *args,
+                loss=drawn.model.loss if optimizer else None,
+                targets=targets,
+                train=optimizer,
+                **kwargs,
             )
         self.seconds = time.perf_counter() - began
         self.peak_bytes = peak_bytes() - before_bytes
         self.values = initial_values(self.captured)
 
-    def flat(self, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
-        leaves = pytree.tree_leaves((args, kwargs))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
     def run(self, step: int, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> Any:
-        return run_step(self.captured, self.values, self.flat(args, kwargs), targets, step=step)
+        return run_flat(self.captured, self.values, step, args, kwargs, targets)
 
     def state(self) -> dict[str, Tensor]:
         return {
-            source.name.removeprefix("module."): self.values[self.captured.graph.outputs_of(op)[0]]
+            source.name: self.values[self.captured.graph.outputs_of(op)[0]]
             for op, source in enumerate(self.captured.program.sources)
             if source is not None and source.role in ("parameter", "buffer")
         }
+
+
+def run_flat(
+    captured: Any, values: Any, step: int, args: Any, kwargs: Any, targets: Sequence[Tensor]
+) -> Any:
+    """One step in this process, on the model's own arguments."""
+    tensors = captured.signature.tensors((*args, *targets), kwargs)
+    count = len(captured.inputs)
+    return run_step(captured, values, tensors[:count], tensors[count:], step=step)
 
 
 def reset_peak() -> int:
@@ -151,7 +140,7 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return leaves(value, Tensor)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -171,14 +160,17 @@ def relative(a: Tensor, b: Tensor) -> float:
     return worst if worst == worst else float("inf")
 
 
-def compare(
-    model: Model, optimizer: str, dtype: torch.dtype, checkpointed: bool
-) -> tuple[dict[str, Any], Step]:
-    """One way to run a model beside plain PyTorch, `STEPS` steps of different batches."""
+def prepared(model: Model, optimizer: str, dtype: torch.dtype) -> nn.Module:
+    """The model's module, in training with gradient checkpointing where there is any."""
     module = copy.deepcopy(model.module).to(dtype).train(bool(optimizer))
-    if checkpointed:
-        assert model.checkpoint is not None
+    if optimizer and model.checkpoint is not None:
         model.checkpoint(module)
+    return module
+
+
+def compare(model: Model, optimizer: str, dtype: torch.dtype) -> tuple[dict[str, Any], Step]:
+    """One way to run a model beside plain PyTorch, `STEPS` steps of different batches."""
+    module = prepared(model, optimizer, dtype)
     record, make = OPTIMIZERS[optimizer] if optimizer else (None, None)
     drawn = Drawn(model, bool(optimizer), dtype)
     plain = copy.deepcopy(module)
@@ -187,26 +179,29 @@ def compare(
     optimizing = make(plain.parameters()) if make else None
     for number in range(STEPS):
         args, kwargs, targets = drawn.step(number)
-        found = step.run(number, *copy.deepcopy((args, kwargs)), targets)
+        found = step.run(number, args, kwargs, targets)
+        args, kwargs, targets = drawn.step(number)  # a cache grows where it is handed in
+        # torch's grouped product, the default of transformers' experts, has no float64.
+        experts = batched_experts(plain) if dtype == torch.float64 else nullcontext()
         if optimizing is None:
-            with torch.no_grad():
+            with torch.no_grad(), experts:
                 expected = plain(*args, **kwargs)
             worst.append(difference(found, expected))
             continue
         optimizing.zero_grad()
-        output = plain(*args, **kwargs)
-        loss = model.loss(output, *targets) if model.loss else output
-        loss.backward()
+        with experts:
+            output = plain(*args, **kwargs)
+            loss = model.loss(output, *targets) if model.loss else output
+            loss.backward()
         optimizing.step()
-        held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+        inner = unwrap(plain)
+        held = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
         state = step.state()
         off = [relative(value, held[name]) for name, value in state.items()]
-        missing = [n for n, p in plain.named_parameters() if p.requires_grad and n not in state]
-        assert not missing or all(
-            torch.equal(p, dict(module.named_parameters())[n])
-            for n, p in plain.named_parameters()
-            if n in missing
-        ), f"plain PyTorch trains {missing[:3]}, which the capture leaves out"
+        first = dict(unwrap(module).named_parameters())
+        for name, value in inner.named_parameters():
+            trained = name in state or torch.equal(value, first[name])
+            assert trained, f"plain PyTorch trains {name}, which the capture leaves out"
         worst.append(max(difference(found, loss), *off))
     return {
         "ops": int((~step.captured.graph.is_source).sum()),
@@ -217,12 +212,12 @@ def compare(
     }, step
 
 
-def judged(model: Model, case: Case, optimizer: str, checkpointed: bool) -> tuple[Any, Any]:
+def judged(model: Model, case: Case, optimizer: str) -> tuple[Any, Any]:
     """`compare` in float32, and in float64 where float32's rounding is too large to tell."""
-    row, step = compare(model, optimizer, torch.float32, checkpointed)
+    row, step = compare(model, optimizer, torch.float32)
     row["equal"] = row["difference"] <= FLOAT32_TOLERANCE
     if not row["equal"] and case.double:
-        exact, _ = compare(model, optimizer, torch.float64, checkpointed)
+        exact, _ = compare(model, optimizer, torch.float64)
         row["difference64"] = exact["difference"]
         row["equal"] = exact["difference"] <= FLOAT64_TOLERANCE
     return row, step
@@ -243,9 +238,9 @@ def placed(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
     with dt.run(plan, step.captured) as running:
         for number in range(STEPS):
             args, kwargs, targets = drawn.step(number)
-            flat = step.flat(args, kwargs)
-            found = running.step(*flat, *targets)
-            expected = run_step(step.captured, values, flat, targets, step=number)
+            found = running.step(*args, *targets, **kwargs)
+            args, kwargs, targets = drawn.step(number)  # a cache grows where it is handed in
+            expected = run_flat(step.captured, values, number, args, kwargs, targets)
             worst = max(worst, difference(found, expected))
     return {"difference": worst, "equal": worst == 0.0}
 
@@ -282,8 +277,7 @@ def exported(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
             continue
         row[name] = {"entries": len(found), "devices": devices}
         if name == "split_points" and found:
-            named = {path.removeprefix("module."): value for path, value in found.items()}
-            row["pipelining"] = pipelined(model, drawn, named)
+            row["pipelining"] = pipelined(model, drawn, found)
     return row
 
 
@@ -363,30 +357,24 @@ def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
     model = case.build()
     row: dict[str, Any] = {"name": case.name, "family": case.family, "expected": case.refused}
     row["parameters"] = sum(p.numel() for p in model.module.parameters())
-    trained: Step | None = None
-    inferred: Step | None = None
+    row["checkpointing"] = model.checkpoint is not None
+    steps: dict[str, Step] = {}
     for part in parts:
-        if part in ("placed", "exports"):
-            continue
-        checkpointed, optimizer = part.startswith("checkpointed_"), part.rpartition("_")[2]
-        optimizer = optimizer if optimizer in OPTIMIZERS else ""
-        if optimizer and (not case.training or (checkpointed and model.checkpoint is None)):
-            continue
         try:
-            row[part], step = judged(model, case, optimizer, checkpointed)
-            trained, inferred = (step, inferred) if optimizer else (trained, step)
+            if part in OPTIMIZERS or part == "inference":
+                if part == "inference" or case.training:
+                    row[part], steps[part] = judged(model, case, part.replace("inference", ""))
+                continue
+            kind = "sgd" if part == "placed" and case.training else "inference"
+            if kind not in steps:
+                optimizer = kind if kind in OPTIMIZERS else ""
+                drawn = Drawn(model, bool(optimizer), torch.float32)
+                record = OPTIMIZERS[kind][0] if optimizer else None
+                steps[kind] = Step(prepared(model, optimizer, torch.float32), drawn, record)
+            run = placed if part == "placed" else exported
+            row[part] = run(model, steps[kind], Drawn(model, kind in OPTIMIZERS, torch.float32))
         except Exception as error:
             row[part] = described(error)
-    for part, step, run in (
-        ("placed", trained or inferred, placed),
-        ("exports", inferred, exported),
-    ):
-        if part in parts and step is not None:
-            training = part == "placed" and trained is not None
-            try:
-                row[part] = run(model, step, Drawn(model, training, torch.float32))
-            except Exception as error:
-                row[part] = described(error)
     return row
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import REGISTRY, Batch, Model, numbers, whole
+from cases import REGISTRY, Batch, Model, numbers, whole, without_chance
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -195,7 +195,7 @@ def dit() -> Model:
         sample_size=8, patch_size=2, num_embeds_ada_norm=10, norm_num_groups=4,
     )  # fmt: skip
     return Model(
-        module.eval(),
+        without_chance(module),
         lambda g: {
             "hidden_states": numbers(g, 2, 4, 8, 8),
             "timestep": whole(g, 10, 2),

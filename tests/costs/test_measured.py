@@ -10,6 +10,7 @@ from dovetail.costs.worker import Entry, FailedCall, copies_for, time_calls
 from dovetail.errors import CostError
 from dovetail.frontends import Call, Ref, capture
 from dovetail.machine import Link, Machine, local_machine
+from dovetail.runtime import neighbours
 from dovetail.runtime.processes import Worker
 from setting_up import check_set_up
 
@@ -45,6 +46,32 @@ def test_equal_signatures_cost_the_same_and_are_measured_once(step, machine, tmp
 
     again = measured_costs(step.graph, None, machine, cache)  # all of it from the cache
     np.testing.assert_array_equal(again.compute_seconds, seconds)
+
+
+def test_ops_measured_beside_other_programs_have_costs_that_are_not_kept(
+    step, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(neighbours, "BUSY_CORES", 0.0)  # whatever the others do disturbs
+    monkeypatch.setattr(measured, "_NEIGHBOURS_SECONDS", 0.5)
+    cache, told = CostCache(tmp_path / "costs.sqlite"), []
+    machine = local_machine(1)
+    costs = measured_costs(step.graph, step.program, machine, cache, beside=told.append)
+    assert (costs.compute_seconds[~step.graph.is_source] > 0).all()
+    assert len(told) > 1, "a batch is measured again before it counts"
+    assert min(told) >= 0
+    with pytest.raises(CostError, match="never measured here"):
+        measured_costs(step.graph, None, machine, cache)
+
+
+def test_a_device_that_uses_fewer_threads_has_costs_of_its_own():
+    machine = local_machine()
+    (device,) = machine.devices
+    cores = len(device.cores)
+    all_cores = replace(device, threads=cores)
+    assert measured.device_key(all_cores, machine) == measured.device_key(device, machine)
+    one = replace(device, threads=1)
+    same = measured.device_key(one, machine) == measured.device_key(device, machine)
+    assert same == (cores == 1)
 
 
 def test_a_saved_graph_that_was_never_measured_names_its_first_op(step, machine, tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from dovetail.costs import CostCache, probe, probed_machine
 from dovetail.costs.probe import fit_link
 from dovetail.machine import local_machine
+from dovetail.runtime import neighbours
 
 
 def test_a_link_is_fitted_exactly_where_its_hops_follow_the_rule():
@@ -39,7 +40,8 @@ def measured(monkeypatch):
 
     def measure(machine):
         machines.append(machine)
-        return {"devices": [{"op_overhead_seconds": 1e-5}] * len(machine.devices), "link": {}}
+        devices = [{"op_overhead_seconds": 1e-5}] * len(machine.devices)
+        return {"devices": devices, "link": {}}, 1.5
 
     monkeypatch.setattr(probe, "_measure", measure)
     return machines
@@ -52,6 +54,23 @@ def test_two_machines_that_only_share_a_name_are_measured_apart(tmp_path, measur
     probed_machine(replace(machine, devices=(other,), host="other"), cache)
     probed_machine(machine, cache)
     assert len(measured) == 2
+
+
+def test_rates_measured_beside_other_programs_are_told_and_not_kept(
+    tmp_path, measured, monkeypatch
+):
+    monkeypatch.setattr(neighbours, "BUSY_CORES", 1.0)
+    machine, cache, told = local_machine(), CostCache(tmp_path / "costs.sqlite"), []
+    for _ in range(2):
+        probed = probed_machine(machine, cache, beside=told.append)
+        assert probed.devices[0].op_overhead_seconds == 1e-5
+    assert told == [1.5, 1.5]
+    assert len(measured) == 2
+    monkeypatch.setattr(neighbours, "BUSY_CORES", 2.0)
+    for _ in range(2):
+        probed_machine(machine, cache, beside=told.append)
+    assert told == [1.5, 1.5]
+    assert len(measured) == 3
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,33 @@ def test_here_splits_the_cores_in_disjoint_devices():
     assert many.local
 
 
+def test_here_1_is_one_device_of_one_core():
+    one, whole = local_machine(1), local_machine()
+    assert (one.name, whole.name) == ("here/1", "here")
+    (device,) = one.devices
+    assert len(device.cores) == 1
+    assert set(device.cores) < set(whole.devices[0].cores) or whole.devices[0].cores == device.cores
+    parsed = parse_machine("here/1")
+    assert (parsed.name, parsed.devices[0].cores) == ("here/1", device.cores)
+    check_local(one)
+
+
+def test_a_device_uses_a_thread_a_core_unless_it_says_otherwise(tmp_path):
+    machine = machine_of(1)
+    device = replace(machine.devices[0], cores=(0, 1, 2))
+    assert device.op_threads == 3
+    two = replace(machine, devices=(replace(device, threads=2),))
+    assert two.devices[0].op_threads == 2
+    assert two.fingerprint == replace(machine, devices=(device,)).fingerprint
+    save_machine(two, tmp_path / "two.toml")
+    assert load_machine(tmp_path / "two.toml") == two
+    save_machine(replace(two, devices=(device,)), tmp_path / "all.toml")
+    assert "threads" not in (tmp_path / "all.toml").read_text()
+    assert load_machine(tmp_path / "all.toml").devices[0].op_threads == 3
+    with pytest.raises(MachineError, match="threads is 4, but it has 3 cores"):
+        replace(device, threads=4)
+
+
 def test_the_host_is_among_the_smaller_devices_where_cores_do_not_divide(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(5)))
     sizes = [len(device.cores) for device in local_machine(3).devices]

@@ -131,6 +131,37 @@ def test_the_answer_says_how_it_is_known(measured, chosen, words):
     assert words in answer(make_scheduled(measured=measured, chosen=chosen), "measured")
 
 
+@pytest.mark.parametrize(
+    ("stages_ms", "streams_ms", "chosen", "words"),
+    [
+        ((16, 11), 13, "ios", "ios is predicted to be fastest: 11 ms"),
+        ((16, 11), 11, "ios", "ios is predicted to be fastest: 11 ms"),
+        ((16, 11), 8, "ios", "ios is predicted to be the fastest in stages: 11 ms, 1.455 x "
+         "sequential's speed (16 ms). The 8 ms of dataflow counts every kernel as if no other "
+         "slowed it down, so it does not show that dataflow is faster."),
+        ((10, 11), 13, "ios", "ios was chosen: 11 ms, 0.909 x sequential's speed (10 ms). The 10 "
+         "ms of sequential is less."),
+        ((10, 11), 8, "ios", "ios was chosen: 11 ms"),
+        ((10, 11), 8, "sequential", "sequential is predicted to be the fastest in stages: 10 ms. "
+         "The 8 ms of dataflow"),
+    ],
+)  # fmt: skip
+def test_a_schedule_is_called_the_fastest_only_where_no_prediction_is_lower(
+    stages_ms, streams_ms, chosen, words
+):
+    scheduled = make_scheduled(measured=(None, None, None), chosen=chosen)
+    seconds = [1e-3 * ms for ms in (*stages_ms, streams_ms)]
+    candidates = tuple(
+        replace(c, predicted_seconds=s) for c, s in zip(scheduled.candidates, seconds, strict=True)
+    )
+    scheduled = replace(scheduled, candidates=candidates)
+    assert words in answer(scheduled, "analytic")
+    page = Page(render_stages(make_schedules(scheduled, costs="analytic"))).text
+    assert words in page
+    fastest = scheduled.best.predicted_seconds == min(seconds)
+    assert ("is predicted to be fastest" in page) == fastest
+
+
 def test_the_terminal_shows_each_scheduler_of_each_batch():
     text = text_of(
         schedules_table(make_schedules(make_scheduled(), make_scheduled(8, chosen="sequential")))

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from dovetail.runtime.shared import Block
-from dovetail.runtime.waiting import address_of, barrier, publish, wait
+from dovetail.runtime.waiting import SPIN_NS, address_of, barrier, publish, wait
 
 
 def echo(channel):
@@ -53,7 +53,7 @@ def add_one(channel):
     block = Block(channel.receive_descriptor())
     values = block.view(1024, (channel.receive(),), np.float64)
     flags = block.view(0, (128,), np.int64)
-    wait(address_of(flags, 0), 1, address_of(flags, 16))
+    wait(address_of(flags, 0), 1, address_of(flags, 16), SPIN_NS)
     values += 1
     publish(address_of(flags, 8), 1)
     channel.receive()
@@ -64,7 +64,7 @@ def spin(channel):
     block = Block(channel.receive_descriptor())
     flags = block.view(0, (128,), np.int64)
     channel.send("spinning")
-    channel.send(wait(address_of(flags, 0), 1, address_of(flags, 16)))
+    channel.send(wait(address_of(flags, 0), 1, address_of(flags, 16), SPIN_NS))
 
 
 def race(channel):
@@ -75,7 +75,7 @@ def race(channel):
     sums = []
     for value in range(1, 2 * rounds, 2):
         cells[own] = value
-        barrier(address_of(flags), 2, own, value, address_of(flags, 16))
+        barrier(address_of(flags), 2, own, value, address_of(flags, 16), SPIN_NS)
         sums.append(int(cells.sum()))
-        barrier(address_of(flags), 2, own, value + 1, address_of(flags, 16))
+        barrier(address_of(flags), 2, own, value + 1, address_of(flags, 16), SPIN_NS)
     channel.send(sums)

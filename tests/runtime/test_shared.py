@@ -6,7 +6,7 @@ import pytest
 
 from dovetail.runtime import launch
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
-from dovetail.runtime.waiting import address_of, publish, wait
+from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 from named_memory import named_memory
 
 
@@ -89,6 +89,6 @@ def test_a_worker_sees_and_changes_the_block():
         worker.send(100)
         values[:] = np.arange(100)
         publish(address_of(flags, 0), 1)
-        assert wait(address_of(flags, 8), 1, address_of(flags, 16)) == 1
+        assert wait(address_of(flags, 8), 1, address_of(flags, 16), SPIN_NS) == 1
         assert values.tolist() == list(range(1, 101))
     block.close()

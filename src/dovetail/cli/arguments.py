@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from dovetail.plans import Plan
 
 MODEL_HELP = (
-    "zoo:NAME?option=value, package.module:function (returns module, inputs[, loss[, targets]]; "
-    "looked for in the current folder first), FILE.onnx, or a file (.json, .json.gz): a saved "
-    "graph, or a published placement instance"
+    "zoo:NAME?option=value, transformers:NAME?tokens=512 (a local config.json, a published model "
+    "or a type; nothing is downloaded), package.module:function (returns module, inputs[, loss[, "
+    "targets]]; looked for in the current folder first), FILE.onnx, FILE.pt2 of torch.export, or "
+    "a file (.json, .json.gz): a saved graph, or a published placement instance"
 )
 MACHINE_HELP = (
-    'here, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
-    "rl17/4, gdp/2 to gdp/8"
+    'here, here/1, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: '
+    "rl17/2, rl17/4, gdp/2 to gdp/8"
 )
 PLACERS_HELP = (
     "single, expert, balanced, etf, m_topo, heft, sct, metis, scotch, mincut, linear_dp, "
@@ -104,6 +105,19 @@ def size_of(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise UsageError(option, str(error)) from None
+
+
+def share_of(option: str, text: str) -> float | None:
+    """ "2%" or ".02" as a share; None for "". Raises `UsageError`."""
+    if not text:
+        return None
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise UsageError(option, f"{text!r} is not a share; write 2% or .02")
+    return share
 
 
 def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> None:

@@ -68,20 +68,41 @@ def plan(  # noqa: PLR0913  one argument an option
     per_op: Annotated[
         bool, typer.Option("--per-op", help="Of gdp and gdp+search: place every op by itself")
     ] = False,
+    whole: Annotated[
+        list[str] | None,
+        typer.Option(help="PATTERN of modules that are each placed as one, e.g. 'layers.*'"),
+    ] = None,
+    made_for: Annotated[
+        str, typer.Option("--for", help="Only plans that export as device-map or split-points")
+    ] = "",
+    place: Annotated[
+        Path | None,
+        typer.Option(help="Price this placement beside ours: a device map or a plan (JSON)"),
+    ] = None,
+    min_gain: Annotated[
+        str,
+        typer.Option(
+            help="More devices only where they gain as much: 2%, .02",
+            show_default="2%; 0 for an instance",
+        ),
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     report: Annotated[Path | None, typer.Option(help="Write its page (HTML)")] = None,
     as_json: Json = False,
 ) -> None:
     """Find where each operation should run. Ctrl-C keeps the best plan so far."""
-    from dovetail import pipeline
+    with progress_bar() as progress:
+        progress("importing torch", 0.0, None)
+        from dovetail import pipeline
 
-    arguments.check_outputs(out, report, inputs=[model, machine, policy or ""])
+    arguments.check_outputs(out, report, inputs=[model, machine, policy or "", place or ""])
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
+    least = arguments.share_of("--min-gain", min_gain)
     search: dict[str, Any] = {
         "placer": placer, "objective": objective, "budget": budget, "seed": seed,
-        "contiguous": contiguous,
+        "contiguous": contiguous, "whole": tuple(whole or ()), "format": made_for,
     }  # fmt: skip
     named = [device for _, device in pins] + [device for device, _ in caps]
     file = model if pipeline.names_file(model) else ""
@@ -90,29 +111,33 @@ def plan(  # noqa: PLR0913  one argument an option
     pipeline.check_request(machine, **search, devices=named, step=step)
     learned: dict[str, Any] = {"policy": policy, "finetune": finetune, "per_op": per_op}
     pipeline.check_policy(placer, **learned)
-    step = pipeline.replicated(
-        step or arguments.resolve(model, train, shape), replicas, asynchronous
-    )
     try:
         with progress_bar() as progress:
+            progress(f"capturing {model}", 0.0, None)
+            step = pipeline.replicated(
+                step or arguments.resolve(model, train, shape), replicas, asynchronous
+            )
             found = pipeline.plan(
                 step,
                 machine,
                 **search,
                 **learned,
                 gap=gap,
+                min_gain=least,
+                place=place,
                 pins=pins,
                 caps=caps,
                 model=file,
                 progress=progress,
             )
     except InfeasibleError as error:
-        if as_json:
+        if as_json and step is not None:
             show_json(_infeasible(model, step, machine, search, error))
         raise
     # A graph from a file does not say whether we replicated it.
     source = replace(found.source, replicas=replicas, asynchronous=asynchronous)
     found = replace(found, source=source)
+    step = pipeline.planned(found, step)
     if out is not None:
         found.save(out)
         say(f"wrote {out}")
@@ -145,6 +170,10 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
         "devices": list(names),
         "objective": plan.objective,
         "contiguous": plan.contiguous,
+        "whole": list(plan.whole),
+        "for": plan.made_for,
+        "notes": list(plan.notes),
+        "min_gain": plan.min_gain,
         "unit": unit,
         "value": plan.value * scale,
         "lower_bound": plan.lower_bound * scale,
@@ -175,7 +204,7 @@ def _infeasible(
 
     unknown = (
         "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
-        "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan",
+        "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan", "min_gain",
     )  # fmt: skip
     return {
         **dict.fromkeys(unknown),
@@ -184,6 +213,9 @@ def _infeasible(
         "machine": machine or machine_of(step, machine).name,
         "objective": search["objective"] or default_objective(step),
         "contiguous": search["contiguous"],
+        "whole": list(search["whole"]),
+        "for": search["format"],
+        "notes": [],
         "unit": _unit(step)[0],
         "placer": search["placer"],
         "feasible": False,

@@ -26,13 +26,16 @@ def machine(
 ) -> None:
     """What a machine is; of this one, measured."""
     from dovetail.machine import save_machine
-    from dovetail.pipeline import resolve_machine
+    from dovetail.pipeline import Notes, resolve_machine
     from dovetail.reports import machine_table
 
     check_outputs(out, inputs=[name])
+    notes = Notes()
     with progress_bar() as progress:
-        where = resolve_machine(name, progress, fresh=fresh)
+        where = resolve_machine(name, progress, fresh=fresh, notes=notes)
     show(machine_table(where))
+    for note in notes.texts:
+        say(note)
     if out is not None:
         save_machine(where, out)
         say(f"wrote {out}")

@@ -49,11 +49,14 @@ def run(
                 "mean_seconds": measurement.mean_seconds,
                 "steps": steps,
                 "error": seconds / measurement.median_seconds - 1,
+                "others_cores": measurement.others_cores,
             }
         )
     else:
         show(run_table(predicted, measurement.step_seconds, measurement.timeline))
         show_limits(opened, captured.graph, measurement.timeline)
+    if disturbance := pipeline.disturbance_of(opened, predicted.step_seconds, measurement):
+        say(disturbance)
 
 
 def report(

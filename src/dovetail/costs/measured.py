@@ -1,9 +1,9 @@
 """Measured costs: each distinct op signature timed once per kind of device, and kept.
 
-Devices of one kind (same processor, same number of cores) are timed at the same time, each with
-its share of the signatures: that is twice as fast on two devices, and what each sees of the memory
-and the caches is what it will see when a plan keeps the others busy. One that has nothing left to
-measure repeats what another measures.
+Devices of one kind (same processor, same numbers of cores and threads) are timed at the same time,
+each with its share of the signatures: that is twice as fast on two devices, and what each sees of
+the memory and the caches is what it will see when a plan keeps the others busy. One that has
+nothing left to measure repeats what another measures.
 """
 
 import platform
@@ -24,6 +24,7 @@ from dovetail.frontends import Program
 from dovetail.frontends.arguments import distinct_refs
 from dovetail.graph import HOST, Graph
 from dovetail.machine import Device, Machine
+from dovetail.runtime.neighbours import disturbs
 from dovetail.runtime.processes import Worker, launch, ready
 
 PROTOCOL = 4
@@ -32,6 +33,9 @@ _BATCH_OPS = 64
 _BATCH_BYTES = 2**28
 _PATIENCE_SECONDS = 20.0
 """How long a device waits, in all, for its core to be undisturbed."""
+_NEIGHBOURS_SECONDS = 5.0
+"""How long a device measures batches again, in all, that other programs disturbed: who works for
+longer than that works on."""
 
 Progress = Callable[[float], None]
 
@@ -40,7 +44,7 @@ def device_key(device: Device, machine: Machine) -> str:
     """Everything that a measurement on this device depends on."""
     peers = sum(_kind(other) == _kind(device) for other in machine.devices)
     return (
-        f"{device.model} | {len(device.cores)} cores | {peers} at once | torch {torch.__version__} "
+        f"{device.model} | {_threads_of(device)} | {peers} at once | torch {torch.__version__} "
         f"| protocol {PROTOCOL}"
     )
 
@@ -52,9 +56,12 @@ def measured_costs(
     cache: CostCache,
     *,
     progress: Progress = lambda _fraction: None,
+    beside: Callable[[float], None] = lambda _cores: None,
 ) -> Costs:
     """[ops, devices] measured seconds; what the cache holds is not measured again.
 
+    beside    told how many cores other programs used while some ops were measured, where that
+              `disturbs`; the cache does not keep what those took
     program   None (a graph from a file) works only if the cache holds every signature;
               `CostError` names the first op it lacks.
     """
@@ -76,12 +83,14 @@ def measured_costs(
                 "name the model instead of its graph",
             )
         if missing and program is not None:
+            progress(1 - len(missing) / len(first))  # starting the workers takes a while
             entries = {op: _entry(graph, program, cold, op) for op in missing}
-            for found in _measure(graph, entries, devices, cache):
+            for found, others_cores in _measure(graph, entries, devices, cache, beside):
                 by_key = {_signature_key(graph, cold, op): cost for op, cost in found.items()}
-                cache.add_costs(device_name, by_key)
+                if not disturbs(others_cores):
+                    cache.add_costs(device_name, by_key)
                 known |= by_key
-                progress(1 - sum(key not in known for key in first) / len(missing))
+                progress(1 - sum(key not in known for key in first) / len(first))
         column = np.array([known[key].seconds for key in keys])
         for d, device in enumerate(machine.devices):
             if _kind(device) == kind:
@@ -90,11 +99,16 @@ def measured_costs(
     return Costs(seconds, "measured")
 
 
-def _kind(device: Device) -> tuple[str, int]:
-    return device.model, len(device.cores)
+def _threads_of(device: Device) -> str:
+    cores, threads = len(device.cores), device.op_threads
+    return f"{cores} cores" if threads == cores else f"{threads} threads on {cores} cores"
 
 
-def _kinds(machine: Machine) -> dict[tuple[str, int], list[Device]]:
+def _kind(device: Device) -> tuple[str, int, int]:
+    return device.model, len(device.cores), device.op_threads
+
+
+def _kinds(machine: Machine) -> dict[tuple[str, int, int], list[Device]]:
     kinds = defaultdict(list)
     for device in machine.devices:
         kinds[_kind(device)].append(device)
@@ -102,16 +116,24 @@ def _kinds(machine: Machine) -> dict[tuple[str, int], list[Device]]:
 
 
 def _measure(
-    graph: Graph, entries: dict[int, Entry], devices: list[Device], cache: CostCache
-) -> Iterator[dict[int, Measured]]:
+    graph: Graph,
+    entries: dict[int, Entry],
+    devices: list[Device],
+    cache: CostCache,
+    beside: Callable[[float], None],
+) -> Iterator[tuple[dict[int, Measured], float]]:
     """Time the entries of these ops, handing each worker the next batch as it comes free:
-    op -> what was measured, batch by batch."""
+    (op -> what was measured, cores that other programs used meanwhile), batch by batch.
+
+    A batch that others disturbed is measured again later, while there is patience for that.
+    """
     todo = list(reversed(_batches(graph, entries, len(devices))))
     core = _core_key(devices[0])
     best_seconds = cache.pace(core)
     with ExitStack() as stack:
         idle = [stack.enter_context(start_worker(device)) for device in devices]
         patience = dict.fromkeys(idle, _PATIENCE_SECONDS)
+        again_seconds = dict.fromkeys(idle, _NEIGHBOURS_SECONDS)
         for worker in idle:
             worker.receive()
         working: dict[Worker, list[int]] = {}
@@ -138,17 +160,24 @@ def _measure(
                 patience[worker] -= reply.waited_seconds
                 best_seconds = min(best_seconds, reply.pace_seconds)
                 cache.add_pace(core, best_seconds)
-                yield {
+                if disturbs(reply.others_cores):
+                    beside(reply.others_cores)
+                    if again_seconds[worker] > 0:
+                        again_seconds[worker] -= reply.seconds
+                        todo.insert(0, batch)
+                        continue
+                measured = {
                     op: Measured(timing.median_seconds, timing.spread)
                     for op, timing in zip(batch, reply.timings, strict=True)
                 }
+                yield measured, reply.others_cores
         for worker in repeating:  # nobody waits for what these measure
             worker.close(kill=True)
 
 
 def start_worker(device: Device) -> Worker:
     """A worker for the device, told to set up; its reply is still to come."""
-    threads = len(device.cores)
+    threads = device.op_threads
     entry = "dovetail.costs.worker:serve"
     worker = launch(entry, cores=device.cores, threads=threads, name=device.name)
     worker.send(("set up", threads))

@@ -3,6 +3,7 @@
 Takes a few seconds, most of them to start processes; the cache keeps what it finds.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,17 +15,25 @@ from dovetail.costs.measured import device_key, start_worker
 from dovetail.costs.worker import HOP_BYTES
 from dovetail.errors import MachineError
 from dovetail.machine import Machine
+from dovetail.runtime.neighbours import Neighbours, disturbs
 from dovetail.runtime.processes import Worker
 from dovetail.runtime.shared import Block
 
 _BLOCK_BYTES = 256 + 2 * max(HOP_BYTES)
 
 
-def probed_machine(machine: Machine, cache: CostCache, *, fresh: bool = False) -> Machine:
+def probed_machine(
+    machine: Machine,
+    cache: CostCache,
+    *,
+    fresh: bool = False,
+    beside: Callable[[float], None] = lambda _cores: None,
+) -> Machine:
     """The machine with measured rates, from the cache unless `fresh`.
 
     Devices are measured at the same time, as they will work. Links are taken to be alike: one pair
-    is measured and stands for all.
+    is measured and stands for all. Rates that were measured while other programs used these cores
+    are not kept; `beside` is told how many cores those used.
     """
     key = f"{machine.name} | {machine.fingerprint} | {device_key(machine.devices[0], machine)}"
     rates = None if fresh else cache.probe(key)
@@ -33,8 +42,11 @@ def probed_machine(machine: Machine, cache: CostCache, *, fresh: bool = False) -
             return _with_rates(machine, rates)
         except (KeyError, TypeError, ValueError, MachineError):
             pass  # a row that does not fit, from another version say: measure anew
-    rates = _measure(machine)
-    cache.add_probe(key, rates)
+    rates, others_cores = _measure(machine)
+    if disturbs(others_cores):
+        beside(others_cores)
+    else:
+        cache.add_probe(key, rates)
     return _with_rates(machine, rates)
 
 
@@ -60,15 +72,19 @@ def fit_link(hop_seconds: dict[int, float]) -> dict[str, float]:
     return {"latency_seconds": float(latency), "bandwidth_bytes_per_second": float(1 / per_byte)}
 
 
-def _measure(machine: Machine) -> dict[str, Any]:
+def _measure(machine: Machine) -> tuple[dict[str, Any], float]:
+    """(rates of devices and links, cores that other programs used meanwhile)."""
     with ExitStack() as stack:
         workers = [stack.enter_context(start_worker(device)) for device in machine.devices]
         for worker in workers:
             worker.receive()
+        cores = [core for device in machine.devices for core in device.cores]
+        neighbours = Neighbours(cores, [worker.pid for worker in workers])
+        for worker in workers:
             worker.send(("rates",))
         devices = [worker.receive() for worker in workers]
         link = fit_link(_hops(workers[0], workers[1])) if machine.links else {}
-    return {"devices": devices, "link": link}
+        return {"devices": devices, "link": link}, neighbours.settled() or 0.0
 
 
 def _hops(first: Worker, second: Worker) -> dict[int, float]:

@@ -4,6 +4,7 @@ Messages are tuples whose first element is a key of `_ANSWERS`; each is answered
 """
 
 import gc
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ import torch
 from dovetail.frontends.binding import Values, bind
 from dovetail.frontends.program import Call
 from dovetail.runtime.channels import Channel
+from dovetail.runtime.neighbours import Neighbours, Spinning
 from dovetail.runtime.setup import set_up
 from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import Timing, clock, summarise, time_call
-from dovetail.runtime.waiting import address_of, publish, wait
+from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in elements, dtype
 
@@ -43,11 +45,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """A timing per entry; the best pace seen or known before; what disturbed rounds took."""
+    """A timing per entry; the best pace seen or known before; what disturbed rounds took; what all
+    took; cores of this process that other programs used meanwhile."""
 
     timings: list[Timing]
     pace_seconds: float
     waited_seconds: float
+    seconds: float
+    others_cores: float
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,16 @@ def serve(channel: Channel) -> None:
             if name == "block":
                 arguments = [channel.receive_descriptor()]
             channel.send(_ANSWERS[name](*arguments))
+
+
+_spinning: Spinning | None = None
+
+
+def set_up_device(threads: int) -> None:
+    """Set this process up as an executor's worker is: it spins where that one would."""
+    global _spinning
+    set_up(threads)
+    _spinning = Spinning(os.sched_getaffinity(0), threads)
 
 
 def time_calls(
@@ -87,8 +102,11 @@ def time_calls(
             return FailedCall(index, traceback.format_exc())
     rounds: list[tuple[float, list[float]]] = []  # (pace, seconds of each call)
     undisturbed, turn, waited = 0, 0, 0.0
+    neighbours = Neighbours(os.sched_getaffinity(0))
     began = clock()
     while not _enough(len(rounds), clock() - began, undisturbed, patience_seconds - waited):
+        if _spinning is not None:
+            _spinning.look()
         start = clock()
         now = pace_seconds()
         if now < best_seconds:
@@ -101,10 +119,12 @@ def time_calls(
         waited += 0.0 if calm else clock() - start
         if calm or len(rounds) < _MOST_ROUNDS:
             rounds.append((now, seconds))
+    others_cores = neighbours.settled() or 0.0
     limit = _DISTURBED * best_seconds if undisturbed >= _LEAST_ROUNDS else float("inf")
     columns = zip(*(seconds for now, seconds in rounds if now <= limit), strict=True)
     gc.collect()
-    return TimedCalls([summarise(list(column)) for column in columns], best_seconds, waited)
+    timings = [summarise(list(column)) for column in columns]
+    return TimedCalls(timings, best_seconds, waited, clock() - began, others_cores)
 
 
 def _enough(rounds: int, spent_seconds: float, undisturbed: int, patience_seconds: float) -> bool:
@@ -210,12 +230,12 @@ class _Hops:
                 round_base += 1
                 began = clock()
                 if not first:
-                    wait(theirs, round_base, abort)
+                    wait(theirs, round_base, abort, SPIN_NS)
                     data.copy_(back)
                 there.copy_(data)
                 publish(ours, round_base)
                 if first:
-                    wait(theirs, round_base, abort)
+                    wait(theirs, round_base, abort, SPIN_NS)
                     data.copy_(back)
                     samples.append((clock() - began) / 2)
             if first:
@@ -241,7 +261,7 @@ def _random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
 
 _hops = _Hops()
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    "set up": set_up,
+    "set up": set_up_device,
     "time": time_calls,
     "rates": measure_rates,
     "block": _hops.map,

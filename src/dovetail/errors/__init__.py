@@ -39,6 +39,7 @@ DovetailError
 │   │   ├── OrderError          .device
 │   │   ├── PromiseError        .promise .promised .found
 │   │   ├── NotContiguousError  .device .path
+│   │   ├── SplitModuleError    .module .devices
 │   │   ├── GraphMismatchError  .expected .found
 │   │   └── MachineMismatchError .expected .found
 │   ├── UnknownRuleError      .rule .known
@@ -94,6 +95,7 @@ from dovetail.errors.base import (
     PromiseError,
     ReplicationError,
     RunError,
+    SplitModuleError,
     TooManyIdealsError,
     TooManyIntervalsError,
     UnknownDeviceError,
@@ -167,6 +169,7 @@ __all__ = [
     "RunError",
     "RunMismatchError",
     "ServerLostError",
+    "SplitModuleError",
     "TooManyIdealsError",
     "TooManyIntervalsError",
     "TooManyStatesError",

@@ -278,6 +278,17 @@ class NotContiguousError(PlanError):
         self.path = path
 
 
+class SplitModuleError(PlanError):
+    rule = 7
+
+    def __init__(self, module: str, devices: tuple[str, str]) -> None:
+        super().__init__(
+            f"module {module!r} is kept whole, but runs on {devices[0]} and on {devices[1]}"
+        )
+        self.module = module
+        self.devices = devices
+
+
 class InfeasibleError(DovetailError):
     """No plan fits."""
 

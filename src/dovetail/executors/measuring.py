@@ -21,10 +21,12 @@ TIMED_STEPS = 3
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """step_seconds [steps]: each step that counts. timeline: the median one of the stamped."""
+    """step_seconds [steps]: each step that counts. timeline: the median one of the stamped.
+    others_cores: of the plan's devices, that other programs used meanwhile; 0: not known."""
 
     step_seconds: NDArray[np.float64]
     timeline: Timeline
+    others_cores: float = 0.0
 
     @property
     def median_seconds(self) -> float:
@@ -45,11 +47,17 @@ class Measurement:
 
 
 def measure_steps(
-    advance: Callable[[bool], float], timeline: Callable[[], Timeline], *, steps: int, warmup: int
+    advance: Callable[[bool], float],
+    timeline: Callable[[], Timeline],
+    *,
+    steps: int,
+    warmup: int,
+    others_cores: Callable[[], float | None] = lambda: None,
 ) -> Measurement:
     """Warm up, run `steps` (at least 2) steps, drop the first; then stamped ones.
 
-    `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's.
+    `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's;
+    `others_cores()` says what other programs used since this was called.
     """
     _check_steps(steps)
     for _ in range(warmup):
@@ -60,7 +68,7 @@ def measure_steps(
         advance(True)
         timelines.append(timeline())
     timelines.sort(key=lambda timeline: timeline.step_seconds)
-    return Measurement(seconds, timelines[TIMED_STEPS // 2])
+    return Measurement(seconds, timelines[TIMED_STEPS // 2], others_cores() or 0.0)
 
 
 def time_steps(advance: Callable[[bool], float], steps: int) -> NDArray[np.float64]:

@@ -39,6 +39,7 @@ from dovetail.frontends.program import Captured, Ref
 from dovetail.frontends.structures import substitute
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
+from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.processes import Worker, ready
 from dovetail.runtime.shared import Block
 from dovetail.runtime.waiting import address_of, publish
@@ -155,7 +156,15 @@ class Placed:
         the captured examples. They are real steps: in training they change the parameters."""
         if inputs is not None:
             self.feed(inputs)
-        return measure_steps(self._advance, self._timeline, steps=steps, warmup=warmup)
+        cores = [core for device in self.plan.machine.devices for core in device.cores]
+        neighbours = Neighbours(cores, self.workers.pids)
+        return measure_steps(
+            self._advance,
+            self._timeline,
+            steps=steps,
+            warmup=warmup,
+            others_cores=neighbours.settled,
+        )
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
         """[steps - 1] seconds of each of `steps` steps but the first, as `measure` counts them and
@@ -220,7 +229,8 @@ class Placed:
         """Take every device's reply out of `waiting`; raise the first failure among them."""
         failure: RunError | None = None
         while waiting:
-            for process in ready(waiting):
+            # One process alone needs no selector, which takes as long as a small step's hand-over.
+            for process in ready(waiting) if len(waiting) > 1 else list(waiting):
                 share = waiting[process]
                 try:
                     reply = process.receive()

@@ -1,12 +1,13 @@
 """The process behind one device: loads shares, then runs them step by step.
 
-Between steps it sleeps on its channel; within a step it spins on flags in shared memory.
+Between steps it sleeps on its channel; within a step it waits for flags in shared memory.
 
     load ──► bind every instruction to the values ──► "ready"
     step ──► barrier ─ instructions ─ barrier ─ copy outputs ──► "done", "aborted" or `Failed`
 """
 
 import gc
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from dovetail.frontends.binding import Bound, Values, bind
 from dovetail.frontends.interpret import seed_for
 from dovetail.frontends.program import Call
 from dovetail.runtime.channels import Channel
-from dovetail.runtime.setup import set_up
+from dovetail.runtime.neighbours import Spinning
+from dovetail.runtime.setup import set_up, set_up_thread
 from dovetail.runtime.shared import Block
 from dovetail.runtime.waiting import ABORTED, barrier, publish, publish_copy, wait
 
@@ -62,6 +64,13 @@ class Unload:
 
 
 @dataclass(frozen=True)
+class Threads:
+    """Use `count` threads an op from here on; the reply is "ready"."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """The reply to a step in which an op raised."""
 
@@ -82,10 +91,12 @@ class LaneFailed(Exception):
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests until the channel closes. The first one is the number of threads."""
+    """Answer requests until the channel closes. The first one is the number of threads an op."""
     threads: int = channel.receive()
     set_up(threads)
-    team = Team(threads)
+    cores = os.sched_getaffinity(0)
+    spinning = Spinning(cores, threads)
+    team = Team(len(cores))
     loaded: dict[int, _Loaded] = {}
     program, calls = 0, dict[int, Call]()
     with torch.inference_mode():
@@ -98,21 +109,28 @@ def serve(channel: Channel) -> None:
                     if request.program != program:
                         program, calls = request.program, {}
                     calls.update(request.calls)
-                    loaded[key] = _Loaded(request, calls, block, team)
+                    loaded[key] = _Loaded(request, calls, block, team, spinning)
                     channel.send("ready")
                 case Step(key=key, number=number, timed=timed):
                     channel.send(loaded[key].run(number, timed))
                 case Unload(key=key):
                     loaded.pop(key).block.close()
                     gc.collect()  # its values and its instructions refer to each other
+                case Threads(count=count):
+                    set_up_thread(count)
+                    channel.send("ready")
 
 
 class _Loaded:
     """A share bound to its values."""
 
-    def __init__(self, load: Load, calls: dict[int, Call], block: Block, team: Team) -> None:
+    def __init__(
+        self, load: Load, calls: dict[int, Call], block: Block, team: Team, spinning: Spinning
+    ) -> None:
         self.block = block
         self.team = team
+        self.spinning = spinning
+        self.spin_ns = [0]  # of every wait, shared with the bound instructions
         self.share = load.share
         self.seed = load.seed
         self.values: Values = [None] * load.tensors
@@ -133,6 +151,8 @@ class _Loaded:
     def run(self, number: int, timed: bool) -> str | Failed:
         """One step; what became of it."""
         self.now[0] = number * (SKEW + 1)
+        self.spinning.look()
+        self.spin_ns[0] = round(self.spinning.spin_seconds * 1e9)
         try:
             self._meet(2 * number - 1)
             self.progress[1] = time.perf_counter_ns()
@@ -176,7 +196,8 @@ class _Loaded:
 
     def _meet(self, value: int) -> None:
         share = self.share
-        found = barrier(self.base + share.barrier, share.seats, share.seat, value, self.abort)
+        flags, spin_ns = self.base + share.barrier, self.spin_ns[0]
+        found = barrier(flags, share.seats, share.seat, value, self.abort, spin_ns)
         if found == ABORTED:
             raise Aborted
 
@@ -277,6 +298,7 @@ class _Loaded:
 
     def _bind_wait(self, waiting: Wait) -> Bound:
         flag, now, abort = self.base + waiting.flag, self.now, self.abort
+        spin_ns = self.spin_ns
         values, tensor, slot, block = self.values, waiting.tensor, waiting.slot, self.block
         skew = 0
         if slot is not None:
@@ -284,7 +306,7 @@ class _Loaded:
 
         def run() -> None:
             nonlocal skew
-            found = wait(flag, now[0], abort)
+            found = wait(flag, now[0], abort, spin_ns[0])
             if found != now[0] + skew:
                 if found == ABORTED:
                     raise Aborted

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from dovetail.errors import RunError, UsageError
+from dovetail.executors.worker import Threads
 from dovetail.machine import Device, Machine
 from dovetail.runtime.processes import Worker, launch
 
@@ -43,7 +44,7 @@ class Workers:
             fresh = [d for d in devices if d not in self._started]
             for index in fresh:
                 device = self.machine.devices[index]
-                threads = len(device.cores)
+                threads = device.op_threads
                 worker = launch(ENTRY, cores=device.cores, threads=threads, name=device.name)
                 self._started[index] = self._stack.enter_context(worker)
                 worker.send(threads)
@@ -53,6 +54,14 @@ class Workers:
             self.close(kill=True)
             raise
         return [self._started[index] for index in devices]
+
+    def set_threads(self, threads: int) -> None:
+        """Have the processes that were started use so many threads an op from here on."""
+        self.check_open()
+        for worker in self._started.values():
+            worker.send(Threads(threads))
+        for worker in self._started.values():
+            worker.receive()
 
     def new_key(self) -> int:
         """A key for one loaded plan, not used before."""
@@ -70,9 +79,10 @@ class Workers:
         return self._program_key, fresh
 
     def serves(self, machine: Machine) -> bool:
-        """True if plans for `machine` can run here: the same devices on the same cores."""
-        return [(d.name, d.cores) for d in self.machine.devices] == [
-            (d.name, d.cores) for d in machine.devices
+        """True if plans for `machine` can run here: the same devices on the same cores, with as
+        many threads."""
+        return [(d.name, d.cores, d.op_threads) for d in self.machine.devices] == [
+            (d.name, d.cores, d.op_threads) for d in machine.devices
         ]
 
     def check_open(self) -> None:

@@ -20,23 +20,31 @@ https://huggingface.co/docs/accelerate/concept_guides/big_model_inference; read 
 `big_modeling.dispatch_model`, `hooks.attach_align_device_hook_on_blocks`
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.errors import ExportError
 from dovetail.exports.modules import (
+    HELD,
     Module,
     check_one_replica,
+    forward_ops,
     graph_behind,
     module_tree,
     placed_ops,
 )
 from dovetail.graph import HOST, Graph, Phase
+from dovetail.graph.duplicates import origins_in
+from dovetail.graph.units import Units, units_of
 from dovetail.plans import Plan
 
 FORMAT = "a device_map"
+LARGEST_WHOLE = 1 / 4
+"""Share of the forward FLOPs and bytes up to which a module is kept whole because its own ops join
+what is made at several places; of a larger one these places stay together instead."""
 Name = int | str
 Home = TypeVar("Home")
 
@@ -181,6 +189,11 @@ def check_glue(
     modules, which nothing moves tensors for, reads from two devices. `main` is where the model
     gets its inputs."""
     made: dict[int, int] = {}  # tensor -> device; constants and the like are missing
+    origins = origins_in(graph)
+    copies = np.flatnonzero(origins != np.arange(len(graph))).tolist()
+    copies_of: dict[int, list[int]] = {}
+    for op in copies:
+        copies_of.setdefault(int(origins[op]), []).append(op)
     for op in np.flatnonzero(graph.is_source).tolist():
         for tensor in graph.outputs_of(op):
             if graph.residences[op] == HOST:
@@ -200,8 +213,9 @@ def check_glue(
                     f"{' and '.join(devices)}; pin its inputs' modules to one device",
                 )
             home = next(iter(reads), main)
-        for tensor in graph.outputs_of(op):
-            made[tensor] = home
+        # There it is the origin that the copy's readers read.
+        for same in (op, *copies_of.get(op, ())):
+            made.update(dict.fromkeys(graph.outputs_of(same), home))
 
 
 def home_of(path: str, found: Mapping[str, Home]) -> Home | None:
@@ -211,3 +225,112 @@ def home_of(path: str, found: Mapping[str, Home]) -> Home | None:
             return found[path]
         path = path.rpartition(".")[0]
     return None
+
+
+_INPUTS, _OUTSIDE = "inputs", "outside"
+"""Where a tensor comes from that an op between modules reads, other than a module's child."""
+
+
+def module_units(graph: Graph, whole: Sequence[str]) -> tuple[Units, NDArray[np.bool_]]:
+    """(units, [ops] True for ops that the first device must run) under which every placement is a
+    device map.
+
+    A unit is a module without children, one that is kept whole, or one whose own ops join what
+    several modules made: a residual block, say, whose add reads the block's input. Calling a listed
+    module moves all it reads to its device, so that it stands anywhere. Ops of the modules that are
+    left run where what they read was made, so they are tied to that. What reads one parameter stays
+    together, as accelerate keeps a tied one on one device. Raises `ExportError` for towers.
+    """
+    check_one_replica(graph, FORMAT)
+    search = _Units(graph, set(whole))
+    search.descend(module_tree(graph))
+    search.tie_readers()
+    return units_of(graph, search.roots, search.ties), search.main
+
+
+class _Units:
+    """The modules that are units so far, and what is tied together between them."""
+
+    def __init__(self, graph: Graph, whole: set[str]) -> None:
+        self.graph = graph
+        self.whole = whole
+        self.roots: list[str] = []
+        self.ties: list[tuple[int, int]] = []
+        self.main = np.zeros(len(graph), dtype=bool)
+        forward = np.array(forward_ops(graph), dtype=np.int64)
+        work = np.stack([graph.flops, graph.accessed_bytes], axis=1).astype(np.float64)
+        self.work = work / np.maximum(work[forward].sum(axis=0), 1)
+
+    def descend(self, module: Module) -> None:
+        """Make the module a unit, or tie its own ops and descend to its children."""
+        if module.path in self.whole or not module.children:
+            self.roots.append(module.path)
+            return
+        origins = self._origins(module)
+        if module.path and self._joins(origins) and self._small(module):
+            self.roots.append(module.path)
+            return
+        for op, found in origins.items():
+            makers = [self._maker(t) for t in self.graph.inputs_of(op).tolist()]
+            made_by_modules = found - {_INPUTS}
+            if made_by_modules:
+                self.ties += [
+                    (op, maker)
+                    for maker in makers
+                    if maker >= 0 and origins.get(maker) != {_INPUTS}
+                ]
+                self.main[op] = _INPUTS in found
+        for child in module.children.values():
+            self.descend(child)
+
+    def tie_readers(self) -> None:
+        """Tie the forward ops that read one parameter or buffer, and, where ops of the outermost
+        module read inputs beside what was made elsewhere, these to the first forward op."""
+        graph = self.graph
+        forward = set(forward_ops(graph))
+        for op in np.flatnonzero(graph.is_source).tolist():
+            if graph.kinds[op] in HELD:
+                readers = [r for t in graph.outputs_of(op) for r in graph.consumers_of(t).tolist()]
+                readers = [r for r in readers if r in forward]
+                self.ties += [(readers[0], reader) for reader in readers[1:]]
+        if self.main.any():
+            first = min(forward)
+            self.ties += [(first, op) for op in np.flatnonzero(self.main).tolist()]
+
+    def _origins(self, module: Module) -> dict[int, set[str]]:
+        """Of each op that the module runs itself: where what it reads comes from."""
+        origins: dict[int, set[str]] = {}
+        for op in module.ops:
+            found = origins[op] = set()
+            for tensor in self.graph.inputs_of(op).tolist():
+                maker = int(self.graph.producers[tensor])
+                if self.graph.is_source[maker]:
+                    # The outermost module's own tensors are put where its inputs are.
+                    own = not module.path and self.graph.kinds[maker] in HELD
+                    found |= {_INPUTS} if own or self.graph.residences[maker] == HOST else set()
+                elif maker in origins:
+                    found |= origins[maker]
+                else:
+                    found.add(self._child_around(module, maker))
+        return origins
+
+    def _child_around(self, module: Module, op: int) -> str:
+        """The path of the child of `module` that the op is in, or `_OUTSIDE`."""
+        path, within = self.graph.modules[op], f"{module.path}." if module.path else ""
+        if not path.startswith(within):
+            return _OUTSIDE
+        return within + path.removeprefix(within).partition(".")[0]
+
+    def _maker(self, tensor: int) -> int:
+        """The op that makes the tensor; -1 for a source."""
+        maker = int(self.graph.producers[tensor])
+        return -1 if self.graph.is_source[maker] else maker
+
+    def _joins(self, origins: dict[int, set[str]]) -> bool:
+        return any(len(found) > 1 for found in origins.values())
+
+    def _small(self, module: Module) -> bool:
+        """May it be kept whole: is it little of the work, with nothing within that is whole?"""
+        if any(inner.path in self.whole for inner in module.walk()):
+            return False
+        return bool((self.work[module.all_ops].sum(axis=0) <= LARGEST_WHOLE).all())

@@ -7,8 +7,9 @@ import numpy as np
 
 from dovetail.errors import ExportError
 from dovetail.graph import Graph, Phase
+from dovetail.graph.duplicates import origins_in
 from dovetail.graph.towers import tower_count
-from dovetail.plans import Plan
+from dovetail.plans import Plan, planned_graph
 
 HELD = ("parameter", "buffer")
 LOSS = "loss"
@@ -52,7 +53,8 @@ def module_tree(graph: Graph) -> Module:
 
 
 def graph_behind(plan: Plan, graph: Graph | None, format: str) -> Graph:
-    """The graph to read module paths from: the one given, else the one that the plan remembers."""
+    """The graph to read module paths from, with the plan's copies: of the one given, or else of
+    the one that the plan remembers."""
     known = graph or plan.graph
     if known is None:
         raise ExportError(
@@ -60,7 +62,7 @@ def graph_behind(plan: Plan, graph: Graph | None, format: str) -> Graph:
             "a plan from a file",
             "does not hold the paths of modules; give the graph as well, or open it with open_plan",
         )
-    return known
+    return planned_graph(plan, known)
 
 
 def check_one_replica(graph: Graph, format: str) -> None:
@@ -71,8 +73,9 @@ def check_one_replica(graph: Graph, format: str) -> None:
 
 
 def forward_ops(graph: Graph) -> list[int]:
-    """Forward ops in order."""
-    ops: list[int] = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
+    """Forward ops in order; of what has copies the origin alone, as others know no copies."""
+    origin = origins_in(graph) == np.arange(len(graph))
+    ops: list[int] = np.flatnonzero((graph.phases == Phase.FORWARD) & origin).tolist()
     return ops
 
 

@@ -8,13 +8,18 @@ each device one such run, and every run but the first must begin where a module 
 called only once. https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dovetail.errors import ExportError
 from dovetail.exports.modules import check_one_replica, forward_ops, module_tree
-from dovetail.graph import Graph
-from dovetail.plans import Plan
+from dovetail.graph import Graph, Phase
+from dovetail.graph.units import Units, units_of
+from dovetail.plans import Plan, planned_graph
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -29,6 +34,7 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
     Raises `ExportError` for a device with several runs, for a run that begins within a module, and
     for towers.
     """
+    graph = planned_graph(plan, graph)
     check_one_replica(graph, FORMAT)
     from torch.distributed.pipelining import SplitPoint
 
@@ -81,3 +87,40 @@ def _begins(graph: Graph) -> dict[int, str]:
         if whole and module.path:
             begins.setdefault(ops[0], module.path)
     return begins
+
+
+def stage_units(graph: Graph, whole: Sequence[str]) -> Units:
+    """What lies between two places where a stage may begin, numbered in the order of the calls.
+
+    Stages begin where a module begins that is called once, but not within a module that is kept
+    whole. Raises `ExportError` for towers.
+    """
+    check_one_replica(graph, FORMAT)
+    ops, begins = forward_ops(graph), _begins(graph)
+    cut = np.array([op in begins for op in ops], dtype=bool)
+    cut[:1] = False
+    within = units_of(graph, whole).of_op[ops]
+    for unit in np.unique(within[within >= 0]).tolist():
+        places = np.flatnonzero(within == unit)
+        cut[places[0] + 1 : places[-1] + 1] = False
+    units = np.full(len(graph), -1, dtype=np.int32)
+    units[ops] = np.cumsum(cut)
+    # What is no forward op goes with the forward op that it is for: a gradient with its op, a sum
+    # of gradients with what it sums, an update with the first reader of what it updates.
+    for op in np.flatnonzero((units < 0) & ~graph.is_source).tolist():
+        if graph.gradient_of[op] >= 0:
+            units[op] = units[graph.gradient_of[op]]
+        elif graph.phases[op] == Phase.BACKWARD:
+            units[op] = max((units[graph.producers[t]] for t in graph.inputs_of(op)), default=-1)
+        else:
+            units[op] = _reader_unit(graph, op, units)
+    return Units(units, np.zeros((0, 2), dtype=np.int32))
+
+
+def _reader_unit(graph: Graph, update: int, units: NDArray[np.int32]) -> int:
+    """The unit of the first forward op that reads what an update writes; -1: none does."""
+    reads = graph.inputs_of(update)
+    written = reads[graph.is_source[graph.producers[reads]]].tolist()
+    readers = [r for t in written for r in graph.consumers_of(t).tolist()]
+    forward = [r for r in readers if graph.phases[r] == Phase.FORWARD]
+    return int(units[min(forward)]) if forward else -1

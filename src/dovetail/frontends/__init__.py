@@ -1,6 +1,7 @@
 """nn.Module -> Captured: the graph, and the executable calls behind it."""
 
 from dovetail.frontends.capturing import capture
+from dovetail.frontends.duplicates import duplicated
 from dovetail.frontends.flops import MATRIX_KINDS, matrix_flops
 from dovetail.frontends.interpret import (
     call_arguments,
@@ -41,6 +42,7 @@ __all__ = [
     "SourceValue",
     "call_arguments",
     "capture",
+    "duplicated",
     "example_values",
     "format_optimizer",
     "held_values",

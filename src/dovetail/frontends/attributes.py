@@ -17,6 +17,8 @@ _CONTAINERS = (dict, list, set, deque)
 # What nn.Module keeps of itself. Parameters and buffers have their own rules, and hooks are the
 # user's; the tracing itself adds some.
 _OF_MODULE = frozenset(vars(nn.Module()))
+# Where recurrent layers of torch list their parameters, anew in each step where they are others.
+_OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 _DEPTH = 3
 """How many objects and containers inside one another are looked into."""
 
@@ -62,7 +64,8 @@ class Attributes:
 
     def changed(self) -> list[str]:
         """Names of the attributes that are not what they were: other objects, or other numbers."""
-        return [name for saved in self.saved for name in _changed(saved)]
+        names = [name for saved in self.saved for name in _changed(saved)]
+        return [name for name in names if not name.endswith(_OF_PARAMETERS)]
 
     def restore(self) -> None:
         """Put everything back."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from dovetail.frontends.onnx.flops import ONNX_MATRIX_KINDS
+from dovetail.frontends.recording import tensors_of
 from dovetail.graph import Graph
 
 aten = torch.ops.aten
@@ -107,17 +108,6 @@ def matrix_flops(graph: Graph) -> int:
         for kind, flops in zip(graph.kinds, graph.flops.tolist(), strict=True)
         if kind in MATRIX_KINDS
     )
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in nested arguments or results, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [tensor for value in tree for tensor in tensors_of(value)]
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -1,35 +1,48 @@
-"""MODEL texts -> Captured: `zoo:NAME?options` and `package.module:function`."""
+"""MODEL texts -> Captured: `zoo:NAME?options`, `transformers:NAME?options`, `FILE.pt2` and
+`package.module:function`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.errors import ModelError, UnknownNetworkError
 from dovetail.frontends.capturing import capture, capture_call
+from dovetail.frontends.exported_programs import load_exported
 from dovetail.frontends.keras_models import is_keras
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.program import Captured
+from dovetail.frontends.transformers_configs import PREFIX, load_transformers, own_loss
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.sizes import load_sizes
 from dovetail.runtime.functions import call_function, names_function
 
 FORMS = (
-    "a MODEL is zoo:NAME or zoo:NAME?option=value&option=value, package.module:function, FILE.onnx "
-    "or a file (.json, .json.gz): a graph that `dovetail capture` saved, or a placement instance"
+    "a MODEL is zoo:NAME or zoo:NAME?option=value&option=value, transformers:NAME (a local "
+    "config.json, a published model or a type such as bert), package.module:function, FILE.onnx, "
+    "FILE.pt2, or a file (.json, .json.gz): a graph that `dovetail capture` saved, or a placement "
+    "instance"
 )
 
 
 def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
-    """What the MODEL text names, captured. A zoo network allocates no weights.
+    """What the MODEL text names, captured. A zoo network and a model of transformers allocate no
+    weights.
 
     For a function the current folder is put in front of `sys.path`, where it is not in it.
     Raises `ModelError`, which names the text, or `CaptureError`.
     """
     if model.startswith("zoo:"):
         captured = _resolve_zoo(model, train)
+    elif model.startswith(PREFIX):
+        captured = _resolve_transformers(model, train)
+    elif model.endswith(".pt2"):
+        module, args, kwargs = load_exported(model)
+        captured = capture_call(module, args, kwargs, train=train)
     elif names_function(model):
         captured = _resolve_function(model, train)
     else:
@@ -120,6 +133,27 @@ def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
         raise ModelError(model, f"cannot be built: {error}") from error
     captured = capture(module, *inputs, targets=targets, loss=network.loss, train=train)
     return replace(captured, make=make, examples=lambda: network.examples(**full))
+
+
+def _resolve_transformers(model: str, train: Optimizer | None) -> Captured:
+    found = load_transformers(model)
+    training = train is not None
+
+    def make() -> nn.Module:
+        return found.make().train(training)
+
+    def examples() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        inputs = pytree.tree_leaves(found.draw(training))
+        return tuple(value for value in inputs if isinstance(value, Tensor)), ()
+
+    try:
+        with torch.device("meta"):
+            module, inputs = make(), found.draw(training)
+    except (RuntimeError, ValueError, ArithmeticError, KeyError, TypeError) as error:
+        line = " ".join(str(error).split())
+        raise ModelError(model, f"cannot be built: {line}") from error
+    captured = capture_call(module, (), inputs, loss=own_loss if training else None, train=train)
+    return replace(captured, make=make, examples=examples)
 
 
 def _resolve_function(model: str, train: Optimizer | None) -> Captured:

@@ -150,6 +150,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.draws: dict[fx.Node, bytes] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
+        # Identity of a fake tensor -> itself, which must live as long, and its value.
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+        self.forms: dict[tuple[Any, Any], tuple[bool, list[Any]]] = {}
         self.constants: dict[str, Tensor] = {}
         self.marks: dict[fx.Node, Any] = {}
         # By identity: every tensor in it is kept alive, as a node's value or as a constant.
@@ -174,24 +177,82 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if rule is not None:
             with self:
                 return rule(*args, **kwargs)
-        if traits.is_number and not any(isinstance(arg, FakeTensor) for arg in args):
+        known = self.known_arguments(traits, args, kwargs)
+        if traits.is_number and known is not None:
             with unset_fake_temporarily():
-                return func(*args, **kwargs)
+                return func(*known[0], **known[1])
         # What is lifted belongs to the graph's constants: what follows may write to a copy only.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
         mark = self.mark()
-        result = target(*args, **kwargs)
+        if traits.is_pure:
+            result = self.remembered(target, args, kwargs)
+        else:
+            result = target(*args, **kwargs)
         if traits.is_number:
             return result  # the number that a constant tensor holds
         if traits.is_factory and "dtype" not in node_kwargs and isinstance(result, Tensor):
             # Without one it is torch's default, which may be another one where the graph runs.
             node_kwargs["dtype"] = result.dtype
+        self.note_known(func, traits, args, known, result)
         node = self.call(target, node_args, node_kwargs)
         self.marks[node] = mark
         if traits.is_random:
             self.draws[node] = _drawn_from()
         self.bind(node, result)
+        return result
+
+    def known_arguments(
+        self, traits: "_Traits", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """The arguments with real tensors for all fake ones, where those are integers that the
+        model wrote as numbers, or follow from such; else None."""
+        if traits.is_random:
+            return None
+        tensors = tensors_of((args, kwargs))
+        if any(is_fake(value) and id(value) not in self.known for value in tensors):
+            return None
+        real = {id(value): self.known.get(id(value), (value, value))[1] for value in tensors}
+        return tuple(_replaced(value, real) for value in args), _replaced(kwargs, real)
+
+    def note_known(
+        self, func: OpOverload, traits: "_Traits", args: Any, known: Any, result: Any
+    ) -> None:
+        """Compute with known integers (lengths, indices) beside recording what computes them:
+        shapes may depend on them, as those of packed sequences do."""
+        if traits.is_mutable:
+            touched = {_storage_of(value) for value in tensors_of(args)}
+            self.known = {
+                key: pair for key, pair in self.known.items() if _storage_of(pair[0]) not in touched
+            }
+            return
+        made = tensors_of(result)
+        is_seed = func in (aten.lift_fresh.default, aten.arange.default, aten.arange.start)
+        if known is None or not made or not all(map(_may_be_known, made)):
+            return
+        if not is_seed and not tensors_of(args):
+            return
+        with unset_fake_temporarily():
+            values = func(*known[0], **known[1])
+        for fake, value in zip(made, tensors_of(values), strict=True):
+            self.known[id(fake)] = fake, value
+
+    def remembered(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operator returns, made from what it returned for arguments of the same form.
+
+        Layers repeat: half of the time of a capture went into running the same fake operators.
+        """
+        key = _form((args, kwargs))
+        form = None if key is None else self.forms.get((target, key))
+        if form is not None:
+            made = [_made(*one) for one in form[1]]
+            return tuple(made) if form[0] else made[0]
+        result = target(*args, **kwargs)
+        values = result if isinstance(result, tuple) else (result,)
+        if key is not None and all(_is_plain_fake(value) for value in values):
+            mode = values[0].fake_mode
+            forms = [(mode, tuple(v.shape), v.stride(), v.dtype, v.device) for v in values]
+            self.forms[target, key] = isinstance(result, tuple), forms
         return result
 
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -233,20 +294,95 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return node
 
 
+MOST_KNOWN = 4096
+"""Elements of the largest integer tensor whose values are followed."""
+
+
+def _may_be_known(value: Tensor) -> bool:
+    kinds = (torch.int64, torch.int32, torch.bool)
+    return value.dtype in kinds and value.device.type == "cpu" and value.numel() <= MOST_KNOWN
+
+
+def _storage_of(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+def _replaced(tree: Any, tensors: dict[int, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return tensors[id(tree)]
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_replaced(value, tensors) for value in tree])
+    if isinstance(tree, dict):
+        return {key: _replaced(value, tensors) for key, value in tree.items()}
+    return tree
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in nested arguments or results, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for value in tree for tensor in tensors_of(value)]
+
+
+def _is_plain_fake(value: Any) -> bool:
+    """Is it a fake tensor that its shape, strides and type tell all about?"""
+    return (
+        type(value) is FakeTensor
+        and value.layout is torch.strided
+        and not value.is_conj()
+        and not value.is_neg()
+        and value.constant is None
+    )
+
+
+def _form(value: Any) -> Any:
+    """What a pure operator's result depends on, as a key; None where that is not known."""
+    if isinstance(value, Tensor):
+        if not _is_plain_fake(value):
+            return None
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        parts = [_form(element) for element in value]
+        return None if None in parts else (type(value), *parts)
+    if isinstance(value, dict):
+        return _form([part for item in sorted(value.items()) for part in item])
+    if value is None or isinstance(value, _PLAIN):
+        return type(value), value
+    return None
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _made(mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new fake tensor."""
+    with torch._C._DisableTorchDispatch():
+        empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, empty, device)
+
+
 class _Traits(NamedTuple):
     """What there is to know of an operator.
 
     is_composite   it is written in terms of others, for autograd to go through
     is_number      it returns what is inside a tensor
     is_random      it draws random numbers
+    is_mutable     it writes over some of its arguments
     is_factory     it takes a dtype and no tensor
+    is_pure        it reads tensors, and returns new ones of which the shape follows from theirs
     defaults       position and name of an argument -> its default, where it has one
     """
 
     is_composite: bool
     is_number: bool
     is_random: bool
+    is_mutable: bool
     is_factory: bool
+    is_pure: bool
     defaults: dict[int | str, Any]
 
 
@@ -262,9 +398,15 @@ def _traits(func: OpOverload) -> _Traits:
         if argument.has_default_value():
             defaults[position] = defaults[argument.name] = argument.default_value
     number = torch.Tag.data_dependent_output in func.tags
-    kinds = {argument.name: str(argument.type) for argument in func._schema.arguments}
+    schema = func._schema
+    kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     factory = "dtype" in kinds and not any("Tensor" in kind for kind in kinds.values())
-    return _Traits(composite, number, is_random(func), factory, defaults)
+    aliases = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
+    tensors = all(str(one.type) == "Tensor" for one in schema.returns)
+    pure = tensors and not (
+        aliases or number or factory or torch.Tag.dynamic_output_shape in func.tags
+    )
+    return _Traits(composite, number, is_random(func), schema.is_mutable, factory, pure, defaults)
 
 
 def _drawn_from() -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 Path = tuple[str, ...]
 
@@ -112,6 +113,8 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
         inside = None  # somebody's object without tensors: it may refer to itself
     if inside is None or type(template) is not type(given):
         if not _same(template, given):
+            if isinstance(template, Tensor) and isinstance(given, Tensor):
+                raise Mismatch(f"{name} holds other numbers than when the network was captured")
             raise Mismatch(
                 f"{name} is {_said(given)}, but the network was captured with {_said(template)}, "
                 "which the graph holds constant; capture it again"
@@ -131,6 +134,8 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
 def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
     if type(one) is not type(other):
         return False
     try:
@@ -196,7 +201,11 @@ class _Substitution:
         if not inside:
             return tree
         self.inside.add(id(tree))
-        values = [self.of(value, (*path, key)) for key, value in inside]
+        if isinstance(tree, PackedSequence):
+            # Shapes depend on all the rest, which is a constant.
+            values = [self.of(tree.data, path), *tree[1:]]
+        else:
+            values = [self.of(value, (*path, key)) for key, value in inside]
         self.inside.discard(id(tree))
         if all(new is old for new, (_, old) in zip(values, inside, strict=True)):
             return tree

@@ -29,7 +29,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends.attributes import Attributes
@@ -149,7 +154,7 @@ def _check_repeats(
     of_first = frozenset(
         id(value)
         for node in first.graph.nodes
-        if isinstance(value := node.meta.get("val"), Tensor) and node.op != "placeholder"
+        if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
     )
     again = one_step(of_first)
     if not _same_graph(first, again):
@@ -183,7 +188,8 @@ def _equal_constants(one: Tensor, other: Tensor) -> bool:
         return True
     if is_fake(one) or is_fake(other) or one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(one, other)
+    with unset_fake_temporarily():
+        return torch.equal(one, other)
 
 
 def _listed(names: list[str]) -> str:
@@ -328,6 +334,9 @@ class _Twins(TorchFunctionMode):
     ) -> Any:
         if func == _SET_DATA:
             return self._set_data(self._of(args[0]), self._of(args[1]))
+        rule = _PACKING.get(getattr(func, "__name__", ""))
+        if rule is not None:
+            return rule(*args, **(kwargs or {}))
         if any(map(self._reads_original, args)):
             args = tuple(map(self._of, args))
         if kwargs and any(map(self._reads_original, kwargs.values())):
@@ -355,6 +364,55 @@ class _Twins(TorchFunctionMode):
             return made if isinstance(value, list) else tuple.__new__(type(value), made)
         return self.twins.get(id(value), value)
 
+
+def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """`torch._pack_padded_sequence`, which reads the lengths: one gather of known rows."""
+    counts = _known_lengths("pack_padded_sequence", lengths)
+    if batch_first:
+        padded = padded.transpose(0, 1)
+    steps, width = padded.shape[:2]
+    if max(counts) > steps or min(counts) <= 0 or sorted(counts, reverse=True) != counts:
+        raise TracingError(
+            f"pack_padded_sequence takes lengths from {steps} to 1, the longest first, but got "
+            f"{counts}; use enforce_sorted=False for any order"
+        )
+    sizes = [sum(length > step for length in counts) for step in range(max(counts))]
+    rows = [step * width + row for step, size in enumerate(sizes) for row in range(size)]
+    flat = padded.reshape(steps * width, *padded.shape[2:])
+    with unset_fake_temporarily():
+        index, batch_sizes = torch.tensor(rows), torch.tensor(sizes)
+    return flat.index_select(0, index), batch_sizes
+
+
+def _pad(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """`torch._pad_packed_sequence`, likewise: known rows are put into a padded tensor."""
+    sizes = _known_lengths("pad_packed_sequence", batch_sizes)
+    steps, width = max(len(sizes), total_length), sizes[0]
+    rows = [step * width + row for step, size in enumerate(sizes) for row in range(size)]
+    counts = [sum(size > row for size in sizes) for row in range(width)]
+    with unset_fake_temporarily():
+        index, lengths = torch.tensor(rows), torch.tensor(counts)
+    flat = data.new_full((steps * width, *data.shape[1:]), padding).index_copy(0, index, data)
+    padded = flat.reshape(steps, width, *data.shape[1:])
+    return (padded.transpose(0, 1) if batch_first else padded), lengths
+
+
+def _known_lengths(function: str, lengths: Tensor) -> list[int]:
+    try:
+        return [int(length) for length in lengths]
+    except DataDependentOutputException:
+        raise TracingError(
+            f"{function} makes tensors whose shapes depend on the lengths; give the model its "
+            "lengths as a list of numbers, which the graph holds constant"
+        ) from None
+
+
+_PACKING: dict[str, Callable[..., Any]] = {
+    "_pack_padded_sequence": _pack,
+    "_pad_packed_sequence": _pad,
+}
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -3,7 +3,8 @@
 Two steps, each shrinking the problem that placers see:
 
 1. Colocation: what can only lose by being apart. A parameter, its optimizer state and its update;
-   ops with the same colocation id; a view with its base; a gradient with its op.
+   ops with the same colocation id; a view with its base, but for views of what any module could
+   compute for itself (`graph.sharing`); a gradient with its op. Modules kept whole are units.
 2. RL17's rule (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning",
    ICML 2017, https://arxiv.org/abs/1706.04972, section 3.3): a group whose outputs have one
    consumer joins that consumer, repeated until nothing merges.
@@ -28,7 +29,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph.records import Graph, Int32, Phase
+from dovetail.graph.sharing import spread_out
 from dovetail.graph.towers import towers_of
+from dovetail.graph.units import Units
 from dovetail.runtime.compiling import inlined, kernel
 
 
@@ -43,13 +46,15 @@ class Groups:
     count: int
 
 
-def group(graph: Graph, *, largest_share: float = 1 / 32) -> Groups:
-    """Both steps: colocation, then RL17's rule up to `largest_share` of the work a group."""
-    return merge_single_consumers(graph, colocate(graph), largest_share=largest_share)
+def group(graph: Graph, units: Units | None = None, *, largest_share: float = 1 / 32) -> Groups:
+    """Both steps: colocation, then RL17's rule up to `largest_share` of the work a group. Two units
+    are never merged."""
+    groups = colocate(graph, units)
+    return merge_single_consumers(graph, groups, units, largest_share=largest_share)
 
 
-def colocate(graph: Graph) -> Groups:
-    """Step 1. Near-linear in ops + reads."""
+def colocate(graph: Graph, units: Units | None = None) -> Groups:
+    """Step 1; with units, each is in one group. Near-linear in ops + reads."""
     ops = np.arange(len(graph), dtype=np.int32)
     first = np.full(int(graph.colocation.max(initial=-1)) + 1, len(graph), dtype=np.int32)
     given = graph.colocation >= 0
@@ -62,8 +67,11 @@ def colocate(graph: Graph) -> Groups:
     aliases = np.flatnonzero((graph.bases >= 0) & ~graph.overwrites)
     views, made = graph.producers[aliases], graph.producers[graph.bases[aliases]]
     # A gradient's view of the gradient that arrives belongs to its own op: with its base it
-    # would chain each layer to the next.
-    joins = ~graph.is_source[made] & (graph.gradient_of[views] < 0)
+    # would chain each layer to the next. So would a view of what all layers share.
+    joins = ~graph.is_source[made] & (graph.gradient_of[views] < 0) & ~spread_out(graph)[made]
+    if units is not None:
+        joins &= units.of_op[views] == units.of_op[made]
+        pairs += _within_units(units)
     pairs.append((views[joins], made[joins]))
     gradients = ops[graph.gradient_of >= 0]
     pairs.append((gradients, graph.gradient_of[gradients]))
@@ -73,7 +81,18 @@ def colocate(graph: Graph) -> Groups:
     return _renumbered(_with_sources(graph, sets.astype(np.int32)))
 
 
-def merge_single_consumers(graph: Graph, groups: Groups, *, largest_share: float = 1.0) -> Groups:
+def _within_units(units: Units) -> list[tuple[Int32, Int32]]:
+    """(ops, ops) that units and ties put together."""
+    members = np.flatnonzero(units.of_op >= 0).astype(np.int32)
+    _, first = np.unique(units.of_op[members], return_index=True)
+    heads = np.zeros(units.count, dtype=np.int32)
+    heads[units.of_op[members[first]]] = members[first]
+    return [(members, heads[units.of_op[members]]), (units.ties[:, 0], units.ties[:, 1])]
+
+
+def merge_single_consumers(
+    graph: Graph, groups: Groups, units: Units | None = None, *, largest_share: float = 1.0
+) -> Groups:
     """Step 2. `largest_share=1` is the paper's rule without a limit. O(rounds x reads)."""
     weights = _weights(graph, groups)
     limit = largest_share * weights.sum(axis=0)
@@ -84,7 +103,7 @@ def merge_single_consumers(graph: Graph, groups: Groups, *, largest_share: float
         np.ascontiguousarray(edges[:, 1]),
         weights,
         limit,
-        _shared_parameters(graph, groups),
+        _kept_apart(graph, groups, units),
         roots,
         np.full(groups.count, -1, dtype=np.int32),
         np.empty(groups.count, dtype=np.int32),
@@ -192,6 +211,15 @@ def _weights(graph: Graph, groups: Groups) -> NDArray[np.float64]:
         ],
         axis=1,
     )
+
+
+def _kept_apart(graph: Graph, groups: Groups, units: Units | None) -> Int32:
+    """[groups] an id; groups of different ids are not merged, but any with those of id -1."""
+    ids = _shared_parameters(graph, groups)
+    if units is not None:
+        members = np.flatnonzero(units.of_op >= 0)
+        ids[groups.of_op[members]] = len(graph) + groups.of_op[members]
+    return ids
 
 
 def _shared_parameters(graph: Graph, groups: Groups) -> Int32:

@@ -13,6 +13,7 @@ op_overhead_seconds = 1e-6
 flops_per_second = { float32 = 1.3e12 }
 cores = [0, 1]                     # only of a CPU of the machine the file is used on, which can
                                    # run plans then; its rates are taken as they stand here
+threads = 1                        # an op uses so many threads; default: one a core
 efficiencies = { "" = 0.4, "aten.convolution" = 0.1 }    # share of flops_per_second that ops
                                    # reach whose kind begins so; the longest counts; default: 1
 
@@ -50,6 +51,7 @@ class _Device(BaseModel):
     flops_per_second: dict[str, float] = {}
     cores: tuple[int, ...] = ()
     efficiencies: dict[str, float] = {}
+    threads: int = 0
 
 
 class _Link(BaseModel):
@@ -94,8 +96,9 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
 
 def _device_to_dict(device: Device) -> dict[str, Any]:
     raw = {**asdict(device), "cores": list(device.cores)}
-    if not device.efficiencies:
-        del raw["efficiencies"]
+    for optional in ("efficiencies", "threads"):
+        if not raw[optional]:
+            del raw[optional]
     return raw
 
 

@@ -1,5 +1,9 @@
 """`here`: the machine we stand on, its cores as one device or split in several.
 
+    here      one device of all cores; how many threads its ops use is measured for each step
+    here/1    one device of one core, the last: the system's own work is mostly on the first
+    here/n    n devices, which share the cores evenly, a thread a core
+
 GPUs join when an executor for them exists: `here` lists only devices that can be used.
 """
 
@@ -16,18 +20,24 @@ _OP_OVERHEAD_SECONDS = 8e-6
 _LATENCY_SECONDS = 2e-5
 
 
-def local_machine(count: int = 1) -> Machine:
-    """`here` for `count` 1, else `here/count`: this process's cores in `count` equal devices.
+def local_machine(count: int | None = None) -> Machine:
+    """`here` without a count: all cores of this process as one device. Else `here/count`: the
+    cores in `count` equal devices; of `here/1`, one core.
 
     Where cores do not divide evenly, some devices have one more, the last one always and the
     first, the host, never. Memory is what is available now, divided. Raises `MachineError` if
     there are fewer cores than devices.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if not 1 <= count <= len(cores):
+    name = "here" if count is None else f"here/{count}"
+    if count is not None and not 1 <= count <= len(cores):
         raise MachineError(
-            f"here/{count}: there are {len(cores)} cores here; use here/1 to here/{len(cores)}"
+            f"{name}: there are {len(cores)} cores here; use here/1 to here/{len(cores)}, or "
+            "here for all as one device"
         )
+    if count == 1:
+        cores = cores[-1:]
+    count = count or 1
     memory_bytes = available_bytes() // count
     shares = [cores[len(cores) * i // count : len(cores) * (i + 1) // count] for i in range(count)]
     devices = tuple(
@@ -47,7 +57,7 @@ def local_machine(count: int = 1) -> Machine:
     links = tuple(  # the sender copies into shared memory: it is its own channel
         Link(a, b, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, a) for a in names for b in names if a != b
     )
-    return Machine("here" if count == 1 else f"here/{count}", devices, names[0], links)
+    return Machine(name, devices, names[0], links)
 
 
 def check_local(machine: Machine) -> None:

@@ -11,14 +11,14 @@ from dovetail.machine.records import Machine
 
 
 def parse_machine(text: str) -> Machine:
-    """The machine that `text` names: "here", "here/2", "FILE.toml", a paper's ("rl17/2"), or
-    presets with counts.
+    """The machine that `text` names: "here", "here/1", "here/2", "FILE.toml", a paper's
+    ("rl17/2"), or presets with counts.
 
     The rates of `here` are typical ones until `costs.probe` measures them. Raises
     `UnknownPresetError`, or what loading the file raises.
     """
     if names_here(text):
-        return local_machine(int(text[5:] or 1))
+        return local_machine(int(text[5:]) if text[5:] else None)
     if text.endswith(".toml"):
         return load_machine(Path(text))
     if text in PAPER_MACHINES:

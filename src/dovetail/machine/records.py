@@ -19,7 +19,8 @@ class Device:
     model           what it is, e.g. "k80": devices of one model cost the same
     flops_per_second   peak rate by dtype name, e.g. {"float32": 4.37e12}
     op_overhead_seconds   what every op costs beyond its arithmetic
-    cores           of a CPU of this machine: the cores it is pinned to; () elsewhere
+    cores           of a CPU of this machine: the cores it may run on, and no other; () elsewhere
+    threads         how many threads an op of it uses, at most as many as cores; 0: one a core
     efficiencies    prefix of kinds of op -> share of `flops_per_second` that they reach; the
                     longest that fits counts, and where none does, 1. "" fits every kind
     """
@@ -33,6 +34,7 @@ class Device:
     op_overhead_seconds: float
     cores: tuple[int, ...] = ()
     efficiencies: dict[str, float] = field(default_factory=dict, hash=False)
+    threads: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("cpu", "gpu", "host"):
@@ -52,12 +54,22 @@ class Device:
             positive = name.startswith(("bandwidth", "flops"))
             if not np.isfinite(value) or value < 0 or (positive and value == 0):
                 raise MachineError(f"device {self.name!r}: {name} is {value}")
+        if not 0 <= self.threads <= len(self.cores):
+            raise MachineError(
+                f"device {self.name!r}: threads is {self.threads}, but it has "
+                f"{len(self.cores)} cores; use 1 to that, or 0 for one a core"
+            )
         for prefix, share in self.efficiencies.items():
             if not 0 < share <= 1:
                 raise MachineError(
                     f"device {self.name!r}: efficiencies[{prefix!r}] is {share}, not above 0 and "
                     "at most 1"
                 )
+
+    @property
+    def op_threads(self) -> int:
+        """Threads that an op uses, where the device has cores."""
+        return self.threads or len(self.cores)
 
     def efficiency(self, kind: str) -> float:
         """Share of the peak rate that ops of this kind reach."""

@@ -6,7 +6,9 @@ from dovetail.pipeline.opening import open_plan, timeline_of, verify, with_sched
 from dovetail.pipeline.planning import check_policy, check_request, plan
 from dovetail.pipeline.schedules import Wanted, schedules
 from dovetail.pipeline.scheduling import schedule
+from dovetail.pipeline.sharing import planned
 from dovetail.pipeline.sources import (
+    Notes,
     Progress,
     Step,
     check_replicas,
@@ -25,6 +27,7 @@ from dovetail.pipeline.using import (
     EXPORTS,
     FOLDERS,
     check_export,
+    disturbance_of,
     export,
     make_folder,
     report,
@@ -37,6 +40,7 @@ __all__ = [
     "FOLDERS",
     "Course",
     "Lesson",
+    "Notes",
     "Progress",
     "Step",
     "Subject",
@@ -49,6 +53,7 @@ __all__ = [
     "check_subject",
     "costs_of",
     "default_objective",
+    "disturbance_of",
     "export",
     "graph_of",
     "groups_of",
@@ -59,6 +64,7 @@ __all__ = [
     "names_file",
     "open_plan",
     "plan",
+    "planned",
     "replicated",
     "report",
     "resolve_machine",

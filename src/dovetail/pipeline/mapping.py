@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.errors import ExportError, InfeasibleError, MissingLibraryError, UsageError
+from dovetail.errors import MissingLibraryError, UsageError
 from dovetail.exports import DeviceMap
 from dovetail.exports import device_map as map_of_plan
 from dovetail.frontends import Captured
@@ -25,8 +25,6 @@ from dovetail.plans import Plan
 
 CONTEXT = 8192
 """Tokens that are planned for where nobody says, or as many as the model has positions for."""
-METHODS = ("single", "expert")
-"""What places whole modules on devices, so that accelerate can follow it."""
 
 
 def device_map(
@@ -64,7 +62,7 @@ def device_map(
         raise UsageError("names", "is for a plan; a machine's accelerators are numbered in order")
     where = _accelerators(resolve_machine(machine or HERE))
     step = _captured(model, batch, context, inputs)
-    return _best(step, where, budget)
+    return map_of_plan(find_plan(step, where, format="device-map", budget=budget), step.graph)
 
 
 def _accelerators(machine: Machine) -> Machine:
@@ -135,19 +133,3 @@ def _tokens(module: Any, batch: int, context: int | None) -> dict[str, Any]:
     if "use_cache" in taken:
         given["use_cache"] = True
     return given
-
-
-def _best(step: Captured, machine: Machine, budget: str | float) -> DeviceMap:
-    """The map of the fastest plan that has one. Raises what kept the last one from being it."""
-    found: list[tuple[float, DeviceMap]] = []
-    failed: InfeasibleError | ExportError | None = None
-    for method in METHODS:
-        try:
-            plan = find_plan(step, machine, placer=method, budget=budget)
-            found.append((plan.value, map_of_plan(plan, step.graph)))
-        except (InfeasibleError, ExportError) as error:
-            failed = error
-    if found:
-        return min(found, key=lambda pair: pair[0])[1]
-    assert failed is not None
-    raise failed

@@ -1,6 +1,6 @@
 """From a saved plan back to its graph: every rule and every promise checked again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from dovetail.errors import (
     UnplacedOpError,
     UsageError,
 )
+from dovetail.exports import device_map, split_points
 from dovetail.graph import Graph
+from dovetail.graph.duplicates import origins_in
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local
 from dovetail.pipeline.sources import (
@@ -34,11 +36,16 @@ from dovetail.plans import (
     capacities_of,
     check,
     load_plan,
+    planned_graph,
     stages_of,
 )
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.timeline import Timeline
 
+EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
+    "device-map": device_map,
+    "split-points": split_points,
+}
 BOUND_TOLERANCE = 1e-6
 """Relative: what another version of the LP solver may find less than a promised bound."""
 
@@ -47,7 +54,8 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     """A saved plan with its graph captured or loaded again, every rule and promise checked.
 
     A `package.module:function` is imported only if `model` names it. Raises what `check` and
-    `verify` raise, and `MachineMismatchError` for a plan of the devices of another machine.
+    `verify` raise, `ExportError` for a plan that is not what its format can say, and
+    `MachineMismatchError` for a plan of the devices of another machine.
     """
     saved = load_plan(path)
     text = model or saved.source.model
@@ -60,8 +68,14 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     shapes = saved.source.shapes if names_onnx(text) else None
     step = resolve_model(text, saved.source.training, shapes)
     step = replicated(step, saved.source.replicas, saved.source.asynchronous)
+    if saved.copies:
+        from dovetail.pipeline.sharing import planned
+
+        step = planned(saved, step)
     graph = graph_of(step)
     check(saved, graph, step.machine if isinstance(step, Instance) else None)
+    if saved.made_for:
+        EXPORTED[saved.made_for](saved, graph)  # raises what the format cannot say
     if isinstance(step, Instance):
         _check_costs(saved, step)
     verify(saved, graph)
@@ -97,6 +111,7 @@ def verify(plan: Plan, graph: Graph) -> None:
     A bound that only a search proves (`SEARCH_PROOFS`) would take that search again: of it we
     check that the plan's value is not below it, and no more.
     """
+    graph = planned_graph(plan, graph)
     allowed = permitted(graph, plan.machine, plan.pins)
     placed = allowed[np.arange(len(graph)), plan.placement]
     for op in np.flatnonzero(~placed & ~graph.is_source)[:1].tolist():
@@ -123,6 +138,7 @@ def verify(plan: Plan, graph: Graph) -> None:
 
 def timeline_of(plan: Plan, graph: Graph) -> Timeline:
     """The plan's predicted timeline, from the costs it carries."""
+    graph = planned_graph(plan, graph)
     return _simulator(plan, graph).timeline(
         plan.placement, orders=plan.orders, schedules=plan.schedules
     )
@@ -136,6 +152,7 @@ def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None
     stages, so a plan for the objective `step` has none any more. Raises `OrderError` for schedules
     that `check` would refuse, and `OutOfMemoryError` where the peaks do not fit.
     """
+    graph = planned_graph(plan, graph)
     if len(schedules) != len(plan.machine.devices):
         devices = len(plan.machine.devices)
         raise UsageError(
@@ -184,9 +201,38 @@ def bound_of(
     pins: Sequence[tuple[str, str]],
     caps: Sequence[tuple[str, int]],
 ) -> LowerBound:
-    """Of every plan that pins and caps permit, not only of those whose groups stay together."""
+    """Of every plan that pins and caps permit, not only of those whose groups stay together, and
+    whatever shared computations are copied."""
+    graph, costs = without_shared(graph, costs)
     allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
     return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
+
+
+def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
+    """(graph, costs) where what has copies costs nothing and nobody waits for it: what bounds this
+    bounds every choice of copies. As given where nothing has copies."""
+    origins = origins_in(graph)
+    copies = np.flatnonzero(origins != np.arange(len(graph)))
+    if not len(copies):
+        return graph, costs
+    shared = np.zeros(len(graph), dtype=bool)
+    shared[copies] = shared[origins[copies]] = True
+    for tensor in np.flatnonzero(
+        graph.bases >= 0
+    ).tolist():  # a view goes with what it is a view of
+        if shared[graph.producers[graph.bases[tensor]]]:
+            shared[graph.producers[tensor]] = True
+    kept = ~shared[graph.producers[graph.input_tensors]] | shared[graph.readers]
+    counts = np.bincount(graph.readers[kept], minlength=len(graph))
+    seconds = np.where(
+        shared[:, None] & np.isfinite(costs.compute_seconds), 0.0, costs.compute_seconds
+    )
+    loose = replace(
+        graph,
+        input_offsets=np.concatenate([[0], np.cumsum(counts)]),
+        input_tensors=graph.input_tensors[kept],
+    )
+    return loose, replace(costs, compute_seconds=seconds)
 
 
 def check_seed(seed: int) -> None:

@@ -1,20 +1,26 @@
 """From a step to its plan, on one screen: machine -> costs -> problem -> placement -> plan."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import CostError, InfeasibleError, UsageError
+from dovetail.exports.rules import check_format, rules_for
 from dovetail.graph import Graph
+from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, check_local, names_here, parse_machine
 from dovetail.pipeline.opening import bound_of, check_seed
+from dovetail.pipeline.others import Pricing, accelerates_own, priced, read_place
+from dovetail.pipeline.sharing import with_copies
 from dovetail.pipeline.sources import (
     HERE,
+    Notes,
     Progress,
     Step,
     costs_of,
@@ -24,6 +30,7 @@ from dovetail.pipeline.sources import (
     machine_of,
     silent,
     source_of,
+    unsplit_modules,
 )
 from dovetail.placers import (
     PLACERS,
@@ -35,11 +42,14 @@ from dovetail.placers import (
     make_problem,
     parse_budget,
     permitted,
-    place,
 )
+from dovetail.placers import place as run_placer
 from dovetail.plans import OBJECTIVES, Plan, Source, capacities_of, normalise
 from dovetail.simulator import LowerBound, Simulator
 
+MIN_GAIN = 0.02
+ACCELERATE = "accelerate auto"
+"""Row of the device map that accelerate makes by itself."""
 WITH_POLICY = ("gdp", "gdp+search")
 
 
@@ -58,14 +68,19 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     policy: str | Path | None = None,
     finetune: int = 0,
     per_op: bool = False,
+    whole: Sequence[str] = (),
+    format: str = "",
+    min_gain: float | None = None,
+    place: Mapping[str, int | str] | str | Path | None = None,
     method: Placer | None = None,
     model: str = "",
     progress: Progress = silent,
 ) -> Plan:
     """Find how to run `step` fastest on `machine`.
 
-    machine     a `Machine`, or its text: "here", "here/2", "box.toml", "4 x k80 + haswell"; by
-                default an instance's own, and else "here"
+    machine     a `Machine`, or its text: "here", "here/1", "here/2", "box.toml", "4 x k80 +
+                haswell"; by default an instance's own, and else "here", of whose cores an op uses
+                as many as are measured to be best for this step
     objective   "step", "load" or "latency" (of instances); by default an instance's is "load",
                 and else it is "step"
     contiguous  only plans whose devices can be ordered so that no forward edge goes back; for
@@ -77,6 +92,14 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     policy      file of a policy for `gdp` and `gdp+search`; by default the one that is shipped
     finetune    updates of that policy on this graph before it counts; 0: zero-shot
     per_op      for those two: every op is placed by itself, but for what must stay together
+    whole       patterns of modules, each of which is placed as one, with what is within
+    format      "device-map" or "split-points": only plans that can be exported as that. What the
+                model says not to split (`_no_split_modules` of transformers) is then whole as well
+    min_gain    of `auto`: a plan on more devices must be better by this share than one on fewer; by
+                default 2 %, and 0 for a published instance
+    place       somebody else's placement, priced among the baselines: a device map, or a file that
+                holds one or a plan. So is the map that accelerate makes by itself, with `place` or
+                for a device map, where accelerate is installed
     method      what runs under the name `placer`, in place of our own
     model       of a graph or an instance from a file: that file's name, which the plan keeps
 
@@ -99,19 +122,28 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         contiguous=contiguous,
         devices=[name for _, name in pins] + [name for name, _ in caps],
         step=step,
+        whole=whole,
+        format=format,
     )
+    gain = _min_gain(step, min_gain)
+    theirs = read_place(place) if isinstance(place, (str, Path)) else place
     if method is None:
         check_policy(placer, policy, finetune, per_op)
-    graph, where = graph_of(step), machine_of(step, machine, progress)
+    notes = Notes()
+    for note in step.notes if isinstance(step, Captured) else ():
+        notes.say(note)
+    graph, where = graph_of(step), machine_of(step, machine, progress, notes)
     permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
-    costs = costs_of(step, where, progress)
+    kept = _kept(step, where, whole, format, pins)
+    costs = costs_of(step, where, progress, notes)
+    progress("grouping ops", 0.0, None)
     simulator = _simulator(graph, where, costs, objective, caps)
     problem = make_problem(
         graph,
         where,
         costs,
         lambda placements: simulator.evaluate(placements, objective),
-        groups=groups_of(step, per_op=per_op),
+        groups=groups_of(step, kept.units, per_op=per_op or bool(format)),
         objective=objective,
         pins=pins,
         caps=caps,
@@ -119,15 +151,19 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         contiguous=contiguous,
         trace=simulator.timeline,
         ranked=simulator.ranked,
+        may_run=kept.may_run,
+        chain=kept.chain,
     )
     limit = _limit(budget, gap)
     found: Plan | None = None
     try:
         with keeping_interrupts(limit):
+            progress("proving a bound", 0.0, None)
             bound = bound_of(graph, where, costs, objective, pins, caps)
+            progress("preparing the search (compiled once a machine)", 0.0, None)
             limit.prove(bound.seconds, bound.proof)
             method = method or _with_policy(placer, policy, finetune)
-            outcome = place(problem, placer, limit, _of_search(progress), method)
+            outcome = run_placer(problem, placer, limit, _of_search(progress), method, gain)
             if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
                 bound = max(bound, outcome.bound, key=lambda one: one.seconds)
             found = replace(
@@ -135,12 +171,23 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 source=source_of(step, model),
                 pins=tuple(pins),
                 caps=tuple(caps),
+                whole=kept.patterns,
+                made_for=format,
+                min_gain=gain,
                 planning_seconds=time.perf_counter() - began,
+                notes=notes.texts + kept.notes + outcome.notes,
             )
+        if not (format or isinstance(step, Instance)):
+            found = with_copies(found, step, _fixed(graph, where, pins, kept.units))
+        if theirs is not None or format == "device-map":
+            pricing = Pricing(graph, where, costs, objective, tuple(caps))
+            name = Path(place).name if isinstance(place, (str, Path)) else "given map"
+            rows = _others(step, pricing, {} if theirs is None else {name: theirs})
+            found = replace(found, baselines={**found.baselines, **rows})
         found = replace(found, interrupted=limit.interrupted)
         free = not (pins or caps or found.interrupted) and len(where.devices) > 1
         if free and isinstance(machine, str) and names_here(machine):
-            found = _or_all_cores(step, found, placer, progress)
+            found = _or_all_cores(step, found, placer, whole, progress)
     except KeyboardInterrupt:
         if found is None:
             raise
@@ -159,6 +206,8 @@ def check_request(  # noqa: PLR0913  keyword-only but one
     contiguous: bool = False,
     devices: Sequence[str] = (),
     step: Step | None = None,
+    whole: Sequence[str] = (),
+    format: str = "",
 ) -> None:
     """Raise the `InvalidError` of `plan` that can be known before the long work.
 
@@ -174,6 +223,9 @@ def check_request(  # noqa: PLR0913  keyword-only but one
     if not gap >= 0:
         raise UsageError("gap", f"is {gap}; use a share from 0 on: .02 is 2 %")
     _check_objective(step, objective, contiguous)
+    check_format(format)
+    if isinstance(step, Instance) and (whole or format):
+        raise UsageError("whole" if whole else "for", "an instance has no modules; leave it out")
     if isinstance(step, Instance):
         where = machine_of(step, machine)
     else:
@@ -182,6 +234,53 @@ def check_request(  # noqa: PLR0913  keyword-only but one
         check_local(where)
     for name in devices:
         where.device_index(name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What must stay together, and where.
+
+    patterns   of the modules kept whole, the user's and the model's own
+    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
+    notes      what to tell the user of it
+    """
+
+    patterns: tuple[str, ...]
+    units: Units | None = None
+    may_run: NDArray[np.bool_] | None = None
+    chain: NDArray[np.int32] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _kept(
+    step: Step,
+    machine: Machine,
+    whole: Sequence[str],
+    format: str,
+    pins: Sequence[tuple[str, str]],
+) -> _Kept:
+    """What `whole` and `format` ask for. Raises `UsageError` and `ExportError`."""
+    if not (whole or format):
+        return _Kept(())
+    graph = graph_of(step)
+    unsplit = unsplit_modules(step) if format else {}
+    patterns = tuple(dict.fromkeys([*whole, *unsplit]))
+    modules = matched_modules(graph, patterns)
+    if not format:
+        return _Kept(patterns, units_of(graph, modules))
+    rules = rules_for(format, graph, machine, modules)
+    for pattern, device in pins:
+        if not rules.devices[machine.device_index(device)]:
+            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
+    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
+    kinds = [device.kind for device in machine.devices]
+    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
+    may_run[rules.main] = np.arange(len(kinds)) == first
+    notes = tuple(
+        f"kept whole: {pattern}, as the model says not to split {name}"
+        for pattern, name in unsplit.items()
+    )
+    return _Kept(patterns, rules.units, may_run, rules.chain, notes)
 
 
 def check_policy(placer: str, policy: str | Path | None, finetune: int, per_op: bool) -> None:
@@ -229,6 +328,31 @@ def _check_objective(step: Step | None, objective: str, contiguous: bool) -> Non
         )
 
 
+def _others(
+    step: Step, pricing: Pricing, places: Mapping[str, Plan | Mapping[str, int | str]]
+) -> dict[str, float | None]:
+    """Row -> value of these placements and of accelerate's own."""
+    rows: dict[str, float | None] = {}
+    for name, theirs in places.items():
+        rows |= priced(name, theirs, step, pricing)
+    classes = sorted(set(unsplit_modules(step).values()))
+    own = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
+    if own is None:
+        return rows
+    if "disk" in own.values():
+        return rows | {ACCELERATE: None}
+    return rows | priced(ACCELERATE, own, step, pricing)
+
+
+def _fixed(
+    graph: Graph, machine: Machine, pins: Sequence[tuple[str, str]], units: Units | None
+) -> NDArray[np.bool_]:
+    """[ops] True for what pins or units hold to a place of its own."""
+    free = permitted(graph, machine, ()).sum(axis=1)
+    held = permitted(graph, machine, pins).sum(axis=1) < free
+    return np.asarray(held if units is None else held | (units.of_op >= 0))
+
+
 def _simulator(
     graph: Graph, machine: Machine, costs: Costs, objective: str, caps: Sequence[tuple[str, int]]
 ) -> Simulator:
@@ -238,6 +362,15 @@ def _simulator(
 
 def _of_search(progress: Progress) -> Callable[[float, float], None]:
     return lambda done, best: progress("planning", done, best if best < np.inf else None)
+
+
+def _min_gain(step: Step, given: float | None) -> float:
+    """The share that is meant. Raises `UsageError` for one that is none."""
+    if given is None:
+        return 0.0 if isinstance(step, Instance) else MIN_GAIN
+    if not 0 <= given < 1:
+        raise UsageError("min_gain", f"is {given}; use a share from 0 to below 1: .02 is 2 %")
+    return given
 
 
 def _limit(budget: str | float, gap: float) -> Budget:
@@ -275,7 +408,9 @@ def _to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: Lo
     )
 
 
-def _or_all_cores(step: Step, found: Plan, placer: str, progress: Progress) -> Plan:
+def _or_all_cores(
+    step: Step, found: Plan, placer: str, kept_whole: Sequence[str], progress: Progress
+) -> Plan:
     """`found` with `here`, all cores as one device, among its baselines, None where that cannot
     be; or, where `auto` chose and it is faster, the plan for it."""
     try:
@@ -286,6 +421,8 @@ def _or_all_cores(step: Step, found: Plan, placer: str, progress: Progress) -> P
             objective=found.objective,
             contiguous=found.contiguous,
             seed=found.seed,
+            whole=kept_whole,
+            format=found.made_for,
             model=found.source.model,
             progress=progress,
         )
@@ -296,7 +433,9 @@ def _or_all_cores(step: Step, found: Plan, placer: str, progress: Progress) -> P
         baselines={**found.baselines, HERE: whole.value},
         interrupted=whole.interrupted,
     )
-    if placer != "auto" or whole.value >= found.value:
+    several = sum(map(bool, found.orders or ())) > 1
+    worth = whole.value * (1 - found.min_gain) if several else whole.value
+    if placer != "auto" or found.value <= worth:
         return chosen
     weaker = min((found, whole), key=lambda one: one.lower_bound)  # it holds on both machines
     return replace(

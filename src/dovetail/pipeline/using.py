@@ -9,22 +9,45 @@ from dovetail.errors import UnwritableError, UsageError
 from dovetail.executors import Measurement, Placed
 from dovetail.executors import run as execute
 from dovetail.exports import device_map, model_explorer, split_points
-from dovetail.frontends import Captured
+from dovetail.frontends import Captured, duplicated
 from dovetail.graph import Graph
 from dovetail.instances import instance_to_dict
 from dovetail.pipeline.opening import check_machine, check_seed, costs_in, timeline_of
+from dovetail.pipeline.sharing import planned
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
 from dovetail.reports import Report, chrome_trace, device_colours, write_html
 from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.neighbours import disturbs
 
 
 def run(plan: Plan, step: Captured, *, seed: int = 0) -> Placed:
     """The plan at work: a context manager with `step`, `measure` and `state_dict`."""
     check_seed(seed)
+    step = duplicated(step, plan.copies) if planned(plan, step) is not step else step
     check(plan, step.graph)
     check_machine(plan.machine)
     return execute(plan, step, seed=seed)
+
+
+FAR_OFF = 0.25
+"""Measured and predicted seconds that are this much apart want an explanation."""
+
+
+def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measurement) -> str:
+    """What to tell the user where other programs used the plan's cores while it was measured, or
+    while its costs were and the measured step is far off; "" where nothing is known of that."""
+    measured = measurement.median_seconds
+    off = abs(measured / predicted_seconds - 1) if predicted_seconds > 0 else 0.0
+    far = f"; measured and predicted differ by {100 * off:.0f} %" * (off > FAR_OFF)
+    if disturbs(measurement.others_cores):
+        return (
+            f"other programs used {measurement.others_cores:.1f} cores of this plan's while it was "
+            f"measured{far}: run it again when the machine is quiet"
+        )
+    if far and any("other programs" in note for note in plan.notes):
+        return f"this plan was made while other programs used its cores{far}: plan again"
+    return ""
 
 
 def report(
@@ -35,7 +58,7 @@ def report(
     measurement: Measurement | None = None,
 ) -> None:
     """Write the page of a plan: predicted, and measured where a measurement is given."""
-    graph = graph_of(step)
+    graph = graph_of(planned(plan, step))
     write_html(
         Report(
             plan,
@@ -53,7 +76,7 @@ def write_trace(
 ) -> None:
     """Write the predicted step as a Chrome trace, for Perfetto; the measured one below it where a
     measurement is given. Raises `UnwritableError`."""
-    graph = graph_of(step)
+    graph = graph_of(planned(plan, step))
     measured = None if measurement is None else measurement.timeline
     trace = chrome_trace(timeline_of(plan, graph), graph, measured)
     write_atomically(path, json.dumps(trace, allow_nan=False))
@@ -98,7 +121,7 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
     Raises `ExportError` where the format cannot say what the plan does, and `UnwritableError`.
     """
     check_export(to)
-    written = EXPORTS[to](plan, graph_of(step))
+    written = EXPORTS[to](plan, graph_of(planned(plan, step)))
     if path is not None and to in FOLDERS:
         for name, document in written.items():
             write_atomically(make_folder(path) / name, json.dumps(document, allow_nan=False))

@@ -51,6 +51,7 @@ class _Shared:
 
     entries    placement's digest -> (score, peak bytes)
     best       of all that was evaluated
+    fewest     number of devices that run something -> the best that was evaluated
     bound      the best lower bound that holds while groups stay together
     """
 
@@ -58,6 +59,7 @@ class _Shared:
     found: dict[str, tuple[Score, GroupPlacement]] = field(default_factory=dict)
     found_seconds: dict[str, float] = field(default_factory=dict)
     best: tuple[Score, GroupPlacement, NDArray[np.int64]] | None = None
+    fewest: dict[int, tuple[Score, GroupPlacement]] = field(default_factory=dict)
     bound: LowerBound | None = None
     interrupted: bool = False
     pace_seconds: float = 0.0
@@ -116,6 +118,11 @@ class Budget:
     def best(self) -> tuple[Score, GroupPlacement, NDArray[np.int64]] | None:
         """(score, placement, peaks) of the best placement that was evaluated."""
         return self._shared.best
+
+    @property
+    def fewest(self) -> dict[int, tuple[Score, GroupPlacement]]:
+        """number of devices that run something -> (score, placement) of the best evaluated."""
+        return self._shared.fewest
 
     @property
     def bound(self) -> LowerBound | None:
@@ -241,8 +248,12 @@ class Budget:
         self.charge(len(placements))
         over = np.maximum(found.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
         lacking = np.where(found.feasible, over, np.maximum(over, 1))
+        used = _devices_used(placements[:, problem.running], problem.devices).tolist()
         for i, row in enumerate(placements):
             score = Score(float(lacking[i]), float(found.values[i]))
+            simple = self._shared.fewest.get(used[i])
+            if simple is None or score < simple[0]:
+                self._shared.fewest[used[i]] = (score, row.copy())
             self._shared.entries[_digest(row)] = (score, found.peak_memory_bytes[i])
             if self.best is None or score < self.best[0]:
                 self._shared.best = (score, row.copy(), found.peak_memory_bytes[i])
@@ -305,6 +316,13 @@ class _SecondInterrupt(BaseException):
 def _digest(placement: GroupPlacement) -> bytes:
     """Names a placement in 16 bytes, however many groups there are."""
     return hashlib.blake2b(placement.tobytes(), digest_size=16).digest()
+
+
+def _devices_used(placements: NDArray[np.int32], devices: int) -> NDArray[np.int64]:
+    """[batch] number of distinct devices of each placement [batch, groups]."""
+    there = np.zeros((len(placements), devices), dtype=bool)
+    there[np.arange(len(placements))[:, None], placements] = True
+    return np.asarray(there.sum(axis=1), dtype=np.int64)
 
 
 def _batches(rows: list[int], ops: int) -> Iterator[list[int]]:

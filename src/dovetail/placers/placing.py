@@ -1,6 +1,6 @@
 """Every method by name, and one of them at work on a problem."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from dovetail.errors import InfeasibleError, OutOfMemoryError, UsageError
 from dovetail.placers.auto import auto
 from dovetail.placers.baselines import BASELINES, Placer, attempt, try_baselines
-from dovetail.placers.budget import Budget
+from dovetail.placers.budget import CLOSED_GAP, Budget, Score
+from dovetail.placers.chain import chain
 from dovetail.placers.exact import exact
 from dovetail.placers.families import families
 from dovetail.placers.heft import heft
@@ -24,6 +25,8 @@ from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, Problem
 from dovetail.placers.scotch import scotch
 from dovetail.placers.sct import sct
+from dovetail.placers.simpler import SEARCH_SHARE, Simplest, simplest
+from dovetail.placers.single import single
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound
 
@@ -76,6 +79,12 @@ PLACERS: dict[str, Placer] = {
 """The learned ones are imported, and torch with them, by who uses them."""
 
 
+HELPS = 0.05
+"""Share from which on more devices help one step, even where a plan had to gain more."""
+FEWER = "fewer_devices"
+"""Name of a plan that no method proposed: `placers.simpler` made it of one on more devices."""
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What a placer found.
@@ -87,6 +96,7 @@ class Outcome:
     placer              the method that found it
     baselines           method -> value, None where it does not fit, in the order tried
     found_seconds       method -> seconds from the start of the search to its value
+    notes               sentences on why it has this many devices
     bound               proven by the search for placements whose groups stay together, if any
     evaluations         distinct placements that were evaluated
     """
@@ -102,6 +112,7 @@ class Outcome:
     evaluations: int
     seconds: float
     interrupted: bool
+    notes: tuple[str, ...] = ()
 
 
 def place(
@@ -110,12 +121,14 @@ def place(
     budget: Budget,
     progress: Callable[[float, float], None] | None = None,
     method: Placer | None = None,
+    min_gain: float = 0.0,
 ) -> Outcome:
     """Run one method, and the cheap ones to compare it with.
 
     budget     of the search; the four baselines are always evaluated, and count
     progress   called with (share of the budget spent, best feasible value so far or inf)
     method     what runs under that name, in place of ours
+    min_gain   of `auto`: the share by which a plan must beat those with fewer devices
 
     Ctrl-C ends the search with the best so far, `interrupted`; within `keeping_interrupts` at
     whatever moment it arrives. Raises `UsageError` for an unknown name, and `OutOfMemoryError` with
@@ -124,16 +137,72 @@ def place(
     if placer_name not in PLACERS:
         raise UsageError("--placer", f"{placer_name!r} is not one of {', '.join(PLACERS)}")
     budget.progress = progress
+    simplify = min_gain if placer_name == "auto" and problem.objective != "latency" else 0.0
+    if problem.chain is not None:
+        return _place_along(problem, placer_name, budget, progress, simplify)
     try_baselines(problem, budget)
     if placer_name not in BASELINES:
-        attempt(placer_name, method or PLACERS[placer_name], problem, budget)
+        attempt(placer_name, method or PLACERS[placer_name], problem, _main_part(budget, simplify))
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     if placer_name in BASELINES and placer_name not in found:
         raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for
     chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
+    return _outcome(problem, budget, chosen, progress, simplify)
+
+
+def _main_part(budget: Budget, min_gain: float) -> Budget:
+    """What the search may spend; the rest is for plans with fewer devices."""
+    if not min_gain:
+        return budget
+    share = 1 - SEARCH_SHARE
+    evaluations = max(1.0, np.floor(share * budget.evaluations))
+    return budget.slice(seconds=share * budget.seconds, evaluations=float(evaluations))
+
+
+ALONG = {"single": single, "chain": chain}
+"""The methods for a problem with an order of which each device has one run."""
+
+
+def _place_along(
+    problem: Problem,
+    placer_name: str,
+    budget: Budget,
+    progress: Callable[[float, float], None] | None,
+    min_gain: float,
+) -> Outcome:
+    """As `place`, of a problem with a chain."""
+    if placer_name not in (*ALONG, "auto"):
+        detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single or chain"
+        raise UsageError("placer", detail)
+    for name, method in ALONG.items():
+        attempt(name, method, problem, budget)
+    found = budget.found
+    chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
+    return _outcome(problem, budget, chosen, progress, min_gain)
+
+
+def _outcome(
+    problem: Problem,
+    budget: Budget,
+    chosen: str,
+    progress: Callable[[float, float], None] | None,
+    min_gain: float,
+) -> Outcome:
+    """What the method `chosen` found, beside all others; or, where more devices gain too little,
+    the best plan with fewer. Raises `InfeasibleError`."""
+    found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     score, placement = found[chosen]
     if score.lacking_bytes:
         raise _infeasible(problem, budget.peaks(placement))
+    notes: tuple[str, ...] = ()
+    if min_gain:
+        kept = simplest(problem, budget, (score, placement), min_gain)
+        if kept.devices < kept.best[1]:
+            score, placement, chosen = kept.score, kept.placement, _name_of(found, kept.placement)
+            if chosen == FEWER:
+                budget.note(FEWER, score, placement)
+                found[FEWER] = (score, placement)
+        notes = _why(problem, kept, min_gain)
     if progress is not None:
         progress(1.0, score.value)
     return Outcome(
@@ -150,7 +219,38 @@ def place(
         evaluations=budget.distinct,
         seconds=budget.spent_seconds,
         interrupted=budget.interrupted,
+        notes=notes,
     )
+
+
+def _name_of(found: Mapping[str, tuple[Score, GroupPlacement]], placement: GroupPlacement) -> str:
+    """The first method that found this placement, or `FEWER`."""
+    same = (name for name, (_, other) in found.items() if np.array_equal(other, placement))
+    return next(same, FEWER)
+
+
+def _why(problem: Problem, kept: Simplest, min_gain: float) -> tuple[str, ...]:
+    """What to tell of the number of devices."""
+    notes = []
+    value, devices = kept.best
+    gain = 1 - value / kept.score.value if kept.score.value else 0.0
+    if kept.devices < devices and gain > CLOSED_GAP:
+        notes.append(
+            f"{_count(kept.devices)}: {_count(devices)} would gain {100 * gain:.2g} %, less than "
+            f"the smallest gain of {100 * min_gain:.3g} %; --min-gain 0 takes them"
+        )
+    running = sum(device.kind != "host" for device in problem.machine.devices)
+    if kept.devices == 1 and running > 1 and gain < HELPS and problem.objective == "step":
+        towers = ", or data-parallel towers with --replicas" if problem.graph.training else ""
+        notes.append(
+            "placement does not help one step here; for more samples a second use --objective "
+            f"load, a pipeline over the devices{towers}"
+        )
+    return tuple(notes)
+
+
+def _count(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _infeasible(problem: Problem, peaks: NDArray[np.int64]) -> InfeasibleError:

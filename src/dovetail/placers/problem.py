@@ -41,6 +41,8 @@ class Problem:
     trace        placement [ops] -> Timeline of the step; None: nobody simulates it
     contiguous   only placements whose devices can be ordered are feasible: `graph.convexity`
     ranked       `evaluate` tries upward ranks as well: `Simulator`
+    chain        [groups] place in an order of which each device has one run or none, -1: no place;
+                 None: there is no such order
     """
 
     graph: Graph
@@ -55,6 +57,7 @@ class Problem:
     contiguous: bool = False
     trace: Trace | None = None
     ranked: bool = False
+    chain: NDArray[np.int32] | None = None
 
     @property
     def devices(self) -> int:
@@ -154,11 +157,16 @@ class Problem:
         return [devices, [d for d in devices if self.machine.devices[d].model == model]]
 
     @cached_property
-    def free(self) -> NDArray[np.int32]:
-        """Groups that have a choice: more than one allowed device, and an op that runs."""
+    def running(self) -> NDArray[np.bool_]:
+        """[groups] True for groups with an op that runs."""
         runs = np.zeros(self.groups.count, dtype=bool)
         runs[self.groups.of_op[~self.graph.is_source]] = True
-        return np.flatnonzero(runs & (self.allowed.sum(axis=1) > 1)).astype(np.int32)
+        return runs
+
+    @cached_property
+    def free(self) -> NDArray[np.int32]:
+        """Groups that have a choice: more than one allowed device, and an op that runs."""
+        return np.flatnonzero(self.running & (self.allowed.sum(axis=1) > 1)).astype(np.int32)
 
     @cached_property
     def placements(self) -> float:
@@ -193,12 +201,16 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     contiguous: bool = False,
     trace: Trace | None = None,
     ranked: bool = False,
+    may_run: NDArray[np.bool_] | None = None,
+    chain: NDArray[np.int32] | None = None,
 ) -> Problem:
     """Build the problem that placers solve.
 
     pins   (pattern, device name): glob on op names and module paths; a module's path, or a glob
            that matches it, pins everything inside
     caps   (device name, bytes) the device may use at most
+    may_run   [ops, devices] where each op may go besides; None: anywhere
+    chain  [ops] place of each op's group in an order, as in `Problem`; -1: none
 
     Raises `PinError` (a pin that matches nothing, or against another pin), `UnknownDeviceError`,
     `NoDeviceError` (an op that no device may run) and `CostError`.
@@ -206,6 +218,11 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     costs.check(graph)
     pinned = _pinned(graph, machine, groups, tuple(pins))
     allowed = _allowed(graph, machine, costs, groups)
+    if may_run is not None:
+        barred = np.zeros_like(allowed)
+        runs = ~graph.is_source
+        np.logical_or.at(barred, groups.of_op[runs], ~may_run[runs])
+        allowed &= ~barred
     for group, device in pinned.items():
         allowed[group] &= np.arange(allowed.shape[1]) == device
     stuck = np.flatnonzero(~allowed.any(axis=1))
@@ -214,10 +231,32 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     capacities = capacities_of(machine, dict(caps))
     if contiguous:
         evaluate = _only_contiguous(evaluate, graph)
+    places = None
+    if chain is not None:
+        places = np.full(groups.count, -1, dtype=np.int32)
+        np.maximum.at(places, groups.of_op, chain)
+        evaluate = _only_runs(evaluate, groups, places)
     return Problem(
         graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
-        contiguous, trace, ranked,
+        contiguous, trace, ranked, places,
     )  # fmt: skip
+
+
+def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> Evaluate:
+    """`evaluate`, but a placement where a device comes back along the chain is infeasible."""
+    _, first = np.unique(groups.of_op, return_index=True)  # an op of each group
+    placed = np.flatnonzero(chain >= 0)
+    along = first[placed[np.argsort(chain[placed], kind="stable")]]
+
+    def evaluate_runs(placements: NDArray[np.int32]) -> Evaluation:
+        found = evaluate(placements)
+        runs = [
+            int((row[1:] != row[:-1]).sum()) + 1 <= len(set(row.tolist()))
+            for row in placements[:, along]
+        ]
+        return replace(found, feasible=found.feasible & np.array(runs, dtype=bool))
+
+    return evaluate_runs
 
 
 def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:

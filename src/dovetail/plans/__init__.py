@@ -13,6 +13,7 @@ from dovetail.plans.records import (
     Stage,
     describe_gap,
     format_value,
+    planned_graph,
 )
 from dovetail.plans.rules import capacities_of, check, check_placement, normalise
 from dovetail.plans.towers import tower_placement, tower_seconds
@@ -36,6 +37,7 @@ __all__ = [
     "load_plan",
     "needs_of",
     "normalise",
+    "planned_graph",
     "save_plan",
     "stages_of",
     "tower_placement",

@@ -7,7 +7,8 @@
            "index": [row of each op], "sent_bytes": [of each tensor] or null},
  "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
  "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "found_seconds",
- "contiguous"}
+ "contiguous", "whole": [patterns of modules kept whole], "made_for", "min_gain", "notes",
+ "copies": [{"ops", "readers"} of the graph without copies]}
 """
 
 import json
@@ -16,9 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from dovetail.errors import FileFormatError, MachineError
+from dovetail.graph.duplicates import Copies
 from dovetail.graph.files import first_complaint
 from dovetail.machine.files import machine_from_dict, machine_to_dict
 from dovetail.plans.records import Plan, Schedule, Source, Stage
@@ -44,6 +46,12 @@ class _Stage(BaseModel):
     model_config = _STRICT
     ops: tuple[int, ...]
     seconds: float = _Seconds
+
+
+class _Copies(BaseModel):
+    model_config = _STRICT
+    ops: tuple[NonNegativeInt, ...]
+    readers: tuple[NonNegativeInt, ...]
 
 
 class _Costs(BaseModel):
@@ -80,12 +88,17 @@ class _Plan(BaseModel):
     baselines: dict[str, float | None]
     found_seconds: dict[str, float] = {}
     contiguous: bool = False
+    whole: tuple[str, ...] = ()
+    made_for: Literal["", "device-map", "split-points"] = ""
+    min_gain: float = Field(0.0, ge=0)
+    notes: tuple[str, ...] = ()
+    copies: tuple[_Copies, ...] = ()
 
 
 _PLAIN = (
     "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
     "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "orders",
-    "found_seconds", "contiguous",
+    "found_seconds", "contiguous", "whole", "made_for", "min_gain", "notes",
 )  # fmt: skip
 
 
@@ -107,6 +120,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
             "index": index.ravel().tolist(),
             "sent_bytes": None if plan.sent_bytes is None else plan.sent_bytes.tolist(),
         },
+        "copies": [vars(one) for one in plan.copies],
         **{name: getattr(plan, name) for name in _PLAIN},
     }
     write_atomically(path, json.dumps(file, separators=(",", ":"), allow_nan=False))
@@ -141,6 +155,7 @@ def load_plan(path: str | Path) -> Plan:
         costs_source=file.costs.source,
         sent_bytes=None if file.costs.sent_bytes is None else np.array(file.costs.sent_bytes),
         schedules=_schedules(file.schedules),
+        copies=tuple(Copies(one.ops, one.readers) for one in file.copies),
         **{name: getattr(file, name) for name in _PLAIN},
     )
 

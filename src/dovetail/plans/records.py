@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph
+from dovetail.graph.duplicates import Copies, duplicate
+from dovetail.graph.sharing import shareable
 from dovetail.machine import Machine
 from dovetail.units import (
     BEYOND_ANY_BYTES,
@@ -87,6 +89,11 @@ class Plan:
     contiguous         asked for: devices can be ordered so that no forward edge goes back
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
     found_seconds      method -> when it first found its value, from the start of the search
+    whole              patterns of the modules that are each on one device
+    made_for           the format: "device-map", "split-points", or "" for none in particular
+    min_gain           share by which more devices had to be better than fewer
+    copies             of shared computations that the planned graph has: `graph.duplicates`
+    notes              sentences for the user: why it is as it is
     graph              the graph it was made for, where it was planned or opened in this process;
                        not saved
     """
@@ -115,6 +122,11 @@ class Plan:
     contiguous: bool = False
     sent_bytes: NDArray[np.float64] | None = None
     found_seconds: dict[str, float] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    made_for: str = ""
+    min_gain: float = 0.0
+    copies: tuple[Copies, ...] = ()
+    notes: tuple[str, ...] = ()
     graph: Graph | None = field(default=None, repr=False)
 
     @property
@@ -151,7 +163,20 @@ class Plan:
             limit = f" of {format_capacity(available)}" if available < BEYOND_ANY_BYTES else ""
             cap = " (cap)" if device.name in caps else ""
             rows.append(f"  {device.name:<14}{format_bytes(peak):>10}{limit}{cap}")
+        rows += [f"  {note}" for note in self.notes]
         return printable("\n".join(rows))
+
+
+def planned_graph(plan: Plan, graph: Graph) -> Graph:
+    """The graph that the plan is for, of the graph of its step: with the plan's copies. A graph of
+    another step comes back as it is; `check` says so."""
+    if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
+        return graph
+    may = shareable(graph)
+    for one in plan.copies:
+        if max((*one.ops, *one.readers), default=0) >= len(graph) or not may[list(one.ops)].all():
+            return graph
+    return duplicate(graph, plan.copies).graph
 
 
 def format_value(plan: Plan, value: float) -> str:

@@ -8,10 +8,12 @@ from dovetail.errors import (
     MachineMismatchError,
     NotContiguousError,
     OutOfMemoryError,
+    SplitModuleError,
     UnplacedOpError,
 )
 from dovetail.graph import EVERYWHERE, HOST, Graph
 from dovetail.graph.convexity import find_return
+from dovetail.graph.units import matched_modules, units_of
 from dovetail.machine import Machine
 from dovetail.plans.orders import check_orders
 from dovetail.plans.records import Placement, Plan
@@ -44,6 +46,8 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
     (5. Its promises hold: `pipeline.verify`, which simulates it.)
     6. Where it was asked to be contiguous, its devices can be ordered: `graph.convexity`.
                                                             `NotContiguousError`
+    7. Each module that is kept whole is on one device.     `SplitModuleError`
+    (8. What is made for a format can be written in it: `pipeline.open_plan`.)
     Memory within capacity and caps is checked against the promised peaks: `OutOfMemoryError`.
     """
     if plan.graph_fingerprint != graph.fingerprint:
@@ -57,6 +61,8 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
     check_orders(plan, graph)
     if plan.contiguous:
         check_contiguous(plan.placement, graph, plan.machine)
+    if plan.whole:
+        check_whole(plan, graph)
     capacities = capacities_of(plan.machine, dict(plan.caps))
     for device, needed, available in zip(
         plan.machine.device_names, plan.peak_memory_bytes, capacities.tolist(), strict=True
@@ -106,3 +112,15 @@ def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> No
         leaves, elsewhere, returns = (graph.names[op] for op in found)
         device = machine.device_names[placement[found[0]]]
         raise NotContiguousError(device, (leaves, elsewhere, returns))
+
+
+def check_whole(plan: Plan, graph: Graph) -> None:
+    """Raise `SplitModuleError` for a module that should be whole and is on two devices."""
+    modules = matched_modules(graph, plan.whole)
+    of_op = units_of(graph, modules).of_op
+    first: dict[int, int] = {}
+    for op in np.flatnonzero(of_op >= 0).tolist():
+        unit, device = int(of_op[op]), int(plan.placement[op])
+        if first.setdefault(unit, device) != device:
+            names = plan.machine.device_names
+            raise SplitModuleError(modules[unit], (names[first[unit]], names[device]))

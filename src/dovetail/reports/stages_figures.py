@@ -97,8 +97,9 @@ def answer(scheduled: Scheduled, costs_source: str) -> str:
     timing = measured_of(best)
     if timing is None:
         return (
-            f"At batch {scheduled.batch} {best.scheduler} is predicted to be fastest: "
-            f"{format_seconds(best.predicted_seconds)}{_against(scheduled, best)}. Predicted only, "
+            f"At batch {scheduled.batch} {best.scheduler} {_predicted_place(scheduled)}: "
+            f"{format_seconds(best.predicted_seconds)}{_against(scheduled, best)}."
+            f"{_predicted_faster(scheduled)} Predicted only, "
             f"from costs that are {costs_source}: no step was measured, so nothing here shows that "
             "it is never slower than sequential."
         )
@@ -120,6 +121,39 @@ def answer(scheduled: Scheduled, costs_source: str) -> str:
     apart = base.median_seconds / timing.median_seconds - 1
     noise = max(timing.spread, summarise(list(base.seconds)).spread)
     return text + (", but the difference is within their spread." if apart < noise else ".")
+
+
+def _faster_by_prediction(scheduled: Scheduled) -> list[Candidate]:
+    """Those with less predicted seconds than the chosen one, the least first."""
+    limit = scheduled.best.predicted_seconds
+    faster = [c for c in scheduled.candidates if c.predicted_seconds < limit]
+    return sorted(faster, key=lambda c: c.predicted_seconds)
+
+
+def _predicted_place(scheduled: Scheduled) -> str:
+    """What the prediction says of the chosen schedule, among those it can be compared with."""
+    faster = _faster_by_prediction(scheduled)
+    if not faster:
+        return "is predicted to be fastest"
+    if any(candidate.stages for candidate in faster):
+        return "was chosen"
+    return "is predicted to be the fastest in stages"
+
+
+def _predicted_faster(scheduled: Scheduled) -> str:
+    """One sentence on a schedule with a lower prediction. Streams without barriers are predicted
+    by their kernels' costs alone, so theirs does not compare with that of stages."""
+    faster = _faster_by_prediction(scheduled)
+    if not faster:
+        return ""
+    least = faster[0]
+    text = f" The {format_seconds(least.predicted_seconds)} of {least.scheduler}"
+    if least.stages:
+        return f"{text} is less."
+    return (
+        f"{text} counts every kernel as if no other slowed it down, so it does not show that "
+        f"{least.scheduler} is faster."
+    )
 
 
 def _against(scheduled: Scheduled, best: Candidate) -> str:

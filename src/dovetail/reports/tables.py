@@ -16,7 +16,7 @@ from rich.text import Text
 from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
-from dovetail.machine import Machine, emulated_dtypes
+from dovetail.machine import Device, Machine, emulated_dtypes
 from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports.limits import Limits, explain, shares
 from dovetail.reports.stages_figures import overview_rows
@@ -63,8 +63,12 @@ def plan_facts(plan: Plan, graph: Graph) -> list[tuple[str, str]]:
     searched = format_seconds(plan.planning_seconds)
     facts.append(("planning", searched + (", interrupted: best so far" * plan.interrupted)))
     facts += [("note", note) for note in emulation_notes(plan.machine, graph)]
+    if plan.made_for:
+        facts.append(("for", plan.made_for))
+    facts += [("whole", pattern) for pattern in plan.whole]
     facts += [("pin", f"{pattern} = {device}") for pattern, device in plan.pins]
     facts += [("cap", f"{device}: {format_bytes(size)}") for device, size in plan.caps]
+    facts += [("note", note) for note in plan.notes]
     return facts
 
 
@@ -252,7 +256,7 @@ def machine_table(machine: Machine) -> RenderableType:
             escape(device.name) + (" (host)" * (device.name == machine.host)),
             device.kind,
             escape(device.model),
-            _ranges(device.cores),
+            _cores_text(device),
             format_capacity(device.memory_bytes),
             escape(rates),
             bandwidth,
@@ -355,6 +359,13 @@ def _cell(key: str, value: object) -> str:
     if unit in ("ops", "batch"):
         return f"{value:,}"
     return format_seconds(value) if unit == "seconds" else format_count(float(value))
+
+
+def _cores_text(device: Device) -> str:
+    threads, text = device.op_threads, _ranges(device.cores)
+    if threads == len(device.cores):
+        return text
+    return f"{text}; {threads} thread{'s' * (threads != 1)} an op"
 
 
 def _ranges(cores: Sequence[int]) -> str:

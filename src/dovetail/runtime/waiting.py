@@ -1,10 +1,16 @@
-"""Waiting on flags in shared memory: spinning, with acquire and release ordering.
+"""Waiting on flags in shared memory, with acquire and release ordering.
 
 A flag is an int64 that only grows, written by one process. Whoever sees its new value (acquire)
 also sees everything written before it was published (release):
 
     producer   data ... ── publish(flag, 7)
-                                    └──────► wait(flag, 7, abort) ── ... data      consumer
+                                    └──────► wait(flag, 7, abort, spin_ns) ── ... data     consumer
+
+A wait spins for `spin_ns`, gives its core away now and then meanwhile, and then sleeps in the
+kernel (futex) until the flag is published. A thread that sleeps gets its core at once when it is
+woken, also where another program computes there; one that spins has used up its share of time by
+then, and waits for milliseconds. The eight bytes after a flag say that somebody sleeps, so a flag
+has a cache line of its own.
 
 A wait that finds the abort flag set gives up, so that one failing process frees all others.
 Flags are passed by address: unboxing an array costs more than the wait itself.
@@ -24,13 +30,27 @@ from numpy.typing import NDArray
 ABORTED = -1
 """What `wait` and `barrier` return when the abort flag was set."""
 SPINS = 64
-"""Looks between two `sched_yield`: some microseconds, about one hop."""
+"""Looks between two looks at the clock: some microseconds, about one hop."""
+SPIN_NS = 20_000
+"""How long a wait spins where nobody knows whether the core is wanted."""
+_YIELD_NS = 20_000
+"""From here on a wait that spins gives its core away now and then."""
+_AWAY_NS = 50_000
+"""A core that was away for longer is wanted by others: the wait sleeps."""
+_NAP_NS = 20_000_000
+"""A sleep ends after this long at the latest, to look at the abort flag."""
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(
+    platform.machine(), 98
+)
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
+_CLOCK_MONOTONIC = 1
 
 _INT64 = ir.IntType(64)
 # numba passes the first argument of an intrinsic itself, which its types do not know.
 _intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
 _declare: Any = cgutils.get_or_insert_function
 _copy_bytes: Any = cgutils.raw_memcpy
+_allocate: Any = cgutils.alloca_once
 _PAUSE = {"x86_64": "llvm.x86.sse2.pause"}.get(platform.machine())
 
 
@@ -96,10 +116,85 @@ def _sched_yield(typing: Any) -> Any:
     return types.void(), generate
 
 
+@_intrinsic
+def _fence(typing: Any) -> Any:
+    """No load after it is done before a store in front of it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_intrinsic
+def _now_ns(typing: Any) -> Any:
+    """The clock of `runtime.timers`, in nanoseconds."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        time = _allocate(builder, ir.ArrayType(_INT64, 2))
+        pointer = builder.bitcast(time, _INT64.as_pointer())
+        function = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _INT64.as_pointer()])
+        external = _declare(builder.module, function, "clock_gettime")
+        builder.call(external, [ir.Constant(ir.IntType(32), _CLOCK_MONOTONIC), pointer])
+        seconds = builder.load(pointer)
+        rest = builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(32), 1)]))
+        return builder.add(builder.mul(seconds, ir.Constant(_INT64, 10**9)), rest)
+
+    return types.int64(), generate
+
+
+@_intrinsic
+def _futex(typing: Any, address: Any, operation: Any, value: Any, timeout_ns: Any) -> Any:
+    """Sleep while the 32 bits at `address` are `value`, `timeout_ns` (below a second) at most, or
+    wake up to `value` sleepers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, operation, value, timeout_ns = arguments
+        time = _allocate(builder, ir.ArrayType(_INT64, 2))
+        pointer = builder.bitcast(time, _INT64.as_pointer())
+        builder.store(ir.Constant(_INT64, 0), pointer)
+        builder.store(timeout_ns, builder.gep(pointer, [ir.Constant(ir.IntType(32), 1)]))
+        function = ir.FunctionType(_INT64, [_INT64], var_arg=True)
+        external = _declare(builder.module, function, "syscall")
+        zero = ir.Constant(_INT64, 0)
+        number = ir.Constant(_INT64, _FUTEX)
+        given = [number, address, operation, value, pointer, zero, zero]
+        builder.call(external, given)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
 @njit("int64(int64, int64, int64)", nogil=True, cache=True)
-def wait(flag: int, value: int, abort: int) -> int:
-    """Block until the flag is at least `value`; what it is then, or `ABORTED`."""
+def _sleep(flag: int, value: int, abort: int) -> int:
+    """`wait`, asleep until the flag is published."""
     while True:
+        found = _load(flag)
+        if found >= value:
+            return int(found)
+        if _load(abort) != 0:
+            return ABORTED
+        # Whoever publishes sets the flag and then looks whether somebody sleeps. Both in this order
+        # one of the two sees the other, and a flag that has changed puts nobody to sleep.
+        _store(flag + 8, 1)
+        _fence()
+        found = _load(flag)
+        if found < value:
+            _futex(flag, _FUTEX_WAIT, found & 0xFFFFFFFF, _NAP_NS)
+
+
+@njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)
+def wait(flag: int, value: int, abort: int, spin_ns: int) -> int:
+    """Block until the flag is at least `value`; what it is then, or `ABORTED`."""
+    for _ in range(SPINS):
+        found = _load(flag)
+        if found >= value:
+            return int(found)
+        _pause()
+    begin = _now_ns()
+    now = begin
+    while now - begin < spin_ns:
         for _ in range(SPINS):
             found = _load(flag)
             if found >= value:
@@ -107,13 +202,29 @@ def wait(flag: int, value: int, abort: int) -> int:
             _pause()
         if _load(abort) != 0:
             return ABORTED
-        _sched_yield()
+        before = now
+        if before - begin > _YIELD_NS:
+            _sched_yield()
+        now = _now_ns()
+        if now - before > _AWAY_NS:
+            break
+    return int(_sleep(flag, value, abort))
+
+
+@njit("void(int64)", nogil=True, cache=True)
+def _wake(flag: int) -> None:
+    """Wake who sleeps until the flag changes, which it just has."""
+    _fence()
+    if _load(flag + 8) != 0:
+        _store(flag + 8, 0)
+        _futex(flag, _FUTEX_WAKE, _ALL, 0)
 
 
 @njit("void(int64, int64)", nogil=True, cache=True)
 def publish(flag: int, value: int) -> None:
     """Set the flag, after all that was written before."""
     _store(flag, value)
+    _wake(flag)
 
 
 @njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
@@ -122,15 +233,16 @@ def publish_copy(flag: int, value: int, target: int, source: int, size_bytes: in
     calls where the bytes are few."""
     _copy(target, source, size_bytes)
     _store(flag, value)
+    _wake(flag)
 
 
-@njit("int64(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def barrier(flags: int, count: int, own: int, value: int, abort: int) -> int:
+@njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def barrier(flags: int, count: int, own: int, value: int, abort: int, spin_ns: int) -> int:
     """Arrive at flag `own` of the `count` flags (one a cache line) from address `flags` on, and
     block until every one is at least `value`. Returns `value`, or `ABORTED`."""
-    _store(flags + 64 * own, value)
+    publish(flags + 64 * own, value)
     for other in range(count):
-        if wait(flags + 64 * other, value, abort) == ABORTED:
+        if wait(flags + 64 * other, value, abort, spin_ns) == ABORTED:
             return ABORTED
     return value
 

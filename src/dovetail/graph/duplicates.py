@@ -1,0 +1,148 @@
+"""Copies of shared computations, one on each device that reads them.
+
+    d0   arange ─► cos ─┬─► layer 0          d0   arange ─► cos ─► layer 0
+    d1                  └─► layer 1          d1   arange/copy.1 ─► cos/copy.1 ─► layer 1
+
+A copy has its origin's name with "/copy.N" behind it, and its kind, module and phase: so a graph
+from a file tells it too. Only what `graph.sharing` says may be copied.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.graph.records import Graph, Int32, Int64, Phase
+
+_COPY = re.compile(r"(.*)/copy\.\d+$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """One more copy of some ops, and who reads it. Indices are of the graph without copies.
+
+    ops       ascending: all that they need of each other, so that none reads from elsewhere
+    readers   ascending: ops that read the copies in the place of the origins
+    """
+
+    ops: tuple[int, ...]
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Duplicated:
+    """The graph with copies.
+
+    origins         [ops] the op that each is, or copies
+    copy_of         [ops] which of the `Copies` it is of; -1: none
+    origin_tensors  [tensors] the tensor that each is, or copies
+    tensors         [1 + copies, tensors of the graph without copies] what others see in its place
+                    (row 0), and what those see that read the i-th copies (row i + 1)
+    """
+
+    graph: Graph
+    origins: Int64
+    copy_of: Int64
+    origin_tensors: Int64
+    tensors: Int64
+
+
+def duplicate(graph: Graph, copies: Sequence[Copies]) -> Duplicated:
+    """The graph with these copies, each right behind its origin. O((1 + copies) x tensors)."""
+    rows = [(op, -1) for op in range(len(graph))]
+    rows += [(op, i) for i, one in enumerate(copies) for op in one.ops]
+    rows.sort()
+    origins, copy_of = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    counts = np.diff(graph.output_offsets)[origins]
+    producers = np.repeat(np.arange(len(rows)), counts)
+    starts = np.cumsum(counts) - counts
+    within = np.arange(len(producers)) - starts[producers]
+    origin_tensors = graph.output_offsets[origins][producers] + within
+    tensors = np.tile(np.empty(graph.tensors, dtype=np.int64), (1 + len(copies), 1))
+    plain = copy_of[producers] < 0
+    tensors[:, origin_tensors[plain]] = np.flatnonzero(plain)
+    for i in range(len(copies)):
+        mine = copy_of[producers] == i
+        tensors[i + 1, origin_tensors[mine]] = np.flatnonzero(mine)
+    view = np.zeros(
+        len(graph), dtype=np.int64
+    )  # which row of `tensors` each op without copies sees
+    for i, one in enumerate(copies):
+        view[list(one.readers)] = i + 1
+    views = np.where(copy_of < 0, view[origins], copy_of + 1)
+    place = np.flatnonzero(copy_of < 0)  # of each op without copies
+    return Duplicated(
+        graph=_graph(graph, (origins, copy_of, views), (producers, origin_tensors), tensors, place),
+        origins=origins,
+        copy_of=copy_of,
+        origin_tensors=origin_tensors,
+        tensors=tensors,
+    )
+
+
+def _graph(
+    graph: Graph,
+    rows: tuple[Int64, Int64, Int64],
+    of_tensors: tuple[Int64, Int64],
+    tensors: Int64,
+    place: Int64,
+) -> Graph:
+    (origins, copy_of, views), (producers, origin_tensors) = rows, of_tensors
+    reads = [
+        tensors[view, graph.inputs_of(op)]
+        for op, view in zip(origins.tolist(), views.tolist(), strict=True)
+    ]
+    gradients = graph.gradient_of[origins]
+    return Graph(
+        names=tuple(
+            graph.names[op] if copy < 0 else f"{graph.names[op]}/copy.{copy + 1}"
+            for op, copy in zip(origins.tolist(), copy_of.tolist(), strict=True)
+        ),
+        kinds=tuple(graph.kinds[op] for op in origins.tolist()),
+        signatures=tuple(graph.signatures[op] for op in origins.tolist()),
+        modules=tuple(graph.modules[op] for op in origins.tolist()),
+        phases=graph.phases[origins],
+        flops=graph.flops[origins],
+        accessed_bytes=graph.accessed_bytes[origins],
+        colocation=np.where(copy_of < 0, graph.colocation[origins], -1),
+        gradient_of=np.where(gradients < 0, -1, place[gradients]).astype(np.int32),
+        device_kinds=tuple(graph.device_kinds[op] for op in origins.tolist()),
+        producers=producers.astype(np.int32),
+        shapes=tuple(graph.shapes[t] for t in origin_tensors.tolist()),
+        strides=tuple(graph.strides[t] for t in origin_tensors.tolist()),
+        dtypes=tuple(graph.dtypes[t] for t in origin_tensors.tolist()),
+        tensor_bytes=graph.tensor_bytes[origin_tensors],
+        storages=_storages(graph, views, copy_of, of_tensors, tensors),
+        overwrites=graph.overwrites[origin_tensors],
+        input_offsets=np.cumsum([0, *map(len, reads)]).astype(np.int32),
+        input_tensors=np.concatenate([np.zeros(0, np.int64), *reads]).astype(np.int32),
+        outputs=tensors[0, graph.outputs].astype(np.int32),
+        control=place[graph.control].astype(np.int32).reshape(-1, 2),
+    )
+
+
+def _storages(
+    graph: Graph, views: Int64, copy_of: Int64, of_tensors: tuple[Int64, Int64], tensors: Int64
+) -> Int32:
+    """[tensors] A copy's fresh memory is its own, and a view shares the memory of what it sees."""
+    producers, origin_tensors = of_tensors
+    found = graph.storages[origin_tensors].astype(np.int64)
+    bases = graph.bases[origin_tensors]
+    fresh = (bases < 0) & (copy_of[producers] >= 0)
+    found[fresh] = int(graph.storages.max(initial=0)) + 1 + np.arange(int(fresh.sum()))
+    bases = np.where(bases < 0, -1, tensors[views[producers], bases])
+    for tensor in np.flatnonzero((bases >= 0) & ~graph.overwrites[origin_tensors]).tolist():
+        found[tensor] = found[bases[tensor]]
+    return np.unique(found, return_inverse=True)[1].reshape(-1).astype(np.int32)
+
+
+def origins_in(graph: Graph) -> Int32:
+    """[ops] the op that each is a copy of, by its name; its own index where it is none."""
+    origins = np.arange(len(graph), dtype=np.int32)
+    for op in np.flatnonzero(graph.phases == Phase.FORWARD).tolist():
+        match = _COPY.match(graph.names[op])
+        origin = graph.index.get(match[1], -1) if match else -1
+        if origin >= 0 and graph.signatures[origin] == graph.signatures[op]:
+            origins[op] = origin
+    return origins

@@ -1,0 +1,86 @@
+"""Units: modules that are placed whole, whatever else a search may part.
+
+    patterns ["layers.*"]     layers.0 ─► unit 0    layers.1 ─► unit 1    head ─► no unit
+                              (layers.0.attention is within unit 0: the outermost match counts)
+
+A unit is all ops of a module: forward, backward and update. A backward op is in the unit of the
+op whose gradient it computes.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from dovetail.errors import UsageError
+from dovetail.graph.records import Graph, Int32
+
+_TOWER = re.compile(r"tower\.\d+(?:\.|$)")
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """of_op  [ops] the unit of each op, 0 to count - 1; -1: in none
+    ties   [ties, 2] pairs of ops that stay together besides, whatever units they are of
+    """
+
+    of_op: Int32
+    ties: Int32
+
+    @property
+    def count(self) -> int:
+        return int(self.of_op.max(initial=-1)) + 1
+
+
+def module_paths(graph: Graph) -> tuple[str, ...]:
+    """Every module around an op, outermost first, in order of first appearance; "" is left out."""
+    paths: dict[str, None] = {}
+    for module in dict.fromkeys(graph.modules):
+        parts = module.split(".") if module else []
+        paths.update(dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts))))
+    return tuple(paths)
+
+
+def matched_modules(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The outermost modules that a pattern matches: a path, or a glob on paths.
+
+    The copies of a module in towers match as the module does. Raises `UsageError` for a pattern
+    that matches no module.
+    """
+    paths = module_paths(graph)
+    names = {path: _TOWER.sub("", path, count=1) for path in paths}
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = [p for p in paths if p == pattern or (names[p] and fnmatchcase(names[p], pattern))]
+        if not found:
+            raise UsageError("whole", f"{pattern!r} matches no module of this network")
+        matched.update(found)
+    return tuple(path for path in paths if path in matched and not _within(path, matched))
+
+
+def units_of(graph: Graph, modules: Sequence[str], ties: Iterable[tuple[int, int]] = ()) -> Units:
+    """Each of these modules as a unit, and pairs of ops that stay together besides."""
+    unit_of = {path: unit for unit, path in enumerate(modules)}
+    of_module = {module: _unit_around(module, unit_of) for module in dict.fromkeys(graph.modules)}
+    units = np.array([of_module[module] for module in graph.modules], dtype=np.int32)
+    forward = graph.gradient_of
+    units = np.where(forward >= 0, units[forward], units)
+    units[graph.is_source] = -1  # a source follows who writes or reads it
+    return Units(units.astype(np.int32), np.array(list(ties), dtype=np.int32).reshape(-1, 2))
+
+
+def _within(path: str, modules: set[str]) -> bool:
+    """Is one of the modules around this one?"""
+    parts = path.split(".")
+    return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
+
+
+def _unit_around(module: str, unit_of: dict[str, int]) -> int:
+    """The unit of the module or of one around it; -1: none."""
+    while module:
+        if module in unit_of:
+            return unit_of[module]
+        module = module.rpartition(".")[0]
+    return unit_of.get("", -1)

@@ -1,0 +1,243 @@
+"""Stages along one given order of units, each device with one run of it or none.
+
+    units    0 1 2 3 │ 4 5 6 │ 7 8 9          order: that in which the network calls its modules
+    device      d0   │   d2  │  d1
+
+A dynamic programme over prefixes of the order and over how many devices of each kind they use:
+
+    best(prefix j, used + k)  =  min over i < j of  best(prefix i, used) (+) seconds of i..j on k
+
+where (+) is the sum for the objective `step`, one stage after another, and the maximum for `load`.
+It yields the best estimate for every number of devices. The evaluator judges these, and each cut is
+then moved while that makes the plan better.
+
+PipeDream's planner (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
+Training", SOSP 2019, https://doi.org/10.1145/3341301.3359646, section 3.1) has the recurrence for
+`load`. Differences: kinds of devices; no replicas of stages; memory as room for what units hold,
+shrunk where the evaluator says that a plan does not fit. Transfers are estimated by the slowest
+link to a device. O(units^2 x states), states being the product of (devices of a kind + 1).
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.placers.budget import Budget, Score
+from dovetail.placers.problem import GroupPlacement, Problem
+
+Float64 = NDArray[np.float64]
+ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
+"""Shares of memory that stages may fill by the estimate, tried until a plan fits."""
+SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)
+MOST_STATES = 2048
+"""Beyond it kinds of devices are merged with those that are most like them in speed."""
+
+
+class _Stages(NamedTuple):
+    """A plan along the order.
+
+    cuts      units before each stage but the first
+    devices   of each stage
+    """
+
+    cuts: tuple[int, ...]
+    devices: tuple[int, ...]
+
+
+def chain(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The best that was found; ties: the fewest devices. `problem.chain` must be there."""
+    order = ordered_groups(problem)
+    candidates: dict[_Stages, Score] = {}
+    for room in ROOMS:
+        stages = _best_stages(problem, order, room)
+        _judge(problem, budget, order, candidates, stages, always=True)
+        if any(not candidates[one].lacking_bytes for one in stages):
+            break
+    # The simpler plans are improved too: what a plan with more devices gains is measured by them.
+    by_count: dict[int, _Stages] = {}
+    for one in sorted(candidates, key=lambda one: candidates[one]):
+        by_count.setdefault(len(one.devices), one)
+    for count in sorted(by_count, key=lambda count: candidates[by_count[count]]):
+        _improve(problem, budget, order, candidates, by_count[count])
+    best = min(candidates, key=lambda one: (candidates[one], len(one.devices)))
+    return _placement(problem, order, best)
+
+
+def ordered_groups(problem: Problem) -> NDArray[np.int64]:
+    """[units] the groups that have a place in the order, along it."""
+    assert problem.chain is not None, "only where an order is asked for"
+    placed = np.flatnonzero(problem.chain >= 0)
+    return placed[np.argsort(problem.chain[placed], kind="stable")]
+
+
+def _improve(
+    problem: Problem,
+    budget: Budget,
+    order: NDArray[np.int64],
+    candidates: dict[_Stages, Score],
+    best: _Stages,
+) -> None:
+    """Move cuts, one at a time, while that is better."""
+    while not (budget.exhausted or budget.closed):
+        near = [moved for moved in _moved(best, len(order)) if moved not in candidates]
+        _judge(problem, budget, order, candidates, near)
+        better = min(
+            (one for one in near if one in candidates), key=candidates.__getitem__, default=best
+        )
+        if candidates[better] >= candidates[best]:
+            return
+        best = better
+
+
+def _moved(stages: _Stages, units: int) -> list[_Stages]:
+    found = []
+    for i, cut in enumerate(stages.cuts):
+        for shift in SHIFTS:
+            cuts = (*stages.cuts[:i], cut + shift, *stages.cuts[i + 1 :])
+            if all(a < b for a, b in pairwise((0, *cuts, units))):
+                found.append(_Stages(cuts, stages.devices))
+    return found
+
+
+def _judge(
+    problem: Problem,
+    budget: Budget,
+    order: NDArray[np.int64],
+    candidates: dict[_Stages, Score],
+    stages: list[_Stages],
+    *,
+    always: bool = False,
+) -> None:
+    """Enter the score of each that can be afforded."""
+    new = [one for one in dict.fromkeys(stages) if one not in candidates]
+    if not new:
+        return
+    placements = np.stack([_placement(problem, order, one) for one in new])
+    for one, score in zip(new, budget.score(problem, placements, always=always), strict=True):
+        if np.isfinite(score.lacking_bytes):
+            candidates[one] = score
+
+
+def _placement(problem: Problem, order: NDArray[np.int64], stages: _Stages) -> GroupPlacement:
+    placement = problem.fastest.copy()
+    ends = (0, *stages.cuts, len(order))
+    for device, (start, end) in zip(stages.devices, pairwise(ends), strict=True):
+        placement[order[start:end]] = device
+    return placement
+
+
+def _best_stages(problem: Problem, order: NDArray[np.int64], room: float) -> list[_Stages]:
+    """The best by the estimate for each number of devices, the fewest first."""
+    kinds = _kinds(problem)
+    seconds = [_run_seconds(problem, order, kind[0], room) for kind in kinds]
+    join = np.maximum if problem.objective == "load" else np.add
+    units = len(order)
+    start = np.full(units + 1, np.inf)
+    start[0] = 0.0
+    layer: dict[tuple[int, ...], Float64] = {(0,) * len(kinds): start}
+    found: list[_Stages] = []
+    cells: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+    for _ in range(sum(map(len, kinds))):
+        following: dict[tuple[int, ...], Float64] = {}
+        for used, best in layer.items():
+            for k, kind in enumerate(kinds):
+                if used[k] == len(kind):
+                    continue
+                now = (*used[:k], used[k] + 1, *used[k + 1 :])
+                table = join(best[:, None], seconds[k])
+                before = table.argmin(axis=0)
+                values = table[before, np.arange(units + 1)]
+                if now not in following:
+                    following[now] = np.full(units + 1, np.inf)
+                    cells[now] = (np.zeros(units + 1, np.int64), np.zeros(units + 1, np.int64))
+                better = values < following[now]
+                following[now][better] = values[better]
+                cells[now][0][better] = before[better]
+                cells[now][1][better] = k
+        layer = following
+        ends = [used for used in layer if np.isfinite(layer[used][units])]
+        if ends:
+            best_used = min(ends, key=lambda used: layer[used][units])
+            found.append(_walk_back(kinds, cells, best_used, units))
+    return found or [_one_stage(problem, order)]
+
+
+def _walk_back(
+    kinds: list[list[int]],
+    cells: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]],
+    used: tuple[int, ...],
+    units: int,
+) -> _Stages:
+    """The stages that the programme chose."""
+    at, cuts, chosen = units, [], []
+    while any(used):
+        before, k = int(cells[used][0][at]), int(cells[used][1][at])
+        chosen.append(k)
+        cuts.append(before)
+        used = (*used[:k], used[k] - 1, *used[k + 1 :])
+        at = before
+    left = [iter(kind) for kind in kinds]
+    return _Stages(tuple(reversed(cuts[:-1])), tuple(next(left[k]) for k in reversed(chosen)))
+
+
+def _one_stage(problem: Problem, order: NDArray[np.int64]) -> _Stages:
+    """All on the device that may run most; so that something is said where nothing fits."""
+    return _Stages((), (int(problem.allowed[order].sum(axis=0).argmax()),))
+
+
+def _kinds(problem: Problem) -> list[list[int]]:
+    """Devices that are alike for the estimate: in work, in what may be there, and in memory."""
+    alike: dict[tuple[bytes, bytes, int], list[int]] = {}
+    for device in range(problem.devices):
+        if problem.machine.devices[device].kind == "host":
+            continue
+        work, allowed = problem.work_seconds[:, device], problem.allowed[:, device]
+        key = (work.tobytes(), allowed.tobytes(), int(problem.capacities[device]))
+        alike.setdefault(key, []).append(device)
+    kinds = list(alike.values())
+    while len(kinds) > 1 and np.prod([len(kind) + 1.0 for kind in kinds]) > MOST_STATES:
+        kinds = [kinds[0] + kinds[1], *kinds[2:]]
+    return kinds
+
+
+def _run_seconds(problem: Problem, order: NDArray[np.int64], device: int, room: float) -> Float64:
+    """[units + 1, units + 1] seconds of units i to j on the device, with what it reads over the cut
+    before i; inf where that may not be or does not fit."""
+    units = len(order)
+    allowed = problem.allowed[order, device]
+    work = np.where(allowed, problem.work_seconds[order, device], 0.0)
+    total = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(work), work, 0.0))])
+    barred = np.concatenate([[0], np.cumsum(~allowed)])
+    held = np.concatenate([[0.0], np.cumsum(problem.group_bytes[order].astype(np.float64))])
+    latency, per_byte = _slowest_link(problem, device)
+    entry = np.where(np.arange(units + 1) > 0, latency + _cut_bytes(problem, order) * per_byte, 0.0)
+    seconds = total[None, :] - total[:, None] + entry[:, None]
+    fits = held[None, :] - held[:, None] <= room * float(problem.capacities[device])
+    ahead = np.arange(units + 1)[None, :] > np.arange(units + 1)[:, None]
+    clear = barred[None, :] == barred[:, None]
+    return np.where(fits & ahead & clear, seconds, np.inf)
+
+
+def _slowest_link(problem: Problem, device: int) -> tuple[float, float]:
+    """(seconds per tensor, seconds per byte) of the slowest way to the device."""
+    name = problem.machine.device_names[device]
+    links = [link for link in problem.machine.links if link.destination == name]
+    if not links:
+        return 0.0, 0.0
+    slowest = min(links, key=lambda link: link.bandwidth_bytes_per_second)
+    return slowest.latency_seconds, 1 / slowest.bandwidth_bytes_per_second
+
+
+def _cut_bytes(problem: Problem, order: NDArray[np.int64]) -> Float64:
+    """[units + 1] bytes that go over the cut before each unit, in either direction."""
+    place = np.full(problem.groups.count, -1)
+    place[order] = np.arange(len(order))
+    sources, destinations, sizes = problem.edges
+    ends = np.sort(np.stack([place[sources], place[destinations]]), axis=0)
+    across = (ends[0] >= 0) & (ends[0] < ends[1])
+    change = np.zeros(len(order) + 2)
+    np.add.at(change, ends[0, across] + 1, sizes[across])
+    np.add.at(change, ends[1, across] + 1, -sizes[across])
+    return np.cumsum(change)[: len(order) + 1]

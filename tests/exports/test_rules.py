@@ -1,0 +1,80 @@
+"""Every plan under a format's rules can be written in that format."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformer_models import MODELS, Decoder, tokens
+
+import dovetail as dt
+from dovetail.errors import UsageError
+from dovetail.exports import device_map, split_points
+from dovetail.exports.rules import rules_for
+from dovetail.graph import colocate
+from dovetail.graph.units import matched_modules
+from dovetail.machine import parse_machine
+from dovetail.plans import normalise
+
+MACHINE = parse_machine("3 x p100 + haswell")
+TRIALS = 30
+
+
+def steps(name):
+    module, example = MODELS[name]()
+    return dt.capture(module, example)
+
+
+def plan_with(step, groups, devices):
+    """The plan with these devices [groups]."""
+    plan = dt.plan(step, MACHINE, placer="single", budget="1e")
+    placement = normalise(devices[groups.of_op].astype(np.int32), step.graph, MACHINE)
+    return replace(plan, placement=placement, orders=None)
+
+
+@pytest.mark.parametrize("whole", [(), ("layers.*",)])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_placement_of_the_groups_is_a_device_map(name, whole):
+    if whole and name != "decoder":
+        pytest.skip("it has no layers")
+    step, rng = steps(name), np.random.default_rng(0)
+    rules = rules_for("device-map", step.graph, MACHINE, matched_modules(step.graph, whole))
+    groups = colocate(step.graph, rules.units)
+    devices = np.flatnonzero(rules.devices)
+    for _ in range(TRIALS):
+        drawn = devices[rng.integers(0, len(devices), groups.count)]
+        drawn[groups.of_op[rules.main]] = 0
+        assert device_map(plan_with(step, groups, drawn), step.graph)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_run_of_the_chain_is_a_list_of_split_points(name):
+    step, rng = steps(name), np.random.default_rng(0)
+    rules = rules_for("split-points", step.graph, MACHINE)
+    groups = colocate(step.graph, rules.units)
+    chain = np.full(groups.count, -1)
+    np.maximum.at(chain, groups.of_op, rules.chain)
+    units = rules.units.count
+    for _ in range(TRIALS):
+        cuts = np.sort(rng.integers(0, units + 1, 2))
+        stage = np.searchsorted(cuts, chain, side="right")
+        order = rng.permutation(4)
+        found = split_points(plan_with(step, groups, order[stage]), step.graph)
+        assert len(found) == len(set(stage[chain >= 0].tolist())) - 1
+
+
+def test_the_chain_cuts_no_module_that_is_kept_whole():
+    step = dt.capture(Decoder(), tokens())
+    graph = step.graph
+    rules = rules_for("split-points", graph, MACHINE, matched_modules(graph, ["layers.*"]))
+    for layer in range(4):
+        inside = [m.startswith(f"layers.{layer}") for m in graph.modules] & ~graph.is_source
+        assert len(set(rules.chain[inside].tolist())) == 1
+
+
+@pytest.mark.parametrize("format", ["megatron", "torchtitan", "vllm"])
+def test_a_format_to_come_is_refused_by_name(format):
+    step = dt.capture(Decoder(), tokens())
+    with pytest.raises(UsageError, match=f"{format} is not there yet"):
+        dt.plan(step, "p100", format=format)
+    with pytest.raises(UsageError, match="'deepspeed' is not one of device-map, split-points"):
+        dt.plan(step, "p100", format="deepspeed")

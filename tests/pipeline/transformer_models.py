@@ -1,0 +1,98 @@
+"""Small models as transformers' users have them: layers that share what is computed once."""
+
+import torch
+from torch import nn
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, cos, mask):
+        turned = self.up(self.norm(x)) * cos.unsqueeze(0)
+        return x + self.down(torch.where(mask, turned, 0.0))
+
+
+class Rotary(nn.Module):
+    def forward(self, x):
+        places = torch.arange(x.shape[1]).unsqueeze(1).expand(-1, WIDTH)
+        return torch.cos(places * 0.1), (places >= 0).unsqueeze(0)
+
+
+class Decoder(nn.Module):
+    """`layers` layers that share cosines and a mask; it says itself what not to split."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self, layers=4):
+        super().__init__()
+        self.embedding, self.rotary = nn.Embedding(32, WIDTH), Rotary()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        cos, mask = self.rotary(x)
+        for layer in self.layers:
+            x = layer(x, cos, mask)
+        return self.head(x)
+
+
+class Net(nn.Module):
+    """A U with skips that its outermost module joins."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.low = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.pool, self.up = nn.MaxPool2d(2), nn.Upsample(scale_factor=2)
+        self.out = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        skip = self.down(x)
+        return self.out(torch.cat([self.up(self.low(self.pool(skip))), skip], 1))
+
+
+class Scaled(nn.Module):
+    """The outermost module joins its input and its own parameter with what children made."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x) * self.scale) + x)
+
+
+class Tied(nn.Module):
+    """Embedding and head read one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.middle(self.embedding(tokens))))
+
+
+def tokens():
+    return torch.arange(12).reshape(2, 6) % 32
+
+
+MODELS = {
+    "decoder": lambda: (Decoder(), tokens()),
+    "net": lambda: (Net(), torch.ones(1, 3, 8, 8)),
+    "scaled": lambda: (Scaled(), torch.ones(2, WIDTH)),
+    "tied": lambda: (Tied(), tokens()),
+    "lstm": lambda: (nn.LSTM(WIDTH, WIDTH, 2), torch.ones(3, 2, WIDTH)),
+    "mlp": lambda: (
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5))),
+        torch.ones(2, WIDTH),
+    ),
+}
