@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs
 from dovetail.errors import CostError, InfeasibleError, UsageError
 from dovetail.exports.rules import check_format, rules_for
+from dovetail.frontends import Captured
 from dovetail.graph import Graph
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
