@@ -36,7 +36,8 @@ _EXPORTS = {
     "Trainer": "dovetail.training.trainer",
     "Instance": "dovetail.instances",
     "capture": "dovetail.frontends",
-    "device_map": "dovetail.exports",
+    "device_map": "dovetail.pipeline.mapping",
+    "dispatch": "dovetail.exports",
     "export": "dovetail.pipeline",
     "learn": "dovetail.pipeline",
     "load_graph": "dovetail.graph",
@@ -56,6 +57,7 @@ _EXPORTS = {
     "schedule": "dovetail.pipeline",
     "split_points": "dovetail.exports",
     "towers": "dovetail.frontends",
+    "undispatch": "dovetail.exports",
 }
 __all__ = list(_EXPORTS)
 

@@ -53,6 +53,40 @@ def test_what_was_dispatched_computes_the_same_numbers():
     assert torch.equal(dispatched(inputs), expected)
 
 
+def test_a_module_on_the_cpu_is_computed_there_as_the_main_device_says():
+    module, _, step = blocks_step()
+    both = plan_of(step, lambda path, _: 2 if path == "head" else 0)
+    found = device_map(both)
+    assert (found["blocks"], found["head"], found.main_device) == (0, "cpu", "cpu")
+    assert found.to_json() == {"device_map": dict(found), "main_device": "cpu"}
+    # Of the two devices one is a CPU, and "meta" stands for the accelerator.
+    mapped = {path: "cpu" if where == "cpu" else "meta" for path, where in found.items()}
+    dispatched = dispatch_model(module, mapped, main_device=found.main_device)
+    assert dispatched.head._hf_hook.execution_device == "cpu"
+    assert not dispatched.head._hf_hook.offload
+    assert dispatched.head.weight.device.type == "cpu"
+    # Without it the weights of the CPU's module are on no device until they are streamed.
+    module, _, _ = blocks_step()
+    streamed = dispatch_model(module, mapped)
+    assert streamed.head._hf_hook.execution_device == "meta"
+    assert streamed.head._hf_hook.offload
+
+
+def test_the_main_device_of_a_map_without_a_cpu_is_that_of_the_first_op():
+    _, _, step = blocks_step()
+    found = device_map(
+        plan_of(step, lambda path, _: int(not path.startswith(("blocks.3", "head"))))
+    )
+    assert (found["embedding"], found["head"], found.main_device) == (1, 0, 1)
+
+
+def test_tensors_of_the_outermost_module_are_on_the_main_device_or_refused():
+    step = captured(Scaled(), torch.randn(3, 2))
+    # The scaling follows what it reads, on the GPU, and accelerate puts its factor on the CPU.
+    with pytest.raises(ExportError, match="haswell and p100:0"):
+        device_map(plan_of(step, lambda path, _: 2 if path == "b" else 0))
+
+
 def test_a_leaf_on_two_devices_is_named_with_its_ops():
     class Leaf(nn.Module):
         def forward(self, x):

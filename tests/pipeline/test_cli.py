@@ -81,9 +81,16 @@ def test_a_training_plan_runs_here_and_is_reported(dovetail, here, tmp_path):
     )  # fmt: skip
     assert status == 0, err
     status, out, err = dovetail(
-        "run", path, "small_models:trained", "--steps", 3, "--json", "--report", page
-    )
+        "run", path, "small_models:trained", "--steps", 3, "--json", "--report", page,
+        "--trace", tmp_path / "trace.json",
+    )  # fmt: skip
     assert status == 0, err
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = {e["pid"] for e in events if e["ph"] == "X"}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "predicted", "measured"
+    ]  # fmt: skip
+    assert spans == {0, 1}
     printed = json.loads(out)
     assert set(printed) == {
         "predicted_seconds", "median_seconds", "mean_seconds", "steps", "error",

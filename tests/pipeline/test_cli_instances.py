@@ -189,8 +189,9 @@ def test_a_plan_of_a_network_is_exported_in_every_format(dovetail, tmp_path):
     plan = tmp_path / "plan.json"
     dovetail("plan", "small_models:branches", *TWO_GPUS, "--placer", "single", "--out", plan)
     for to, check in {
-        "device-map": lambda found: set(found) == {""},
+        "device-map": lambda found: set(found["device_map"]) == {""},
         "split-points": lambda found: found == {},
+        "model-explorer": lambda found: "seconds.json" in found,
         "trace": lambda found: len(found["traceEvents"]) > 5,
         "instance": lambda found: found["maxFPGAs"] == 2,
     }.items():
@@ -204,7 +205,7 @@ def test_wrong_exports_exit_with_2_before_the_network_is_captured(dovetail, tmp_
     dovetail("plan", "small_models:branches", *TWO_GPUS, "--placer", "single", "--out", plan)
     status, _, err = dovetail("export", plan, "no.such:module", "--to", "onnx")
     assert status == 2
-    assert "device-map, split-points, trace, instance" in err
+    assert "device-map, split-points, model-explorer, trace, instance" in err
     status, _, err = dovetail("export", plan, "no.such:module", "--out", "/nowhere/x.json")
     assert status == 2
     assert "/nowhere/x.json" in err

@@ -49,7 +49,7 @@ def test_a_plan_of_an_onnx_file_is_made_reopened_reported_and_exported(dovetail,
         assert status == 0, err
     status, out, err = dovetail("export", path, "--to", "device-map")
     assert status == 0, err
-    assert json.loads(out) == {"left": 0, "right": 1}
+    assert json.loads(out) == {"device_map": {"left": 0, "right": 1}, "main_device": 0}
 
 
 def test_a_file_that_changed_is_not_the_plans(dovetail, model, tmp_path):

@@ -24,7 +24,7 @@ def test_backward_and_update_stand_in_the_column_of_their_forward_op():
         ]
     )
     plan = make_plan(graph, make_machine(2), [0, 0, 1, 1, 0, 0])
-    modules, ops = draw(graph, plan)
+    (ops,) = draw(graph, plan)
     assert ops.labels == ("a", "b", "b'", "a'", "u")
     assert ops.columns.tolist() == [0, 1, 1, 0, 0]
     assert [lane[0] for lane in ops.lanes] == [
@@ -32,37 +32,24 @@ def test_backward_and_update_stand_in_the_column_of_their_forward_op():
     ]  # fmt: skip
     assert ops.rows.tolist() == [0, 3, 4, 1, 2]
     assert ops.edges.tolist() == [[0, 1], [0, 3], [1, 2], [2, 3], [3, 4]]
-    assert modules.edge_bytes.tolist() == [64] * len(modules.edges)
+    assert ops.edge_bytes.tolist() == [64] * len(ops.edges)
 
 
 def test_no_two_nodes_stand_on_one_spot_and_every_op_is_counted_once():
     graph = training_chain(10, repeats=4)
     rng = np.random.default_rng(1)
     plan = make_plan(graph, make_machine(3), rng.integers(0, 3, len(graph)))
-    views = draw(graph, plan)
-    assert [view.name for view in views] == ["modules", "ops"]
-    for view in views:
-        places = set(zip(view.columns.tolist(), view.rows.tolist(), strict=True))
-        assert len(places) == len(view.labels)
-        assert view.ops.sum() == (~graph.is_source).sum()
-        assert np.isclose(view.seconds.sum(), plan.compute_seconds[~graph.is_source, 0].sum())
-
-
-def test_a_graph_too_large_is_drawn_by_outer_modules_only(monkeypatch):
-    monkeypatch.setattr(layout, "MOST_OPS", 20)
-    monkeypatch.setattr(layout, "MOST_MODULES", 20)
-    graph = training_chain(12)
-    plan = make_plan(graph, make_machine(2), np.zeros(len(graph), dtype=int))
     (view,) = draw(graph, plan)
-    # Forward, backward and update of each.
-    assert sorted(view.labels) == sorted(["block.0", "block.1", "block.2"] * 3)
+    places = set(zip(view.columns.tolist(), view.rows.tolist(), strict=True))
+    assert len(places) == len(view.labels)
+    assert view.ops.sum() == (~graph.is_source).sum()
+    assert np.isclose(view.seconds.sum(), plan.compute_seconds[~graph.is_source, 0].sum())
 
 
-def test_a_module_entered_twice_does_not_disturb_the_columns():
-    graph = make_graph([("a", F, [], "shared"), ("b", F, [0], "other"), ("c", F, [1], "shared")])
-    modules, _ = draw(graph, make_plan(graph, make_machine(1), [0, 0, 0]))
-    assert modules.columns.tolist() == [0, 1]
-    assert modules.edges.tolist() == [[0, 1], [1, 0]]
+def test_a_graph_too_large_is_not_drawn_op_by_op(monkeypatch):
+    monkeypatch.setattr(layout, "MOST_OPS", 20)
+    graph = training_chain(12)
+    assert draw(graph, make_plan(graph, make_machine(2), np.zeros(len(graph), dtype=int))) == []
 
 
 def test_an_update_stands_with_the_first_reader_of_its_parameter():
@@ -78,7 +65,7 @@ def test_an_update_stands_with_the_first_reader_of_its_parameter():
             ("counter", F, [], "two"),
         ]
     )
-    _, ops = draw(graph, make_plan(graph, make_machine(1), np.zeros(7, dtype=int)))
+    (ops,) = draw(graph, make_plan(graph, make_machine(1), np.zeros(7, dtype=int)))
     columns = dict(zip(ops.labels, ops.columns.tolist(), strict=True))
     assert columns == {"a": 0, "b": 1, "c": 2, "scale": 2, "u": 1, "counter": 1}
 
@@ -98,7 +85,7 @@ def test_an_update_of_what_only_counts_stands_with_its_module():
             ("count'", U, [4, 1], "two"),
         ]
     )
-    ops = draw(graph, make_plan(graph, make_machine(1), [0] * 7))[1]
+    ops = draw(graph, make_plan(graph, make_machine(1), [0] * 7))[0]
     assert dict(zip(ops.labels, ops.columns.tolist(), strict=True)) == {
         "a": 0, "b": 1, "count": 1, "c": 2, "count'": 1,
     }  # fmt: skip
@@ -108,5 +95,5 @@ def test_what_waits_for_nothing_stands_just_before_its_reader():
     graph = make_graph(
         [("a", F, []), ("b", F, [0]), ("mask", F, []), ("c", F, [1, 2]), ("d", F, [3])]
     )
-    _, ops = draw(graph, make_plan(graph, make_machine(1), np.zeros(5, dtype=int)))
+    (ops,) = draw(graph, make_plan(graph, make_machine(1), np.zeros(5, dtype=int)))
     assert ops.columns.tolist() == [0, 1, 1, 2, 3]

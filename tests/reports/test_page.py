@@ -1,6 +1,9 @@
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
@@ -232,3 +235,110 @@ def test_an_unwritable_path_is_an_error_that_names_it(tmp_path):
     with pytest.raises(UnwritableError) as caught:
         write_html(small_report(), path)
     assert caught.value.path == path
+
+
+def test_every_device_has_one_colour_in_all_charts_and_no_two_the_same():
+    machine = make_machine(12)
+    graph = training_chain(12)
+    placement = np.arange(len(graph)) % 12
+    report = Report(
+        make_plan(graph, machine, placement, peak_memory_bytes=(1,) * 12),
+        graph,
+        run_in_order(graph, machine, placement, np.full(len(graph), 1e-6)),
+    )
+    page = render(report)
+    for device in range(12):
+        assert page.count(f"--d{device}:#") == 2, "once for light, once for dark"
+        assert f'<figure class="m{device}"><figcaption><i class="d{device}"></i>cpu{device}' in page
+        assert f'<th scope=col><i class="d{device}"></i>cpu{device}</th>' in page
+    assert "colours.devices[" in page
+    assert "% 8" not in page
+
+
+def test_the_table_of_modules_by_device_is_folded_and_says_seconds_and_parameters():
+    machine = make_machine(1)
+    graph = training_chain(16)
+    placement = np.zeros(len(graph), dtype=int)
+    report = Report(
+        make_plan(graph, machine, placement),
+        graph,
+        run_in_order(graph, machine, placement, np.full(len(graph), 1e-6)),
+    )
+    page = render(report)
+    table = page.split('<table id="layers">')[1].split("</table>")[0]
+    rows = table.split("<tr")[2:]
+    assert "(model)" in rows[0]
+    assert "hidden" not in rows[0]
+    folded = [row for row in rows if " hidden" in row.split(">")[0]]
+    assert len(folded) == 4 + 16  # the blocks of one run, and their layers
+    assert 'aria-expanded="false">0-3</button>' in table
+    data = unpack(page)["modules"]
+    assert len(rows) == len(data["labels"])
+    assert max(data["leaves"]["folds"]) < len(data["labels"])
+    assert sum(data["leaves"]["ops"]) == int((~graph.is_source).sum())
+
+
+def test_a_plan_for_load_shows_the_filled_pipeline_and_others_do_not():
+    assert "The pipeline, filled" not in render(small_report())
+    machine = make_machine(2)
+    graph = make_graph([("a", Phase.FORWARD, [], "one"), ("b", Phase.FORWARD, [0], "two")])
+    plan = make_plan(graph, machine, [0, 1], objective="load", value=2e-3)
+    report = Report(plan, graph, run_in_order(graph, machine, [0, 1], np.full(2, 1e-3)))
+    page = render(report)
+    assert "The pipeline, filled" in page
+    assert "2e+03 samples/s, 500 steps a second of 4" in page
+    assert page.count('class="d1 pale"') == 3
+    circle = make_graph([("a", Phase.FORWARD, []), ("b", Phase.FORWARD, [0]),
+                         ("c", Phase.FORWARD, [1])])  # fmt: skip
+    plan = make_plan(circle, machine, [0, 1, 0], objective="load", value=2e-3)
+    report = Report(plan, circle, run_in_order(circle, machine, [0, 1, 0], np.full(3, 1e-3)))
+    assert "hand samples back and forth" in render(report)
+
+
+def test_module_names_are_escaped_in_the_table():
+    graph = make_graph([("a", Phase.FORWARD, [], EVIL), ("b", Phase.FORWARD, [0], "fine")])
+    machine = make_machine(1)
+    report = Report(
+        make_plan(graph, machine, [0, 0]), graph, run_in_order(graph, machine, [0, 0], [1e-3] * 2)
+    )
+    assert "<img" not in render(report)
+
+
+CLICKS = """<script>
+const all = [...document.querySelectorAll("#layers tr[data-fold]")];
+const rows = () => all.filter((row) => !row.hidden).length;
+const button = document.querySelector('#layers button[aria-expanded="false"]');
+const shown = [rows(), element("view").options[0].textContent];
+button.focus();
+button.click();
+shown.push(rows(), element("view").options[0].textContent, button.getAttribute("aria-expanded"));
+button.click();
+shown.push(rows(), element("view").options[0].textContent);
+document.title = JSON.stringify(shown);
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to draw the page")
+def test_a_button_of_the_table_unfolds_the_table_and_the_graph_and_folds_them_again(tmp_path):
+    machine = make_machine(2)
+    graph = training_chain(16)
+    placement = np.zeros(len(graph), dtype=int)
+    report = Report(
+        make_plan(graph, machine, placement),
+        graph,
+        run_in_order(graph, machine, placement, np.full(len(graph), 1e-6)),
+    )
+    # The policy allows our own scripts alone: here one of the test joins them.
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", render(report))
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", CLICKS + "</body>"))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+               f"--user-data-dir={tmp_path / 'profile'}", f"file://{path}"]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    before, drawn, after, more, expanded, again, same = json.loads(
+        unescape(re.search(r"<title>(.*?)</title>", found)[1])
+    )
+    assert after == before + 4
+    assert (drawn, more) == ("modules (3)", "modules (12)")  # four of each phase for one
+    assert expanded == "true"
+    assert (again, same) == (before, drawn)

@@ -206,7 +206,33 @@ def test_a_trace_has_every_span_and_transfer_in_microseconds(two_ops):
     assert [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in spans] == [
         ("a", 0, 0, 0.0, 1e6),
         ("b", 0, 1, 2e6, 2e6),
-        ("a", 1, 0, 1e6, 1e6),
+        ("a", 0, 2, 1e6, 1e6),
     ]
-    assert spans[2]["args"] == {"bytes": 64, "tensor": 0}
+    assert spans[2]["args"] == {"bytes": 64, "tensor": 0, "to": "cpu1"}
     assert spans[0]["args"] == {"kind": "aten.mm", "module": "top[red]"}
+
+
+def test_a_trace_has_predicted_and_measured_as_two_processes_on_one_axis(two_ops):
+    _, graph, timeline = two_ops
+    slower = replace(timeline, op_ends=timeline.op_ends + 1, step_seconds=timeline.step_seconds + 1)
+    trace = chrome_trace(timeline, graph, slower)
+    named = {
+        e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"
+    }
+    assert named == {0: "predicted", 1: "measured"}
+    ends = {
+        (e["pid"], e["name"], e["tid"]): e["ts"] + e["dur"]
+        for e in trace["traceEvents"]
+        if e["ph"] == "X"
+    }
+    assert ends[1, "b", 1] - ends[0, "b", 1] == pytest.approx(1e6)
+    threads = [
+        (e["pid"], e["tid"], e["args"]["name"])
+        for e in trace["traceEvents"]
+        if e["name"] == "thread_name"
+    ]
+    assert threads[:2] == [(0, 0, "cpu0"), (0, 1, "cpu1")]
+    assert threads[2][2].startswith("transfers on ")
+    assert [(tid, name) for pid, tid, name in threads if pid] == [
+        (tid, name) for pid, tid, name in threads if not pid
+    ]

@@ -17,13 +17,16 @@ def run(
     report: Annotated[
         Path | None, typer.Option(help="Write the page, with what was measured")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write predicted and measured as one trace, for Perfetto")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run a plan on this machine and measure it: predicted beside measured."""
     from dovetail import pipeline
     from dovetail.reports import run_table
 
-    check_outputs(report, inputs=[plan, model])
+    check_outputs(report, trace, inputs=[plan, model])
     opened, step = pipeline.open_plan(plan, model)
     captured = executable(opened, step)
     with progress_bar() as progress:
@@ -33,6 +36,9 @@ def run(
     if report is not None:
         pipeline.report(opened, step, report, measurement=measurement)
         say(f"wrote {report}")
+    if trace is not None:
+        pipeline.write_trace(opened, step, trace, measurement=measurement)
+        say(f"wrote {trace}")
     predicted = pipeline.timeline_of(opened, captured.graph)
     if as_json:
         seconds = predicted.step_seconds
@@ -81,8 +87,8 @@ def export(
         str,
         typer.Option(
             help="device-map: for Hugging Face accelerate; split-points: for "
-            "torch.distributed.pipelining; trace: for Perfetto; instance: a published "
-            "placement instance"
+            "torch.distributed.pipelining; model-explorer: a folder for Google's; trace: for "
+            "Perfetto; instance: a published placement instance"
         ),
     ] = "device-map",
     out: Annotated[Path | None, typer.Option(help="Default: standard output")] = None,
@@ -91,7 +97,10 @@ def export(
     from dovetail import pipeline
 
     pipeline.check_export(to)
-    check_outputs(out, inputs=[plan, model])
+    if out is not None and to in pipeline.FOLDERS:
+        check_outputs(pipeline.make_folder(out) / pipeline.FOLDERS[to], inputs=[plan, model])
+    else:
+        check_outputs(out, inputs=[plan, model])
     opened, step = pipeline.open_plan(plan, model)
     written = pipeline.export(opened, step, to, out)
     if out is None:

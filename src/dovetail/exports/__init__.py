@@ -1,6 +1,8 @@
-"""Plans in the words of other tools."""
+"""Plans in the words of other tools, and at work in a model of PyTorch."""
 
-from dovetail.exports.device_map import device_map
+from dovetail.exports.device_map import DeviceMap, device_map
+from dovetail.exports.dispatch import dispatch, undispatch
+from dovetail.exports.model_explorer import model_explorer
 from dovetail.exports.split_points import split_points
 
-__all__ = ["device_map", "split_points"]
+__all__ = ["DeviceMap", "device_map", "dispatch", "model_explorer", "split_points", "undispatch"]

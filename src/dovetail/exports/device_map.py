@@ -4,16 +4,24 @@
 
 A module whose forward ops are all on one device stands for everything within; of one that is split
 its children stand there instead. Accelerators are numbered as in the machine, and the CPU is "cpu".
-Backward and update follow the forward ops.
+Backward and update follow the forward ops, and the loss is computed by whoever calls the model.
 
 `accelerate.dispatch_model` moves tensors where a listed module is called, and nowhere else: an op
-that a split module runs itself, between the calls of its children, runs where its inputs are. Where
-there are accelerators, it keeps the weights of what is on "cpu" in host memory, but computes it on
-the first accelerator.
-https://huggingface.co/docs/accelerate/concept_guides/big_model_inference
+that a split module runs itself, between the calls of its children, runs where its inputs are.
+
+What "cpu" means there depends on `main_device`. The whole model gets its inputs there, the
+outermost module's own tensors are put there, and modules on "cpu" are *computed* there: if it is an
+accelerator, their weights are copied to it at every forward. accelerate takes some accelerator if
+nobody says, and `from_pretrained` never says. So a map comes with the main device under which
+accelerate does what the plan was priced for: "cpu" if a module is on the CPU, else the accelerator
+of the first forward op. A map with "cpu" in it is for `dispatch_model(model, map,
+main_device=map.main_device)` or for `dovetail.dispatch`, not for `from_pretrained`.
+https://huggingface.co/docs/accelerate/concept_guides/big_model_inference; read in accelerate 1.15:
+`big_modeling.dispatch_model`, `hooks.attach_align_device_hook_on_blocks`
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,45 +32,76 @@ from dovetail.exports.modules import (
     Module,
     check_one_replica,
     forward_ops,
+    graph_behind,
     module_tree,
+    placed_ops,
 )
-from dovetail.graph import HOST, Graph
+from dovetail.graph import HOST, Graph, Phase
 from dovetail.graph.duplicates import origins_in
 from dovetail.graph.units import Units, units_of
-from dovetail.plans import Plan, planned_graph
+from dovetail.plans import Plan
 
 FORMAT = "a device_map"
 LARGEST_WHOLE = 1 / 4
 """Share of the forward FLOPs and bytes up to which a module is kept whole because its own ops join
 what is made at several places; of a larger one these places stay together instead."""
 Name = int | str
+Home = TypeVar("Home")
+
+
+class DeviceMap(dict[str, Name]):
+    """Module path, or name of a split module's own tensor -> device, in the model's order.
+
+    main_device   what `accelerate.dispatch_model` must be given as `main_device`
+    """
+
+    def __init__(self, devices: Mapping[str, Name], main_device: Name) -> None:
+        super().__init__(devices)
+        self.main_device = main_device
+
+    def to_json(self) -> dict[str, object]:
+        """The keyword arguments of `accelerate.dispatch_model`."""
+        return {"device_map": dict(self), "main_device": self.main_device}
 
 
 def device_map(
-    plan: Plan, graph: Graph, names: Mapping[str, Name] | None = None
-) -> dict[str, Name]:
-    """Module (or of a split module's own tensors: parameter) path -> device, in the model's order.
+    plan: Plan, graph: Graph | None = None, names: Mapping[str, Name] | None = None
+) -> DeviceMap:
+    """Where accelerate is to put every module so that it does what the plan says.
 
+    graph   what the plan was made for; may be left out where `plan` or `open_plan` made the plan
     names   device name -> what accelerate is to call it; by default as above
 
     Raises `ExportError` for a module without children whose ops are on several devices, for an op
-    between modules that would get its inputs on several devices, for a second CPU, and for towers.
+    between modules that would get its inputs on several devices, for a tensor that modules on
+    several devices read (accelerate ties it on one of them), for a second CPU, and for towers.
     """
-    graph = planned_graph(plan, graph)
+    graph = graph_behind(plan, graph, FORMAT)
     check_one_replica(graph, FORMAT)
     named = _named(plan, graph, names)
-    top = module_tree(graph)
-    found: dict[str, int] = {}
-    _descend(top, plan, graph, found)
+    main = _main_device(plan, graph, named)
+    found = module_devices(plan, graph)
     if set(found) == {""}:
-        return {"": named[found[""]]}
-    _check_glue(plan, graph, found, named)
-    return {path: named[device] for path, device in found.items()}
+        return DeviceMap({"": named[found[""]]}, named[found[""]])
+    for path in found:
+        if "." not in path and path in _own_tensors(graph):
+            found[path] = main
+    _check_tied(plan, graph, found)
+    check_glue(plan, graph, found, main)
+    return DeviceMap({path: named[device] for path, device in found.items()}, named[main])
+
+
+def module_devices(plan: Plan, graph: Graph) -> dict[str, int]:
+    """Path of the largest modules that are on one device -> its index, in the model's order; of a
+    split module's own tensors likewise, by their names."""
+    found: dict[str, int] = {}
+    _descend(module_tree(graph), plan, graph, found)
+    return found
 
 
 def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
     """device -> its name, of those that run forward ops."""
-    used = sorted(set(plan.placement[forward_ops(graph)].tolist()))
+    used = sorted(set(plan.placement[placed_ops(graph)].tolist()))
     if names is not None:
         for device in used:
             if plan.machine.device_names[device] not in names:
@@ -76,13 +115,51 @@ def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[i
     return {d: "cpu" if kinds[d] == "cpu" else kinds[:d].count("gpu") for d in used}
 
 
+def _main_device(plan: Plan, graph: Graph, named: dict[int, Name]) -> int:
+    """The CPU if it has a part, else the device of the first forward op."""
+    on_cpu = [device for device, name in named.items() if name == "cpu"]
+    return on_cpu[0] if on_cpu else first_device(plan, graph)
+
+
+def first_device(plan: Plan, graph: Graph) -> int:
+    """The device of the model's first forward op."""
+    return int(plan.placement[placed_ops(graph)[0]])
+
+
+def _own_tensors(graph: Graph) -> set[str]:
+    """Names of the outermost module's own parameters and buffers."""
+    return {graph.names[op] for op in module_tree(graph).held}
+
+
+def _check_tied(plan: Plan, graph: Graph, found: dict[str, int]) -> None:
+    """Raise for a parameter or buffer that two modules on different devices read."""
+    for op in np.flatnonzero(graph.is_source).tolist():
+        if graph.kinds[op] not in ("parameter", "buffer"):
+            continue
+        readers: dict[int, str] = {}
+        for tensor in graph.outputs_of(op):
+            for reader in graph.consumers_of(tensor).tolist():
+                home = home_of(graph.modules[reader], found)
+                if home is not None and graph.phases[reader] == Phase.FORWARD:
+                    readers.setdefault(home, graph.modules[reader])
+        if len(readers) > 1:
+            (one, a), (other, b) = sorted(readers.items())[:2]
+            names = plan.machine.device_names
+            raise ExportError(
+                FORMAT,
+                f"{graph.kinds[op]} {graph.names[op]!r}",
+                f"is read by {a!r} on {names[one]} and by {b!r} on {names[other]}, and accelerate "
+                "keeps a tied tensor on one device; pin both modules to one device",
+            )
+
+
 def _descend(module: Module, plan: Plan, graph: Graph, found: dict[str, int]) -> None:
     """Enter the module if it is whole, else its children and its own tensors."""
     ops = module.all_ops
     devices = sorted(set(plan.placement[ops].tolist()))
     if len(devices) <= 1:
         if devices or any(inner.held for inner in module.walk()):
-            found[module.path] = devices[0] if devices else _unread(plan, graph)
+            found[module.path] = devices[0] if devices else first_device(plan, graph)
         return
     if not module.children:
         at = [next(op for op in ops if plan.placement[op] == device) for device in devices[:2]]
@@ -99,22 +176,18 @@ def _descend(module: Module, plan: Plan, graph: Graph, found: dict[str, int]) ->
         readers = [int(r) for t in graph.outputs_of(op) for r in graph.consumers_of(t)]
         at_home = [r for r in readers if not graph.is_source[r]][:1]
         found[graph.names[op]] = (
-            int(plan.placement[at_home[0]]) if at_home else _unread(plan, graph)
+            int(plan.placement[at_home[0]]) if at_home else first_device(plan, graph)
         )
     for child in module.children.values():
         _descend(child, plan, graph, found)
 
 
-def _unread(plan: Plan, graph: Graph) -> int:
-    """Where what nothing reads goes: to the device of the first op."""
-    return int(plan.placement[forward_ops(graph)[0]])
-
-
-def _check_glue(plan: Plan, graph: Graph, found: dict[str, int], named: dict[int, Name]) -> None:
-    """Follow every tensor as accelerate would; raise where an op between modules, which nothing
-    moves tensors for, reads from two devices."""
-    main = min((d for d in named if named[d] != "cpu"), default=min(named))
-    listed = {path: device for path, device in found.items()}
+def check_glue(
+    plan: Plan, graph: Graph, found: dict[str, int], main: int, format: str = FORMAT
+) -> None:
+    """Follow every tensor as hooks at the listed modules would move it; raise where an op between
+    modules, which nothing moves tensors for, reads from two devices. `main` is where the model
+    gets its inputs."""
     made: dict[int, int] = {}  # tensor -> device; constants and the like are missing
     origins = origins_in(graph)
     copies = np.flatnonzero(origins != np.arange(len(graph))).tolist()
@@ -125,33 +198,31 @@ def _check_glue(plan: Plan, graph: Graph, found: dict[str, int], named: dict[int
         for tensor in graph.outputs_of(op):
             if graph.residences[op] == HOST:
                 made[tensor] = main
-            elif graph.names[op] in listed:
-                made[tensor] = listed[graph.names[op]]
-    for op in forward_ops(graph):
-        home = _home(graph.modules[op], listed)
+            elif graph.names[op] in found:
+                made[tensor] = found[graph.names[op]]
+    for op in placed_ops(graph):
+        home = home_of(graph.modules[op], found)
         if home is None:
             reads = {made[t]: t for t in graph.inputs_of(op).tolist() if t in made}
             if len(reads) > 1:
                 devices = sorted(plan.machine.device_names[device] for device in reads)
                 raise ExportError(
-                    FORMAT,
+                    format,
                     f"op {graph.names[op]!r}",
                     f"in the split module {graph.modules[op]!r} would read tensors that are on "
                     f"{' and '.join(devices)}; pin its inputs' modules to one device",
                 )
             home = next(iter(reads), main)
-        for same in (
-            op,
-            *copies_of.get(op, ()),
-        ):  # there it is the origin that the copy's readers read
+        # There it is the origin that the copy's readers read.
+        for same in (op, *copies_of.get(op, ())):
             made.update(dict.fromkeys(graph.outputs_of(same), home))
 
 
-def _home(path: str, listed: dict[str, int]) -> int | None:
+def home_of(path: str, found: Mapping[str, Home]) -> Home | None:
     """The device of the listed module around a path; None: it is in none."""
     while path:
-        if path in listed:
-            return listed[path]
+        if path in found:
+            return found[path]
         path = path.rpartition(".")[0]
     return None
 

@@ -9,6 +9,7 @@ from dovetail.errors import ExportError
 from dovetail.graph import Graph, Phase
 from dovetail.graph.duplicates import origins_in
 from dovetail.graph.towers import tower_count
+from dovetail.plans import Plan, planned_graph
 
 HELD = ("parameter", "buffer")
 LOSS = "loss"
@@ -43,12 +44,25 @@ class Module:
 def module_tree(graph: Graph) -> Module:
     """The top module. Only what has forward ops, parameters or buffers is in the tree."""
     top = Module("")
-    for op in forward_ops(graph):
+    for op in placed_ops(graph):
         _find(top, graph.modules[op]).ops.append(op)
     for op in np.flatnonzero(graph.is_source).tolist():
         if graph.kinds[op] in HELD:
             _find(top, graph.modules[op]).held.append(op)
     return top
+
+
+def graph_behind(plan: Plan, graph: Graph | None, format: str) -> Graph:
+    """The graph to read module paths from, with the plan's copies: of the one given, or else of
+    the one that the plan remembers."""
+    known = graph or plan.graph
+    if known is None:
+        raise ExportError(
+            format,
+            "a plan from a file",
+            "does not hold the paths of modules; give the graph as well, or open it with open_plan",
+        )
+    return planned_graph(plan, known)
 
 
 def check_one_replica(graph: Graph, format: str) -> None:
@@ -63,6 +77,12 @@ def forward_ops(graph: Graph) -> list[int]:
     origin = origins_in(graph) == np.arange(len(graph))
     ops: list[int] = np.flatnonzero((graph.phases == Phase.FORWARD) & origin).tolist()
     return ops
+
+
+def placed_ops(graph: Graph) -> list[int]:
+    """Forward ops that the model itself runs, in order. A captured loss is not a module of it."""
+    trained = bool((graph.phases == Phase.BACKWARD).any())
+    return [op for op in forward_ops(graph) if not (trained and graph.modules[op] == LOSS)]
 
 
 def _find(top: Module, path: str) -> Module:

@@ -25,9 +25,11 @@ from dovetail.pipeline.sources import (
 )
 from dovetail.pipeline.using import (
     EXPORTS,
+    FOLDERS,
     check_export,
     disturbance_of,
     export,
+    make_folder,
     report,
     run,
     write_trace,
@@ -35,6 +37,7 @@ from dovetail.pipeline.using import (
 
 __all__ = [
     "EXPORTS",
+    "FOLDERS",
     "Course",
     "Lesson",
     "Notes",
@@ -57,6 +60,7 @@ __all__ = [
     "learn",
     "learn_all",
     "machine_of",
+    "make_folder",
     "names_file",
     "open_plan",
     "plan",

@@ -79,7 +79,7 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     if isinstance(step, Instance):
         _check_costs(saved, step)
     verify(saved, graph)
-    return saved, step
+    return replace(saved, graph=graph), step
 
 
 def _check_costs(plan: Plan, instance: Instance) -> None:

@@ -405,6 +405,7 @@ def _to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: Lo
         found_seconds=outcome.found_seconds,
         contiguous=problem.contiguous,
         sent_bytes=costs.sent_bytes,
+        graph=graph,
     )
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import UsageError
+from dovetail.errors import UnwritableError, UsageError
 from dovetail.executors import Measurement, Placed
 from dovetail.executors import run as execute
-from dovetail.exports import device_map, split_points
+from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.frontends import Captured, duplicated
 from dovetail.graph import Graph
 from dovetail.instances import instance_to_dict
@@ -16,7 +16,7 @@ from dovetail.pipeline.opening import check_machine, check_seed, costs_in, timel
 from dovetail.pipeline.sharing import planned
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
-from dovetail.reports import Report, chrome_trace, write_html
+from dovetail.reports import Report, chrome_trace, device_colours, write_html
 from dovetail.runtime.atomic import write_atomically
 from dovetail.runtime.neighbours import disturbs
 
@@ -71,21 +71,35 @@ def report(
     )
 
 
-def write_trace(plan: Plan, step: Step, path: str | Path) -> None:
-    """Write the predicted step as a Chrome trace, for Perfetto. Raises `UnwritableError`."""
-    export(plan, step, "trace", path)
+def write_trace(
+    plan: Plan, step: Step, path: str | Path, *, measurement: Measurement | None = None
+) -> None:
+    """Write the predicted step as a Chrome trace, for Perfetto; the measured one below it where a
+    measurement is given. Raises `UnwritableError`."""
+    graph = graph_of(planned(plan, step))
+    measured = None if measurement is None else measurement.timeline
+    trace = chrome_trace(timeline_of(plan, graph), graph, measured)
+    write_atomically(path, json.dumps(trace, allow_nan=False))
 
 
 def _split_names(plan: Plan, graph: Graph) -> dict[str, str]:
     return {path: point.name for path, point in split_points(plan, graph).items()}
 
 
+def _explored(plan: Plan, graph: Graph) -> dict[str, Any]:
+    return model_explorer(plan, graph, device_colours(len(plan.machine.devices)))
+
+
 EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any]]] = {
-    "device-map": device_map,
+    "device-map": lambda plan, graph: device_map(plan, graph).to_json(),
     "split-points": _split_names,
+    "model-explorer": _explored,
     "trace": lambda plan, graph: chrome_trace(timeline_of(plan, graph), graph),
     "instance": lambda plan, graph: instance_to_dict(graph, plan.machine, costs_in(plan)),
 }
+
+FOLDERS = {"model-explorer": "graph.json"}
+"""Exports that are several files in a folder -> the first of them."""
 
 
 def check_export(to: str) -> None:
@@ -97,8 +111,10 @@ def check_export(to: str) -> None:
 def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> dict[str, Any]:
     """The plan as another tool reads it, also written to `path` as JSON where that is given.
 
-    device-map     of Hugging Face accelerate: {module path: accelerator's number or "cpu"}
+    device-map     the arguments of accelerate's `dispatch_model`: {"device_map": {module path:
+                   accelerator's number or "cpu"}, "main_device": one of these}
     split-points   of torch.distributed.pipelining: {module path: "BEGINNING"}
+    model-explorer   {file name: document} of its graph and node data; `path` is a folder then
     trace          the predicted step, for Perfetto or chrome://tracing
     instance       graph, machine and costs as a published placement instance
 
@@ -106,6 +122,18 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
     """
     check_export(to)
     written = EXPORTS[to](plan, graph_of(planned(plan, step)))
-    if path is not None:
+    if path is not None and to in FOLDERS:
+        for name, document in written.items():
+            write_atomically(make_folder(path) / name, json.dumps(document, allow_nan=False))
+    elif path is not None:
         write_atomically(path, json.dumps(written, allow_nan=False))
     return written
+
+
+def make_folder(path: str | Path) -> Path:
+    """The folder, which may be there already. Raises `UnwritableError`."""
+    try:
+        Path(path).mkdir(exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UnwritableError(str(path), getattr(error, "strerror", None) or str(error)) from error
+    return Path(path)

@@ -94,6 +94,8 @@ class Plan:
     min_gain           share by which more devices had to be better than fewer
     copies             of shared computations that the planned graph has: `graph.duplicates`
     notes              sentences for the user: why it is as it is
+    graph              the graph it was made for, where it was planned or opened in this process;
+                       not saved
     """
 
     source: Source
@@ -125,6 +127,7 @@ class Plan:
     min_gain: float = 0.0
     copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
+    graph: Graph | None = field(default=None, repr=False)
 
     @property
     def gap(self) -> float:

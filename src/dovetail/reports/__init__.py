@@ -1,5 +1,6 @@
 """Reports: one record, drawn as terminal tables, a web page or a trace."""
 
+from dovetail.reports.colours import device_colours
 from dovetail.reports.limits import Limits, find_limits
 from dovetail.reports.page import write_html
 from dovetail.reports.records import Report
@@ -19,6 +20,7 @@ __all__ = [
     "Limits",
     "Report",
     "chrome_trace",
+    "device_colours",
     "find_limits",
     "graph_summary",
     "limits_table",

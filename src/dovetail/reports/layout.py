@@ -9,10 +9,8 @@ reads forwards on top and backwards below:
     cpu1 forward                      └►[softmax]
     cpu1 backward              ▲────────[softmax]
 
-A graph of more than `MOST_OPS` ops is drawn by module alone; module paths are cut to the depth at
-which no more than `MOST_MODULES` nodes are left. Edges that go against the order of first ops are
-drawn, but do not count for columns: a module that is entered twice is one node, and may be in a
-cycle.
+A graph of more than `MOST_OPS` ops is drawn by module alone (`folding.py`, `assets/folds.js`).
+Edges that go against the order of first ops are drawn, but do not count for columns.
 """
 
 from collections import defaultdict
@@ -27,7 +25,7 @@ from dovetail.graph import Graph
 from dovetail.graph.records import Phase
 from dovetail.machine import Machine
 
-MOST_OPS, MOST_MODULES = 1500, 300
+MOST_OPS = 1500
 Int32 = NDArray[np.int32]
 
 
@@ -69,29 +67,13 @@ class View:
 
 
 def draw(graph: Graph, plan: Placed) -> list[View]:
-    """The graph by module and, where it is small enough, op by op."""
+    """The graph op by op, where it is small enough; `folding` has it by module."""
     real = np.flatnonzero(~graph.is_source)
-    views = [view("modules", graph, plan, *_by_module(graph, plan.placement))]
-    if len(real) <= MOST_OPS:
-        of_op = np.full(len(graph), -1, dtype=np.int32)
-        of_op[real] = np.arange(len(real))
-        views.append(view("ops", graph, plan, of_op, graph.names))
-    return views
-
-
-def _by_module(graph: Graph, placement: Int32) -> tuple[Int32, tuple[str, ...]]:
-    """[ops] node of each op, -1 for sources, and its module: ops of one module, phase and device
-    are one node."""
-    paths = [tuple(part for part in module.split(".") if part) for module in graph.modules]
-    for depth in range(max((len(path) for path in paths), default=0), -1, -1):
-        nodes: dict[tuple[tuple[str, ...], int, int], int] = {}
-        of_op = np.full(len(graph), -1, dtype=np.int32)
-        for op in np.flatnonzero(~graph.is_source).tolist():
-            key = (paths[op][:depth], int(graph.phases[op]), int(placement[op]))
-            of_op[op] = nodes.setdefault(key, len(nodes))
-        if len(nodes) <= MOST_MODULES:
-            break
-    return of_op, tuple(".".join(path[:depth]) or "(top)" for path in paths)
+    if len(real) > MOST_OPS:
+        return []
+    of_op = np.full(len(graph), -1, dtype=np.int32)
+    of_op[real] = np.arange(len(real))
+    return [view("ops", graph, plan, of_op, graph.names)]
 
 
 def view(name: str, graph: Graph, plan: Placed, of_op: Int32, labels: tuple[str, ...]) -> View:
@@ -104,7 +86,7 @@ def view(name: str, graph: Graph, plan: Placed, of_op: Int32, labels: tuple[str,
     np.minimum.at(first, nodes, real)
     sizes = np.bincount(nodes, minlength=count).astype(np.int32)
     spent = plan.compute_seconds[real, plan.placement[real]]
-    edges, edge_bytes = _edges(graph, of_op)
+    edges, edge_bytes = edges_between(graph, of_op)
     phases = graph.phases[first].astype(np.int32)
     devices = plan.placement[first].astype(np.int32)
     columns = _columns(graph, of_op, edges, phases)
@@ -133,7 +115,7 @@ def _details(graph: Graph, first: NDArray[np.int64], sizes: Int32) -> tuple[str,
     )
 
 
-def _edges(graph: Graph, of_op: Int32) -> tuple[Int32, NDArray[np.int64]]:
+def edges_between(graph: Graph, of_op: Int32) -> tuple[Int32, NDArray[np.int64]]:
     """Distinct edges between nodes, and the bytes of the tensors they carry."""
     producers = of_op[graph.producers[graph.input_tensors]]
     readers = of_op[graph.readers]

@@ -17,6 +17,9 @@ import numpy as np
 
 from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports import charts, payload
+from dovetail.reports.colours import device_styles
+from dovetail.reports.filling import fill, filling_chart, throughput
+from dovetail.reports.folding import Folds, fold
 from dovetail.reports.layout import draw
 from dovetail.reports.limits import Limits, explain, find_limits, shares
 from dovetail.reports.records import Report, utilisation
@@ -33,7 +36,9 @@ from dovetail.units import (
     format_shares,
 )
 
-SCRIPTS = ("common.js", "timeline.js", "graph.js", "page.js")
+SCRIPTS = ("common.js", "timeline.js", "folds.js", "graph.js", "page.js")
+MOST_ROWS = 1500
+"""Of the table of modules by device: deeper modules than fit are left out of it."""
 
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
@@ -45,9 +50,10 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> None:
 def render(report: Report) -> str:
     """The page as text. O(spans + reads); 100,000 spans make less than 3 MB."""
     limits = [find_limits(timeline, report.graph) for _, timeline in report.timelines]
-    style = _asset("page.css")
+    folds = fold(report.graph, report.plan)
+    style = _asset("page.css") + device_styles(len(report.plan.machine.devices))
     script = "\n".join(_asset(name) for name in SCRIPTS)
-    data = payload.pack(report, limits, draw(report.graph, report.plan))
+    data = payload.pack(report, limits, draw(report.graph, report.plan), folds)
     parts = {
         "policy": _policy(style, script),
         "title": escape(f"{report.model or 'plan'} on {report.plan.machine.name}"),
@@ -60,7 +66,9 @@ def render(report: Report) -> str:
         "run": _run(report),
         "devices": _devices(report),
         "methods": _methods(report.plan),
-        "memory": _memory(report),
+        "memory": _memory(report, folds),
+        "filling": _filling(report),
+        "layers": _layers(report.plan, folds),
         "machine": _machine(report.plan),
         "facts": _table((), plan_facts(report.plan, report.graph), "facts"),
         "data": payload.to_script(data),
@@ -102,6 +110,8 @@ def _cards(report: Report) -> str:
     if plan.objective == "load":
         loads = loads_of(plan, report.graph).values()
         used = f"{100 * sum(loads) / (len(busy) * (max(loads) or 1.0)):.0f} %"
+    if plan.objective == "load" and plan.value > 0:
+        cards.append(("throughput", *throughput(plan)))
     what = "load over the busiest one's" if plan.objective == "load" else "of the step"
     cards.append(("devices at work", used, f"{len(busy)} devices, mean {what}"))
     return "".join(
@@ -114,10 +124,9 @@ def _cards(report: Report) -> str:
 def _limits(name: str, limits: Limits, timeline: Timeline, plan: Plan) -> str:
     parts = shares(limits, timeline)
     sentence = explain(limits, timeline, plan).replace(" %", "\u00a0%")
-    colours = {
-        f"computing on {device}": f"c{i % charts.COLOURS}"
-        for i, device in enumerate(timeline.devices)
-    } | {f"transfers on {channel}": "carry" for channel in timeline.channels}
+    colours = {f"computing on {device}": f"d{i}" for i, device in enumerate(timeline.devices)} | {
+        f"transfers on {channel}": "carry" for channel in timeline.channels
+    }
     coloured = [(what, share, colours.get(what, "wait")) for what, share in parts]
     return f"<h3>{escape(name.capitalize())}</h3><p>{escape(sentence)}</p>" + charts.stacked_bar(
         coloured, f"{name}: {sentence}"
@@ -206,7 +215,90 @@ def _methods(plan: Plan) -> str:
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _memory(report: Report) -> str:
+def _filling(report: Report) -> str:
+    """The section of a plan for objective load; "" for others."""
+    plan = report.plan
+    loads = loads_of(plan, report.graph)
+    if not loads:
+        return ""
+    filling = fill(plan, report.graph, loads)
+    if filling is None:
+        text = (
+            "Its devices hand samples back and forth, so that they stand in no order; each is busy "
+            "with its load once every period."
+        )
+        chart = ""
+    else:
+        text = (
+            f"Each device works on another sample: once the pipeline is full, one leaves every "
+            f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with the "
+            "transfers in and out of it."
+        )
+        chart = filling_chart(filling, plan.machine.device_names)
+    rate = f"<p><strong>{escape(', '.join(filter(None, throughput(plan))))}</strong></p>"
+    return (
+        f"<section><h2>The pipeline, filled</h2>{rate}<p>{escape(text)}</p>"
+        f'<div class="scroll">{chart}</div></section>'
+    )
+
+
+def _layers(plan: Plan, folds: Folds) -> str:
+    """Modules by device: seconds, and bytes of parameters below them. Rows of closed folds are
+    hidden; buttons open them, by script."""
+    used = np.flatnonzero((folds.seconds[0] > 0) | (folds.parameter_bytes[0] > 0)).tolist()
+    names = plan.machine.device_names
+    head = "".join(
+        f'<th scope=col><i class="d{device}"></i>{escape(names[device])}</th>' for device in used
+    )
+    parents = set(folds.parents.tolist())
+    known = set(folds.opened)
+    rows = []
+    for index in _rows_of(folds):
+        label = escape(folds.labels[index])
+        depth = min(folds.depth(index), 8)
+        shown = all(around in known for around in list(folds.around(index))[1:])
+        if index in parents and index:
+            is_open = "true" if index in known else "false"
+            label = f'<button type="button" class="fold" aria-expanded="{is_open}">{label}</button>'
+        cells = "".join(_layer_cell(folds, index, device) for device in used)
+        held = float(folds.parameter_bytes[index].sum())
+        rows.append(
+            f"<tr data-fold={index}{'' if shown else ' hidden'}>"
+            f'<th scope=row class="i{depth}" title="{escape(folds.paths[index])}">{label}</th>'
+            f"<td>{format_bytes(held) if held else ''}</td>{cells}</tr>"
+        )
+    return (
+        '<div class="scroll"><table id="layers"><thead><tr><th scope=col>module</th>'
+        f"<th scope=col>parameters</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        "</div>"
+    )
+
+
+def _rows_of(folds: Folds) -> list[int]:
+    """Folds that the table has: all, or those down to the depth at which they are few enough."""
+    depths = [folds.depth(index) for index in range(len(folds.labels))]
+    deepest = max(depths)
+    while deepest > 1 and sum(depth <= deepest for depth in depths) > MOST_ROWS:
+        deepest -= 1
+    return [index for index, depth in enumerate(depths) if depth <= deepest]
+
+
+def _layer_cell(folds: Folds, index: int, device: int) -> str:
+    seconds = float(folds.seconds[index, device])
+    held = float(folds.parameter_bytes[index, device])
+    if not (seconds or held):
+        return "<td></td>"
+    whole = float(folds.seconds[0].max()) or 1.0
+    # A step of eight: how much of the busiest device's seconds it is.
+    strength = int(np.ceil(min(seconds / whole, 1.0) ** 0.5 * 8))
+    below = f"<small>{format_bytes(held)}</small>" if held else ""
+    return (
+        f'<td class="cell"><i class="d{device} w{strength}"></i>'
+        f"{format_seconds(seconds) if seconds else ''}{below}</td>"
+    )
+
+
+def _memory(report: Report, folds: Folds) -> str:
     plan = report.plan
     capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
     parts = []
@@ -223,9 +315,12 @@ def _memory(report: Report) -> str:
         if plan.machine.devices[device].kind == "host" and not peak:
             continue
         limit = f" of {format_capacity(capacity)}" if capacity < BEYOND_ANY_BYTES else ""
-        text = f"{name}: peak {format_bytes(peak)}{limit}"
+        held = float(folds.parameter_bytes[0, device])
+        parameters = f", {format_bytes(held)} of it parameters" if held else ""
+        text = f"{name}: peak {format_bytes(peak)}{limit}{parameters}"
         parts.append(
-            f"<figure><figcaption>{escape(text)}</figcaption>"
+            f'<figure class="m{device}"><figcaption><i class="d{device}"></i>{escape(text)}'
+            "</figcaption>"
             f"{charts.memory(curves, capacity, end, text)}</figure>"
         )
     return "".join(parts)

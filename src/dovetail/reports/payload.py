@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from dovetail.graph import Graph
 from dovetail.graph.records import Phase
-from dovetail.reports.layout import View
+from dovetail.reports.folding import Folds
+from dovetail.reports.layout import Placed, View, edges_between
 from dovetail.reports.limits import OP, Limits
 from dovetail.reports.records import Report
 from dovetail.timeline import Timeline
@@ -24,7 +25,7 @@ from dovetail.timeline import Timeline
 NANO = 1e9
 
 
-def pack(report: Report, limits: list[Limits], views: list[View]) -> dict[str, Any]:
+def pack(report: Report, limits: list[Limits], views: list[View], folds: Folds) -> dict[str, Any]:
     """Everything the page's scripts draw."""
     return {
         "ops": pack_ops(report.graph),
@@ -34,6 +35,7 @@ def pack(report: Report, limits: list[Limits], views: list[View]) -> dict[str, A
             pack_timeline(name, timeline, report.graph, limit)
             for (name, timeline), limit in zip(report.timelines, limits, strict=True)
         ],
+        "modules": pack_folds(folds, report.graph, report.plan),
         "views": [pack_view(view) for view in views],
     }
 
@@ -145,6 +147,33 @@ def pack_view(view: View) -> dict[str, Any]:
         if len(view.edges)
         else [],
         "lanes": [list(lane) for lane in view.lanes],
+    }
+
+
+def pack_folds(folds: Folds, graph: Graph, plan: Placed) -> dict[str, Any]:
+    """The tree of modules, its leaves one array a column, and their edges as (from, to, bytes)."""
+    count = len(folds.leaf_folds)
+    ops = np.flatnonzero(folds.leaf_of >= 0)
+    of = folds.leaf_of[ops]
+    spent = np.bincount(of, plan.compute_seconds[ops, plan.placement[ops]], minlength=count)
+    flops = np.bincount(of, graph.flops[ops], minlength=count)
+    edges, sizes = edges_between(graph, folds.leaf_of)
+    return {
+        "labels": list(folds.labels),
+        "paths": list(folds.paths),
+        "parents": folds.parents.tolist(),
+        "runs": list(folds.runs),
+        "opened": list(folds.opened),
+        "leaves": {
+            "folds": folds.leaf_folds.tolist(),
+            "phases": folds.leaf_phases.tolist(),
+            "devices": folds.leaf_devices.tolist(),
+            "places": [int(np.median(ops[of == leaf])) for leaf in range(count)],
+            "ops": np.bincount(of, minlength=count).tolist(),
+            "flops": flops.astype(np.int64).tolist(),
+            "seconds": [round(float(s) * NANO) for s in spent],
+        },
+        "edges": np.column_stack([edges, sizes]).ravel().tolist(),
     }
 
 

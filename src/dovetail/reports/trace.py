@@ -1,7 +1,7 @@
-"""Chrome-trace JSON of a timeline, for Perfetto and chrome://tracing.
+"""Chrome-trace JSON of timelines, for Perfetto and chrome://tracing.
 
 Format: "Trace Event Format", Google, 2016: complete events "X" with `ts` and `dur` in
-microseconds, and metadata events "M" that name processes and threads.
+microseconds, and metadata events "M" that name and order processes and threads.
 """
 
 from typing import Any
@@ -9,43 +9,75 @@ from typing import Any
 from dovetail.graph import Graph
 from dovetail.timeline import Timeline
 
-DEVICES, CHANNELS = 0, 1
 
-
-def chrome_trace(timeline: Timeline, graph: Graph) -> dict[str, Any]:
-    """The trace as one object for `json.dump`: process 0 holds the devices, 1 the channels."""
+def chrome_trace(
+    predicted: Timeline, graph: Graph, measured: Timeline | None = None
+) -> dict[str, Any]:
+    """The trace as one object for `json.dump`: a process "predicted" and, where it ran, a process
+    "measured" below it, on one time axis. Threads are devices, and then channels."""
     events: list[dict[str, Any]] = []
-    for process, (title, rows) in enumerate(
-        (("devices", timeline.devices), ("channels", timeline.channels))
-    ):
-        events.append(_named("process_name", process, 0, title))
-        events += [_named("thread_name", process, row, name) for row, name in enumerate(rows)]
-    for op, device, start, end in zip(
+    timelines = [("predicted", predicted)]
+    if measured is not None:
+        timelines.append(("measured", measured))
+    for process, (name, timeline) in enumerate(timelines):
+        events += _process(process, name, timeline)
+        events += _spans(process, timeline, graph)
+        events += _transfers(process, timeline, graph)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _process(process: int, name: str, timeline: Timeline) -> list[dict[str, Any]]:
+    events = [_metadata("process_name", process, 0, {"name": name})]
+    events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
+    for thread, label in enumerate([*timeline.devices, *timeline.channels]):
+        # A device may be a channel as well, and both stand here.
+        text = label if thread < len(timeline.devices) else f"transfers on {label}"
+        events.append(_metadata("thread_name", process, thread, {"name": text}))
+        events.append(_metadata("thread_sort_index", process, thread, {"sort_index": thread}))
+    return events
+
+
+def _spans(process: int, timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
+    rows = zip(
         timeline.ops.tolist(),
         timeline.op_devices.tolist(),
         timeline.op_starts.tolist(),
         timeline.op_ends.tolist(),
         strict=True,
-    ):
-        arguments = {"kind": graph.kinds[op], "module": graph.modules[op]}
-        events.append(_complete(graph.names[op], DEVICES, device, (start, end), arguments))
+    )
+    return [
+        _complete(
+            graph.names[op],
+            (process, device),
+            (start, end),
+            {"kind": graph.kinds[op], "module": graph.modules[op]},
+        )
+        for op, device, start, end in rows
+    ]
+
+
+def _transfers(process: int, timeline: Timeline, graph: Graph) -> list[dict[str, Any]]:
+    events = []
     for i, op in enumerate(timeline.transfer_ops.tolist()):
         tensor = int(timeline.transfer_tensors[i])
-        size = int(graph.tensor_bytes[tensor]) if tensor >= 0 else 0
+        thread = len(timeline.devices) + int(timeline.transfer_channels[i])
         span = (float(timeline.transfer_starts[i]), float(timeline.transfer_ends[i]))
-        channel = int(timeline.transfer_channels[i])
-        arguments = {"bytes": size, "tensor": tensor}
-        events.append(_complete(graph.names[op], CHANNELS, channel, span, arguments))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        arguments = {
+            "bytes": int(graph.tensor_bytes[tensor]) if tensor >= 0 else 0,
+            "tensor": tensor,
+            "to": timeline.devices[int(timeline.transfer_destinations[i])],
+        }
+        events.append(_complete(graph.names[op], (process, thread), span, arguments))
+    return events
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def _metadata(what: str, process: int, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": arguments}
 
 
 def _complete(
-    name: str, process: int, thread: int, span: tuple[float, float], arguments: dict[str, Any]
+    name: str, where: tuple[int, int], span: tuple[float, float], arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    start, end = span
+    (process, thread), (start, end) = where, span
     times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
     return {"ph": "X", "name": name, "pid": process, "tid": thread, **times, "args": arguments}

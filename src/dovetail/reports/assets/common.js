@@ -38,14 +38,15 @@ function amount(count) {
 }
 
 /** Colours of the style sheet, read again when the colour scheme changes. */
-function theme() {
+function theme(devices = 0) {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
-  const colours = { palette: [] };
+  const colours = { palette: [], devices: [] };
   for (const name of ["paper", "card", "ink", "soft", "line", "rule", "grid", "wait", "carry", "accent"]) {
     colours[name] = read(name);
   }
   for (let i = 0; i < 8; i++) colours.palette.push(read(`c${i}`));
+  for (let i = 0; i < devices; i++) colours.devices.push(read(`d${i}`));
   return colours;
 }
 
@@ -107,13 +108,14 @@ function onceAFrame(draw) {
   };
 }
 
-/** Wheel, drag, double click and keys, as `zoom(factor, x, y)`, `move(dx, dy)`, `hover(event, x, y)`. */
-function navigate(canvas, { zoom, move, hover, reset }) {
+/** Wheel, drag, clicks and keys, as `zoom(factor, x, y)`, `move(dx, dy)`, `hover(event, x, y)` and
+    `press(x, y)`, which says whether there was something to press. */
+function navigate(canvas, { zoom, move, hover, reset, press = () => false }) {
   const at = (event) => {
     const box = canvas.getBoundingClientRect();
     return [event.clientX - box.left, event.clientY - box.top];
   };
-  let last = null;
+  let last = null, travelled = 0, pressed = false;
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
     hideTip();
@@ -125,11 +127,13 @@ function navigate(canvas, { zoom, move, hover, reset }) {
     canvas.setPointerCapture(event.pointerId);
     canvas.classList.add("drag");
     last = at(event);
+    travelled = 0;
     hideTip();
   });
   canvas.addEventListener("pointermove", (event) => {
     const here = at(event);
     if (!last) return hover(event, ...here);
+    travelled += Math.abs(here[0] - last[0]) + Math.abs(here[1] - last[1]);
     move(here[0] - last[0], here[1] - last[1]);
     last = here;
     return undefined;
@@ -138,7 +142,8 @@ function navigate(canvas, { zoom, move, hover, reset }) {
     canvas.addEventListener(name, () => { last = null; canvas.classList.remove("drag"); });
   }
   canvas.addEventListener("pointerleave", () => { hideTip(); hover(null, NONE, NONE); });
-  canvas.addEventListener("dblclick", (event) => zoom(2.5, ...at(event)));
+  canvas.addEventListener("click", (event) => { pressed = travelled < 4 && press(...at(event)); });
+  canvas.addEventListener("dblclick", (event) => { if (!pressed) zoom(2.5, ...at(event)); });
   canvas.addEventListener("keydown", (event) => {
     const middle = [canvas.clientWidth / 2, canvas.clientHeight / 2];
     const keys = {

@@ -24,30 +24,45 @@ function unpackView(view) {
 
 function graphPicture(data) {
   const canvas = element("graph");
-  const views = data.views.map(unpackView);
+  const tree = foldTree(data.modules);
+  const folded = () => unpackView(foldedView(data, tree, data.modules));
+  const views = [folded(), ...data.views.map(unpackView)];
   const state = { view: views[0], x: 0, y: 0, kx: 1, ky: 1, hover: NONE };
   let colours;
   const redraw = onceAFrame(draw);
-  const deviceColour = (device) => colours.palette[device % 8];
+  const deviceColour = (device) => colours.devices[device];
+  const showTable = foldTable(tree, refold);
 
   function paint() {
-    colours = theme();
+    colours = theme(data.devices.length);
     legend(element("devices"), data.devices.map((name, i) => [name, deviceColour(i)]));
   }
 
   function fit() {
     const { view } = state;
     canvas.style.height = `${clamp(30 * view.height + 24, 360, 780)}px`;
-    state.kx = Math.min((canvas.clientWidth - LANE_GUTTER - 20) / view.width, 190);
+    state.kx = Math.min((canvas.clientWidth - LANE_GUTTER - 20) / view.width, 230);
     state.ky = Math.min((canvas.clientHeight - 24) / view.height, 46);
     state.x = LANE_GUTTER;
     state.y = Math.max(12, (canvas.clientHeight - view.height * state.ky) / 2);
     redraw();
   }
 
+  /** Draws the modules again after a fold was opened or closed; the view stays where it is. */
+  function refold() {
+    views[0] = folded();
+    showTable();
+    nameViews();
+    if (choice.value !== "0") return;
+    state.view = views[0];
+    state.hover = NONE;
+    hideTip();
+    fit();
+  }
+
   const across = (node) => state.x + (state.view.columns[node] + 0.5) * state.kx;
   const down = (node) => state.y + (state.view.y[node] + 0.1) * state.ky;
-  const half = () => [clamp(state.kx * 0.4, 1.2, 90), clamp(state.ky * 0.36, 1.2, 15)];
+  const half = () => [clamp(state.kx * 0.4, 1.2, 96), clamp(state.ky * 0.36, 1.2, 15)];
 
   function draw() {
     const [context, width, height] = prepare(canvas);
@@ -94,6 +109,10 @@ function graphPicture(data) {
   /** The end of a name tells more than its start: "…Mixed_5b.branch1". */
   function shortened(context, text, room) {
     if (context.measureText(text).width <= room) return text;
+    for (let at = text.indexOf("."); at >= 0; at = text.indexOf(".", at + 1)) {
+      const end = `…${text.slice(at + 1)}`;
+      if (context.measureText(end).width <= room) return end;
+    }
     let tail = text.slice(-Math.ceil(room / 5.5));
     while (tail.length > 1 && context.measureText(`…${tail}`).width > room) tail = tail.slice(1);
     return `…${tail.replace(/^[./_]+/, "")}`;
@@ -184,7 +203,12 @@ function graphPicture(data) {
       `${seconds(view.seconds[node])} of computing, ${amount(view.flops[node])}FLOP`,
     ];
     if (received.length) lines.push(`reads ${bytes(sum)} from other devices`);
-    return lines;
+    if (view.folds) {
+      const fold = view.folds[node], many = tree.children[fold].length;
+      if (many && !tree.open.has(fold)) lines.push(`Click: unfold ${many}`);
+      else if (data.modules.parents[fold] > 0) lines.push(`Click: fold ${data.modules.paths[tree.open.has(fold) ? fold : data.modules.parents[fold]]}`);
+    }
+    return lines.filter(Boolean);
   }
 
   function hover(event, x, y) {
@@ -193,16 +217,30 @@ function graphPicture(data) {
     if (node !== state.hover) { state.hover = node; redraw(); }
   }
 
+  /** A click unfolds a closed fold; on what cannot be unfolded it folds what that is within. */
+  function press(x, y) {
+    const node = nodeAt(x, y);
+    if (node === NONE || !state.view.folds) return false;
+    const fold = state.view.folds[node];
+    const whole = tree.children[fold].length ? fold : data.modules.parents[fold];
+    if (whole > 0 && tree.toggle(whole)) refold();
+    return true;
+  }
+
   const choice = element("view");
-  choice.append(...views.map((view, i) => {
+  choice.append(...views.map((_, i) => {
     const option = document.createElement("option");
     option.value = i;
-    option.textContent = `${view.name} (${view.count.toLocaleString("en")})`;
     return option;
   }));
+  function nameViews() {
+    views.forEach((view, i) => { choice.options[i].textContent = `${view.name} (${view.count.toLocaleString("en")})`; });
+  }
+  nameViews();
   choice.addEventListener("change", () => { state.view = views[choice.value]; state.hover = NONE; fit(); });
   element("fit").addEventListener("click", fit);
-  navigate(canvas, { zoom, move, hover, reset: fit });
+  navigate(canvas, { zoom, move, hover, press, reset: fit });
+  showTable();
   paint();
   fit();
   return () => { paint(); redraw(); };

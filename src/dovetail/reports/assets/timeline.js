@@ -2,8 +2,7 @@
 //
 // A row's spans are kept by *lane*: within a lane spans do not overlap, so that starts and ends
 // both ascend and a binary search finds the visible ones. Where spans are narrower than a pixel,
-// one bar a pixel stands for all that begin there, as high as the share of the pixel they fill:
-// drawing costs O(pixels x log spans), however many spans there are.
+// one bar a pixel stands for all that begin there, as high as the share of the pixel they fill.
 
 const GUTTER = 132, AXIS = 24, TITLE = 26, DEVICE_ROW = 30, CHANNEL_ROW = 17, GAP = 4;
 
@@ -60,7 +59,7 @@ function timelinePicture(data) {
   const timelines = data.timelines.map((t) => ({ ...t, rows: t.rows.map(unpackRow) }));
   const whole = Math.max(1, ...timelines.map((t) => t.step));
   const state = { from: 0, to: whole, by: "phase", critical: false, found: null, hover: null };
-  let colours, colourOf;
+  let colours, colourOf = [];
 
   let y = AXIS;
   for (const timeline of timelines) {
@@ -74,8 +73,12 @@ function timelinePicture(data) {
   const redraw = onceAFrame(draw);
 
   function paint() {
-    colours = theme();
+    colours = theme(data.devices.length);
     const palette = colours.palette;
+    if (state.by === "device") {
+      legend(element("legend"), [...data.devices.map((name, i) => [name, colours.devices[i]]), ["transfer", colours.carry]]);
+      return;
+    }
     const key = { phase: (t) => data.phases[t.phase], module: (t) => t.module.split(".").slice(0, 2).join(".") || "(top)", kind: (t) => t.kind }[state.by];
     const counts = new Map();
     for (const template of ops.templates) {
@@ -147,8 +150,13 @@ function timelinePicture(data) {
   function drawRow(context, row, timeline, width) {
     const middle = row.top + row.height / 2;
     context.fillStyle = row.kind === "device" ? colours.ink : colours.soft;
+    if (row.kind === "device") {
+      context.fillStyle = colours.devices[data.devices.indexOf(row.label)];
+      context.fillRect(0, row.top, 4, row.height);
+      context.fillStyle = colours.ink;
+    }
     const share = timeline.step ? `${Math.round((100 * row.busy) / timeline.step)} %` : "";
-    context.fillText(row.label, 8, middle, GUTTER - 54);
+    context.fillText(row.label, 10, middle, GUTTER - 54);
     context.textAlign = "right";
     context.fillStyle = colours.soft;
     context.fillText(share, GUTTER - 10, middle);
@@ -176,7 +184,7 @@ function timelinePicture(data) {
     while (i < spans.length && starts[i] < state.to) {
       const span = spans[i], op = row.ops[span];
       const x = GUTTER + (starts[i] - state.from) * k, right = GUTTER + (ends[i] - state.from) * k;
-      context.fillStyle = row.kind === "device" ? colourOf[ops.templates[op]] : colours.carry;
+      context.fillStyle = row.kind !== "device" ? colours.carry : state.by === "device" ? colours.devices[data.devices.indexOf(row.label)] : colourOf[ops.templates[op]];
       if (right - x >= 1.5) {
         context.globalAlpha = weight(row, span);
         const hovered = state.hover && state.hover.row === row && state.hover.span === span;
@@ -190,7 +198,9 @@ function timelinePicture(data) {
       }
       // Narrower than that: one bar for all that begin within this pixel.
       const pixel = Math.floor(x), until = state.from + (pixel + 1 - GUTTER) / k;
-      const next = Math.max(firstAbove(starts, until, i), i + 1);
+      const begun = Math.max(firstAbove(starts, until, i), i + 1);
+      let next = i + 1;  // one that begins here but is wide is drawn by itself
+      while (next < begun && (ends[next] - starts[next]) * k < 1.5) next++;
       const share = clamp((busyBefore(lane, until) - busyBefore(lane, until - 1 / k)) * k, row.kind === "device" ? 0.15 : 0.4, 1);
       let strength = weight(row, span);
       for (let j = i; j < next && strength < 1 && j < i + 64; j++) strength = Math.max(strength, weight(row, spans[j]));

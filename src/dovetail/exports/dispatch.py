@@ -1,0 +1,354 @@
+"""A model put to work where a plan says, by hooks of PyTorch alone.
+
+    model = dispatch(model, plan)            the same object
+    loss = model(**batch).loss               each module computes on its device, the CPU's there
+    undispatch(model)
+
+What is done, and where it differs from `accelerate.dispatch_model`:
+
+* Parameters and buffers move to the device of their module. They stay the same Parameters, so an
+  optimizer that holds them goes on working; a state that it has made already stays where it was.
+* A hook moves a module's inputs to its device at entry; outputs stay where they were computed.
+  Within one forward of the whole model a tensor is copied once to a device, however many modules
+  read it there, as plans are priced.
+* Modules on the CPU are computed on the CPU. accelerate copies their weights to an accelerator at
+  every forward, unless it is told that its main device is the CPU.
+* A tied tensor lives with the first module that has it. Modules on another device get a copy at
+  every forward, through which gradients flow back: in training it stays one parameter.
+* An op that a split module runs itself, between the calls of its children, runs where its inputs
+  are.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, Union
+
+from dovetail.errors import ExportError, UsageError
+from dovetail.exports.device_map import DeviceMap, check_glue, first_device, home_of, module_devices
+from dovetail.exports.modules import check_one_replica, graph_behind
+from dovetail.graph import Graph
+from dovetail.plans import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+FORMAT = "hooks on a model"
+HANDLES = "_dovetail_hooks"
+"""Attribute of a dispatched model that holds the handles of its hooks."""
+Name = Union[str, int, "torch.device"]
+Network = TypeVar("Network", bound="nn.Module")
+Owner = tuple["nn.Module", str]
+
+
+def dispatch(
+    model: Network,
+    plan: Plan | Mapping[str, int | str],
+    graph: Graph | None = None,
+    *,
+    devices: Mapping[str, Name] | None = None,
+) -> Network:
+    """The model itself, whose modules compute where the plan says from now on.
+
+    plan      a Plan, or a device map: module path -> accelerator's number or a torch device
+    graph     what the plan was made for; may be left out where `plan` or `open_plan` made the plan
+    devices   of a Plan: device name -> torch device. By default its GPUs are cuda:0, cuda:1 and so
+              on, as many as the machine has, and its CPUs are "cpu"
+
+    A model that was dispatched before is dispatched anew. Raises `ExportError` where modules cannot
+    follow the plan, and `UsageError` for a device that is not there, for a map that leaves a tensor
+    out or names what the model lacks, and for weights on the meta device, which cannot be moved.
+    """
+    if isinstance(plan, Plan):
+        homes, main = _of_plan(plan, graph_behind(plan, graph, FORMAT), devices)
+    else:
+        homes, main = _of_map(plan)
+    modules = dict(model.named_modules())
+    _check_paths(model, homes)
+    placed = _placed(modules, homes)
+    undispatch(model)
+    handles: list[Any] = []
+    for borrowed in _move(placed):
+        handles.append(borrowed.module.register_forward_pre_hook(borrowed.lend))
+        handles.append(borrowed.module.register_forward_hook(borrowed.give_back, always_call=True))
+    skipped = frozenset(getattr(model, "_skip_keys_device_placement", None) or ())
+    for path, module in modules.items():
+        home = _home(path, homes) or (None if path else main)
+        if home is not None:
+            entry = _Entry(home, skipped)
+            handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
+    # Prepended after the model's own entry, so that it comes before it.
+    handles.append(model.register_forward_pre_hook(_begin, prepend=True))
+    handles.append(model.register_forward_hook(_end, always_call=True))
+    setattr(model, HANDLES, handles)
+    # Hugging Face's Trainer leaves a model that has one on its devices.
+    object.__setattr__(model, "hf_device_map", {p: _plain(d) for p, d in homes.items()})
+    return model
+
+
+def undispatch(model: Network) -> Network:
+    """The model itself, without the hooks of `dispatch`. Its tensors stay where they are."""
+    for handle in model.__dict__.pop(HANDLES, ()):
+        handle.remove()
+        model.__dict__.pop("hf_device_map", None)
+    return model
+
+
+def _of_plan(
+    plan: Plan, graph: Graph, devices: Mapping[str, Name] | None
+) -> tuple[dict[str, "torch.device"], "torch.device"]:
+    """Path -> torch device, and the device that the model's inputs go to."""
+    check_one_replica(graph, FORMAT)
+    found, main = module_devices(plan, graph), first_device(plan, graph)
+    if set(found) != {""}:
+        check_glue(plan, graph, found, main, FORMAT)
+    kinds = [device.kind for device in plan.machine.devices]
+    real: dict[int, torch.device] = {}
+    for device in sorted({*found.values(), main}):
+        name = plan.machine.device_names[device]
+        if devices is not None and name not in devices:
+            raise UsageError("devices", f"does not say which torch device {name} is")
+        usual = kinds[:device].count("gpu") if kinds[device] == "gpu" else "cpu"
+        real[device] = _torch_device(usual if devices is None else devices[name], name)
+    return {path: real[device] for path, device in found.items()}, real[main]
+
+
+def _of_map(
+    given: Mapping[str, int | str],
+) -> tuple[dict[str, "torch.device"], "torch.device"]:
+    if not given:
+        raise UsageError("plan", "is an empty device map; give a device for every module")
+    homes = {path: _torch_device(device, f"module {path!r}") for path, device in given.items()}
+    main = given.main_device if isinstance(given, DeviceMap) else next(iter(given.values()))
+    return homes, _torch_device(main, "the main device")
+
+
+def _torch_device(given: Name, what: str) -> "torch.device":
+    """With its index, so that equal devices are equal. Raises `UsageError` if it is not there."""
+    import torch
+
+    try:
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except (RuntimeError, TypeError):
+        raise UsageError("devices", f"{given!r}, for {what}, is no torch device") from None
+    if device.type != "cuda":
+        return torch.device("cpu") if device.type == "cpu" else device
+    count = torch.cuda.device_count()
+    index = device.index if device.index is not None else 0
+    if index >= count:
+        raise UsageError(
+            "devices",
+            f"cuda:{index}, for {what}, is not there: PyTorch sees {count} GPUs; say with devices "
+            "which torch device each device of the plan is",
+        )
+    return torch.device("cuda", index)
+
+
+def _plain(device: "torch.device") -> int | str:
+    return device.index if device.type == "cuda" else str(device)
+
+
+def _home(path: str, homes: Mapping[str, "torch.device"]) -> "torch.device | None":
+    """The device of a module; None: its children are on several."""
+    return home_of(path, homes) or homes.get("")
+
+
+def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> None:
+    """Raise `UsageError` for what the model does not have, and for one module on two devices."""
+    first: dict[int, str] = {}
+    known = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        known.add(path)
+        known.update(f"{path}.{name}" if path else name for name in _own(module))
+        other = first.setdefault(id(module), path)
+        if _home(path, homes) != _home(other, homes):
+            raise ExportError(
+                FORMAT,
+                f"module {path!r}",
+                f"is {other!r} as well, and the plan puts the two on different devices; pin both "
+                "to one device",
+            )
+    for path in homes:
+        if path not in known:
+            raise UsageError("plan", f"places {path!r}, which the model does not have")
+
+
+def _own(module: "nn.Module") -> dict[str, "Tensor"]:
+    """Parameters and buffers of the module itself."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _placed(
+    modules: Mapping[str, "nn.Module"], homes: Mapping[str, "torch.device"]
+) -> list[tuple["Tensor", "torch.device", Owner]]:
+    """(tensor, device of its module, module and name) of all, in the model's order."""
+    placed: list[tuple[Tensor, torch.device, Owner]] = []
+    for path, module in modules.items():
+        for name, tensor in _own(module).items():
+            full = f"{path}.{name}" if path else name
+            home = homes.get(full) or _home(path, homes)
+            if home is None:
+                raise UsageError("plan", f"has no device for {full!r} of the model")
+            if tensor.is_meta and home.type != "meta":
+                raise UsageError("model", f"holds {full!r} on the meta device; load its weights")
+            placed.append((tensor, home, (module, name)))
+    return placed
+
+
+def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Borrowed"]:
+    """Every tensor to the device of its first owner; what owners on other devices borrow."""
+    import torch
+
+    owners: dict[int, list[tuple[Tensor, torch.device, Owner]]] = {}
+    for entry in placed:
+        owners.setdefault(id(entry[0]), []).append(entry)
+    borrowed = []
+    for shared in owners.values():
+        tensor, home, _ = shared[0]
+        if tensor.device != home:
+            tensor = _moved_in_place(tensor, home, [owner for _, _, owner in shared])
+        borrowed += [
+            _Borrowed(*owner, tensor, device) for _, device, owner in shared if device != home
+        ]
+    return borrowed
+
+
+def _moved_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner]) -> "Tensor":
+    """The same tensor with its data moved; where its type forbids that, a new one in its place."""
+    import torch
+
+    data = tensor.detach().to(home)
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        gradient = tensor.grad
+        tensor.grad = None  # a gradient on another device than its tensor is refused
+        tensor.data = data
+        if gradient is not None:
+            tensor.grad = gradient.detach().to(home)
+        return tensor
+    if isinstance(tensor, torch.nn.Parameter):
+        data = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+    for module, name in owners:
+        setattr(module, name, data)
+    return data
+
+
+@dataclass
+class _Borrowed:
+    """A tensor that a module has and another device holds: lent for the time of its forward."""
+
+    module: "nn.Module"
+    name: str
+    source: "Tensor"
+    device: "torch.device"
+    version: int | None = None
+
+    def lend(self, module: "nn.Module", _args: object) -> None:
+        # An instance's own attribute comes before what `nn.Module` finds among its parameters.
+        copy = _copied(self.source, self.device)
+        self.version = None if copy.is_inference() else copy._version
+        module.__dict__[self.name] = copy
+
+    def give_back(self, module: "nn.Module", _args: object, _output: object) -> None:
+        import torch
+
+        copy = module.__dict__.pop(self.name, None)
+        if copy is None or isinstance(self.source, torch.nn.Parameter):
+            return
+        # A buffer may have been written; tensors of inference mode do not say whether.
+        if copy.is_inference() or copy._version != self.version:
+            with torch.no_grad():
+                self.source.copy_(copy)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Moves what a module is called with to its device, but for keyword arguments in `skipped`:
+    a cache of keys and values holds each layer's where the layer is."""
+
+    device: "torch.device"
+    skipped: frozenset[str]
+
+    def __call__(
+        self, _module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        move = self._move
+        kept = {k: v if k in self.skipped else move(v) for k, v in kwargs.items()}
+        return tuple(move(value) for value in args), kept
+
+    def _move(self, value: Any) -> Any:
+        return _moved(value, self.device)
+
+
+def _moved(value: Any, device: "torch.device") -> Any:
+    """A tensor, or those within lists, tuples and dicts, on the device; the same object where there
+    is nothing to move. What other objects hold stays where it is."""
+    import torch
+    from torch.nn.utils.rnn import PackedSequence
+
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else _copied(value, device)
+    if isinstance(value, PackedSequence):  # whose batch sizes stay on the CPU
+        # Its stub declares the overload for a dtype alone.
+        return value if value.data.device == device else value.to(device)  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        items = {key: _moved(item, device) for key, item in value.items()}
+        return value if all(items[key] is value[key] for key in items) else _like(value, items)
+    if isinstance(value, list | tuple):
+        parts = [_moved(item, device) for item in value]
+        if all(a is b for a, b in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """`items` in a dict of the class of `value`, whatever its constructor takes."""
+    from copy import copy
+
+    if type(value) is dict:
+        return items
+    made = copy(value)
+    for key, item in items.items():
+        made[key] = item
+    return made
+
+
+@dataclass
+class _Sent:
+    """Copies made in one forward of a whole model: (tensor, device, with gradients) -> the tensor,
+    its version then, and its copy. It holds the tensor, so that no other gets its id."""
+
+    around: "_Sent | None"
+    copies: dict[tuple[int, "torch.device", bool], tuple["Tensor", int, "Tensor"]]
+
+
+# Per thread: a model may serve several at a time.
+_SENT: ContextVar[_Sent | None] = ContextVar("dovetail_sent", default=None)
+
+
+def _begin(_module: "nn.Module", _args: object) -> None:
+    _SENT.set(_Sent(_SENT.get(), {}))
+
+
+def _end(_module: "nn.Module", _args: object, _output: object) -> None:
+    sent = _SENT.get()
+    _SENT.set(sent and sent.around)
+
+
+def _copied(tensor: "Tensor", device: "torch.device") -> "Tensor":
+    """A copy on the device, through which gradients flow; in one forward the same again, unless
+    the tensor was written in between."""
+    import torch
+
+    # Only copies to an accelerator are ordered before what reads them without waiting.
+    copy: Callable[[], Tensor] = lambda: tensor.to(device, non_blocking=device.type == "cuda")  # noqa: E731
+    sent = _SENT.get()
+    if sent is None or tensor.is_inference():  # which count no versions
+        return copy()
+    key = (id(tensor), device, torch.is_grad_enabled())
+    known = sent.copies.get(key)
+    if known is None or known[1] != tensor._version:
+        known = sent.copies[key] = (tensor, tensor._version, copy())
+    return known[2]

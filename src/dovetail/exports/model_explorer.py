@@ -1,0 +1,162 @@
+"""A plan for Google's model-explorer: its graph, and node data to lay over it.
+
+    model-explorer view/graph.json       then "Upload node data": view/device.json and the others
+
+One JSON document a file, and one file a quantity, as model-explorer reads them:
+
+    graph.json       the graph: a node an op, in the namespace of its module (layers/0/attn), so
+                     that it folds by module; sends between devices are edge overlays
+    device.json      where each op runs, in the colour the plan's page has for that device
+    seconds.json     predicted seconds of each op there
+    bytes.json       bytes of what it makes, and of a parameter or buffer its own
+    transfers.json   bytes that each op's outputs send to other devices, of ops that send
+
+Groups show sums and distributions of what is within them. Node data is found by node id, so it fits
+this graph and no other: other exporters name nodes their own way.
+
+Formats: `graph_builder.py` (GraphCollection, EdgeOverlaysData) and `node_data_builder.py`
+(ModelNodeData, GraphNodeData, NodeDataResult, GradientItem) of
+https://github.com/google-ai-edge/model-explorer; ModelNodeData is written as {graph id: data}.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dovetail.graph import HOST, Graph, Phase
+from dovetail.graph.records import EVERYWHERE
+from dovetail.plans import Plan
+from dovetail.units import format_bytes
+
+GRAPH = "graph"
+"""The id of the graph in all of the files."""
+COOL_TO_HOT = ({"stop": 0, "bgColor": "#fff7ec"}, {"stop": 1, "bgColor": "#b30000"})
+
+
+def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str, Any]:
+    """File name -> document. colours [devices]: #rrggbb."""
+    names = plan.machine.device_names
+    devices = _devices(plan, graph)
+    sent = _sent(plan, graph, devices)
+    seconds = plan.compute_seconds[np.arange(len(graph)), plan.placement]
+    where = {op: {"value": names[d], "bgColor": colours[d]} for op, d in devices.items()}
+    spent = {op: float(seconds[op]) for op in np.flatnonzero(~graph.is_source).tolist()}
+    made = {
+        op: sum(int(graph.tensor_bytes[t]) for t in graph.outputs_of(op))
+        for op in range(len(graph))
+    }
+    carried: dict[int, int] = defaultdict(int)
+    for op, _, _, tensor in sent:
+        carried[op] += int(graph.tensor_bytes[tensor])
+    drawn = {
+        "id": GRAPH,
+        "nodes": [_node(graph, op, names, devices) for op in range(len(graph))],
+        "tasksData": _overlays(graph, names, colours, devices, sent),
+    }
+    heat = {"gradient": list(COOL_TO_HOT)}
+    return {
+        "graph.json": {"label": plan.source.model or "plan", "graphs": [drawn]},
+        "device.json": _data(graph, "device", where, showExpandedSummaryOnGroupNode=True),
+        "seconds.json": _data(graph, "predicted seconds", spent, **heat),
+        "bytes.json": _data(graph, "bytes", made, **heat),
+        "transfers.json": _data(graph, "bytes sent to other devices", carried, **heat),
+    }
+
+
+def _devices(plan: Plan, graph: Graph) -> dict[int, int]:
+    """op -> device; of what is resident wherever it is read, the device of its first reader. What
+    nothing reads has none."""
+    homes: dict[int, int] = {}
+    for op in range(len(graph)):
+        residence = int(graph.residences[op]) if graph.is_source[op] else op
+        if residence == HOST:
+            homes[op] = plan.machine.host_index
+        elif residence >= 0:
+            homes[op] = int(plan.placement[residence])
+        else:
+            readers = [int(r) for t in graph.outputs_of(op) for r in graph.consumers_of(t)]
+            if readers:
+                homes[op] = int(plan.placement[min(readers)])
+    return homes
+
+
+def _sent(plan: Plan, graph: Graph, devices: dict[int, int]) -> list[tuple[int, int, int, int]]:
+    """(op, device, reader, tensor) of each tensor that is sent to a device, once for all that read
+    it there. In inference, parameters are where they are read, and are not sent."""
+    sent: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+    for reader in np.flatnonzero(~graph.is_source).tolist():
+        there = int(plan.placement[reader])
+        for tensor in graph.inputs_of(reader).tolist():
+            maker = int(graph.producers[tensor])
+            resident = graph.is_source[maker] and graph.residences[maker] == EVERYWHERE
+            if not resident and devices.get(maker, there) != there:
+                sent.setdefault((tensor, there), (maker, there, reader, tensor))
+    return list(sent.values())
+
+
+def _node(
+    graph: Graph, op: int, names: Sequence[str], devices: Mapping[int, int]
+) -> dict[str, Any]:
+    facts = {
+        "phase": Phase(int(graph.phases[op])).name.lower(),
+        "device": names[devices[op]] if op in devices else "",
+        "FLOPs": f"{int(graph.flops[op])}",
+    }
+    return {
+        "id": graph.names[op],
+        "label": graph.kinds[op].removeprefix("aten."),
+        "namespace": graph.modules[op].replace(".", "/"),
+        "attrs": [{"key": key, "value": value} for key, value in facts.items() if value],
+        "incomingEdges": [
+            {
+                "sourceNodeId": graph.names[int(graph.producers[tensor])],
+                "sourceNodeOutputId": str(
+                    list(graph.outputs_of(int(graph.producers[tensor]))).index(tensor)
+                ),
+                "targetNodeInputId": str(place),
+            }
+            for place, tensor in enumerate(graph.inputs_of(op).tolist())
+        ],
+        "outputsMetadata": [
+            {
+                "id": str(place),
+                "attrs": [
+                    {"key": "shape", "value": f"{graph.dtypes[t]}{list(graph.shapes[t])}"},
+                    {"key": "bytes", "value": f"{int(graph.tensor_bytes[t])}"},
+                ],
+            }
+            for place, t in enumerate(graph.outputs_of(op))
+        ],
+    }
+
+
+def _overlays(
+    graph: Graph,
+    names: Sequence[str],
+    colours: Sequence[str],
+    devices: Mapping[int, int],
+    sent: Sequence[tuple[int, int, int, int]],
+) -> dict[str, Any]:
+    """What is sent, from device to device."""
+    pairs: dict[tuple[int, int], list[dict[str, str]]] = defaultdict(list)
+    for op, there, reader, tensor in sent:
+        edge = {"sourceNodeId": graph.names[op], "targetNodeId": graph.names[reader]}
+        label = format_bytes(int(graph.tensor_bytes[tensor]))
+        pairs[devices[op], there].append({**edge, "label": label})
+    overlays = [
+        {"name": f"{names[here]} to {names[there]}", "edgeColor": colours[here], "edges": edges}
+        for (here, there), edges in sorted(pairs.items())
+    ]
+    data = {"name": "sends between devices", "type": "edge_overlays", "overlays": overlays}
+    return {"edgeOverlaysDataListLeftPane": [data]} if overlays else {}
+
+
+def _data(graph: Graph, name: str, values: Mapping[int, Any], **options: Any) -> dict[str, Any]:
+    """A ModelNodeData: {graph id: GraphNodeData}, without what it leaves to defaults."""
+    results = {
+        graph.names[op]: value if isinstance(value, dict) else {"value": value}
+        for op, value in sorted(values.items())
+    }
+    return {GRAPH: {"name": name, "results": results, **options}}

@@ -1,0 +1,238 @@
+"""The tree of modules as the page folds it: one line for ten layers alike.
+
+    (model)
+      embed_tokens
+      layers.0-9          ten siblings, numbered in a row, of one make and on the same devices
+        layers.0
+          self_attn
+          ...
+      layers.10-19
+      lm_head
+
+A fold is a module, a run of such siblings, or a chain of modules that hold nothing but the next. It
+is open or closed; what is within a closed one is drawn as one node per phase and device. *Leaves*
+are the finest nodes: the ops of one module, phase and device.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.graph import Graph
+from dovetail.graph.records import EVERYWHERE
+from dovetail.reports.layout import Placed
+
+MOST_LEAVES, MOST_SHOWN = 4000, 40
+"""Deeper modules than leave so many leaves are cut off; so many nodes are shown at first."""
+HELD = ("parameter", "buffer")
+TOP = "(model)"
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Folds:
+    """Folds in the order of the tree, each before what is within it; fold 0 is the whole model.
+
+    labels, paths    a fold's own part of the path, and all of it
+    parents          [folds] -1 for the whole model
+    runs             folds that are runs of siblings
+    opened           folds that are open at first
+    leaf_folds, leaf_phases, leaf_devices   [leaves]
+    leaf_of          [ops] -1 for sources
+    seconds          [folds, devices] of computing, with all that is within
+    parameter_bytes  [folds, devices] held there, likewise: of tensors that several devices hold at
+                     each of them
+    """
+
+    labels: tuple[str, ...]
+    paths: tuple[str, ...]
+    parents: NDArray[np.int32]
+    runs: tuple[int, ...]
+    opened: tuple[int, ...]
+    leaf_folds: NDArray[np.int32]
+    leaf_phases: NDArray[np.int32]
+    leaf_devices: NDArray[np.int32]
+    leaf_of: NDArray[np.int32]
+    seconds: NDArray[np.float64]
+    parameter_bytes: NDArray[np.float64]
+
+    def depth(self, fold: int) -> int:
+        """How many folds a fold is within."""
+        return len(list(self.around(fold))) - 1
+
+    def around(self, fold: int) -> Iterator[int]:
+        """The fold and all that it is within, to the whole model."""
+        while fold >= 0:
+            yield fold
+            fold = int(self.parents[fold])
+
+    def shown(self, opened: Sequence[int]) -> NDArray[np.int32]:
+        """[leaves] the fold that a leaf is drawn in: the outermost closed one around it."""
+        known = set(opened)
+        drawn = [
+            next((f for f in reversed(list(self.around(fold))) if f not in known), fold)
+            for fold in range(len(self.labels))
+        ]
+        return np.array(drawn, dtype=np.int32)[self.leaf_folds]
+
+
+@dataclass
+class _Node:
+    """A module, or with `members` a run of them."""
+
+    path: Path
+    children: dict[str, "_Node"] = field(default_factory=dict)
+    devices: set[int] = field(default_factory=set)
+    own: bool = False
+    members: tuple["_Node", ...] = ()
+
+    @property
+    def make(self) -> object:
+        """Equal for modules with the same modules within."""
+        return tuple((name, child.make) for name, child in self.children.items())
+
+
+def fold(graph: Graph, plan: Placed) -> Folds:
+    """The folds of a plan's graph. O(ops x depth)."""
+    ops = np.flatnonzero(~graph.is_source).tolist()
+    paths = [tuple(part for part in module.split(".") if part) for module in graph.modules]
+    depth, leaves = _leaves(graph, plan, paths, ops)
+    top = _Node(())
+    for op in ops:
+        node = top
+        node.devices.add(int(plan.placement[op]))
+        for part in paths[op][:depth]:
+            node = node.children.setdefault(part, _Node((*node.path, part)))
+            node.devices.add(int(plan.placement[op]))
+        node.own = True
+    labels, full, parents, runs, fold_of = _numbered(top)
+    leaf_folds = np.array([fold_of[path] for path, _, _ in leaves], dtype=np.int32)
+    count, devices = len(labels), len(plan.machine.devices)
+    seconds = np.zeros((count, devices))
+    held = np.zeros((count, devices))
+    for op in ops:
+        device = int(plan.placement[op])
+        seconds[fold_of[paths[op][:depth]], device] += plan.compute_seconds[op, device]
+    for source, device in _holders(graph, plan):
+        path = paths[source][:depth]
+        while path not in fold_of:  # a module that holds a parameter and runs nothing
+            path = path[:-1]
+        held[fold_of[path], device] += sum(graph.tensor_bytes[t] for t in graph.outputs_of(source))
+    for inner in range(count - 1, 0, -1):
+        seconds[parents[inner]] += seconds[inner]
+        held[parents[inner]] += held[inner]
+    leaf_of = np.full(len(graph), -1, dtype=np.int32)
+    for op in ops:
+        leaf_of[op] = leaves[paths[op][:depth], int(graph.phases[op]), int(plan.placement[op])]
+    folds = Folds(
+        labels=tuple(labels),
+        paths=tuple(full),
+        parents=np.array(parents, dtype=np.int32),
+        runs=tuple(runs),
+        opened=(),
+        leaf_folds=leaf_folds,
+        leaf_phases=np.array([phase for _, phase, _ in leaves], dtype=np.int32),
+        leaf_devices=np.array([device for _, _, device in leaves], dtype=np.int32),
+        leaf_of=leaf_of,
+        seconds=seconds,
+        parameter_bytes=held,
+    )
+    return _opened(folds)
+
+
+def _leaves(
+    graph: Graph, plan: Placed, paths: Sequence[Path], ops: Sequence[int]
+) -> tuple[int, dict[tuple[Path, int, int], int]]:
+    """The depth at which paths are cut, and (path, phase, device) -> leaf by first op."""
+    for depth in range(max((len(paths[op]) for op in ops), default=0), -1, -1):
+        leaves: dict[tuple[Path, int, int], int] = {}
+        for op in ops:
+            key = (paths[op][:depth], int(graph.phases[op]), int(plan.placement[op]))
+            leaves.setdefault(key, len(leaves))
+        if len(leaves) <= MOST_LEAVES:
+            break
+    return depth, leaves
+
+
+def _holders(graph: Graph, plan: Placed) -> Iterator[tuple[int, int]]:
+    """(parameter or buffer, device) wherever one is held for the whole step."""
+    for source in np.flatnonzero(graph.is_source).tolist():
+        if graph.kinds[source] not in HELD:
+            continue
+        writer = int(graph.residences[source])
+        if writer != EVERYWHERE:
+            yield source, int(plan.placement[writer])
+            continue
+        readers = [int(r) for t in graph.outputs_of(source) for r in graph.consumers_of(t)]
+        for device in sorted({int(plan.placement[reader]) for reader in readers}):
+            yield source, device
+
+
+def _numbered(
+    top: _Node,
+) -> tuple[list[str], list[str], list[int], list[int], dict[Path, int]]:
+    """Labels, whole paths and parents of folds, those that are runs, and module path -> fold."""
+    labels, full, parents, runs = [TOP], [TOP], [-1], []
+    fold_of: dict[Path, int] = {(): 0}
+    waiting = [(node, 0, 0) for node in reversed(_grouped(top))]
+    while waiting:
+        node, parent, known = waiting.pop()
+        mine = len(labels)
+        parents.append(parent)
+        if node.members:
+            runs.append(mine)
+            first, last = node.members[0].path, node.members[-1].path
+            labels.append(f"{'.'.join(first[known:])}-{last[-1]}")
+            full.append(f"{'.'.join(first)}-{last[-1]}")
+            waiting += [(member, mine, known) for member in reversed(node.members)]
+            continue
+        fold_of[node.path] = mine
+        while len(node.children) == 1 and not node.own:  # it holds nothing but the next
+            node = next(iter(node.children.values()))
+            fold_of[node.path] = mine
+        labels.append(".".join(node.path[known:]))
+        full.append(".".join(node.path))
+        waiting += [(inner, mine, len(node.path)) for inner in reversed(_grouped(node))]
+    return labels, full, parents, runs, fold_of
+
+
+def _grouped(node: _Node) -> list[_Node]:
+    """The children, numbered ones that follow each other and are alike as one."""
+    groups: list[list[_Node]] = []
+    for child in node.children.values():
+        last = groups[-1][-1] if groups else None
+        follows = (
+            last is not None
+            and last.path[-1].isdigit()
+            and child.path[-1] == str(int(last.path[-1]) + 1)
+            and last.devices == child.devices
+            and last.make == child.make
+        )
+        if follows:
+            groups[-1].append(child)
+        else:
+            groups.append([child])
+    return [
+        _Node(node.path, members=tuple(group)) if len(group) > 1 else group[0] for group in groups
+    ]
+
+
+def _opened(folds: Folds) -> Folds:
+    """With as many folds open as leave `MOST_SHOWN` nodes, outer ones first; runs stay closed."""
+    children: dict[int, list[int]] = {}
+    for inner, parent in enumerate(folds.parents.tolist()):
+        children.setdefault(parent, []).append(inner)
+    opened, level = [0], [0]
+    while level:
+        level = [inner for outer in level if outer in opened for inner in children.get(outer, [])]
+        for inner in level:
+            if inner not in children or inner in folds.runs:
+                continue
+            drawn = folds.shown([*opened, inner])
+            shown = len(set(zip(drawn.tolist(), folds.leaf_phases.tolist(),
+                                folds.leaf_devices.tolist(), strict=True)))  # fmt: skip
+            if shown <= MOST_SHOWN:
+                opened.append(inner)
+    return replace(folds, opened=tuple(opened))
