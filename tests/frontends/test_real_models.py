@@ -1,4 +1,4 @@
-"""A part of benchmarks/models: networks of other libraries, captured and trained beside plain torch.
+"""A part of benchmarks/models: networks of other libraries, trained beside plain torch.
 
 The whole table has more of them, more ways to run each, and what exports make of their plans.
 """
