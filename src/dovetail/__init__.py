@@ -25,6 +25,7 @@ _EXPORTS = {
     "AdamW": "dovetail.frontends",
     "Captured": "dovetail.frontends",
     "DovetailError": "dovetail.errors",
+    "GradScaler": "dovetail.frontends",
     "Graph": "dovetail.graph",
     "History": "dovetail.training.history",
     "InfeasibleError": "dovetail.errors",

@@ -25,6 +25,7 @@ from dovetail.frontends.optimizers import (
     parse_optimizer,
 )
 from dovetail.frontends.program import Call, Captured, Program, Ref, SourceValue
+from dovetail.frontends.scaling import GradScaler
 from dovetail.frontends.towers import towers
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "AdamW",
     "Call",
     "Captured",
+    "GradScaler",
     "Optimizer",
     "Program",
     "RMSProp",

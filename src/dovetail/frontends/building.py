@@ -20,6 +20,15 @@ from dovetail.frontends.flops import count_bytes, count_flops, tensor_bytes
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.ordering import control_edges
 from dovetail.frontends.program import Call, Program, Ref, SourceValue
+from dovetail.frontends.scaling import (
+    SCALE,
+    TRACKER,
+    GradScaler,
+    any_found,
+    next_scale,
+    unscale,
+    update_unless_found,
+)
 from dovetail.frontends.structures import leaves, substitute
 from dovetail.frontends.tracing import Trace
 from dovetail.graph import Graph, Phase
@@ -103,20 +112,26 @@ class _Builder:
 
 
 def build(
-    model: str, trace: Trace, optimizer: Optimizer | None, aliases: dict[str, str]
+    model: str,
+    trace: Trace,
+    optimizer: Optimizer | None,
+    aliases: dict[str, str],
+    scaler: GradScaler | None = None,
 ) -> tuple[Graph, Program]:
     """The graph and the calls of a trace, with one update op per parameter that has a gradient.
 
     `model` names the model in errors. O(nodes + edges x written storages / 64).
     """
     builder = _Builder()
-    _add_sources(builder, trace)
+    _add_sources(builder, trace, scaler)
     states = _add_states(builder, trace, optimizer)
     for node in trace.origins:
         _add_call(builder, trace, node)
-    for parameter in trace.gradients:
+    gradients = {name: builder.tensor_of[node] for name, node in trace.gradients.items()}
+    found = -1 if scaler is None else _add_scaler(builder, gradients, scaler)
+    for parameter, gradient in gradients.items():
         assert optimizer is not None
-        _add_update(builder, trace, parameter, states[parameter], optimizer)
+        _add_update(builder, parameter, gradient, states[parameter], optimizer, found)
     for buffer in trace.written:
         _add_copy(builder, trace, buffer)
     results = substitute(trace.results, fx.Node, builder.ref)
@@ -132,9 +147,10 @@ def build(
     return graph, program
 
 
-def _add_sources(builder: _Builder, trace: Trace) -> None:
+def _add_sources(builder: _Builder, trace: Trace, scaler: GradScaler | None) -> None:
     for node, (role, name) in trace.sources.items():
-        _bind(builder, node, builder.source(SourceValue(role, name), node.meta["val"]))
+        fill = scaler.init_scale if scaler is not None and name == SCALE else None
+        _bind(builder, node, builder.source(SourceValue(role, name, fill), node.meta["val"]))
     for node, value in trace.constants.items():
         source = SourceValue("constant", str(node.target), value=value.detach())
         _bind(builder, node, builder.source(source, value))
@@ -245,11 +261,72 @@ def _module_of_reads(builder: _Builder, origin: Any, reads: list[int]) -> str:
     return builder.ops[builder.tensors[reads[0]].producer].module
 
 
+def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler) -> int:
+    """Unscale all gradients (their entries change) and look whether one is not finite: the tensor
+    that says so, on which the scale's own update waits too."""
+    scale = builder.source_of["state", SCALE]
+    flags = []
+    flag = torch.empty((), dtype=torch.float32, device="meta")
+    for parameter, gradient in gradients.items():
+        like = builder.tensors[gradient].value
+        flat = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        unscaled, finite = _add_plain(
+            builder, f"{parameter}/unscale", unscale, [gradient, scale], [flat, flag]
+        )
+        gradients[parameter] = unscaled
+        flags.append(finite)
+    (found,) = _add_plain(builder, "scaler/any_found", any_found, flags, [flag])
+    tracker_value = torch.empty((), dtype=torch.int32, device="meta")
+    tracker = builder.source(SourceValue("state", TRACKER, fill=0.0), tracker_value)
+    op = _Op(
+        name="scaler/next_scale",
+        kind="dovetail.next_scale",
+        signature=signature("dovetail.next_scale", [flag, tracker_value], asdict(scaler)),
+        module="",
+        phase=Phase.UPDATE,
+        flops=1,
+        accessed_bytes=12,
+        reads=[scale, tracker, found],
+    )
+    _write(builder, op, [scale, tracker])
+    last = len(builder.tensors)
+    args = (Ref(scale), Ref(tracker), Ref(found))
+    op.call = Call(next_scale, args, asdict(scaler), (last - 2, last - 1), in_place=True)
+    return found
+
+
+def _add_plain(
+    builder: _Builder, name: str, target: Any, reads: list[int], results: list[Tensor]
+) -> list[int]:
+    """An op of our own in the backward phase, which makes new tensors."""
+    values = [builder.tensors[t].value for t in reads]
+    kind = f"dovetail.{target.__name__}"
+    op = _Op(
+        name=name,
+        kind=kind,
+        signature=signature(kind, values, {}),
+        module=name.rpartition("/")[0].rpartition(".")[0],
+        phase=Phase.BACKWARD,
+        flops=values[0].numel(),
+        accessed_bytes=sum(map(tensor_bytes, [*values, *results])),
+        reads=list(dict.fromkeys(reads)),
+    )
+    builder.op(op)
+    made = [builder.tensor(value) for value in results]
+    op.call = Call(target, tuple(map(Ref, reads)), {}, tuple(made))
+    return made
+
+
 def _add_update(
-    builder: _Builder, trace: Trace, parameter: str, states: list[int], optimizer: Optimizer
+    builder: _Builder,
+    parameter: str,
+    gradient: int,
+    states: list[int],
+    optimizer: Optimizer,
+    found: int,
 ) -> None:
+    """The update of one parameter. found: the tensor that says not to update; -1: there is none."""
     written = [builder.source_of["parameter", parameter], *states]
-    gradient = builder.tensor_of[trace.gradients[parameter]]
     options = asdict(optimizer)
     reads = [written[0], gradient, *states]
     values = [builder.tensors[t].value for t in reads]
@@ -262,12 +339,16 @@ def _add_update(
         phase=Phase.UPDATE,
         flops=optimizer.flops_per_element * values[0].numel(),
         accessed_bytes=traffic,
-        reads=list(dict.fromkeys(reads)),
+        reads=list(dict.fromkeys(reads if found < 0 else [*reads, found])),
     )
     _write(builder, op, written)
     args = tuple(Ref(t) for t in reads)
     results = tuple(range(len(builder.tensors) - len(written), len(builder.tensors)))
-    op.call = Call(optimizer.update, args, options, results, in_place=True)
+    target: Any = optimizer.update
+    if found >= 0:
+        options |= {"update": target}
+        target, args = update_unless_found, (Ref(found), *args)
+    op.call = Call(target, args, options, results, in_place=True)
 
 
 def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:

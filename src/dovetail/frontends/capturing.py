@@ -19,6 +19,7 @@ from dovetail.frontends.keras_models import is_keras, keras_module
 from dovetail.frontends.optimizers import Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError
+from dovetail.frontends.scaling import GradScaler
 from dovetail.frontends.tracing import Request, trace
 from dovetail.frontends.transformers_models import batched_experts, unwrap
 from dovetail.plans import Source
@@ -30,6 +31,7 @@ def capture(
     loss: Callable[..., Tensor] | None = None,
     targets: Any = (),
     train: Optimizer | None = None,
+    scaler: GradScaler | None = None,
     **kwargs: Any,
 ) -> Captured:
     """The module's forward pass, or with `train` one whole training step, as graph and program.
@@ -43,16 +45,17 @@ def capture(
     takes. Without a loss the output is, or its `loss` where it has one, as models of transformers
     do when they are given labels. Parameters that do not require gradients stay as they are.
 
-    Captured under `torch.autocast`, forward and loss compute under it, and the backward pass as
-    users run it, outside. Mixtures of experts of transformers are captured by their batched
-    implementation, and `Captured.notes` says so.
+    `scaler` scales the loss as `torch.amp.GradScaler` does: a step with gradients that are not
+    finite updates nothing. Captured under `torch.autocast`, forward and loss compute under it, and
+    the backward pass, as users run it, outside. Mixtures of experts of transformers are captured by
+    their batched implementation, and `Captured.notes` says so.
 
     A Keras 3 model on torch counts as its module in `keras_models`, in training mode with `train`.
 
     Raises `ModelError` for arguments that do not fit, `CaptureError` for what has no graph. About
     0.6 ms per op, twice that where the model writes in place.
     """
-    return capture_call(model, args, kwargs, loss=loss, targets=targets, train=train)
+    return capture_call(model, args, kwargs, loss=loss, targets=targets, train=train, scaler=scaler)
 
 
 def capture_call(
@@ -63,6 +66,7 @@ def capture_call(
     loss: Callable[..., Tensor] | None = None,
     targets: Any = (),
     train: Optimizer | None = None,
+    scaler: GradScaler | None = None,
 ) -> Captured:
     """`capture` of a module whose own keywords may be called `loss`, `targets` or `train`."""
     name = type(model).__name__
@@ -72,6 +76,7 @@ def capture_call(
         model = unwrap(model)
     _check(name, model, train)
     _check_loss(name, targets, loss)
+    _check_scaler(name, model, train, scaler)
     signature = Signature.of(model, args, kwargs, targets)
     if not signature.inputs:
         raise ModelError(name, "has no inputs; give at least one example tensor")
@@ -88,6 +93,7 @@ def capture_call(
         inputs=tuple(_fake_input(value, mode) for value in inputs),
         targets=tuple(fake(value, mode) for value in targets),
         signature=signature,
+        scale=None if scaler is None else fake(torch.tensor(scaler.init_scale), mode),
         loss=loss,
         training=train is not None,
         trainable=tuple(k for k, v in parameters.items() if v.requires_grad) if train else (),
@@ -101,7 +107,7 @@ def capture_call(
         raise CaptureError(name, str(error), _location(error)) from error
     except Exception as error:
         raise CaptureError(name, _advice(error), _location(error)) from error
-    graph, program = build(name, traced, train, _aliases(model))
+    graph, program = build(name, traced, train, _aliases(model), scaler)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",
@@ -154,6 +160,22 @@ def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> 
         raise ModelError(
             name, "targets are given, but no loss to compare with them; give loss(output, *targets)"
         )
+
+
+def _check_scaler(
+    name: str, model: nn.Module, train: Optimizer | None, scaler: GradScaler | None
+) -> None:
+    if scaler is None:
+        return
+    if train is None:
+        raise ModelError(name, "a scaler is for training; give train= as well")
+    for key, value in model.named_parameters():
+        if value.requires_grad and value.dtype == torch.float16:
+            raise ModelError(
+                name,
+                f"{key} is float16, whose gradients torch does not unscale either; keep parameters "
+                "in float32 and compute under torch.autocast",
+            )
 
 
 def _owners(

@@ -6,8 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dovetail.errors import UsageError
 from dovetail.frontends.arguments import fill_refs
 from dovetail.frontends.program import Call, Captured, Program, Ref, Signature, SourceValue
+from dovetail.frontends.scaling import SCALE
 from dovetail.frontends.structures import Slot
 from dovetail.graph import Graph, Replicated, replicate
 
@@ -25,6 +27,9 @@ def towers(captured: Captured, replicas: int, *, synchronous: bool = True) -> Ca
     What the graph is, what becomes of the statistics of batch norm, and what is raised: see
     `graph.replicate`.
     """
+    names = [source.name for source in captured.program.sources if source is not None]
+    if SCALE in names:
+        raise UsageError("replicas", "do not go with a gradient scaler; leave one of them out")
     replicated = replicate(captured.graph, replicas, synchronous=synchronous)
     return replace(
         captured,

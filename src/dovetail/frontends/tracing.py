@@ -53,6 +53,7 @@ from dovetail.frontends.recording import (
     record,
     storage_of,
 )
+from dovetail.frontends.scaling import SCALE
 from dovetail.frontends.structures import Slot, fill, flatten
 from dovetail.graph import Phase
 
@@ -71,6 +72,7 @@ class Request:
     trainable   names of the parameters to differentiate for; () in inference
     owners      what a tensor is, as in "parameter a.weight" -> that tensor of the module's or of
                 the examples, as given
+    scale       what the loss is multiplied by before the backward pass; None: nothing
     holds_fakes   the module or the examples were fake before, and so may be constants
     """
 
@@ -87,6 +89,7 @@ class Request:
     trainable: tuple[str, ...]
     owners: dict[str, Tensor]
     holds_fakes: bool
+    scale: Tensor | None = None
 
 
 class Origin(NamedTuple):
@@ -127,6 +130,8 @@ def trace(request: Request) -> Trace:
     flat = [
         *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets
     ]  # fmt: skip
+    if request.scale is not None:
+        flat.append(request.scale)
 
     def one_step(stale: Mapping[int, bool]) -> Recording:
         at = _Position()
@@ -320,7 +325,8 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
                 with _place(at, Phase.FORWARD, LOSS_MODULE):
                     loss = _loss(request, output, targets)
                 leaf_list = [leaves[name] for name in request.trainable]
-                loss, gradients = _gradients(at, loss, leaf_list, request)
+                scale = None if request.scale is None else next(rest)
+                loss, gradients = _gradients(at, loss, scale, leaf_list, request)
             written = _written(slots, frozen | buffers)
         layout.append((1, Slot(0)))
         return [loss.detach(), *gradients, *written]
@@ -543,9 +549,9 @@ def _unfused() -> Iterator[None]:
 
 
 def _gradients(
-    at: _Position, loss: Any, leaves: list[Tensor], request: Request
+    at: _Position, loss: Any, scale: Tensor | None, leaves: list[Tensor], request: Request
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss as one number, and the gradients of the leaves."""
+    """The loss as one number, and the gradients of the leaves, times the scale if there is one."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TracingError(
@@ -558,6 +564,10 @@ def _gradients(
             "nothing on the way is detached"
         )
     loss = loss.reshape(()) if loss.dim() else loss
+    plain = loss
+    if scale is not None:
+        with _place(at, Phase.FORWARD, LOSS_MODULE):
+            loss = loss * scale
     # As users do: the backward pass runs outside of autocast.
     with _place(at, Phase.BACKWARD), torch._C._DisableAutocast():
         others, is_custom = _mark_gradients(at, loss, request)
@@ -584,7 +594,7 @@ def _gradients(
     for gradient in gradients:
         if gradient is not None and gradient.layout != torch.strided:
             raise TracingError("a gradient is sparse; use sparse=False in embeddings")
-    return loss, gradients
+    return plain, gradients
 
 
 def _mark_gradients(at: _Position, loss: Tensor, request: Request) -> tuple[list[Tensor], bool]:
@@ -700,7 +710,8 @@ def _clean(
     gradients = {name: node for name, node in names if node is not None}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     sources = dict(zip(placeholders, _roles(request), strict=True))
-    old = {name: node for node, (role, name) in sources.items() if role != "input"}
+    held = ("parameter", "buffer")
+    old = {name: node for node, (role, name) in sources.items() if role in held}
     writable = [*(n for n in request.parameters if n not in request.trainable), *request.buffers]
     written = {
         name: node
@@ -754,6 +765,7 @@ def _roles(request: Request) -> list[tuple[str, str]]:
         + [("buffer", name) for name in request.buffers]
         + [("input", f"input.{i}") for i in range(len(request.inputs))]
         + [("input", f"target.{i}") for i in range(len(request.targets))]
+        + ([] if request.scale is None else [("state", SCALE)])
     )
 
 
