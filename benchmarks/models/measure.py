@@ -30,12 +30,14 @@ from torch import Tensor, nn
 from vision import make_importable
 
 import dovetail as dt
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, InfeasibleError
+from dovetail.exports.modules import forward_ops
 from dovetail.frontends import initial_values, run_step
 from dovetail.frontends.structures import leaves
 from dovetail.frontends.transformers_models import batched_experts, unwrap
 from dovetail.machine import Machine, parse_machine
 from dovetail.plans import Plan, normalise
+from dovetail.plans.records import planned_graph
 
 STEPS = 3
 OPTIMIZERS: dict[str, tuple[Any, Callable[..., torch.optim.Optimizer]]] = {
@@ -260,22 +262,30 @@ def plan_of(captured: Any, machine: Machine, placement: Any) -> Plan:
 
 
 def exported(model: Model, step: Step, drawn: Drawn) -> dict[str, Any]:
-    """A plan on two cards that hold two thirds of the model each, in the words of other tools."""
+    """A plan in the words of other tools, for two cards that hold three quarters of what the model
+    needs on one, or for two whole ones where no such plan fits."""
     row: dict[str, Any] = {}
     graph = step.captured.graph
-    whole = dt.plan(step.captured, "2 x p100", placer="single", budget="10e")
-    cap = int(max(whole.peak_memory_bytes) * 0.75)
-    for name, export in (("device_map", dt.device_map), ("split_points", dt.split_points)):
-        plan = dt.plan(step.captured, "2 x p100", budget="2s", contiguous=name == "split_points",
-                       objective="load" if name == "split_points" else "step",
-                       caps=[("p100:0", cap), ("p100:1", cap)])  # fmt: skip
-        devices = len(set(plan.placement[~graph.is_source].tolist()))
+    alone = dt.plan(step.captured, "2 x p100", placer="single", budget="10e")
+    cap = int(max(alone.peak_memory_bytes) * 0.75)
+    caps = [("p100:0", cap), ("p100:1", cap)]
+    for format, export, options in (
+        ("device-map", dt.device_map, {}),
+        ("split-points", dt.split_points, {"objective": "load"}),
+    ):
+        name = format.replace("-", "_")
         try:
+            options |= {"format": format, "budget": "1s"}
+            try:
+                plan = dt.plan(step.captured, "2 x p100", caps=caps, **options)
+            except InfeasibleError:
+                plan = dt.plan(step.captured, "2 x p100", **options)
             found = export(plan, graph)
         except DovetailError as error:
-            row[name] = {"error": one_line(error), "devices": devices}
+            row[name] = {"error": one_line(error)}
             continue
-        row[name] = {"entries": len(found), "devices": devices}
+        used = plan.placement[forward_ops(planned_graph(plan, graph))]
+        row[name] = {"entries": len(found), "devices": len(set(used.tolist()))}
         if name == "split_points" and found:
             row["pipelining"] = pipelined(model, drawn, found)
     return row
@@ -285,6 +295,8 @@ def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, A
     """The split run by torch.distributed.pipelining on gloo, a process a stage."""
     args, kwargs, _ = drawn.step(0)
     module = copy.deepcopy(model.module).eval()
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        module.config.use_cache = False  # torch.export has no outputs of this type
     with torch.no_grad():
         expected = tensors_of(module(*args, **kwargs))[0]
     context = torch.multiprocessing.get_context("fork")
@@ -335,7 +347,8 @@ def run_stage(  # noqa: PLR0913  a process's arguments
         if rank == stages - 1:
             results.put(tensors_of(output)[0].numpy())
     except Exception as error:
-        results.put(f"{type(error).__name__}: {one_line(error)}")
+        cause = error.__cause__ or error
+        results.put(f"{type(cause).__name__}: {one_line(cause)}")
 
 
 def one_line(error: BaseException) -> str:

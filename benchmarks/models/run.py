@@ -203,6 +203,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     load_cases("", "")
+    # What torch and dovetail import and set up at a first capture is done once, and forked.
+    measure(REGISTRY.cases["checkpointed_loop"], ["inference", "sgd"])
     rows = read_rows(options.rows)
     wanted = [
         case

@@ -78,3 +78,14 @@ def test_a_format_to_come_is_refused_by_name(format):
         dt.plan(step, "p100", format=format)
     with pytest.raises(UsageError, match="'deepspeed' is not one of device-map, split-points"):
         dt.plan(step, "p100", format="deepspeed")
+
+
+def test_no_stage_begins_at_the_loss():
+    step = dt.capture(
+        Decoder(), tokens(), loss=lambda output: output.square().mean(), train=dt.SGD(lr=0.1)
+    )
+    graph = step.graph
+    rules = rules_for("split-points", graph, MACHINE)
+    loss = [op for op, module in enumerate(graph.modules) if module == "loss"]
+    assert loss
+    assert set(rules.chain[loss].tolist()) == {int(rules.chain.max())}

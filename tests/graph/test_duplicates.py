@@ -1,5 +1,6 @@
 import numpy as np
 import torch
+from torch import nn
 from transformer_models import Decoder, tokens
 
 import dovetail as dt
@@ -62,3 +63,19 @@ def test_a_step_with_copies_gives_the_same_bits():
         expected = run_step(captured, plain, captured.inputs, step=step)
         assert torch.equal(run_step(copied, with_copies, captured.inputs, step=step), expected)
     assert all(torch.equal(plain[name], with_copies[name]) for name in plain)
+
+
+def test_what_is_drawn_at_random_stays_the_same_with_copies():
+    captured = dt.capture(nn.Sequential(Decoder(), nn.Dropout()).train(), tokens())
+    ops = np.flatnonzero(shareable(captured.graph))
+    ops = [op for op in ops if ".layers." not in captured.graph.modules[op]]
+    readers = [
+        op
+        for op in range(len(captured.graph))
+        if captured.graph.modules[op].startswith("0.layers.3")
+        and np.isin(captured.graph.producers[captured.graph.inputs_of(op)], ops).any()
+    ]
+    copied = duplicated(captured, [Copies(tuple(map(int, ops)), tuple(readers))])
+    assert len(copied.graph) > len(captured.graph)
+    expected = run_step(captured, initial_values(captured), captured.inputs, seed=3)
+    assert torch.equal(run_step(copied, initial_values(copied), captured.inputs, seed=3), expected)

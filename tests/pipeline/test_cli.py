@@ -16,6 +16,7 @@ KEYS = {
     "model", "ops", "groups", "machine", "devices", "objective", "value", "lower_bound",
     "bound_proof", "gap", "placer", "feasible", "interrupted", "planning_seconds",
     "peak_memory_bytes", "baselines", "plan", "unit", "contiguous", "found_seconds",
+    "whole", "for", "notes", "min_gain",
 }  # fmt: skip
 
 
@@ -39,7 +40,8 @@ def test_plan_prints_one_json_object_with_its_stable_keys(dovetail, tmp_path):
     assert printed["plan"] == str(path)
     assert printed["feasible"] is True
     assert printed["lower_bound"] <= printed["value"]
-    assert printed["value"] <= min(v for v in printed["baselines"].values() if v is not None)
+    least = min(v for v in printed["baselines"].values() if v is not None)
+    assert printed["value"] * (1 - printed["min_gain"]) <= least
     assert {"single", "expert", "balanced", "etf"} <= set(printed["baselines"])
 
 

@@ -171,7 +171,7 @@ def interrupting(function, times=1):
 @pytest.mark.parametrize(
     ("module", "moment"),
     [
-        (planning, "place"),
+        (planning, "run_placer"),
         (opening, "lower_bound"),
         (planning, "normalise"),
         (planning, "source_of"),
@@ -193,7 +193,7 @@ def test_a_ctrl_c_in_the_first_evaluation_keeps_the_plan(monkeypatch):
     assert {"single", "expert", "balanced", "etf"} <= set(found.baselines)
 
 
-@pytest.mark.parametrize(("module", "moment"), [(planning, "place"), (opening, "lower_bound")])
+@pytest.mark.parametrize(("module", "moment"), [(planning, "run_placer"), (opening, "lower_bound")])
 def test_a_second_ctrl_c_aborts(monkeypatch, module, moment):
     monkeypatch.setattr(module, moment, interrupting(getattr(module, moment), times=2))
     with pytest.raises(KeyboardInterrupt):

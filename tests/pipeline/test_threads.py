@@ -31,7 +31,7 @@ TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a choic
 @pytest.fixture(scope="module")
 def step():
     layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-    return capture(layers, (torch.randn(4, 8),))
+    return capture(layers, torch.randn(4, 8))
 
 
 def test_few_cores_are_tried_one_by_one_and_many_by_halves():

@@ -256,10 +256,14 @@ class Checkpoint_Whole(Wrapper):
 
 @wrapper("checkpointing")
 class Checkpoint_Selective(Wrapper):
-    """Matrix products are kept, the rest is recomputed."""
+    """Products are kept, the rest is recomputed.
+
+    Those of `addmm` are not kept: in recurrent cells PyTorch itself then computes wrong gradients
+    (2.13), as the cell writes over the product that was kept for it.
+    """
 
     def forward(self, x):
-        kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        kept = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
         contexts = functools.partial(checkpointing.create_selective_checkpoint_contexts, kept)
         return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
-from dovetail.frontends.fakes import fake, fake_mode_of
+from dovetail.frontends.fakes import fake, fake_mode_of, is_fake
 from dovetail.frontends.keras_models import is_keras, keras_module
 from dovetail.frontends.optimizers import Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
@@ -92,6 +92,7 @@ def capture_call(
         training=train is not None,
         trainable=tuple(k for k, v in parameters.items() if v.requires_grad) if train else (),
         owners=_owners(parameters, buffers, signature),
+        holds_fakes=any(map(is_fake, (*originals.values(), *inputs, *targets))),
     )
     try:
         with batched_experts(model) as notes:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch.utils._pytree as pytree
-
 from dovetail.frontends.arguments import fill_refs
 from dovetail.frontends.program import Call, Captured, Ref
+from dovetail.frontends.structures import substitute
 from dovetail.graph.duplicates import Copies, duplicate
 
 
@@ -28,6 +27,8 @@ def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
                 args=fill_refs(call.args, seen[view]),
                 kwargs=fill_refs(call.kwargs, seen[view]),
                 results=tuple(own[t].tensor if t >= 0 else -1 for t in call.results),
+                # Copies move ops to other indices; random numbers stay those of the old ones.
+                draws_of=call.seed_index(origin) if call.random else call.draws_of,
             )
         )
     return replace(
@@ -38,6 +39,6 @@ def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
             calls=tuple(calls),
             sources=tuple(program.sources[origin] for origin in made.origins.tolist()),
             loss=seen[0][program.loss].tensor if program.loss >= 0 else -1,
-            outputs=pytree.tree_map_only(Ref, lambda ref: seen[0][ref.tensor], program.outputs),
+            outputs=substitute(program.outputs, Ref, lambda ref: seen[0][ref.tensor]),
         ),
     )

@@ -12,6 +12,7 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -79,11 +80,19 @@ class Outside:
     """Tensors that were made before the step and must not become constants of its graph.
 
     owners   what a tensor is, as in "parameter a.weight" -> the tensor
-    stale    identities of tensors of the step before
+    stale    identity of a tensor of the step before -> may it be a constant nevertheless?
+    mode     fake tensors must not become constants, as they hold no numbers; None: they may. The
+             mode tells those that the step made from those of an earlier capture
     """
 
-    def __init__(self, owners: Mapping[str, Tensor], stale: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        owners: Mapping[str, Tensor],
+        stale: Mapping[int, bool] = MappingProxyType({}),
+        mode: Any = None,
+    ) -> None:
         self.stale = stale
+        self.mode = mode
         self.spans = sorted((*memory_of(value), what) for what, value in owners.items())
 
     def check(self, value: Tensor) -> None:
@@ -94,11 +103,24 @@ class Outside:
                 break
             if begin < other_end:
                 raise TracingError(read_past(what))
-        if id(value) in self.stale:
+        if self.stale.get(id(value), False):
+            return
+        if self.mode is not None and isinstance(value, FakeTensor):
+            if value.fake_mode is not self.mode:
+                raise TracingError(
+                    "the model reads a tensor without numbers that an earlier capture has left, in "
+                    "a cached function or a global variable; clear it (cache_clear), and let "
+                    "modules keep what they compute"
+                )
             raise TracingError(
                 "a step reads what the step before has left in an attribute of a module; keep it "
                 "in a buffer, written in place, or take it as an input and return it"
             )
+
+
+def storage_of(value: Any) -> int:
+    """The identity of the tensor's memory; 0 for what is no tensor."""
+    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else 0
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
@@ -221,9 +243,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         """Compute with known integers (lengths, indices) beside recording what computes them:
         shapes may depend on them, as those of packed sequences do."""
         if traits.is_mutable:
-            touched = {_storage_of(value) for value in tensors_of(args)}
+            touched = {storage_of(value) for value in tensors_of(args)}
             self.known = {
-                key: pair for key, pair in self.known.items() if _storage_of(pair[0]) not in touched
+                key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
             }
             return
         made = tensors_of(result)
@@ -301,10 +323,6 @@ MOST_KNOWN = 4096
 def _may_be_known(value: Tensor) -> bool:
     kinds = (torch.int64, torch.int32, torch.bool)
     return value.dtype in kinds and value.device.type == "cpu" and value.numel() <= MOST_KNOWN
-
-
-def _storage_of(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def _replaced(tree: Any, tensors: dict[int, Tensor]) -> Any:

@@ -29,12 +29,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from dovetail.frontends.attributes import Attributes
@@ -49,6 +51,7 @@ from dovetail.frontends.recording import (
     memory_of,
     read_past,
     record,
+    storage_of,
 )
 from dovetail.frontends.structures import Slot, fill, flatten
 from dovetail.graph import Phase
@@ -68,6 +71,7 @@ class Request:
     trainable   names of the parameters to differentiate for; () in inference
     owners      what a tensor is, as in "parameter a.weight" -> that tensor of the module's or of
                 the examples, as given
+    holds_fakes   the module or the examples were fake before, and so may be constants
     """
 
     module: nn.Module
@@ -82,6 +86,7 @@ class Request:
     training: bool
     trainable: tuple[str, ...]
     owners: dict[str, Tensor]
+    holds_fakes: bool
 
 
 class Origin(NamedTuple):
@@ -123,16 +128,17 @@ def trace(request: Request) -> Trace:
         *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets
     ]  # fmt: skip
 
-    def one_step(stale: frozenset[int]) -> Recording:
+    def one_step(stale: Mapping[int, bool]) -> Recording:
         at = _Position()
         step = _flat_step(request, at, layout)
         rules = {aten.native_batch_norm.default: _batch_norm}
-        return record(step, flat, at.mark, rules, Outside(request.owners, stale))
+        outside = Outside(request.owners, stale, None if request.holds_fakes else request.mode)
+        return record(step, flat, at.mark, rules, outside)
 
     attributes = Attributes(request.module)
     try:
         with request.mode, _quiet():
-            first = one_step(frozenset())
+            first = one_step({})
             if changed := attributes.changed():
                 _check_repeats(first, one_step, changed)
     finally:
@@ -144,43 +150,89 @@ def trace(request: Request) -> Trace:
 
 
 def _check_repeats(
-    first: Recording, one_step: Callable[[frozenset[int]], Recording], changed: list[str]
+    first: Recording, one_step: Callable[[Mapping[int, bool]], Recording], changed: list[str]
 ) -> None:
-    """Raise `TracingError` unless the step that follows `first` is the same graph.
+    """Raise `TracingError` unless the step that follows `first` computes the same.
 
     A model may keep what it computes among its attributes, as long as the next step does not read
-    it: weight normalisation does so.
+    it (weight normalisation does so), or as it follows from constants alone (tables of rotary
+    embeddings, made when they are first needed).
     """
-    of_first = frozenset(
-        id(value)
+    follows_from_constants = _follow_from_constants(first)
+    node_of = {
+        id(value): node
         for node in first.graph.nodes
         if node.op == "call_function" and isinstance(value := node.meta["val"], Tensor)
-    )
-    again = one_step(of_first)
-    if not _same_graph(first, again):
+    }
+    again = one_step({key: node in follows_from_constants for key, node in node_of.items()})
+    numbers = _Numbers({})
+    of_first = numbers.of_results(first)
+    numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
+    if numbers.of_results(again) != of_first:
         raise TracingError(
             f"its next step is another one, as this one changes {_listed(changed)}; keep in "
             "buffers, written in place, what goes from step to step"
         )
 
 
-def _same_graph(one: Recording, other: Recording) -> bool:
-    index: dict[fx.Node, int] = {}
-    twin: dict[fx.Node, int] = {}
-    if len(one.graph.nodes) != len(other.graph.nodes):
-        return False
-    for position, (a, b) in enumerate(zip(one.graph.nodes, other.graph.nodes, strict=True)):
-        index[a] = twin[b] = position
-        if a.op == b.op == "get_attr":
-            if not _equal_constants(one.constants[a.target], other.constants[b.target]):
-                return False
-            continue
-        if (a.op, a.target) != (b.op, b.target):
-            return False
-        arguments = fx.map_arg((a.args, a.kwargs), index.__getitem__)
-        if repr(arguments) != repr(fx.map_arg((b.args, b.kwargs), twin.__getitem__)):
-            return False
-    return True
+def _follow_from_constants(recording: Recording) -> set[fx.Node]:
+    """Nodes whose values are the same in every step."""
+    found: set[fx.Node] = set()
+    for node in recording.graph.nodes:
+        if node.op == "get_attr":
+            found.add(node)
+        elif node.op == "call_function" and node not in recording.draws:
+            writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+            if not writes and all(read in found for read in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+class _Numbers:
+    """Numbers for the values of recordings: equal numbers mean that values are computed alike.
+
+    given   identity of a constant -> the number it has elsewhere
+    """
+
+    def __init__(self, given: dict[int, int]) -> None:
+        self.given = given
+        self.table: dict[Any, int] = {}
+        self.constants: list[Tensor] = []
+        self.of_node: dict[fx.Node, int] = {}
+
+    def of_results(self, recording: Recording) -> str:
+        """The numbers of what the recording returns, as text."""
+        of_storage: dict[int, list[fx.Node]] = {}
+        for position, node in enumerate(recording.graph.nodes):
+            if node.op == "output":
+                return repr(fx.map_arg(node.args, self.of_node.__getitem__))
+            if node.op == "placeholder":
+                key: Any = ("given", position)
+            elif node.op == "get_attr":
+                key = self._of_constant(recording.constants[node.target])
+            else:
+                arguments = repr(fx.map_arg((node.args, node.kwargs), self.of_node.__getitem__))
+                key = (node.target, arguments, recording.draws.get(node))
+            self.of_node[node] = number = self.table.setdefault(key, len(self.table))
+            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                # What shares memory with what was written is another value from now on.
+                for read in node.all_input_nodes:
+                    for alias in of_storage.get(storage_of(read.meta["val"]), ()):
+                        after = ("after", self.of_node[alias], number)
+                        self.of_node[alias] = self.table.setdefault(after, len(self.table))
+            if isinstance(node.meta["val"], Tensor):
+                of_storage.setdefault(storage_of(node.meta["val"]), []).append(node)
+        raise AssertionError("a graph ends with its output")
+
+    def _of_constant(self, value: Tensor) -> Any:
+        if id(value) in self.given:
+            number = self.given[id(value)]
+            return next(key for key, known in self.table.items() if known == number)
+        for index, other in enumerate(self.constants):
+            if _equal_constants(value, other):
+                return "constant", index
+        self.constants.append(value)
+        return "constant", len(self.constants) - 1
 
 
 def _equal_constants(one: Tensor, other: Tensor) -> bool:
@@ -283,14 +335,14 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
     encoders that follow others by momentum.
     """
     original = request.originals[name]
-    trained = name in request.trainable
-    leaf = nn.Parameter(value.detach() if trained else value.clone(), requires_grad=trained)
+    own = value.detach() if name in request.trainable else value.clone()
+    leaf = nn.Parameter(own, requires_grad=original.requires_grad)
     if getattr(original, "_post_accumulate_grad_hooks", None):
         raise TracingError(
             f"parameter {name} has a hook that runs once its gradient is accumulated "
             "(register_post_accumulate_grad_hook), where an update stands in a graph; remove it"
         )
-    if leaf.requires_grad:
+    if name in request.trainable:
         for hook in (original._backward_hooks or {}).values():
             leaf.register_hook(hook)  # type: ignore[no-untyped-call]
     return leaf
@@ -513,7 +565,7 @@ def _gradients(
             # A reentrant checkpoint calls `backward` itself and refuses `torch.autograd.grad`.
             before = [(other, other.grad) for other in others]
             try:
-                loss.backward()
+                torch.autograd.backward(loss)
             finally:
                 for other, gradient in before:
                     other.grad = gradient
@@ -521,7 +573,12 @@ def _gradients(
         else:
             # A model may freeze a parameter while it runs.
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            computed = torch.autograd.grad(loss, wanted, allow_unused=True)
+            # What `torch.autograd.grad` calls. That one, like `Tensor.backward`, would switch off
+            # `_Twins` for what the backward pass computes anew.
+            computed = _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, tuple(wanted),
+                allow_unreachable=True, accumulate_grad=False,
+            )  # fmt: skip
             of_leaf = dict(zip(map(id, wanted), computed, strict=True))
             gradients = [of_leaf.get(id(leaf)) for leaf in leaves]
     for gradient in gradients:

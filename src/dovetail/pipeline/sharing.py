@@ -39,8 +39,6 @@ def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
     graph = step if isinstance(step, Graph) else step.graph
     if len(set(plan.placement[~graph.is_source].tolist())) < 2:
         return plan
-    if isinstance(step, Captured) and any(call and call.random for call in step.program.calls):
-        return plan  # random numbers are drawn by the index of an op, which copies would change
     copies = _worth_it(plan, graph, shareable(graph) & ~fixed)
     for some in [copies, *([one] for one in copies if len(copies) > 1)]:
         found = _copied(plan, graph, some) if some else plan

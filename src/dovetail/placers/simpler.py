@@ -126,7 +126,7 @@ def _improve(
         there = np.zeros(problem.devices, dtype=bool)
         there[used] = True
         inside = problem.allowed & there
-        stays = ~inside.any(axis=1)
+        stays = np.logical_not(np.any(inside, axis=1))
         allowed = np.where(stays[:, None], problem.allowed, inside)
         part = 1 / (len(near) - i)
         own = Budget(
