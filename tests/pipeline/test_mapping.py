@@ -31,9 +31,19 @@ def config(**changes):
 
 
 def test_a_configuration_that_fits_one_accelerator_is_one_entry():
-    found = dt.device_map(config(), "2 x a100", context=16)
+    # Large enough that its products, and not the launches of views, are what its layers take.
+    large = config(hidden_size=4096, intermediate_size=11008)
+    found = dt.device_map(large, "2 x a100", batch=16, context=128, budget="200e")
     assert found == {"": 0}
     assert found.main_device == 0
+
+
+def test_one_that_does_not_fit_is_split_between_its_layers():
+    large = config(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6)
+    # 6 layers of some 60 MiB.
+    found = dt.device_map(large, small("2 x p100", 300 * 2**20), context=128, budget="200e")
+    assert set(found.values()) == {0, 1}
+    assert all(path.count(".") <= 2 for path in found), "no layer is split"
 
 
 def test_the_cpu_computes_nothing_where_there_are_accelerators():
