@@ -9,6 +9,7 @@ texts that `--case` takes. Exit status 1 if there are any.
 
 import argparse
 import logging
+import re
 import sys
 import time
 import warnings
@@ -109,10 +110,14 @@ def settings_table(found: list[Found]) -> str:
 
 def refusals(found: list[Found]) -> str:
     """What was refused, by what the error says but for names."""
-    said = Counter(
-        one.outcome.detail.split("[")[0].strip() for one in found if one.outcome.kind == "refused"
-    )
+    said = Counter(_nameless(one.outcome.detail) for one in found if one.outcome.kind == "refused")
     return "\n".join(f"* {count} x {text}" for text, count in said.most_common()) or "None."
+
+
+def _nameless(text: str) -> str:
+    """The text without the place in the code and with "..." for names of parameters."""
+    said = text.partition(": ")[2].partition(" (at ")[0].partition(" [")[0]
+    return re.sub(r"\d+(\.\w+)+", "...", said)
 
 
 def report(one: Found) -> None:
