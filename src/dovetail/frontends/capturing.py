@@ -1,7 +1,10 @@
 """nn.Module -> Captured."""
 
+import functools
+import gc
 import linecache
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,9 @@ def capture_call(
     except Exception as error:
         raise CaptureError(name, _advice(error), _location(error)) from error
     graph, program = build(name, traced, train, _aliases(model), scaler)
+    made = [weakref.ref(value) for value in traced.follow_from_constants]
+    del traced
+    _clear_caches(made)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",
@@ -211,6 +217,27 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
+def _clear_caches(made: list["weakref.ref[Tensor]"]) -> None:
+    """Clear the caches of functions (`functools.lru_cache`) that keep one of these fake tensors:
+    the user's model would go on with it. A cache can always be cleared."""
+    if not _alive(made):
+        return
+    gc.collect()
+    if not (left := _alive(made)):
+        return
+    for cached in [one for one in gc.get_objects() if type(one) is _LRU_CACHE]:
+        inside = gc.get_referents(cached)
+        inside += [value for part in inside if type(part) in (tuple, list) for value in part]
+        if any(id(value) in left for value in inside):
+            cached.cache_clear()
+
+
+def _alive(made: list["weakref.ref[Tensor]"]) -> set[int]:
+    return {id(tensor) for reference in made if (tensor := reference()) is not None}
+
+
+_LRU_CACHE = type(functools.lru_cache(len))
+
 _ADVICE = {
     "DataDependentOutputException": "the model turns a tensor into a number (.item(), bool(), "
     "if on a tensor); decide on shapes or on Python values, or use torch.where",
@@ -226,6 +253,11 @@ def _advice(error: BaseException) -> str:
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:
             return f"cannot be captured: {_ADVICE[kind.__name__]} [{said[0]}]"
+    if "modified by an inplace operation" in str(error):
+        return (
+            "cannot be captured: the backward pass needs a value that the model has since written "
+            "over in place (so it counts here what is assigned to .data, too); clone it before"
+        )
     if "tracing tensor" in str(error) or "Cannot copy out of meta" in str(error):
         return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{said[0]}]"
     return (

@@ -108,6 +108,7 @@ class Trace:
     constants   get_attr node -> its value
     origins     of every call node
     results     structure of nodes: the loss (training) or the model's output
+    follow_from_constants   what the model computed from nothing else, and so may keep for long
     draws       random call node -> the call node whose numbers it draws (again): itself, but where
                 a checkpoint computes something anew
     gradients   parameter -> node; parameters that the loss does not reach are absent
@@ -122,6 +123,7 @@ class Trace:
     gradients: dict[str, fx.Node]
     written: dict[str, fx.Node]
     draws: dict[fx.Node, fx.Node]
+    follow_from_constants: list[Tensor]
 
 
 def trace(request: Request) -> Trace:
@@ -148,10 +150,12 @@ def trace(request: Request) -> Trace:
                 _check_repeats(first, one_step, changed)
     finally:
         attributes.restore()
+    constant = _follow_from_constants(first)
+    kept = [v for node in constant if is_fake(v := node.meta["val"]) and isinstance(v, Tensor)]
     origins = _first_origins(first)
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
-    return _clean(request, second, origins, layout, first.draws)
+    return _clean(request, second, origins, layout, first.draws, kept)
 
 
 def _check_repeats(
@@ -700,6 +704,7 @@ def _clean(
     origins: dict[fx.Node, Origin],
     layout: list[Any],
     keys: dict[fx.Node, bytes],
+    kept: list[Tensor],
 ) -> Trace:
     graph = recording.graph
     count, template = layout[0]
@@ -732,7 +737,7 @@ def _clean(
     }
     final = _origins(recording, origins)
     draws = _draws(recording, keys)
-    return Trace(graph, sources, constants, final, results, gradients, written, draws)
+    return Trace(graph, sources, constants, final, results, gradients, written, draws, kept)
 
 
 def _check_apart(request: Request, written: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.exports import device_map, split_points
+from dovetail.frontends.transformers_configs import PREFIX
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import origins_in
 from dovetail.instances import Instance
@@ -59,7 +60,8 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     """
     saved = load_plan(path)
     text = model or saved.source.model
-    if not model and not text.startswith("zoo:") and not names_file(text):
+    # A configuration of transformers is read as data; no code comes with it.
+    if not model and not text.startswith(("zoo:", PREFIX)) and not names_file(text):
         raise ModelError(
             text or "the plan",
             "a plan does not say what to import or open by itself; name MODEL after the plan",
