@@ -147,7 +147,8 @@ def trace(request: Request) -> Trace:
         with request.mode, _quiet():
             first = one_step({})
             if changed := attributes.changed():
-                _check_repeats(first, one_step, changed)
+                lasting = 0 if request.training else len(request.parameters)
+                _check_repeats(first, one_step, changed, lasting)
     finally:
         attributes.restore()
     constant = _follow_from_constants(first)
@@ -159,15 +160,20 @@ def trace(request: Request) -> Trace:
 
 
 def _check_repeats(
-    first: Recording, one_step: Callable[[Mapping[int, bool]], Recording], changed: list[str]
+    first: Recording,
+    one_step: Callable[[Mapping[int, bool]], Recording],
+    changed: list[str],
+    lasting: int,
 ) -> None:
     """Raise `TracingError` unless the step that follows `first` computes the same.
 
     A model may keep what it computes among its attributes, as long as the next step does not read
     it (weight normalisation does so), or as it follows from constants alone (tables of rotary
-    embeddings, made when they are first needed).
+    embeddings, made when they are first needed), or from parameters that no step changes.
+
+    lasting   the first values given to the step, which last from step to step
     """
-    follows_from_constants = _follow_from_constants(first)
+    follows_from_constants = _follow_from_constants(first, lasting)
     node_of = {
         id(value): node
         for node in first.graph.nodes
@@ -184,9 +190,9 @@ def _check_repeats(
         )
 
 
-def _follow_from_constants(recording: Recording) -> set[fx.Node]:
-    """Nodes whose values are the same in every step."""
-    found: set[fx.Node] = set()
+def _follow_from_constants(recording: Recording, lasting: int = 0) -> set[fx.Node]:
+    """Nodes whose values are the same in every step, as are the first `lasting` given ones."""
+    found = set(itertools.islice(recording.graph.nodes, lasting))
     for node in recording.graph.nodes:
         if node.op == "get_attr":
             found.add(node)

@@ -162,7 +162,7 @@ def _check_paths(place: DeviceMap, step: Step) -> None:
         parts = module.split(".")
         known.update(".".join(parts[: i + 1]) for i in range(len(parts)))
     if isinstance(step, Captured):
-        known.update(name for name, _ in step.module.named_modules())
+        known.update(name for name, _ in step.module.named_modules(remove_duplicate=False))
         known.update(step.module.state_dict(keep_vars=True))
     for path in place:
         if path not in known:
