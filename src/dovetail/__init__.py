@@ -49,6 +49,7 @@ _EXPORTS = {
     "make_rule": "dovetail.training.rules",
     "open_plan": "dovetail.pipeline",
     "plan": "dovetail.pipeline",
+    "plan_phases": "dovetail.pipeline",
     "replicate": "dovetail.graph",
     "report": "dovetail.pipeline",
     "run": "dovetail.pipeline",

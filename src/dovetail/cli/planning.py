@@ -18,6 +18,7 @@ from dovetail.cli.arguments import (
     Train,
 )
 from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
+from dovetail.cli.phases import plan_phases
 from dovetail.errors import InfeasibleError
 
 if TYPE_CHECKING:
@@ -86,6 +87,13 @@ def plan(  # noqa: PLR0913  one argument an option
             show_default="2%; 0 for an instance",
         ),
     ] = "",
+    phases: Annotated[
+        str,
+        typer.Option(
+            help="prefill=1,decode=128: plan these phases of MODEL under one placement; a number "
+            "is how many times one runs"
+        ),
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     report: Annotated[Path | None, typer.Option(help="Write its page (HTML)")] = None,
     as_json: Json = False,
@@ -100,6 +108,20 @@ def plan(  # noqa: PLR0913  one argument an option
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
     least = arguments.share_of("--min-gain", min_gain)
+    if phases:
+        given = {
+            "--train": train, "--replicas": replicas > 1, "--asynchronous": asynchronous,
+            "--shape": shape, "--objective": objective not in ("", "step"), "--gap": gap,
+            "--contiguous": contiguous, "--policy": policy, "--finetune": finetune,
+            "--per-op": per_op, "--for": made_for, "--place": place,
+        }  # fmt: skip
+        plan_phases(
+            model, phases, machine, [name for name, is_given in given.items() if is_given],
+            {"placer": placer, "budget": budget, "seed": seed, "pins": pins, "caps": caps,
+             "whole": tuple(whole or ()), "min_gain": least},
+            (out, report, as_json),
+        )  # fmt: skip
+        return
     search: dict[str, Any] = {
         "placer": placer, "objective": objective, "budget": budget, "seed": seed,
         "contiguous": contiguous, "whole": tuple(whole or ()), "format": made_for,

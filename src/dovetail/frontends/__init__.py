@@ -13,7 +13,7 @@ from dovetail.frontends.interpret import (
     seed_for,
     source_value,
 )
-from dovetail.frontends.models import resolve
+from dovetail.frontends.models import resolve, resolve_phases
 from dovetail.frontends.optimizers import (
     OPTIMIZERS,
     SGD,
@@ -52,6 +52,7 @@ __all__ = [
     "matrix_flops",
     "parse_optimizer",
     "resolve",
+    "resolve_phases",
     "run_call",
     "run_step",
     "seed_for",

@@ -1,7 +1,7 @@
 """MODEL texts -> Captured: `zoo:NAME?options`, `transformers:NAME?options`, `FILE.pt2` and
 `package.module:function`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,14 @@ from dovetail.frontends.capturing import capture, capture_call
 from dovetail.frontends.exported_programs import load_exported
 from dovetail.frontends.keras_models import is_keras
 from dovetail.frontends.optimizers import Optimizer
-from dovetail.frontends.program import Captured
-from dovetail.frontends.transformers_configs import PREFIX, load_transformers, own_loss
+from dovetail.frontends.program import Captured, Ref
+from dovetail.frontends.structures import substitute
+from dovetail.frontends.transformers_configs import (
+    PREFIX,
+    TransformersModel,
+    load_transformers,
+    own_loss,
+)
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.sizes import load_sizes
 from dovetail.runtime.functions import call_function, names_function
@@ -33,9 +39,12 @@ def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
     """What the MODEL text names, captured. A zoo network and a model of transformers allocate no
     weights.
 
+    Of a function that returns phases, "package.module:function?phase=NAME" names one of them.
+
     For a function the current folder is put in front of `sys.path`, where it is not in it.
     Raises `ModelError`, which names the text, or `CaptureError`.
     """
+    function, _, phase = model.partition("?phase=")
     if model.startswith("zoo:"):
         captured = _resolve_zoo(model, train)
     elif model.startswith(PREFIX):
@@ -43,11 +52,41 @@ def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
     elif model.endswith(".pt2"):
         module, args, kwargs = load_exported(model)
         captured = capture_call(module, args, kwargs, train=train)
-    elif names_function(model):
-        captured = _resolve_function(model, train)
+    elif names_function(function):
+        captured = _resolve_function(model, function, phase, train)
     else:
         raise ModelError(model or "''", FORMS)
     return replace(captured, source=replace(captured.source, model=model))
+
+
+def resolve_phases(model: str) -> dict[str, Captured]:
+    """Name -> phase of what the MODEL text names, all of one module: what a function returns as
+    {name: (module, inputs)}, or prefill and decode of a causal language model of transformers.
+
+    `resolve` opens each by the text in its `source`. Raises as `resolve` does, and `ModelError` for
+    a MODEL without phases.
+    """
+    if model.startswith(PREFIX):
+        texts = {
+            p: f"{model}{'&' if '?' in model else '?'}phase={p}" for p in ("prefill", "decode")
+        }
+        phases = _generation(texts["prefill"], load_transformers(texts["prefill"]))
+    elif names_function(model) and not model.startswith("zoo:"):
+        returned = call_function(model)
+        if not isinstance(returned, Mapping) or not returned:
+            raise ModelError(model, "has no phases; it must return {phase: (module, inputs), ...}")
+        texts = {name: f"{model}?phase={name}" for name in returned}
+        phases = {name: _capture_returned(texts[name], r, None) for name, r in returned.items()}
+    else:
+        raise ModelError(
+            model,
+            "has no phases; transformers:NAME of a causal language model has prefill and decode, "
+            "and a function package.module:function may return {phase: (module, inputs), ...}",
+        )
+    return {
+        name: replace(phase, source=replace(phase.source, model=texts[name]))
+        for name, phase in phases.items()
+    }
 
 
 def parse_zoo(model: str) -> tuple[Network, dict[str, Option]]:
@@ -138,6 +177,10 @@ def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
 def _resolve_transformers(model: str, train: Optimizer | None) -> Captured:
     found = load_transformers(model)
     training = train is not None
+    if found.phase:
+        if training:
+            raise ModelError(model, f"{found.phase} is a phase of inference; leave one of them out")
+        return _generation(model, found)[found.phase]
 
     def make() -> nn.Module:
         return found.make().train(training)
@@ -146,18 +189,82 @@ def _resolve_transformers(model: str, train: Optimizer | None) -> Captured:
         inputs = pytree.tree_leaves(found.draw(training))
         return tuple(value for value in inputs if isinstance(value, Tensor)), ()
 
-    try:
-        with torch.device("meta"):
-            module, inputs = make(), found.draw(training)
-    except (RuntimeError, ValueError, ArithmeticError, KeyError, TypeError) as error:
-        line = " ".join(str(error).split())
-        raise ModelError(model, f"cannot be built: {line}") from error
+    module, inputs = _on_meta(model, make, lambda: found.draw(training))
     captured = capture_call(module, (), inputs, loss=own_loss if training else None, train=train)
     return replace(captured, make=make, examples=examples)
 
 
-def _resolve_function(model: str, train: Optimizer | None) -> Captured:
-    module, inputs, loss, targets = _unpack(model, call_function(model))
+def _generation(model: str, found: TransformersModel) -> dict[str, Captured]:
+    """prefill reads a prompt and returns its cache; decode reads one token and that cache."""
+
+    def make() -> nn.Module:
+        return found.make().eval()
+
+    module, prompt = _on_meta(model, make, lambda: found.draw(False))
+    prefill = capture_call(module, (), {**prompt, "use_cache": True})
+    returned = prefill.program.outputs
+    made = returned.get("past_key_values") if isinstance(returned, Mapping) else None
+    if made is None:
+        raise ModelError(model, "returns no past_key_values with use_cache: nothing to decode with")
+    graph = prefill.graph
+
+    def empty(ref: Ref) -> Tensor:
+        dtype = getattr(torch, graph.dtypes[ref.tensor])
+        shape, strides = graph.shapes[ref.tensor], graph.strides[ref.tensor]
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+    token = {"input_ids": prompt["input_ids"][:, -1:], "use_cache": True}
+    decode = capture_call(module, (), {**token, "past_key_values": substitute(made, Ref, empty)})
+
+    def of_prompt() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return (found.draw(False)["input_ids"],), ()
+
+    def of_token() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        drawn = [
+            torch.randn(value.shape, dtype=value.dtype)
+            if value.is_floating_point()
+            else torch.zeros(value.shape, dtype=value.dtype)
+            for value in decode.inputs
+        ]
+        return tuple(drawn), ()
+
+    return {
+        "prefill": replace(prefill, make=make, examples=of_prompt),
+        "decode": replace(decode, make=make, examples=of_token),
+    }
+
+
+def _on_meta(
+    model: str, make: Callable[[], nn.Module], draw: Callable[[], dict[str, Any]]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The module and its inputs on the meta device. Raises `ModelError`."""
+    try:
+        with torch.device("meta"):
+            return make(), draw()
+    except (RuntimeError, ValueError, ArithmeticError, KeyError, TypeError) as error:
+        line = " ".join(str(error).split())
+        raise ModelError(model, f"cannot be built: {line}") from error
+
+
+def _resolve_function(model: str, function: str, phase: str, train: Optimizer | None) -> Captured:
+    returned = call_function(function)
+    if phase or isinstance(returned, Mapping):
+        phases = returned if isinstance(returned, Mapping) else {}
+        if phase not in phases:
+            known = " or ".join(f"{function}?phase={name}" for name in phases)
+            raise ModelError(
+                model,
+                f"returns phases; name one, {known}, or plan all with --phases"
+                if known
+                else f"has no phases; name {function} itself",
+            )
+        returned = phases[phase]
+    return _capture_returned(model, returned, train)
+
+
+def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Captured:
+    """What a function returned, captured."""
+    module, inputs, loss, targets = _unpack(model, returned)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     return capture_call(module, args, kwargs, targets=targets, loss=loss, train=train)

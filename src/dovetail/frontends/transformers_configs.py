@@ -36,10 +36,12 @@ class TransformersModel:
 
     make      builds the model on the device that is the default where it is called
     draw      draws inputs there, in training with labels; the model's output then has a loss
+    phase     of generation, "prefill" or "decode"; "": none
     """
 
     make: Callable[[], nn.Module]
     draw: Callable[[bool], Inputs]
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Options:
     samples   of a sound wave
     task      what the model is for; "": as the configuration's architecture says
     dtype     of weights and inputs; "": the configuration's, else float32
+    phase     of generating text: "prefill" reads the tokens, "decode" makes the next one with their
+              keys and values; "": neither, a forward pass without a cache
     """
 
     batch: int = 1
@@ -56,9 +60,11 @@ class Options:
     samples: int = 16000
     task: str = ""
     dtype: str = ""
+    phase: str = ""
 
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,14 @@ def load_transformers(model: str) -> TransformersModel:
         raise MissingLibraryError("transformers", "pip install transformers") from error
     config = _config(model, name)
     config.use_cache = False  # as output of a step the cache would have to be kept
-    task = TASKS[options.task or _task_of(model, config)]
+    kind = options.task or _task_of(model, config)
+    if options.phase and kind != "causal-lm":
+        raise ModelError(
+            model,
+            "prefill and decode are phases of causal language models (task=causal-lm); of another "
+            "model return them from a function MODULE:FUNCTION as {phase: (module, inputs)}",
+        )
+    task = TASKS[kind]
     auto = getattr(transformers, task.auto)
     dtype = _dtype(config, options)
     options = _with_tokens(model, config, options)
@@ -111,7 +124,7 @@ def load_transformers(model: str) -> TransformersModel:
             for name, value in inputs.items()
         }
 
-    return TransformersModel(make, draw)
+    return TransformersModel(make, draw, options.phase)
 
 
 def own_loss(output: Any) -> Tensor:
@@ -135,8 +148,8 @@ def _parse(model: str, query: str) -> Options:
         if key not in Options.__dataclass_fields__:
             known = ", ".join(Options.__dataclass_fields__)
             raise ModelError(model, f"there is no option {key!r}; there are {known}")
-        if key in ("task", "dtype"):
-            choices = tuple(TASKS) if key == "task" else DTYPES
+        choices = {"task": tuple(TASKS), "dtype": DTYPES, "phase": PHASES}.get(key)
+        if choices is not None:
             if value not in choices:
                 raise ModelError(model, f"{key} is one of {', '.join(choices)}, not {value!r}")
             given[key] = value
@@ -243,6 +256,8 @@ def _with_tokens(model: str, config: Any, options: Options) -> Options:
     )
     if not isinstance(most, int) or most < 1:  # positions without a table have no end
         most = options.tokens or 512
+    elif options.phase:
+        most -= 1  # for the token that is decoded
     if options.tokens > most:
         raise ModelError(
             model, f"tokens is {options.tokens}, but the model has {most} positions; use fewer"

@@ -3,6 +3,7 @@
 from dovetail.pipeline.courses import Course, Subject, check_course, check_subject, settings_for
 from dovetail.pipeline.learning import Lesson, learn, learn_all
 from dovetail.pipeline.opening import open_plan, timeline_of, verify, with_schedules
+from dovetail.pipeline.phases import PhasesPlan, phase_paths, plan_phases, weights_of
 from dovetail.pipeline.planning import check_policy, check_request, plan
 from dovetail.pipeline.schedules import Wanted, schedules
 from dovetail.pipeline.scheduling import schedule
@@ -41,6 +42,7 @@ __all__ = [
     "Course",
     "Lesson",
     "Notes",
+    "PhasesPlan",
     "Progress",
     "Step",
     "Subject",
@@ -63,7 +65,9 @@ __all__ = [
     "make_folder",
     "names_file",
     "open_plan",
+    "phase_paths",
     "plan",
+    "plan_phases",
     "planned",
     "replicated",
     "report",
@@ -76,6 +80,7 @@ __all__ = [
     "silent",
     "timeline_of",
     "verify",
+    "weights_of",
     "with_schedules",
     "write_trace",
 ]

@@ -138,7 +138,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
     kept = _kept(step, where, whole, format, pins)
     costs = costs_of(step, where, progress, notes)
     progress("grouping ops", 0.0, None)
-    simulator = _simulator(graph, where, costs, objective, caps)
+    simulator = simulator_of(graph, where, costs, objective, caps)
     problem = make_problem(
         graph,
         where,
@@ -168,7 +168,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
             if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
                 bound = max(bound, outcome.bound, key=lambda one: one.seconds)
             found = replace(
-                _to_plan(problem, outcome, simulator, bound),
+                to_plan(problem, outcome, simulator, bound),
                 source=source_of(step, model),
                 pins=tuple(pins),
                 caps=tuple(caps),
@@ -179,7 +179,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
                 notes=notes.texts + kept.notes + outcome.notes,
             )
         if not (format or isinstance(step, Instance)):
-            found = with_copies(found, step, _fixed(graph, where, pins, kept.units))
+            found = with_copies(found, step, fixed_ops(graph, where, pins, kept.units))
         if theirs is not None or format == "device-map":
             pricing = Pricing(graph, where, costs, objective, tuple(caps))
             name = Path(place).name if isinstance(place, (str, Path)) else "given map"
@@ -345,7 +345,7 @@ def _others(
     return rows | priced(ACCELERATE, own, step, pricing)
 
 
-def _fixed(
+def fixed_ops(
     graph: Graph, machine: Machine, pins: Sequence[tuple[str, str]], units: Units | None
 ) -> NDArray[np.bool_]:
     """[ops] True for what pins or units hold to a place of its own."""
@@ -354,7 +354,7 @@ def _fixed(
     return np.asarray(held if units is None else held | (units.of_op >= 0))
 
 
-def _simulator(
+def simulator_of(
     graph: Graph, machine: Machine, costs: Costs, objective: str, caps: Sequence[tuple[str, int]]
 ) -> Simulator:
     capacities = capacities_of(machine, dict(caps))
@@ -380,7 +380,7 @@ def _limit(budget: str | float, gap: float) -> Budget:
     return limit
 
 
-def _to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: LowerBound) -> Plan:
+def to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: LowerBound) -> Plan:
     """The plan but for what the problem does not know: where its graph came from, pins and caps."""
     graph, machine, costs = problem.graph, problem.machine, problem.costs
     timeline = simulator.timeline(outcome.placement)

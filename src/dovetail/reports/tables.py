@@ -94,6 +94,41 @@ def plan_table(plan: Plan, graph: Graph) -> RenderableType:
     return Group(facts, Text(), methods_table(plan), Text(), memory_table(plan, graph))
 
 
+def phases_table(
+    plans: Mapping[str, Plan],
+    weights: Mapping[str, float],
+    devices: Mapping[str, str],
+    candidates: Mapping[str, float | None],
+) -> RenderableType:
+    """Phases under one placement: seconds, how often each runs, its share of the whole; the modules
+    of each device; and what the other placements come to.
+
+    devices     module path -> device name
+    candidates  placement -> weighted seconds, None where it does not fit
+    """
+    total = sum(weights[name] * plan.value for name, plan in plans.items())
+    phases = _table("phase", "seconds", "times", "share", "peak memory", title="Phases")
+    for name, plan in plans.items():
+        share = f"{100 * weights[name] * plan.value / total:.1f} %" if total else ""
+        peaks = zip(plan.machine.device_names, plan.peak_memory_bytes, strict=True)
+        memory = ", ".join(f"{device} {format_bytes(peak)}" for device, peak in peaks if peak)
+        value, times = format_value(plan, plan.value), f"{weights[name]:g}"
+        phases.add_row(escape(name), value, times, share, memory)
+    phases.add_row("all, weighted", format_seconds(total), "", "", "", style="bold")
+    modules = _table("device", "modules with parameters", title="One placement for all phases")
+    for device in dict.fromkeys(devices.values()):
+        paths = [path or "(the model itself)" for path, where in devices.items() if where == device]
+        modules.add_row(device, escape(", ".join(paths)))
+    others = _table("placement", "weighted seconds", "against the plan", title="Placements tried")
+    for name, seconds in candidates.items():
+        if seconds is None:
+            others.add_row(escape(name), "infeasible", "", style="dim")
+        else:
+            ratio = f"{seconds / total:.3f} x" if total else ""
+            others.add_row(escape(name), format_seconds(seconds), ratio)
+    return Group(phases, Text(), modules, Text(), others)
+
+
 def methods_table(plan: Plan) -> Table:
     """method -> value, its ratio to the chosen plan, and when it was found, as tried."""
     table = _table("method", "value", "against the plan", "found after", title="Methods")

@@ -1,0 +1,599 @@
+"""Several phases of one model under one placement: prefill and decode of a language model.
+
+    prefill  layers.0 ─► layers.1 ─► head      1 x a prompt
+    decode   layers.0 ─► layers.1 ─► head    128 x a token
+                │           │          │
+              cuda:0      cuda:1     cuda:1     one device for each module, and so its parameters
+
+Minimised is the weighted sum of the phases' predicted seconds. Placed are *blocks*: modules with
+parameters, together with those that some phase's groups tie to them. What holds no parameters is
+each phase's own matter.
+
+Every phase is planned by itself, and its blocks are imposed on the others; so is each device for
+everything. From the best of these maps one block at a time moves while that helps. Then every phase
+searches again under each of the maps, for what these leave open, and the best sum is returned: it
+is never worse than a phase's own placement imposed on all, or than one device. A local optimum.
+
+Memory of a phase counts its own activations and caches, and all parameters on a device, also those
+that only another phase reads.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from dovetail.costs import Costs
+from dovetail.errors import InfeasibleError, UsageError
+from dovetail.frontends import Captured
+from dovetail.graph import Graph
+from dovetail.graph.units import Units, matched_modules, module_paths, units_of
+from dovetail.machine import Machine
+from dovetail.pipeline.opening import bound_of
+from dovetail.pipeline.planning import (
+    MIN_GAIN,
+    check_request,
+    fixed_ops,
+    simulator_of,
+    to_plan,
+)
+from dovetail.pipeline.sharing import with_copies
+from dovetail.pipeline.sources import (
+    Notes,
+    Progress,
+    costs_of,
+    graph_of,
+    groups_of,
+    machine_of,
+    silent,
+    unsplit_modules,
+)
+from dovetail.placers import (
+    PLACERS,
+    Budget,
+    GroupPlacement,
+    Outcome,
+    Placer,
+    Problem,
+    keeping_interrupts,
+    make_problem,
+    parse_budget,
+)
+from dovetail.placers import place as run_placer
+from dovetail.plans import Plan
+from dovetail.simulator import Simulator
+
+DEFAULT_WEIGHTS = {"decode": 128.0}
+"""How many times a phase runs where nobody says; one that is not listed runs once."""
+STARTS, CLIMB, UNDER_MAPS = 0.4, 0.3, 0.3
+"""Shares of the budget: the phases by themselves, moves of blocks, and searches under each map."""
+TOGETHER = "moved together"
+"""Candidate that the best other one became by moves of single blocks."""
+FOLLOWING = "following"
+"""Method of a phase's plan: what holds no parameters runs where what it reads was made."""
+BATCH = 64
+"""Maps of blocks that are evaluated at once."""
+Maps = NDArray[np.int32]  # [..., blocks] device of each
+
+
+@dataclass(frozen=True, eq=False)
+class PhasesPlan:
+    """One plan for each phase, with the same modules on the same devices.
+
+    plans       phase -> its plan, pinned to `devices`
+    weights     phase -> how many times it runs
+    devices     module path -> device name, of all modules with parameters; a module that is not
+                kept whole, but has parameters beside those of its children, stands for these alone
+    candidates  map -> weighted seconds under it, None where it does not fit: each phase's own
+                placement and each device for all, imposed on all phases, and the map `TOGETHER`
+    chosen      the candidate that `plans` are under
+    """
+
+    plans: dict[str, Plan]
+    weights: dict[str, float]
+    devices: dict[str, str]
+    candidates: dict[str, float | None]
+    chosen: str
+    interrupted: bool = False
+
+    @property
+    def value(self) -> float:
+        """Seconds of all phases, as often as each runs."""
+        return sum(self.weights[name] * plan.value for name, plan in self.plans.items())
+
+    def save(self, path: str | Path) -> dict[str, Path]:
+        """Write "plan.PHASE.json" for every phase beside `path` "plan.json": phase -> its file.
+        Raises `UnwritableError`."""
+        paths = phase_paths(path, self.plans)
+        for name, plan in self.plans.items():
+            plan.save(paths[name])
+        return paths
+
+
+def phase_paths(path: str | Path, phases: Sequence[str] | Mapping[str, object]) -> dict[str, Path]:
+    """Phase -> the file of its plan beside `path`."""
+    path = Path(path)
+    return {name: path.with_name(f"{path.stem}.{name}{path.suffix}") for name in phases}
+
+
+def weights_of(phases: Sequence[str], given: Mapping[str, float] | None) -> dict[str, float]:
+    """Phase -> how many times it runs. Raises `UsageError`."""
+    given = dict(given or {})
+    for name, weight in given.items():
+        if name not in phases:
+            raise UsageError("phases", f"{name!r} is not one of {', '.join(phases)}")
+        if not 0 < weight < float("inf"):
+            raise UsageError("phases", f"{name} runs {weight:g} times; use a number above 0")
+    return {name: float(given.get(name, DEFAULT_WEIGHTS.get(name, 1.0))) for name in phases}
+
+
+def plan_phases(  # noqa: PLR0913  all but two are keyword-only
+    steps: Mapping[str, Captured],
+    machine: str | Machine = "",
+    *,
+    weights: Mapping[str, float] | None = None,
+    placer: str = "auto",
+    budget: str | float = "10s",
+    seed: int = 0,
+    pins: Sequence[tuple[str, str]] = (),
+    caps: Sequence[tuple[str, int]] = (),
+    whole: Sequence[str] = (),
+    min_gain: float | None = None,
+    progress: Progress = silent,
+) -> PhasesPlan:
+    """Find one placement of a model under which its phases together run fastest.
+
+    steps     phase -> the same module, captured with that phase's inputs
+    weights   how many times each phase runs; by default 128 for `decode`, and else 1
+    whole     patterns of modules that are placed as one; by default those that the model says not
+              to split. A module with parameters, and none below it with some, always is
+    pins      must match ops of every phase
+    min_gain  several devices must be better than one by this share; by default 2 %
+
+    The rest is as in `plan`. An input lives on the host, the cache that decode reads as well, as it
+    does where plans run here. Raises what `plan` raises, and `UsageError` for phases of different
+    modules, of training, or weights of phases that are not there.
+    """
+    _check_steps(steps)
+    counts = weights_of(tuple(steps), weights)
+    check_request(
+        machine,
+        placer=placer,
+        objective="step",
+        budget=budget,
+        seed=seed,
+        devices=[name for _, name in pins] + [name for name, _ in caps],
+    )
+    gain = MIN_GAIN if min_gain is None else min_gain
+    if not 0 <= gain < 1:
+        raise UsageError("min_gain", f"is {gain}; use a share from 0 to below 1: .02 is 2 %")
+    began, limit, notes = time.perf_counter(), parse_budget(str(budget)), Notes()
+    heaviest = max(steps, key=lambda name: counts[name])
+    where = machine_of(steps[heaviest], machine, progress, notes)
+    asked = _Asked(tuple(pins), tuple(caps), tuple(whole), placer, seed)
+    costs = {name: costs_of(step, where, progress, notes) for name, step in steps.items()}
+    found = _search(_joint(steps, where, costs, counts, asked), limit, gain, progress)
+    spent = time.perf_counter() - began
+    plans = {
+        name: replace(
+            plan,
+            min_gain=gain,
+            planning_seconds=spent,
+            interrupted=limit.interrupted,
+            notes=(*notes.texts, *steps[name].notes, *plan.notes),
+        )
+        for name, plan in found.plans.items()
+    }
+    return replace(found, plans=plans, interrupted=limit.interrupted)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the user asked for, as in `plan_phases`."""
+
+    pins: tuple[tuple[str, str], ...]
+    caps: tuple[tuple[str, int], ...]
+    whole: tuple[str, ...]
+    placer: str
+    seed: int
+
+
+def _check_steps(steps: Mapping[str, Captured]) -> None:
+    if not steps:
+        raise UsageError("phases", "there is none; give {name: captured step, ...}")
+    first = next(iter(steps))
+    for name, step in steps.items():
+        if not isinstance(step, Captured):
+            raise UsageError("phases", f"{name} is a {type(step).__name__}; capture it")
+        if step.graph.training:
+            raise UsageError("phases", f"{name} trains; phases are for inference")
+        if step.module is not steps[first].module:
+            raise UsageError(
+                "phases",
+                f"{name} and {first} are of different modules; capture one module object with "
+                "the inputs of each phase",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Phase:
+    """A phase as the joint search sees it.
+
+    own_block     [groups] the block that the group belongs to; -1: it holds no parameters
+    block_of      [groups] the block that places the group: its own, or that of what it reads
+    reader_of     [blocks] an op that reads a parameter of the block; -1: this phase has none
+    pins          (pattern, block): what holds the phase's modules to their blocks
+    unread_bytes  [blocks] of parameters that only other phases read
+    """
+
+    name: str
+    step: Captured
+    weight: float
+    problem: Problem
+    simulator: Simulator
+    whole: tuple[str, ...]
+    units: Units
+    own_block: NDArray[np.int32]
+    block_of: NDArray[np.int32]
+    reader_of: NDArray[np.int32]
+    pins: tuple[tuple[str, int], ...]
+    unread_bytes: NDArray[np.int64]
+
+    def placements(self, maps: Maps) -> NDArray[np.int32]:
+        """[maps, groups] where each group goes that follows a block; one that may not be there runs
+        where it is fastest."""
+        followed = maps[:, self.block_of]
+        allowed = self.problem.allowed[np.arange(followed.shape[1]), followed]
+        return np.where(allowed, followed, self.problem.fastest).astype(np.int32)
+
+    def beside(self, map_: Maps) -> NDArray[np.int64]:
+        """[devices] bytes of parameters that are there for other phases."""
+        weights = self.unread_bytes.astype(np.float64)
+        devices = self.problem.devices
+        return np.bincount(map_, weights=weights, minlength=devices).astype(np.int64)
+
+    def evaluate(self, maps: Maps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[maps] bytes that lack, and seconds."""
+        found = self.problem.evaluate(self.problem.spread(self.placements(maps)))
+        peaks = found.peak_memory_bytes + np.stack([self.beside(one) for one in maps])
+        over = np.maximum(peaks - self.problem.capacities, 0).sum(axis=1)
+        lacking = np.where(found.feasible, over, np.maximum(over, 1))
+        return lacking.astype(np.float64), np.asarray(found.values, dtype=np.float64)
+
+    def under(self, map_: Maps) -> Problem:
+        """The problem that is left under the map: where to run what holds no parameters."""
+        allowed = self.problem.allowed.copy()
+        held = np.flatnonzero(self.own_block >= 0)
+        allowed[held] &= map_[self.own_block[held], None] == np.arange(allowed.shape[1])
+        capacities = self.problem.capacities - self.beside(map_)
+        return replace(self.problem, allowed=allowed, capacities=capacities)
+
+
+@dataclass(frozen=True, eq=False)
+class _Joint:
+    """blocks   [blocks] paths of modules with parameters
+    allowed  [blocks, devices] where every phase lets the block be
+    """
+
+    machine: Machine
+    phases: tuple[_Phase, ...]
+    blocks: tuple[tuple[str, ...], ...]
+    allowed: NDArray[np.bool_]
+    asked: _Asked
+
+    def evaluate(self, maps: Maps) -> list[tuple[float, float]]:
+        """(bytes that lack, weighted seconds) of each; the smaller the better."""
+        scores = [phase.evaluate(maps) for phase in self.phases]
+        lacking = np.sum([lacks for lacks, _ in scores], axis=0)
+        seconds = sum(p.weight * s for p, (_, s) in zip(self.phases, scores, strict=True))
+        return list(zip(lacking.tolist(), np.asarray(seconds).tolist(), strict=True))
+
+    @property
+    def running(self) -> list[int]:
+        """Devices that compute."""
+        return [d for d, device in enumerate(self.machine.devices) if device.kind != "host"]
+
+    def settled(self, map_: NDArray[np.integer]) -> Maps:
+        """The map with every block that may not be where it is on its first allowed device."""
+        ok = self.allowed[np.arange(len(map_)), map_]
+        return np.where(ok, map_, self.allowed.argmax(axis=1)).astype(np.int32)
+
+
+def _joint(
+    steps: Mapping[str, Captured],
+    machine: Machine,
+    costs: Mapping[str, Costs],
+    weights: Mapping[str, float],
+    asked: _Asked,
+) -> _Joint:
+    """Raises `UsageError` for phases without parameters, and what `make_problem` raises."""
+    patterns = _patterns(steps, asked.whole)
+    modules = {name: matched_modules(step.graph, patterns[name]) for name, step in steps.items()}
+    units = {name: units_of(step.graph, modules[name]) for name, step in steps.items()}
+    built = {
+        name: _problem(step, machine, costs[name], units[name], asked)
+        for name, step in steps.items()
+    }
+    keys = {name: _keys(step.graph, modules[name]) for name, step in steps.items()}
+    every = sorted({key for of_op in keys.values() for key in of_op.values()})
+    if not every:
+        raise UsageError("phases", "no phase reads a parameter, so they share no placement")
+    block_of_key = _blocks(every, [(keys[name], built[name][0]) for name in steps])
+    count = max(block_of_key.values()) + 1
+    parameters = {name: _parameter_bytes(steps[name].graph, keys[name]) for name in steps}
+    union = {pair: size for of_phase in parameters.values() for pair, size in of_phase.items()}
+    allowed = np.ones((count, len(machine.devices)), dtype=bool)
+    phases = []
+    for name, step in steps.items():
+        problem, simulator = built[name]
+        own = np.full(problem.groups.count, -1, dtype=np.int32)
+        readers = np.full(count, -1, dtype=np.int32)
+        pins: dict[str, int] = {}
+        for op, key in keys[name].items():
+            block = block_of_key[key]
+            own[problem.groups.of_op[op]] = block
+            readers[block] = op
+            # A module that is not whole has others inside, which its path would pin as well.
+            pins[key if key in modules[name] else step.graph.names[op]] = block
+        held = own >= 0
+        np.logical_and.at(allowed, own[held], problem.allowed[held])
+        unread = np.zeros(count, dtype=np.int64)
+        for pair in union.keys() - parameters[name].keys():
+            unread[block_of_key[pair[0]]] += union[pair]
+        phase = _Phase(
+            name, step, weights[name], problem, simulator, patterns[name], units[name], own,
+            _followed(problem, own), readers, tuple(pins.items()), unread,
+        )  # fmt: skip
+        phases.append(phase)
+    blocks = tuple(tuple(k for k in every if block_of_key[k] == block) for block in range(count))
+    for block in np.flatnonzero(~allowed.any(axis=1)).tolist():
+        raise UsageError(
+            "pin", f"no device is left for {blocks[block][0] or 'the model'} in every phase"
+        )
+    return _Joint(machine, tuple(phases), blocks, allowed, asked)
+
+
+def _problem(
+    step: Captured, machine: Machine, costs: Costs, units: Units, asked: _Asked
+) -> tuple[Problem, Simulator]:
+    graph = graph_of(step)
+    simulator = simulator_of(graph, machine, costs, "step", asked.caps)
+    problem = make_problem(
+        graph,
+        machine,
+        costs,
+        lambda placements: simulator.evaluate(placements, "step"),
+        groups=groups_of(step, units),
+        pins=asked.pins,
+        caps=asked.caps,
+        seed=asked.seed,
+        trace=simulator.timeline,
+        ranked=simulator.ranked,
+    )
+    return problem, simulator
+
+
+def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Phase -> patterns of modules that it keeps whole: those asked for, and the innermost modules
+    with parameters."""
+    matching: dict[str, list[str]] = {name: [] for name in steps}
+    for pattern in whole or unsplit_modules(next(iter(steps.values()))):
+        failed: UsageError | None = None
+        for name, step in steps.items():
+            try:
+                matched_modules(step.graph, [pattern])
+            except UsageError as error:
+                failed = error
+            else:
+                matching[name].append(pattern)
+        if failed is not None and not any(pattern in found for found in matching.values()):
+            raise failed
+    readers = {step.graph.modules[r] for step in steps.values() for r, _ in _reads(step.graph)}
+    around = {".".join(m.split(".")[:i]) for m in readers for i in range(1, m.count(".") + 1)}
+    innermost = readers - around - {""}
+    for name, step in steps.items():
+        covered = matched_modules(step.graph, matching[name]) if matching[name] else ()
+        matching[name] += [
+            path
+            for path in module_paths(step.graph)
+            if path in innermost and not any(path == c or path.startswith(f"{c}.") for c in covered)
+        ]
+    return {name: tuple(found) for name, found in matching.items()}
+
+
+def _reads(graph: Graph) -> Iterator[tuple[int, int]]:
+    """(op, parameter's source op) of every read of a parameter."""
+    for source in (op for op, kind in enumerate(graph.kinds) if kind == "parameter"):
+        for tensor in graph.outputs_of(source):
+            for reader in graph.consumers_of(tensor).tolist():
+                yield reader, source
+
+
+def _keys(graph: Graph, modules: Sequence[str]) -> dict[int, str]:
+    """Op that reads a parameter -> path of the whole module around it, else of its own module."""
+    whole = set(modules)
+    keys = {}
+    for op, _ in _reads(graph):
+        parts = graph.modules[op].split(".")
+        paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        keys[op] = next((path for path in paths if path in whole), graph.modules[op])
+    return keys
+
+
+def _blocks(
+    every: Sequence[str], phases: Sequence[tuple[dict[int, str], Problem]]
+) -> dict[str, int]:
+    """Key -> block: keys in one group of some phase are one block, as that group is placed once."""
+    index = {key: i for i, key in enumerate(every)}
+    pairs = [(i, i) for i in range(len(every))]
+    for keys, problem in phases:
+        first: dict[int, str] = {}
+        for op, key in keys.items():
+            there = first.setdefault(int(problem.groups.of_op[op]), key)
+            pairs.append((index[key], index[there]))
+    ends = np.array(pairs, dtype=np.int64).T
+    edges = coo_array((np.ones(len(pairs), np.int8), (ends[0], ends[1])), shape=(len(every),) * 2)
+    _, labels = connected_components(edges, directed=False)
+    return dict(zip(every, labels.tolist(), strict=True))
+
+
+def _parameter_bytes(graph: Graph, keys: Mapping[int, str]) -> dict[tuple[str, str], int]:
+    """(key, parameter) -> bytes, of what the phase reads."""
+    sizes = {}
+    for op, source in _reads(graph):
+        sizes[keys[op], graph.names[source]] = int(graph.tensor_bytes[graph.outputs_of(source)[0]])
+    return sizes
+
+
+def _followed(problem: Problem, own: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[groups] the block of each group: its own, else the one of the group that made what its first
+    op reads, else the first."""
+    graph, of_op = problem.graph, problem.groups.of_op
+    found = own.copy()
+    for op in np.flatnonzero(~graph.is_source).tolist():  # in topological order
+        group = of_op[op]
+        makers = graph.producers[graph.inputs_of(op)]
+        made = found[of_op[makers[~graph.is_source[makers]]]]
+        if found[group] < 0 and (made >= 0).any():
+            found[group] = made[made >= 0][0]
+    return np.maximum(found, 0)
+
+
+def _search(joint: _Joint, limit: Budget, gain: float, progress: Progress) -> PhasesPlan:
+    """The best of all maps, with a plan for each phase."""
+    maps = _by_themselves(joint, limit, progress)
+    names = joint.machine.device_names
+    for device in joint.running:
+        maps[f"all on {names[device]}"] = joint.settled(np.full(len(joint.blocks), device))
+    scores = joint.evaluate(np.stack(list(maps.values())))
+    score, best = min(zip(scores, maps, strict=True))
+    together = _climbed(joint, maps[best], score, limit, progress)
+    tried = {**maps, TOGETHER: together}
+    share = UNDER_MAPS / (len(tried) * len(joint.phases))
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    lacking: InfeasibleError | None = None
+    for i, (name, map_) in enumerate(tried.items()):
+        progress(f"planning all phases under one map: {name}", i / len(tried), None)
+        try:
+            outcomes[name] = {
+                phase.name: _under(phase, map_, joint.asked, limit, share) for phase in joint.phases
+            }
+        except InfeasibleError as error:
+            lacking = error
+    values = {
+        name: sum(phase.weight * found[phase.name].value for phase in joint.phases)
+        for name, found in outcomes.items()
+    }
+    if not values:
+        assert lacking is not None
+        raise lacking
+    chosen = min(values, key=lambda name: values[name])
+    alone = [name for name in values if len(set(tried[name].tolist())) == 1]
+    simplest = min(alone, key=lambda name: values[name], default=chosen)
+    if values[chosen] > values[simplest] * (1 - gain):
+        chosen = simplest
+    map_ = tried[chosen]
+    return PhasesPlan(
+        plans={p.name: _plan(joint, p, map_, outcomes[chosen][p.name]) for p in joint.phases},
+        weights={phase.name: phase.weight for phase in joint.phases},
+        devices={
+            key: names[map_[block]] for block, keys in enumerate(joint.blocks) for key in keys
+        },
+        candidates={name: values.get(name) for name in tried},
+        chosen=chosen,
+    )
+
+
+def _by_themselves(joint: _Joint, limit: Budget, progress: Progress) -> dict[str, Maps]:
+    """Where each phase has its blocks if it is planned without the others; of a block that it does
+    not have, where another phase has it."""
+    found: dict[str, Maps] = {}
+    for i, phase in enumerate(joint.phases):
+        progress(f"planning {phase.name} by itself", i / len(joint.phases), None)
+        share = STARTS / len(joint.phases)
+        outcome = _interruptible(phase.problem, joint.asked.placer, limit, share)
+        placed = outcome.placement[phase.reader_of]
+        found[f"{phase.name} by itself"] = np.where(phase.reader_of < 0, -1, placed)
+    for name, own in found.items():
+        filled = own
+        for other in found.values():
+            filled = np.where(filled < 0, other, filled)
+        found[name] = joint.settled(filled)
+    return found
+
+
+def _climbed(
+    joint: _Joint, start: Maps, score: tuple[float, float], limit: Budget, progress: Progress
+) -> Maps:
+    """The map that moves of one block lead to, the best of a batch at a time, until none helps."""
+    budget = Budget(limit.seconds * CLIMB, limit.evaluations * CLIMB, limit.clock)
+    best, improved = start, not limit.interrupted
+    while improved and not budget.exhausted:
+        improved = False
+        moves = [(b, d) for b in range(len(best)) for d in joint.running if joint.allowed[b, d]]
+        for at in range(0, len(moves), BATCH):
+            if budget.exhausted:
+                break
+            batch = np.array(moves[at : at + BATCH])
+            maps = np.repeat(best[None], len(batch), axis=0)
+            maps[np.arange(len(batch)), batch[:, 0]] = batch[:, 1]
+            scores = joint.evaluate(maps)
+            budget.charge(len(batch) * len(joint.phases))
+            first = min(range(len(batch)), key=lambda i: scores[i])
+            if scores[first] < score:
+                best, score, improved = maps[first], scores[first], True
+            progress("moving modules of all phases", budget.fraction, score[1])
+    return best
+
+
+def _under(phase: _Phase, map_: Maps, asked: _Asked, limit: Budget, share: float) -> Outcome:
+    """The phase under the map. Raises `InfeasibleError`."""
+    start = phase.placements(map_[None])
+
+    def method(problem: Problem, budget: Budget) -> GroupPlacement:
+        (score,) = budget.score(problem, start, always=True)
+        budget.note(FOLLOWING, score, start[0])
+        PLACERS[asked.placer](problem, budget)
+        assert budget.best is not None  # it has scored one
+        return budget.best[1]
+
+    return _interruptible(phase.under(map_), asked.placer, limit, share, method)
+
+
+def _interruptible(
+    problem: Problem, placer: str, limit: Budget, share: float, method: Placer | None = None
+) -> Outcome:
+    """One search with a share of the budget; after a Ctrl-C in it or before, the cheapest methods
+    alone."""
+    evaluations = 1.0 if limit.interrupted else max(1.0, limit.evaluations * share // 1)
+    budget = Budget(limit.seconds * share, evaluations, limit.clock)
+    with keeping_interrupts(budget):
+        outcome = run_placer(problem, placer, budget, method=method)
+    limit.interrupted = limit.interrupted or budget.interrupted
+    return outcome
+
+
+def _plan(joint: _Joint, phase: _Phase, map_: Maps, outcome: Outcome) -> Plan:
+    """The phase's plan, its modules pinned to the map."""
+    graph, machine, costs = phase.problem.graph, joint.machine, phase.problem.costs
+    names = machine.device_names
+    pins = (*joint.asked.pins, *((pattern, names[map_[block]]) for pattern, block in phase.pins))
+    beside = phase.beside(map_)
+    caps = dict(joint.asked.caps)
+    for device in np.flatnonzero(beside).tolist():
+        caps[names[device]] = int(phase.problem.capacities[device] - beside[device])
+    bound = bound_of(graph, machine, costs, "step", pins, tuple(caps.items()))
+    found = replace(
+        to_plan(phase.problem, outcome, phase.simulator, bound),
+        source=phase.step.source,
+        pins=pins,
+        caps=tuple(caps.items()),
+        whole=phase.whole,
+        notes=outcome.notes,
+    )
+    return with_copies(found, phase.step, fixed_ops(graph, machine, pins, phase.units))
