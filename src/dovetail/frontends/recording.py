@@ -271,7 +271,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return tuple(made) if form[0] else made[0]
         result = target(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
-        if key is not None and all(_is_plain_fake(value) for value in values):
+        # Some share memory with an argument though their schema does not say so (_unsafe_view).
+        given = {storage_of(value) for value in tensors_of((args, kwargs))}
+        apart = not any(storage_of(value) in given for value in values)
+        if key is not None and apart and all(map(_is_plain_fake, values)):
             mode = values[0].fake_mode
             forms = [(mode, tuple(v.shape), v.stride(), v.dtype, v.device) for v in values]
             self.forms[target, key] = isinstance(result, tuple), forms
