@@ -112,7 +112,9 @@ def capture_call(
         raise CaptureError(name, _advice(error), _location(error)) from error
     graph, program = build(name, traced, train, _aliases(model), scaler)
     made = [weakref.ref(value) for value in traced.follow_from_constants]
-    del traced
+    for node in traced.graph.nodes:
+        node.meta.clear()  # so that tensors which nobody else keeps are gone, without a search
+    del traced, request
     _clear_caches(made)
     source = Source(
         model=name,

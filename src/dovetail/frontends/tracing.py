@@ -152,11 +152,18 @@ def trace(request: Request) -> Trace:
     finally:
         attributes.restore()
     constant = _follow_from_constants(first)
-    kept = [v for node in constant if is_fake(v := node.meta["val"]) and isinstance(v, Tensor)]
+    values = [node.meta["val"] for node in constant]
+    kept = [value for value in values if isinstance(value, Tensor) and is_fake(value)]
+    recorded = list(first.graph.nodes)
     origins = _first_origins(first)
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
-    return _clean(request, second, origins, layout, first.draws, kept)
+    traced = _clean(request, second, origins, layout, first.draws, kept)
+    left = set(traced.graph.nodes)
+    for node in recorded:
+        if node not in left:
+            node.meta.clear()  # so that values which nobody needs are gone
+    return traced
 
 
 def _check_repeats(
