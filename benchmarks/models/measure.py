@@ -342,13 +342,20 @@ def run_stage(  # noqa: PLR0913  a process's arguments
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=stages)
         with torch.no_grad():
             pipe = pipeline(module, mb_args=args, mb_kwargs=kwargs, split_spec=points)
-            schedule = ScheduleGPipe(pipe.build_stage(rank, torch.device("cpu")), 1)
+            stage = pipe.build_stage(rank, torch.device("cpu"))
+            # gloo sends only what is contiguous, and torch's stages send what the model made.
+            stage.submod.register_forward_hook(lambda *call: contiguous(call[-1]))
+            schedule = ScheduleGPipe(stage, 1)
             output = schedule.step(*args, **kwargs) if rank == 0 else schedule.step()
         if rank == stages - 1:
             results.put(tensors_of(output)[0].numpy())
     except Exception as error:
         cause = error.__cause__ or error
         results.put(f"{type(cause).__name__}: {one_line(cause)}")
+
+
+def contiguous(output: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.contiguous(), output)
 
 
 def one_line(error: BaseException) -> str:
