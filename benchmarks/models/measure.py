@@ -297,6 +297,11 @@ def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, A
     module = copy.deepcopy(model.module).eval()
     if hasattr(getattr(module, "config", None), "use_cache"):
         module.config.use_cache = False  # torch.export has no outputs of this type
+    for path in points:
+        # gloo sends only what is contiguous, and torch's stages send what the model made.
+        module.get_submodule(path).register_forward_pre_hook(
+            lambda _, args, kwargs: contiguous((args, kwargs)), with_kwargs=True
+        )
     with torch.no_grad():
         expected = tensors_of(module(*args, **kwargs))[0]
     context = torch.multiprocessing.get_context("fork")
@@ -342,10 +347,7 @@ def run_stage(  # noqa: PLR0913  a process's arguments
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=stages)
         with torch.no_grad():
             pipe = pipeline(module, mb_args=args, mb_kwargs=kwargs, split_spec=points)
-            stage = pipe.build_stage(rank, torch.device("cpu"))
-            # gloo sends only what is contiguous, and torch's stages send what the model made.
-            stage.submod.register_forward_hook(lambda *call: contiguous(call[-1]))
-            schedule = ScheduleGPipe(stage, 1)
+            schedule = ScheduleGPipe(pipe.build_stage(rank, torch.device("cpu")), 1)
             output = schedule.step(*args, **kwargs) if rank == 0 else schedule.step()
         if rank == stages - 1:
             results.put(tensors_of(output)[0].numpy())

@@ -152,7 +152,7 @@ def trace(request: Request) -> Trace:
     finally:
         attributes.restore()
     constant = _follow_from_constants(first)
-    kept = [v for node in constant if is_fake(v := node.meta["val"]) and isinstance(v, Tensor)]
+    kept = [v for node in constant if isinstance(v := node.meta["val"], Tensor) and is_fake(v)]
     origins = _first_origins(first)
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
