@@ -297,6 +297,11 @@ def pipelined(model: Model, drawn: Drawn, points: dict[str, Any]) -> dict[str, A
     module = copy.deepcopy(model.module).eval()
     if hasattr(getattr(module, "config", None), "use_cache"):
         module.config.use_cache = False  # torch.export has no outputs of this type
+    for path in points:
+        # gloo sends only what is contiguous, and torch's stages send what the model made.
+        module.get_submodule(path).register_forward_pre_hook(
+            lambda _, args, kwargs: contiguous((args, kwargs)), with_kwargs=True
+        )
     with torch.no_grad():
         expected = tensors_of(module(*args, **kwargs))[0]
     context = torch.multiprocessing.get_context("fork")
@@ -349,6 +354,10 @@ def run_stage(  # noqa: PLR0913  a process's arguments
     except Exception as error:
         cause = error.__cause__ or error
         results.put(f"{type(cause).__name__}: {one_line(cause)}")
+
+
+def contiguous(output: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.contiguous(), output)
 
 
 def one_line(error: BaseException) -> str:

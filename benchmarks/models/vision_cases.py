@@ -31,7 +31,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"depth": 2},
     "deit_tiny_patch16_224": {"depth": 2},
     "swin_tiny_patch4_window7_224": {"depths": (1, 1, 2, 1), "embed_dim": 24},
-    "mixer_s32_224": {"num_blocks": 2},
     "densenet121": {"block_config": (2, 2, 4, 2)},
     "convnext_atto": {"depths": (1, 1, 2, 1)},
     "convnextv2_atto": {"depths": (1, 1, 2, 1)},
@@ -40,7 +39,7 @@ SIZED = ("vit_", "deit_", "swin_", "mixer_", "coatnet_", "levit_", "maxvit_")
 
 TORCHVISION = {
     "alexnet": 64,
-    "vgg11_bn": 32,
+    "squeezenet1_1": 64,
     "resnet50": 64,
     "googlenet": 64,
     "shufflenet_v2_x0_5": 64,

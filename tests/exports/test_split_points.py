@@ -15,7 +15,7 @@ def test_torch_takes_the_split_points_and_makes_the_stages_of_the_plan():
     plan = plan_of(step, lambda m, _: int(not m.startswith(("embedding", "blocks.0", "blocks.1"))))
     # The addition around blocks.2 stands in the top module, on the second device.
     found = split_points(plan, step.graph)
-    assert found == {"blocks.2": SplitPoint.BEGINNING}
+    assert found == {"blocks.2.0": SplitPoint.BEGINNING}
     expected = module(inputs)
     pipe = pipeline(module, (inputs,), split_spec=found)
     assert pipe.num_stages == 2
@@ -31,13 +31,36 @@ def test_torch_takes_the_split_points_and_makes_the_stages_of_the_plan():
     )
 
 
-def test_three_stages_begin_at_the_outermost_module():
+class Halves(nn.Module):
+    """Two lists of layers, which the top module runs through."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (
+            nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in (*self.first, *self.second):
+            x = layer(x)
+        return x
+
+
+def test_a_stage_never_begins_at_a_list_of_layers_which_nothing_calls():
+    module, inputs = Halves(), torch.randn(2, 4)
+    step = captured(module, inputs)
+    found = split_points(plan_of(step, lambda path, _: int(path.startswith("second"))), step.graph)
+    assert list(found) == ["second.0"]
+    assert pipeline(module, (inputs,), split_spec=found).num_stages == 2
+
+
+def test_three_stages_begin_at_the_outermost_module_that_has_ops_of_its_own():
     step = captured(
         nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6))),
         torch.randn(2, 4),
     )
     plan = plan_of(step, lambda path, _: int(path.split(".")[0] or 0) // 2)
-    assert list(split_points(plan, step.graph)) == ["2", "4"]
+    assert list(split_points(plan, step.graph)) == ["2.0", "4.0"]
 
 
 def test_one_device_has_no_split_points():

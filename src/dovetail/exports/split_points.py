@@ -78,13 +78,17 @@ def _advice(plan: Plan, graph: Graph, before: int, op: int) -> str:
 
 def _begins(graph: Graph) -> dict[int, str]:
     """first op -> the outermost module that begins there and whose ops stand together: what is
-    called several times, with something in between, has no one beginning."""
+    called several times, with something in between, has no one beginning.
+
+    A module without ops of its own may be a list of layers, which nothing calls: torch would find
+    no stage to begin there, and say nothing. The first module within it that has some counts.
+    """
     place = {op: i for i, op in enumerate(forward_ops(graph))}
     begins: dict[int, str] = {}
     for module in module_tree(graph).walk():
         ops = module.all_ops
         whole = bool(ops) and place[ops[-1]] - place[ops[0]] == len(ops) - 1
-        if whole and module.path:
+        if whole and module.path and module.ops:
             begins.setdefault(ops[0], module.path)
     return begins
 
