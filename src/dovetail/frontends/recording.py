@@ -119,8 +119,10 @@ class Outside:
 
 
 def storage_of(value: Any) -> int:
-    """The identity of the tensor's memory; 0 for what is no tensor."""
-    return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else 0
+    """The identity of the tensor's memory; 0 for what is no tensor, or a sparse one."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return 0
+    return int(value.untyped_storage()._cdata)
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
@@ -272,7 +274,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         result = target(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
         # Some share memory with an argument though their schema does not say so (_unsafe_view).
-        given = {storage_of(value) for value in tensors_of((args, kwargs))}
+        given = {storage_of(value) for value in tensors_of((args, kwargs))} - {0}
         apart = not any(storage_of(value) in given for value in values)
         if key is not None and apart and all(map(_is_plain_fake, values)):
             mode = values[0].fake_mode
