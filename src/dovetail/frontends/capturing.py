@@ -23,7 +23,7 @@ from dovetail.frontends.optimizers import Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError
 from dovetail.frontends.scaling import GradScaler
-from dovetail.frontends.tracing import Request, trace
+from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.frontends.transformers_models import batched_experts, unwrap
 from dovetail.plans import Source
 
@@ -112,10 +112,10 @@ def capture_call(
         raise CaptureError(name, _advice(error), _location(error)) from error
     graph, program = build(name, traced, train, _aliases(model), scaler)
     made = [weakref.ref(value) for value in traced.follow_from_constants]
-    for node in traced.graph.nodes:
-        node.meta.clear()  # so that tensors which nobody else keeps are gone, without a search
-    del traced, request
-    _clear_caches(made)
+    if made:
+        forget(traced)
+        del traced, request
+        _clear_caches(made)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",

@@ -166,6 +166,12 @@ def trace(request: Request) -> Trace:
     return traced
 
 
+def forget(traced: Trace) -> None:
+    """Let go of the trace's values, so that those which nobody else keeps are gone at once."""
+    for node in traced.graph.nodes:
+        node.meta.clear()
+
+
 def _check_repeats(
     first: Recording,
     one_step: Callable[[Mapping[int, bool]], Recording],
