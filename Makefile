@@ -1,8 +1,8 @@
 # Everything from a bare clone: each target sets up .venv by itself.
 PYTHON ?= python3
 BIN := .venv/bin
-# pytests side by side; 0: all in one
-JOBS ?= 0
+# pytests side by side: one a core of a small machine; 0: all in one
+JOBS ?= 2
 
 .PHONY: demo test lint format clean
 

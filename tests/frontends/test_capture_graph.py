@@ -1,5 +1,6 @@
 """What a captured graph says is so."""
 
+import dataclasses
 import pickle
 import random
 
@@ -287,7 +288,7 @@ def test_graph_and_program_travel_to_another_process(captured):
     assert [call and call.target for call in program.calls] == [
         call and call.target for call in captured.program.calls
     ]
-    moved = type(captured)(graph, program, captured.source, captured.module)
+    moved = dataclasses.replace(captured, graph=graph, program=program)
     inputs, targets = example_values(captured)
     losses = [run_step(c, initial_values(captured), inputs, targets) for c in (captured, moved)]
     assert torch.equal(*losses)

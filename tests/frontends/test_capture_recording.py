@@ -67,6 +67,7 @@ PURE = [
     with_gradients, attention, views_and_lists, constants, number_of_a_constant, without_autograd,
 ]  # fmt: skip
 IMPURE = [in_place, layout_in_place]
+NAMES = ("x", "y")
 
 
 def fakes():
@@ -121,14 +122,14 @@ def test_what_is_recorded_is_what_make_fx_records(function):
 @pytest.mark.parametrize("function", PURE)
 def test_a_second_trace_of_a_pure_graph_would_be_a_copy(function):
     mode, recording = recorded(function)
-    found = lines(purified(recording, mode).graph)
+    found = lines(purified(recording, mode, NAMES).graph)
 
     mode, values = fakes()
     with mode:
         first = make_fx(function)(*values)
         second = make_fx(functionalize(first, remove="mutations"))(*values)
     copy = record_of(second, mode)
-    assert found == lines(purified(copy, mode).graph)
+    assert found == lines(purified(copy, mode, NAMES).graph)
 
 
 def record_of(module, mode):
@@ -141,7 +142,7 @@ def record_of(module, mode):
 def test_what_writes_in_place_becomes_pure(function):
     mode, recording = recorded(function)
     assert any(node.target._schema.is_mutable for node in recording.marks)
-    pure = purified(recording, mode)
+    pure = purified(recording, mode, NAMES)
     assert not any(
         node.target._schema.is_mutable
         for node in pure.graph.nodes
@@ -180,8 +181,8 @@ def test_a_rule_stands_for_an_operator():
 
 def test_writing_over_what_was_given_is_an_error():
     mode, recording = recorded(lambda x, y: [x.add_(y)])
-    with pytest.raises(TracingError, match="writes over a parameter or an input"):
-        purified(recording, mode)
+    with pytest.raises(TracingError, match="writes over x in a way that cannot be made part of the graph"):
+        purified(recording, mode, NAMES)
 
 
 def test_control_flow_in_the_graph_is_an_error_that_names_the_line():

@@ -22,10 +22,10 @@ def _quick_costs():
     """What is learned here does not depend on what ops cost."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            learning, "costs_of", lambda step, machine, _: analytic_costs(step.graph, machine)
+            learning, "costs_of", lambda step, machine, *_: analytic_costs(step.graph, machine)
         )
         patch.setattr(
-            planning, "costs_of", lambda step, machine, _: analytic_costs(step.graph, machine)
+            planning, "costs_of", lambda step, machine, *_: analytic_costs(step.graph, machine)
         )
         yield
 

@@ -56,20 +56,19 @@ def groups_of(stages: Sequence[Stages], graph: Graph) -> NDArray[np.int32]:
 
 
 class Team:
-    """Threads that run lanes at the same time. They start with the first lanes, and end with the
-    process."""
+    """Threads that run lanes at the same time, one a lane. They start with the first lanes that
+    need them, and end with the process."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self._waiting: list[SimpleQueue[Lane]] = []
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(self, lanes: Sequence[Lane]) -> None:
-        """Run at most `size` lanes; once all have ended, raise what one of them has raised."""
-        if not self._waiting:
-            self._waiting = [SimpleQueue() for _ in range(self.size)]
-            for own in self._waiting:
-                Thread(target=self._serve, args=(own,), daemon=True).start()
+        """Run the lanes; once all have ended, raise what one of them has raised."""
+        while len(self._waiting) < len(lanes):
+            own: SimpleQueue[Lane] = SimpleQueue()
+            self._waiting.append(own)
+            Thread(target=self._serve, args=(own,), daemon=True).start()
         for own, lane in zip(self._waiting, lanes, strict=False):
             own.put(lane)
         raised = [error for _ in lanes if (error := self._ended.get()) is not None]

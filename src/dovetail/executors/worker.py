@@ -96,7 +96,7 @@ def serve(channel: Channel) -> None:
     set_up(threads)
     cores = os.sched_getaffinity(0)
     spinning = Spinning(cores, threads)
-    team = Team(len(cores))
+    team = Team()
     loaded: dict[int, _Loaded] = {}
     program, calls = 0, dict[int, Call]()
     with torch.inference_mode():
