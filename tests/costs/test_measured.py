@@ -186,6 +186,13 @@ def test_disturbed_rounds_do_not_count_once_there_are_others(quick, monkeypatch)
     assert found.timings[0].samples == 5
 
 
+def test_indices_lie_within_what_they_index_though_that_holds_integers_too(quick):
+    layouts = {0: ((1, 1), (1, 1), "int64"), 1: ((5,), (1,), "int64")}
+    call = Call(torch.ops.aten.index.Tensor, (Ref(0), [None, Ref(1)]), results=(2,))
+    found = time_calls([Entry(call, layouts, frozenset())], 0.0, 0.0)
+    assert not isinstance(found, FailedCall)
+
+
 def test_a_call_that_fails_says_which_and_why():
     found = time_calls([entry_of(torch.neg), entry_of(torch.linalg.inv)], 1.0, 0.0)
     assert isinstance(found, FailedCall)

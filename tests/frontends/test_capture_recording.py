@@ -181,7 +181,9 @@ def test_a_rule_stands_for_an_operator():
 
 def test_writing_over_what_was_given_is_an_error():
     mode, recording = recorded(lambda x, y: [x.add_(y)])
-    with pytest.raises(TracingError, match="writes over x in a way that cannot be made part of the graph"):
+    with pytest.raises(
+        TracingError, match="writes over x in a way that cannot be made part of the graph"
+    ):
         purified(recording, mode, NAMES)
 
 

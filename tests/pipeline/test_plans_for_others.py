@@ -10,7 +10,7 @@ from transformer_models import MODELS, Decoder, tokens
 
 import dovetail as dt
 from dovetail.errors import ExportError, FileFormatError, SplitModuleError, UsageError
-from dovetail.pipeline import planned, sharing, verify
+from dovetail.pipeline import planned, planning, sharing, verify
 from dovetail.plans import check
 
 BOX = "2 x p100 + haswell"
@@ -180,3 +180,12 @@ def test_training_steps_have_plans_for_formats_too():
         plan = dt.plan(step, BOX, format=format, objective="load", budget="300e")
         dt.export(plan, step, format)
         assert np.isfinite(plan.value)
+
+
+def test_weights_that_accelerate_leaves_on_a_host_that_is_no_device_have_no_price(
+    step, monkeypatch
+):
+    monkeypatch.setattr(planning, "accelerates_own", lambda *_: {"layers": 0, "head": "cpu"})
+    plan = dt.plan(step, "2 x p100", place={"": 1}, budget="20e")
+    assert plan.baselines["accelerate auto"] is None
+    assert plan.baselines["given map"] is not None

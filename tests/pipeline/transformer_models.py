@@ -81,6 +81,20 @@ class Tied(nn.Module):
         return self.head(torch.relu(self.middle(self.embedding(tokens))))
 
 
+class Indexed(nn.Module):
+    """The outermost module picks products of what children made by indices that it makes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x):
+        first, second = torch.tril_indices(3, 3, -1)
+        rows = torch.stack([x, self.a(x), self.b(x)], 1)
+        return self.out((rows @ rows.transpose(1, 2))[:, first, second])
+
+
 def tokens():
     return torch.arange(12).reshape(2, 6) % 32
 
@@ -89,6 +103,7 @@ MODELS = {
     "decoder": lambda: (Decoder(), tokens()),
     "net": lambda: (Net(), torch.ones(1, 3, 8, 8)),
     "scaled": lambda: (Scaled(), torch.ones(2, WIDTH)),
+    "indexed": lambda: (Indexed(), torch.ones(2, WIDTH)),
     "tied": lambda: (Tied(), tokens()),
     "lstm": lambda: (nn.LSTM(WIDTH, WIDTH, 2), torch.ones(3, 2, WIDTH)),
     "mlp": lambda: (

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,10 +24,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_bar() -> "Iterator[Progress]":
-    """A `pipeline.Progress` drawn on standard error; silent where that is not a terminal."""
+    """A `pipeline.Progress` drawn on standard error. Where that is not a terminal, a line for each
+    thing that is done, from the first second on: a quick command says nothing."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield from _progress_lines()
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
 
         def show(doing: str, fraction: float, best: float | None) -> None:
@@ -34,6 +40,37 @@ def progress_bar() -> "Iterator[Progress]":
             bar.update(task, description=shown, completed=fraction)
 
         yield show
+
+
+def _progress_lines() -> "Iterator[Progress]":
+    began, lock = time.perf_counter(), threading.Lock()
+    current, said = "", ""
+
+    def tell() -> None:
+        nonlocal said
+        with lock:
+            if current and current != said:
+                said = current
+                say(f"{time.perf_counter() - began:5.0f} s  {current}")
+
+    timer = threading.Timer(QUIET_SECONDS, tell)
+    timer.daemon = True
+
+    def show(doing: str, _fraction: float, _best: float | None) -> None:
+        nonlocal current
+        current = doing
+        if time.perf_counter() - began >= QUIET_SECONDS:
+            tell()
+
+    timer.start()
+    try:
+        yield show
+    finally:
+        timer.cancel()
+
+
+QUIET_SECONDS = 1.0
+"""How long a command works before it says what it is doing."""
 
 
 class Drawable(Protocol):

@@ -245,7 +245,7 @@ class _Hops:
 
 def _random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
     """Floats lie in [0.1, 1), so that no root or logarithm fails; integers may be indices, so they
-    stay below every length of the call's floating-point tensors."""
+    stay below every length of the call's floating-point tensors, or of all where it has none."""
     shape, strides, dtype_name = layout
     dtype: torch.dtype = getattr(torch, dtype_name)
     reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -253,7 +253,9 @@ def _random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         flat = torch.empty(extent).uniform_(0.1, 1.0).to(dtype)
     else:
-        lengths = [n for s, _, name in layouts.values() if "float" in name for n in s if n > 0]
+        indexed = [s for s, _, name in layouts.values() if "float" in name]
+        shapes = indexed or [s for s, _, _ in layouts.values()]
+        lengths = [n for sizes in shapes for n in sizes if n > 0]
         high = 2 if dtype == torch.bool else min(lengths, default=2)
         flat = torch.randint(0, high, (extent,)).to(dtype)
     return flat.as_strided(shape, strides)

@@ -312,6 +312,8 @@ class _Units:
                     found |= origins[maker]
                 else:
                     found.add(self._child_around(module, maker))
+            if not found:  # made of nothing, such as a range: it lives where inputs do
+                found.add(_INPUTS)
         return origins
 
     def _child_around(self, module: Module, op: int) -> str:

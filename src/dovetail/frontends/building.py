@@ -163,15 +163,20 @@ def _add_states(
     tensors: dict[str, list[int]] = {}
     if optimizer is None:
         return tensors
+    scalar = torch.empty((), dtype=torch.float32, device="meta")
+    strides_of: dict[Any, Any] = {}  # asking a fake tensor for one like it takes long
     for parameter in trace.gradients:
         like = builder.tensors[builder.source_of["parameter", parameter]].value
+        layout = tuple(like.shape), like.stride()
+        if layout not in strides_of:
+            strides_of[layout] = torch.empty_like(like).stride()
         tensors[parameter] = []
         for state in optimizer.states:
-            value = (
-                torch.empty((), dtype=torch.float32, device="meta")
-                if state.scalar
-                else torch.empty_like(like)
-            )
+            value = scalar
+            if not state.scalar:
+                value = torch.empty_strided(
+                    layout[0], strides_of[layout], dtype=like.dtype, device="meta"
+                )
             source = SourceValue("state", f"{parameter}/{state.name}", fill=state.fill)
             tensors[parameter].append(builder.source(source, value))
     return tensors

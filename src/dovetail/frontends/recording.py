@@ -19,7 +19,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from dovetail.frontends.fakes import is_fake
@@ -211,6 +215,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         mark = self.mark()
         if traits.is_pure:
             result = self.remembered(target, args, kwargs)
+        elif traits.is_view:
+            result = self.remembered_view(target, args, kwargs)
         else:
             result = target(*args, **kwargs)
         if traits.is_number:
@@ -250,9 +256,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
                 key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
             }
             return
+        if known is None:
+            return
         made = tensors_of(result)
         is_seed = func in (aten.lift_fresh.default, aten.arange.default, aten.arange.start)
-        if known is None or not made or not all(map(_may_be_known, made)):
+        if not made or not all(map(_may_be_known, made)):
             return
         if not is_seed and not tensors_of(args):
             return
@@ -280,6 +288,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             mode = values[0].fake_mode
             forms = [(mode, tuple(v.shape), v.stride(), v.dtype, v.device) for v in values]
             self.forms[target, key] = isinstance(result, tuple), forms
+        return result
+
+    def remembered_view(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same for an operator that returns a view of its first argument."""
+        whole = args[0]
+        form = _form((args, kwargs))
+        if form is None:
+            return target(*args, **kwargs)
+        key = target, (form, whole.storage_offset())
+        if key in self.forms:
+            mode, device, *place = self.forms[key][1]
+            with in_kernel_invocation_manager(mode):
+                view = aten.as_strided.default(whole, *place)
+            return FakeTensor(mode, view, device)
+        result = target(*args, **kwargs)
+        if result is not whole and _is_plain_fake(result):
+            where = tuple(result.shape), result.stride(), result.storage_offset()
+            if storage_of(result) == storage_of(whole) and result.dtype == whole.dtype:
+                self.forms[key] = False, [result.fake_mode, result.device, *where]
         return result
 
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -397,6 +424,7 @@ class _Traits(NamedTuple):
     is_mutable     it writes over some of its arguments
     is_factory     it takes a dtype and no tensor
     is_pure        it reads tensors, and returns new ones of which the shape follows from theirs
+    is_view        it returns a view of its first argument
     defaults       position and name of an argument -> its default, where it has one
     """
 
@@ -406,6 +434,7 @@ class _Traits(NamedTuple):
     is_mutable: bool
     is_factory: bool
     is_pure: bool
+    is_view: bool
     defaults: dict[int | str, Any]
 
 
@@ -429,7 +458,13 @@ def _traits(func: OpOverload) -> _Traits:
     pure = tensors and not (
         aliases or number or factory or torch.Tag.dynamic_output_shape in func.tags
     )
-    return _Traits(composite, number, is_random(func), schema.is_mutable, factory, pure, defaults)
+    aliased = [index for index, one in enumerate(schema.arguments) if one.alias_info is not None]
+    view = tensors and len(schema.returns) == 1 and aliased == [0] and not schema.is_mutable
+    if func is aten._unsafe_view.default:  # its schema does not say that it is one
+        pure, view = False, True
+    return _Traits(
+        composite, number, is_random(func), schema.is_mutable, factory, pure, view, defaults
+    )
 
 
 def _drawn_from() -> bytes:

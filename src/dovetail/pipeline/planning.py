@@ -340,7 +340,9 @@ def _others(
     own = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
     if own is None:
         return rows
-    if "disk" in own.values():
+    # Weights that it leaves on the CPU need a CPU among the devices to be priced.
+    streamed = "cpu" in own.values() and all(d.kind != "cpu" for d in pricing.machine.devices)
+    if streamed or "disk" in own.values():
         return rows | {ACCELERATE: None}
     return rows | priced(ACCELERATE, own, step, pricing)
 
