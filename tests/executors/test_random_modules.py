@@ -102,6 +102,12 @@ RIGHT = (
     "sgd float64 train 1: seq(product, recomputed-module, recomputed-by-hand)",
     "sgd float64 train 1: seq(product, cache-filled, stored-output)",
     "adam float32 forward 1: seq(batch-norm, dropout, memory-rolled, late-buffer)",
+    "sgd float64 train 1: seq(unbound, checkpoint-closure-reentrant(buffer-in-closure))",
+    "sgd float64 train 1: seq(checkpoint-arguments(bound-argument), backward-hook-reading)",
+    "sgd float64 train 1: checkpoint-whole(gradient-inside, bound-argument)",
+    "sgd float64 train 1: seq(windows, checkpoint-loop-reentrant(checkpoint-loop(mha)))",
+    "sgd float64 train 1: seq(product, checkpoint-reentrant(checkpoint(parameter-in-closure)))",
+    "adam float64 train 131908: checkpoint-closure(running-mean-in-place, drawn-mask)",
 )
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from dovetail.errors import ExportError
 from dovetail.exports import device_map
+from dovetail.frontends import SGD, capture
 
 
 def last_two_on_the_second(module, _name):
@@ -21,6 +22,21 @@ def test_whole_modules_stand_for_what_is_within_and_split_ones_for_their_childre
     }  # fmt: skip
     assert list(found) == ["embedding", *(f"blocks.{i}" for i in range(4)), "head"]
     check_device_map(module, found)
+
+
+def test_a_submodule_called_loss_is_a_module_and_a_captured_loss_is_none():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.loss = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.loss(self.a(x))
+
+    step = capture(Named(), torch.randn(2, 4), loss=lambda out: out.square().mean(), train=SGD())
+    assert {module for module in step.graph.modules} >= {"a", "loss", "(loss)"}
+    found = device_map(plan_of(step, lambda module, _: int(module != "a")), step.graph)
+    assert found == {"a": 0, "loss": 1}
 
 
 def test_a_plan_on_one_device_is_one_entry():

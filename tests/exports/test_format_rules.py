@@ -10,7 +10,7 @@ import dovetail as dt
 from dovetail.errors import UsageError
 from dovetail.exports import device_map, split_points
 from dovetail.exports.rules import rules_for
-from dovetail.graph import colocate
+from dovetail.graph import LOSS_MODULE, colocate
 from dovetail.graph.units import matched_modules
 from dovetail.machine import parse_machine
 from dovetail.plans import normalise
@@ -86,6 +86,6 @@ def test_no_stage_begins_at_the_loss():
     )
     graph = step.graph
     rules = rules_for("split-points", graph, MACHINE)
-    loss = [op for op, module in enumerate(graph.modules) if module == "loss"]
+    loss = [op for op, module in enumerate(graph.modules) if module == LOSS_MODULE]
     assert loss
     assert set(rules.chain[loss].tolist()) == {int(rules.chain.max())}

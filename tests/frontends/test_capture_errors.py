@@ -1,5 +1,6 @@
 import sys
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -95,10 +96,16 @@ def test_wrong_inputs_are_an_error(inputs, message):
     assert message in str(raised.value)
 
 
+@dataclass
+class Labels:
+    labels: torch.Tensor
+
+
+@pytest.mark.parametrize("targets", [torch.randn(2, 3), Labels(torch.randn(2, 3))])
 @pytest.mark.parametrize("train", [None, SGD()])
-def test_targets_without_a_loss_are_an_error(train):
+def test_targets_without_a_loss_are_an_error(train, targets):
     with pytest.raises(ModelError, match="targets are given, but no loss"):
-        capture(Wrapped(torch.sum), torch.randn(2, 3), targets=torch.randn(2, 3), train=train)
+        capture(Wrapped(torch.sum), torch.randn(2, 3), targets=targets, train=train)
 
 
 def test_a_module_without_trainable_parameters_cannot_be_trained():

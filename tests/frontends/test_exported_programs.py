@@ -57,6 +57,17 @@ def test_an_exported_program_computes_what_its_module_did(saved):
     assert {name for name, _ in loaded.named_parameters()} == dict(module.named_parameters()).keys()
 
 
+def test_an_argument_may_have_the_name_of_a_field(tmp_path):
+    class Compared(nn.Module):
+        def forward(self, x, target):
+            return (x - target).abs()
+
+    exported = torch.export.export(Compared(), (torch.ones(3), torch.zeros(3)))
+    torch.export.save(exported, tmp_path / "compared.pt2")
+    module, args, _ = load_exported(str(tmp_path / "compared.pt2"))
+    assert torch.equal(module(*args), torch.ones(3))
+
+
 def test_a_rewritten_archive_that_says_the_same_is_loaded(saved, tmp_path):
     assert load_exported(rewritten(saved[1], tmp_path / "same.pt2", lambda program: None))
 

@@ -1,17 +1,10 @@
 """Models of transformers as they are by default."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from dovetail.frontends.transformers_models import (
-    batched_experts,
-    unsplit_classes,
-    unwrap,
-    whole_modules,
-)
+from dovetail.frontends.transformers_models import batched_experts, unwrap
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
@@ -66,14 +59,6 @@ def test_experts_that_are_batched_already_need_no_note(mixture):
 def test_a_model_without_experts_needs_no_note():
     with batched_experts(nn.Linear(2, 2)) as notes:
         assert notes == ()
-
-
-def test_layers_that_transformers_keeps_whole_are_named(mixture):
-    assert "MixtralDecoderLayer" in unsplit_classes(mixture)
-    assert whole_modules(mixture) == ("model.layers.0", "model.layers.1")
-    assert whole_modules(nn.Sequential(nn.Linear(2, 2))) == ()
-    outer = nn.ModuleDict({"inner": copy.deepcopy(mixture)})
-    assert whole_modules(outer) == ("inner.model.layers.0", "inner.model.layers.1")
 
 
 def test_the_module_inside_of_data_parallel_is_what_counts():

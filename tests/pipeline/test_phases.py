@@ -2,6 +2,7 @@
 
 import copy
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -308,3 +309,19 @@ def test_the_command_refuses_in_one_line(dovetail, monkeypatch, options, message
     status, _, said = dovetail("plan", "test_phases:two_phases", "--machine", CARDS, *options)
     assert status == 2
     assert message in " ".join(said.split())
+
+
+def test_an_interrupt_while_blocks_move_keeps_the_best_so_far(steps, monkeypatch):
+    real, calls = phases_module._Joint.evaluate, []
+
+    def evaluate(joint, maps):
+        calls.append(len(maps))
+        if len(calls) == 2:  # the first is of the starts, this one of moves
+            signal.raise_signal(signal.SIGINT)
+        return real(joint, maps)
+
+    monkeypatch.setattr(phases_module._Joint, "evaluate", evaluate)
+    found = dt.plan_phases(steps, CARDS, budget="400e")
+    assert len(calls) >= 2
+    assert found.interrupted
+    assert found.value > 0

@@ -10,6 +10,7 @@ from transformer_models import MODELS, Decoder, tokens
 
 import dovetail as dt
 from dovetail.errors import ExportError, FileFormatError, SplitModuleError, UsageError
+from dovetail.exports import DeviceMap
 from dovetail.pipeline import planned, planning, sharing, verify
 from dovetail.plans import check
 
@@ -129,6 +130,21 @@ def test_somebody_elses_map_is_a_row_and_one_with_a_cpu_is_two(step, tmp_path):
     alone = dt.plan(step, "p100", placer="single", budget="1e")
     assert everything.baselines["given map"] == pytest.approx(alone.value, rel=1e-9)
     assert "given map by accelerate" not in everything.baselines
+
+
+def test_a_map_whose_main_device_is_the_cpu_is_computed_there(step, tmp_path):
+    place = {"embedding": 0, "rotary": 0, "layers": 0, "layers.3": "cpu", "head": 0}
+    rows = {}
+    for main in ("cpu", 0, None):
+        raw = {"device_map": place} if main is None else {"device_map": place, "main_device": main}
+        (tmp_path / "map.json").write_text(json.dumps(raw))
+        found = dt.plan(step, BOX, place=tmp_path / "map.json", placer="single", budget="1e")
+        rows[main] = {k: v for k, v in found.baselines.items() if k.startswith("map.json")}
+    assert list(rows["cpu"]) == ["map.json"]
+    assert list(rows[0]) == ["map.json", "map.json by accelerate"]
+    assert rows[0] == rows[None]
+    with pytest.raises(UsageError, match="'main_device' is on 'cuda:9'"):
+        dt.plan(step, BOX, place=DeviceMap(place, "cuda:9"), placer="single", budget="1e")
 
 
 def test_streamed_weights_cost_at_least_their_bytes_over_the_link(step):

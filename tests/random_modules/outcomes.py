@@ -242,7 +242,9 @@ class Replay(TorchDispatchMode):
     """Lets random ops return what was noted, in order; those of the backward pass apart.
 
     Where the state of torch's generator is one that was met before, checkpointing has restored it
-    to compute something again, and the same is returned again.
+    to compute something again, and the same is returned again; unless it is drawn by probabilities
+    that have changed since, as buffers may that are written each time: then it is what the captured
+    step drew anew.
     """
 
     def __init__(self, forward, backward):
@@ -254,29 +256,39 @@ class Replay(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not _is_random(func):
             return func(*args, **kwargs or {})
+        mutable = func._schema.is_mutable
         generator = (kwargs or {}).get("generator")
         state = torch.get_rng_state() if generator is None else generator.get_state()
         state = state.numpy().tobytes()
         probe = func(*args, **kwargs or {})  # also moves the generator on
         if not isinstance(probe, Tensor):
             return probe
-        value = self._value(state, _base(func), probe)
+        by = args[0].clone() if _base(func) == "aten.bernoulli" and not mutable else None
+        value = self._value(state, _base(func), probe, by)
         if value is None:
             return probe
-        return args[0].copy_(value) if func._schema.is_mutable else value.clone()
+        return args[0].copy_(value) if mutable else value.clone()
 
-    def _value(self, state, base, probe):
+    def _value(self, state, base, probe, by):
+        """What to return; `by`: the probabilities that it is drawn by, if they are a tensor."""
         queue = self.queues[self.backward]
         head = queue[0] if queue else None
         if state in self.of_state:
-            value = self.of_state[state]
+            value, before = self.of_state[state]
+            if (
+                self.backward
+                and head is not None
+                and by is not None
+                and not torch.equal(by, before)
+            ):
+                return queue.popleft()[1]
             if self.backward and head is not None and torch.equal(head[1], value):
                 queue.popleft()  # the captured step computed it again, too
             return value
         if head is None or head[0] != base or head[1].shape != probe.shape:
             return None  # nobody reads it, so that the captured step does not have it
-        self.of_state[state] = queue.popleft()[1]
-        return self.of_state[state]
+        self.of_state[state] = queue.popleft()[1], by
+        return self.of_state[state][0]
 
 
 def _is_random(func):

@@ -43,8 +43,8 @@ from dovetail.plans import Plan
 
 FORMAT = "a device_map"
 LARGEST_WHOLE = 1 / 4
-"""Share of the forward FLOPs and bytes up to which a module is kept whole because its own ops join
-what is made at several places; of a larger one these places stay together instead."""
+"""A module whose own ops join outputs of several children is kept whole if it has at most this
+share of the forward FLOPs and bytes. In a larger one those children are put on one device."""
 Name = int | str
 Home = TypeVar("Home")
 

@@ -14,7 +14,8 @@ What is done, and where it differs from `accelerate.dispatch_model`:
 * Modules on the CPU are computed on the CPU. accelerate copies their weights to an accelerator at
   every forward, unless it is told that its main device is the CPU.
 * A tied tensor lives with the first module that has it. Modules on another device get a copy at
-  every forward, through which gradients flow back: in training it stays one parameter.
+  every forward, through which gradients flow back: in training it stays one parameter. Such a
+  model serves one forward at a time.
 * An op that a split module runs itself, between the calls of its children, runs where its inputs
   are.
 """
@@ -155,7 +156,8 @@ def _home(path: str, homes: Mapping[str, "torch.device"]) -> "torch.device | Non
 
 
 def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> None:
-    """Raise `UsageError` for what the model does not have, and for one module on two devices."""
+    """Raise `UsageError` for a path that the model does not have, and `ExportError` for one module
+    under two paths on two devices."""
     first: dict[int, str] = {}
     known = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -324,7 +326,7 @@ class _Sent:
     copies: dict[tuple[int, "torch.device", bool], tuple["Tensor", int, "Tensor"]]
 
 
-# Per thread: a model may serve several at a time.
+# Per thread and per nested call.
 _SENT: ContextVar[_Sent | None] = ContextVar("dovetail_sent", default=None)
 
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dovetail.errors import ExportError
-from dovetail.graph import Graph, Phase
+from dovetail.graph import LOSS_MODULE, Graph, Phase
 from dovetail.graph.duplicates import origins_in
 from dovetail.graph.towers import tower_count
 from dovetail.plans import Plan, planned_graph
 
 HELD = ("parameter", "buffer")
-LOSS = "loss"
-"""The path that capturing gives to the ops of the loss (`frontends.tracing.LOSS_MODULE`)."""
 
 
 @dataclass
@@ -82,7 +80,7 @@ def forward_ops(graph: Graph) -> list[int]:
 def placed_ops(graph: Graph) -> list[int]:
     """Forward ops that the model itself runs, in order. A captured loss is not a module of it."""
     trained = bool((graph.phases == Phase.BACKWARD).any())
-    return [op for op in forward_ops(graph) if not (trained and graph.modules[op] == LOSS)]
+    return [op for op in forward_ops(graph) if not (trained and graph.modules[op] == LOSS_MODULE)]
 
 
 def _find(top: Module, path: str) -> Module:

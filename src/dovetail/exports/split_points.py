@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import ExportError
-from dovetail.exports.modules import LOSS, check_one_replica, forward_ops, module_tree
-from dovetail.graph import Graph, Phase
+from dovetail.exports.modules import check_one_replica, forward_ops, module_tree
+from dovetail.graph import LOSS_MODULE, Graph, Phase
 from dovetail.graph.units import Units, units_of
 from dovetail.plans import Plan, planned_graph
 
@@ -104,7 +104,9 @@ def stage_units(graph: Graph, whole: Sequence[str]) -> Units:
     cut = np.array([op in begins for op in ops], dtype=bool)
     cut[:1] = False
     if (graph.phases == Phase.BACKWARD).any():
-        cut &= np.array([graph.modules[op] != LOSS for op in ops])  # it is no module of the model
+        cut &= np.array(
+            [graph.modules[op] != LOSS_MODULE for op in ops]
+        )  # it is no module of the model
     within = units_of(graph, whole).of_op[ops]
     for unit in np.unique(within[within >= 0]).tolist():
         places = np.flatnonzero(within == unit)

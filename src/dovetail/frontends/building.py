@@ -275,11 +275,11 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
     for parameter, gradient in gradients.items():
         like = builder.tensors[gradient].value
         flat = torch.empty(like.shape, dtype=like.dtype, device="meta")
-        unscaled, finite = _add_plain(
+        unscaled, not_finite = _add_plain(
             builder, f"{parameter}/unscale", unscale, [gradient, scale], [flat, flag]
         )
         gradients[parameter] = unscaled
-        flags.append(finite)
+        flags.append(not_finite)
     (found,) = _add_plain(builder, "scaler/any_found", any_found, flags, [flag])
     tracker_value = torch.empty((), dtype=torch.int32, device="meta")
     tracker = builder.source(SourceValue("state", TRACKER, fill=0.0), tracker_value)

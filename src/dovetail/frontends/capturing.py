@@ -45,9 +45,10 @@ def capture(
     tensors' shapes. Runs the model once on fake tensors, in the training or evaluation mode it is
     in; its weights, real or fake, are neither read nor changed, nor are its attributes.
 
-    `loss(output, *targets)` is a scalar; `targets` is a tensor, or a tuple or list of what the loss
-    takes. Without a loss the output is, or its `loss` where it has one, as models of transformers
-    do when they are given labels. Parameters that do not require gradients stay as they are.
+    `loss(output, *targets)` is a scalar; `targets` is a tensor, one structure of tensors, or a
+    tuple or list of what the loss takes. Without a loss the output is, or its `loss` where it has
+    one, as models of transformers do when they are given labels. Parameters that do not require
+    gradients stay as they are.
 
     `scaler` scales the loss as `torch.amp.GradScaler` does: a step with gradients that are not
     finite updates nothing. Captured under `torch.autocast`, forward and loss compute under it, and
@@ -57,7 +58,7 @@ def capture(
     A Keras 3 model on torch counts as its module in `keras_models`, in training mode with `train`.
 
     Raises `ModelError` for arguments that do not fit, `CaptureError` for what has no graph. About
-    0.6 ms per op, twice that where the model writes in place.
+    0.6 ms per op, twice that where the model writes in place (`benchmarks/capture`).
     """
     return capture_call(model, args, kwargs, loss=loss, targets=targets, train=train, scaler=scaler)
 
@@ -178,7 +179,7 @@ def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:
 def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> None:
     if loss is not None and not callable(loss):
         raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
-    given = isinstance(targets, Tensor) or (targets is not None and len(targets) > 0)
+    given = targets is not None and not (isinstance(targets, (tuple, list)) and not targets)
     if given and loss is None:
         raise ModelError(
             name, "targets are given, but no loss to compare with them; give loss(output, *targets)"

@@ -281,7 +281,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return tuple(made) if form[0] else made[0]
         result = target(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
-        # Some share memory with an argument though their schema does not say so (_unsafe_view).
+        # One may share memory with an argument though its schema does not say so: no new tensor.
         given = {storage_of(value) for value in tensors_of((args, kwargs))} - {0}
         apart = not any(storage_of(value) in given for value in values)
         if key is not None and apart and all(map(_is_plain_fake, values)):

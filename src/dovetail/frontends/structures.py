@@ -139,7 +139,7 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     try:
-        return bool(one == other) or not hasattr(one, "__eq__")
+        return bool(one == other)
     except Exception:  # what compares to something that is no truth value
         return False
 
@@ -185,7 +185,8 @@ def is_plain_object(tree: Any) -> bool:
 
 
 class _Substitution:
-    """One walk through a structure. `depth` ends what refers to itself."""
+    """One walk through a structure; `inside` holds the objects around the current one, so that one
+    which contains itself ends the walk."""
 
     def __init__(self, leaf: type | tuple[type, ...], replace: Callable[[Any, Path], Any]) -> None:
         self.leaf = leaf

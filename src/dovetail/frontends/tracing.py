@@ -14,9 +14,9 @@ graph: it would be stale from the second step on. Four things see to it:
 * where a step changes attributes of a module, a second step is traced and must be the same graph.
 
 Written against torch 2.13. `OpOverload`, `FakeTensorMode`, `TorchDispatchMode` and
-`torch.utils._pytree` are private by name only and used wherever they are needed; the rest of
-torch's private names stands here and in `recording`, but for an operator's `_op` in `binding` and a
-storage's `_cdata` in `building`.
+`torch.utils._pytree` are private by name only and used wherever they are needed. Other private
+names of torch: here, and in `recording`, `purifying`, `scaling`, `exported_programs`, `capturing`,
+`binding`, `building` and `exports.dispatch`.
 """
 
 import contextlib
@@ -55,10 +55,9 @@ from dovetail.frontends.recording import (
 )
 from dovetail.frontends.scaling import SCALE
 from dovetail.frontends.structures import Slot, fill, flatten
-from dovetail.graph import Phase
+from dovetail.graph import LOSS_MODULE, Phase
 
 aten = torch.ops.aten
-LOSS_MODULE = "loss"
 NO_SEQUENCE = -2
 
 
@@ -108,7 +107,8 @@ class Trace:
     constants   get_attr node -> its value
     origins     of every call node
     results     structure of nodes: the loss (training) or the model's output
-    follow_from_constants   what the model computed from nothing else, and so may keep for long
+    follow_from_constants   values computed from constants alone; the model may cache them beyond
+                            this capture
     draws       random call node -> the call node whose numbers it draws (again): itself, but where
                 a checkpoint computes something anew
     gradients   parameter -> node; parameters that the loss does not reach are absent
@@ -399,6 +399,9 @@ def _loss(request: Request, output: Any, targets: list[Tensor]) -> Any:
     return loss
 
 
+_BACKWARD = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+
+
 class _Twins(TorchFunctionMode):
     """Puts the fake twin in the place of a parameter or buffer that is not read from its module,
     but from a closure, a list, or an attribute that holds the same tensor.
@@ -413,6 +416,8 @@ class _Twins(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _BACKWARD:
+            return self._run_backward(func, args, kwargs or {})
         if func == _SET_DATA:
             return self._set_data(self._of(args[0]), self._of(args[1]))
         rule = _PACKING.get(getattr(func, "__name__", ""))
@@ -423,6 +428,21 @@ class _Twins(TorchFunctionMode):
         if kwargs and any(map(self._reads_original, kwargs.values())):
             kwargs = {key: self._of(value) for key, value in kwargs.items()}
         return func(*args, **(kwargs or {}))
+
+    def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A backward pass within the step (a reentrant checkpoint's, a penalty on gradients). torch
+        switches this mode off for its functions, but what it computes anew needs it."""
+
+        def run(*given: Any, **options: Any) -> Any:
+            with self:
+                return _engine_run_backward(*given, **options)
+
+        before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        try:
+            return func(*self._of(args), **{key: self._of(value) for key, value in kwargs.items()})
+        finally:
+            torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
     def _set_data(self, target: Tensor, value: Tensor) -> None:
         """`target.data = value` of a parameter or buffer of the same form, as a write in place."""
@@ -598,7 +618,10 @@ def _gradients(
             # A reentrant checkpoint calls `backward` itself and refuses `torch.autograd.grad`.
             before = [(other, other.grad) for other in others]
             try:
-                torch.autograd.backward(loss)
+                _engine_run_backward(
+                    (loss,), (torch.ones_like(loss),), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True,
+                )  # fmt: skip
             finally:
                 for other, gradient in before:
                     other.grad = gradient

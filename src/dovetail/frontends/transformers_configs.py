@@ -11,7 +11,6 @@ https://huggingface.co/NAME/blob/main/config.json; what it leaves out is the cla
 
 import difflib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -87,7 +86,6 @@ def load_transformers(model: str) -> TransformersModel:
     """
     name, _, query = model.removeprefix(PREFIX).partition("?")
     options = _parse(model, query)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
     try:
         import transformers
     except ImportError as error:
@@ -103,7 +101,7 @@ def load_transformers(model: str) -> TransformersModel:
         )
     task = TASKS[kind]
     auto = getattr(transformers, task.auto)
-    dtype = _dtype(config, options)
+    dtype = getattr(torch, options.dtype) if options.dtype else dtype_of(config)
     options = _with_tokens(model, config, options)
     if type(config) not in auto._model_mapping:
         suited = ", ".join(known) if (known := _suited(config)) else "none that is known here"
@@ -210,12 +208,19 @@ def _unknown(name: str, kinds: list[str]) -> str:
     )
 
 
-def _dtype(config: Any, options: Options) -> torch.dtype:
-    if options.dtype:
-        dtype: torch.dtype = getattr(torch, options.dtype)
-        return dtype
+def dtype_of(config: Any) -> torch.dtype:
+    """The dtype that a configuration names; float32 where it names none."""
     given = getattr(config, "dtype", None)
     return given if isinstance(given, torch.dtype) else torch.float32
+
+
+def positions_of(config: Any) -> int | None:
+    """Tokens that a model of this configuration has positions for; None where they have no end."""
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_target_positions", None) or getattr(
+        text, "max_position_embeddings", None
+    )
+    return most if isinstance(most, int) and most > 0 else None
 
 
 def _task_of(model: str, config: Any) -> str:
@@ -250,11 +255,8 @@ def _suited(config: Any) -> list[str]:
 
 def _with_tokens(model: str, config: Any, options: Options) -> Options:
     """The options with a number of tokens that the model has positions for."""
-    text = config.get_text_config(decoder=True)
-    most = getattr(text, "max_target_positions", None) or getattr(
-        text, "max_position_embeddings", None
-    )
-    if not isinstance(most, int) or most < 1:  # positions without a table have no end
+    most = positions_of(config)
+    if most is None:
         most = options.tokens or 512
     elif options.phase:
         most -= 1  # for the token that is decoded

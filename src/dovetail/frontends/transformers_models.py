@@ -54,23 +54,3 @@ def batched_experts(model: nn.Module) -> Iterator[tuple[str, ...]]:
     finally:
         for config, name in before:
             config._experts_implementation = name
-
-
-def unsplit_classes(model: nn.Module) -> frozenset[str]:
-    """Names of the classes that transformers would keep whole: `_no_split_modules` of the model and
-    of all within it; empty for other modules."""
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return frozenset(names)
-
-
-def whole_modules(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the modules of those classes, in the model's order, outermost only."""
-    classes = unsplit_classes(model)
-    paths: list[str] = []
-    for path, module in model.named_modules() if classes else ():
-        inside = any(path.startswith(f"{outer}.") for outer in paths)
-        if path and not inside and type(module).__name__ in classes:
-            paths.append(path)
-    return tuple(paths)

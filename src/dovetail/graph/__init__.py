@@ -2,13 +2,14 @@
 
 from dovetail.graph.files import load_graph, save_graph
 from dovetail.graph.grouping import Groups, colocate, group
-from dovetail.graph.records import EVERYWHERE, HOST, Graph, Phase
+from dovetail.graph.records import EVERYWHERE, HOST, LOSS_MODULE, Graph, Phase
 from dovetail.graph.replicate import Replicated, replicate
 from dovetail.graph.synthetic import layered
 
 __all__ = [
     "EVERYWHERE",
     "HOST",
+    "LOSS_MODULE",
     "Graph",
     "Groups",
     "Phase",

@@ -37,8 +37,8 @@ class Duplicated:
     origins         [ops] the op that each is, or copies
     copy_of         [ops] which of the `Copies` it is of; -1: none
     origin_tensors  [tensors] the tensor that each is, or copies
-    tensors         [1 + copies, tensors of the graph without copies] what others see in its place
-                    (row 0), and what those see that read the i-th copies (row i + 1)
+    tensors         [1 + copies, tensors of the graph without copies] row 0: the tensor's new
+                    index; row i + 1: the index that readers of the i-th copies use instead
     """
 
     graph: Graph

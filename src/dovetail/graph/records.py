@@ -35,6 +35,8 @@ HOST = -1
 """`residences` of a source that starts on the host: an input."""
 EVERYWHERE = -2
 """`residences` of a source that is resident wherever it is read."""
+LOSS_MODULE = "(loss)"
+"""Module path of the ops of a captured loss; the brackets tell it from a submodule named loss."""
 
 
 class Phase(IntEnum):

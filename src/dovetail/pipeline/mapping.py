@@ -17,6 +17,7 @@ from dovetail.exports import DeviceMap
 from dovetail.exports import device_map as map_of_plan
 from dovetail.frontends import Captured
 from dovetail.frontends.capturing import capture_call
+from dovetail.frontends.transformers_configs import dtype_of, positions_of
 from dovetail.graph import Graph
 from dovetail.machine import Machine
 from dovetail.pipeline.planning import plan as find_plan
@@ -103,11 +104,10 @@ def _built(config: Any) -> Any:
             f"is a {type(config).__name__}; give a module, a configuration of transformers, or a "
             "plan",
         )
-    dtype = getattr(config, "dtype", None) or torch.float32
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
     with torch.device("meta"):
-        return auto.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]  # theirs
+        return auto.from_config(config, dtype=dtype_of(config)).eval()  # type: ignore[no-untyped-call]  # theirs
 
 
 def _tokens(module: Any, batch: int, context: int | None) -> dict[str, Any]:
@@ -120,7 +120,8 @@ def _tokens(module: Any, batch: int, context: int | None) -> dict[str, Any]:
             "inputs",
             f"{type(module).__name__} takes no input_ids; give its keyword arguments as inputs",
         )
-    positions = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    config = getattr(module, "config", None)
+    positions = positions_of(config) if hasattr(config, "get_text_config") else None
     if context is None:
         context = min(CONTEXT, positions or CONTEXT)
     if context < 1 or (positions is not None and context > positions):

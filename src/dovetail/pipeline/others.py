@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import FileFormatError, GraphMismatchError, UsageError
+from dovetail.exports import DeviceMap
 from dovetail.frontends import Captured
 from dovetail.graph import EVERYWHERE, Graph
 from dovetail.machine import Machine
@@ -26,7 +27,8 @@ from dovetail.plans import Placement, Plan, capacities_of, check_placement, load
 from dovetail.runtime.reading import read_json
 from dovetail.simulator import Simulator
 
-DeviceMap = Mapping[str, int | str]
+GivenMap = Mapping[str, int | str]
+"""Module or parameter path -> device; a `DeviceMap` says the main device as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,23 +57,24 @@ class Pricing:
 
 
 def read_place(path: str | Path) -> Plan | dict[str, int | str]:
-    """A plan of ours, or a device map: {module or parameter path: device}. Raises
-    `FileFormatError`."""
+    """A plan of ours, or a device map: {module or parameter path: device}, with its main device
+    where the file says it. Raises `FileFormatError`."""
     raw = read_json(path)
     if isinstance(raw, dict) and raw.get("format") == "dovetail.plan":
         return load_plan(path)
+    main = None
     if isinstance(raw, dict) and isinstance(raw.get("device_map"), dict):
-        raw = raw["device_map"]  # with accelerate's main_device beside it
+        main, raw = raw.get("main_device"), raw["device_map"]
     if not isinstance(raw, dict) or not all(
         isinstance(key, str) and isinstance(value, (int, str)) and not isinstance(value, bool)
         for key, value in raw.items()
     ):
         raise FileFormatError(str(path), "neither a plan nor a device map {module: device}")
-    return raw
+    return raw if main is None else DeviceMap(raw, main)
 
 
 def priced(
-    name: str, place: Plan | DeviceMap, step: Step, pricing: Pricing
+    name: str, place: Plan | GivenMap, step: Step, pricing: Pricing
 ) -> dict[str, float | None]:
     """Row -> value of somebody's placement. Raises `UsageError` for a device or module that is not
     there, and what `check_placement` raises."""
@@ -90,7 +93,7 @@ def priced(
     return rows
 
 
-def placement_of(place: DeviceMap, step: Step, machine: Machine) -> Placement:
+def placement_of(place: GivenMap, step: Step, machine: Machine) -> Placement:
     """[ops] The longest entry around an op's module counts. An op between modules that no entry is
     around runs where what it reads was made."""
     graph = graph_of(step)
@@ -110,7 +113,7 @@ def placement_of(place: DeviceMap, step: Step, machine: Machine) -> Placement:
             makers = graph.producers[graph.inputs_of(op)]
             made = found[makers][~graph.is_source[makers]]
             found[op] = made[0] if len(made) else -1
-    main = _main_device(place, devices)
+    main = _main_device(place, devices, machine)
     found[found < 0] = main
     _with_their_colocated(graph, found)
     return normalise(found, graph, machine)
@@ -154,7 +157,7 @@ def _device_of(path: str, name: int | str, machine: Machine) -> int:
     return gpus[int(number)]
 
 
-def _check_paths(place: DeviceMap, step: Step) -> None:
+def _check_paths(place: GivenMap, step: Step) -> None:
     """Raise `UsageError` for an entry that names no module, parameter or buffer of the network."""
     graph = graph_of(step)
     known = {"", *graph.names}
@@ -169,26 +172,29 @@ def _check_paths(place: DeviceMap, step: Step) -> None:
             raise UsageError("place", f"{path!r} is no module or parameter of this network")
 
 
-def _main_device(place: DeviceMap, devices: Mapping[str, int]) -> int:
-    """Where accelerate runs what is on "cpu" if nobody says: the first other device in the map."""
+def _main_device(place: GivenMap, devices: Mapping[str, int], machine: Machine) -> int:
+    """Where accelerate runs what is on "cpu": the map's main device, or else the first other device
+    in it."""
+    if isinstance(place, DeviceMap):
+        return _device_of("main_device", place.main_device, machine)
     others = [devices[path] for path, name in place.items() if str(name) != "cpu"]
     return others[0] if others else next(iter(devices.values()), 0)
 
 
 def as_accelerate_runs(
-    place: DeviceMap, placement: Placement, pricing: Pricing
+    place: GivenMap, placement: Placement, pricing: Pricing
 ) -> tuple[Pricing, Placement] | None:
     """(what to price it with, [ops]) of the map as accelerate runs a forward pass: what is on "cpu"
     runs on the main device, and before a module does, it waits for its weights to be copied there.
     None: nothing is on "cpu" beside an accelerator, or it is a training step, which accelerate does
-    not run so.
+    not run so, or the main device is the CPU, which then computes.
 
     A module's weights are counted once a step. They take no memory on the main device here, where
     accelerate holds those of one module at a time.
     """
     graph, machine = pricing.graph, pricing.machine
     devices = {path: _device_of(path, name, machine) for path, name in place.items()}
-    main = _main_device(place, devices)
+    main = _main_device(place, devices, machine)
     kinds = [device.kind for device in machine.devices]
     on_cpu = np.array([kinds[d] == "cpu" for d in placement.tolist()]) & ~graph.is_source
     if graph.training or kinds[main] != "gpu" or not on_cpu.any():

@@ -6,8 +6,8 @@
               cuda:0      cuda:1     cuda:1     one device for each module, and so its parameters
 
 Minimised is the weighted sum of the phases' predicted seconds. Placed are *blocks*: modules with
-parameters, together with those that some phase's groups tie to them. What holds no parameters is
-each phase's own matter.
+parameters, together with those that some phase's groups tie to them. Ops without
+parameters are placed by each phase for itself.
 
 Every phase is planned by itself, and its blocks are imposed on the others; so is each device for
 everything. From the best of these maps one block at a time moves while that helps. Then every phase
@@ -36,10 +36,10 @@ from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
 from dovetail.pipeline.opening import bound_of
 from dovetail.pipeline.planning import (
-    MIN_GAIN,
     check_request,
     fixed_ops,
     simulator_of,
+    smallest_gain,
     to_plan,
 )
 from dovetail.pipeline.sharing import with_copies
@@ -169,9 +169,7 @@ def plan_phases(  # noqa: PLR0913  all but two are keyword-only
         seed=seed,
         devices=[name for _, name in pins] + [name for name, _ in caps],
     )
-    gain = MIN_GAIN if min_gain is None else min_gain
-    if not 0 <= gain < 1:
-        raise UsageError("min_gain", f"is {gain}; use a share from 0 to below 1: .02 is 2 %")
+    gain = smallest_gain(next(iter(steps.values())), min_gain)
     began, limit, notes = time.perf_counter(), parse_budget(str(budget)), Notes()
     heaviest = max(steps, key=lambda name: counts[name])
     where = machine_of(steps[heaviest], machine, progress, notes)
@@ -258,7 +256,7 @@ class _Phase:
         return np.bincount(map_, weights=weights, minlength=devices).astype(np.int64)
 
     def evaluate(self, maps: Maps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[maps] bytes that lack, and seconds."""
+        """[maps] the bytes by which peaks exceed the capacities, and the seconds."""
         found = self.problem.evaluate(self.problem.spread(self.placements(maps)))
         peaks = found.peak_memory_bytes + np.stack([self.beside(one) for one in maps])
         over = np.maximum(peaks - self.problem.capacities, 0).sum(axis=1)
@@ -287,7 +285,7 @@ class _Joint:
     asked: _Asked
 
     def evaluate(self, maps: Maps) -> list[tuple[float, float]]:
-        """(bytes that lack, weighted seconds) of each; the smaller the better."""
+        """Of each map the bytes by which peaks exceed the capacities, and the weighted seconds."""
         scores = [phase.evaluate(maps) for phase in self.phases]
         lacking = np.sum([lacks for lacks, _ in scores], axis=0)
         seconds = sum(p.weight * s for p, (_, s) in zip(self.phases, scores, strict=True))
@@ -533,21 +531,23 @@ def _climbed(
     """The map that moves of one block lead to, the best of a batch at a time, until none helps."""
     budget = Budget(limit.seconds * CLIMB, limit.evaluations * CLIMB, limit.clock)
     best, improved = start, not limit.interrupted
-    while improved and not budget.exhausted:
-        improved = False
-        moves = [(b, d) for b in range(len(best)) for d in joint.running if joint.allowed[b, d]]
-        for at in range(0, len(moves), BATCH):
-            if budget.exhausted:
-                break
-            batch = np.array(moves[at : at + BATCH])
-            maps = np.repeat(best[None], len(batch), axis=0)
-            maps[np.arange(len(batch)), batch[:, 0]] = batch[:, 1]
-            scores = joint.evaluate(maps)
-            budget.charge(len(batch) * len(joint.phases))
-            first = min(range(len(batch)), key=lambda i: scores[i])
-            if scores[first] < score:
-                best, score, improved = maps[first], scores[first], True
-            progress("moving modules of all phases", budget.fraction, score[1])
+    with keeping_interrupts(budget):
+        while improved and not budget.exhausted:
+            improved = False
+            moves = [(b, d) for b in range(len(best)) for d in joint.running if joint.allowed[b, d]]
+            for at in range(0, len(moves), BATCH):
+                if budget.exhausted:
+                    break
+                batch = np.array(moves[at : at + BATCH])
+                maps = np.repeat(best[None], len(batch), axis=0)
+                maps[np.arange(len(batch)), batch[:, 0]] = batch[:, 1]
+                scores = joint.evaluate(maps)
+                budget.charge(len(batch) * len(joint.phases))
+                first = min(range(len(batch)), key=lambda i: scores[i])
+                if scores[first] < score:
+                    best, score, improved = maps[first], scores[first], True
+                progress("moving modules of all phases", budget.fraction, score[1])
+    limit.interrupted = limit.interrupted or budget.interrupted
     return best
 
 

@@ -49,6 +49,7 @@ from dovetail.plans import OBJECTIVES, Plan, Source, capacities_of, normalise
 from dovetail.simulator import LowerBound, Simulator
 
 MIN_GAIN = 0.02
+"""Share by which a plan on more devices must be better, where nobody says."""
 ACCELERATE = "accelerate auto"
 """Row of the device map that accelerate makes by itself."""
 WITH_POLICY = ("gdp", "gdp+search")
@@ -126,7 +127,7 @@ def plan(  # noqa: PLR0913  all but two are keyword-only
         whole=whole,
         format=format,
     )
-    gain = _min_gain(step, min_gain)
+    gain = smallest_gain(step, min_gain)
     theirs = read_place(place) if isinstance(place, (str, Path)) else place
     if method is None:
         check_policy(placer, policy, finetune, per_op)
@@ -367,7 +368,7 @@ def _of_search(progress: Progress) -> Callable[[float, float], None]:
     return lambda done, best: progress("planning", done, best if best < np.inf else None)
 
 
-def _min_gain(step: Step, given: float | None) -> float:
+def smallest_gain(step: Step, given: float | None) -> float:
     """The share that is meant. Raises `UsageError` for one that is none."""
     if given is None:
         return 0.0 if isinstance(step, Instance) else MIN_GAIN
@@ -412,19 +413,19 @@ def to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: Low
 
 
 def _or_all_cores(
-    step: Step, found: Plan, placer: str, kept_whole: Sequence[str], progress: Progress
+    step: Step, found: Plan, placer: str, whole: Sequence[str], progress: Progress
 ) -> Plan:
     """`found` with `here`, all cores as one device, among its baselines, None where that cannot
     be; or, where `auto` chose and it is faster, the plan for it."""
     try:
-        whole = plan(
+        all_cores = plan(
             step,
             HERE,
             placer="single",
             objective=found.objective,
             contiguous=found.contiguous,
             seed=found.seed,
-            whole=kept_whole,
+            whole=whole,
             format=found.made_for,
             model=found.source.model,
             progress=progress,
@@ -433,16 +434,16 @@ def _or_all_cores(
         return replace(found, baselines={**found.baselines, HERE: None})
     chosen = replace(
         found,
-        baselines={**found.baselines, HERE: whole.value},
-        interrupted=whole.interrupted,
+        baselines={**found.baselines, HERE: all_cores.value},
+        interrupted=all_cores.interrupted,
     )
     several = sum(map(bool, found.orders or ())) > 1
-    worth = whole.value * (1 - found.min_gain) if several else whole.value
+    worth = all_cores.value * (1 - found.min_gain) if several else all_cores.value
     if placer != "auto" or found.value <= worth:
         return chosen
-    weaker = min((found, whole), key=lambda one: one.lower_bound)  # it holds on both machines
+    weaker = min((found, all_cores), key=lambda one: one.lower_bound)  # it holds on both machines
     return replace(
-        whole,
+        all_cores,
         placer=HERE,
         baselines=chosen.baselines,
         found_seconds=found.found_seconds,

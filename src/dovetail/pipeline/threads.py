@@ -46,7 +46,7 @@ Rounds = Callable[[int], float]
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """seconds    of a step by number of threads, of those that were tried to the end
+    """seconds    of a step by number of threads, of all that were tried
     others_cores    that other programs used meanwhile
     """
 
@@ -55,7 +55,7 @@ class ThreadChoice:
     others_cores: float = 0.0
 
     def __str__(self) -> str:
-        """ "1 thread an op: a step was measured to take 0.41 ms, with 2 threads 1.1 ms"."""
+        """ "ops use 1 thread; a step was measured: 1 thread 410 us, with 2 threads 1.1 ms"."""
         parts = [
             f"{'with ' * (count != self.threads)}{_counted(count)} {format_seconds(seconds)}"
             for count, seconds in sorted(self.seconds.items())
@@ -132,7 +132,8 @@ def race(
     progress: Callable[[float], None],
     clock: Callable[[], float] = clock,
 ) -> dict[int, float]:
-    """threads -> median seconds over rounds in turn, of those worth more than one round."""
+    """threads -> median seconds of each candidate, over rounds in turn; one that is `_HOPELESS`
+    after the first round has that round alone."""
     began = clock()
     seconds: dict[int, list[float]] = {count: [rounds(count)] for count in candidates}
     best = min(first[0] for first in seconds.values())

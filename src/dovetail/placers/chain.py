@@ -183,7 +183,7 @@ def _walk_back(
 
 
 def _one_stage(problem: Problem, order: NDArray[np.int64]) -> _Stages:
-    """All on the device that may run most; so that something is said where nothing fits."""
+    """One stage on the device that may run most units: evaluating it names what does not fit."""
     return _Stages((), (int(problem.allowed[order].sum(axis=0).argmax()),))
 
 

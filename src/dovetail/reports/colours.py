@@ -56,14 +56,6 @@ def device_styles(count: int) -> str:
     )
 
 
-def least_distance(colours: tuple[str, ...]) -> float:
-    """The least distance of two of them in OKLab; black and white are 1 apart."""
-    spots = _oklab(_rgb(list(colours)))
-    apart = np.linalg.norm(spots[:, None] - spots[None], axis=2)
-    np.fill_diagonal(apart, np.inf)
-    return float(apart.min())
-
-
 def _grid(dark: bool) -> Floats:
     """[colours, 3] linear RGB of the grid's colours that a screen can show."""
     hues = np.arange(HUES) * 2 * np.pi / HUES

@@ -162,7 +162,6 @@ def pack_folds(folds: Folds, graph: Graph, plan: Placed) -> dict[str, Any]:
         "labels": list(folds.labels),
         "paths": list(folds.paths),
         "parents": folds.parents.tolist(),
-        "runs": list(folds.runs),
         "opened": list(folds.opened),
         "leaves": {
             "folds": folds.leaf_folds.tolist(),

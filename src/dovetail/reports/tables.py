@@ -111,14 +111,16 @@ def phases_table(
     for name, plan in plans.items():
         share = f"{100 * weights[name] * plan.value / total:.1f} %" if total else ""
         peaks = zip(plan.machine.device_names, plan.peak_memory_bytes, strict=True)
-        memory = ", ".join(f"{device} {format_bytes(peak)}" for device, peak in peaks if peak)
+        memory = ", ".join(
+            f"{escape(device)} {format_bytes(peak)}" for device, peak in peaks if peak
+        )
         value, times = format_value(plan, plan.value), f"{weights[name]:g}"
         phases.add_row(escape(name), value, times, share, memory)
     phases.add_row("all, weighted", format_seconds(total), "", "", "", style="bold")
     modules = _table("device", "modules with parameters", title="One placement for all phases")
     for device in dict.fromkeys(devices.values()):
         paths = [path or "(the model itself)" for path, where in devices.items() if where == device]
-        modules.add_row(device, escape(", ".join(paths)))
+        modules.add_row(escape(device), escape(", ".join(paths)))
     others = _table("placement", "weighted seconds", "against the plan", title="Placements tried")
     for name, seconds in candidates.items():
         if seconds is None:

@@ -44,8 +44,9 @@ class Neighbours:
         self._before = self._sample()
 
     def look(self) -> float | None:
-        """Cores that others kept busy since the last look, or since the beginning. None, and the
-        time goes on, where that is too short a time ago, or where the system does not say."""
+        """Cores that others kept busy since the last look, or since the beginning. None if the
+        last look was less than `WINDOW_SECONDS` ago (the next one then covers this time too), or if
+        the system does not report it."""
         if clock() - self._before[0] < WINDOW_SECONDS:
             return None
         now, before = self._sample(), self._before

@@ -5,10 +5,10 @@
 
 const FORWARD = 1;
 
-function foldTree({ labels, parents, runs, opened, leaves }) {
+function foldTree({ labels, parents, opened, leaves }) {
   const children = labels.map(() => []);
   parents.forEach((parent, fold) => { if (parent >= 0) children[parent].push(fold); });
-  const open = new Set(opened), isRun = new Set(runs);
+  const open = new Set(opened);
   const drawnIn = () => {
     const outer = parents.map(() => NONE);  // the outermost closed fold around each
     for (let fold = 0; fold < parents.length; fold++) {
@@ -23,7 +23,7 @@ function foldTree({ labels, parents, runs, opened, leaves }) {
     if (!open.delete(fold)) open.add(fold);
     return true;
   };
-  return { open, children, isRun, drawnIn, visible, toggle };
+  return { open, children, drawnIn, visible, toggle };
 }
 
 function foldedView(data, tree, modules) {
