@@ -95,6 +95,27 @@ class Indexed(nn.Module):
         return self.out((rows @ rows.transpose(1, 2))[:, first, second])
 
 
+class Weighed(nn.Module):
+    """A split module computes with its own parameter alone, then joins that with its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.share = nn.Parameter(torch.zeros(()))
+        self.inner.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.inner.forward = self.within
+        self.head = nn.Linear(WIDTH, 4)
+
+    def within(self, x):
+        y = x
+        for layer in self.inner.layers:
+            y = layer(y).relu()
+        return y + (1 + self.inner.share) * x
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
 def tokens():
     return torch.arange(12).reshape(2, 6) % 32
 
@@ -104,6 +125,7 @@ MODELS = {
     "net": lambda: (Net(), torch.ones(1, 3, 8, 8)),
     "scaled": lambda: (Scaled(), torch.ones(2, WIDTH)),
     "indexed": lambda: (Indexed(), torch.ones(2, WIDTH)),
+    "weighed": lambda: (Weighed(), torch.ones(2, WIDTH)),
     "tied": lambda: (Tied(), tokens()),
     "lstm": lambda: (nn.LSTM(WIDTH, WIDTH, 2), torch.ones(3, 2, WIDTH)),
     "mlp": lambda: (

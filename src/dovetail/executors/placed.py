@@ -34,6 +34,7 @@ from dovetail.executors.slots import distinct, tensor_at
 from dovetail.executors.timelines import progress_of, step_span, timeline_of
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import Workers
+from dovetail.frontends.fakes import is_fake
 from dovetail.frontends.interpret import example_values, held_values, source_value
 from dovetail.frontends.program import Captured, Ref
 from dovetail.frontends.structures import substitute
@@ -381,6 +382,9 @@ def _copy_into(slot: Tensor, tensor: Tensor, name: str) -> None:
 
 
 def _check_fits(slot: Tensor, tensor: Tensor, name: str) -> None:
+    if tensor.layout != torch.strided or is_fake(tensor):
+        kind = "sparse" if tensor.layout != torch.strided else "without numbers (meta or fake)"
+        raise UsageError(name, f"is {kind}; give a dense tensor")
     if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
         raise UsageError(
             name,

@@ -227,7 +227,7 @@ def home_of(path: str, found: Mapping[str, Home]) -> Home | None:
     return None
 
 
-_INPUTS, _OUTSIDE = "inputs", "outside"
+_INPUTS, _OUTSIDE, _OWN = "inputs", "outside", "own tensors"
 """Where a tensor comes from that an op between modules reads, other than a module's child."""
 
 
@@ -312,8 +312,10 @@ class _Units:
                     found |= origins[maker]
                 else:
                     found.add(self._child_around(module, maker))
-            if not found:  # made of nothing, such as a range: it lives where inputs do
-                found.add(_INPUTS)
+            if not found:  # what is made of nothing, such as a range, lives where inputs do
+                makers = self.graph.producers[self.graph.inputs_of(op)].tolist()
+                own = any(self.graph.kinds[maker] in HELD for maker in makers)
+                found.add(_OWN if own and module.path else _INPUTS)
         return origins
 
     def _child_around(self, module: Module, op: int) -> str:

@@ -8,15 +8,17 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from dovetail.frontends.structures import is_plain_object
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
-# What nn.Module keeps of itself. Parameters and buffers have their own rules, and hooks are the
-# user's; the tracing itself adds some.
-_OF_MODULE = frozenset(vars(nn.Module()))
+# What nn.Module keeps of itself, but for its mode.
+_OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
+"""Of these: its submodules, parameters, buffers and hooks."""
 # Where recurrent layers of torch list their parameters, anew in each step where they are others.
 _OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 _DEPTH = 3
@@ -33,7 +35,8 @@ class _Saved:
 
 
 class Attributes:
-    """The attributes of a module and its submodules, and what is in their containers."""
+    """The attributes of a module and its submodules, what is in their containers, and the tree that
+    they are: submodules, names of parameters and buffers, hooks, modes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.saved: list[_Saved] = []
@@ -41,6 +44,8 @@ class Attributes:
         for path, part in module.named_modules():
             inside = {k: v for k, v in vars(part).items() if k not in _OF_MODULE}
             self.saved.append(_Saved(path, part, inside))
+            for key in _TREE:
+                self.saved.append(_Saved(path, vars(part)[key], vars(part)[key].copy()))
             for key, value in inside.items():
                 self._save(f"{path}.{key}" if path else key, value, _DEPTH)
 
@@ -51,6 +56,10 @@ class Attributes:
             self.seen.add(id(value))
             self.saved.append(_Saved(name, value, value.copy()))
             inside: Any = value.items() if isinstance(value, dict) else enumerate(value)
+        elif isinstance(value, np.ndarray):
+            self.seen.add(id(value))
+            self.saved.append(_Saved(name, value, value.copy()))
+            return
         elif is_plain_object(value):
             self.seen.add(id(value))
             inside = dict(vars(value))
@@ -59,7 +68,7 @@ class Attributes:
         else:
             return
         for key, element in inside:
-            if isinstance(element, _CONTAINERS) or is_plain_object(element):
+            if isinstance(element, (*_CONTAINERS, np.ndarray)) or is_plain_object(element):
                 self._save(f"{name}.{key}", element, depth - 1)
 
     def changed(self) -> list[str]:
@@ -77,6 +86,8 @@ class Attributes:
                 for key in [k for k in vars(container) if k not in _OF_MODULE | content.keys()]:
                     vars(container).pop(key)
                 vars(container).update(content)
+            elif isinstance(container, np.ndarray):
+                container[...] = content
             elif isinstance(container, (list, deque)):
                 container.clear()
                 container.extend(content)
@@ -90,6 +101,9 @@ class Attributes:
 
 def _changed(saved: _Saved) -> list[str]:
     container, before = saved.container, saved.content
+    if isinstance(container, np.ndarray):
+        equal = container.shape == before.shape and container.tobytes() == before.tobytes()
+        return [] if equal else [saved.name]
     if isinstance(container, set):
         return [] if container == before else [saved.name]
     if isinstance(container, (list, deque)):

@@ -22,7 +22,7 @@ from dovetail.frontends.fakes import fake, fake_mode_of, is_fake
 from dovetail.frontends.keras_models import is_keras, keras_module
 from dovetail.frontends.optimizers import Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
-from dovetail.frontends.recording import TracingError
+from dovetail.frontends.recording import TracingError, memory_of
 from dovetail.frontends.scaling import GradScaler
 from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.frontends.transformers_models import batched_experts, unwrap
@@ -101,6 +101,7 @@ def capture_call(
         raise ModelError(name, "has no inputs; give at least one example tensor")
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     originals = {**parameters, **buffers}
+    _check_apart(name, parameters, buffers, signature)
     inputs, targets = signature.inputs, signature.targets if train else ()
     mode = fake_mode_of([*originals.values(), *inputs, *targets])
     request = Request(
@@ -127,6 +128,11 @@ def capture_call(
     except Exception as error:
         raise CaptureError(name, _advice(error), _location(error)) from error
     graph, program = build(name, traced, train, _aliases(model), scaler)
+    notes += tuple(
+        f"input {signature.names[index]} is written over by the model; a step leaves the tensor "
+        "that it is given as it is"
+        for index in traced.written_inputs
+    )
     made = [weakref.ref(value) for value in traced.follow_from_constants]
     if made:
         forget(traced)
@@ -172,6 +178,10 @@ def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:
                 raise ModelError(
                     name, f"{full} is no dense tensor; use .to_dense() or .dequantize()"
                 )
+    if train is not None and not isinstance(train, Optimizer):
+        raise ModelError(
+            name, f"train is a {type(train).__name__}; give dt.SGD, dt.RMSProp, dt.Adam or dt.AdamW"
+        )
     if train is not None and not any(p.requires_grad for p in model.parameters()):
         raise ModelError(name, "has no parameter that requires gradients; nothing can be trained")
 
@@ -200,6 +210,24 @@ def _check_scaler(
                 f"{key} is float16, whose gradients torch does not unscale either; keep parameters "
                 "in float32 and compute under torch.autocast",
             )
+
+
+def _check_apart(
+    name: str,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    signature: Signature,
+) -> None:
+    """Raise `ModelError` for an example that shares memory with a parameter or buffer: what a run
+    trains or writes is its own."""
+    own = {f"parameter {key}": value for key, value in parameters.items()}
+    own |= {f"buffer {key}": value for key, value in buffers.items()}
+    spans = [(memory_of(value), what) for what, value in own.items()]
+    for label, value in zip(signature.names, signature.inputs, strict=True):
+        begin, end = memory_of(value)
+        for (other_begin, other_end), what in spans:
+            if begin < other_end and other_begin < end:
+                raise ModelError(name, f"input {label} shares memory with {what}; give a clone")
 
 
 def _owners(

@@ -6,15 +6,18 @@ of it, so where a later call changes the layout of a value in place, the value s
 it; shapes are never symbolic; control flow that is itself an operator is refused.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
@@ -72,12 +75,44 @@ def record(
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
     torch.clear_autocast_cache()  # what it holds was cast outside of the graph
     try:
-        with recorder, torch.random.fork_rng(devices=[]):
+        with recorder, torch.random.fork_rng(devices=[]), _drawing_from_torch():
             results = function(*values)
     finally:
         torch.clear_autocast_cache()
     recorder.graph.output(recorder.argument(list(results)))
     return Recording(recorder.graph, recorder.constants, recorder.marks, recorder.draws)
+
+
+@contextlib.contextmanager
+def _drawing_from_torch() -> Iterator[None]:
+    """Raise `TracingError` if the block draws from other generators than torch's own, or seeds that
+    one: the graph would draw other numbers. They are put back where they were."""
+    python, numpy_ = random.getstate(), np.random.get_state()  # noqa: NPY002  the one in use
+    torch.manual_seed(_SEED)
+    try:
+        yield
+        if random.getstate() != python:
+            source = "Python's random"
+        elif str(np.random.get_state()) != str(numpy_):  # noqa: NPY002
+            source = "numpy.random"
+        elif torch.default_generator.initial_seed() != _SEED:
+            raise TracingError(
+                "the model sets torch's seed while it runs; a step draws by its own seed, so leave "
+                "it out, or give what is to stay the same as a buffer"
+            )
+        else:
+            return
+        raise TracingError(
+            f"the model draws from {source}, which would be drawn once for all steps; use torch's "
+            "random functions and torch.where, or give the number as an input"
+        )
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_)  # noqa: NPY002
+
+
+_SEED = 0x5EED_0F_D0E7A11
+"""Nobody else's seed."""
 
 
 class Outside:
@@ -212,6 +247,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         # What is lifted belongs to the graph's constants: what follows may write to a copy only.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
+        if traits.is_random and kwargs.get("generator") not in (None, torch.default_generator):
+            raise TracingError(
+                f"{func} draws from a generator of the model's own, where a graph has none; use "
+                "torch's default one"
+            )
         mark = self.mark()
         if traits.is_pure:
             result = self.remembered(target, args, kwargs)

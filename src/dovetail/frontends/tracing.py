@@ -23,8 +23,8 @@ import contextlib
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +111,7 @@ class Trace:
                             this capture
     draws       random call node -> the call node whose numbers it draws (again): itself, but where
                 a checkpoint computes something anew
+    written_inputs   numbers of the inputs that the model writes over
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or frozen parameter -> node of its new value
     """
@@ -124,6 +125,12 @@ class Trace:
     written: dict[str, fx.Node]
     draws: dict[fx.Node, fx.Node]
     follow_from_constants: list[Tensor]
+    written_inputs: tuple[int, ...] = ()
+
+
+TRACED_TWICE = 2000
+"""Calls up to which a second step is traced although no attribute changed: state may be in a
+closure, an iterator or a global variable as well. It takes a second or so."""
 
 
 def trace(request: Request) -> Trace:
@@ -146,11 +153,13 @@ def trace(request: Request) -> Trace:
     try:
         with request.mode, _quiet():
             first = one_step({})
-            if changed := attributes.changed():
-                lasting = 0 if request.training else len(request.parameters)
-                _check_repeats(first, one_step, changed, lasting)
+            changed = attributes.changed()
+            _check_held(request)
+            if changed or len(first.marks) <= TRACED_TWICE:
+                _check_repeats(first, one_step, changed, _lasting(request, first))
     finally:
         attributes.restore()
+    written_inputs = _written_inputs(request, first)
     constant = _follow_from_constants(first)
     values = [node.meta["val"] for node in constant]
     kept = [value for value in values if isinstance(value, Tensor) and is_fake(value)]
@@ -159,6 +168,7 @@ def trace(request: Request) -> Trace:
     names = [f"{role} {name}" for role, name in _roles(request)]
     second = purified(first, request.mode, names)
     traced = _clean(request, second, origins, layout, first.draws, kept)
+    traced = replace(traced, written_inputs=written_inputs)
     left = set(traced.graph.nodes)
     for node in recorded:
         if node not in left:
@@ -172,19 +182,36 @@ def forget(traced: Trace) -> None:
         node.meta.clear()
 
 
+def _check_held(request: Request) -> None:
+    """Raise `TracingError` if the step has made or removed a parameter or buffer."""
+    held = {*request.module.parameters(), *request.module.buffers()}
+    known = set(request.originals.values())
+    now = [*request.module.named_parameters(), *request.module.named_buffers()]
+    for name, value in now:
+        if value not in known:
+            raise TracingError(
+                f"{name} is made while the model runs; make it in __init__, or run the model once "
+                "before"
+            )
+    for name, value in request.originals.items():
+        if value not in held:
+            raise TracingError(f"{name} is removed while the model runs; keep its module")
+
+
 def _check_repeats(
     first: Recording,
     one_step: Callable[[Mapping[int, bool]], Recording],
     changed: list[str],
-    lasting: int,
+    lasting: set[fx.Node],
 ) -> None:
     """Raise `TracingError` unless the step that follows `first` computes the same.
 
     A model may keep what it computes among its attributes, as long as the next step does not read
     it (weight normalisation does so), or as it follows from constants alone (tables of rotary
-    embeddings, made when they are first needed), or from parameters that no step changes.
+    embeddings, made when they are first needed), or from what no step changes.
 
-    lasting   the first values given to the step, which last from step to step
+    changed   names of attributes that `first` changed
+    lasting   given values that are the same in every step
     """
     follows_from_constants = _follow_from_constants(first, lasting)
     node_of = {
@@ -197,15 +224,77 @@ def _check_repeats(
     of_first = numbers.of_results(first)
     numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
     if numbers.of_results(again) != of_first:
+        what = (
+            _listed(changed) or "what is in no module (a closure, an iterator, a global variable)"
+        )
         raise TracingError(
-            f"its next step is another one, as this one changes {_listed(changed)}; keep in "
-            "buffers, written in place, what goes from step to step"
+            f"its next step is another one, as this one changes {what}; keep in buffers, written "
+            "in place, what goes from step to step"
         )
 
 
-def _follow_from_constants(recording: Recording, lasting: int = 0) -> set[fx.Node]:
-    """Nodes whose values are the same in every step, as are the first `lasting` given ones."""
-    found = set(itertools.islice(recording.graph.nodes, lasting))
+def _lasting(request: Request, first: Recording) -> set[fx.Node]:
+    """The given values that no step changes: parameters in inference, and buffers that are neither
+    written over nor assigned."""
+    written, given = _written_storages(first), _placeholders(first)
+    (output,) = (node for node in first.graph.nodes if node.op == "output")
+    returned, count = set(output.all_input_nodes), len(request.parameters)
+    buffers = {
+        node
+        for node in given[count : count + len(request.buffers)]
+        if any(copy in returned for copy in _copies(node))
+        and all(storage_of(copy.meta["val"]) not in written for copy in _copies(node))
+    }
+    return buffers if request.training else buffers.union(given[:count])
+
+
+def _placeholders(recording: Recording) -> list[fx.Node]:
+    return [node for node in recording.graph.nodes if node.op == "placeholder"]
+
+
+def _copies(placeholder: fx.Node) -> list[fx.Node]:
+    """What a step begins with instead of the value that it is given."""
+    return [user for user in placeholder.users if user.target is aten.clone.default]
+
+
+def _written_storages(recording: Recording) -> set[int]:
+    """Identities of the memories that its ops write over."""
+    written: set[int] = set()
+    for node in recording.marks:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            for position, argument in enumerate(node.target._schema.arguments):
+                given = node.args[position] if position < len(node.args) else None
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                if is_written and isinstance(given, fx.Node):
+                    written.add(storage_of(given.meta["val"]))
+    return written
+
+
+def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
+    """Numbers of the inputs that the model writes over. Raises `TracingError` for one that shares
+    memory with another input, as their copies do not."""
+    written = _written_storages(first)
+    before = len(request.parameters) + len(request.buffers)
+    found = [
+        index
+        for index, node in enumerate(_placeholders(first)[before : before + len(request.inputs)])
+        if any(storage_of(copy.meta["val"]) in written for copy in _copies(node))
+    ]
+    spans = {name: memory_of(value) for name, value in request.owners.items()}
+    for index in found:
+        name = f"input {request.signature.names[index]}"
+        begin, end = spans[name]
+        for other, (other_begin, other_end) in spans.items():
+            if other != name and begin < other_end and other_begin < end:
+                raise TracingError(
+                    f"{name} is written over and shares memory with {other}; give a clone of one"
+                )
+    return tuple(found)
+
+
+def _follow_from_constants(recording: Recording, lasting: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Nodes whose values are the same in every step, as are the `lasting` given ones."""
+    found = set(lasting)
     for node in recording.graph.nodes:
         if node.op == "get_attr":
             found.add(node)

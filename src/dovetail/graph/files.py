@@ -168,6 +168,8 @@ def graph_from(raw: Any, path: str) -> Graph:
 def first_complaint(error: ValidationError) -> str:
     """What pydantic found first, as "ops.flops.3: Input should be a valid integer"."""
     first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return "it is no JSON object"
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 

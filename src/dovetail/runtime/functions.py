@@ -1,6 +1,8 @@
 """package.module:function, imported and called because the user names it."""
 
+import contextlib
 import importlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -22,22 +24,31 @@ def call_function(text: str) -> Any:
     """What the function returns. The current folder is put in front of `sys.path`, where it is not
     in it.
 
-    Raises `ModelError` where it cannot be imported; what the function itself raises, but for an
-    `ImportError`, passes.
+    Raises `ModelError` where it cannot be imported, needs arguments or ends the program; what else
+    the function itself raises, but for an `ImportError`, passes.
     """
     package, _, name = text.partition(":")
     if os.getcwd() not in sys.path:  # as `python -m` does; an installed script has only its own
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(package), name, None)
-    except ImportError as error:
-        raise ModelError(text, f"cannot import {package}: {error}{_keras()}") from error
+    except (ImportError, SyntaxError) as error:
+        module = package.removesuffix(".py")
+        hint = f"; leave out .py: {module}:{name}" if module != package else ""
+        raise ModelError(text, f"cannot import {package}: {error}{_keras()}{hint}") from error
     if not callable(function):
         raise ModelError(text, f"{package} has no function {name}")
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            raise ModelError(text, f"is called without arguments, but {error}") from None
     try:
         return function()
     except ImportError as error:
         raise ModelError(text, f"cannot import what it needs: {error}{_keras()}") from error
+    except SystemExit as error:
+        raise ModelError(text, f"ends the program (SystemExit {error.code}) when called") from error
 
 
 def _keras() -> str:

@@ -1,0 +1,161 @@
+"""State that a step reads or leaves outside of parameters and buffers is refused by name, and the
+model is left as it was."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dovetail.errors import CaptureError, ModelError
+from dovetail.frontends import SGD, capture
+
+
+class Parts(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.several = nn.Sequential(nn.Linear(4, 4))
+        self.register_buffer("late", None)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.numbers, self.array = itertools.count(1), np.ones(1)
+        self.run = run
+
+    def forward(self, *inputs):
+        return self.run(self, *inputs)
+
+
+def drawn_by_python(model, x):
+    return model.b(x) if random.random() < 0.5 else model.a(x)
+
+
+def drawn_by_numpy(model, x):
+    return model.a(x) * float(np.random.rand())  # noqa: NPY002
+
+
+def drawn_by_an_own_generator(model, x):
+    return model.a(x) + torch.randn(4, generator=torch.Generator().manual_seed(3))
+
+
+def seeded(model, x):
+    torch.manual_seed(3)
+    return model.a(x) + torch.randn(4)
+
+
+def swapped(model, x):
+    model.a, model.b = model.b, model.a
+    return model.a(x)
+
+
+def other_mode(model, x):
+    y = model.norm(x)
+    model.norm.eval()
+    return y
+
+
+def one_more_hook(model, x):
+    model.a.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    return model.a(x)
+
+
+def one_more_module(model, x):
+    model.several.append(nn.Tanh())
+    return model.several(x)
+
+
+def next_number(model, x):
+    return model.a(x) * next(model.numbers)
+
+
+def counted_in_an_array(model, x):
+    model.array += 1
+    return model.a(x) * float(model.array[0])
+
+
+COUNTED = []
+
+
+def counted_globally(model, x):
+    COUNTED.append(1)
+    return model.a(x) * len(COUNTED)
+
+
+def late_buffer(model, x):
+    model.late = x.mean(0) if model.late is None else model.late * 0.5
+    return model.a(x) - model.late
+
+
+def late_parameter(model, x):
+    if not hasattr(model, "added"):
+        model.added = nn.Parameter(torch.ones(4))
+    return model.a(x) * model.added
+
+
+def removed(model, x):
+    y = model.a(x)
+    model.a = nn.Identity()
+    return y * model.scale
+
+
+SAYS = {
+    drawn_by_python: "draws from Python's random",
+    drawn_by_numpy: "draws from numpy.random",
+    drawn_by_an_own_generator: "a generator of the model's own",
+    seeded: "sets torch's seed",
+    swapped: "changes a, b",
+    other_mode: "changes norm.training",
+    one_more_hook: "its next step is another one",
+    one_more_module: "changes several.1",
+    next_number: "changes what is in no module",
+    counted_in_an_array: "changes array",
+    counted_globally: "changes what is in no module",
+    late_buffer: "late is made while the model runs",
+    late_parameter: "added is made while the model runs",
+    removed: "a.weight is removed while the model runs",
+}
+
+
+def noted(model):
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    modes = [module.training for module in model.modules()]
+    tensors = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+    return repr(model), hooks, modes, tensors, model.array.tolist(), sorted(vars(model))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("run", SAYS)
+def test_state_that_no_buffer_holds_is_named_and_the_model_is_left_as_it_was(run, training):
+    model, x = Parts(run), torch.randn(3, 4)
+    before = noted(model)
+    python, numpy_, torch_ = random.getstate(), np.random.get_state()[2], torch.get_rng_state()  # noqa: NPY002
+    more = {"loss": lambda output: output.square().mean(), "train": SGD()} if training else {}
+    with pytest.raises(CaptureError, match=SAYS[run]):
+        capture(model, x, **more)
+    assert noted(model) == before
+    assert random.getstate() == python
+    assert np.random.get_state()[2] == numpy_  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), torch_)
+
+
+def doubled_first(model, x, y):
+    x.mul_(2)
+    return model.a(x + y)
+
+
+def test_an_input_that_is_written_over_is_said_and_must_not_share_memory():
+    whole = torch.randn(6, 4)
+    for x, y in ((whole, whole), (whole[:4], whole[2:])):
+        with pytest.raises(CaptureError, match="is written over and shares memory with input"):
+            capture(Parts(doubled_first), x, y)
+    captured = capture(Parts(doubled_first), whole[:3], whole[3:])
+    assert "is written over by the model" in captured.notes[0]
+    assert capture(Parts(lambda model, x, y: model.a(x + y)), whole, whole).notes == ()
+
+
+def test_an_input_that_is_a_parameter_of_the_model_is_named():
+    model = Parts(lambda model, x: model.a(x) * model.scale)
+    with pytest.raises(ModelError, match=r"shares memory with parameter a\.weight; give a clone"):
+        capture(model, model.a.weight.detach()[:2])
+    capture(model, model.a.weight.detach()[:2].clone())
