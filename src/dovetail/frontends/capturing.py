@@ -42,7 +42,7 @@ def capture(
 
     `args` and `kwargs` are the module's own: tensors, and lists, dicts, dataclasses and other
     structures of tensors. What is no tensor (None, flags, numbers) is held constant, as are the
-    tensors' shapes. Runs the model once on fake tensors, in the training or evaluation mode it is
+    tensors' shapes. Runs the model on fake tensors, in the training or evaluation mode it is
     in; its weights, real or fake, are neither read nor changed, nor are its attributes.
 
     `loss(output, *targets)` is a scalar; `targets` is a tensor, one structure of tensors, or a
@@ -58,7 +58,8 @@ def capture(
     A Keras 3 model on torch counts as its module in `keras_models`, in training mode with `train`.
 
     Raises `ModelError` for arguments that do not fit, `CaptureError` for what has no graph. About
-    0.6 ms per op, twice that where the model writes in place (`benchmarks/capture`).
+    0.6 ms per op (`benchmarks/capture`); twice that for steps of up to 2,000 calls, which are
+    traced twice to find state that no buffer holds, and where the model writes in place.
     """
     return capture_call(model, args, kwargs, loss=loss, targets=targets, train=train, scaler=scaler)
 
