@@ -122,6 +122,8 @@ def structure(context):
         (call("torch.ops.load_library"), "'torch.ops.load_library', which is no operator"),
         (call("torch.ops.aten.__class__.mro"), "no operator"),
         (call("#extension"), "no operator"),
+        (call({"name": "torch.os.system"}), "torch.export cannot load it"),
+        (call(["torch.os.system"]), "no operator"),
         (guard, "has guards"),
         (dynamic, "has dynamic shapes"),
         (structure('{"__enum__": true, "fqn": "antigravity:x", "name": "y"}'), "in_spec names a"),

@@ -104,9 +104,8 @@ def stage_units(graph: Graph, whole: Sequence[str]) -> Units:
     cut = np.array([op in begins for op in ops], dtype=bool)
     cut[:1] = False
     if (graph.phases == Phase.BACKWARD).any():
-        cut &= np.array(
-            [graph.modules[op] != LOSS_MODULE for op in ops]
-        )  # it is no module of the model
+        # The loss is no module of the model, so no stage can begin there.
+        cut &= np.array([graph.modules[op] != LOSS_MODULE for op in ops])
     within = units_of(graph, whole).of_op[ops]
     for unit in np.unique(within[within >= 0]).tolist():
         places = np.flatnonzero(within == unit)

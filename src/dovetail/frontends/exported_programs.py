@@ -115,18 +115,20 @@ def _check_examples(path: str, content: bytes) -> None:
 
 def _problems(program: Any) -> Iterator[str]:
     """What in a serialised program is evaluated, called or imported beyond torch's operators."""
-    for entry in _objects(program):
-        if {"inputs", "outputs", "target"} <= entry.keys():  # a node, and no argument named target
-            target = entry["target"]
-            if not (isinstance(target, str) and OPERATORS.fullmatch(target)):
-                yield f"it calls {target!r}, which is no operator of torch; {_BY_HAND}"
-        for key, value in entry.items():
-            if key == "expr_str":
-                yield f"it has dynamic shapes ({value}); export it without dynamic_shapes"
-            elif key == "guards_code" and value:
-                yield f"it has guards, which would be evaluated; {_BY_HAND}"
-            elif key in STRUCTURES and isinstance(value, str) and _imports(value):
-                yield f"its {key} names a module that would be imported; {_BY_HAND}"
+    for key, value in _entries(program):
+        if key == "expr_str":
+            yield f"it has dynamic shapes ({value}); export it without dynamic_shapes"
+        elif key == "guards_code" and value:
+            yield f"it has guards, which would be evaluated; {_BY_HAND}"
+        # Under an argument that is called "target" stands an object, and under a node's a text.
+        elif (
+            key == "target"
+            and not isinstance(value, dict)
+            and not (isinstance(value, str) and OPERATORS.fullmatch(value))
+        ):
+            yield f"it calls {value!r}, which is no operator of torch; {_BY_HAND}"
+        elif key in STRUCTURES and isinstance(value, str) and _imports(value):
+            yield f"its {key} names a module that would be imported; {_BY_HAND}"
 
 
 def _imports(structure: str) -> bool:
@@ -138,33 +140,22 @@ def _imports(structure: str) -> bool:
             parsed = json.loads(waiting.pop())
         except ValueError:  # a plain text, such as the name of a type or a key
             continue
-        for entry in _objects(parsed):
-            if any(key in IMPORTING for key in entry):
+        for key, value in _entries([parsed]):
+            if key in IMPORTING:
                 return True
-        waiting.extend(_texts(parsed))
+            if isinstance(value, str):
+                waiting.append(value)
     return False
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects within, itself too."""
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """(key, value) of every entry of all objects within; items of lists have the key ""."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
-            yield value
+            yield from value.items()
             waiting.extend(value.values())
         elif isinstance(value, list):
-            waiting.extend(value)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All strings within that are no keys."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list):
+            yield from (("", item) for item in value)
             waiting.extend(value)

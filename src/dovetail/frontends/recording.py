@@ -88,7 +88,8 @@ def _drawing_from_torch() -> Iterator[None]:
     """Raise `TracingError` if the block draws from other generators than torch's own, or seeds that
     one: the graph would draw other numbers. They are put back where they were."""
     python, numpy_ = random.getstate(), np.random.get_state()  # noqa: NPY002  the one in use
-    torch.manual_seed(_SEED)
+    # `torch.manual_seed` would seed the generators of all accelerators too, which nobody restores.
+    torch.default_generator.manual_seed(_SEED)
     try:
         yield
         if random.getstate() != python:
@@ -112,7 +113,8 @@ def _drawing_from_torch() -> Iterator[None]:
 
 
 _SEED = 0x5EED_0F_D0E7A11
-"""Nobody else's seed."""
+"""The seed of torch's generator while a step is recorded; afterwards it tells whether the model has
+set another one."""
 
 
 class Outside:
@@ -321,7 +323,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return tuple(made) if form[0] else made[0]
         result = target(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
-        # One may share memory with an argument though its schema does not say so: no new tensor.
+        # A result may share memory with an argument although its schema does not say so. It must
+        # not be made anew then, as what is written to one of them would not reach the other.
         given = {storage_of(value) for value in tensors_of((args, kwargs))} - {0}
         apart = not any(storage_of(value) in given for value in values)
         if key is not None and apart and all(map(_is_plain_fake, values)):
@@ -331,7 +334,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return result
 
     def remembered_view(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same for an operator that returns a view of its first argument."""
+        """What the operator returns, a view of its first argument, made as `remembered` does."""
         whole = args[0]
         form = _form((args, kwargs))
         if form is None:

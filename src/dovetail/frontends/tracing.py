@@ -129,8 +129,8 @@ class Trace:
 
 
 TRACED_TWICE = 2000
-"""Calls up to which a second step is traced although no attribute changed: state may be in a
-closure, an iterator or a global variable as well. It takes a second or so."""
+"""A step of up to so many calls is traced a second time even if no attribute changed, since state
+may be in a closure, an iterator or a global variable as well. That takes up to about a second."""
 
 
 def trace(request: Request) -> Trace:
