@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from serving import SIZE, Crash, CrashEvery, Worker, finish, job, run, serve, start, state_of
+from serving import SIZE, Worker, finish, job, run, serve, start, state_of
 
 from dovetail.errors import TrainingError
 from dovetail.training.backends.contract import Guard, Storage
 from dovetail.training.checks import checksum
 from dovetail.training.records import Job, Refusal, Turn, Verdict
 from dovetail.training.rules import make_rule
-from dovetail.training.server import CRASH_POINTS, Server
+from dovetail.training.server import Server
+from server_faults import CRASH_POINTS, Crash, CrashEvery, faulty_files
 
 # An asynchronous rule, one that remembers bases, one that gathers, and one with slots and counts.
 RULES = ("downpour", "adag", "sync", "async-diloco")
@@ -327,12 +328,11 @@ def test_a_shards_failure_is_raised_where_its_commit_was_taken(monkeypatch):
 
 def test_the_crash_hook_sees_every_point_in_order(tmp_path):
     seen = []
-    with serve(
-        "downpour",
-        of=job(1),
-        storage=Storage(tmp_path / "run", snapshot_commits=1),
-        crash=seen.append,
-    ) as server:
+    storage = Storage(tmp_path / "run", snapshot_commits=1)
+    with (
+        faulty_files(seen.append),
+        serve("downpour", of=job(1), storage=storage, crash=seen.append) as server,
+    ):
         worker = Worker(0)
         worker.join(server)
         worker.answered(server.take(worker.turn)[0])

@@ -19,7 +19,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,12 +85,9 @@ class Journal:
     `RunMismatchError` if it holds another run.
     """
 
-    def __init__(
-        self, storage: Storage, job: Job, rule: Rule, crash: Callable[[str], None], *, resume: bool
-    ) -> None:
+    def __init__(self, storage: Storage, job: Job, rule: Rule, *, resume: bool) -> None:
         self._storage = storage
         self._folder = storage.folder
-        self._crash = crash
         self._kind = np.dtype(job.dtype)
         self._seed = zlib.crc32(job.run.encode())
         self._segment: BinaryIO | None = None
@@ -213,7 +210,7 @@ class Journal:
         assert self._segment is not None
         descriptor = self._segment.fileno()
         try:
-            self._write(descriptor, [memoryview(prefix + seal + text), octets])
+            write_all(descriptor, [memoryview(prefix + seal + text), octets])
             if self._storage.sync:
                 os.fdatasync(descriptor)
         except OSError as error:
@@ -224,15 +221,6 @@ class Journal:
         self._end_bytes += _PREFIX_BYTES + len(text) + len(octets)
         self.number += 1
 
-    def _write(self, descriptor: int, pieces: list[memoryview]) -> None:
-        if self._crash is nothing:
-            write_all(descriptor, pieces)
-            return
-        whole = b"".join(pieces)
-        write_all(descriptor, [memoryview(whole[: len(whole) // 2])])
-        self._crash("journal-half")
-        write_all(descriptor, [memoryview(whole[len(whole) // 2 :])])
-
     @property
     def long(self) -> bool:
         """Whether the log has grown so far beyond the snapshot that it is time for another."""
@@ -241,7 +229,7 @@ class Journal:
     def snapshot(self, state: dict[str, Any], vectors: dict[str, Vector]) -> None:
         """Keep the state as it is after all records so far, and begin a new log."""
         path = self._folder / f"snapshot-{self.number:012d}"
-        self._snapshot_bytes = write_snapshot(path, state, vectors, self._crash)
+        self._snapshot_bytes = write_snapshot(path, state, vectors)
         self._begin()
         self._clear()
 
@@ -286,12 +274,7 @@ class Journal:
         for path in self._files("log-") + self._files("snapshot-"):
             if _number(path) < last:
                 path.unlink()
-                self._crash("segment-removed")
         (self._folder / ".snapshot.tmp").unlink(missing_ok=True)
-
-
-def nothing(_point: str) -> None:
-    """No crash."""
 
 
 def _number(path: Path) -> int:

@@ -21,26 +21,13 @@ from typing import Any, Self
 from dovetail.training.backends.contract import Guard, Storage
 from dovetail.training.checks import Check
 from dovetail.training.gate import Gate
-from dovetail.training.journal import Journal, Record, nothing
+from dovetail.training.journal import Journal, Record
 from dovetail.training.payloads import Payload, examine
 from dovetail.training.records import Event, Job, Refusal, Row, Turn, Vector, Verdict
 from dovetail.training.rules.contract import Rule
 from dovetail.training.state import Delivery, State, turn_fields, turn_of
 
-__all__ = ["CRASH_POINTS", "Delivery", "Server"]
-
-CRASH_POINTS = (
-    "received",
-    "checked",
-    "journal-half",
-    "journalled",
-    "applied",
-    "answered",
-    "snapshot-half",
-    "snapshot-renamed",
-    "segment-removed",
-)
-"""Where a server may die, for tests: `crash` is called with each of these names as it is passed."""
+__all__ = ["Delivery", "Server"]
 
 
 class Server:
@@ -50,7 +37,6 @@ class Server:
     storage    the folder it keeps its state in, new or empty; None: nowhere
     order      of workers, in which turns are taken
     clock      seconds since the run's start
-    crash      called with the name of each crash point
     """
 
     def __init__(  # noqa: PLR0913  keyword-only
@@ -64,13 +50,11 @@ class Server:
         shards: int = 1,
         order: tuple[int, ...] | None = None,
         clock: Callable[[], float],
-        crash: Callable[[str], None] | None = None,
     ) -> None:
         self.job = job
         self.rule = rule
         self._clock = clock
         self._ahead_seconds = 0.0
-        self._crash = crash or nothing
         self._lock = threading.RLock()
         self._order = order
         self._held: dict[int, Payload] = {}
@@ -134,9 +118,7 @@ class Server:
         `checksum`: of the vector, by `checks.checksum`, where the worker sent it. `vector`: the
         commit, where it is not in the inbox; used in place, so constant until it is answered.
         """
-        self._crash("received")
         payload = self._examine(turn, checksum, vector)
-        self._crash("checked")
         with self._lock:
             deliveries = self._turns(self._pass(turn, payload))
             ticket = self._state.center.tickets
@@ -281,9 +263,7 @@ class Server:
             payload = self._judge(turn, self._held.pop(turn.worker))
             header = {"kind": "turn", "turn": turn_fields(turn), "refusal": payload.refusal}
             self._log(header, payload)
-            self._crash("journalled")
             deliveries += self._enact(header, payload)
-            self._crash("applied")
         return deliveries
 
     def _judge(self, turn: Turn, payload: Payload) -> Payload:
@@ -345,7 +325,6 @@ class Server:
             state.settle()
             if self._due():
                 self.snapshot()
-        self._crash("answered")
         return deliveries
 
     def _due(self) -> bool:
@@ -358,7 +337,7 @@ class Server:
 
     def _open(self, storage: Storage, *, resume: bool) -> None:
         self._storage = storage
-        self._journal = Journal(storage, self.job, self.rule, self._crash, resume=resume)
+        self._journal = Journal(storage, self.job, self.rule, resume=resume)
 
     def _rebuild(self, theta: Vector | None) -> None:
         """The state of the snapshot, then all that was logged since. `theta`: what the center is

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +27,23 @@ _MOST_PIECES = 1024
 """Of one call to the system (IOV_MAX)."""
 
 
-def write_snapshot(
-    path: Path, state: dict[str, Any], vectors: dict[str, Vector], crash: Callable[[str], None]
-) -> int:
+def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]) -> int:
     """Write a snapshot to `path`, on the disk when this returns; its bytes. Raises
-    `UnwritableError`, the old file whole. `crash`: called in the middle, and once it is renamed."""
+    `UnwritableError`, the old file whole."""
     entries = [[name, str(v.dtype), v.size, checksum(v)] for name, v in vectors.items()]
     header = json.dumps({"state": state, "vectors": entries}).encode()
     start = MAGIC + _HEAD.pack(len(header), zlib.crc32(header)) + header
     pieces = [memoryview(start), *(_octets(vector) for vector in vectors.values())]
     size_bytes = sum(len(piece) for piece in pieces)
-    half = size_bytes // 2
     temporary = path.with_name(".snapshot.tmp")
     try:
         with open(temporary, "wb", buffering=0) as file:
-            write_all(file.fileno(), list(_before(pieces, half)))
-            crash("snapshot-half")
-            write_all(file.fileno(), list(_after(pieces, half)))
+            write_all(file.fileno(), pieces)
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
         raise UnwritableError(os.fspath(path), error.strerror or str(error)) from error
-    crash("snapshot-renamed")
     return size_bytes
 
 
@@ -82,13 +76,6 @@ def write_all(descriptor: int, pieces: list[memoryview]) -> None:
     while pieces:
         written = os.writev(descriptor, pieces[:_MOST_PIECES])
         pieces = list(_after(pieces, written))
-
-
-def _before(pieces: list[memoryview], count: int) -> Iterator[memoryview]:
-    """The first `count` bytes."""
-    for piece in pieces:
-        yield piece[: max(count, 0)]
-        count -= len(piece)
 
 
 def _after(pieces: list[memoryview], count: int) -> Iterator[memoryview]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faulty_server_process import LIVES
 from process_learners import Counting, Long, Sitting, assign, count
 
 from doors import Doors
@@ -20,11 +21,11 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.training.backends.contract import Policy, Storage, Watcher
-from dovetail.training.backends.processes import run
+from dovetail.training.backends.processes import crew, run
 from dovetail.training.backends.processes.crew import SERVER, Crew, Options
 from dovetail.training.backends.processes.messages import Stop
-from dovetail.training.server import CRASH_POINTS
 from named_memory import named_memory
+from server_faults import CRASH_POINTS, Lives
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -39,7 +40,8 @@ def children():
                 found[int(path.parent.name)] = path.with_name("cmdline").read_text()
         except OSError:
             continue
-    return {pid: line for pid, line in found.items() if "backends.processes" in line}
+    ours = ("backends.processes", "faulty_server_process")
+    return {pid: line for pid, line in found.items() if any(name in line for name in ours)}
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,18 @@ def _nothing_is_left_behind(tmp_path, monkeypatch):
 @pytest.fixture
 def doors(tmp_path):
     return Doors(tmp_path)
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch):
+    """Has each life of the server end at a (crash point, count) of its own."""
+
+    def ends(*crashes):
+        Lives(tmp_path / "lives.json", crashes)
+        monkeypatch.setenv(LIVES, str(tmp_path / "lives.json"))
+        monkeypatch.setattr(crew, "SERVER_ENTRY", "faulty_server_process:serve")
+
+    return ends
 
 
 class Killer:
@@ -150,15 +164,17 @@ def numbers(outcome):
     return [(r.clock, r.worker, r.sequence, r.steps, r.samples) for r in outcome.rows]
 
 
-def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_twice(tmp_path):
+def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_twice(
+    tmp_path, dying
+):
     """One life after the other ends at the next point; the order of turns is forced."""
     order = tuple(np.random.default_rng(1).permutation(np.repeat([0, 1], 40)).tolist())
     storage = Storage(tmp_path / "run", snapshot_commits=5)
-    crash = [(point, 1 if point[0] == "s" else 4) for point in CRASH_POINTS]
-    policy = Policy(server_restarts=len(crash))
+    policy = Policy(server_restarts=len(CRASH_POINTS))
     common = {"order": order, "epochs": 8, "samples": 64}
-    disturbed = run(count(storage=storage, policy=policy, **common), Watcher(), crash=crash)
     expected = run(count(**common), Watcher())
+    dying(*((point, 1 if point[0] == "s" else 4) for point in CRASH_POINTS))
+    disturbed = run(count(storage=storage, policy=policy, **common), Watcher())
     assert disturbed.meta["server_restarts"] == len(CRASH_POINTS)
     assert (disturbed.theta == 8).all()
     assert disturbed.theta.tobytes() == expected.theta.tobytes()
@@ -167,29 +183,28 @@ def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_
     assert "lost" not in kinds(disturbed)
 
 
-def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it(doors):
+def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it(doors, dying):
+    dying(("applied", 14), ("received", 9))
     killer = Killer(doors, 8)
-    outcome = run(
-        count(120, hold=killer.hold()),
-        Watcher(rows=killer.rows),
-        crash=[("applied", 14), ("received", 9)],
-    )
+    outcome = run(count(120, hold=killer.hold()), Watcher(rows=killer.rows))
     assert (outcome.theta == 2).all()
     assert kinds(outcome).count("server_restarted") == 2
     assert killer.kills == 1
 
 
-def test_a_server_that_dies_too_often_ends_the_run():
+def test_a_server_that_dies_too_often_ends_the_run(dying):
+    dying(("applied", 2), ("applied", 2))
     with pytest.raises(ServerLostError) as raised:
-        run(count(policy=Policy(server_restarts=1)), Watcher(), crash=[("applied", 2)] * 2)
+        run(count(policy=Policy(server_restarts=1)), Watcher())
     assert (raised.value.restarts, raised.value.status) == (1, "killed by SIGKILL")
 
 
 @pytest.mark.parametrize("answers", [5, 10])
-def test_what_a_server_without_a_log_has_lost_is_trained_again(answers, tmp_path):
+def test_what_a_server_without_a_log_has_lost_is_trained_again(answers, tmp_path, dying):
     """The first snapshot knows no worker; the tenth answer is to the only worker's leaving."""
     assignment = count(60, workers=1, epochs=1, storage=Storage(tmp_path, log=False), seconds=0.002)
-    outcome = run(assignment, Watcher(), crash=("answered", answers))
+    dying(("answered", answers))
+    outcome = run(assignment, Watcher())
     assert outcome.meta["server_restarts"] == 1
     assert (outcome.theta == 1).all()
     assert sum(row.samples for row in outcome.rows) == 60
@@ -245,9 +260,10 @@ def test_a_servers_death_is_told_once_however_much_it_was_still_to_be_told():
     assert [type(word) for _, word in told] == [ProcessDiedError]
 
 
-def test_a_run_that_keeps_nothing_ends_with_its_server():
+def test_a_run_that_keeps_nothing_ends_with_its_server(dying):
+    dying(("applied", 2))
     with pytest.raises(ServerLostError) as raised:
-        run(count(), Watcher(), log=False, crash=("applied", 2))
+        run(count(), Watcher(), log=False)
     assert raised.value.restarts == 0
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from server_faults import Lives
+
 ray = pytest.importorskip("ray")
 
 STORE_BYTES = 80 << 20
@@ -47,6 +49,20 @@ def cluster():
         finally:
             ray.shutdown()
             found.shutdown()
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch):
+    """Has each life of the server end at a (crash point, count) of its own."""
+    from ray_runs import dying_server
+
+    from dovetail.training.backends.ray import actors
+
+    def ends(*crashes):
+        lives = Lives(tmp_path / "lives.json", crashes)
+        monkeypatch.setattr(actors, "ParameterServer", dying_server(lives.path))
+
+    return ends
 
 
 @pytest.fixture

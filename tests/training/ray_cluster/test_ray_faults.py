@@ -44,15 +44,15 @@ def doors(tmp_path):
 
 
 @pytest.mark.parametrize("point", ["journalled", "snapshot-renamed"])
-def test_a_server_that_dies_within_a_commit_loses_none_and_doubles_none(point, tmp_path):
-    storage = Storage(tmp_path, snapshot_commits=8)
-    crashing = load_backend("ray", crash=(point, 3), **SMALL)
-    outcome = crashing(assign_counts(point, storage=storage), Watcher())
+def test_a_server_that_dies_within_a_commit_loses_none_and_doubles_none(point, tmp_path, dying):
+    storage = Storage(tmp_path / "run", snapshot_commits=8)
+    dying((point, 3))
+    outcome = run(assign_counts(point, storage=storage), Watcher())
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)
 
 
-def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors):
+def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors, dying):
     """The sixth record is worker 1's first commit, which waits until worker 0 was answered to its
     own: whoever was not before the server's death pulls a center that may be newer."""
 
@@ -66,7 +66,8 @@ def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors):
         return Squares(64, 8, hold=partial(hold, worker))
 
     assignment = forced("adag", run="half", learner=learner)
-    outcome = load_backend("ray", crash=("journal-half", 6), **SMALL)(assignment, Watcher())
+    dying(("journal-half", 6))
+    outcome = run(assignment, Watcher())
     assert "server_restarted" in kinds(outcome)
     expected = simulate(forced("adag", run="half"), Watcher())
     assert outcome.theta.tobytes() == expected.theta.tobytes()
@@ -83,11 +84,11 @@ def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was(doors):
     assert each_sample_once_an_epoch(outcome)
 
 
-def test_a_server_that_dies_too_often_ends_the_run():
+def test_a_server_that_dies_too_often_ends_the_run(dying):
     assignment = assign(run="often", policy=Policy(server_restarts=1))
-    crashing = load_backend("ray", crash=[("received", 3), ("received", 3)], **SMALL)
+    dying(("received", 3), ("received", 3))
     with pytest.raises(ServerLostError) as caught:
-        crashing(assignment, Watcher())
+        run(assignment, Watcher())
     assert caught.value.restarts == 1
 
 

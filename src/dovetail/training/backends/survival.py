@@ -1,11 +1,10 @@
-"""What backends whose server may die share: where its state is kept, and how tests kill it."""
+"""Where backends whose server may die keep its state."""
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from dovetail.training.backends.contract import Assignment, Storage
 
@@ -22,12 +21,3 @@ def temporary_storage(assignment: Assignment) -> Iterator[Storage]:
         yield Storage(folder, snapshot_commits=min(max(commits, 4), 1000))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def crashes_of(crash: Sequence[Any] | None) -> tuple[tuple[str, int], ...]:
-    """One (crash point, count) for each life of the server, in their order; `crash`: one or
-    several."""
-    if not crash:
-        return ()
-    several = crash if not isinstance(crash[0], str) else [crash]
-    return tuple((str(point), int(count)) for point, count in several)

@@ -14,12 +14,13 @@ from dovetail.training.backends.contract import Assignment, Storage
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import Connect, ServerPlan, WorkerPlan
 from dovetail.training.backends.processes.parcels import pack
-from dovetail.training.backends.survival import crashes_of
 from dovetail.training.options import count as check_count
 
 SERVER = -1
 """Its number among the processes, as in events."""
-_HERE = "dovetail.training.backends.processes"
+SERVER_ENTRY = "dovetail.training.backends.processes.serving:serve"
+WORKER_ENTRY = "dovetail.training.backends.processes.connecting:serve"
+"""The functions that the processes run."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ class Options:
     late          one more worker is started each time the center has seen so many samples
     log           without a folder of its own, a run keeps its state in a temporary one; False: it
                   keeps none, which saves a write of every commit, and ends with its server
-    crash         (crash point, count): the server dies there, once; several, one after the other
     """
 
     cores: Sequence[Sequence[int]] = ()
@@ -38,7 +38,6 @@ class Options:
     server_threads: int = 1
     late: Sequence[int] = ()
     log: bool = True
-    crash: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("threads", "server_threads"):
@@ -47,11 +46,6 @@ class Options:
             found = getattr(self, name)
             if not isinstance(found, Sequence) or isinstance(found, str):
                 raise UsageError(name, f"must be a list or a tuple, not {found!r}")
-
-    @property
-    def crashes(self) -> tuple[tuple[str, int], ...]:
-        """One for each server process, in their order."""
-        return crashes_of(self.crash)
 
 
 @dataclass
@@ -83,7 +77,6 @@ class Crew:
         self.center = CenterMemory.create(job, self.assignment.theta)
         self._learner, self._learner_block = pack(self.assignment.learner)
         self._server: Worker | None = None
-        self._servers = 0
         self._listened: set[int] = set()  # those whose end was not told yet
         self._errors: dict[int, ProcessError | ProcessDiedError] = {}  # a death is told once
 
@@ -106,12 +99,12 @@ class Crew:
 
     def start_server(self, restart: str | None = None) -> None:
         """A new server, in place of a dead one if there was one; `restart`: how it died."""
-        assignment, crashes = self.assignment, self.options.crashes
+        assignment = self.assignment
         self.is_up = False
         if self._server is not None:
             self._server.close(kill=True)
         self._server = launch(
-            f"{_HERE}.serving:serve", threads=self.options.server_threads, name="parameter server"
+            SERVER_ENTRY, threads=self.options.server_threads, name="parameter server"
         )
         plan = ServerPlan(
             job=assignment.job,
@@ -124,10 +117,8 @@ class Crew:
             order=assignment.order,
             lease_seconds=assignment.policy.lease_seconds,
             origin=self.origin,
-            kill=crashes[self._servers] if self._servers < len(crashes) else None,
             temporary=self.temporary,
         )
-        self._servers += 1
         self._listened.add(SERVER)
         self._send(SERVER, plan, self.center.block)
 
@@ -140,7 +131,7 @@ class Crew:
             old.memory.close()
         cores = options.cores[worker % len(options.cores)] if options.cores else ()
         process = launch(
-            f"{_HERE}.connecting:serve",
+            WORKER_ENTRY,
             cores=tuple(cores),
             threads=options.threads,
             name=f"worker {worker}",

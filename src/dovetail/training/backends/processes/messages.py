@@ -21,7 +21,6 @@ class ServerPlan:
 
     restart        why the server before this one died: go on where it was; None: there was none
     origin         `time.perf_counter()` when the run began; None: it begins now
-    kill           (crash point, count): die at its count-th passing, for tests
     temporary      remove the storage's folder if the supervisor dies
     """
 
@@ -35,7 +34,6 @@ class ServerPlan:
     order: tuple[int, ...] | None
     lease_seconds: float
     origin: float | None
-    kill: tuple[str, int] | None = None
     temporary: bool = False
 
 

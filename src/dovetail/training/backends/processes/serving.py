@@ -136,7 +136,6 @@ class _Serving:
             "shards": plan.shards or 1,
             "order": plan.order,
             "clock": self._seconds,
-            "crash": _killer(*plan.kill) if plan.kill else None,
         }
         if plan.storage is None or (plan.restart is None and not plan.storage.resume):
             return Server(plan.job, rule, self.center.live, **common)
@@ -383,16 +382,3 @@ class _Serving:
                 self.silent.add(worker)
                 detail = f"no sign of life for {now - link.beat_seconds:.3g} s"
                 self._do(partial(self.server.evict, worker), detail)
-
-
-def _killer(point: str, count: int) -> Callable[[str], None]:
-    """A hook that kills this process when it passes `point` for the count-th time."""
-    passed = 0
-
-    def crash(name: str) -> None:
-        nonlocal passed
-        passed += name == point
-        if name == point and passed == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return crash

@@ -87,7 +87,7 @@ class Actors:
             self._ray.kill(actor)
 
     def start_server(self) -> None:
-        assignment, options = self._assignment, self._options
+        assignment = self._assignment
         plan = ServerPlan(
             job=assignment.job,
             rule=assignment.rule.name,
@@ -99,7 +99,6 @@ class Actors:
             order=assignment.order,
             lease_seconds=assignment.policy.lease_seconds,
             restarts=assignment.policy.server_restarts,
-            crashes=options.crashes,
             temporary=assignment.storage is None,
         )
         theta = self._theta

@@ -18,7 +18,6 @@ class ServerPlan:
     wire        how commits travel
     shards      actors that the center is spread over; 1: it lies in the server
     restarts    that the policy allows
-    crashes     (crash point, count), one for each life of the server, for tests
     temporary   the storage's folder is of this run alone
     """
 
@@ -32,7 +31,6 @@ class ServerPlan:
     order: tuple[int, ...] | None
     lease_seconds: float
     restarts: int
-    crashes: tuple[tuple[str, int], ...] = ()
     temporary: bool = False
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.errors import MissingLibraryError, UsageError
-from dovetail.training.backends.survival import crashes_of
 from dovetail.training.options import not_negative
 
 _LOOPBACK = "127.0.0.1"
@@ -31,7 +30,6 @@ class Options:
     object_store_bytes   of a Ray started here; None: its choice
     log_to_driver        show what actors print
     late          one more worker is started each time the center has seen so many samples
-    crash         (crash point, count): the server dies there, once; several, one after the other
     """
 
     address: str | None = None
@@ -45,7 +43,6 @@ class Options:
     object_store_bytes: int | None = None
     log_to_driver: bool = False
     late: Sequence[int] = ()
-    crash: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("worker_cores", "server_cores"):
@@ -58,11 +55,6 @@ class Options:
         if unknown:
             raise UsageError(unknown[0], "the ray backend has no such option")
         return cls(**options)
-
-    @property
-    def crashes(self) -> tuple[tuple[str, int], ...]:
-        """One for each life of the server, in their order."""
-        return crashes_of(self.crash)
 
 
 def library() -> Any:

@@ -8,9 +8,7 @@ node dies, and `__init__` then goes on from the storage: nothing else is needed 
 """
 
 import asyncio
-import os
 import shutil
-import signal
 import time
 import traceback
 import uuid
@@ -124,7 +122,6 @@ class ParameterServer:
             "storage": plan.storage,
             "order": plan.order,
             "clock": lambda: time.monotonic() - self._began,
-            "crash": self._killer(),
         }
         if self._far is not None:
             return ShardedServer.start(self._far, plan.job, rule, resume=resume, **common)
@@ -133,29 +130,6 @@ class ParameterServer:
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began + self._ahead_seconds
-
-    def _killer(self) -> Callable[[str], None] | None:
-        """A hook that kills this process at the crash point of this life."""
-        if not self._plan.crashes:
-            return None
-        self._plan.storage.folder.mkdir(parents=True, exist_ok=True)
-        path = self._plan.storage.folder / "lives"
-        with open(path, "a+") as file:
-            file.seek(0)
-            life = len(file.read())
-            file.write("x")
-        if life >= len(self._plan.crashes):
-            return None
-        point, count = self._plan.crashes[life]
-        passed = 0
-
-        def crash(name: str) -> None:
-            nonlocal passed
-            passed += name == point
-            if name == point and passed == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        return crash
 
     # -- the workers' side
 

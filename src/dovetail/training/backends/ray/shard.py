@@ -22,7 +22,7 @@ from dovetail.errors import TrainingError, UsageError
 from dovetail.training.backends.ray.messages import Done, Looked, Numbered, ServerPlan
 from dovetail.training.center import Center
 from dovetail.training.checks import checksum
-from dovetail.training.journal import Journal, nothing
+from dovetail.training.journal import Journal
 from dovetail.training.payloads import examine
 from dovetail.training.records import Refusal, Vector
 from dovetail.training.rules import make_rule
@@ -68,7 +68,7 @@ class Shard:
         resumes, until = self._again or self._storage.resume, time.monotonic() + LOCK_SECONDS
         while True:
             try:
-                return Journal(self._storage, self._job, rule, nothing, resume=resumes)
+                return Journal(self._storage, self._job, rule, resume=resumes)
             except UsageError:
                 if not self._again or time.monotonic() > until:
                     raise
