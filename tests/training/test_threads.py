@@ -15,12 +15,12 @@ from dovetail.training.backends import threads
 from dovetail.training.backends.contract import Assignment, Guard, Policy, Storage, Watcher
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.backends.threads import run
-from dovetail.training.backends.watching import Watching
 from dovetail.training.liveness import alive
 from dovetail.training.records import Turn
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.server import Server
 from dovetail.training.step_times import StepTimes
+from dovetail.training.supervisor import RunProgress, report_of
 
 WINDOWS = {"one-shot": None, "sync": 1, "dc-asgd": 1, "dc-asgd-adaptive": 1}
 SETTINGS = {
@@ -465,11 +465,11 @@ def test_what_happens_while_the_watcher_is_told_is_told_next_time():
         if len(events) < 3:
             server.events.append("another thread's")
 
-    watch = Watching(Watcher(rows=tell_rows, event=tell_event), server, 0.0)
+    progress = RunProgress(Watcher(rows=tell_rows, event=tell_event))
     server.rows.append("first")
     server.events.append("first")
     for _ in range(3):
-        watch.flush()
+        progress.add(report_of(server, progress, done=False))
     assert rows == server.rows
     assert events == server.events
 
