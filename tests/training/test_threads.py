@@ -469,7 +469,7 @@ def test_what_happens_while_the_watcher_is_told_is_told_next_time():
     server.rows.append("first")
     server.events.append("first")
     for _ in range(3):
-        progress.add(report_of(server, progress, done=False))
+        progress.add(report_of(server, progress.known, done=False))
     assert rows == server.rows
     assert events == server.events
 

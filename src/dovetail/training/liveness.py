@@ -61,17 +61,17 @@ class LeaseClock:
         self._heard.pop(worker, None)
         self._doubted.pop(worker, None)
 
-    def overdue(self, seconds: float) -> list[int]:
-        """The workers whose time has run out by now: each is told once, and is silent from then
-        on."""
-        hung = []
+    def overdue(self, seconds: float) -> dict[int, float]:
+        """The workers whose time has run out by now, and for how long each has said nothing. Each
+        is told once, and is silent from then on."""
+        hung = {}
         for worker, heard in list(self._heard.items()):  # other threads may add theirs meanwhile
             if seconds - heard <= self.lease_seconds:
                 self._doubted.pop(worker, None)
             elif seconds >= self._doubted.setdefault(worker, seconds) + self.doubt_seconds:
                 self.stop(worker)
                 self.silent.add(worker)
-                hung.append(worker)
+                hung[worker] = seconds - heard
         return hung
 
     def due_seconds(self) -> float:

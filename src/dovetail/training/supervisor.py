@@ -22,6 +22,7 @@ leases and numbers (`ledger`), and from the journal, which is written first (`se
 import math
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -252,6 +253,15 @@ class RunProgress:
     def is_due(self, samples: int, seconds: float) -> bool:
         return samples >= self.due_samples or seconds >= self.due_seconds
 
+    @property
+    def known(self) -> tuple[int, int]:
+        """How many rows and events are here."""
+        return len(self.rows), len(self.events)
+
+    def has(self, report: ServerReport) -> bool:
+        """Whether all rows and events that the server had at the report are here."""
+        return len(self.rows) >= report.total[0] and len(self.events) >= report.total[1]
+
     def add(self, report: ServerReport) -> tuple[Event, ...]:
         """Tell the watcher what is new in the report; the events that are."""
         events = report.events[max(0, len(self.events) - report.first[1]) :]
@@ -284,22 +294,29 @@ class RunProgress:
 
 def report_of(
     server: Server,
-    progress: RunProgress,
+    known: tuple[int, int],
     *,
     done: bool,
     silent: Iterable[int] = (),
     least_rows: int = 1,
+    most: int = sys.maxsize,
 ) -> ServerReport:
-    """What is new at a server of this process; its rows only if there are so many new ones."""
-    rows, events = len(progress.rows), len(progress.events)
+    """What a server has beyond the rows and the events that are known.
+
+    least_rows   no rows, where there are fewer new ones
+    most         no more rows than these, and no more events; the next report goes on
+    """
     total = len(server.rows), len(server.events)  # more may come meanwhile: for the next report
+    # A server that kept no log may have fewer than were known of the one before it.
+    rows, events = min(known[0], total[0]), min(known[1], total[1])
+    new_rows = min(total[0] - rows, most)
     return ServerReport(
         first=(rows, events),
         total=total,
-        rows=tuple(server.rows[rows : total[0]]) if total[0] - rows >= least_rows else (),
-        events=tuple(server.events[events : total[1]]),
+        rows=tuple(server.rows[rows : rows + new_rows]) if new_rows >= least_rows else (),
+        events=tuple(server.events[events : min(total[1], events + most)]),
         samples=server.samples,
-        silent=tuple(silent),
+        silent=tuple(sorted(silent)),
         done=done,
     )
 
@@ -426,9 +443,7 @@ class Supervisor:
         progress = self.progress
         for event in progress.add(report):
             self._judge(event)
-        rows, events = report.total
-        more = len(progress.rows) < rows or len(progress.events) < events
-        self.complete = report.done and not more
+        self.complete = report.done and progress.has(report)
         while self.late and report.samples >= self.late[0]:
             self.late.pop(0)
             self._start(max(self.started) + 1)

@@ -21,9 +21,13 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.training.backends.contract import Policy, Storage, Watcher
-from dovetail.training.backends.processes import crew, run
-from dovetail.training.backends.processes.crew import SERVER, Crew, Options
-from dovetail.training.backends.processes.messages import Stop
+from dovetail.training.backends.processes import run, transport
+from dovetail.training.backends.processes.transport import (
+    SERVER,
+    ProcessesOptions,
+    ProcessesTransport,
+)
+from dovetail.training.supervisor import Stop
 from named_memory import named_memory
 from server_faults import CRASH_POINTS, Lives
 
@@ -68,7 +72,7 @@ def dying(tmp_path, monkeypatch):
     def ends(*crashes):
         Lives(tmp_path / "lives.json", crashes)
         monkeypatch.setenv(LIVES, str(tmp_path / "lives.json"))
-        monkeypatch.setattr(crew, "SERVER_ENTRY", "faulty_server_process:serve")
+        monkeypatch.setattr(transport, "SERVER_ENTRY", "faulty_server_process:serve")
 
     return ends
 
@@ -249,14 +253,14 @@ class Waker:
 
 
 def test_a_servers_death_is_told_once_however_much_it_was_still_to_be_told():
-    with Crew(count(8, workers=1), Options(), None, False) as crew:
-        crew.start_server()
-        assert [number for number, _ in crew.wait(60.0)] == [SERVER]  # it is ready
-        crew.kill(SERVER)
-        while not crew._errors:  # the first words to a dead process may still be taken
-            crew.tell_server(Stop("it is dead"))
-        crew.tell_server(Stop("it is dead"))
-        told = crew.wait(0.0) + crew.wait(0.0)
+    with ProcessesTransport(count(8, workers=1), ProcessesOptions(), None) as processes:
+        processes.start_server()
+        assert [number for number, _ in processes.wait(60.0)] == [SERVER]  # it is ready
+        processes.kill(SERVER)
+        while not processes._errors:  # the first words to a dead process may still be taken
+            processes.tell(Stop("it is dead"))
+        processes.tell(Stop("it is dead"))
+        told = processes.wait(0.0) + processes.wait(0.0)
     assert [type(word) for _, word in told] == [ProcessDiedError]
 
 

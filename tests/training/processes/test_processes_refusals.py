@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dovetail.runtime.processes import launch
-from dovetail.training.backends.contract import Guard, Storage
+from dovetail.training.backends.contract import Guard, ServerPlan, Storage
 from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import (
@@ -19,11 +19,11 @@ from dovetail.training.backends.processes.messages import (
     Connect,
     Copied,
     Ready,
-    Report,
-    ServerPlan,
+    ServerStart,
 )
 from dovetail.training.checks import copy_and_check
 from dovetail.training.records import Commit, Job, Refusal, Turn, Verdict
+from dovetail.training.supervisor import ServerReport
 
 SIZE = 1000
 JOB = Job("run", SIZE, 8000, 1, 2, 1, 1)
@@ -82,7 +82,7 @@ class Bench:
     def report(self):
         """With all that happened since the last one."""
         self.process.send(AskReport(0, self.events))
-        report = self.hear(Report)
+        report = self.hear(ServerReport)
         self.events += len(report.events)
         return report
 
@@ -98,14 +98,13 @@ def bench(tmp_path_factory):
         options={},
         guard=Guard(norm_factor=50.0, norm_limit=1e4),
         storage=storage,
-        restart=None,
         shards=1,
         order=None,
+        wire="none",
         lease_seconds=60.0,
-        origin=None,
     )
     with launch("dovetail.training.backends.processes.serving:serve") as process:
-        process.send(plan)
+        process.send(ServerStart(plan))
         process.send_descriptor(center.block.descriptor)
         bench = Bench(process, center)
         rng = np.random.default_rng(0)

@@ -6,9 +6,11 @@ Backend = (Assignment, Watcher) -> Outcome        simulated, threads, processes,
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from dovetail.training.learner import MakeLearner
 from dovetail.training.records import Event, Job, Outcome, Row, Vector
+from dovetail.training.rules import make_rule
 from dovetail.training.rules.contract import Rule
 
 
@@ -102,6 +104,76 @@ class Watcher:
     should_stop: Callable[[list[dict[str, float]]], bool] | None = None
     rows: Callable[[list[Row]], None] | None = None
     event: Callable[[Event], None] | None = None
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What a server in another process starts from.
+
+    options     of the rule
+    temporary   the storage's folder is of this run alone
+    """
+
+    job: Job
+    rule: str
+    options: dict[str, Any]
+    guard: Guard
+    storage: Storage | None
+    shards: int
+    order: tuple[int, ...] | None
+    wire: str
+    lease_seconds: float
+    temporary: bool = False
+
+    @classmethod
+    def of(cls, assignment: Assignment, storage: Storage | None) -> Self:
+        """The assignment's, with the storage that the run has in the end."""
+        return cls(
+            job=assignment.job,
+            rule=assignment.rule.name,
+            options=dict(assignment.rule.options),
+            guard=assignment.guard,
+            storage=storage,
+            shards=assignment.shards or 1,
+            order=assignment.order,
+            wire=assignment.wire,
+            lease_seconds=assignment.policy.lease_seconds,
+            temporary=storage is not None and assignment.storage is None,
+        )
+
+    def make_rule(self) -> Rule:
+        return make_rule(self.rule, **self.options)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker in another process starts from; its learner travels beside it.
+
+    life   how many processes had its number before
+    """
+
+    job: Job
+    rule: str
+    options: dict[str, Any]
+    worker: int
+    life: int
+    wire: str
+    lease_seconds: float
+
+    @classmethod
+    def of(cls, assignment: Assignment, worker: int, life: int) -> Self:
+        return cls(
+            job=assignment.job,
+            rule=assignment.rule.name,
+            options=dict(assignment.rule.options),
+            worker=worker,
+            life=life,
+            wire=assignment.wire,
+            lease_seconds=assignment.policy.lease_seconds,
+        )
+
+    def make_rule(self) -> Rule:
+        return make_rule(self.rule, **self.options)
 
 
 Backend = Callable[[Assignment, Watcher], Outcome]

@@ -248,7 +248,7 @@ class SimulatedTransport:
     def _report(self, silent: Iterable[int] = (), least_rows: int = 1) -> ServerReport:
         return report_of(
             self.server,
-            self.progress,
+            self.progress.known,
             done=self.told_done,
             silent=silent,
             least_rows=least_rows,

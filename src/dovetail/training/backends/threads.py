@@ -184,7 +184,7 @@ class ThreadsTransport:
         server = self.server
         done = server.done or server.stopped
         silent = tuple(self.life.silent)
-        return report_of(server, progress, done=done, silent=silent)
+        return report_of(server, progress.known, done=done, silent=silent)
 
     # In any thread
 

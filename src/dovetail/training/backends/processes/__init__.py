@@ -8,6 +8,6 @@ Nothing listens anywhere: the supervisor makes each link and hands out its ends.
 the caller's; links and memory have no names, so nothing is left behind.
 """
 
-from dovetail.training.backends.processes.supervising import run
+from dovetail.training.backends.processes.transport import run
 
 __all__ = ["run"]

@@ -13,25 +13,26 @@ from numpy.typing import NDArray
 
 from dovetail.runtime.channels import Channel
 from dovetail.runtime.shared import Block
+from dovetail.training.backends.contract import WorkerPlan
 from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
-from dovetail.training.backends.processes.messages import Connect, Finished, WorkerPlan
+from dovetail.training.backends.processes.messages import Connect, Finished, WorkerStart
 from dovetail.training.backends.processes.parcels import unpack
 from dovetail.training.checks import check, copy_and_check
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Refusal, Reply
-from dovetail.training.rules import make_rule
 from dovetail.training.wire import make_wire
 from dovetail.training.worker import Ask, Stepped, Told, Work, work
 
 
 def serve(channel: Channel) -> None:
     """Work until no sample is left; end when the supervisor closes the channel."""
-    plan: WorkerPlan = channel.receive()
+    start: WorkerStart = channel.receive()
+    plan = start.plan
     memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
-    make = unpack(plan.learner, channel.receive_descriptor())
-    rule = make_rule(plan.rule, **plan.options)
+    make = unpack(start.learner, channel.receive_descriptor())
+    rule = plan.make_rule()
     beat = partial(_beat, memory.beat)
     on_alive(beat)
     learner = make(plan.worker)
