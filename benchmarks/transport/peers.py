@@ -117,7 +117,7 @@ def shared_memory(
     size: int, count: int, rule: str = "downpour", log: bool = False
 ) -> Iterator[Peer]:
     """Our `processes` backend, one worker. `count` exchanges must be made."""
-    from dovetail.training.backends.contract import Assignment, Policy, Storage, Watcher
+    from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
     from dovetail.training.backends.processes import run
     from dovetail.training.records import Job
     from dovetail.training.rules import make_rule
@@ -129,7 +129,7 @@ def shared_memory(
             make_rule(rule),
             vector(size),
             MakePaced(size, address),
-            policy=Policy(lease_seconds=WAIT_SECONDS),
+            policy=FailurePolicy(lease_seconds=WAIT_SECONDS),
             storage=Storage(Path(folder, "run"), log=log, snapshot_commits=8 if log else 10**9),
         )
         failures: list[BaseException] = []

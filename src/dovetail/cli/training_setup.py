@@ -33,12 +33,12 @@ class Setup:
 
 def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, Any]) -> Setup:
     """What the function returns, with `settings`, fields of `Trainer`, in place of its own, and
-    `policy`, fields of `Policy`.
+    `policy`, fields of `FailurePolicy`.
 
     Raises `ModelError`, or `UsageError` for a setting that the trainer cannot take.
     """
     from dovetail.runtime.functions import call_function, names_function
-    from dovetail.training.backends.contract import Policy
+    from dovetail.training.backends.contract import FailurePolicy
     from dovetail.training.trainer import Trainer
 
     if not names_function(function):
@@ -55,7 +55,7 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     if not 4 <= len(returned) <= 5:
         raise ModelError(function, RETURNS)
     model, loss, optimizer, *data = returned
-    return Setup(Trainer(model, loss, optimizer, **settings, policy=Policy(**policy)), *data)
+    return Setup(Trainer(model, loss, optimizer, **settings, policy=FailurePolicy(**policy)), *data)
 
 
 def parse_rule(name: str, options: Sequence[str]) -> "Rule | str":

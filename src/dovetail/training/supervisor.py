@@ -11,7 +11,8 @@
         WorkerFinished, RunEnded ───────────► the outcome
 
 A transport knows how things are started, reached and found dead; it decides nothing. What a
-failure means is decided here alone, by the run's `Policy`. All of it happens in the caller's
+failure means is decided here alone, by the run's
+`FailurePolicy`. All of it happens in the caller's
 thread, evaluations too: meanwhile server and workers go on by themselves, and whoever has died
 waits for a successor until the evaluation is over.
 
@@ -27,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -364,7 +365,7 @@ class Supervisor:
         self.transport.start_server()
         for worker in self.first_workers:
             self._start(worker)
-        with interrupts() if self.transport.interruptible else nullcontext([]) as pressed:
+        with interrupts(self.transport.interruptible) as pressed:
             while not self._has_ended():
                 for word in self.transport.turn(self.progress):
                     self._hear(word)
@@ -540,9 +541,11 @@ class Supervisor:
 
 
 @contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Collect Ctrl-C instead of raising it amid a message; the second one raises. Not where the
-    caller has a handler of its own, or another thread than the main one runs us."""
+def interrupts(collects: bool) -> Iterator[list[int]]:
+    """Collects Ctrl-C, if asked to, instead of raising it amid a message; the second one raises.
+
+    Not where the caller has a handler of its own, or another thread than the main one runs us.
+    """
     pressed: list[int] = []
 
     def press(number: int, _frame: object) -> None:
@@ -551,7 +554,8 @@ def interrupts() -> Iterator[list[int]]:
         pressed.append(number)
 
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (collects and main and ours):
         yield pressed
         return
     signal.signal(signal.SIGINT, press)

@@ -20,7 +20,7 @@ from dovetail.errors import (
     ServerLostError,
     UsageError,
 )
-from dovetail.training.backends.contract import Policy, Storage, Watcher
+from dovetail.training.backends.contract import FailurePolicy, Storage, Watcher
 from dovetail.training.backends.processes import run, transport
 from dovetail.training.backends.processes.transport import (
     SERVER,
@@ -127,7 +127,7 @@ def test_others_do_the_work_of_a_worker_that_stays_away():
     def learner(worker):
         return Counting(40, 0.05) if worker else Sitting("kill", 2, samples=40, size=40)
 
-    policy = Policy(worker_restarts=1, worker_losses=1)
+    policy = FailurePolicy(worker_restarts=1, worker_losses=1)
     outcome = run(assign(learner=learner, samples=40, size=40, policy=policy), Watcher())
     assert (outcome.theta == 2).all()
     assert {row.worker for row in outcome.rows} == {1}
@@ -136,7 +136,7 @@ def test_others_do_the_work_of_a_worker_that_stays_away():
 
 
 def test_a_policy_that_allows_no_death_ends_the_run():
-    policy = Policy(worker_restarts=1)
+    policy = FailurePolicy(worker_restarts=1)
     learner = lambda worker: Sitting("kill", 2)  # noqa: E731
     with pytest.raises(NoWorkersError) as raised:
         run(assign(learner=learner, policy=policy), Watcher())
@@ -156,7 +156,7 @@ def test_exceptions_that_the_policy_allows_count_as_deaths_and_the_first_is_kept
     def learner(worker):
         return Sitting("raise", 2 if worker else 10**9)
 
-    policy = Policy(worker_errors=2, worker_restarts=1, worker_losses=1)
+    policy = FailurePolicy(worker_errors=2, worker_restarts=1, worker_losses=1)
     outcome = run(assign(learner=learner, policy=policy), Watcher())
     assert outcome.samples == 128
     assert {row.worker for row in outcome.rows} == {0}
@@ -174,7 +174,7 @@ def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_
     """One life after the other ends at the next point; the order of turns is forced."""
     order = tuple(np.random.default_rng(1).permutation(np.repeat([0, 1], 40)).tolist())
     storage = Storage(tmp_path / "run", snapshot_commits=5)
-    policy = Policy(server_restarts=len(CRASH_POINTS))
+    policy = FailurePolicy(server_restarts=len(CRASH_POINTS))
     common = {"order": order, "epochs": 8, "samples": 64}
     expected = run(count(**common), Watcher())
     dying(*((point, 1 if point[0] == "s" else 4) for point in CRASH_POINTS))
@@ -199,7 +199,7 @@ def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it(doors, 
 def test_a_server_that_dies_too_often_ends_the_run(dying):
     dying(("applied", 2), ("applied", 2))
     with pytest.raises(ServerLostError) as raised:
-        run(count(policy=Policy(server_restarts=1)), Watcher())
+        run(count(policy=FailurePolicy(server_restarts=1)), Watcher())
     assert (raised.value.restarts, raised.value.status) == (1, "killed by SIGKILL")
 
 
@@ -273,7 +273,7 @@ def test_a_run_that_keeps_nothing_ends_with_its_server(dying):
 
 def test_a_hung_worker_is_noticed_by_its_lease_and_may_come_back(doors):
     waker = Waker(doors)
-    assignment = count(80, hold=waker.hold(), policy=Policy(lease_seconds=1.0))
+    assignment = count(80, hold=waker.hold(), policy=FailurePolicy(lease_seconds=1.0))
     outcome = run(assignment, Watcher(rows=waker.rows, event=waker.event))
     assert waker.stopped
     assert (outcome.theta == 2).all()
@@ -296,7 +296,7 @@ class ServersKiller(Waker):
 
 def test_a_worker_that_hangs_when_its_server_dies_is_noticed_by_the_next_one(doors):
     killer = ServersKiller(doors)
-    assignment = count(80, hold=killer.hold(), policy=Policy(lease_seconds=2.0))
+    assignment = count(80, hold=killer.hold(), policy=FailurePolicy(lease_seconds=2.0))
     outcome = run(assignment, Watcher(rows=killer.rows, event=killer.event))
     assert killer.stopped
     assert (outcome.theta == 2).all()
@@ -307,7 +307,7 @@ def test_a_worker_that_hangs_when_its_server_dies_is_noticed_by_the_next_one(doo
 
 def test_workers_that_all_hang_are_killed_and_replaced():
     learner = lambda worker: Sitting("stop", 3)  # noqa: E731
-    policy = Policy(lease_seconds=0.3, worker_restarts=1)
+    policy = FailurePolicy(lease_seconds=0.3, worker_restarts=1)
     with pytest.raises(NoWorkersError) as raised:
         run(assign(learner=learner, workers=1, policy=policy), Watcher())
     assert raised.value.lost == 2
@@ -322,7 +322,7 @@ def test_long_irregular_workers_are_not_judged_by_their_commits():
         window=8,
         batch=3,
         epochs=1,
-        policy=Policy(lease_seconds=1.0),
+        policy=FailurePolicy(lease_seconds=1.0),
     )
     outcome = run(assignment, Watcher(every_samples=24, evaluate=lambda *_: {}, should_stop=bool))
     assert not {"lost", "refused", "restarted"} & set(kinds(outcome))
@@ -335,7 +335,7 @@ def test_refusals_beyond_the_policy_are_divergence():
         found.update = lambda theta, gradient, epoch: gradient * np.float32(np.nan)
         return found
 
-    assignment = assign(learner=learner, samples=60, size=60, policy=Policy(refusals=4))
+    assignment = assign(learner=learner, samples=60, size=60, policy=FailurePolicy(refusals=4))
     with pytest.raises(DivergedError) as raised:
         run(assignment, Watcher())
     assert raised.value.rule == "downpour"

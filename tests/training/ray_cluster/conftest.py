@@ -22,9 +22,9 @@ FAST = {  # a lost node is noticed in some seconds, a slow one is not taken for 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A server that a busy machine takes its time to start is not thought to have no node."""
-    from dovetail.training.backends.ray import supervising
+    from dovetail.training.backends.ray import transport
 
-    monkeypatch.setattr(supervising, "SILENCE_SECONDS", 600.0)
+    monkeypatch.setattr(transport, "SILENCE_SECONDS", 600.0)
 
 
 @pytest.fixture(scope="session")
@@ -56,11 +56,11 @@ def dying(tmp_path, monkeypatch):
     """Has each life of the server end at a (crash point, count) of its own."""
     from ray_runs import dying_server
 
-    from dovetail.training.backends.ray import actors
+    from dovetail.training.backends.ray import transport
 
     def ends(*crashes):
         lives = Lives(tmp_path / "lives.json", crashes)
-        monkeypatch.setattr(actors, "ParameterServer", dying_server(lives.path))
+        monkeypatch.setattr(transport, "ParameterServer", dying_server(lives.path))
 
     return ends
 

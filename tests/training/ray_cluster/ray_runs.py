@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from dovetail.training.backends.contract import Assignment, Watcher
-from dovetail.training.backends.ray import serving
+from dovetail.training.backends.ray import server
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
@@ -177,11 +177,11 @@ def in_turn(assignment):
 def dying_server(path):
     """The server's actor, of which each life ends as the `Lives` in that file say."""
 
-    class DyingServer(serving.ParameterServer):
+    class DyingServer(server.ParameterServer):
         def __init__(self, *fields):
             crash = Lives.begin(path)
-            serving.Server = faulty(serving.Server, crash)
-            serving.ShardedServer = faulty(serving.ShardedServer, crash)
+            server.Server = faulty(server.Server, crash)
+            server.ShardedServer = faulty(server.ShardedServer, crash)
             self.faults = ExitStack()  # kept open: the process is this actor's alone
             self.faults.enter_context(faulty_files(crash))
             super().__init__(*fields)

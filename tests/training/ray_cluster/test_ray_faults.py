@@ -24,7 +24,7 @@ from ray_runs import (
 from doors import Doors
 from dovetail.errors import DivergedError, NoWorkersError, ServerLostError
 from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Policy, Storage, Watcher
+from dovetail.training.backends.contract import FailurePolicy, Storage, Watcher
 from dovetail.training.checks import checksum
 from dovetail.training.records import Commit, Refusal, Turn, Verdict
 
@@ -85,7 +85,7 @@ def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was(doors):
 
 
 def test_a_server_that_dies_too_often_ends_the_run(dying):
-    assignment = assign(run="often", policy=Policy(server_restarts=1))
+    assignment = assign(run="often", policy=FailurePolicy(server_restarts=1))
     dying(("received", 3), ("received", 3))
     with pytest.raises(ServerLostError) as caught:
         run(assignment, Watcher())
@@ -116,7 +116,7 @@ def test_workers_that_keep_dying_end_the_run():
     assignment = assign(
         run="dying",
         learner=lambda worker: Squares(64, 8, does={1: "die"}),
-        policy=Policy(worker_restarts=1),
+        policy=FailurePolicy(worker_restarts=1),
     )
     with pytest.raises(NoWorkersError):
         run(assignment, Watcher())
@@ -130,7 +130,7 @@ def test_a_hung_worker_loses_its_lease(doors):
             return Squares(64, 8, does={1: "hang"}, hold=lambda _: doors.open("hangs"))
         return Squares(64, 8, hold=lambda _: doors.wait("hangs"))
 
-    policy = Policy(lease_seconds=2.0)
+    policy = FailurePolicy(lease_seconds=2.0)
     outcome = run(assign(run="hung", learner=hangs_once, policy=policy), Watcher())
     assert outcome.samples == counted(outcome) == 128
     assert 1 in [event.worker for event in outcome.events if event.kind == "lost"]
@@ -154,7 +154,7 @@ def test_commits_that_are_never_finite_are_called_divergence():
         return Squares(64, 8, does=dict.fromkeys(range(1, 1000), "nan"))
 
     with pytest.raises(DivergedError):
-        run(assign(run="diverged", learner=broken, policy=Policy(refusals=3)), Watcher())
+        run(assign(run="diverged", learner=broken, policy=FailurePolicy(refusals=3)), Watcher())
 
 
 def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_was(doors):

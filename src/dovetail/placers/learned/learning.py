@@ -42,8 +42,7 @@ from dovetail.placers.learned.learner import (
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import Float32, Judge, Learned, Point, Settings, Task
 from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Assignment, Storage, Watcher
-from dovetail.training.backends.contract import Policy as Survival
+from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
 from dovetail.training.checkpoint import RunFolder, open_folder
 from dovetail.training.pickling import check_travels
 from dovetail.training.records import Job, Outcome
@@ -123,7 +122,9 @@ def learn(  # noqa: PLR0913  keyword-only
             rule=bound,
             theta=theta,
             learner=run.remember(recipe) if backend in _IN_PROCESS else recipe,
-            policy=Survival(worker_restarts=RESTARTS * controllers, lease_seconds=LEASE_SECONDS),
+            policy=FailurePolicy(
+                worker_restarts=RESTARTS * controllers, lease_seconds=LEASE_SECONDS
+            ),
             storage=None if folder is None else Storage(home.center, resume=resume),
         )
         learned = run.end(assignment, started)

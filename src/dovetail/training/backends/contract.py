@@ -27,7 +27,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Policy:
+class FailurePolicy:
     """Which failures a run survives. All else ends it with the first traceback.
 
     worker_restarts   killed workers that are started again, in all
@@ -80,7 +80,7 @@ class Assignment:
     theta: Vector
     learner: MakeLearner
     guard: Guard = field(default_factory=Guard)
-    policy: Policy = field(default_factory=Policy)
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
     storage: Storage | None = None
     shards: int | None = None
     wire: str = "none"
@@ -123,6 +123,7 @@ class ServerPlan:
     order: tuple[int, ...] | None
     wire: str
     lease_seconds: float
+    server_restarts: int = 0
     temporary: bool = False
 
     @classmethod
@@ -138,6 +139,7 @@ class ServerPlan:
             order=assignment.order,
             wire=assignment.wire,
             lease_seconds=assignment.policy.lease_seconds,
+            server_restarts=assignment.policy.server_restarts,
             temporary=storage is not None and assignment.storage is None,
         )
 

@@ -10,6 +10,6 @@ begins by reading the log. docs/ray.md says which ports Ray opens, and what it t
 Inside, `import ray` is the library: imports are absolute.
 """
 
-from dovetail.training.backends.ray.supervising import run
+from dovetail.training.backends.ray.transport import run
 
 __all__ = ["run"]

@@ -6,45 +6,9 @@ supervisor ── poll, copy, gone, stop, close ──► server ◄── join,
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.training.backends.contract import Guard, Storage
-from dovetail.training.backends.processes.messages import Copied, Raised
-from dovetail.training.records import Event, Job, Refusal, Reply, Row, Vector
-
-
-@dataclass(frozen=True)
-class ServerPlan:
-    """What a server starts from.
-
-    wire        how commits travel
-    shards      actors that the center is spread over; 1: it lies in the server
-    restarts    that the policy allows
-    temporary   the storage's folder is of this run alone
-    """
-
-    job: Job
-    rule: str
-    options: dict[str, Any]
-    wire: str
-    guard: Guard
-    storage: Storage
-    shards: int
-    order: tuple[int, ...] | None
-    lease_seconds: float
-    restarts: int
-    temporary: bool = False
-
-
-@dataclass(frozen=True)
-class WorkerPlan:
-    """What a worker starts from. `life`: how many actors had its number before."""
-
-    job: Job
-    rule: str
-    options: dict[str, Any]
-    wire: str
-    worker: int
-    life: int
-    lease_seconds: float
+from dovetail.training.backends.processes.messages import Raised
+from dovetail.training.records import Refusal, Reply, Vector
+from dovetail.training.supervisor import ServerReport
 
 
 @dataclass(frozen=True)
@@ -100,36 +64,20 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What has happened since the last one.
+class ActorReport:
+    """What a server says of itself when it is polled.
 
     life      of the server: another one each time it is started
     node      where it lives
     found     it went on from a state that it found in its folder
-    first     indices of the first of `rows` and of `events`; `total`: how many there are
     seconds   since the run began
-    silent    workers that lost their lease, and have not come back
-    done      every sample was seen, or the run was stopped
+    report    None where it has raised
     raised    what the server failed with
     """
 
     life: str
     node: str
     found: bool
-    first: tuple[int, int] = (0, 0)
-    rows: tuple[Row, ...] = ()
-    events: tuple[Event, ...] = ()
-    total: tuple[int, int] = (0, 0)
-    samples: int = 0
     seconds: float = 0.0
-    silent: tuple[int, ...] = ()
-    done: bool = False
+    report: ServerReport | None = None
     raised: Raised | None = None
-
-
-@dataclass(frozen=True)
-class Center:
-    """theta [size], and when it was so."""
-
-    theta: Vector
-    copied: Copied

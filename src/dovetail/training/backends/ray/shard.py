@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import TrainingError, UsageError
-from dovetail.training.backends.ray.messages import Done, Looked, Numbered, ServerPlan
+from dovetail.training.backends.contract import ServerPlan
+from dovetail.training.backends.ray.messages import Done, Looked, Numbered
 from dovetail.training.center import Center
 from dovetail.training.checks import checksum
 from dovetail.training.journal import Journal
 from dovetail.training.payloads import examine
 from dovetail.training.records import Refusal, Vector
-from dovetail.training.rules import make_rule
 from dovetail.training.rules.contract import Rule
 from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
@@ -53,12 +53,13 @@ class Shard:
         self._wire = None
         if plan.wire != "none":
             self._wire = make_wire(plan.wire, self._job.size, plan.job.dtype)
-        rule = make_rule(plan.rule, **plan.options)
+        rule = plan.make_rule()
         self._center = Center(np.array(start_of(theta)[start:stop]), rule)
         self._pieces: dict[str, tuple[int, Vector]] = {}  # by key, with their workers
         self._pulls: dict[int, tuple[int, Vector]] = {}  # by worker, with their numbers
         self._life = uuid.uuid4().hex
         self._number = 0  # of the last steps that were done
+        assert plan.storage is not None, "an actor's run keeps a folder"
         folder = plan.storage.folder / f"shard-{index}"
         self._storage = replace(plan.storage, folder=folder)
         self._journal = self._open(rule)
