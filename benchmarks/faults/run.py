@@ -25,7 +25,7 @@ from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
 
-WORKER, SERVER = "connecting", "serving"
+WORKER, SERVER = "processes.worker", "processes.server"
 WORKERS, BATCH, SAMPLES = 4, 8, 4000
 
 

@@ -74,11 +74,11 @@ class Paced:
     worker waited for the answer to its commit."""
 
     def __init__(self, size: int, address: str) -> None:
-        from dovetail.training.backends.processes.connecting import Link
+        from dovetail.training.backends.processes.worker import WorkerLink
 
         self._update = vector(size)
         self._line = Client(address, "AF_UNIX")
-        line, ask = self._line, Link.ask
+        line, ask = self._line, WorkerLink.ask
 
         def timed(link: Any, asked: Any) -> Any:
             began = time.perf_counter()
@@ -87,7 +87,7 @@ class Paced:
                 line.send(time.perf_counter() - began)
             return told
 
-        Link.ask = timed  # type: ignore[method-assign]
+        WorkerLink.ask = timed  # type: ignore[method-assign]
 
     def gradient(self, _theta: Vector, indices: NDArray[np.int64], _epoch: int) -> Any:
         from dovetail.training.learner import Gradient

@@ -9,6 +9,7 @@ from rich.markup import escape
 from dovetail.cli.arguments import Json, check_outputs
 from dovetail.cli.output import say, show, show_json
 from dovetail.errors import UsageError
+from dovetail.training.backends import BACKENDS
 
 EPILOG = """\
 Examples:
@@ -69,7 +70,7 @@ def train(  # noqa: PLR0913  one argument an option
     backend: Annotated[
         str,
         typer.Option(
-            help="processes: of this machine; ray: many machines; threads; simulated: virtual time",
+            help="; ".join(f"{entry.name}: {entry.help}" for entry in BACKENDS.values()),
             show_default="processes",
         ),
     ] = "",

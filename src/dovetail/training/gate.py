@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from dovetail.training.records import Turn
 
 
-class Gate:
+class TurnGate:
     """Lets turns pass in the `order` of their workers, one entry a turn; after its end as they
     come.
 

@@ -12,6 +12,13 @@ A record is written in one piece before anything changes by it:
 A server that dies while it writes leaves a torn last record, which nobody was answered for: it is
 cut off. Any other difference from what was written is a `JournalError`. A log outlives the death
 of its process; with `sync` that of the machine.
+
+A snapshot is a header as JSON, then vectors, each with its checksum:
+
+    magic │ bytes of header, its CRC-32 │ header │ vector │ vector │ ...
+
+It is written to a temporary name that then takes the real one, so that a reader sees a whole file
+or none. No pickle: what is read is numbers and text.
 """
 
 import fcntl
@@ -26,6 +33,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
 from dovetail.runtime.atomic import write_atomically
@@ -33,7 +41,6 @@ from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
 from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
-from dovetail.training.snapshots import read_snapshot, sync_folder, write_all, write_snapshot
 
 LOG_FACTOR = 16
 """A log so many times as large as its snapshot asks for the next one."""
@@ -47,7 +54,7 @@ _PREFIX_BYTES = _PREFIX.size + _CRC.size
 
 
 @dataclass(frozen=True)
-class Record:
+class JournalRecord:
     """An input of the server's, as it was logged; `vector` [size] or None."""
 
     header: dict[str, Any]
@@ -138,7 +145,7 @@ class Journal:
         self._clear()
         return state
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[JournalRecord]:
         """What was logged since the snapshot, in order; then the log goes on behind it."""
         path = self._log()
         if path.exists():
@@ -149,7 +156,7 @@ class Journal:
                 return
         self._begin()
 
-    def _read(self, file: BinaryIO, path: Path) -> Iterator[Record]:
+    def _read(self, file: BinaryIO, path: Path) -> Iterator[JournalRecord]:
         size_bytes = os.fstat(file.fileno()).st_size
         if file.read(len(_SEGMENT)) != _SEGMENT[:size_bytes]:
             raise JournalError(os.fspath(path), "it is no log of this program's, at byte 0")
@@ -164,7 +171,7 @@ class Journal:
             self.number += 1
             yield record
 
-    def _record(self, file: BinaryIO, path: Path, left_bytes: int) -> Record | None:
+    def _record(self, file: BinaryIO, path: Path, left_bytes: int) -> JournalRecord | None:
         """The next record; None if it is torn."""
         prefix = file.read(_PREFIX_BYTES)
         if len(prefix) < _PREFIX_BYTES:
@@ -186,7 +193,7 @@ class Journal:
             file.readinto(vector.data.cast("B"))  # type: ignore[attr-defined]
             if checksum(vector) != expected:
                 raise self._changed(path, "its vector was changed")
-        return Record(json.loads(header), vector)
+        return JournalRecord(json.loads(header), vector)
 
     def _changed(self, path: Path, detail: str) -> JournalError:
         return JournalError(os.fspath(path), f"the record at byte {self._end_bytes}: {detail}")
@@ -284,3 +291,84 @@ def _number(path: Path) -> int:
 
 def _canonical(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True).encode()
+
+
+# Snapshots
+
+MAGIC = b"dovetS1\n"
+_HEAD = struct.Struct("<QI")
+_MOST_PIECES = 1024
+"""Of one call to the system (IOV_MAX)."""
+
+
+def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]) -> int:
+    """Write a snapshot to `path`, on the disk when this returns; its bytes. Raises
+    `UnwritableError`, the old file whole."""
+    entries = [[name, str(v.dtype), v.size, checksum(v)] for name, v in vectors.items()]
+    header = json.dumps({"state": state, "vectors": entries}).encode()
+    start = MAGIC + _HEAD.pack(len(header), zlib.crc32(header)) + header
+    pieces = [memoryview(start), *(_octets(vector) for vector in vectors.values())]
+    size_bytes = sum(len(piece) for piece in pieces)
+    temporary = path.with_name(".snapshot.tmp")
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            write_all(file.fileno(), pieces)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise UnwritableError(os.fspath(path), error.strerror or str(error)) from error
+    return size_bytes
+
+
+def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
+    """State and vectors of a snapshot; `JournalError` names what was changed in it, and where."""
+    data = np.fromfile(path, np.uint8)
+    start = len(MAGIC) + _HEAD.size
+    if data[: len(MAGIC)].tobytes() != MAGIC or data.size < start:
+        raise JournalError(os.fspath(path), "it is no snapshot of this program's, at byte 0")
+    length, crc = _HEAD.unpack(data[len(MAGIC) : start].tobytes())
+    header = data[start : start + length].tobytes() if length <= data.size else b""
+    if len(header) != length or zlib.crc32(header) != crc:
+        raise JournalError(os.fspath(path), f"its header was changed, at byte {len(MAGIC)} or on")
+    fields = json.loads(header)
+    vectors, end = {}, start + length
+    for name, kind, size, expected in fields["vectors"]:
+        begin, end = end, end + size * np.dtype(kind).itemsize
+        octets = data[begin:end]
+        if octets.size != end - begin or checksum(octets) != expected:
+            raise JournalError(os.fspath(path), f"{name} was changed, at byte {begin} or on")
+        vectors[name] = np.frombuffer(octets.tobytes(), kind)
+    if end != data.size:
+        raise JournalError(os.fspath(path), f"it goes on where it should end, at byte {end}")
+    return fields["state"], vectors
+
+
+def write_all(descriptor: int, pieces: list[memoryview]) -> None:
+    """Write all bytes of all pieces: one call to the system, but for a short write."""
+    pieces = [piece for piece in pieces if len(piece)]
+    while pieces:
+        written = os.writev(descriptor, pieces[:_MOST_PIECES])
+        pieces = list(_after(pieces, written))
+
+
+def _after(pieces: list[memoryview], count: int) -> Iterator[memoryview]:
+    """All but the first `count` bytes."""
+    for piece in pieces:
+        rest = piece[min(count, len(piece)) :]
+        count -= len(piece) - len(rest)
+        if len(rest):
+            yield rest
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's names are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _octets(vector: NDArray[Any]) -> memoryview:
+    return memoryview(np.ascontiguousarray(vector).reshape(-1).view(np.uint8).data)

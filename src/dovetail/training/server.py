@@ -20,14 +20,23 @@ from typing import Any, Self
 
 from dovetail.training.backends.contract import Guard, Storage
 from dovetail.training.checks import Check
-from dovetail.training.gate import Gate
-from dovetail.training.journal import Journal, Record
-from dovetail.training.payloads import Payload, examine
+from dovetail.training.gate import TurnGate
+from dovetail.training.journal import Journal, JournalRecord
 from dovetail.training.records import Event, Job, Refusal, Row, Turn, Vector, Verdict
 from dovetail.training.rules.contract import Rule
-from dovetail.training.state import Delivery, State, turn_fields, turn_of
+from dovetail.training.state import (
+    CommitPayload,
+    Delivery,
+    ServerState,
+    examine,
+    turn_fields,
+    turn_of,
+)
 
 __all__ = ["Delivery", "Server"]
+
+NO_PAYLOAD = CommitPayload()
+"""What comes with an input that has no vector."""
 
 
 class Server:
@@ -57,13 +66,13 @@ class Server:
         self._ahead_seconds = 0.0
         self._lock = threading.RLock()
         self._order = order
-        self._held: dict[int, Payload] = {}
+        self._held: dict[int, CommitPayload] = {}
         self._here: set[int] = set()  # who joined this server, not only a former self
         self._journal: Journal | None = None
         self._storage = storage
         self._saved_rows = 0  # rows at the last snapshot
-        self._state = State(job, rule, theta, guard or Guard(), shards)
-        self._gate = None if order is None else Gate(order, waiting=lambda: self.waiting)
+        self._state = ServerState(job, rule, theta, guard or Guard(), shards)
+        self._gate = None if order is None else TurnGate(order, waiting=lambda: self.waiting)
         if storage is not None:
             try:
                 self._open(storage, resume=False)
@@ -240,17 +249,17 @@ class Server:
 
     # Before anything changes
 
-    def _examine(self, turn: Turn, checksum: int | None, vector: Vector | None) -> Payload:
+    def _examine(self, turn: Turn, checksum: int | None, vector: Vector | None) -> CommitPayload:
         commit, state = turn.commit, self._state
         if commit is None or commit.steps == 0 or self.rule.lock_free:
-            return Payload()
+            return CommitPayload()
         with self._lock:
             if state.ledger.check(commit) is not None:
-                return Payload()
+                return CommitPayload()
             found = state.center.inbox(turn.worker) if vector is None else vector
         return examine(state.center, found, checksum)
 
-    def _pass(self, turn: Turn, payload: Payload) -> Iterable[Turn]:
+    def _pass(self, turn: Turn, payload: CommitPayload) -> Iterable[Turn]:
         """The turns that may be taken now, their payloads in `_held`."""
         self._held[turn.worker] = payload
         ledger = self._state.ledger
@@ -266,21 +275,25 @@ class Server:
             deliveries += self._enact(header, payload)
         return deliveries
 
-    def _judge(self, turn: Turn, payload: Payload) -> Payload:
+    def _judge(self, turn: Turn, payload: CommitPayload) -> CommitPayload:
         """The payload, or a refusal in its place."""
         commit = turn.commit
         if commit is None or payload.refusal is not None:
             return payload
         if commit.worker != turn.worker:
-            return Payload(refusal=Refusal.LEASE)
+            return CommitPayload(refusal=Refusal.LEASE)
         found = self._state.ledger.check(commit)
         if isinstance(found, Refusal):
-            return Payload(refusal=found)
+            return CommitPayload(refusal=found)
         if found is Verdict.DUPLICATE or commit.steps == 0 or self.rule.lock_free:
-            return Payload()
+            return CommitPayload()
         if payload.vector is None:  # its lease was not held yet when it came
-            return Payload(refusal=Refusal.LEASE)
-        return Payload(refusal=Refusal.NORM) if self._state.norms.refuse(payload.norm) else payload
+            return CommitPayload(refusal=Refusal.LEASE)
+        return (
+            CommitPayload(refusal=Refusal.NORM)
+            if self._state.norms.refuse(payload.norm)
+            else payload
+        )
 
     def _remove(self, worker: int, kind: str) -> list[Delivery]:
         with self._lock:
@@ -297,7 +310,7 @@ class Server:
             ticket = self._state.center.tickets
         return self._finish(ticket, deliveries)
 
-    def _log(self, header: dict[str, Any], payload: Payload = Payload()) -> dict[str, Any]:  # noqa: B008  frozen
+    def _log(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> dict[str, Any]:
         """The header with its time, once it is in the journal."""
         header["seconds"] = self._seconds()
         if self._gate is not None:
@@ -309,7 +322,7 @@ class Server:
             self._journal.append(header, payload.vector, checksum)
         return header
 
-    def _enact(self, header: dict[str, Any], payload: Payload = Payload()) -> list[Delivery]:  # noqa: B008  frozen
+    def _enact(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> list[Delivery]:
         """Do what an input asks. A turn that a former self of this server left may be answered now,
         to nobody: its worker asks again once it is here."""
         return [d for d in self._state.enact(header, payload) if d.worker in self._here]
@@ -361,19 +374,19 @@ class Server:
             state.center.flush()
             state.settle()
         if self._order is not None:
-            self._gate = Gate(self._order, last["position"] or 0, lambda: self.waiting)
+            self._gate = TurnGate(self._order, last["position"] or 0, lambda: self.waiting)
             for turn in passed.values():  # whoever was not answered says it again
                 self._gate.recall(turn_of(turn))
         if theta is not None:
             state.center.theta[:] = theta
         self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
         if self.stopped:
-            state.enact(self._log({"kind": "continue"}), Payload())
-        state.enact(self._log({"kind": "restarted"}), Payload())
+            state.enact(self._log({"kind": "continue"}), CommitPayload())
+        state.enact(self._log({"kind": "restarted"}), CommitPayload())
 
 
-def _payload(record: Record) -> Payload:
+def _payload(record: JournalRecord) -> CommitPayload:
     """What was taken, or refused, as it was logged."""
     refusal, squares = record.header.get("refusal"), record.header.get("squares")
     found = None if squares is None else Check(0, squares)
-    return Payload(record.vector, found, refusal and Refusal(refusal))
+    return CommitPayload(record.vector, found, refusal and Refusal(refusal))

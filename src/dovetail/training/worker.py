@@ -74,7 +74,7 @@ def work(
     fresh center. (Hogwild!'s steps are in the center already; their samples are trained twice.)
     Raises TrainingError if the server is another run's.
     """
-    loop = _Loop(job, rule, learner, worker, clock)
+    loop = _WorkerLoop(job, rule, learner, worker, clock)
     fresh = Turn(worker, lease=True, pull=True)
     told = yield from _ask(fresh)
     while told.reply.lease is not None:
@@ -124,7 +124,7 @@ def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | None
     return told
 
 
-class _Loop:
+class _WorkerLoop:
     """One worker's parameters between its turns, and what it trained since the last commit."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 import os
 
-from dovetail.training.backends.processes import serving
+from dovetail.training.backends.processes import server
 from server_faults import Lives, faulty, faulty_files
 
 LIVES = "DOVETAIL_TEST_SERVER_LIVES"
@@ -11,6 +11,6 @@ LIVES = "DOVETAIL_TEST_SERVER_LIVES"
 
 def serve(channel):
     crash = Lives.begin(os.environ[LIVES])
-    serving.Server = faulty(serving.Server, crash)
+    server.Server = faulty(server.Server, crash)
     with faulty_files(crash):
-        serving.serve(channel)
+        server.serve(channel)

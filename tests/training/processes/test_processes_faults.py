@@ -103,7 +103,7 @@ class Killer:
         self.workers |= {row.worker for row in rows}
         due = self.kills < len(self.plan) and self.commits >= self.plan[self.kills]
         if due and self.workers == {0, 1}:
-            alive = [pid for pid, line in children().items() if "connecting" in line]
+            alive = [pid for pid, line in children().items() if "processes.worker" in line]
             os.kill(alive[self.rng.integers(len(alive))], signal.SIGKILL)
             self.doors.open(f"killed-{self.kills}")
             self.kills += 1
@@ -290,7 +290,7 @@ class ServersKiller(Waker):
 
     def stop(self):
         super().stop()
-        (server,) = [pid for pid, line in children().items() if "serving" in line]
+        (server,) = [pid for pid, line in children().items() if "processes.server" in line]
         os.kill(server, signal.SIGKILL)
 
 

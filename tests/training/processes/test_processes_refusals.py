@@ -67,7 +67,7 @@ class Bench:
         clock, lease = self.reply.clock, self.reply.lease.number
         head = Commit("run", 0, self.sequence + 1, clock, lease, 2, 1, 0.1, 0.5)
         head = replace(head, **changes)
-        payload = payload or frames.Payload(SIZE, "float32", found.checksum)
+        payload = payload or frames.VectorHeader(SIZE, "float32", found.checksum)
         reply = self.turn(Turn(0, head, lease=True, pull=True), payload)
         if reply.verdict is Verdict.APPLIED:
             self.sequence += 1
@@ -103,7 +103,7 @@ def bench(tmp_path_factory):
         wire="none",
         lease_seconds=60.0,
     )
-    with launch("dovetail.training.backends.processes.serving:serve") as process:
+    with launch("dovetail.training.backends.processes.server:serve") as process:
         process.send(ServerStart(plan))
         process.send_descriptor(center.block.descriptor)
         bench = Bench(process, center)
@@ -127,8 +127,8 @@ def flip(memory):
 GOOD = np.full(SIZE, 0.01, np.float32)
 CASES = {
     "a flipped bit": (GOOD, {"spoil": flip}, Refusal.CHECKSUM),
-    "a wrong size": (GOOD, {"payload": frames.Payload(SIZE - 1, "float32", 0)}, Refusal.SHAPE),
-    "a wrong type": (GOOD, {"payload": frames.Payload(SIZE, "float64", 0)}, Refusal.SHAPE),
+    "a wrong size": (GOOD, {"payload": frames.VectorHeader(SIZE - 1, "float32", 0)}, Refusal.SHAPE),
+    "a wrong type": (GOOD, {"payload": frames.VectorHeader(SIZE, "float64", 0)}, Refusal.SHAPE),
     "another run": (GOOD, {"run": "another"}, Refusal.RUN),
     "nan": (nan_at(SIZE - 1), {}, Refusal.NOT_FINITE),
     "inf": (nan_at(0, -np.inf), {}, Refusal.NOT_FINITE),
@@ -158,7 +158,7 @@ def test_a_commit_that_is_sent_twice_is_applied_once(bench):
     head = Commit("run", 0, bench.sequence, 0, 0, 2, 1, 0.1, 0.5)
     before = bench.theta()
     found = copy_and_check(bench.memory.inbox, GOOD)
-    payload = frames.Payload(SIZE, "float32", found.checksum)
+    payload = frames.VectorHeader(SIZE, "float32", found.checksum)
     reply = bench.turn(Turn(0, head, lease=True, pull=True), payload)
     assert reply.verdict is Verdict.DUPLICATE
     assert reply.lease == bench.reply.lease

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import NoWorkersError, ProcessError, UsageError
 from dovetail.training.backends.contract import Assignment, Watcher
-from dovetail.training.gate import Gate
+from dovetail.training.gate import TurnGate
 from dovetail.training.learner import Gradient, Learner
 from dovetail.training.records import Outcome, Turn, Vector
 from dovetail.training.server import Delivery, Server
@@ -176,7 +176,7 @@ class SimulatedTransport:
         self.now = self.ended = 0.0
         self.theta = np.array(assignment.theta)  # the center itself
         self.server = self._server()
-        self.gate = Gate(assignment.order or (), waiting=lambda: self.server.waiting)
+        self.gate = TurnGate(assignment.order or (), waiting=lambda: self.server.waiting)
         self.progress = RunProgress(Watcher())
         self.workers: dict[int, _VirtualWorker] = {}
         self.planned: set[int] = set()  # workers that were ever started

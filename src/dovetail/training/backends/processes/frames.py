@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Payload:
+class VectorHeader:
     """The vector that lies in the worker's inbox: what it should be, and its checksum."""
 
     elements: int
@@ -66,18 +66,18 @@ def unpack(packet: bytes) -> tuple[Kind, dict[str, Any]] | None:
     return (Kind(kind), content) if isinstance(content, dict) else None
 
 
-def pack_turn(turn: Turn, payload: Payload | None) -> bytes:
+def pack_turn(turn: Turn, payload: VectorHeader | None) -> bytes:
     carried = None if payload is None else asdict(payload)
     return pack(Kind.TURN, {"turn": asdict(turn), "payload": carried})
 
 
-def turn_of(content: dict[str, Any]) -> tuple[Turn, Payload | None] | None:
+def turn_of(content: dict[str, Any]) -> tuple[Turn, VectorHeader | None] | None:
     """The turn and what is said of its vector; None where a field is missing or wrong."""
     said, carried = content.get("turn"), content.get("payload")
     if not isinstance(said, dict):
         return None
     commit = _record(Commit, said.get("commit"))
-    payload = _record(Payload, carried)
+    payload = _record(VectorHeader, carried)
     if (commit is None) != (said.get("commit") is None) or (payload is None) != (carried is None):
         return None
     flags = _record(_Flags, {name: said.get(name) for name in ("worker", "lease", "pull")})

@@ -11,7 +11,7 @@ from typing import Any
 
 from dovetail.errors import DovetailError
 from dovetail.training.backends.contract import ServerPlan, WorkerPlan
-from dovetail.training.backends.processes.parcels import Parcel
+from dovetail.training.backends.processes.memory import Parcel
 from dovetail.training.supervisor import ServerUp
 
 
@@ -95,7 +95,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Raised:
+class RaisedError:
     """An error for the caller, as parts: its class builds its message from other arguments."""
 
     kind: type[DovetailError]
@@ -103,7 +103,7 @@ class Raised:
     state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, error: DovetailError) -> "Raised":
+    def of(cls, error: DovetailError) -> "RaisedError":
         return cls(type(error), error.args, dict(vars(error)))
 
     def error(self) -> DovetailError:

@@ -24,19 +24,18 @@ from dovetail.training.backends.contract import (
     Watcher,
     WorkerPlan,
 )
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, pack_parcel
 from dovetail.training.backends.processes.messages import (
     AskCopy,
     AskReport,
     Connect,
     Copied,
     Finished,
-    Raised,
+    RaisedError,
     Ready,
     ServerStart,
     WorkerStart,
 )
-from dovetail.training.backends.processes.parcels import pack
 from dovetail.training.options import count as check_count
 from dovetail.training.records import Outcome
 from dovetail.training.supervisor import (
@@ -56,8 +55,8 @@ from dovetail.training.supervisor import (
 
 SERVER = -1
 """The server's number among the processes, as in events."""
-SERVER_ENTRY = "dovetail.training.backends.processes.serving:serve"
-WORKER_ENTRY = "dovetail.training.backends.processes.connecting:serve"
+SERVER_ENTRY = "dovetail.training.backends.processes.server:serve"
+WORKER_ENTRY = "dovetail.training.backends.processes.worker:serve"
 """The functions that the processes run."""
 POLL_SECONDS = 0.1
 """The time between two looks at the server's rows; what ends a run is heard at once."""
@@ -141,7 +140,7 @@ class ProcessesTransport:
         self.is_up = False
         self.workers: dict[int, _WorkerProcess] = {}
         self.center = CenterMemory.create(assignment.job, assignment.theta)
-        self._learner, self._learner_block = pack(assignment.learner)
+        self._learner, self._learner_block = pack_parcel(assignment.learner)
         self._server: Worker | None = None
         self._listened: set[int] = set()  # those whose end was not told yet
         self._errors: dict[int, ProcessError | ProcessDiedError] = {}  # a death is told once
@@ -274,7 +273,7 @@ class ProcessesTransport:
                 self._copied_final = final
                 theta = np.array(self.center.copy)
                 yield CenterCopy(theta, clock, samples, seconds, final=final)
-            case Raised():
+            case RaisedError():
                 raise word.error()
             case ProcessDiedError():
                 self.is_up = False

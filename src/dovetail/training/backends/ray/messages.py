@@ -6,7 +6,7 @@ supervisor ── poll, copy, gone, stop, close ──► server ◄── join,
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.training.backends.processes.messages import Raised
+from dovetail.training.backends.processes.messages import RaisedError
 from dovetail.training.records import Refusal, Reply, Vector
 from dovetail.training.supervisor import ServerReport
 
@@ -20,7 +20,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Looked:
+class PieceCheck:
     """What a shard found in its piece of a commit: why it is refused, or its sum of squares."""
 
     refusal: Refusal | None
@@ -28,15 +28,15 @@ class Looked:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedCommit:
     """A commit whose pieces lie at the shards under a key: 16 hexadecimal digits."""
 
     key: str
-    looked: tuple[Looked, ...]
+    looked: tuple[PieceCheck, ...]
 
 
 @dataclass(frozen=True)
-class Numbered:
+class NumberedSteps:
     """The ledger's steps for all shards, as (name, fields) each, and the keys of the commits that
     they apply, as (worker, key) each. Numbers count up from 1."""
 
@@ -46,7 +46,7 @@ class Numbered:
 
 
 @dataclass(frozen=True)
-class Done:
+class ShardProgress:
     """The number of the last steps that a shard has done, and its life: another one each time it
     is started."""
 
@@ -55,7 +55,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Answered:
+class TurnAnswer:
     """`center` [size] where it was asked for; with shards `number`, to fetch it by."""
 
     reply: Reply
@@ -80,4 +80,4 @@ class ActorReport:
     found: bool
     seconds: float = 0.0
     report: ServerReport | None = None
-    raised: Raised | None = None
+    raised: RaisedError | None = None

@@ -33,21 +33,21 @@ from numpy.typing import NDArray
 
 from dovetail.errors import DovetailError, ProcessError, ServerLostError, UsageError
 from dovetail.training.backends.contract import ServerPlan, Storage
-from dovetail.training.backends.processes.messages import Raised
+from dovetail.training.backends.processes.messages import RaisedError
 from dovetail.training.backends.ray.messages import (
     ActorReport,
-    Answered,
-    Done,
     Joined,
-    Numbered,
-    Staged,
+    NumberedSteps,
+    ShardProgress,
+    StagedCommit,
+    TurnAnswer,
 )
 from dovetail.training.backends.ray.shard import numbered, start_of
 from dovetail.training.checks import Check, checksum
 from dovetail.training.liveness import LOOKS, LeaseClock
-from dovetail.training.payloads import Payload
 from dovetail.training.records import Refusal, Turn, Vector
 from dovetail.training.server import Delivery, Server
+from dovetail.training.state import CommitPayload
 from dovetail.training.steps import Apply, Combine, Read, Step
 from dovetail.training.supervisor import CenterCopy, report_of
 from dovetail.training.wire import make_wire
@@ -63,7 +63,7 @@ LOCK_SECONDS = 30.0
 AGAIN_SECONDS = 0.1
 """The time between two tries to reach a shard that is being restarted."""
 
-Sent = NDArray[Any] | Staged | None
+Sent = NDArray[Any] | StagedCommit | None
 _NOTHING: Vector = np.zeros(0)
 _WRONG = -1  # no checksum
 
@@ -100,7 +100,7 @@ class ParameterServer:
         self._links: dict[int, _WorkerCalls] = {}
         self._lease_clock = LeaseClock(plan.lease_seconds)
         self._changed = asyncio.Event()
-        self._raised: Raised | None = None
+        self._raised: RaisedError | None = None
         self._watch: asyncio.Task[None] | None = None
         self._pool = ThreadPoolExecutor(THREADS, "turn")
         self._far = FarCenter(shards, plan.server_restarts) if shards else None
@@ -165,7 +165,7 @@ class ParameterServer:
 
     async def turn(
         self, worker: int, life: int, turn: Turn, expected: int, sent: Sent
-    ) -> Answered | None:
+    ) -> TurnAnswer | None:
         """The answer, whenever there is one; None: join first."""
         link = self._links.get(worker)
         if self._raised is not None or link is None or link.life != life or turn.worker != worker:
@@ -185,14 +185,14 @@ class ParameterServer:
         if link.holds:
             self._lease_clock.start(worker, time.monotonic())
         if self._far is not None:
-            return Answered(reply, number=self._far.read(worker) if delivery.pulled else 0)
-        return Answered(reply, link.outbox if delivery.pulled else None)
+            return TurnAnswer(reply, number=self._far.read(worker) if delivery.pulled else 0)
+        return TurnAnswer(reply, link.outbox if delivery.pulled else None)
 
     def _take(self, link: _WorkerCalls, turn: Turn, expected: int, sent: Sent) -> list[Delivery]:
         """`sent`: the vector, or its encoding, whose checksum is `expected`; or its key."""
         if isinstance(self._server, ShardedServer):
-            return self._server.take_staged(turn, sent if isinstance(sent, Staged) else None)
-        if sent is None or isinstance(sent, Staged):
+            return self._server.take_staged(turn, sent if isinstance(sent, StagedCommit) else None)
+        if sent is None or isinstance(sent, StagedCommit):
             return self._server.take(turn, None, _NOTHING)
         if self._wire is None:
             return self._server.take(turn, expected, sent)
@@ -302,7 +302,7 @@ class ParameterServer:
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, DovetailError):
             error = ProcessError("parameter server", "".join(traceback.format_exception(error)))
-        self._raised = self._raised or Raised.of(error)
+        self._raised = self._raised or RaisedError.of(error)
 
 
 class FarCenter:
@@ -318,7 +318,7 @@ class FarCenter:
         self._shards, self._restarts = shards, restarts
         self._lock = threading.Lock()
         self._done = 0
-        self._log: dict[int, Numbered] = {}  # since the shards' snapshots
+        self._log: dict[int, NumberedSteps] = {}  # since the shards' snapshots
         self._sent: deque[tuple[int, list[Any]]] = deque()
         self._staged: dict[int, Vector] = {}
         self._reads: dict[int, int] = {}
@@ -379,7 +379,7 @@ class FarCenter:
         from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
         try:
-            done: Done = ray.get(ref)
+            done: ShardProgress = ray.get(ref)
         except ActorDiedError as error:
             raise ServerLostError(self._restarts, f"shard {index} of it: {error}") from error
         except RayTaskError:
@@ -445,7 +445,7 @@ class ShardedServer(Server):
 
     def __init__(self, *fields: Any, **options: Any) -> None:
         super().__init__(*fields, **options)
-        self._looked: dict[int, Staged] = {}
+        self._looked: dict[int, StagedCommit] = {}
 
     @classmethod
     def start(cls, far: FarCenter, job: Any, rule: Any, storage: Storage, **options: Any) -> Self:
@@ -463,30 +463,30 @@ class ShardedServer(Server):
             raise
         return server
 
-    def take_staged(self, turn: Turn, staged: Staged | None) -> list[Delivery]:
+    def take_staged(self, turn: Turn, staged: StagedCommit | None) -> list[Delivery]:
         """As `take`; `staged`: the commit's key, and what the shards found in its pieces."""
         if staged is not None:
             self._looked[turn.worker] = staged
         return self.take(turn)
 
-    def _examine(self, turn: Turn, checksum_: int | None, vector: Vector | None) -> Payload:
+    def _examine(self, turn: Turn, checksum_: int | None, vector: Vector | None) -> CommitPayload:
         commit = turn.commit
         if commit is None or commit.steps == 0:
-            return Payload()
+            return CommitPayload()
         with self._lock:
             if self._state.ledger.check(commit) is not None:
-                return Payload()
+                return CommitPayload()
         staged = self._looked.pop(turn.worker, None)
         if staged is None:
-            return Payload(refusal=Refusal.SHAPE)
+            return CommitPayload(refusal=Refusal.SHAPE)
         for looked in staged.looked:
             if looked.refusal is not None:
-                return Payload(refusal=looked.refusal)
+                return CommitPayload(refusal=looked.refusal)
         squares = math.fsum(looked.squares for looked in staged.looked)
         if not math.isfinite(squares):
-            return Payload(refusal=Refusal.NORM)
+            return CommitPayload(refusal=Refusal.NORM)
         token = np.frombuffer(bytes.fromhex(staged.key), self.job.dtype)
-        return Payload(token, Check(checksum(token), squares))
+        return CommitPayload(token, Check(checksum(token), squares))
 
     def _finish(self, ticket: int, deliveries: list[Delivery]) -> list[Delivery]:
         deliveries = super()._finish(ticket, deliveries)

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from dovetail.errors import TrainingError, UsageError
 from dovetail.training.backends.contract import ServerPlan
-from dovetail.training.backends.ray.messages import Done, Looked, Numbered
+from dovetail.training.backends.ray.messages import NumberedSteps, PieceCheck, ShardProgress
 from dovetail.training.center import Center
 from dovetail.training.checks import checksum
 from dovetail.training.journal import Journal
-from dovetail.training.payloads import examine
 from dovetail.training.records import Refusal, Vector
 from dovetail.training.rules.contract import Rule
+from dovetail.training.state import examine
 from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
 
@@ -89,28 +89,28 @@ class Shard:
             header = record.header
             if record.vector is None:
                 steps = tuple((kind, fields) for kind, fields in header["steps"])
-                self._do(Numbered(header["number"], steps, header["keys"]))
+                self._do(NumberedSteps(header["number"], steps, header["keys"]))
             else:
                 self._keep(header["key"], header["worker"], record.vector)
 
     # Workers'
 
-    def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> Looked:
+    def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> PieceCheck:
         """Look at a piece of a commit, and keep it under its key until a step applies it.
         `expected`: the checksum of what was sent."""
         if self._wire is not None and checksum(sent) != expected:
-            return Looked(Refusal.CHECKSUM)
+            return PieceCheck(Refusal.CHECKSUM)
         vector = sent
         if self._wire is not None:
             vector = np.empty(self._job.size, self._job.dtype)
             if not self._wire.decode(sent, vector):
-                return Looked(Refusal.SHAPE)
+                return PieceCheck(Refusal.SHAPE)
         payload = examine(self._center, vector, expected if self._wire is None else None)
         if payload.found is None:
-            return Looked(payload.refusal)
+            return PieceCheck(payload.refusal)
         self._journal.append({"worker": worker, "key": key}, vector, payload.found.checksum)
         self._keep(key, worker, vector)
-        return Looked(None, payload.found.squares)
+        return PieceCheck(None, payload.found.squares)
 
     def _keep(self, key: str, worker: int, vector: Vector) -> None:
         self._pieces.pop(key, None)
@@ -126,7 +126,7 @@ class Shard:
 
     # The ledger's
 
-    def execute(self, numbered: Numbered) -> Done:
+    def execute(self, numbered: NumberedSteps) -> ShardProgress:
         """Do the steps, if they are the next ones; what was done so far."""
         if numbered.number == self._number + 1:
             header = {"number": numbered.number, "steps": numbered.steps, "keys": numbered.keys}
@@ -136,7 +136,7 @@ class Shard:
                 self.snapshot()
         return self.done()
 
-    def _do(self, numbered: Numbered) -> None:
+    def _do(self, numbered: NumberedSteps) -> None:
         for worker, key in numbered.keys:
             if key not in self._pieces:
                 raise TrainingError(
@@ -155,9 +155,9 @@ class Shard:
         for worker in pulling:
             self._pulls[worker] = numbered.number, self._pulls[worker][1]
 
-    def done(self) -> Done:
+    def done(self) -> ShardProgress:
         """What was done so far."""
-        return Done(self._life, self._number)
+        return ShardProgress(self._life, self._number)
 
     def theta(self) -> Vector:
         """Its part of the center."""
@@ -191,10 +191,10 @@ def start_of(theta: Vector | list[Any]) -> Vector:
     return found
 
 
-def numbered(number: int, steps: Any, tokens: dict[int, str]) -> Numbered:
+def numbered(number: int, steps: Any, tokens: dict[int, str]) -> NumberedSteps:
     """Steps as a shard takes them; `tokens`: the key of each staged commit, by worker."""
     fields = [(type(step).__name__, asdict(step)) for step in steps]
-    return Numbered(number, tuple(fields), tuple(tokens.items()))
+    return NumberedSteps(number, tuple(fields), tuple(tokens.items()))
 
 
 def _step(kind: str, fields: dict[str, Any]) -> Apply | Combine | Read | Forget:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.training.backends.contract import WorkerPlan
-from dovetail.training.backends.ray.messages import Answered, Staged
+from dovetail.training.backends.ray.messages import StagedCommit, TurnAnswer
 from dovetail.training.backends.ray.shard import cuts
 from dovetail.training.checks import checksum
 from dovetail.training.learner import MakeLearner
@@ -137,7 +137,7 @@ class CenterCalls(Protocol):
 
     def pack(self, ask: Ask) -> Any: ...
 
-    def exchange(self, ask: Ask, packed: Any) -> tuple[Answered, Vector | None] | None: ...
+    def exchange(self, ask: Ask, packed: Any) -> tuple[TurnAnswer, Vector | None] | None: ...
 
 
 def _center_calls(server: Any, shards: Sequence[Any], plan: WorkerPlan, call: Call) -> CenterCalls:
@@ -160,7 +160,7 @@ class WholeCenterCalls:
         sent = self._encode(ask.vector)
         return checksum(sent), sent
 
-    def exchange(self, ask: Ask, packed: Any) -> tuple[Answered, Vector | None] | None:
+    def exchange(self, ask: Ask, packed: Any) -> tuple[TurnAnswer, Vector | None] | None:
         answered = self._call(lambda: self._server.turn.remote(*self._who, ask.turn, *packed))
         return None if answered is None else (answered, answered.center)
 
@@ -182,7 +182,7 @@ class ShardedCenterCalls:
         pieces = zip(self._encoders, self._cuts, strict=True)
         return [encode(vector[start:stop]) for encode, (start, stop) in pieces]
 
-    def exchange(self, ask: Ask, packed: Any) -> tuple[Answered, Vector | None] | None:
+    def exchange(self, ask: Ask, packed: Any) -> tuple[TurnAnswer, Vector | None] | None:
         staged = None
         if packed is not None:
             staged = self._stage(ask, packed)
@@ -198,7 +198,7 @@ class ShardedCenterCalls:
             return None
         return answered, np.concatenate(pieces, out=self._center)
 
-    def _stage(self, ask: Ask, pieces: list[NDArray[Any]]) -> Staged | None:
+    def _stage(self, ask: Ask, pieces: list[NDArray[Any]]) -> StagedCommit | None:
         """Two workers of one number, of which one was thought dead, have different keys."""
         key = hashlib.blake2b(repr((self._who, ask.turn)).encode(), digest_size=8).hexdigest()
         worker = self._who[0]
@@ -208,7 +208,7 @@ class ShardedCenterCalls:
                 for shard, piece in zip(self._shards, pieces, strict=True)
             ]
         )
-        return None if looked is None else Staged(key, tuple(looked))
+        return None if looked is None else StagedCommit(key, tuple(looked))
 
 
 def _encoder(plan: WorkerPlan, size: int) -> Encode:

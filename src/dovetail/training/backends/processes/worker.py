@@ -15,9 +15,8 @@ from dovetail.runtime.channels import Channel
 from dovetail.runtime.shared import Block
 from dovetail.training.backends.contract import WorkerPlan
 from dovetail.training.backends.processes import frames
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, unpack_parcel
 from dovetail.training.backends.processes.messages import Connect, Finished, WorkerStart
-from dovetail.training.backends.processes.parcels import unpack
 from dovetail.training.checks import check, copy_and_check
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Refusal, Reply
@@ -31,13 +30,13 @@ def serve(channel: Channel) -> None:
     plan = start.plan
     memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
-    make = unpack(start.learner, channel.receive_descriptor())
+    make = unpack_parcel(start.learner, channel.receive_descriptor())
     rule = plan.make_rule()
     beat = partial(_beat, memory.beat)
     on_alive(beat)
     learner = make(plan.worker)
     copy_and_check(memory.inbox, memory.outbox)  # compiled before anyone waits for it
-    link = Link(channel, plan, memory, center if rule.lock_free else None)
+    link = WorkerLink(channel, plan, memory, center if rule.lock_free else None)
     sequence = link.join()
     steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
     _drive(steps, link, memory.beat)
@@ -50,7 +49,7 @@ def _beat(beat: NDArray[np.int64]) -> None:
     beat[0] += 1
 
 
-def _drive(steps: Work, link: "Link", beat: NDArray[np.int64]) -> None:
+def _drive(steps: Work, link: "WorkerLink", beat: NDArray[np.int64]) -> None:
     told: Told | None = None
     try:
         while True:
@@ -71,7 +70,7 @@ def _was_unreadable(reply: Reply) -> bool:
     return reply.refusal is Refusal.CHECKSUM and reply.lease is None and not ended
 
 
-class Link:
+class WorkerLink:
     """The worker's end: `ask` blocks until the server has answered, whichever server that is."""
 
     def __init__(
@@ -122,7 +121,7 @@ class Link:
         except ConnectionError:
             return  # a server that comes back is told by the supervisor
 
-    def _post(self, ask: Ask) -> frames.Payload | None:
+    def _post(self, ask: Ask) -> frames.VectorHeader | None:
         """Put the vector where the server finds it."""
         if ask.vector is None or ask.turn.commit is None:
             return None
@@ -133,7 +132,7 @@ class Link:
             self._wire.encode(ask.vector, self._octets)
             self._wire.decode(self._octets, inbox)
             found = check(inbox)
-        return frames.Payload(ask.vector.size, ask.vector.dtype.name, found.checksum)
+        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, found.checksum)
 
     def _center(self) -> NDArray[np.floating]:
         return self._memory.outbox if self._live is None else self._live.live

@@ -34,7 +34,7 @@ from dovetail.training.backends.processes.messages import (
     AskReport,
     Connect,
     Copied,
-    Raised,
+    RaisedError,
     Ready,
     ServerStart,
 )
@@ -58,9 +58,9 @@ def serve(channel: Channel) -> None:
     if temporary:
         _remove_if_orphaned(temporary)
     try:
-        _Serving(channel, start, center).loop()
+        _ServerProcess(channel, start, center).loop()
     except DovetailError as error:  # what the caller may mend: a folder of another run
-        channel.send(Raised.of(error))
+        channel.send(RaisedError.of(error))
     except EOFError:  # the supervisor has closed the channel, or died
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -88,7 +88,7 @@ def _remove_if_orphaned(folder: Path) -> None:
 
 
 @dataclass
-class _Link:
+class _ServerLink:
     """The server's end of a worker's link.
 
     holds   the worker has a lease: its time runs, whenever it does not wait for an answer
@@ -103,7 +103,7 @@ class _Link:
     beat: int = 0
 
 
-class _Serving:
+class _ServerProcess:
     def __init__(self, channel: Channel, start: ServerStart, center: CenterMemory) -> None:
         self.channel, self.plan, self.center = channel, start.plan, center
         self.restart, self.began = start.restart, start.origin
@@ -112,7 +112,7 @@ class _Serving:
         self.told_origin = self.origin
         self.server = self._make()
         self._note(self.restart or "resumed", len(self.server.events) - 1)
-        self.links: dict[int, _Link] = {}
+        self.links: dict[int, _ServerLink] = {}
         self.life = LeaseClock(self.plan.lease_seconds)
         self.asked: AskCopy | None = None
         self.stopped = self.told = False
@@ -232,7 +232,7 @@ class _Serving:
     def _connect(self, message: Connect, end: int, block: int) -> None:
         worker = message.worker
         self._lose(worker, "replaced")
-        link = _Link(
+        link = _ServerLink(
             socket.socket(fileno=end), WorkerMemory(Block(block), self.plan.job), message.detail
         )
         link.beat = int(link.memory.beat[0])
@@ -268,7 +268,7 @@ class _Serving:
             case _:
                 self._refuse(worker, Refusal.CHECKSUM)
 
-    def _join(self, worker: int, link: _Link, replaces: bool) -> None:
+    def _join(self, worker: int, link: _ServerLink, replaces: bool) -> None:
         if replaces:  # a new process: what its predecessor held is free again
             self._do(partial(self.server.evict, worker), "it was replaced")
         events = len(self.server.events)
@@ -281,7 +281,7 @@ class _Serving:
         self._drop(worker)
         self._deliver(self.server.leave(worker))
 
-    def _take(self, worker: int, link: _Link, content: dict[str, Any]) -> None:
+    def _take(self, worker: int, link: _ServerLink, content: dict[str, Any]) -> None:
         understood = frames.turn_of(content)
         if understood is None or understood[0].worker != worker:
             self._refuse(worker, Refusal.CHECKSUM)
