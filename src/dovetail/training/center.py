@@ -26,13 +26,17 @@ from dovetail.training.rules.contract import Arrival, Rule, Slice, new_slots
 from dovetail.training.steps import Apply, Combine, Forget, Read, Step
 
 BLOCK_BYTES = 2**18
-"""Of theta~ in one block. Beside it go what was committed, the rule's slots, and the pull."""
+"""The size of a block of theta~. The core's cache also holds the block's part of the commit, of the
+rule's slots and of the pull."""
 
 
 @dataclass
 class _CenterBlock:
-    """Elements [start, stop) of the vector; `watched`: which of the watched coordinates they are,
-    and where they stand in the block."""
+    """Elements [start, stop) of the vector.
+
+    watched   the slice of the watched coordinates that lies in the block
+    places    where they stand in the block
+    """
 
     start: int
     stop: int
@@ -263,7 +267,10 @@ def _part(whole: Arrival, block: _CenterBlock) -> Arrival:
 
 
 class _ShardThreads:
-    """Batches of tasks, done on every block of every shard in the order of `put`."""
+    """Threads, one a shard, that do batches of tasks on all blocks in the order of `put`.
+
+    With one shard there is no thread: the caller does the tasks itself.
+    """
 
     def __init__(self, shards: list[list[_CenterBlock]]) -> None:
         self.tickets = 0
@@ -310,7 +317,8 @@ class _ShardThreads:
                 self._changed.notify_all()
 
     def _run(self, index: int, tasks: list[Task]) -> None:
-        """After a failure nothing is done any more: the shards would not be of one version."""
+        """Do the tasks on the shard's blocks. After a failure nothing is done any more: the shards
+        would not be of one version."""
         try:
             for block in self._shards[index]:
                 for task in tasks if self._error is None else ():

@@ -43,8 +43,9 @@ from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
 
 LOG_FACTOR = 16
-"""A log so many times as large as its snapshot asks for the next one."""
+"""The next snapshot is due once the log is so many times as large as the last snapshot."""
 LEAST_LOG_BYTES = 2**26
+"""A log smaller than this asks for no snapshot."""
 
 _SEGMENT = b"dovetL1\n"
 _RECORD = b"rec\n"
@@ -55,14 +56,14 @@ _PREFIX_BYTES = _PREFIX.size + _CRC.size
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """An input of the server's, as it was logged; `vector` [size] or None."""
+    """An input of the server's, as it was logged. `vector` [size], or None if it had none."""
 
     header: dict[str, Any]
     vector: Vector | None
 
 
 def identity(job: Job, rule: Rule) -> dict[str, Any]:
-    """What a folder keeps to itself: by name, as JSON knows it."""
+    """The fields that make a folder the folder of one run, by name, as JSON knows them."""
     fields = asdict(job) | {"rule": rule.name}
     fields |= {f"option {name}": value for name, value in rule.options.items()}
     known: dict[str, Any] = json.loads(json.dumps(fields, default=str))
@@ -86,10 +87,10 @@ def stored_identity(folder: Path) -> dict[str, Any] | None:
 
 
 class Journal:
-    """A folder that this server writes to, and nobody else.
+    """A run's folder, which one server at a time writes to.
 
-    Raises `UsageError` if another server does, or if it holds a run that is not to be resumed;
-    `RunMismatchError` if it holds another run.
+    Raises `UsageError` if another server writes to it, or if it holds a run that is not to be
+    resumed; `RunMismatchError` if it holds another run.
     """
 
     def __init__(self, storage: Storage, job: Job, rule: Rule, *, resume: bool) -> None:
@@ -118,23 +119,23 @@ class Journal:
         except OSError as error:
             detail = f"another server is writing to {self._folder}; give a folder of its own"
             raise UsageError("storage", detail) from error
-        found = stored_identity(self._folder)
-        if found is not None:
-            for name in (*ours, *found):
-                if ours.get(name) != found.get(name):
+        stored = stored_identity(self._folder)
+        if stored is not None:
+            for name in (*ours, *stored):
+                if ours.get(name) != stored.get(name):
                     folder, expected = os.fspath(self._folder), ours.get(name)
-                    raise RunMismatchError(folder, name, expected, found.get(name))
+                    raise RunMismatchError(folder, name, expected, stored.get(name))
         if self._snapshots() and not resume:
             raise UsageError("storage", f"{self._folder} already holds this run; resume it")
-        if found is None:
+        if stored is None:
             kept = {"run": ours, "crc": zlib.crc32(_canonical(ours))}
             write_atomically(self._folder / "run.json", json.dumps(kept, indent=1))
 
     # Reading
 
     def load(self) -> tuple[dict[str, Any], dict[str, Vector]] | None:
-        """State and vectors of the last snapshot, None if there is none; clears away what it has
-        made superfluous. Then read `records`."""
+        """The state and the vectors of the last snapshot; None if there is none. Older files are
+        removed. `records` continues from here."""
         snapshots = self._snapshots()
         if not snapshots:
             return None
@@ -146,7 +147,8 @@ class Journal:
         return state
 
     def records(self) -> Iterator[JournalRecord]:
-        """What was logged since the snapshot, in order; then the log goes on behind it."""
+        """The records since the snapshot, in order. Once they are read, the log goes on behind
+        them."""
         path = self._log()
         if path.exists():
             with open(path, "rb") as file:
@@ -203,8 +205,11 @@ class Journal:
     def append(
         self, header: dict[str, Any], vector: Vector | None = None, checksum: int = 0
     ) -> None:
-        """Log what is about to happen; `checksum`: of the vector. On the disk when this returns, if
-        the storage says so. Raises `UnwritableError`, the log as it was."""
+        """Log what is about to happen. `checksum`: of the vector.
+
+        With `sync`, the record is on the disk when this returns. Raises `UnwritableError`, and
+        leaves the log as it was.
+        """
         if not self._storage.log:
             self.number += 1
             return
@@ -221,6 +226,7 @@ class Journal:
             if self._storage.sync:
                 os.fdatasync(descriptor)
         except OSError as error:
+            # Cut off what was written: the next record must follow the last whole one.
             with suppress(OSError):
                 os.ftruncate(descriptor, self._end_bytes)
                 os.lseek(descriptor, self._end_bytes, os.SEEK_SET)
@@ -298,7 +304,7 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 MAGIC = b"dovetS1\n"
 _HEAD = struct.Struct("<QI")
 _MOST_PIECES = 1024
-"""Of one call to the system (IOV_MAX)."""
+"""One call to the system takes at most so many pieces (IOV_MAX)."""
 
 
 def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]) -> int:

@@ -127,13 +127,13 @@ class Ledger:
         steps: list[Step] = []
         commit = turn.commit
         if commit is not None and not self.stopped:
-            found = refusal or self.check(commit)
+            verdict = refusal or self.check(commit)
             if commit.worker != turn.worker:
-                found = Refusal.LEASE
-            if isinstance(found, Refusal):
-                waiting.verdict, waiting.refusal = Verdict.REFUSED, found
-            elif found is not None:
-                waiting.verdict = found
+                verdict = Refusal.LEASE
+            if isinstance(verdict, Refusal):
+                waiting.verdict, waiting.refusal = Verdict.REFUSED, verdict
+            elif verdict is not None:
+                waiting.verdict = verdict
             elif self.rule.gathers:
                 waiting.staged = True
             else:

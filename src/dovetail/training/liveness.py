@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 LOOKS = 8
-"""How often within `lease_seconds` signs of life are sent, and looked at."""
+"""Signs of life are sent, and looked at, so many times within `lease_seconds`."""
 
 _beat: ContextVar[Callable[[], None] | None] = ContextVar("beat", default=None)
 
 
 def alive() -> None:
-    """Say that this worker is alive; nothing happens outside of one."""
+    """Say that this worker is alive. Does nothing outside of a worker."""
     beat = _beat.get()
     if beat is not None:
         beat()

@@ -36,7 +36,7 @@ from dovetail.training.state import (
 __all__ = ["Delivery", "Server"]
 
 NO_PAYLOAD = CommitPayload()
-"""What comes with an input that has no vector."""
+"""The payload of an input that has no vector."""
 
 
 class Server:
@@ -256,8 +256,8 @@ class Server:
         with self._lock:
             if state.ledger.check(commit) is not None:
                 return CommitPayload()
-            found = state.center.inbox(turn.worker) if vector is None else vector
-        return examine(state.center, found, checksum)
+            received = state.center.inbox(turn.worker) if vector is None else vector
+        return examine(state.center, received, checksum)
 
     def _pass(self, turn: Turn, payload: CommitPayload) -> Iterable[Turn]:
         """The turns that may be taken now, their payloads in `_held`."""
@@ -282,10 +282,10 @@ class Server:
             return payload
         if commit.worker != turn.worker:
             return CommitPayload(refusal=Refusal.LEASE)
-        found = self._state.ledger.check(commit)
-        if isinstance(found, Refusal):
-            return CommitPayload(refusal=found)
-        if found is Verdict.DUPLICATE or commit.steps == 0 or self.rule.lock_free:
+        verdict = self._state.ledger.check(commit)
+        if isinstance(verdict, Refusal):
+            return CommitPayload(refusal=verdict)
+        if verdict is Verdict.DUPLICATE or commit.steps == 0 or self.rule.lock_free:
             return CommitPayload()
         if payload.vector is None:  # its lease was not held yet when it came
             return CommitPayload(refusal=Refusal.LEASE)
@@ -316,8 +316,8 @@ class Server:
         if self._gate is not None:
             header["position"] = self._gate.position
         checksum = 0
-        if payload.found is not None:
-            checksum, header["squares"] = payload.found.checksum, payload.found.squares
+        if payload.checked is not None:
+            checksum, header["squares"] = payload.checked.checksum, payload.checked.squares
         if self._journal is not None:
             self._journal.append(header, payload.vector, checksum)
         return header
@@ -357,11 +357,11 @@ class Server:
         all the same."""
         journal, state = self._journal, self._state
         assert journal is not None
-        found = journal.load()
-        if found is None:
+        snapshot = journal.load()
+        if snapshot is None:
             self.snapshot()
             return
-        fields, vectors = found
+        fields, vectors = snapshot
         state.restore(fields, vectors)
         self._saved_rows = len(state.rows)
         last = {"seconds": fields["seconds"], "position": fields["position"]}
@@ -388,5 +388,5 @@ class Server:
 def _payload(record: JournalRecord) -> CommitPayload:
     """What was taken, or refused, as it was logged."""
     refusal, squares = record.header.get("refusal"), record.header.get("squares")
-    found = None if squares is None else Check(0, squares)
-    return CommitPayload(record.vector, found, refusal and Refusal(refusal))
+    checked = None if squares is None else Check(0, squares)
+    return CommitPayload(record.vector, checked, refusal and Refusal(refusal))

@@ -39,13 +39,13 @@ class CommitPayload:
     """What came with a turn: nothing, if it has no commit or its commit has no vector."""
 
     vector: Vector | None = None
-    found: Check | None = None
+    checked: Check | None = None
     refusal: Refusal | None = None
 
     @property
     def norm(self) -> float:
         """L2 norm of the vector; nan without one."""
-        return math.nan if self.found is None else self.found.norm
+        return math.nan if self.checked is None else self.checked.norm
 
 
 def examine(center: Center, vector: Vector | None, checksum: int | None) -> CommitPayload:
@@ -56,13 +56,13 @@ def examine(center: Center, vector: Vector | None, checksum: int | None) -> Comm
     """
     if vector is None or not center.fits(vector):
         return CommitPayload(refusal=Refusal.SHAPE)
-    found = check(vector)
-    if checksum is not None and found.checksum != checksum:
+    checked = check(vector)
+    if checksum is not None and checked.checksum != checksum:
         return CommitPayload(refusal=Refusal.CHECKSUM)
-    if not found.finite:
+    if not checked.finite:
         large = bool(np.isfinite(vector).all())
         return CommitPayload(refusal=Refusal.NORM if large else Refusal.NOT_FINITE)
-    return CommitPayload(vector, found)
+    return CommitPayload(vector, checked)
 
 
 class Norms:

@@ -10,14 +10,14 @@
         WorkerRaised, WorkerDied ───────────► another worker, or one fewer, or the end by an error
         WorkerFinished, RunEnded ───────────► the outcome
 
-A transport knows how things are started, reached and found dead; it decides nothing. What a
-failure means is decided here alone, by the run's
-`FailurePolicy`. All of it happens in the caller's
-thread, evaluations too: meanwhile server and workers go on by themselves, and whoever has died
-waits for a successor until the evaluation is over.
+A transport starts the server and the workers, reaches them, and finds out who has died. It decides
+nothing: the supervisor alone decides what a failure means, by the run's `FailurePolicy`.
 
-That each commit counts exactly once is not the supervisor's doing: it follows from the ledger's
-leases and numbers (`ledger`), and from the journal, which is written first (`server`).
+The supervisor works in the caller's thread, and so do the watcher's evaluations. Server and workers
+go on by themselves meanwhile; a worker that dies during an evaluation is replaced after it.
+
+The supervisor does not make each commit count exactly once. The ledger's leases and numbers do
+(`ledger`), and the journal, which is written before anything changes (`server`).
 """
 
 import math

@@ -53,7 +53,7 @@ from dovetail.training.wire import Octets, Wire, make_wire
 from dovetail.training.worker import Ask, Stepped, Told, Work, work
 
 DEATH, LEASE, JOIN, STEP, TURN, LEAVE = range(6)
-"""What happens at the same moment happens in this order."""
+"""Things that happen at the same moment happen in this order."""
 ROWS = 100
 """The watcher is told of rows in batches of so many; fewer before an evaluation and at the end."""
 
@@ -80,11 +80,12 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
 
 @dataclass(frozen=True)
 class World:
-    """What things take, and what befalls the workers; times in virtual seconds.
+    """How long things take, and what happens to the workers. All times are virtual seconds.
 
+    times            the distribution of step times
     slow             worker -> factor on its step times
     latency_seconds, bandwidth_bytes_per_second   of each message, each way; links are not shared
-    apply_seconds    the server's, for each commit
+    apply_seconds    how long the server takes for each commit
     deaths           worker -> when it dies, once
     joins            worker -> when it joins, instead of at 0; may lie beyond the job's workers
     restart_seconds  from a death to the new worker's start
@@ -106,9 +107,9 @@ class World:
         if not isinstance(self.times, StepTimes):
             raise UsageError("times", f"must be StepTimes, not {self.times!r}")
         for name in ("slow", "deaths", "joins"):
-            found = getattr(self, name)
-            if not (isinstance(found, Mapping) and all(map(_is_number, found.values()))):
-                raise UsageError(name, f"must be a dict of worker: number, not {found!r}")
+            mapping = getattr(self, name)
+            if not (isinstance(mapping, Mapping) and all(map(_is_number, mapping.values()))):
+                raise UsageError(name, f"must be a dict of worker: number, not {mapping!r}")
         bandwidth = self.bandwidth_bytes_per_second
         if not (_is_number(bandwidth) and bandwidth > 0):
             raise UsageError("bandwidth_bytes_per_second", "must be positive")

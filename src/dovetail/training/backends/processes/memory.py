@@ -38,6 +38,10 @@ class WorkerMemory:
     def create(cls, job: Job) -> "WorkerMemory":
         return cls(Block.create(_slots(job)[-1]), job)
 
+    def show_life(self) -> None:
+        """Give a sign of life."""
+        self.beat[0] += 1
+
     def close(self) -> None:
         del self.beat, self.inbox, self.outbox
         self.block.close()
@@ -76,7 +80,7 @@ def _slots(job: Job) -> tuple[int, int, int, int]:
 # Parcels
 
 LARGE_BYTES = 1 << 16
-"""Tensors from here on travel beside the pickle, in memory that all workers share."""
+"""Tensors of at least this size travel beside the pickle, in memory that all workers share."""
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,10 @@ from dovetail.training.server import Delivery, Server
 from dovetail.training.supervisor import Gone, ServerReport, ServerUp, Stop, report_of
 
 ITEMS = 300
-"""At most so many rows a report, and events: less than the channel holds while nobody reads it."""
+"""A report has at most so many rows, and so many events: less than the channel holds while the
+supervisor does not read it."""
 ORPHAN_SECONDS = 2.0
+"""After the signal that the launching thread has died, its process has so long to follow."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -57,7 +57,7 @@ SERVER = -1
 """The server's number among the processes, as in events."""
 SERVER_ENTRY = "dovetail.training.backends.processes.server:serve"
 WORKER_ENTRY = "dovetail.training.backends.processes.worker:serve"
-"""The functions that the processes run."""
+"""The functions that the processes run: `launch` calls them with a channel."""
 POLL_SECONDS = 0.1
 """The time between two looks at the server's rows; what ends a run is heard at once."""
 SILENCE_SECONDS = 60.0
@@ -88,12 +88,14 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
 
 @dataclass(frozen=True)
 class ProcessesOptions:
-    """cores      that workers are pinned to, in turn; () for all
-    threads       of each worker
-    server_threads   that apply shards of the center at once
-    late          one more worker is started each time the center has seen so many samples
-    log           without a folder of its own, a run keeps its state in a temporary one; False: it
-                  keeps none, which saves a write of every commit, and ends with its server
+    """How a run uses this machine.
+
+    cores            sets of cores that workers are pinned to, in turn; () for all
+    threads          of each worker
+    server_threads   threads that apply shards of the center at once
+    late             one more worker is started each time the center has seen so many samples
+    log              without a folder of its own, a run keeps its state in a temporary one. False:
+                     it keeps none, which saves a write of every commit, and ends with its server
     """
 
     cores: Sequence[Sequence[int]] = ()
@@ -106,9 +108,9 @@ class ProcessesOptions:
         for name in ("threads", "server_threads"):
             check_count(name, getattr(self, name))
         for name in ("cores", "late"):
-            found = getattr(self, name)
-            if not isinstance(found, Sequence) or isinstance(found, str):
-                raise UsageError(name, f"must be a list or a tuple, not {found!r}")
+            lists = getattr(self, name)
+            if not isinstance(lists, Sequence) or isinstance(lists, str):
+                raise UsageError(name, f"must be a list or a tuple, not {lists!r}")
 
 
 @dataclass

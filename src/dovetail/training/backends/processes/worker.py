@@ -6,7 +6,6 @@ says its last turn again. The server tells by the numbers what it has heard alre
 
 import socket
 import time
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from dovetail.training.checks import check, copy_and_check
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Refusal, Reply
 from dovetail.training.wire import make_wire
-from dovetail.training.worker import Ask, Stepped, Told, Work, work
+from dovetail.training.worker import Ask, Told, drive, work
 
 
 def serve(channel: Channel) -> None:
@@ -32,35 +31,17 @@ def serve(channel: Channel) -> None:
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
     make = unpack_parcel(start.learner, channel.receive_descriptor())
     rule = plan.make_rule()
-    beat = partial(_beat, memory.beat)
-    on_alive(beat)
+    on_alive(memory.show_life)
     learner = make(plan.worker)
-    copy_and_check(memory.inbox, memory.outbox)  # compiled before anyone waits for it
+    # Called once here so that it is compiled before anyone waits for it.
+    copy_and_check(memory.inbox, memory.outbox)
     link = WorkerLink(channel, plan, memory, center if rule.lock_free else None)
     sequence = link.join()
     steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
-    _drive(steps, link, memory.beat)
+    drive(steps, link.ask, memory.show_life)
     link.leave()
     channel.send(Finished(plan.worker))
     channel.receive()  # until the other end is closed
-
-
-def _beat(beat: NDArray[np.int64]) -> None:
-    beat[0] += 1
-
-
-def _drive(steps: Work, link: "WorkerLink", beat: NDArray[np.int64]) -> None:
-    told: Told | None = None
-    try:
-        while True:
-            event = steps.send(told)
-            told = None
-            if isinstance(event, Stepped):
-                _beat(beat)
-            else:
-                told = link.ask(event)
-    except StopIteration:
-        return
 
 
 def _was_unreadable(reply: Reply) -> bool:
@@ -127,12 +108,12 @@ class WorkerLink:
             return None
         inbox = self._memory.inbox
         if self._plan.wire == "none":
-            found = copy_and_check(inbox, ask.vector)
+            checked = copy_and_check(inbox, ask.vector)
         else:  # nothing need be smaller here, but the numbers are those of other backends
             self._wire.encode(ask.vector, self._octets)
             self._wire.decode(self._octets, inbox)
-            found = check(inbox)
-        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, found.checksum)
+            checked = check(inbox)
+        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, checked.checksum)
 
     def _center(self) -> NDArray[np.floating]:
         return self._memory.outbox if self._live is None else self._live.live

@@ -53,7 +53,7 @@ from dovetail.training.supervisor import CenterCopy, report_of
 from dovetail.training.wire import make_wire
 
 THREADS = 4
-"""So many threads take turns."""
+"""The actor takes turns in so many threads."""
 ROWS = 5000
 """A report has at most so many rows."""
 COPY_SECONDS = 0.002
@@ -65,7 +65,8 @@ AGAIN_SECONDS = 0.1
 
 Sent = NDArray[Any] | StagedCommit | None
 _NOTHING: Vector = np.zeros(0)
-_WRONG = -1  # no checksum
+_WRONG = -1
+"""No vector has this checksum: a commit that carries it is refused."""
 
 
 @dataclass

@@ -31,9 +31,9 @@ from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
 
 LOCK_SECONDS = 30.0
-"""How long a new life waits for its former one to let go of the folder."""
+"""A new life waits so long for its former one to let go of the folder."""
 KEPT = 2
-"""Pieces of a worker's that are kept: one that was thought dead may send another meanwhile."""
+"""So many pieces of a worker are kept: one that was thought dead may send another meanwhile."""
 _KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
     "Apply": Apply,
     "Read": Read,
@@ -76,11 +76,11 @@ class Shard:
                 time.sleep(0.1)  # its former life has not ended yet
 
     def _rebuild(self) -> None:
-        found = self._journal.load()
-        if found is None:
+        snapshot = self._journal.load()
+        if snapshot is None:
             self.snapshot()
             return
-        state, vectors = found
+        state, vectors = snapshot
         for key, worker in state["pieces"]:
             self._pieces[key] = worker, vectors.pop(f"piece {key}")
         self._center.restore(vectors, state["counts"])
@@ -106,11 +106,11 @@ class Shard:
             if not self._wire.decode(sent, vector):
                 return PieceCheck(Refusal.SHAPE)
         payload = examine(self._center, vector, expected if self._wire is None else None)
-        if payload.found is None:
+        if payload.checked is None:
             return PieceCheck(payload.refusal)
-        self._journal.append({"worker": worker, "key": key}, vector, payload.found.checksum)
+        self._journal.append({"worker": worker, "key": key}, vector, payload.checked.checksum)
         self._keep(key, worker, vector)
-        return PieceCheck(None, payload.found.squares)
+        return PieceCheck(None, payload.checked.squares)
 
     def _keep(self, key: str, worker: int, vector: Vector) -> None:
         self._pieces.pop(key, None)
@@ -187,8 +187,8 @@ def start_of(theta: Vector | list[Any]) -> Vector:
         return theta
     import ray
 
-    found: Vector = ray.get(theta[0])
-    return found
+    vector: Vector = ray.get(theta[0])
+    return vector
 
 
 def numbered(number: int, steps: Any, tokens: dict[int, str]) -> NumberedSteps:

@@ -56,7 +56,7 @@ CLOSE_SECONDS = 10.0
 INLINE_BYTES = 2**15
 """Vectors up to here travel within an actor's arguments, larger ones through the object store."""
 POLL, COPY = "poll", "copy"
-"""What the server was asked for."""
+"""Names of what the server was asked for, among the results that are awaited."""
 _COLOR = re.compile(r"\x1b\[\d+m")
 _LOOPBACK = "127.0.0.1"
 _LOCAL = {
@@ -94,7 +94,9 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """address     of a cluster to join ("auto": the one of this machine); None: start Ray here, for
+    """How a run uses a cluster.
+
+    address       of a cluster to join ("auto": the one of this machine); None: start Ray here, for
                   this run alone, on the loopback interface
     namespace     of the actors' names; None: of the run
     worker_cores, server_cores           that Ray sets aside for each
@@ -447,11 +449,11 @@ def _loopback() -> Iterator[None]:
 
 def _check_loopback(ray: Any) -> None:
     """Other versions of Ray may not know the setting."""
-    found = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes()})
-    if found != [_LOOPBACK]:
+    addresses = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes()})
+    if addresses != [_LOOPBACK]:
         raise UsageError(
             "address",
-            f"this version of Ray listens on {', '.join(found)}, beyond this machine; start it "
+            f"this version of Ray listens on {', '.join(addresses)}, beyond this machine; start it "
             "as you see fit, and give its address",
         )
 

@@ -23,14 +23,14 @@ from dovetail.training.learner import MakeLearner
 from dovetail.training.liveness import LOOKS, on_alive
 from dovetail.training.records import Vector
 from dovetail.training.wire import Wire, make_wire
-from dovetail.training.worker import Ask, Stepped, Told, Work, work
+from dovetail.training.worker import Ask, Told, drive, work
 
 AGAIN_SECONDS = 0.1
 """The time between two tries to reach a server that is being restarted."""
 
 Encode = Callable[[Vector], NDArray[Any]]
 Call = Callable[[Callable[[], Any]], Any]
-"""Gets the result of a call of Ray; None if the actor was lost meanwhile."""
+"""A function that gets the result of a call of Ray, or None if the actor was lost meanwhile."""
 
 
 class RayWorker:
@@ -50,24 +50,9 @@ class RayWorker:
         rule = plan.make_rule()
         sequence = link.join()
         steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
-        drive(steps, link)
+        drive(steps, link.ask, link.beat)
         link.leave()
         return plan.worker
-
-
-def drive(steps: Work, link: "ServerCalls") -> None:
-    """The worker's loop over a link."""
-    told: Told | None = None
-    try:
-        while True:
-            event = steps.send(told)
-            told = None
-            if isinstance(event, Stepped):
-                link.beat()
-            else:
-                told = link.ask(event)
-    except StopIteration:
-        return
 
 
 class ServerCalls:
