@@ -40,12 +40,12 @@ NO_PAYLOAD = CommitPayload()
 
 
 class Server:
-    """A run's center and ledger, and their history.
+    """A run's center, its ledger, and their history.
 
     theta      [size] where the center starts; changed in place from then on
-    storage    the folder it keeps its state in, new or empty; None: nowhere
-    order      of workers, in which turns are taken
-    clock      seconds since the run's start
+    storage    the folder that keeps the state, new or empty; None: the state is not kept
+    order      the order of workers in which turns are taken; None: as they come
+    clock      tells the seconds since the run's start
     """
 
     def __init__(  # noqa: PLR0913  keyword-only
@@ -92,12 +92,14 @@ class Server:
         keeps_theta: bool = False,
         **options: Any,
     ) -> Self:
-        """The server whose state the storage's folder holds, as it was before it died; a fresh one
-        if there is none. `theta` [size] is overwritten with the center, but with `keeps_theta`:
-        a lock-free center in memory that outlived the server, which no log can know. A run that was
-        stopped goes on: who still wants its end says so again.
+        """The server whose state the storage's folder holds, or a new one if it holds none.
 
-        Raises `JournalError`, `RunMismatchError`, `UsageError` if another server has the folder.
+        `theta` [size] is overwritten with the center. With `keeps_theta` it is kept: it is then a
+        lock-free center in memory that outlived the server, and no log knows what is in it. A run
+        that was stopped goes on; whoever still wants its end stops it again.
+
+        Raises `JournalError`, `RunMismatchError`, and `UsageError` if another server has the
+        folder.
         """
         server = cls(job, rule, theta, **options)
         try:
@@ -111,8 +113,11 @@ class Server:
     # What workers do
 
     def join(self, worker: int, inbox: Vector | None = None, outbox: Vector | None = None) -> int:
-        """The number of the worker's last applied commit: 0 for a new one. Its commits will lie in
-        `inbox` [size], unless `take` is given them, and its pulls go to `outbox` [size]."""
+        """The number of the worker's last applied commit; 0 for a new worker.
+
+        Its commits will lie in `inbox` [size], unless `take` is given them. Its pulls go to
+        `outbox` [size].
+        """
         with self._lock:
             self._here.add(worker)
             self._state.center.attach(worker, inbox, outbox)
@@ -122,11 +127,14 @@ class Server:
     def take(
         self, turn: Turn, checksum: int | None = None, vector: Vector | None = None
     ) -> list[Delivery]:
-        """The answers that follow from a turn: to its worker, others, or nobody yet.
+        """The answers that follow from a turn: to its worker, to others, or none yet.
 
-        `checksum`: of the vector, by `checks.checksum`, where the worker sent it. `vector`: the
-        commit, where it is not in the inbox; used in place, so constant until it is answered.
+        checksum   of the vector, by `checks.checksum`, if the worker sent one
+        vector     the commit's, if it is not in the inbox; used where it lies, so it must not
+                   change until the turn is answered
         """
+        # Looking at a vector takes time, and needs nothing that another turn may change: it is done
+        # outside of the lock, so that the vectors of several workers are looked at at once.
         payload = self._examine(turn, checksum, vector)
         with self._lock:
             deliveries = self._turns(self._pass(turn, payload))
@@ -144,13 +152,13 @@ class Server:
     # What the run does
 
     def dismiss_late(self) -> None:
-        """Evict who joined beyond the job's workers: in a run that is continued nobody takes their
-        place."""
+        """Evict the workers that joined beyond the job's: in a run that is continued, nobody takes
+        their place."""
         for worker in {e.worker for e in self.events if e.worker >= self.job.workers}:
             self.evict(worker)
 
     def stop(self) -> list[Delivery]:
-        """End the run before its epochs: all that wait are told, later ones when they ask."""
+        """End the run early. Workers that wait are told now, the others when they ask."""
         return self._do({"kind": "stop"})
 
     def end_stream(self, samples: int) -> list[Delivery]:
@@ -162,7 +170,8 @@ class Server:
         if self._journal is not None:
             with self._lock:
                 state, vectors = self._state.save()
-                if self.rule.lock_free:  # workers write to it meanwhile
+                if self.rule.lock_free:
+                    # Workers write to the center meanwhile: its checksum would not fit.
                     vectors["theta"] = vectors["theta"].copy()
                 state["position"] = self._gate and self._gate.position
                 state["passed"] = [turn_fields(t) for t in self._gate.passed] if self._gate else []
@@ -196,13 +205,13 @@ class Server:
             return self._state.center.theta
 
     def copy(self) -> tuple[Vector, int, int]:
-        """A copy of the center [size], its clock and its samples, of one version."""
+        """A copy of the center [size], its clock and its samples, all of one version."""
         with self._lock:
             return self._state.center.theta.copy(), self.clock, self.samples
 
     @property
     def rows(self) -> list[Row]:
-        """Of all commits that were applied, in order."""
+        """The rows of all commits that were applied, in order."""
         return self._state.rows
 
     @property
@@ -222,7 +231,7 @@ class Server:
 
     @property
     def samples(self) -> int:
-        """That were committed so far."""
+        """How many samples were committed so far."""
         return self._state.ledger.samples
 
     @property
@@ -237,7 +246,7 @@ class Server:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Workers that wait for an answer of ours: silent without being hung."""
+        """Workers that wait for an answer: they are silent without being hung."""
         with self._lock:
             return self._state.ledger.waiting
 
@@ -311,7 +320,7 @@ class Server:
         return self._finish(ticket, deliveries)
 
     def _log(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> dict[str, Any]:
-        """The header with its time, once it is in the journal."""
+        """The header with its time, which is in the journal by now."""
         header["seconds"] = self._seconds()
         if self._gate is not None:
             header["position"] = self._gate.position
@@ -323,15 +332,16 @@ class Server:
         return header
 
     def _enact(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> list[Delivery]:
-        """Do what an input asks. A turn that a former self of this server left may be answered now,
-        to nobody: its worker asks again once it is here."""
+        """Do what an input asks; the answers for workers that have joined this server."""
+        # The input may answer a turn that was left by the server before this one. Its worker has
+        # not joined yet, and will ask again: an answer now would be taken for the one to that.
         return [d for d in self._state.enact(header, payload) if d.worker in self._here]
 
     def _seconds(self) -> float:
         return self._clock() + self._ahead_seconds
 
     def _finish(self, ticket: int, deliveries: list[Delivery]) -> list[Delivery]:
-        """Wait for the shards, write the rows, and keep a snapshot if it is time."""
+        """The deliveries, once the shards have done their part; keeps a snapshot if it is due."""
         state = self._state
         state.center.wait(ticket)
         with self._lock:
@@ -353,8 +363,8 @@ class Server:
         self._journal = Journal(storage, self.job, self.rule, resume=resume)
 
     def _rebuild(self, theta: Vector | None) -> None:
-        """The state of the snapshot, then all that was logged since. `theta`: what the center is
-        all the same."""
+        """Take over the snapshot's state, then do again all that was logged since. `theta` [size]:
+        the center, if it is known without the log."""
         journal, state = self._journal, self._state
         assert journal is not None
         snapshot = journal.load()
@@ -386,7 +396,7 @@ class Server:
 
 
 def _payload(record: JournalRecord) -> CommitPayload:
-    """What was taken, or refused, as it was logged."""
+    """The payload, or the refusal, of a turn that was logged."""
     refusal, squares = record.header.get("refusal"), record.header.get("squares")
     checked = None if squares is None else Check(0, squares)
     return CommitPayload(record.vector, checked, refusal and Refusal(refusal))

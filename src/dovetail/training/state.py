@@ -94,7 +94,8 @@ class Delivery:
 
 @dataclass(frozen=True)
 class _CommitHead:
-    """What a row will say of a commit; `update` [k]: its values at the watched coordinates."""
+    """What a row will say of a commit. `update` [k]: the commit's values at the watched
+    coordinates."""
 
     commit: Commit
     norm: float
@@ -103,17 +104,17 @@ class _CommitHead:
 
 @dataclass(frozen=True)
 class _Applied:
-    """Commits that the shards are at work on, and their rows but for the momentum."""
+    """Commits that the shards work on, and their rows without the momentum."""
 
     ticket: int
     rows: tuple[tuple[Row, _CommitHead], ...]
 
 
 class ServerState:
-    """Ledger, center and history. One thread at a time.
+    """Ledger, center and history. Used by one thread at a time.
 
-    rows       of commits that are applied, as `settle` found them done
-    present    by worker: joined, and neither lost nor gone
+    rows       of the commits that are applied; `settle` adds them
+    present    by worker: whether it has joined, and is neither lost nor gone
     """
 
     def __init__(self, job: Job, rule: Rule, theta: Vector, guard: Guard, shards: int) -> None:

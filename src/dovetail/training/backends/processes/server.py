@@ -93,8 +93,10 @@ def _remove_if_orphaned(folder: Path) -> None:
 class _ServerLink:
     """The server's end of a worker's link.
 
-    holds   the worker has a lease: its time runs, whenever it does not wait for an answer
-    beat    its signs of life, as they were last looked at
+    detail   which process it is, for events
+    joined   the worker has said that it is there
+    holds    the worker has a lease: its time runs whenever it does not wait for an answer
+    beat     how many signs of life there were at the last look
     """
 
     socket: socket.socket
@@ -212,12 +214,12 @@ class _ServerProcess:
             self.channel.send(self._report(len(self.server.rows), len(self.server.events)))
 
     def _event(self, kind: str, worker: int, detail: str) -> None:
-        """One that the server does not know of, and its journal does not keep."""
+        """Add an event that the journal does not keep."""
         seconds = time.perf_counter() - self.told_origin
         self.server.events.append(Event(kind, worker, seconds, detail))
 
     def _note(self, detail: str, events: int) -> None:
-        """Say more of the events from that index on, where the server has said nothing."""
+        """Add a detail to the events from that index on which have none."""
         for index in range(max(events, 0), len(self.server.events)):
             if not self.server.events[index].detail:
                 self.details[index] = detail

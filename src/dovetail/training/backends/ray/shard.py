@@ -120,14 +120,15 @@ class Shard:
             del self._pieces[old]
 
     def fetch(self, worker: int, number: int) -> Vector | None:
-        """What was copied for the worker by the steps of that number; None if it is not here."""
+        """The part of the center that the steps of that number copied for the worker; None if it
+        is not here."""
         pulled = self._pulls.get(worker)
         return pulled[1] if pulled is not None and pulled[0] == number else None
 
     # The ledger's
 
     def execute(self, numbered: NumberedSteps) -> ShardProgress:
-        """Do the steps, if they are the next ones; what was done so far."""
+        """Do the steps, if they are the next ones; how far the shard is."""
         if numbered.number == self._number + 1:
             header = {"number": numbered.number, "steps": numbered.steps, "keys": numbered.keys}
             self._journal.append(header)
