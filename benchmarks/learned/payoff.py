@@ -33,9 +33,9 @@ from dovetail.bench.records import Case
 from dovetail.bench.running import Settings
 from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, Placer, parse_budget
+from dovetail.placers.learned.placing import make_gdp_search
 from dovetail.placers.learned.records import Task
-from dovetail.placers.learned.search import make_gdp_search
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 HERE = Path(__file__).parent
 ROWS = {key: CASES[key] for key in ("gnmt-2-2gpu", "gnmt-4-4gpu", "gnmt-8-8gpu", "amoebanet-4gpu")}

@@ -4,13 +4,15 @@ from dataclasses import replace
 import pytest
 
 from builders import Op, graph_of, source
-from dovetail.costs.launches import Launch, StageWork, kernel_works
 from dovetail.costs.stages import (
     FITTED,
     AnalyticStages,
     CpuRates,
     GpuRates,
+    Launch,
+    StageWork,
     fitted_parameters,
+    kernel_works,
     merged_launch,
     stage_rates,
 )

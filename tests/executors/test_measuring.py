@@ -3,9 +3,8 @@ import pytest
 from test_shares import plan_for, small_graph
 
 from dovetail.errors import UsageError
-from dovetail.executors.measuring import measure_steps
+from dovetail.executors.placed import measure_steps, timeline_of
 from dovetail.executors.shares import share_out
-from dovetail.executors.timelines import timeline_of
 from dovetail.runtime.shared import Block
 from dovetail.timeline import Timeline
 

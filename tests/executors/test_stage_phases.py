@@ -15,8 +15,8 @@ from dovetail.executors.stages.phases import (
     spread,
     whole,
 )
+from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import Streams, dataflow
-from dovetail.schedulers.draws import random_stages
 from dovetail.schedulers.races import happens_before
 from dovetail.schedulers.records import Block, groups_of, members
 from dovetail.schedulers.results import KernelStage

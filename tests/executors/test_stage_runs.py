@@ -13,8 +13,7 @@ from torch import nn
 
 from dovetail.errors import WorkerError
 from dovetail.executors import Workers, run
-from dovetail.executors.lanes import groups_of, lanes_of
-from dovetail.executors.shares import Together, ops_of, share_out
+from dovetail.executors.shares import Together, groups_of, lanes_of, ops_of, share_out
 from dovetail.frontends import SGD, capture, initial_values, run_step
 from dovetail.plans import Schedule, Stage, check
 

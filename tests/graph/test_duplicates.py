@@ -5,8 +5,7 @@ from transformer_models import Decoder, tokens
 
 import dovetail as dt
 from dovetail.frontends import duplicated, initial_values, run_step
-from dovetail.graph.duplicates import Copies, duplicate, origins_in
-from dovetail.graph.sharing import shareable
+from dovetail.graph.duplicates import Copies, duplicate, origins_in, shareable
 
 
 def copies_for_two_layers(graph):

@@ -7,7 +7,7 @@ from transformer_models import Decoder, tokens
 import dovetail as dt
 from dovetail.errors import UsageError
 from dovetail.graph import colocate, group
-from dovetail.graph.sharing import shareable, spread_out
+from dovetail.graph.duplicates import shareable, spread_out
 from dovetail.graph.units import matched_modules, units_of
 
 

@@ -14,7 +14,7 @@ from dovetail.errors import FileFormatError, MachineError, UnknownPresetError
 from dovetail.frontends import parse_optimizer, resolve
 from dovetail.machine import PAPER_MACHINES, load_machine, parse_machine, save_machine
 from dovetail.machine.files import machine_from_dict, machine_to_dict
-from dovetail.machine.papers import FITTED, fitted_machine
+from dovetail.machine.presets import FITTED, fitted_machine
 from dovetail.reports import machine_table
 from dovetail.simulator import Simulator
 

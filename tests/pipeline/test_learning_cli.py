@@ -15,8 +15,7 @@ from dovetail.cli import pretraining
 from dovetail.pipeline import Course, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
 from dovetail.placers.learned.catalog import settings_of
-from dovetail.placers.learned.pretraining import Recipe
-from dovetail.placers.learned.training_set import Wanted
+from dovetail.placers.learned.pretraining import Recipe, Wanted
 from dovetail.simulator import Simulator
 
 TWO_GPUS = ("--machine", "2 x p100 + haswell")

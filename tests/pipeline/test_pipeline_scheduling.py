@@ -9,7 +9,7 @@ from torch import nn
 
 from dovetail.costs import CostCache
 from dovetail.errors import MachineError, UnequalError, UsageError
-from dovetail.executors.stages import choosing, measuring, passes
+from dovetail.executors.stages import choosing, measuring
 from dovetail.frontends import capture
 from dovetail.graph.files import save_graph
 from dovetail.machine.local import local_machine
@@ -34,7 +34,7 @@ def cores(request, monkeypatch, tmp_path):
     monkeypatch.setattr(scheduling, "local_machine", machine)
     for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_VISITS", 1)):
         monkeypatch.setattr(measuring, name, least)
-    monkeypatch.setattr(passes, "_MOST_PASSES", 5)
+    monkeypatch.setattr(measuring, "_MOST_PASSES", 5)
     monkeypatch.setattr(choosing, "_ROUND_SECONDS", 1e-5)
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     before = torch.get_num_threads()

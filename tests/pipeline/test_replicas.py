@@ -8,7 +8,7 @@ import pytest
 import dovetail as dt
 from dovetail.errors import ExportError, UsageError
 from dovetail.graph import layered, save_graph
-from dovetail.graph.towers import tower_count, towers_of
+from dovetail.graph.replicate import tower_count, towers_of
 from dovetail.pipeline import check_replicas, open_plan, replicated
 from dovetail.plans import load_plan
 from instance_files import edge, file_of, node

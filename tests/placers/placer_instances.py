@@ -9,7 +9,7 @@ from dovetail.errors import MissingLibraryError
 from dovetail.graph import Graph, Groups, Phase
 from dovetail.machine import Device, Link, Machine
 from dovetail.placers import PLACERS, make_problem
-from dovetail.placers.scotch_library import load_scotch
+from dovetail.placers.scotch import load_scotch
 
 LATENCY_SECONDS, BANDWIDTH = 0.05, 100.0
 

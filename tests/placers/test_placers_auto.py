@@ -15,7 +15,7 @@ from placer_instances import (
 
 from dovetail.errors import OutOfMemoryError, UsageError
 from dovetail.placers import BASELINES, PLACERS, Budget, parse_budget, place
-from dovetail.placers.single import single
+from dovetail.placers.baselines import single
 from dovetail.simulator import Simulator
 
 FREE_OR_TIGHT = ["free memory", "tight memory"]

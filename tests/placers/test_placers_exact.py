@@ -10,9 +10,14 @@ from dovetail.errors import InfeasibleError, NoPlanFitsError, TooManyIntervalsEr
 from dovetail.graph.convexity import find_return
 from dovetail.placers import exact as exact_module
 from dovetail.placers.budget import Budget
-from dovetail.placers.exact import NEVER, exact
-from dovetail.placers.exact_master import alike_devices, necessary_bytes, new_master
-from dovetail.placers.exact_share import share_bound
+from dovetail.placers.exact import (
+    NEVER,
+    alike_devices,
+    exact,
+    necessary_bytes,
+    new_master,
+    share_bound,
+)
 from dovetail.placers.exhaustive import every_placement
 from dovetail.simulator import Simulator
 

@@ -11,9 +11,7 @@ from dovetail.graph import group, layered
 from dovetail.machine import parse_machine
 from dovetail.placers import Budget, make_problem
 from dovetail.placers.baselines import try_baselines
-from dovetail.placers.coarsening import by_modules, coarsen
-from dovetail.placers.merging import merged_problem
-from dovetail.placers.multilevel import multilevel
+from dovetail.placers.multilevel import by_modules, coarsen, merged_problem, multilevel
 from dovetail.simulator import Simulator
 
 

@@ -7,7 +7,7 @@ from builders import Op, graph_of, machine_of, source
 from dovetail.costs import Costs, analytic_costs
 from dovetail.errors import NoDeviceError, UsageError
 from dovetail.graph import Phase, layered, replicate
-from dovetail.graph.towers import AVERAGE, towers_of
+from dovetail.graph.replicate import AVERAGE, towers_of
 from dovetail.machine import parse_machine
 from dovetail.pipeline import plan, verify
 from dovetail.plans import tower_placement, tower_seconds

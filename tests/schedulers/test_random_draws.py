@@ -4,9 +4,9 @@ import random
 import pytest
 
 from dags import random_block
-from dovetail.schedulers.draws import random_stages
-from dovetail.schedulers.greedy import greedy
+from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.records import Block, Timing, groups_of
+from dovetail.schedulers.scheduling import greedy
 
 
 def chain(ops):

@@ -10,10 +10,9 @@ from builders import Op, graph_of, source
 from dovetail.costs import Costs
 from dovetail.graph import Phase
 from dovetail.simulator import Simulator
-from dovetail.simulator.bounds import lower_bounds
+from dovetail.simulator.bounds import forced_ends, forced_tails, lower_bounds
 from dovetail.simulator.critical_path import earliest_ends
 from dovetail.simulator.flat import flatten
-from dovetail.simulator.forced import forced_ends, forced_tails
 
 FORCED = "critical path with forced sends"
 

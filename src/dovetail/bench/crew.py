@@ -17,8 +17,7 @@ from typing import Any
 
 from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.machine.local import available_bytes
-from dovetail.runtime.channels import Channel
-from dovetail.runtime.processes import Worker, launch, ready
+from dovetail.runtime.processes import Channel, Worker, launch, ready
 
 ENTRY = "dovetail.bench.crew:serve"
 

@@ -21,8 +21,8 @@ from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.grouping import merge_single_consumers
 from dovetail.machine import Machine
-from dovetail.placers.coarsening import coarsen
 from dovetail.placers.learned.records import Settings, Task, Trials
+from dovetail.placers.multilevel import coarsen
 from dovetail.placers.problem import GroupPlacement, Problem
 from dovetail.units import format_bytes
 

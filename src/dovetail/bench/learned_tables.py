@@ -26,7 +26,7 @@ from dovetail.bench.effort import (
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.orderings import format_step
 from dovetail.bench.records import Case, Column, LearnedRun, Row
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.units import format_seconds
 
 Done = Sequence[tuple[Case, Row]]

@@ -22,7 +22,7 @@ from dovetail.bench.page_results import Results
 from dovetail.bench.records import Case, Curve, Row, Tower
 from dovetail.machine import parse_machine
 from dovetail.reports.markup import Markup, cards, policy
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.bench.charts import loss_chart
 from dovetail.bench.records import Case, Curve, Row, Tower
 from dovetail.machine import Machine, parse_machine
-from dovetail.machine.papers import FITTED
+from dovetail.machine.presets import FITTED
 from dovetail.reports.markup import Markup, details, table, text_of
 from dovetail.units import (
     format_bandwidth,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dovetail.bench.cases import LEARNED, METHOD_OF
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.records import Case, Column, Found, Published, Row
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 OOM = "OOM"
 NOT_RUN = "not yet run"

@@ -126,7 +126,7 @@ def save_weights(model: Any, path: Path) -> None:
     all. Raises `UnwritableError`."""
     import torch
 
-    from dovetail.runtime.atomic import write_atomically
+    from dovetail.runtime.files import write_atomically
 
     content = io.BytesIO()
     torch.save(model.state_dict(), content)

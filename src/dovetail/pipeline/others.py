@@ -24,7 +24,7 @@ from dovetail.graph import EVERYWHERE, Graph
 from dovetail.machine import Machine
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Placement, Plan, capacities_of, check_placement, load_plan, normalise
-from dovetail.runtime.reading import read_json
+from dovetail.runtime.files import read_json
 from dovetail.simulator import Simulator
 
 GivenMap = Mapping[str, int | str]

@@ -309,7 +309,7 @@ def _with_policy(placer: str, policy: str | Path | None, finetune: int) -> Place
         from dovetail.placers.learned.placing import make_gdp
 
         return make_gdp(path, finetune)
-    from dovetail.placers.learned.search import make_gdp_search
+    from dovetail.placers.learned.placing import make_gdp_search
 
     return make_gdp_search(path, finetune)
 

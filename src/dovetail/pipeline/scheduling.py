@@ -32,8 +32,8 @@ from dovetail.machine import Device, parse_machine
 from dovetail.machine.local import local_machine
 from dovetail.pipeline.sources import Progress, silent
 from dovetail.runtime.timers import clock
+from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import replayed
-from dovetail.schedulers.draws import random_stages
 from dovetail.schedulers.records import OpSet, groups_of, members
 from dovetail.schedulers.results import (
     SEQUENTIAL,

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs
 from dovetail.frontends import Captured, duplicated
 from dovetail.graph import Graph
-from dovetail.graph.duplicates import Copies, duplicate
-from dovetail.graph.sharing import shareable
+from dovetail.graph.duplicates import Copies, duplicate, shareable
 from dovetail.machine import Machine
 from dovetail.pipeline.opening import bound_of, costs_in
 from dovetail.pipeline.sources import Step

@@ -21,14 +21,14 @@ from dovetail.frontends import resolve as resolve_network
 from dovetail.frontends.onnx import Shapes, is_from_onnx, load_onnx
 from dovetail.graph import Graph, Groups, colocate, group, replicate
 from dovetail.graph.files import graph_from
-from dovetail.graph.towers import towers_of
+from dovetail.graph.replicate import towers_of
 from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
 from dovetail.pipeline.threads import choose_threads, with_threads
 from dovetail.plans import Source
+from dovetail.runtime.files import read_json
 from dovetail.runtime.neighbours import disturbs
-from dovetail.runtime.reading import read_json
 
 HERE = "here"
 Step = Captured | Graph | Instance

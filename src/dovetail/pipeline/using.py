@@ -17,7 +17,7 @@ from dovetail.pipeline.sharing import planned
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
 from dovetail.reports import Report, chrome_trace, device_colours, write_html
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.runtime.neighbours import disturbs
 
 

@@ -24,7 +24,7 @@ from dovetail.reports.layout import draw
 from dovetail.reports.limits import Limits, explain, find_limits, shares
 from dovetail.reports.records import Report, utilisation
 from dovetail.reports.tables import found_after, loads_of, plan_facts, run_rows
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.timeline import Timeline
 from dovetail.units import (
     BEYOND_ANY_BYTES,

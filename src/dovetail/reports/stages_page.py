@@ -18,7 +18,7 @@ from importlib import resources
 from dovetail.reports.markup import Markup, cards, policy, table
 from dovetail.reports.stages_figures import measured_text, ratio_of
 from dovetail.reports.stages_sections import batch, drawable, specialisations
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.schedulers.results import Schedules
 from dovetail.units import format_count, format_seconds
 

@@ -18,7 +18,7 @@ from dovetail.errors import UsageError
 from dovetail.reports import training_sections as sections
 from dovetail.reports.markup import policy
 from dovetail.reports.training_sections import Run
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.training.history import History
 
 MOST_RUNS = 40

@@ -8,7 +8,6 @@ import pytest
 import torch
 from learned_problems import random_problem
 
-from dovetail.placers.learned.exploring import chances, draw_clusters
 from dovetail.placers.learned.features import (
     ADVICE_NUMBERS,
     NUMBER_NAMES,
@@ -16,7 +15,7 @@ from dovetail.placers.learned.features import (
     cut_placements,
     look,
 )
-from dovetail.placers.learned.gdp import ADVISED, MODES, Gdp
+from dovetail.placers.learned.gdp import ADVISED, MODES, Gdp, chances, draw_clusters
 
 SMALL = {"hidden": 16, "heads": 2, "segment": 4}
 

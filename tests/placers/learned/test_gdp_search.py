@@ -12,7 +12,7 @@ from dovetail.placers.learned import files, placing
 from dovetail.placers.learned.catalog import make_policy
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import save_policy
-from dovetail.placers.learned.search import PROPOSING_SHARE, make_gdp_search
+from dovetail.placers.learned.placing import PROPOSING_SHARE, make_gdp_search
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from dovetail.placers.learned.features import look
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.hdp import Hdp
 from dovetail.placers.learned.learner import PolicyLearner, Seen
-from dovetail.placers.learned.ppo import ppo
+from dovetail.placers.learned.losses import ppo, reinforce
 from dovetail.placers.learned.records import Settings, Trials
-from dovetail.placers.learned.reinforce import reinforce
 from dovetail.placers.learned.seq2seq import Seq2Seq
 
 REINFORCE = Settings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)

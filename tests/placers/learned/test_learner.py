@@ -9,11 +9,11 @@ from learned_problems import random_problem
 from tiny_policies import PPO, REINFORCE, Table
 
 from dovetail.placers.learned.adam import Adam
-from dovetail.placers.learned.advantage import Baseline, cost
 from dovetail.placers.learned.diary import Diary, Entry, Readers
 from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.learner import PolicyLearner, Seen, parameters_of, write_parameters
+from dovetail.placers.learned.losses import Baseline, cost
 from dovetail.placers.learned.records import Point, Settings, Trials
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Watcher

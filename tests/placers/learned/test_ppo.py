@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.placers.learned.losses import ppo, with_elite
 from dovetail.placers.learned.policy import Draw, Judged
-from dovetail.placers.learned.ppo import ppo, with_elite
 from dovetail.placers.learned.records import Settings
 
 SETTINGS = Settings("ppo", trials=2, rate=0.1, clip=0.2)

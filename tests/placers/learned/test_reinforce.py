@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_policies import Table
 
+from dovetail.placers.learned.losses import reinforce
 from dovetail.placers.learned.policy import Draw
 from dovetail.placers.learned.records import Settings
-from dovetail.placers.learned.reinforce import reinforce
 
 ADVANTAGES = torch.tensor([1.0, -2.0, 0.0])
 DEVICES = torch.tensor([[0, 1], [1, 1], [0, 0]])

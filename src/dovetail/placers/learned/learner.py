@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.placers.learned.adam import Adam
-from dovetail.placers.learned.advantage import Baseline, teaching
 from dovetail.placers.learned.diary import Diary, Entry, State
 from dovetail.placers.learned.features import look
+from dovetail.placers.learned.losses import Baseline, ppo, reinforce, teaching, with_elite
 from dovetail.placers.learned.policy import Draw, Policy
-from dovetail.placers.learned.ppo import ppo, with_elite
 from dovetail.placers.learned.records import (
     Float32,
     Judge,
@@ -44,7 +43,6 @@ from dovetail.placers.learned.records import (
     Trials,
     View,
 )
-from dovetail.placers.learned.reinforce import reinforce
 from dovetail.training.learner import Gradient
 from dovetail.training.liveness import alive
 from dovetail.training.records import Vector

@@ -1,6 +1,70 @@
-"""The exceptions of everything but training; the whole tree stands in the package."""
+"""Every exception this package raises.
+
+DovetailError
+├── InvalidError            bad input; the command line exits with 2
+│   ├── FileFormatError       .path .detail
+│   │   ├── JournalError        a journal or snapshot that cannot be trusted
+│   │   ├── PolicyFileError     a policy that cannot be read
+│   │   └── ExternalDataError   .tensor .location  a weight whose bytes are not where it says
+│   │       └── EscapingDataError  a location outside the model's folder
+│   ├── UnwritableError       .path
+│   ├── UsageError            .option
+│   ├── GraphError            a graph that is not a usable DAG
+│   │   ├── CycleError          .cycle   names as data flows, first == last
+│   │   ├── DuplicateOpError    .op
+│   │   ├── UnknownProducerError .op .tensor
+│   │   ├── InvalidSizeError    .op .field .value
+│   │   └── ReplicationError    .op  it has no data-parallel towers; "" where no op forbids them
+│   ├── MachineError          a machine that cannot be
+│   │   ├── UnknownPresetError  .preset .known
+│   │   ├── UnknownDeviceError  .device .known
+│   │   └── NoRouteError        .source .destination
+│   ├── ModelError            a MODEL text or module that cannot be used   .model
+│   │   ├── UnknownNetworkError .network .known
+│   │   ├── CaptureError        .location  "file.py:12: the line", where it is known
+│   │   ├── OpenAxisError       .input .axes  sizes, and names of the open ones; None: any number
+│   │   └── UnsupportedOpError  .op
+│   │       ├── UnknownOpError    .domain .kind
+│   │       └── UnknownShapeError .output
+│   ├── CostError             an op without a cost   .op
+│   ├── PinError              a pin that matches no op   .pattern
+│   ├── MissingLibraryError   a library that is not installed   .library
+│   ├── ExportError           a format that cannot say what a plan does   .format .where
+│   ├── TooManyIdealsError    a graph too wide for a programme over ideals   .count .limit
+│   ├── RaceError             streams and buffers whose ops can collide   .rule .first .second
+│   ├── TooManyStatesError    a block too wide for a programme over its states   .ops .states .limit
+│   ├── TooManyIntervalsError a graph too large for the model of `exact`   .count .limit
+│   ├── PlanError             a plan that breaks a rule   .rule
+│   │   ├── UnplacedOpError     .op .device
+│   │   ├── OrderError          .device
+│   │   ├── PromiseError        .promise .promised .found
+│   │   ├── NotContiguousError  .device .path
+│   │   ├── SplitModuleError    .module .devices
+│   │   ├── GraphMismatchError  .expected .found
+│   │   └── MachineMismatchError .expected .found
+│   ├── UnknownRuleError      .rule .known
+│   ├── RunMismatchError      .folder .field .expected .found
+│   └── PolicyMismatchError   .policy .reason
+├── InfeasibleError         no plan fits; the command line exits with 3
+│   ├── OutOfMemoryError      .device .needed_bytes .available_bytes
+│   ├── NoPlanFitsError       proven: there is none   .proof
+│   └── NoDeviceError         .op
+└── RunError                a plan or a training run that failed while it ran
+    ├── TrainingError         training that cannot go on
+    │   ├── DivergedError       .rule .detail .advice
+    │   ├── ServerLostError     .restarts .status
+    │   └── NoWorkersError      .lost .status
+    ├── EvaluatorsLostError   .lost .status
+    ├── UnequalError          a schedule whose outputs are others   .scheduler .error
+    ├── ProcessError          .process .traceback
+    ├── ProcessDiedError      .process .status
+    ├── WorkerError           .device .op .traceback
+    └── WorkerDiedError       .device .op .status
+"""
 
 from dovetail.units import format_bytes
+
+# The exceptions of everything but training; the whole tree stands in the package.
 
 
 class DovetailError(Exception):
@@ -359,4 +423,131 @@ class WorkerDiedError(RunError):
         super().__init__(f"the process of device {device} died ({status}) {where}")
         self.device = device
         self.op = op
+        self.status = status
+
+
+# What learned placers raise.
+
+
+class PolicyFileError(FileFormatError):
+    """A policy file that is broken, foreign, or of another version."""
+
+
+class PolicyMismatchError(InvalidError):
+    """A policy that cannot serve this problem: made for another graph, or of another method."""
+
+    def __init__(self, policy: str, reason: str) -> None:
+        super().__init__(f"policy {policy} cannot be used here: {reason}")
+        self.policy = policy
+        self.reason = reason
+
+
+class EvaluatorsLostError(RunError):
+    """Evaluators of a controller died more often than is allowed."""
+
+    def __init__(self, lost: int, status: str) -> None:
+        super().__init__(f"{lost} evaluators were lost, the last one {status}")
+        self.lost = lost
+        self.status = status
+
+
+# What goes wrong where stages of one device are looked for.
+
+
+class TooManyStatesError(InvalidError):
+    """A block is too wide for a programme over its sets of ops."""
+
+    def __init__(self, ops: int, states: float, limit: int) -> None:
+        super().__init__(
+            f"a block of {ops:,} ops has more than {limit:,} states, about {states:.1g}: use a "
+            "window, which leaves out stages that run far ahead"
+        )
+        self.ops = ops
+        self.states = states
+        self.limit = limit
+
+
+class UnequalError(RunError):
+    """A schedule at work whose outputs are not those of its kernels one by one."""
+
+    def __init__(self, scheduler: str, error: float) -> None:
+        super().__init__(
+            f"the outputs of {scheduler!r} are off by {error:.1e} of their largest value"
+        )
+        self.scheduler = scheduler
+        self.error = error
+
+
+class RaceError(InvalidError):
+    """Streams, events or buffers by which two ops can collide; `rule` as in `schedulers.races`."""
+
+    def __init__(self, rule: int, first: int, second: int, detail: str) -> None:
+        ops = f"op {first}" if first == second else f"ops {first} and {second}"
+        super().__init__(f"rule {rule}: {ops}: {detail}")
+        self.rule = rule
+        self.first = first
+        self.second = second
+
+
+# What training by a parameter server raises.
+
+
+class UnknownRuleError(InvalidError):
+    def __init__(self, rule: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"there is no update rule {rule!r}; there are {', '.join(known)}")
+        self.rule = rule
+        self.known = known
+
+
+class JournalError(FileFormatError):
+    """A journal or snapshot that was changed since it was written, or is another program's."""
+
+
+class RunMismatchError(InvalidError):
+    """A run folder that belongs to another run."""
+
+    def __init__(self, folder: str, field: str, expected: object, found: object) -> None:
+        super().__init__(
+            f"{folder} holds a run whose {field} is {found}, but here it is {expected}; resume it "
+            "with what it was started with, or give another folder"
+        )
+        self.folder = folder
+        self.field = field
+        self.expected = expected
+        self.found = found
+
+
+class TrainingError(RunError):
+    """A training run that cannot go on; its last state is kept where it has a folder."""
+
+
+class DivergedError(TrainingError):
+    """The center left all bounds: commits were refused, or the loss grew without end."""
+
+    def __init__(self, rule: str, detail: str, advice: str = "") -> None:
+        super().__init__(
+            f"training by {rule} diverged: {detail}" + (f"; {advice}" if advice else "")
+        )
+        self.rule = rule
+        self.detail = detail
+        self.advice = advice
+
+
+class ServerLostError(TrainingError):
+    """The parameter server died more often than the policy allows."""
+
+    def __init__(self, restarts: int, status: str) -> None:
+        super().__init__(f"the parameter server died, {status}, after {restarts} restarts")
+        self.restarts = restarts
+        self.status = status
+
+
+class NoWorkersError(TrainingError):
+    """Too few workers: all are gone or hung, or more were lost than the policy replaces."""
+
+    def __init__(self, lost: int, status: str) -> None:
+        super().__init__(
+            f"{lost} workers were lost, more than the policy allows; the last of them: {status}"
+        )
+        self.lost = lost
         self.status = status
