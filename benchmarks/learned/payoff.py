@@ -27,10 +27,10 @@ from markdown import fill, table
 from runs import CASES, say
 
 from dovetail.bench import graphs
-from dovetail.bench.effort import geometric_mean
 from dovetail.bench.learned import by_rule
 from dovetail.bench.records import Case
-from dovetail.bench.running import Settings
+from dovetail.bench.running import BenchSettings
+from dovetail.bench.tables import geometric_mean
 from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, Placer, parse_budget
 from dovetail.placers.learned.placing import make_gdp_search
@@ -167,7 +167,7 @@ def main() -> None:
         SEARCH: PLACERS[SEARCH],
         LEARNED: make_gdp_search(arguments.policy, arguments.finetune),
     }
-    store, runs, shown = Settings("gdp", arguments.table).store(say), [], []
+    store, runs, shown = BenchSettings("gdp", arguments.table).store(say), [], []
     for key in arguments.rows.split(","):
         case = (CASES | ROWS)[key]
         graph = graphs.graph_for(store, case)

@@ -332,10 +332,11 @@ def _seconds(graph: Graph, machine: Machine, nodes: list[Node]) -> NDArray[np.fl
 #
 # * links between accelerators: there everything goes through the host;
 # * what CPUs pay for transfers, limits of CPU memory, and the order of links' channels;
-# * memory that is only occupied for a while: a node's size is its parameters, state and buffers, and
+# * memory that is only occupied for a while: a node's size is its parameters, state and buffers,
+# and
 #   what of its output is kept for backward; what several nodes read is counted at the first;
-# * one output of several that is moved alone: a node's cost is that of all its outputs that are read;
-# * control edges are edges like others, and updates are backward nodes.
+# * one output of several that is moved alone: a node's cost is that of all its outputs that are
+# read; * control edges are edges like others, and updates are backward nodes.
 #
 # Inputs become nodes without latency that only a CPU may run.
 

@@ -8,8 +8,8 @@ import pytest
 from bench_samples import CURVES, EVIL, GPUS, work
 
 from builders import Op, graph_of, machine_of, source
-from dovetail.bench.charts import load_chart, loss_chart
 from dovetail.bench.figures import graph_svg, work_of
+from dovetail.bench.page import load_chart, loss_chart
 from dovetail.bench.records import Curve
 from dovetail.costs import analytic_costs
 from dovetail.graph import Groups, Phase, colocate

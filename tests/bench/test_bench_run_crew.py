@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dovetail.bench.crew import Task, work_off
+from dovetail.bench.table import Task, work_off
 
 
 def task(name, function, *arguments, after=(), alone=False):

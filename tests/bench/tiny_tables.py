@@ -2,7 +2,7 @@
 
 from dovetail.bench import Case
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
-from dovetail.bench.running import Settings
+from dovetail.bench.running import BenchSettings
 
 MACHINE = "2 x k80 + haswell"
 RNN = "zoo:rnnlm?hidden=16&steps=4&batch=3&vocabulary=50"
@@ -14,4 +14,6 @@ FEW = {PLAIN: ("1 CPU", "expert", "heft", "local_search"), HYPOTHESIS: ("1 GPU",
 
 
 def settings(folder, **changes):
-    return Settings(**{"name": "rl17", "out": folder, "budget": "60e", "methods": FEW} | changes)
+    return BenchSettings(
+        **{"name": "rl17", "out": folder, "budget": "60e", "methods": FEW} | changes
+    )

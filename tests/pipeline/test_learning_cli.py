@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import small_models
 
-from dovetail.cli import pretraining
+from dovetail.cli import learning
 from dovetail.pipeline import Course, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
 from dovetail.placers.learned.catalog import settings_of
@@ -374,7 +374,7 @@ def test_without_a_shipped_policy_the_error_says_how_to_make_one(dovetail, monke
 def small_recipe(monkeypatch):
     """The recipe, but for its sizes."""
     small = Recipe(wanted=Wanted(random=1, networks=()), evaluations=30, passes=1, validation=1)
-    monkeypatch.setattr(pretraining, "_recipe", lambda *_: small)
+    monkeypatch.setattr(learning, "_recipe", lambda *_: small)
 
 
 def test_pretraining_writes_a_policy_that_plans_and_is_resumed(dovetail, small_recipe, tmp_path):

@@ -14,8 +14,15 @@ from dovetail.frontends import capture
 from dovetail.graph.files import save_graph
 from dovetail.machine.local import local_machine
 from dovetail.pipeline import resolve_model, scheduling
-from dovetail.pipeline.schedules import Wanted, schedules
-from dovetail.pipeline.scheduling import check_equal, find, schedule, search, target_of
+from dovetail.pipeline.scheduling import (
+    Wanted,
+    check_equal,
+    find,
+    schedule,
+    schedules,
+    search,
+    target_of,
+)
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.races import check_races
 from dovetail.schedulers.records import Timing, members

@@ -8,8 +8,7 @@ from dovetail.cli.scheduling import SCHEDULERS_HELP
 from dovetail.executors.stages.targets import AnalyticTarget
 from dovetail.frontends import resolve
 from dovetail.pipeline import Wanted, schedules
-from dovetail.pipeline.schedules import with_batch
-from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of
+from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of, with_batch
 from dovetail.schedulers.scheduling import SCHEDULERS
 
 TINY = "zoo:squeezenet_1_1?size=64&batch=1"

@@ -5,7 +5,7 @@ import pytest
 from report_samples import EVIL, make_graph, make_machine, make_plan
 
 from dovetail.graph.records import Phase
-from dovetail.reports.filling import fill, filling_chart, throughput
+from dovetail.reports.page import fill, filling_chart, throughput
 
 F = Phase.FORWARD
 

@@ -22,8 +22,7 @@ from dovetail.errors import UnwritableError
 from dovetail.graph.records import Phase
 from dovetail.machine import Link
 from dovetail.reports import Report, write_html
-from dovetail.reports.page import render
-from dovetail.reports.payload import runs, split_name
+from dovetail.reports.page import render, runs, split_name
 
 
 class Tags(HTMLParser):

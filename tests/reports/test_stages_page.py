@@ -11,10 +11,9 @@ from schedule_samples import make_matrix, make_scheduled, make_schedules
 
 from dovetail.errors import UnwritableError
 from dovetail.reports import schedules_table
-from dovetail.reports import stages_drawing as drawing
+from dovetail.reports import stages_page as drawing
 from dovetail.reports.stages_figures import answer
-from dovetail.reports.stages_page import render_stages, write_stages_page
-from dovetail.reports.stages_sections import drawable
+from dovetail.reports.stages_page import drawable, render_stages, write_stages_page
 from dovetail.schedulers.results import Effort, Schedules
 
 EVIL = "</script></svg><script>alert(1)</script>&\"'"

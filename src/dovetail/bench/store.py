@@ -34,9 +34,9 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
 (the graph of a row) is not computed anew with it."""
 _NOT = {
     PLANNED: (
-        "placers/learned", "bench/learned.py", "bench/learned_parts.py", "bench/learned_page.py",
-        "bench/learned_tables.py", "bench/effort.py", "bench/page.py", "bench/page_results.py",
-        "bench/page_notes.py", "bench/tables.py", "bench/charts.py", "bench/orderings.py",
+        "placers/learned", "bench/learned.py", "bench/learned.py", "bench/page.py",
+        "bench/tables.py", "bench/tables.py", "bench/page.py", "bench/page.py",
+        "bench/page.py", "bench/tables.py", "bench/page.py", "bench/orderings.py",
     ),
 }  # fmt: skip
 """What is left out of it: what only shows results, and what computes other ones."""

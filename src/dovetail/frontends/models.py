@@ -32,9 +32,11 @@ from dovetail.runtime.functions import call_function, names_function
 
 # FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
 #
-# `torch.export.load` by itself may run code that a file brings along: it unpickles example inputs and
-# some weights without limits where the safe reader fails, evaluates expressions of dynamic shapes and
-# guards, calls any function below `torch` that a node names, imports modules that a structure names,
+# `torch.export.load` by itself may run code that a file brings along: it unpickles example inputs
+# and
+# some weights without limits where the safe reader fails, evaluates expressions of dynamic shapes
+# and guards, calls any function below `torch` that a node names, imports modules that a structure
+# names,
 # and loads compiled libraries. So the archive is first read with torch's own reader, and refused by
 # name where it holds any of these. What passes are plain tensors and calls of torch's operators.
 

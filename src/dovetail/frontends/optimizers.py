@@ -258,8 +258,8 @@ def update_adamw(
 #                 ▲                                                        │
 #                 └──────────────── next scale ◄───────────────────────────┘
 #
-# Differences from `torch.amp.GradScaler`: none in numbers; the check is one op for all gradients, on
-# which every update waits, as `scaler.step` does.
+# Differences from `torch.amp.GradScaler`: none in numbers; the check is one op for all gradients,
+# on which every update waits, as `scaler.step` does.
 
 
 SCALE, TRACKER = "scaler/scale", "scaler/growth_tracker"

@@ -236,12 +236,13 @@ def _links(devices: list[Device], host: str) -> list[Link]:
 # Peaks, bandwidths, capacities and links are those of `presets`. A framework of 2017 does not reach
 # them, so `fitted.json`, which `benchmarks/machines/fit.py` writes with all that it used, has
 #
-#     RL17    seconds per op and share of the peak, of the CPU and of the GPU, such that the times on
+#     RL17    seconds per op and share of the peak, of the CPU and of the GPU, such that the times
+# on
 #             a single device come out; a share of their own for convolutions
 #     GDP     one factor on all compute seconds, such that the human column comes out in the mean
 #
-# Differences: neither paper names its CPU beyond the generation. GDP says nothing of links; they are
-# those of PCIe 3.0.
+# Differences: neither paper names its CPU beyond the generation. GDP says nothing of links; they
+# are those of PCIe 3.0.
 
 
 FITTED = Path(__file__).with_name("fitted.json")

@@ -38,8 +38,8 @@ def single(problem: Problem, budget: Budget) -> GroupPlacement:
 #     load_d(j) = min over i <= j of   max(load_{d-1}(i), W_d(i, j))     where the run fits memory
 #
 # which is solved exactly in O(devices x groups^2), or over `MAX_CELLS` equal cells of groups where
-# there are more. A run may be empty. A group that may not be on its run's device goes to its fastest
-# one and weighs nothing in the run. Balance looks at no schedule and no communication.
+# there are more. A run may be empty. A group that may not be on its run's device goes to its
+# fastest one and weighs nothing in the run. Balance looks at no schedule and no communication.
 #
 # Source: the partitioning of torchgpipe's `balance` (Kim et al., 2020,
 # https://arxiv.org/abs/2004.09910, section 4). Differences: unlike devices, and memory.

@@ -545,14 +545,17 @@ def _note(table: Table, walk: Walk, depth: int, alive: int) -> bool:
 #     f(I, c) = min over ideals J below I and kinds k in c of   max(f(J, c - k), load(k, I \ J))
 #
 # From every J that is reached, a depth-first walk up adds elements in ascending rank, which meets
-# each I above it exactly once: the walk to I adds the elements of I \ J in the order of their ranks,
+# each I above it exactly once: the walk to I adds the elements of I \ J in the order of their
+# ranks,
 # and every prefix of that is an ideal with J. Along the walk loads follow from counts per net.
 #
 # Only plans below a known value (`ceiling`) are looked for, so most of it is cut off:
-# * the walk, where work, bytes and those transfers that more elements cannot undo reach it for every
+# * the walk, where work, bytes and those transfers that more elements cannot undo reach it for
+# every
 #   kind of device that is left;
 # * the states (I, c), where what is left of the work is more than the devices that are left can do:
-#   sum of lambda_k x devices left of k x ceiling < sum over elements left of min_k lambda_k x work_k.
+#   sum of lambda_k x devices left of k x ceiling < sum over elements left of min_k lambda_k x
+# work_k.
 #
 # Exact for any weights lambda. O(ideals x ideals above) steps at most, each O(nets of an element x
 # kinds + states).

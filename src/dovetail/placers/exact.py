@@ -379,8 +379,8 @@ def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model
 #     end(v)   >= end(S) on an accelerator,      end(u) + w(v) for all u that v reads on a CPU
 #     T        >= end(v)
 #
-# where placements, memory and the order of alike accelerators are those of `exact_master`. Parts that
-# wait for each other are ruled out by the times, as far as these are not 0.
+# where placements, memory and the order of alike accelerators are those of `exact_master`. Parts
+# that wait for each other are ruled out by the times, as far as these are not 0.
 #
 # Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4. Differences: a second call for backward
@@ -517,7 +517,8 @@ def _groups(calls: _Calls, users: list[int], late: int) -> list[int]:
 #     min L   with, for every device d that counts,
 #     L >= sum_g work(g, d) x(g, d) + sum of its hops
 #     hop(net, from a to d) >= x(source, a) + x(target, d) - 1                 linked devices
-#     hop(net, from a to host) >= x(source, a) + x(target, d) - 1              for every d that a has
+#     hop(net, from a to host) >= x(source, a) + x(target, d) - 1              for every d that a
+# has
 #     hop(net, from host to d) >= x(source, a) + x(target, d) - 1              no link to
 #
 # where x(g, d) says that group g is on device d. Sources that reach d through the host alike share
@@ -595,8 +596,8 @@ def _add(
 # A bound on `load` from one device of each kind: what the best of them may do.
 #
 # Let every group have a weight p(g) >= 0, of sum 1. In a plan of largest load L the devices of kind
-# c, k(c) of them and alike, hold disjoint sets of groups; take of each kind the set that weighs most.
-# All sets together weigh 1. So no plan has largest load L where
+# c, k(c) of them and alike, hold disjoint sets of groups; take of each kind the set that weighs
+# most. All sets together weigh 1. So no plan has largest load L where
 #
 #     share(p, L) = max sum_c k(c) p(S(c))    with disjoint sets S(c), load(S(c)) <= L,
 #                                             bytes(S(c)) <= capacity(c)
@@ -608,7 +609,8 @@ def _add(
 #
 #     min sum_c k(c) s(c)    with p(S) <= s(c) for each set S of kind c found so far, sum p = 1
 #
-# whose p are mixed half and half with the best so far; where its optimum is 1 or more no p refutes L.
+# whose p are mixed half and half with the best so far; where its optimum is 1 or more no p refutes
+# L.
 #
 # This is the dual of the formulation by sets of groups, solved by cutting planes: Vanderbeck, "On
 # Dantzig-Wolfe decomposition in integer programming and ways to perform branching", Operations
@@ -892,8 +894,8 @@ def _crossings(problem: Problem, device: int) -> tuple[Float64, Float64]:
 # this model orders as it likes: its optimum is at most what any placement takes.
 #
 # Source: optional intervals and `NoOverlap` of the OR-tools manual, "Scheduling",
-# https://developers.google.com/optimization/scheduling/job_shop; the rules are those of section 3 of
-# docs/design.md. Differences: memory is what `exact_master` says, not a peak over time.
+# https://developers.google.com/optimization/scheduling/job_shop; the rules are those of section 3
+# of docs/design.md. Differences: memory is what `exact_master` says, not a peak over time.
 
 
 Spot = tuple[int, int]  # (unit, device): a tensor, or tensors + op for a control edge, arriving

@@ -67,12 +67,13 @@ def exponential(random: UInt64) -> float:
 # Annealing of the largest load, one proposed change after the other, over flat arrays.
 #
 # A change moves one group, a cluster of neighbours, or two clusters past each other. Loads are kept
-# as nets see them: `counts` says how many readers a net has on each device, `relays` how many remote
-# destinations it reaches through the host, so that moving a group from a to b costs
+# as nets see them: `counts` says how many readers a net has on each device, `relays` how many
+# remote destinations it reaches through the host, so that moving a group from a to b costs
 #
 #     O(nets that it reads + nets that it makes x devices)
 #
-# without the factor in a *star*, where all goes through a host whose load does not count. The largest
+# without the factor in a *star*, where all goes through a host whose load does not count. The
+# largest
 # load after a change is exact. What is minimised is not the largest load, a plateau, but with
 # x(d) = load(d) / scale
 #

@@ -58,16 +58,18 @@ from dovetail.simulator import Simulator
 # Along every edge window and step never fall, and where both stay the unit and phase stay, so that
 # the ops of one merged op never wait for each other through another: the merged graph is acyclic
 # whatever the units are. What an op makes is there once its merged op has ended, and its merged op
-# starts once all inputs are there; windows bound how much later that is. Windows are as many as keep
-# the merged graph below a number of ops.
+# starts once all inputs are there; windows bound how much later that is. Windows are as many as
+# keep the merged graph below a number of ops.
 #
-# Seconds are summed. Tensors that go from one merged op to the same others are one, with their bytes
+# Seconds are summed. Tensors that go from one merged op to the same others are one, with their
+# bytes
 # summed and, for each that is saved, what the latency of a transfer is worth in bytes. What stays
 # inside a merged op is not seen: peaks of memory are those of what is kept between merged ops.
 # Parameters, state and what several merged ops read keep their homes, as in the graph.
 #
-# Own work. Of random placements of synthetic networks of 100,000 ops values were 0 to 3 % off with as
-# many windows as `MOST_OPS` of `placers.multilevel` leaves, up to 7 % with one window, by the lowest
+# Own work. Of random placements of synthetic networks of 100,000 ops values were 0 to 3 % off with
+# as many windows as `MOST_OPS` of `placers.multilevel` leaves, up to 7 % with one window, by the
+# lowest
 # index alone. Ranked, merged ops that wait as one are off by up to 20 % (4,000 ops in training).
 
 
@@ -419,8 +421,8 @@ def _occupied_bytes(graph: Graph, seen: NDArray[np.bool_]) -> Int64:
 
 # Groups joined to ever fewer units, so that a search sees a few hundred instead of many thousands.
 #
-# By heavy edges: units at the two ends of an edge become one, heaviest edges first, each unit at most
-# once a round, until few enough are left. An edge between units u and v is rated
+# By heavy edges: units at the two ends of an edge become one, heaviest edges first, each unit at
+# most once a round, until few enough are left. An edge between units u and v is rated
 #
 #     bytes(u, v)^2 / (seconds(u) seconds(v))
 #
@@ -439,8 +441,8 @@ def _occupied_bytes(graph: Graph, seen: NDArray[np.bool_]) -> Int64:
 #
 # Differences: where groups wait for each other in a circle, its groups count as of one level. Where
 # rounds stall the levels are let go: whether the ops stay acyclic is seen to when they are merged
-# (`placers.merging`). Edges join only units with the same choice of devices, and no unit grows beyond
-# `LARGEST_SHARE` of an even share of the work, or `LARGEST_MEMORY` of the smallest device.
+# (`placers.merging`). Edges join only units with the same choice of devices, and no unit grows
+# beyond `LARGEST_SHARE` of an even share of the work, or `LARGEST_MEMORY` of the smallest device.
 
 
 LARGEST_SHARE = 2.0

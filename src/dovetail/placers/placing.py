@@ -30,11 +30,12 @@ from dovetail.simulator import LowerBound
 # The plan with the fewest devices that plans with more do not beat by a smallest gain.
 #
 #     devices   1      2      3      4
-#     seconds   1.00   .80    .79    .78        smallest gain 2 %: the plan on 2 devices is returned,
+#     seconds   1.00   .80    .79    .78        smallest gain 2 %: the plan on 2 devices is
+# returned,
 #               kept ─► kept   └──────┴── less than 2 % below .80
 #
-# From the best plan on, the device with the least work is emptied onto the best other one, until one
-# device is left. Where such a plan comes near to the best, a local search on its devices alone
+# From the best plan on, the device with the least work is emptied onto the best other one, until
+# one device is left. Where such a plan comes near to the best, a local search on its devices alone
 # improves it. Plans with few devices that searches came upon count as well.
 
 

@@ -49,8 +49,8 @@ from dovetail.simulator.flat import Int64
 # The Scotch library through ctypes: one call, which maps a graph onto another.
 #
 # Objects of Scotch are opaque: it allocates them itself, since their sizes differ between versions.
-# Its integers have 32 or 64 bits (`SCOTCH_numSizeof`). Since version 7 it works on all cores, and two
-# runs differ: it gets a context of one thread with a random stream of its own. Without contexts
+# Its integers have 32 or 64 bits (`SCOTCH_numSizeof`). Since version 7 it works on all cores, and
+# two runs differ: it gets a context of one thread with a random stream of its own. Without contexts
 # (version 6) it has one thread and one random stream for the process, which a lock guards.
 
 

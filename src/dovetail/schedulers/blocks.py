@@ -85,8 +85,8 @@ def joined(parts: Sequence[tuple[Part, Sequence[OpSet]]]) -> list[OpSet]:
 # What is left out where a block is too wide to be searched whole, by name.
 #
 # First blocks are cut where nothing is lost. One that still has too many states is cut where few of
-# its ops are read later, after as long a part as can be searched; where no such cut helps, states are
-# kept within a window, the widest that can be searched.
+# its ops are read later, after as long a part as can be searched; where no such cut helps, states
+# are kept within a window, the widest that can be searched.
 
 
 MOST_CROSSING = 4

@@ -23,8 +23,8 @@ def sequential(block: Block, timer: StageTimer) -> Found:
 
 # All that is ready, at once: what parallel executors of common frameworks do.
 #
-# The baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN Acceleration", MLSys
-# 2021, https://arxiv.org/abs/2011.01302, section 6.2.
+# The baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN Acceleration",
+# MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
 
 
 def greedy(block: Block, timer: StageTimer) -> Found:

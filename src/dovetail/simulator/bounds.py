@@ -353,7 +353,6 @@ def _crossing(found: _Found, count: int) -> float:
 # reader.
 
 
-
 ROUNDING = 1e-9
 """Sums of floats round; a bound may not. Far above n * 2**-53 for every n that fits in memory."""
 _FINEST = 50.0
@@ -534,8 +533,8 @@ def _merged(rows: Float64) -> Float64:
 #                sum over h in S of work(h, d) + sum of in(net, d) + sum of out(net, d)
 #
 # Each sum is a cut in a directed graph (Picard, "Maximal Closure of a Graph and Applications to
-# Combinatorial Problems", Management Science 22, 1976; nets as in Lawler, "Cutsets and Partitions of
-# Hypergraphs", Networks 3, 1973), so the minimum is a maximum flow from g to the sink:
+# Combinatorial Problems", Management Science 22, 1976; nets as in Lawler, "Cutsets and Partitions
+# of Hypergraphs", Networks 3, 1973), so the minimum is a maximum flow from g to the sink:
 #
 #     h ──work──► sink            h is in S: its work
 #     reader ──∞──► ◯ ──in──► source of the net        a reader is in S, the source is not
@@ -545,8 +544,8 @@ def _merged(rows: Float64) -> Float64:
 # devices. And in a plan of largest load below T no group is where its cut is T or more: if load
 # balance over what is left reaches T, there is no such plan.
 #
-# Differences: a send counts by the fastest link of its device. Capacities are whole numbers, rounded
-# down, for scipy's maximum flow.
+# Differences: a send counts by the fastest link of its device. Capacities are whole numbers,
+# rounded down, for scipy's maximum flow.
 
 
 _WHOLE = 2**30 - 1

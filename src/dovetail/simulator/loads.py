@@ -86,8 +86,8 @@ def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_byte
 
 # The `load` objective as a small hypergraph: what searches over groups work on.
 #
-# Ops contract to their groups, and tensors to *nets*: one net per (source group, set of other groups
-# that read), the tensors of which always move together. For a placement of the groups
+# Ops contract to their groups, and tensors to *nets*: one net per (source group, set of other
+# groups that read), the tensors of which always move together. For a placement of the groups
 #
 #     load(device) = work of its groups + hops out of it + hops into it
 #

@@ -13,11 +13,11 @@ from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.hdp import Hdp
 from dovetail.placers.learned.learner import PolicyLearner, Seen
 from dovetail.placers.learned.losses import ppo, reinforce
-from dovetail.placers.learned.records import Settings, Trials
+from dovetail.placers.learned.records import LearningSettings, Trials
 from dovetail.placers.learned.seq2seq import Seq2Seq
 
-REINFORCE = Settings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)
-PPO = Settings("ppo", trials=6, rate=0.01, entropy=0.1, passes=3, clip=0.05)
+REINFORCE = LearningSettings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)
+PPO = LearningSettings("ppo", trials=6, rate=0.01, entropy=0.1, passes=3, clip=0.05)
 SMALL = {
     "seq2seq": (Seq2Seq, {"hidden": 6}, reinforce, REINFORCE),
     "hdp": (Hdp, {"hidden": 6, "grouper_hidden": 5}, reinforce, REINFORCE),

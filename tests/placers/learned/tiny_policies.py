@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import Settings
+from dovetail.placers.learned.records import LearningSettings
 
-REINFORCE = Settings(
+REINFORCE = LearningSettings(
     "reinforce", trials=8, rate=0.1, baseline="mean", failing=10.0, normalised=True
 )
-PPO = Settings(
+PPO = LearningSettings(
     "ppo", trials=8, rate=0.1, baseline="mean", failing=10.0, normalised=True, passes=3
 )  # fmt: skip
 

@@ -54,7 +54,7 @@ from dovetail.placers.learned.features import (
     cuts,
 )
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import Int64, Settings, View
+from dovetail.placers.learned.records import Int64, LearningSettings, View
 
 # GraphSAGE with max pooling: what each group knows of its surroundings.
 #
@@ -66,7 +66,8 @@ from dovetail.placers.learned.records import Int64, Settings, View
 #     h'(v)  = f(concat(h(v), h_N(v)))
 #
 # Differences: producers and consumers are two neighbourhoods with weights of their own, so that f
-# sees concat(h, h_N(producers), h_N(consumers)): one neighbourhood cannot tell what comes before from
+# sees concat(h, h_N(producers), h_N(consumers)): one neighbourhood cannot tell what comes before
+# from
 # what comes after. No neighbour is left out, where GraphSAGE samples some. f is a dense layer and a
 # ReLU, added to h and normalised. Of equal maxima each gets the gradient.
 
@@ -126,19 +127,21 @@ class SageLayer(nn.Module):
 
 # Transformer-XL over groups in graph order: attention to one's own segment and the one before.
 #
-# Z. Dai et al., "Transformer-XL: Attentive Language Models beyond a Fixed-Length Context", ACL 2019,
+# Z. Dai et al., "Transformer-XL: Attentive Language Models beyond a Fixed-Length Context", ACL
+# 2019,
 # https://arxiv.org/abs/1901.02860, section 3.2, as the placer of Y. Zhou et al., "GDP: Generalized
-# Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, sections 3.2 and 3.3:
+# Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, sections 3.2 and
+# 3.3:
 #
 #     z(s, l) = [stop_gradient(h(s - 1, l - 1)), h(s, l - 1)]       s: segment, l: layer
 #     h(s, l) = layer(queries from h(s, l - 1), keys and values from z(s, l))
 #
 # No positional embedding: a graph has no positions, and what order says stands in the features. No
-# causal mask: all groups of a segment see each other. Superposition: every dense layer of the placer
-# sees c(x0) * x instead of x, with x0 the graph embedding and c one more such layer.
+# causal mask: all groups of a segment see each other. Superposition: every dense layer of the
+# placer sees c(x0) * x instead of x, with x0 the graph embedding and c one more such layer.
 #
-# The states of layer l - 1 of all segments are known before layer l, so that all segments are worked
-# on at once; the result is that of one after the other.
+# The states of layer l - 1 of all segments are known before layer l, so that all segments are
+# worked on at once; the result is that of one after the other.
 #
 # Differences: layers normalise their input, not their output; c is 1 at the start and departs from
 # there, so that an untrained placer is one without superposition; where a dense layer's input is
@@ -276,9 +279,11 @@ def _times(x: Tensor, condition: Tensor | None) -> Tensor:
 #
 # Drawn independently, the groups of a domain never change their device together, and where a
 # policy has become certain all trials are alike. So a share of the trials decides for *clusters*:
-# neighbours of the same likeliest device are joined, each pair with a chance p that is drawn for the
+# neighbours of the same likeliest device are joined, each pair with a chance p that is drawn for
+# the
 # trial, and a cluster is one decision, by the mean of its members' logits; R. H. Swendsen and J.-S.
-# Wang, "Nonuniversal critical dynamics in Monte Carlo simulations", Physical Review Letters 58, 1987,
+# Wang, "Nonuniversal critical dynamics in Monte Carlo simulations", Physical Review Letters 58,
+# 1987,
 # pages 86 to 88, move spins in this way. And every decision is uniform with a small chance, such
 # that `floor` of a trial's are:
 #
@@ -331,7 +336,7 @@ def chances(logits: Tensor, clusters: Tensor, open_: Tensor, floor: float) -> Te
     return (1 - e) * torch.softmax(means, dim=2) + e * uniform
 
 
-SETTINGS = Settings(
+SETTINGS = LearningSettings(
     objective="ppo",
     trials=16,
     rate=1e-3,

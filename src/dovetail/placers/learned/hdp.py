@@ -41,11 +41,12 @@ from torch import Tensor, nn
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import NUMBERS, SHAPES
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import Settings, View
+from dovetail.placers.learned.records import LearningSettings, View
 
 # HDP's placer: from embeddings of groups to a device for each, by LSTMs with attention.
 #
-# The network of TensorFlow's python/grappler/hierarchical_controller.py, by HDP's authors; attention
+# The network of TensorFlow's python/grappler/hierarchical_controller.py, by HDP's authors;
+# attention
 # after D. Bahdanau, K. Cho and Y. Bengio, "Neural Machine Translation by Jointly Learning to Align
 # and Translate", ICLR 2015, https://arxiv.org/abs/1409.0473.
 #
@@ -215,7 +216,7 @@ def _tanh(queries: Tensor, memory: Tensor) -> Tensor:
     return (queries[:, :, None] + memory[:, None]).tanh_()
 
 
-REFERENCE_SETTINGS = Settings(
+REFERENCE_SETTINGS = LearningSettings(
     "reinforce",
     trials=4,
     rate=0.1,
@@ -235,7 +236,7 @@ REFERENCE: dict[str, Any] = {
     "greedy_from": 500,
 }
 """Settings and options of the open version."""
-SETTINGS = Settings(
+SETTINGS = LearningSettings(
     "reinforce",
     trials=8,
     rate=0.0005,

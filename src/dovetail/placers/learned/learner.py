@@ -37,8 +37,8 @@ from dovetail.placers.learned.policy import Draw, Policy
 from dovetail.placers.learned.records import (
     Float32,
     Judge,
+    LearningSettings,
     Point,
-    Settings,
     Task,
     Trials,
     View,
@@ -134,7 +134,7 @@ class PolicyLearner:
         policy: Policy,
         tasks: Sequence[Task | Seen],
         judges: Sequence[Judge],
-        settings: Settings,
+        settings: LearningSettings,
         *,
         seed: int = 0,
         controller: int = 0,

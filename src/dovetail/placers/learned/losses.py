@@ -27,19 +27,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.placers.learned.policy import Draw, Policy
-from dovetail.placers.learned.records import BASELINES, Bool, Settings, Trials, View
+from dovetail.placers.learned.records import BASELINES, Bool, LearningSettings, Trials, View
 
 SMALLEST_SPREAD = 1e-3
 """Of the mean cost: differences below that are not made larger."""
 
 
-def cost(trials: Trials, settings: Settings) -> NDArray[np.float64]:
+def cost(trials: Trials, settings: LearningSettings) -> NDArray[np.float64]:
     """[batch] sqrt(seconds), `settings.failing` where a placement failed or was not judged."""
     ran = trials.valid & trials.judged & np.isfinite(trials.seconds)
     return np.where(ran, np.sqrt(np.where(ran, trials.seconds, 0.0)), settings.failing)
 
 
-def teaching(trials: Trials, settings: Settings, update: int) -> Bool:
+def teaching(trials: Trials, settings: LearningSettings, update: int) -> Bool:
     """[batch] trials that teach in the controller's update of that number, from 0."""
     late = settings.valid_only_from is not None and update >= settings.valid_only_from
     return np.asarray(trials.judged & trials.valid if late else trials.judged, dtype=np.bool_)
@@ -59,12 +59,14 @@ class Baseline:
     count: int = 0
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def of(cls, settings: LearningSettings) -> Self:
         """A controller's first one."""
         assert settings.baseline in BASELINES, settings.baseline
         return cls(settings.baseline, settings.baseline_decay, float(settings.failing))
 
-    def advantages(self, trials: Trials, settings: Settings, update: int) -> NDArray[np.float64]:
+    def advantages(
+        self, trials: Trials, settings: LearningSettings, update: int
+    ) -> NDArray[np.float64]:
         """[batch] and take these trials into account for the next ones."""
         costs, teaches = cost(trials, settings), teaching(trials, settings, update)
         if not teaches.any():
@@ -101,8 +103,8 @@ class Baseline:
 # reinforce: the loss whose gradient is RL17's estimate of the policy's.
 #
 # R. J. Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
-# learning", Machine Learning 8, 1992, https://doi.org/10.1007/BF00992696, as in A. Mirhoseini et al.,
-# "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+# learning", Machine Learning 8, 1992, https://doi.org/10.1007/BF00992696, as in A. Mirhoseini et
+# al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 # https://arxiv.org/abs/1706.04972, section 3.1, equations 1 and 2:
 #
 #     gradient of J  ~  1/K Σ_k (R(p_k) - B) ∇ log π(p_k)        R = sqrt(seconds), to be minimised
@@ -116,7 +118,7 @@ class Baseline:
 
 
 def reinforce(
-    policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: Settings
+    policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: LearningSettings
 ) -> Tensor:
     """The loss [] to descend: minus the mean over trials of advantage x log-probability, minus the
     weighted entropies.
@@ -142,15 +144,19 @@ def reinforce(
 #     r = pi(a) / pi_drawn(a)          A: the trial's advantage
 #     L = -mean(min(r A, clip(r, 1 - c, 1 + c) A)) - w mean(entropy)
 #
-# Differences: r is per decision, not of a whole placement: a product over a thousand decisions leaves
-# [1 - c, 1 + c] at the first step, and the gradient would be gone. Every decision of a trial has the
+# Differences: r is per decision, not of a whole placement: a product over a thousand decisions
+# leaves
+# [1 - c, 1 + c] at the first step, and the gradient would be gone. Every decision of a trial has
+# the
 # trial's advantage. There is no value network: the bias is the mean of all earlier trials, which is
 # the baseline's business (`advantage`). `with_elite` lets the best placement so far take part in
 # every batch, so that what was found once is learned; J. Oh et al., "Self-Imitation Learning", ICML
 # 2018, https://arxiv.org/abs/1806.05635, replay what did better than expected.
 
 
-def ppo(policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: Settings) -> Tensor:
+def ppo(
+    policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: LearningSettings
+) -> Tensor:
     """The loss of one pass over a batch of trials: a scalar with gradient.
 
     advantages   [batch] higher is better; 0 for trials that teach nothing

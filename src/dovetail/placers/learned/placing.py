@@ -27,7 +27,7 @@ from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import load_policy, shipped
 from dovetail.placers.learned.learner import Best, PolicyLearner, Seen
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Settings, View
+from dovetail.placers.learned.records import LearningSettings, View
 from dovetail.placers.local_search import local_search
 from dovetail.placers.problem import GroupPlacement, Problem
 
@@ -85,7 +85,7 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
     return place
 
 
-def finetuning(view: View) -> Settings:
+def finetuning(view: View) -> LearningSettings:
     """How a policy is tuned on that view: the more groups, the less an update does."""
     settings = settings_of("gdp", finetuned=True)
     less = 1 if view.groups <= LARGE else 2
@@ -111,7 +111,7 @@ def train(
     policy: Policy,
     view: View,
     judge: BudgetJudge,
-    settings: Settings,
+    settings: LearningSettings,
     seed: int,
     *,
     updates: int | None = None,

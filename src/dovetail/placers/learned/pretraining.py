@@ -46,7 +46,7 @@ from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.learning import learn
 from dovetail.placers.learned.placing import proposals
 from dovetail.placers.learned.random_graphs import FAMILIES, random_graph, random_machine
-from dovetail.placers.learned.records import Int64, Point, Settings, Task, View
+from dovetail.placers.learned.records import Int64, LearningSettings, Point, Task, View
 from dovetail.placers.local_search import local_search
 from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, Problem
@@ -191,7 +191,8 @@ def _mixed(seed: int, number: int) -> int:
 #     view ─► policy ─► log pi [groups, devices] ──► L = -mean over groups of log pi(target)
 #
 # Behaviour cloning (D. Pomerleau, "Efficient Training of Artificial Neural Networks for Autonomous
-# Navigation", Neural Computation 3(1), 1991, https://doi.org/10.1162/neco.1991.3.1.88). Devices that
+# Navigation", Neural Computation 3(1), 1991, https://doi.org/10.1162/neco.1991.3.1.88). Devices
+# that
 # are alike can change places in a target without a change of its value, so of all such targets the
 # one that the policy finds likeliest counts: an assignment problem a class of like devices (H. W.
 # Kuhn, "The Hungarian method for the assignment problem", 1955,
@@ -307,7 +308,7 @@ def _likeliest_names(logs: Tensor, targets: Tensor, weights: Tensor, likeness: I
 
 VALIDATION_SEED = 10**6
 """Added to the seed for tasks that nothing is learned from."""
-SETTINGS = Settings(
+SETTINGS = LearningSettings(
     objective="ppo",
     trials=16,
     rate=2e-4,
@@ -338,7 +339,7 @@ class Recipe:
     passes: int = 20
     imitation_rate: float = 1e-3
     trials: int = 400_000
-    settings: Settings = SETTINGS
+    settings: LearningSettings = SETTINGS
     validation: int = 24
 
 
