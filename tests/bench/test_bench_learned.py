@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bench_samples import METHODS, fits, make_case, make_column, make_row, oom
-from tiny_tables import CASES, MACHINE, settings
 
 from dovetail.bench import learned, running, store, tables
 from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
@@ -29,6 +27,8 @@ from dovetail.costs import analytic_costs
 from dovetail.graph import Groups, layered
 from dovetail.machine import parse_machine
 from dovetail.simulator import Simulator
+from tests.support.bench_samples import METHODS, fits, make_case, make_column, make_row, oom
+from tests.support.tiny_tables import CASES, MACHINE, settings
 
 FEW = {PLAIN: ("1 CPU", "1 GPU", "expert"), "hypothesis": ("1 CPU",)}
 
@@ -205,8 +205,8 @@ def test_code_that_computes_nothing_of_a_kind_is_not_among_what_it_rests_on():
 @pytest.mark.parametrize("jobs", [0, 1])
 def test_when_the_last_task_fails_what_waits_for_it_is_dropped_and_the_crew_ends(jobs):
     tasks = [
-        Task("bad", "tiny_tasks:raises", ("no good",)),
-        Task("later", "tiny_tasks:says", ("",), after=("bad",)),
+        Task("bad", "tests.support.tiny_tasks:raises", ("no good",)),
+        Task("later", "tests.support.tiny_tasks:says", ("",), after=("bad",)),
     ]
     assert set(work_off(tasks, jobs, lambda *_: None, print)) == {"bad", "later"}
 

@@ -9,7 +9,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from bench_samples import (
+
+from dovetail.bench import CASES
+from dovetail.bench.page import render, write_page
+from dovetail.bench.records import Column, Curve, Found, Published, Row, Tower
+from dovetail.bench.tables import FIELDS, write_csv
+from dovetail.errors import UnwritableError
+from dovetail.reports.markup import drawing
+from tests.support.bench_samples import (
     CURVES,
     EVIL,
     METHODS,
@@ -21,13 +28,6 @@ from bench_samples import (
     oom,
     work,
 )
-
-from dovetail.bench import CASES
-from dovetail.bench.page import render, write_page
-from dovetail.bench.records import Column, Curve, Found, Published, Row, Tower
-from dovetail.bench.tables import FIELDS, write_csv
-from dovetail.errors import UnwritableError
-from dovetail.reports.markup import drawing
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 

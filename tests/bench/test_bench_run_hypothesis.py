@@ -9,9 +9,7 @@ w ──► f0 ──► g0 ─┐            f0, f1, f2   forward, all read w
 
 import numpy as np
 import pytest
-from tiny_tables import MACHINE, RNN
 
-from builders import Op, graph_of, source
 from dovetail.bench.methods import (
     HYPOTHESIS,
     METHODS,
@@ -26,6 +24,8 @@ from dovetail.graph import Phase, colocate, group
 from dovetail.machine import parse_machine
 from dovetail.pipeline import graph_of as captured_graph
 from dovetail.pipeline import resolve_model
+from tests.support.builders import Op, graph_of, source
+from tests.support.tiny_tables import MACHINE, RNN
 
 BACK = {"phase": Phase.BACKWARD}
 

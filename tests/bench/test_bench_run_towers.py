@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from tiny_tables import CASES, settings
 
 from dovetail.bench import table, towers
 from dovetail.bench.methods import PLAIN
@@ -15,6 +14,7 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline import graph_of, resolve_model
 from dovetail.plans import tower_placement
 from dovetail.simulator import Simulator
+from tests.support.tiny_tables import CASES, settings
 
 LOSSES = {
     towers.INCEPTION: {way: [3.0, 2.0] for way in set(towers.LEARNS_AS.values())},

@@ -12,7 +12,7 @@ from dovetail.frontends import Call, Ref, capture
 from dovetail.machine import Link, Machine, local_machine
 from dovetail.runtime import neighbours
 from dovetail.runtime.processes import Worker
-from setting_up import check_set_up
+from tests.support.setting_up import check_set_up
 
 
 @pytest.fixture(scope="module")

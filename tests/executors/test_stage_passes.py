@@ -1,9 +1,9 @@
 import pytest
 import torch
-from cpu_steps import Branches, Ready
 
 from dovetail.executors.stages import measuring
 from dovetail.executors.stages.measuring import seconds_in_passes
+from tests.support.cpu_steps import Branches, Ready
 
 
 @pytest.fixture

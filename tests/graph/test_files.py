@@ -4,12 +4,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from test_records import training_graph
 
-from builders import Op, graph_of, source
 from dovetail.errors import FileFormatError, GraphError, InvalidSizeError, UnwritableError
 from dovetail.graph import load_graph, save_graph
 from dovetail.runtime import files
+from tests.graph.test_records import training_graph
+from tests.support.builders import Op, graph_of, source
 
 
 @pytest.mark.parametrize("name", ["g.json", "g.json.gz"])

@@ -9,7 +9,7 @@ from rich.console import Console
 from dovetail.cli import training_run
 from dovetail.cli.training_run import TrainingProgress, said
 from dovetail.training.records import Event
-from histories import make_history
+from tests.support.histories import make_history
 
 
 class Clock:

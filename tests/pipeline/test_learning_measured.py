@@ -31,7 +31,9 @@ def _quick_costs():
 
 @pytest.fixture(scope="module")
 def subject():
-    return Subject("m", resolve_model("small_models:trained", "adam"), local_machine(2))
+    return Subject(
+        "m", resolve_model("tests.support.small_models:trained", "adam"), local_machine(2)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformer_models import MODELS, Decoder, tokens
 
 import dovetail as dt
 from dovetail.errors import ExportError, FileFormatError, SplitModuleError, UsageError
 from dovetail.exports import DeviceMap
 from dovetail.pipeline import opening, planned, planning, verify
 from dovetail.plans import check
+from tests.support.transformer_models import MODELS, Decoder, tokens
 
 BOX = "2 x p100 + haswell"
 

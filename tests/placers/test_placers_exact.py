@@ -3,8 +3,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exact_instances import best_by_far, small_problem
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.errors import InfeasibleError, NoPlanFitsError, TooManyIntervalsError
 from dovetail.graph.convexity import find_return
@@ -20,6 +18,8 @@ from dovetail.placers.exact import (
 )
 from dovetail.placers.exhaustive import every_placement
 from dovetail.simulator import Simulator
+from tests.support.exact_instances import best_by_far, small_problem
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 INSTANCES = 60
 """Of each objective; the first 200 were tried too."""

@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.graph import Groups
 from dovetail.machine import Device, Link, Machine
@@ -21,6 +20,7 @@ from dovetail.placers.load_search import (
     start,
 )
 from dovetail.simulator import group_loads
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

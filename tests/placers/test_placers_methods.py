@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.errors import UsageError
 from dovetail.graph import Phase
@@ -13,6 +12,7 @@ from dovetail.placers.baselines import balanced, single
 from dovetail.placers.etf import etf
 from dovetail.placers.expert import expert
 from dovetail.placers.local_search import MOVES, CriticalPath, landscape, local_search
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 def chain(modules, **fields):

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 from scipy.stats import spearmanr
 
 from dovetail.costs import analytic_costs
@@ -13,6 +12,7 @@ from dovetail.placers import Budget, make_problem
 from dovetail.placers.baselines import try_baselines
 from dovetail.placers.multilevel import by_modules, coarsen, merged_problem, multilevel
 from dovetail.simulator import Simulator
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 def network(

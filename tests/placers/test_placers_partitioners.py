@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.errors import InvalidError, MissingLibraryError
 from dovetail.machine import Device, Link, Machine, parse_machine
@@ -23,6 +22,7 @@ from dovetail.placers.partitioning import (
     trivial_labels,
 )
 from dovetail.placers.scotch import INSTALL, MOST_DISTANCE, distances, load_scotch, mincut, scotch
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 def _has_scotch():

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of, source
 from dovetail.costs import Costs, analytic_costs
 from dovetail.errors import NoDeviceError, UsageError
 from dovetail.graph import Phase, layered, replicate
@@ -12,6 +11,7 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline import plan, verify
 from dovetail.plans import tower_placement, tower_seconds
 from dovetail.simulator import Simulator
+from tests.support.builders import Op, graph_of, machine_of, source
 
 
 def one_replica():

@@ -7,14 +7,14 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from page_checks import check_self_contained
 
 from dovetail.errors import UnwritableError, UsageError
 from dovetail.reports import plots, training_page
 from dovetail.reports.training_page import histogram, render_training, write_training_page
 from dovetail.training.history import History
 from dovetail.training.records import Evaluation, Event, Outcome
-from histories import make_history
+from tests.support.histories import make_history
+from tests.support.page_checks import check_self_contained
 
 EVIL = "</script></svg><img src=x onerror=alert(1)>&\"'"
 

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from dags import random_block
 from dovetail.graph.kernels import fuse
 from dovetail.pipeline import resolve_model
 from dovetail.schedulers.blocks import cut, narrowed
@@ -15,6 +14,7 @@ from dovetail.schedulers.records import Block, Timing, groups_of, members
 from dovetail.schedulers.scheduling import MOST_STATES, SCHEDULERS, Problem, sequential
 from dovetail.schedulers.states import states_of
 from dovetail.schedulers.timing import block_of, key_of, signatures_of
+from tests.support.dags import random_block
 
 
 class Table:

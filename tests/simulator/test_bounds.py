@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulator_cases import all_links, machine_of
 
-from builders import Op, graph_of, source
 from dovetail.costs import Costs
 from dovetail.graph import Phase, colocate
 from dovetail.instances import load_instance
@@ -24,6 +22,8 @@ from dovetail.simulator.bounds import (
 )
 from dovetail.simulator.critical_path import head_load_tail
 from dovetail.simulator.loads import resident_bytes
+from tests.support.builders import Op, graph_of, source
+from tests.support.simulator_cases import all_links, machine_of
 
 INSTANCES = Path(__file__).parents[1] / "data" / "instances"
 BEST_MILLISECONDS = {  # known to us; the first six proven

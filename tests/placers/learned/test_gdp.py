@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
 
 from dovetail.placers.learned.features import (
     ADVICE_NUMBERS,
@@ -16,6 +15,7 @@ from dovetail.placers.learned.features import (
     look,
 )
 from dovetail.placers.learned.gdp import ADVISED, MODES, Gdp, chances, draw_clusters
+from tests.support.learned_problems import random_problem
 
 SMALL = {"hidden": 16, "heads": 2, "segment": 4}
 

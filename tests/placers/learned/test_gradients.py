@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
 
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.gdp import Gdp
@@ -15,6 +14,7 @@ from dovetail.placers.learned.learner import PolicyLearner, Seen
 from dovetail.placers.learned.losses import ppo, reinforce
 from dovetail.placers.learned.records import LearningSettings, Trials
 from dovetail.placers.learned.seq2seq import Seq2Seq
+from tests.support.learned_problems import random_problem
 
 REINFORCE = LearningSettings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)
 PPO = LearningSettings("ppo", trials=6, rate=0.01, entropy=0.1, passes=3, clip=0.05)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem, random_task
 
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.hdp import REFERENCE, REFERENCE_SETTINGS, Hdp, HdpPlacer, _attend
 from dovetail.placers.learned.losses import Baseline
+from tests.support.learned_problems import random_problem, random_task
 
 SMALL = {"hidden": 8, "grouper_hidden": 6}
 

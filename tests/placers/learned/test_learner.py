@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
-from tiny_policies import PPO, REINFORCE, Table
 
 from dovetail.placers.learned.adam import Adam
 from dovetail.placers.learned.diary import Diary, Entry, Readers
@@ -20,6 +18,8 @@ from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
 from dovetail.training.worker import order
+from tests.support.learned_problems import random_problem
+from tests.support.tiny_policies import PPO, REINFORCE, Table
 
 GROUPS, K = 6, 8
 PLAIN = LearningSettings("reinforce", trials=4, rate=0.1, baseline="moving", failing=10.0)

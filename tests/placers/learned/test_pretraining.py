@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem, random_task
 
 from dovetail.errors import RunMismatchError
 from dovetail.placers.learned.features import cut_placements, look
@@ -25,6 +24,7 @@ from dovetail.placers.learned.pretraining import (
     pretrain,
     training_set,
 )
+from tests.support.learned_problems import random_problem, random_task
 
 SMALL = {"hidden": 16, "sage_layers": 1, "layers": 1, "heads": 2, "segment": 32}
 RECIPE = Recipe(

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_policies import Table
 
 from dovetail.placers.learned.losses import reinforce
 from dovetail.placers.learned.policy import Draw
 from dovetail.placers.learned.records import LearningSettings
+from tests.support.tiny_policies import Table
 
 ADVANTAGES = torch.tensor([1.0, -2.0, 0.0])
 DEVICES = torch.tensor([[0, 1], [1, 1], [0, 0]])

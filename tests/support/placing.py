@@ -4,9 +4,9 @@ import os
 
 import numpy as np
 
-from builders import plan_by_hand
 from dovetail.machine import Device, Link, Machine
 from dovetail.plans import Schedule, Stage
+from tests.support.builders import plan_by_hand
 
 
 def two_devices(first_cores=1):

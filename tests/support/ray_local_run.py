@@ -5,10 +5,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from ray_runs import SMALL, assign_counts, each_sample_once_an_epoch, held_until, once
-
-from doors import Doors
 from dovetail.training.backends import load_backend
+from tests.support.doors import Doors
+from tests.support.ray_runs import SMALL, assign_counts, each_sample_once_an_epoch, held_until, once
 
 
 def processes(mark):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dovetail.instances import instance_from
 
-INSTANCES = Path(__file__).parent / "data" / "instances"
+INSTANCES = Path(__file__).parents[1] / "data" / "instances"
 
 
 def node(ident, cpu=10.0, acc=1.0, **fields):

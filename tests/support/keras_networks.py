@@ -124,7 +124,7 @@ def everything():
         "trained_perceptron": of_training(perceptron(), torch.randn(7, 6), torch.randn(7, 8)),
         "draws": [float(x) for x in draws],
         "random": [n for n, r in zip(dropped.graph.names, random, strict=True) if r],
-        "named": len(resolve("keras_networks:build", train=SGD()).graph),
+        "named": len(resolve("tests.support.keras_networks:build", train=SGD()).graph),
         "seeded": complaint(
             lambda: capture(convolutional(0.5, seed=3), images, targets=target, **train)
         ),
@@ -138,7 +138,7 @@ def elsewhere():
     keras.backend.backend = lambda: "jax"
     return [
         complaint(lambda: capture(perceptron(), torch.randn(7, 6))),
-        complaint(lambda: resolve("keras_networks:build")),
+        complaint(lambda: resolve("tests.support.keras_networks:build")),
     ]
 
 

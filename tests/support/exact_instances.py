@@ -3,12 +3,18 @@
 from dataclasses import replace
 
 import numpy as np
-from placer_instances import BANDWIDTH, LATENCY_SECONDS, build_graph, build_machine, build_problem
 
 from dovetail.graph import Groups, Phase
 from dovetail.machine import Device, Link, Machine
 from dovetail.placers.exhaustive import every_placement
 from dovetail.simulator import Simulator
+from tests.support.placer_instances import (
+    BANDWIDTH,
+    LATENCY_SECONDS,
+    build_graph,
+    build_machine,
+    build_problem,
+)
 
 SHARES = (None, 0.8, 0.6, 0.5, 0.42)
 """Of all bytes, what each device holds: none binding to so tight that often nothing fits."""

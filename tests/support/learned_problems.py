@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from builders import Op, graph_of, machine_of, source
 from dovetail.costs import Costs
 from dovetail.graph import Groups, Phase
 from dovetail.placers.learned.records import Task
 from dovetail.simulator import Simulator
+from tests.support.builders import Op, graph_of, machine_of, source
 
 BANDWIDTH = 1e6  # bytes per second: an output takes .1 to 1 s to send
 

@@ -1,7 +1,6 @@
 """Small networks, ready to run on streams of this process's cores."""
 
 import torch
-from stages_by_hand import Step
 from torch import nn
 
 from dovetail.executors.stages.cpu import CpuStep
@@ -10,6 +9,7 @@ from dovetail.executors.stages.phases import Phase
 from dovetail.executors.stages.targets import example_of
 from dovetail.schedulers.dataflow import dataflow
 from dovetail.schedulers.timing import block_of
+from tests.support.stages_by_hand import Step
 
 
 class Ready:
