@@ -102,14 +102,16 @@ def test_without_json_tables_and_lines_are_printed(dovetail):
     assert status == 0, err
     assert "gdp (chosen)" in out
     assert "32 trials in" in out
-    assert "learning small_models:trained by gdp, simulated trials" in err
+    assert "learning tests.support.small_models:trained by gdp, simulated trials" in err
 
 
 def test_a_batch_learns_one_policy_and_writes_a_plan_each(dovetail, tmp_path):
     status, out, err = dovetail(
         "learn", "batch", "tests.support.small_models:branches", "tests.support.small_models:other",
         "tests.support.small_models:branches",
-        "--machine", "2 x p100 + haswell", "--machine", "2 x k80 + haswell", "--machine", "4 x k80 + haswell", "--trials", 48, "--setting", "trials=8",
+        "--machine", "2 x p100 + haswell",
+        "--machine", "2 x k80 + haswell", "--machine",
+        "4 x k80 + haswell", "--trials", 48, "--setting", "trials=8",
         "--out", tmp_path / "plans", "--policy-out", tmp_path / "p.safetensors", "--json",
     )  # fmt: skip
     assert status == 0, err
