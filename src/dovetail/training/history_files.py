@@ -29,8 +29,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dovetail.errors import FileFormatError
-from dovetail.runtime.atomic import write_atomically
-from dovetail.runtime.reading import read_json
+from dovetail.runtime.files import read_json, write_atomically
 from dovetail.training.history import COLUMNS
 from dovetail.training.records import Evaluation, Event, Outcome, Row
 

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty_server_process import LIVES
-from process_learners import Counting, Long, Sitting, assign, count
 
-from doors import Doors
 from dovetail.errors import (
     DivergedError,
     NoWorkersError,
@@ -28,8 +25,11 @@ from dovetail.training.backends.processes.transport import (
     ProcessesTransport,
 )
 from dovetail.training.supervisor import Stop
-from named_memory import named_memory
-from server_faults import CRASH_POINTS, Lives
+from tests.support.doors import Doors
+from tests.support.faulty_server_process import LIVES
+from tests.support.named_memory import named_memory
+from tests.support.process_learners import Counting, Long, Sitting, assign, count
+from tests.support.server_faults import CRASH_POINTS, Lives
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -72,7 +72,7 @@ def dying(tmp_path, monkeypatch):
     def ends(*crashes):
         Lives(tmp_path / "lives.json", crashes)
         monkeypatch.setenv(LIVES, str(tmp_path / "lives.json"))
-        monkeypatch.setattr(transport, "SERVER_ENTRY", "faulty_server_process:serve")
+        monkeypatch.setattr(transport, "SERVER_ENTRY", "tests.support.faulty_server_process:serve")
 
     return ends
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server_faults import Lives
+from tests.support.server_faults import Lives
 
 ray = pytest.importorskip("ray")
 
@@ -33,7 +33,7 @@ def cluster():
     from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -54,9 +54,8 @@ def cluster():
 @pytest.fixture
 def dying(tmp_path, monkeypatch):
     """Has each life of the server end at a (crash point, count) of its own."""
-    from ray_runs import dying_server
-
     from dovetail.training.backends.ray import transport
+    from tests.support.ray_runs import dying_server
 
     def ends(*crashes):
         lives = Lives(tmp_path / "lives.json", crashes)

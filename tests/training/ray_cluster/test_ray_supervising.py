@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from ray_runs import assign
 
 from dovetail.training import supervisor
 from dovetail.training.backends.contract import Watcher
@@ -16,6 +15,7 @@ from dovetail.training.supervisor import (
     WorkerDied,
     WorkerFinished,
 )
+from tests.support.ray_runs import assign
 
 
 class Clock:

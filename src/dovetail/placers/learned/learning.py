@@ -40,7 +40,7 @@ from dovetail.placers.learned.learner import (
     write_parameters,
 )
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Float32, Judge, Learned, Point, Settings, Task
+from dovetail.placers.learned.records import Float32, Judge, Learned, LearningSettings, Point, Task
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
 from dovetail.training.checkpoint import RunFolder, open_folder
@@ -60,7 +60,7 @@ _IN_PROCESS = ("simulated", "threads")
 def learn(  # noqa: PLR0913  keyword-only
     tasks: Sequence[Task],
     policy: Policy,
-    settings: Settings,
+    settings: LearningSettings,
     *,
     trials: int,
     seconds: float | None = None,
@@ -133,7 +133,11 @@ def learn(  # noqa: PLR0913  keyword-only
 
 
 def _check(
-    tasks: Sequence[Task], trials: int, controllers: int, evaluators: int, settings: Settings
+    tasks: Sequence[Task],
+    trials: int,
+    controllers: int,
+    evaluators: int,
+    settings: LearningSettings,
 ) -> None:
     counts = {"trials": trials, "controllers": controllers, "evaluators": evaluators}
     for name, count in {**counts, "settings": settings.trials}.items():
@@ -173,7 +177,7 @@ class Controllers:
 
     policy: Policy
     tasks: tuple[Task, ...]
-    settings: Settings
+    settings: LearningSettings
     folder: Path
     evaluators: int
     judge: JudgeFactory | None

@@ -10,7 +10,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.runtime.channels import Channel
+from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
 from dovetail.training.backends.contract import WorkerPlan
 from dovetail.training.backends.processes import frames
