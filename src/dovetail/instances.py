@@ -67,7 +67,7 @@ _IGNORING = ConfigDict(extra="ignore", allow_inf_nan=False)
 _Milliseconds = Field(default=None, ge=0, le=MOST_MILLISECONDS)
 
 
-class Node(BaseModel):
+class InstanceNode(BaseModel):
     """A node. A latency may be absent where no device could make use of it."""
 
     model_config = _IGNORING
@@ -81,26 +81,26 @@ class Node(BaseModel):
     size: float = Field(default=0.0, ge=0)
 
 
-class Edge(BaseModel):
+class InstanceEdge(BaseModel):
     model_config = _IGNORING
     sourceId: int
     destId: int
     cost: float = Field(default=0.0, ge=0, le=MOST_MILLISECONDS)
 
 
-class File(BaseModel):
+class InstanceFile(BaseModel):
     model_config = _IGNORING
     maxSizePerFPGA: float = Field(ge=0)
     maxFPGAs: int = Field(ge=0, le=MOST_DEVICES)
     maxCPUs: int = Field(ge=0, le=MOST_DEVICES)
-    nodes: list[Node]
-    edges: list[Edge]
+    nodes: list[InstanceNode]
+    edges: list[InstanceEdge]
 
 
-def parse(raw: Any, path: str) -> File:
+def parse(raw: Any, path: str) -> InstanceFile:
     """The file, checked but for cycles. Raises `FileFormatError` that names node or edge."""
     try:
-        file = File.model_validate(raw)
+        file = InstanceFile.model_validate(raw)
         _check_machine(file)
         _check_nodes(file)
         _check_edges(file)
@@ -111,7 +111,7 @@ def parse(raw: Any, path: str) -> File:
     return file
 
 
-def label(node: Node) -> str:
+def label(node: InstanceNode) -> str:
     """How an error names a node."""
     return f"node {node.id}" + (f" ({node.name})" if node.name else "")
 
@@ -129,12 +129,12 @@ def _complaint(error: ValidationError, raw: Any) -> str:
     return text
 
 
-def _check_machine(file: File) -> None:
+def _check_machine(file: InstanceFile) -> None:
     if file.maxFPGAs + file.maxCPUs < 1:
         raise ValueError("maxFPGAs and maxCPUs are 0: no device")
 
 
-def _check_nodes(file: File) -> None:
+def _check_nodes(file: InstanceFile) -> None:
     if not file.nodes:
         raise ValueError("nodes: there are none")
     double = [i for i, count in Counter(node.id for node in file.nodes).items() if count > 1]
@@ -151,7 +151,7 @@ def _check_nodes(file: File) -> None:
             raise ValueError(f"{label(node)} has no fpgaLatency, and may be on an accelerator")
 
 
-def _check_edges(file: File) -> None:
+def _check_edges(file: InstanceFile) -> None:
     known = {node.id: node for node in file.nodes}
     costs: dict[int, float] = {}
     for edge in file.edges:
@@ -189,7 +189,7 @@ def instance_from(raw: Any, path: str) -> Instance:
     return Instance(machine.name, graph, machine, costs)
 
 
-def _ordered(file: File) -> list[Node]:
+def _ordered(file: InstanceFile) -> list[InstanceNode]:
     """Nodes in topological order; of those that are free the first of the file comes first."""
     position = {node.id: i for i, node in enumerate(file.nodes)}
     after: list[list[int]] = [[] for _ in file.nodes]
@@ -211,7 +211,7 @@ def _ordered(file: File) -> list[Node]:
     return [file.nodes[i] for i in order]
 
 
-def _cycle(file: File, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
+def _cycle(file: InstanceFile, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
     """Every node that is left has one before it that is left; going back must close a circle."""
     before = {b: a for a in sorted(left) for b in after[a] if b in left}
     path = [min(left)]
@@ -221,7 +221,7 @@ def _cycle(file: File, after: list[list[int]], left: set[int]) -> tuple[str, ...
     return tuple(file.nodes[i].name or str(file.nodes[i].id) for i in circle)
 
 
-def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
+def _graph(file: InstanceFile, nodes: list[InstanceNode]) -> tuple[Graph, NDArray[np.float64]]:
     """The graph, and [tensors] bytes that a send moves."""
     costs = {edge.sourceId: edge.cost for edge in reversed(file.edges)}  # the first one counts
     inputs: dict[int, dict[int, None]] = {node.id: {} for node in nodes}
@@ -252,17 +252,13 @@ def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
         tensor_of[node.id] = len(sizes)
         sizes.append(0)
         sent.append(costs.get(node.id, 0.0) * MILLISECOND * LINK_BYTES_PER_SECOND)
-    ops, tensors = len(rows), len(sizes)
+    tensors = len(sizes)
     graph = Graph(
         names=tuple(row[0] for row in rows),
         kinds=tuple(row[1] for row in rows),
         signatures=tuple(row[0] for row in rows),
-        modules=("",) * ops,
         phases=np.array([row[2] for row in rows]),
-        flops=np.zeros(ops, np.int64),
-        accessed_bytes=np.zeros(ops, np.int64),
         colocation=np.array([row[3] for row in rows]),
-        gradient_of=np.full(ops, -1),
         device_kinds=tuple(row[4] for row in rows),
         producers=np.arange(tensors, dtype=np.int32),
         shapes=((),) * tensors,
@@ -270,16 +266,13 @@ def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
         dtypes=("uint8",) * tensors,
         tensor_bytes=np.array(sizes),
         storages=np.arange(tensors, dtype=np.int32),
-        overwrites=np.zeros(tensors, bool),
         input_offsets=np.cumsum([0] + [len(of_op) for of_op in reads]),
         input_tensors=np.array([tensor for of_op in reads for tensor in of_op], np.int32),
-        outputs=np.zeros(0, np.int32),
-        control=np.zeros((0, 2), np.int32),
     )
     return graph, np.array(sent)
 
 
-def _unique_names(nodes: list[Node]) -> list[str]:
+def _unique_names(nodes: list[InstanceNode]) -> list[str]:
     """A node's own name where no other has it, else with its id; only ids where names would still
     be mistaken for one another or for a node's size."""
     count: dict[str, int] = {}
@@ -293,7 +286,7 @@ def _unique_names(nodes: list[Node]) -> list[str]:
     return [f"#{n.id}" for n in nodes]
 
 
-def _machine(name: str, file: File) -> Machine:
+def _machine(name: str, file: InstanceFile) -> Machine:
     size = min(int(file.maxSizePerFPGA), UNLIMITED_BYTES)
     devices = [_device(f"acc{i}", "gpu", size) for i in range(file.maxFPGAs)]
     devices += [_device(f"cpu{i}", "cpu", UNLIMITED_BYTES) for i in range(file.maxCPUs)]
@@ -312,7 +305,7 @@ def _device(name: str, kind: str, memory_bytes: int) -> Device:
     return Device(name, kind, model, memory_bytes, {"float32": 1e12}, 1e12, 0.0)
 
 
-def _seconds(graph: Graph, machine: Machine, nodes: list[Node]) -> NDArray[np.float64]:
+def _seconds(graph: Graph, machine: Machine, nodes: list[InstanceNode]) -> NDArray[np.float64]:
     """[ops, devices]"""
     by_kind = {
         "gpu": [n.fpgaLatency if n.supportedOnFpga else np.inf for n in nodes],

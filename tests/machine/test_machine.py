@@ -197,7 +197,7 @@ def test_an_impossible_device_is_refused(change):
     ("text", "complaint"),
     [
         ("name = ", "not TOML"),
-        ('name = "m"', "host: Field required"),
+        ('name = "m"\ndevices = []', "host: Field required"),
         ('name = "m"\nhost = "a"\nsurprise = 1\n[[devices]]\nname = "a"', "devices.0.kind"),
     ],
 )

@@ -39,7 +39,7 @@ PACE_LASTS_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCost:
     """seconds of one call; spread: (third quartile - first) / median of its samples."""
 
     seconds: float
@@ -64,7 +64,7 @@ class CostCache:
         with self._connect() as db:
             db.executescript(_SCHEMA)
 
-    def costs(self, device: str, signatures: Iterable[str]) -> dict[str, Measured]:
+    def costs(self, device: str, signatures: Iterable[str]) -> dict[str, MeasuredCost]:
         """signature -> what was measured, for those that are known."""
         found = {}
         with self._connect() as db:
@@ -74,10 +74,10 @@ class CostCache:
                     (device, _digest(signature)),
                 ).fetchone()
                 if row is not None:
-                    found[signature] = Measured(*row)
+                    found[signature] = MeasuredCost(*row)
         return found
 
-    def add_costs(self, device: str, measured: dict[str, Measured]) -> None:
+    def add_costs(self, device: str, measured: dict[str, MeasuredCost]) -> None:
         """Keep these, replacing older ones of the same signature."""
         now = time.time()
         rows = [(device, _digest(s), m.seconds, m.spread, now) for s, m in measured.items()]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.costs.cache import CostCache, Measured
+from dovetail.costs.cache import CostCache, MeasuredCost
 from dovetail.costs.records import Costs
 from dovetail.errors import CostError, MachineError
 from dovetail.frontends import Program
@@ -54,7 +54,7 @@ _FLAG_BYTES = 256  # two flags and an abort flag, a cache line each, before the 
 
 
 @dataclass(frozen=True)
-class Entry:
+class TimedEntry:
     """A call to time. layouts: of each tensor it reads; cold: those held from step to step."""
 
     call: Call
@@ -103,7 +103,7 @@ def set_up_device(threads: int) -> None:
 
 
 def time_calls(
-    entries: list[Entry], best_seconds: float, patience_seconds: float
+    entries: list[TimedEntry], best_seconds: float, patience_seconds: float
 ) -> TimedCalls | FailedCall:
     """Time calls in turn, round after round, on random inputs, bound as an executor binds them.
 
@@ -181,7 +181,7 @@ def copies_for(cold_bytes: int) -> int:
     return max(1, min(_MOST_COPIES, _COLD_BYTES // cold_bytes)) if cold_bytes else 1
 
 
-def _prepared(entry: Entry) -> list[Callable[[], None]]:
+def _prepared(entry: TimedEntry) -> list[Callable[[], None]]:
     """The entry's call bound to its inputs, once for each copy of what is cold. As in an executor
     results are freed, which belongs to what is timed."""
     hot = {t: _random_tensor(x, entry.layouts) for t, x in entry.layouts.items()}
@@ -380,11 +380,11 @@ def _kinds(machine: Machine) -> dict[tuple[str, int, int], list[Device]]:
 
 def _measure(
     graph: Graph,
-    entries: dict[int, Entry],
+    entries: dict[int, TimedEntry],
     devices: list[Device],
     cache: CostCache,
     beside: Callable[[float], None],
-) -> Iterator[tuple[dict[int, Measured], float]]:
+) -> Iterator[tuple[dict[int, MeasuredCost], float]]:
     """Time the entries of these ops, handing each worker the next batch as it comes free:
     (op -> what was measured, cores that other programs used meanwhile), batch by batch.
 
@@ -430,7 +430,7 @@ def _measure(
                         todo.insert(0, batch)
                         continue
                 measured = {
-                    op: Measured(timing.median_seconds, timing.spread)
+                    op: MeasuredCost(timing.median_seconds, timing.spread)
                     for op, timing in zip(batch, reply.timings, strict=True)
                 }
                 yield measured, reply.others_cores
@@ -447,7 +447,7 @@ def start_worker(device: Device) -> Worker:
     return worker
 
 
-def _batches(graph: Graph, entries: dict[int, Entry], workers: int) -> list[list[int]]:
+def _batches(graph: Graph, entries: dict[int, TimedEntry], workers: int) -> list[list[int]]:
     """Ops in graph order, cut where a batch grows too long or its tensors too large."""
     most = max(1, min(_BATCH_OPS, -(-len(entries) // workers)))
     batches: list[list[int]] = [[]]
@@ -462,7 +462,7 @@ def _batches(graph: Graph, entries: dict[int, Entry], workers: int) -> list[list
     return batches
 
 
-def _held_bytes(graph: Graph, op: int, entry: Entry) -> int:
+def _held_bytes(graph: Graph, op: int, entry: TimedEntry) -> int:
     """Of all tensors with which the op is timed: its inputs, their copies, its outputs."""
     inputs = int(graph.tensor_bytes[graph.inputs_of(op)].sum())
     cold = int(graph.tensor_bytes[sorted(entry.cold)].sum())
@@ -487,14 +487,14 @@ def _signature_key(graph: Graph, cold: NDArray[np.bool_], op: int) -> str:
     return graph.signatures[op] + (f" | cold {places}" if places else "")
 
 
-def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> Entry:
+def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> TimedEntry:
     call = program.calls[op]
     assert call is not None, graph.names[op]
     layouts = {
         t: (graph.shapes[t], graph.strides[t], graph.dtypes[t])
         for t in distinct_refs((call.args, call.kwargs))
     }
-    return Entry(call, layouts, frozenset(t for t in layouts if cold[t]))
+    return TimedEntry(call, layouts, frozenset(t for t in layouts if cold[t]))
 
 
 # The probe: what the devices of this machine, and the links between them, really do.

@@ -81,7 +81,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class _Op:
+class _CapturedOp:
     name: str
     kind: str
     signature: str
@@ -97,7 +97,7 @@ class _Op:
 
 
 @dataclass
-class _Tensor:
+class _CapturedTensor:
     producer: int
     value: Tensor  # fake: shape, strides, dtype
     storage: int
@@ -108,8 +108,8 @@ class _Builder:
     """Ops and tensors so far, and which graph tensor each node of the trace became."""
 
     def __init__(self) -> None:
-        self.ops: list[_Op] = []
-        self.tensors: list[_Tensor] = []
+        self.ops: list[_CapturedOp] = []
+        self.tensors: list[_CapturedTensor] = []
         self.names: dict[str, int] = {}
         self.tensor_of: dict[fx.Node, int] = {}
         self.op_of: dict[fx.Node, int] = {}
@@ -124,7 +124,7 @@ class _Builder:
         self.names[name] = count
         return self.unique(f"{name}_{count}") if count else name
 
-    def op(self, op: _Op) -> int:
+    def op(self, op: _CapturedOp) -> int:
         op.name = self.unique(op.name)
         self.ops.append(op)
         return len(self.ops) - 1
@@ -134,14 +134,14 @@ class _Builder:
         if storage < 0:
             storage = self.storages
             self.storages += 1
-        self.tensors.append(_Tensor(len(self.ops) - 1, value, storage, overwrites))
+        self.tensors.append(_CapturedTensor(len(self.ops) - 1, value, storage, overwrites))
         return len(self.tensors) - 1
 
     def source(self, source: SourceValue, value: Tensor) -> int:
         """A source op and its one tensor."""
         kind = source.role
         module = source.name.rpartition(".")[0] if kind in ("parameter", "buffer") else ""
-        self.op(_Op(source.name, kind, kind, module, Phase.SOURCE, source=source))
+        self.op(_CapturedOp(source.name, kind, kind, module, Phase.SOURCE, source=source))
         tensor = self.tensor(value)
         self.source_of[source.role, source.name] = tensor
         return tensor
@@ -249,7 +249,7 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
     forward = builder.op_of.get(origin.forward, -1) if origin.forward is not None else -1
     kind, module = kind_of(target), origin.module or _module_of_reads(builder, origin, reads)
     view = _is_view(builder, reads, result)
-    op = _Op(
+    op = _CapturedOp(
         name=f"{module}/{kind.rpartition('.')[2]}" if module else kind.rpartition(".")[2],
         kind=kind,
         signature=signature(str(target), fakes, fake_kwargs),
@@ -327,7 +327,7 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
     (found,) = _add_plain(builder, "scaler/any_found", any_found, flags, [flag])
     tracker_value = torch.empty((), dtype=torch.int32, device="meta")
     tracker = builder.source(SourceValue("state", TRACKER, fill=0.0), tracker_value)
-    op = _Op(
+    op = _CapturedOp(
         name="scaler/next_scale",
         kind="dovetail.next_scale",
         signature=signature("dovetail.next_scale", [flag, tracker_value], asdict(scaler)),
@@ -350,7 +350,7 @@ def _add_plain(
     """An op of our own in the backward phase, which makes new tensors."""
     values = [builder.tensors[t].value for t in reads]
     kind = f"dovetail.{target.__name__}"
-    op = _Op(
+    op = _CapturedOp(
         name=name,
         kind=kind,
         signature=signature(kind, values, {}),
@@ -380,7 +380,7 @@ def _add_update(
     reads = [written[0], gradient, *states]
     values = [builder.tensors[t].value for t in reads]
     traffic = sum(tensor_bytes(v) for v in [*values, *values[:1], *values[2:]])
-    op = _Op(
+    op = _CapturedOp(
         name=f"{parameter}/{optimizer.name}",
         kind=f"dovetail.{optimizer.name}",
         signature=signature(f"dovetail.{optimizer.name}", values, options),
@@ -404,7 +404,7 @@ def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
     role = "buffer" if ("buffer", buffer) in builder.source_of else "parameter"
     old, new = builder.source_of[role, buffer], builder.tensor_of[trace.written[buffer]]
     values = [builder.tensors[t].value for t in (old, new)]
-    op = _Op(
+    op = _CapturedOp(
         name=f"{buffer}/copy_",
         kind="aten.copy_",
         signature=signature("aten.copy_.default", values, {}),
@@ -418,7 +418,7 @@ def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
     op.call = Call(aten.copy_.default, (Ref(old), Ref(new)), {}, results, in_place=True)
 
 
-def _write(builder: _Builder, op: _Op, written: list[int]) -> None:
+def _write(builder: _Builder, op: _CapturedOp, written: list[int]) -> None:
     """Add an op that writes over these tensors, beside which it must run."""
     index = builder.op(op)
     for tensor in written:
@@ -448,7 +448,6 @@ def _graph(model: str, builder: _Builder, outputs: list[int]) -> Graph:
         accessed_bytes=np.array([op.accessed_bytes for op in ops]),
         colocation=np.array([op.colocation for op in ops]),
         gradient_of=np.array([op.gradient_of for op in ops]),
-        device_kinds=tuple(() for _ in ops),
         producers=np.array([t.producer for t in tensors]),
         shapes=tuple(tuple(v.shape) for v in values),
         strides=tuple(v.stride() for v in values),

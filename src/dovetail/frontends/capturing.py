@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
@@ -25,6 +23,7 @@ from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.plans import Source
+from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
 
 # What models of transformers, and wrappers around a module, need before they are captured.
 #

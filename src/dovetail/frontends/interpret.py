@@ -14,6 +14,7 @@ from dovetail.frontends.program import Call, Captured, Ref, SourceValue, fill_re
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
 from dovetail.graph import Graph
+from dovetail.runtime.torch_versions import OpOverload
 
 Values = dict[int, Tensor]
 """Tensor of the graph -> its value; of source ops, inputs apart."""
@@ -184,7 +185,7 @@ def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], i
 
 def _invocation(call: Call, values: Cells) -> Callable[[], Any]:
     target = call.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         target = target._op  # what calling it calls, less one Python frame
     names, keywords = tuple(call.kwargs), tuple(call.kwargs.values())
     get = _getter(call.args, values)

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.errors import FileFormatError, ModelError, UnknownNetworkError
 from dovetail.frontends.capturing import capture, capture_call
@@ -29,6 +27,7 @@ from dovetail.frontends.transformers_configs import (
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.records import load_sizes
 from dovetail.runtime.functions import call_function, names_function
+from dovetail.runtime.torch_versions import FakeTensorMode, pytree
 
 # FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
 #

@@ -7,15 +7,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from dovetail.errors import UsageError
 from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched, substitute
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate
 from dovetail.plans import Source
+from dovetail.runtime.torch_versions import OpOverload, pytree
 
 
 @dataclass(frozen=True)

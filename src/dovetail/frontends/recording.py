@@ -19,16 +19,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
+
+from dovetail.runtime.torch_versions import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    autograd_would_have_decomposed,
+    has_composite_kernel,
     in_kernel_invocation_manager,
+    pytree,
     unset_fake_temporarily,
+    without_dispatch,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 # Fake tensors: shape, strides and dtype without data.
 
@@ -481,7 +485,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 def _made(mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new fake tensor."""
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(mode, empty, device)
 
@@ -511,11 +515,7 @@ class _Traits(NamedTuple):
 
 @functools.cache
 def _traits(func: OpOverload) -> _Traits:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    composite = key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(),  # type: ignore[no-untyped-call]
-        key,
-    )
+    composite = has_composite_kernel(func)
     defaults: dict[int | str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         if argument.has_default_value():

@@ -17,7 +17,7 @@ from dovetail.frontends.program import (
     SourceValue,
     fill_refs,
 )
-from dovetail.frontends.structures import Slot
+from dovetail.frontends.structures import TensorSlot
 from dovetail.graph import Graph, Replicated, replicate
 
 Examples = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -104,9 +104,9 @@ def _signature(one: Signature, replicas: int) -> Signature:
     """Positional tensors alone: the inputs of each tower, then the targets of each."""
     inputs, targets = one.inputs * replicas, one.targets * replicas
     return Signature(
-        {str(index): Slot(index) for index in range(len(inputs))},
+        {str(index): TensorSlot(index) for index in range(len(inputs))},
         tuple(map(str, range(len(inputs)))),
-        tuple(map(Slot, range(len(targets)))),
+        tuple(map(TensorSlot, range(len(targets)))),
         inputs,
         targets,
         tuple(f"{tower}.{name}" for tower in range(replicas) for name in one.names),

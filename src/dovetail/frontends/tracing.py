@@ -12,11 +12,6 @@ graph: it would be stale from the second step on. Four things see to it:
 * `_Twins` puts a twin in the place of a parameter that is read past its module;
 * the recorder refuses every other tensor that shares memory with one of them, by its name;
 * where a step changes attributes of a module, a second step is traced and must be the same graph.
-
-Written against torch 2.13. `OpOverload`, `FakeTensorMode`, `TorchDispatchMode` and
-`torch.utils._pytree` are private by name only and used wherever they are needed. Other private
-names of torch: here, and in `recording`, `purifying`, `scaling`, `exported_programs`, `capturing`,
-`binding`, `building` and `exports.dispatch`.
 """
 
 import contextlib
@@ -31,14 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.autograd.graph import _engine_run_backward
 from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
@@ -55,8 +42,19 @@ from dovetail.frontends.recording import (
     record,
     storage_of,
 )
-from dovetail.frontends.structures import Slot, fill, flatten, is_plain_object
+from dovetail.frontends.structures import TensorSlot, fill, flatten, is_plain_object
 from dovetail.graph import LOSS_MODULE, Phase
+from dovetail.runtime.torch_versions import (
+    FAKE_TENSOR_LOGGER,
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    run_backward,
+    unset_fake_temporarily,
+    without_autocast,
+    without_fused_kernels,
+)
 
 # A recorded graph made pure: no op writes in place, none merely protects or renames a value.
 #
@@ -134,7 +132,7 @@ def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:
 
     values = [n.meta["val"] for n in first.graph.nodes if n.op == "placeholder"]
     # The casts of autocast are ops of the first recording already.
-    with mode, torch.no_grad(), torch._C._DisableAutocast():
+    with mode, torch.no_grad(), without_autocast():
         return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
 
 
@@ -644,7 +642,7 @@ def _batch_norm(
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What fails under fake tensors is raised; torch would log its traceback as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     disabled, logger.disabled = logger.disabled, True
     try:
         yield
@@ -667,7 +665,7 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
         grad = torch.enable_grad() if differentiated else torch.no_grad()
         # The twins stay in place until the backward pass has ended: what it computes anew
         # (checkpointing) reads them too.
-        with grad, _unfused(), _standing_in(request, leaves | buffers) as slots:
+        with grad, without_fused_kernels(), _standing_in(request, leaves | buffers) as slots:
             with _module_paths(at, request.module):
                 with _place(at, Phase.FORWARD):
                     output = request.module(*args, **kwargs)
@@ -681,7 +679,7 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
                 scale = None if request.scale is None else next(rest)
                 loss, gradients = _gradients(at, loss, scale, leaf_list, request)
             written = _written(slots, frozen | buffers)
-        layout.append((1, Slot(0)))
+        layout.append((1, TensorSlot(0)))
         return [loss.detach(), *gradients, *written]
 
     return step
@@ -765,14 +763,14 @@ class _Twins(TorchFunctionMode):
 
         def run(*given: Any, **options: Any) -> Any:
             with self:
-                return _engine_run_backward(*given, **options)
+                return run_backward(*given, **options)
 
-        before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        before = torch.autograd.run_backward  # type: ignore[attr-defined]
+        torch.autograd.run_backward = run  # type: ignore[attr-defined]
         try:
             return func(*self._of(args), **{key: self._of(value) for key, value in kwargs.items()})
         finally:
-            torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
+            torch.autograd.run_backward = before  # type: ignore[attr-defined]
 
     def _set_data(self, target: Tensor, value: Tensor) -> None:
         """`target.data = value` of a parameter or buffer of the same form, as a write in place."""
@@ -907,20 +905,6 @@ def _written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
     return [values[name] for name in writable]
 
 
-@contextlib.contextmanager
-def _unfused() -> Iterator[None]:
-    """With oneDNN on, a float32 `nn.LSTM` would be one opaque op; with the fast path of attention,
-    an `nn.TransformerEncoderLayer` in evaluation mode."""
-    mkldnn, fastpath = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(mkldnn)
-        torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
 def _gradients(
     at: _Position, loss: Any, scale: Tensor | None, leaves: list[Tensor], request: Request
 ) -> tuple[Tensor, list[Tensor | None]]:
@@ -942,13 +926,13 @@ def _gradients(
         with _place(at, Phase.FORWARD, LOSS_MODULE):
             loss = loss * scale
     # As users do: the backward pass runs outside of autocast.
-    with _place(at, Phase.BACKWARD), torch._C._DisableAutocast():
+    with _place(at, Phase.BACKWARD), without_autocast():
         others, is_custom = _mark_gradients(at, loss, request)
         if is_custom:
             # A reentrant checkpoint calls `backward` itself and refuses `torch.autograd.grad`.
             before = [(other, other.grad) for other in others]
             try:
-                _engine_run_backward(
+                run_backward(
                     (loss,), (torch.ones_like(loss),), False, False, (),
                     allow_unreachable=True, accumulate_grad=True,
                 )  # fmt: skip
@@ -961,7 +945,7 @@ def _gradients(
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             # What `torch.autograd.grad` calls. That one, like `Tensor.backward`, would switch off
             # `_Twins` for what the backward pass computes anew.
-            computed = _engine_run_backward(
+            computed = run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, tuple(wanted),
                 allow_unreachable=True, accumulate_grad=False,
             )  # fmt: skip

@@ -10,10 +10,12 @@ from a file tells it too. Only what `graph.sharing` says may be copied.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase
+from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase, select_columns
 
 _COPY = re.compile(r"(.*)/copy\.\d+$", re.DOTALL)
 
@@ -26,8 +28,8 @@ class Copies:
     readers   ascending: ops that read the copies in the place of the origins
     """
 
-    ops: tuple[int, ...]
-    readers: tuple[int, ...]
+    ops: tuple[Annotated[int, Field(ge=0)], ...]
+    readers: tuple[Annotated[int, Field(ge=0)], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,37 +91,27 @@ def _graph(
     place: Int64,
 ) -> Graph:
     (origins, copy_of, views), (producers, origin_tensors) = rows, of_tensors
+    columns = select_columns(graph, origins, origin_tensors)
     reads = [
         tensors[view, graph.inputs_of(op)]
         for op, view in zip(origins.tolist(), views.tolist(), strict=True)
     ]
     gradients = graph.gradient_of[origins]
-    return Graph(
+    columns |= dict(
         names=tuple(
             graph.names[op] if copy < 0 else f"{graph.names[op]}/copy.{copy + 1}"
             for op, copy in zip(origins.tolist(), copy_of.tolist(), strict=True)
         ),
-        kinds=tuple(graph.kinds[op] for op in origins.tolist()),
-        signatures=tuple(graph.signatures[op] for op in origins.tolist()),
-        modules=tuple(graph.modules[op] for op in origins.tolist()),
-        phases=graph.phases[origins],
-        flops=graph.flops[origins],
-        accessed_bytes=graph.accessed_bytes[origins],
         colocation=np.where(copy_of < 0, graph.colocation[origins], -1),
         gradient_of=np.where(gradients < 0, -1, place[gradients]).astype(np.int32),
-        device_kinds=tuple(graph.device_kinds[op] for op in origins.tolist()),
         producers=producers.astype(np.int32),
-        shapes=tuple(graph.shapes[t] for t in origin_tensors.tolist()),
-        strides=tuple(graph.strides[t] for t in origin_tensors.tolist()),
-        dtypes=tuple(graph.dtypes[t] for t in origin_tensors.tolist()),
-        tensor_bytes=graph.tensor_bytes[origin_tensors],
         storages=_storages(graph, views, copy_of, of_tensors, tensors),
-        overwrites=graph.overwrites[origin_tensors],
         input_offsets=np.cumsum([0, *map(len, reads)]).astype(np.int32),
         input_tensors=np.concatenate([np.zeros(0, np.int64), *reads]).astype(np.int32),
         outputs=tensors[0, graph.outputs].astype(np.int32),
         control=place[graph.control].astype(np.int32).reshape(-1, 2),
     )
+    return Graph(**columns)
 
 
 def _storages(

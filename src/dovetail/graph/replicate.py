@@ -31,7 +31,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import ReplicationError, UsageError
-from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase, csr_offsets, gather
+from dovetail.graph.records import (
+    Bool,
+    Graph,
+    Int32,
+    Int64,
+    Phase,
+    csr_offsets,
+    gather,
+    select_columns,
+)
 
 # How the ops of a replicated graph are told apart, by their names and kinds alone, so that a graph
 # from a file tells it too.
@@ -269,7 +278,7 @@ def _synchronous_updates(one: Replica) -> list[Rows]:
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
+class TowerCopies:
     """Where the ops and tensors of one replica are in the new graph."""
 
     one: Replica
@@ -445,7 +454,7 @@ def replicate(graph: Graph, replicas: int, *, synchronous: bool = True) -> Repli
         raise UsageError("replicas", f"is {replicas}; use 2 or more")
     one = Replica(graph)
     one.check()
-    copies = Copies(one, rows_of(one, replicas, synchronous), replicas, synchronous)
+    copies = TowerCopies(one, rows_of(one, replicas, synchronous), replicas, synchronous)
     return Replicated(
         graph=_graph(copies),
         replicas=replicas,
@@ -459,7 +468,7 @@ def replicate(graph: Graph, replicas: int, *, synchronous: bool = True) -> Repli
 Shape = tuple[int, ...]
 
 
-def _graph(copies: Copies) -> Graph:
+def _graph(copies: TowerCopies) -> Graph:
     graph, rows = copies.one.graph, copies.rows
     origins, averages = rows.origins, rows.averaged >= 0
     stands_for = copies.stands_for
@@ -469,7 +478,8 @@ def _graph(copies: Copies) -> Graph:
     strides = {t: _dense(graph.shapes[t], graph.strides[t]) for t in set(rows.averaged[averages])}
     owner = averages[copies.producers]
     gradients = graph.gradient_of[origins]
-    return Graph(
+    columns = select_columns(graph, origins, stands_for)
+    columns |= dict(
         names=names,
         kinds=tuple(AVERAGE if o < 0 else graph.kinds[o] for o in origins.tolist()),
         signatures=_signatures(copies, strides),
@@ -489,13 +499,10 @@ def _graph(copies: Copies) -> Graph:
         ),
         device_kinds=tuple(() if o < 0 else graph.device_kinds[o] for o in origins.tolist()),
         producers=copies.producers.astype(np.int32),
-        shapes=tuple(graph.shapes[t] for t in stands_for.tolist()),
         strides=tuple(
             strides[t] if mean else graph.strides[t]
             for t, mean in zip(stands_for.tolist(), owner.tolist(), strict=True)
         ),
-        dtypes=tuple(graph.dtypes[t] for t in stands_for.tolist()),
-        tensor_bytes=graph.tensor_bytes[stands_for],
         storages=_storages(copies).astype(np.int32),
         overwrites=graph.overwrites[stands_for] & ~owner,
         input_offsets=offsets.astype(np.int32),
@@ -503,9 +510,10 @@ def _graph(copies: Copies) -> Graph:
         outputs=_outputs(copies).astype(np.int32),
         control=copies.control.astype(np.int32),
     )
+    return Graph(**columns)
 
 
-def _names(copies: Copies) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _names(copies: TowerCopies) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """[ops] names and modules."""
     one, graph = copies.one, copies.one.graph
     labels = _labels(one)
@@ -560,7 +568,7 @@ def _dense(shape: Shape, strides: Shape) -> Shape:
     return strides
 
 
-def _signatures(copies: Copies, strides: dict[int, Shape]) -> tuple[str, ...]:
+def _signatures(copies: TowerCopies, strides: dict[int, Shape]) -> tuple[str, ...]:
     """[ops] An update whose gradient gets another layout by averaging is no longer the same."""
     one, graph = copies.one, copies.one.graph
     changed = [t for t, dense in strides.items() if dense != graph.strides[t]]
@@ -578,7 +586,7 @@ def _signatures(copies: Copies, strides: dict[int, Shape]) -> tuple[str, ...]:
     )
 
 
-def _colocation(copies: Copies) -> Int64:
+def _colocation(copies: TowerCopies) -> Int64:
     """[ops] An id that something shared has is one for all towers, else each has its own. Updates
     of one parameter by several towers share one."""
     one, graph, rows = copies.one, copies.one.graph, copies.rows
@@ -597,7 +605,7 @@ def _colocation(copies: Copies) -> Int64:
     return np.where(ids < 0, -1, compact.reshape(-1))
 
 
-def _storages(copies: Copies) -> Int64:
+def _storages(copies: TowerCopies) -> Int64:
     """[tensors] What is shared has one storage, all else one for each tower."""
     one, graph = copies.one, copies.one.graph
     count = graph.tensors
@@ -609,7 +617,7 @@ def _storages(copies: Copies) -> Int64:
     return np.unique(storages, return_inverse=True)[1].reshape(-1)
 
 
-def _outputs(copies: Copies) -> Int64:
+def _outputs(copies: TowerCopies) -> Int64:
     """The mean of a floating-point output, each tower's own of another, and of what an update
     made its last value."""
     one, graph = copies.one, copies.one.graph

@@ -17,7 +17,7 @@ from dovetail.frontends.onnx.reading import (
     parse_shapes,
     read_model,
 )
-from dovetail.frontends.onnx.walking import Walk, top_scope
+from dovetail.frontends.onnx.walking import NodeReader, top_scope
 from dovetail.graph import Graph
 
 __all__ = [
@@ -50,7 +50,7 @@ def load_onnx(path: str | Path, shapes: Shapes | None = None) -> Graph:
     initialized = {tensor.name for tensor in graph.initializer}
     given = [value for value in graph.input if value.name not in initialized]
     inputs = input_values(str(path), given, shapes if shapes is not None else {})
-    walk, scope = Walk(onnx, model, Weights(path)), top_scope(model, inputs)
+    walk, scope = NodeReader(onnx, model, Weights(path)), top_scope(model, inputs)
     walk.open_graph(graph, scope)
     outputs = []
     for output in graph.output:

@@ -36,7 +36,6 @@ def build(
     flops = [0] * first + [count_flops(op) for op in needed]
     accessed = [0] * first + [count_bytes(op) for op in needed]
     _check_counts(model, names, flops, accessed)
-    count = len(names)
     return Graph(
         names=tuple(names),
         kinds=(*(s.role for s in sources), *(op.kind for op in needed)),
@@ -45,20 +44,15 @@ def build(
         phases=np.array([Phase.SOURCE] * first + [Phase.FORWARD] * len(needed), dtype=np.int8),
         flops=np.array(flops, dtype=np.int64),
         accessed_bytes=np.array(accessed, dtype=np.int64),
-        colocation=np.full(count, -1, dtype=np.int32),
-        gradient_of=np.full(count, -1, dtype=np.int32),
-        device_kinds=((),) * count,
         producers=np.array(producers, dtype=np.int32),
         shapes=tuple(value.shape for value in values),
         strides=tuple(_strides(value.shape) for value in values),
         dtypes=tuple(value.dtype for value in values),
         tensor_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
         storages=np.array(_storages(values), dtype=np.int32),
-        overwrites=np.zeros(len(values), dtype=np.bool_),
         input_offsets=np.cumsum([0, *map(len, reads)]),
         input_tensors=np.array([t for of_op in reads for t in of_op], dtype=np.int32),
         outputs=np.array([tensor[value] for value in outputs], dtype=np.int32),
-        control=np.zeros((0, 2), dtype=np.int32),
     )
 
 

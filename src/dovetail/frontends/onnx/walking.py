@@ -104,29 +104,29 @@ def _listed(text: str) -> list[str]:
 # Sequences of tensors, unrolled while the file is read: positions and lengths must be known.
 
 
-NodeRule = Callable[["Walk", Any, list[Found], "Scope"], list[Found]]
+NodeRule = Callable[["NodeReader", Any, list[Found], "Scope"], list[Found]]
 """Returns what a node's outputs stand for."""
 
 
-def _sequence_of(walk: "Walk", node: Any, found: Found) -> list[Value]:
+def _sequence_of(walk: "NodeReader", node: Any, found: Found) -> list[Value]:
     if not isinstance(found, list):
         raise UnsupportedOpError(walk.path, label(node), "reads a sequence that is not known")
     return found
 
 
-def _tensor_of(walk: "Walk", node: Any, found: Found) -> Value:
+def _tensor_of(walk: "NodeReader", node: Any, found: Found) -> Value:
     if not isinstance(found, Value):
         raise UnsupportedOpError(walk.path, label(node), "lacks a tensor to read")
     return found
 
 
-def _axis_of(walk: "Walk", node: Any, axis: int | None, axes: int) -> int:
+def _axis_of(walk: "NodeReader", node: Any, axis: int | None, axes: int) -> int:
     if axis is None or not -axes <= axis < axes:
         raise UnsupportedOpError(walk.path, label(node), f"has the axis {axis} of {axes}")
     return axis % axes
 
 
-def _position(walk: "Walk", node: Any, found: Found, default: int) -> int:
+def _position(walk: "NodeReader", node: Any, found: Found, default: int) -> int:
     if found is None:
         return default
     if isinstance(found, list) or found.number is None:
@@ -134,11 +134,11 @@ def _position(walk: "Walk", node: Any, found: Found, default: int) -> int:
     return found.number
 
 
-def _sequence_construct(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+def _sequence_construct(walk: "NodeReader", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
     return [[_tensor_of(walk, node, found) for found in inputs]]
 
 
-def _sequence_at(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+def _sequence_at(walk: "NodeReader", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
     values = _sequence_of(walk, node, inputs[0])
     position = _position(walk, node, inputs[1], 0)
     if not -len(values) <= position < len(values):
@@ -146,19 +146,19 @@ def _sequence_at(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> li
     return [values[position]]
 
 
-def _sequence_insert(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+def _sequence_insert(walk: "NodeReader", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
     values = list(_sequence_of(walk, node, inputs[0]))
     position = _position(walk, node, inputs[2] if len(inputs) > 2 else None, len(values))
     values.insert(position, _tensor_of(walk, node, inputs[1]))
     return [values]
 
 
-def _sequence_length(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+def _sequence_length(walk: "NodeReader", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
     data = np.array(len(_sequence_of(walk, node, inputs[0])), dtype=np.int64)
     return [Value(node.output[0], 7, (), data, "constant")]
 
 
-def _split_to_sequence(walk: "Walk", node: Any, inputs: list[Found], scope: "Scope") -> list[Found]:
+def _split_to_sequence(walk: "NodeReader", node: Any, inputs: list[Found], scope: "Scope") -> list[Found]:
     whole, options = _tensor_of(walk, node, inputs[0]), {a.name: a.i for a in node.attribute}
     axis = _axis_of(walk, node, options.get("axis", 0), len(whole.shape))
     given = inputs[1] if len(inputs) > 1 else None
@@ -173,7 +173,7 @@ def _split_to_sequence(walk: "Walk", node: Any, inputs: list[Found], scope: "Sco
     return [parts]
 
 
-def _sizes(walk: "Walk", node: Any, length: int, given: Found) -> list[int]:
+def _sizes(walk: "NodeReader", node: Any, length: int, given: Found) -> list[int]:
     """Sizes of the parts of an axis: those given, or all of the one size given, or 1 each."""
     if given is not None and (isinstance(given, list) or given.data is None):
         raise UnsupportedOpError(walk.path, label(node), "splits by sizes that depend on data")
@@ -190,7 +190,7 @@ def _sizes(walk: "Walk", node: Any, length: int, given: Found) -> list[int]:
 
 
 def _concat_from_sequence(
-    walk: "Walk", node: Any, inputs: list[Found], scope: "Scope"
+    walk: "NodeReader", node: Any, inputs: list[Found], scope: "Scope"
 ) -> list[Found]:
     values, options = _sequence_of(walk, node, inputs[0]), {a.name: a.i for a in node.attribute}
     if not values:
@@ -482,7 +482,7 @@ class Scope:
     calling: tuple[tuple[str, str, str], ...] = ()
 
 
-class Walk:
+class NodeReader:
     """Walks nodes in their order and gathers the ops that they are."""
 
     def __init__(self, onnx: Any, model: Any, weights: Weights) -> None:
@@ -692,7 +692,7 @@ _CONSTANTS = {
 """Attribute of a `Constant` -> where it keeps what it holds, and the type of that."""
 
 
-def _constant(walk: Walk, node: Any, _: list[Found], scope: Scope) -> list[Found]:
+def _constant(walk: NodeReader, node: Any, _: list[Found], scope: Scope) -> list[Found]:
     attribute = node.attribute[0] if len(node.attribute) == 1 else None
     if attribute is None or attribute.name not in ("value", *_CONSTANTS):
         raise UnsupportedOpError(walk.path, label(node), "is a constant of text or a sparse one")
@@ -706,7 +706,7 @@ def _constant(walk: Walk, node: Any, _: list[Found], scope: Scope) -> list[Found
     return [Value(name, code, data.shape, data, "constant", literal=True)]
 
 
-def _if(walk: Walk, node: Any, inputs: list[Found], scope: Scope) -> list[Found]:
+def _if(walk: NodeReader, node: Any, inputs: list[Found], scope: Scope) -> list[Found]:
     condition = inputs[0]
     if not isinstance(condition, Value) or condition.number is None:
         raise UnsupportedOpError(
@@ -721,7 +721,7 @@ def _if(walk: Walk, node: Any, inputs: list[Found], scope: Scope) -> list[Found]
     return [walk._found(node, output.name, inner) for output in branch.output]
 
 
-def _loop(walk: Walk, node: Any, _: list[Found], __: Scope) -> list[Found]:
+def _loop(walk: NodeReader, node: Any, _: list[Found], __: Scope) -> list[Found]:
     raise UnsupportedOpError(
         walk.path, label(node), f"is a {node.op_type}: a graph has no loops; export it unrolled"
     )
