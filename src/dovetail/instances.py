@@ -35,21 +35,18 @@ from dovetail.machine import Device, Link, Machine
 from dovetail.runtime.files import read_json, write_atomically
 from dovetail.units import UNLIMITED_BYTES
 
-# Instance: what a published file holds, as records, and the constants of that reading.
-
-
 MILLISECOND = 1e-3
 LINK_BYTES_PER_SECOND = 1e9
-"""Of an accelerator's links. Any figure would do: bytes to send are derived from it."""
+"""Bandwidth of an accelerator's links. Any figure would do: bytes to send are derived from it."""
 FREE_BYTES_PER_SECOND = 1e300
-"""Of a CPU's links: host memory is its own."""
+"""Bandwidth of a CPU's links, which cost nothing: host memory is the CPU's own."""
 MOST_DEVICES = 1024
-"""Of a kind. A file that names more means to say: any number."""
+"""The most devices of a kind that we make; a file that names more means any number."""
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What a file holds. `name` is the file's, without folder and ending."""
+    """What a published file holds. `name` is the file's, without folder and ending."""
 
     name: str
     graph: Graph
@@ -57,12 +54,13 @@ class Instance:
     costs: Costs
 
 
-# The file's shape: what may stand in it, and complaints that name the node.
+# The file's fields, and complaints that name the node. These names are the published format's.
 
 
 COST_TOLERANCE_MS = 1e-6
-"""By which costs on the edges of one source may differ, as the authors' own programs allow."""
+"""Costs on the edges of one source may differ by this much, as in the authors' own programs."""
 MOST_MILLISECONDS = 1e15
+"""The longest latency or move that is read, 30,000 years: sums of it stay finite."""
 _IGNORING = ConfigDict(extra="ignore", allow_inf_nan=False)
 _Milliseconds = Field(default=None, ge=0, le=MOST_MILLISECONDS)
 
@@ -152,21 +150,21 @@ def _check_nodes(file: InstanceFile) -> None:
 
 
 def _check_edges(file: InstanceFile) -> None:
-    known = {node.id: node for node in file.nodes}
+    node_of = {node.id: node for node in file.nodes}
     costs: dict[int, float] = {}
     for edge in file.edges:
         for end in (edge.sourceId, edge.destId):
-            if end not in known:
+            if end not in node_of:
                 raise ValueError(f"edges: {edge.sourceId} -> {edge.destId}: no node {end}")
         cost = costs.setdefault(edge.sourceId, edge.cost)
         if abs(cost - edge.cost) > COST_TOLERANCE_MS:
             raise ValueError(
-                f"{label(known[edge.sourceId])}: its edges cost {cost} and {edge.cost}; cost "
+                f"{label(node_of[edge.sourceId])}: its edges cost {cost} and {edge.cost}; cost "
                 "moves the whole output, and must be the same on all of them"
             )
 
 
-# Files -> records. Nodes may stand in any order, fields that nobody needs are ignored.
+# Reading: files -> records. Nodes may stand in any order; unknown fields are ignored.
 
 
 def is_instance(raw: object) -> bool:
@@ -278,8 +276,8 @@ def _unique_names(nodes: list[InstanceNode]) -> list[str]:
     count: dict[str, int] = {}
     for node in nodes:
         count[node.name] = count.get(node.name, 0) + 1
-    own = [n.name if n.name and count[n.name] == 1 else f"{n.name}#{n.id}" for n in nodes]
-    for names in (own, [f"{n.name}#{n.id}" for n in nodes]):
+    short = [n.name if n.name and count[n.name] == 1 else f"{n.name}#{n.id}" for n in nodes]
+    for names in (short, [f"{n.name}#{n.id}" for n in nodes]):
         taken = {*names, *(f"{name}.size" for name in names)}
         if len(taken) == 2 * len(names):
             return names
@@ -318,18 +316,17 @@ def _seconds(graph: Graph, machine: Machine, nodes: list[InstanceNode]) -> NDArr
     return seconds
 
 
-# Records -> files of published instances.
+# Writing: records -> files.
 #
-# Of an imported instance nothing is lost but what it does not hold: every placement has the same
-# value in the file that is written. Of another graph on another machine this is lost:
+# An instance that was read loses nothing: every placement has the same value in the file that is
+# written. Another graph on another machine loses:
 #
-# * links between accelerators: there everything goes through the host;
+# * links between accelerators: in the format everything goes through the host;
 # * what CPUs pay for transfers, limits of CPU memory, and the order of links' channels;
 # * memory that is only occupied for a while: a node's size is its parameters, state and buffers,
-# and
-#   what of its output is kept for backward; what several nodes read is counted at the first;
-# * one output of several that is moved alone: a node's cost is that of all its outputs that are
-# read; * control edges are edges like others, and updates are backward nodes.
+#   and what of its output is kept for backward; what several nodes read is counted at the first;
+# * moving one output of several: a node's cost is that of all its outputs that are read;
+# * the kinds of edges and phases: control edges become edges, and updates backward nodes.
 #
 # Inputs become nodes without latency that only a CPU may run.
 
@@ -351,8 +348,8 @@ def instance_to_dict(graph: Graph, machine: Machine, costs: Costs) -> dict[str, 
     accelerators alone.
     """
     costs.check(graph)
-    accelerators = [d for d, one in enumerate(machine.devices) if one.kind == "gpu"]
-    cpus = [d for d, one in enumerate(machine.devices) if one.kind == "cpu"]
+    accelerators = [d for d, device in enumerate(machine.devices) if device.kind == "gpu"]
+    cpus = [d for d, device in enumerate(machine.devices) if device.kind == "cpu"]
     memory = _memory(machine, accelerators)
     to_ms = 1 / MILLISECOND
     on_accelerator = _column(graph, machine, costs, accelerators) * to_ms

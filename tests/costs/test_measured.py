@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.costs import CostCache, measured, measured_costs
-from dovetail.costs.measured import TimedEntry, FailedCall, copies_for, time_calls
+from dovetail.costs.measured import FailedCall, TimedEntry, copies_for, time_calls
 from dovetail.errors import CostError
 from dovetail.frontends import Call, Ref, capture
 from dovetail.machine import Link, Machine, local_machine

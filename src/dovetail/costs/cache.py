@@ -66,7 +66,7 @@ class CostCache:
 
     def costs(self, device: str, signatures: Iterable[str]) -> dict[str, MeasuredCost]:
         """signature -> what was measured, for those that are known."""
-        found = {}
+        costs = {}
         with self._connect() as db:
             for signature in dict.fromkeys(signatures):
                 row = db.execute(
@@ -74,8 +74,8 @@ class CostCache:
                     (device, _digest(signature)),
                 ).fetchone()
                 if row is not None:
-                    found[signature] = MeasuredCost(*row)
-        return found
+                    costs[signature] = MeasuredCost(*row)
+        return costs
 
     def add_costs(self, device: str, measured: dict[str, MeasuredCost]) -> None:
         """Keep these, replacing older ones of the same signature."""

@@ -348,8 +348,8 @@ def measured_costs(
         if missing and program is not None:
             progress(1 - len(missing) / len(first))  # starting the workers takes a while
             entries = {op: _entry(graph, program, cold, op) for op in missing}
-            for found, others_cores in _measure(graph, entries, devices, cache, beside):
-                by_key = {_signature_key(graph, cold, op): cost for op, cost in found.items()}
+            for measured, others_cores in _measure(graph, entries, devices, cache, beside):
+                by_key = {_signature_key(graph, cold, op): cost for op, cost in measured.items()}
                 if not disturbs(others_cores):
                     cache.add_costs(device_name, by_key)
                 known |= by_key
@@ -535,8 +535,8 @@ def probed_machine(
 
 def _with_rates(machine: Machine, rates: dict[str, Any]) -> Machine:
     devices = tuple(
-        replace(device, **found)
-        for device, found in zip(machine.devices, rates["devices"], strict=True)
+        replace(device, **measured)
+        for device, measured in zip(machine.devices, rates["devices"], strict=True)
     )
     links = tuple(replace(link, **rates["link"]) for link in machine.links)
     return replace(machine, devices=devices, links=links)

@@ -86,10 +86,10 @@ def kernel_works(graph: Graph, kernels: Kernels) -> list[StageWork]:
     for op, kernel in enumerate(kernels.of_op.tolist()):
         if kernel == FOLDED:
             continue
-        own = parts[kernel]
-        if not own or (graph.kinds[op] in _HEADS and not _moves_nothing(graph, own[-1])):
-            own.append([])
-        own[-1].append(op)
+        launches = parts[kernel]
+        if not launches or (graph.kinds[op] in _HEADS and not _moves_nothing(graph, launches[-1])):
+            launches.append([])
+        launches[-1].append(op)
     return [_work(graph, launches) for launches in parts]
 
 
@@ -108,18 +108,18 @@ def _work(graph: Graph, parts: list[list[int]]) -> StageWork:
 
 
 def _launch(graph: Graph, ops: list[int]) -> Launch:
-    own = set(ops)
+    members = set(ops)
     folded = {op for op in ops[1:] if graph.kinds[op] in NORMALISATIONS and _has_head(graph, ops)}
-    flops = sum(float(graph.flops[op]) for op in own - folded)
+    flops = sum(float(graph.flops[op]) for op in members - folded)
     read: dict[int, int] = {}
     written: dict[int, int] = {}
-    for op in sorted(own - folded):
+    for op in sorted(members - folded):
         for t in graph.inputs_of(op):
-            if int(graph.producers[t]) not in own:
+            if int(graph.producers[t]) not in members:
                 _largest(read, graph, int(t))
     for op in ops:
         for t in graph.outputs_of(op):
-            if graph.bases[t] < 0 and _leaves(graph, own, int(graph.storages[t]), t):
+            if graph.bases[t] < 0 and _leaves(graph, members, int(graph.storages[t]), t):
                 _largest(written, graph, t)
     elements = [float(math.prod(graph.shapes[t])) for op in ops for t in graph.outputs_of(op)]
     if not any(graph.kinds[op] == CONVOLUTION for op in ops):
@@ -128,17 +128,19 @@ def _launch(graph: Graph, ops: list[int]) -> Launch:
     return Launch(flops, moved, max(elements, default=1.0))
 
 
-def _largest(found: dict[int, int], graph: Graph, tensor: int) -> None:
+def _largest(largest: dict[int, int], graph: Graph, tensor: int) -> None:
     """A storage moves once, as far as any of its tensors reaches."""
     storage = int(graph.storages[tensor])
-    found[storage] = max(found.get(storage, 0), int(graph.tensor_bytes[tensor]))
+    largest[storage] = max(largest.get(storage, 0), int(graph.tensor_bytes[tensor]))
 
 
-def _leaves(graph: Graph, own: set[int], storage: int, tensor: int) -> bool:
+def _leaves(graph: Graph, members: set[int], storage: int, tensor: int) -> bool:
     """Is a tensor, or a view of it within the launch, read elsewhere or returned?"""
-    aliases = [t for op in own for t in graph.outputs_of(op) if int(graph.storages[t]) == storage]
+    aliases = [
+        t for op in members for t in graph.outputs_of(op) if int(graph.storages[t]) == storage
+    ]
     return any(
-        t in graph.outputs or any(int(reader) not in own for reader in graph.consumers_of(t))
+        t in graph.outputs or any(int(reader) not in members for reader in graph.consumers_of(t))
         for t in {tensor, *aliases}
     )
 
@@ -333,8 +335,8 @@ def fitted_parameters() -> dict[str, float]:
     """peak_share    of the peak rate, reached by a launch that fills the device
     full_share       elements that fill it, by the threads that it holds
     launch_seconds, join_seconds"""
-    found: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
-    return found
+    parameters: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
+    return parameters
 
 
 def _mean(profiles: Sequence[Profile]) -> Profile:

@@ -172,10 +172,10 @@ def build(
     for node in trace.origins:
         _add_call(builder, trace, node)
     gradients = {name: builder.tensor_of[node] for name, node in trace.gradients.items()}
-    found = -1 if scaler is None else _add_scaler(builder, gradients, scaler)
+    skip_flag = -1 if scaler is None else _add_scaler(builder, gradients, scaler)
     for parameter, gradient in gradients.items():
         assert optimizer is not None
-        _add_update(builder, parameter, gradient, states[parameter], optimizer, found)
+        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag)
     for buffer in trace.written:
         _add_copy(builder, trace, buffer)
     results = substitute(trace.results, fx.Node, builder.ref)
@@ -324,7 +324,7 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
         )
         gradients[parameter] = unscaled
         flags.append(not_finite)
-    (found,) = _add_plain(builder, "scaler/any_found", any_found, flags, [flag])
+    (skip_flag,) = _add_plain(builder, "scaler/any_found", any_found, flags, [flag])
     tracker_value = torch.empty((), dtype=torch.int32, device="meta")
     tracker = builder.source(SourceValue("state", TRACKER, fill=0.0), tracker_value)
     op = _CapturedOp(
@@ -335,13 +335,13 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
         phase=Phase.UPDATE,
         flops=1,
         accessed_bytes=12,
-        reads=[scale, tracker, found],
+        reads=[scale, tracker, skip_flag],
     )
     _write(builder, op, [scale, tracker])
     last = len(builder.tensors)
-    args = (Ref(scale), Ref(tracker), Ref(found))
+    args = (Ref(scale), Ref(tracker), Ref(skip_flag))
     op.call = Call(next_scale, args, asdict(scaler), (last - 2, last - 1), in_place=True)
-    return found
+    return skip_flag
 
 
 def _add_plain(
@@ -361,9 +361,9 @@ def _add_plain(
         reads=list(dict.fromkeys(reads)),
     )
     builder.op(op)
-    made = [builder.tensor(value) for value in results]
-    op.call = Call(target, tuple(map(Ref, reads)), {}, tuple(made))
-    return made
+    outputs = [builder.tensor(value) for value in results]
+    op.call = Call(target, tuple(map(Ref, reads)), {}, tuple(outputs))
+    return outputs
 
 
 def _add_update(
@@ -372,7 +372,7 @@ def _add_update(
     gradient: int,
     states: list[int],
     optimizer: Optimizer,
-    found: int,
+    skip_flag: int,
 ) -> None:
     """The update of one parameter. found: the tensor that says not to update; -1: there is none."""
     written = [builder.source_of["parameter", parameter], *states]
@@ -388,15 +388,15 @@ def _add_update(
         phase=Phase.UPDATE,
         flops=optimizer.flops_per_element * values[0].numel(),
         accessed_bytes=traffic,
-        reads=list(dict.fromkeys(reads if found < 0 else [*reads, found])),
+        reads=list(dict.fromkeys(reads if skip_flag < 0 else [*reads, skip_flag])),
     )
     _write(builder, op, written)
     args = tuple(Ref(t) for t in reads)
     results = tuple(range(len(builder.tensors) - len(written), len(builder.tensors)))
     target: Any = optimizer.update
-    if found >= 0:
+    if skip_flag >= 0:
         options |= {"update": target}
-        target, args = update_unless_found, (Ref(found), *args)
+        target, args = update_unless_found, (Ref(skip_flag), *args)
     op.call = Call(target, args, options, results, in_place=True)
 
 

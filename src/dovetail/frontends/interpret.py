@@ -248,8 +248,8 @@ def _filing_one(
     invoke: Callable[[], Any], values: Cells, result: int, frees: tuple[int, ...]
 ) -> Bound:
     def run() -> None:
-        found = invoke()
-        values[result] = found if isinstance(found, Tensor) else found[0]
+        returned = invoke()
+        values[result] = returned if isinstance(returned, Tensor) else returned[0]
         for tensor in frees:
             values[tensor] = None
 
@@ -268,9 +268,9 @@ def _filing_many(
     frees: tuple[int, ...],
 ) -> Bound:
     def run() -> None:
-        found = invoke()
+        returned = invoke()
         for i, tensor in wanted:
-            values[tensor] = found[i]
+            values[tensor] = returned[i]
         for tensor in frees:
             values[tensor] = None
 

@@ -125,7 +125,11 @@ class Adam:
 
     @property
     def states(self) -> tuple[OptimizerState, ...]:
-        return (OptimizerState("step", scalar=True), OptimizerState("exp_avg"), OptimizerState("exp_avg_sq"))
+        return (
+            OptimizerState("step", scalar=True),
+            OptimizerState("exp_avg"),
+            OptimizerState("exp_avg_sq"),
+        )
 
     @property
     def flops_per_element(self) -> int:

@@ -311,32 +311,32 @@ def dtype_of(value: Tensor) -> str:
 def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
     """The step with these copies: each copy makes its origin's call on its own tensors, so that the
     step gives the same bits."""
-    program, made = captured.program, duplicate(captured.graph, copies)
-    seen = [[Ref(int(tensor)) for tensor in row] for row in made.tensors]
-    reader_of = {op: i + 1 for i, one in enumerate(copies) for op in one.readers}
+    program, copied = captured.program, duplicate(captured.graph, copies)
+    seen = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
+    reader_of = {op: i + 1 for i, extra in enumerate(copies) for op in extra.readers}
     calls: list[Call | None] = []
-    for origin, copy in zip(made.origins.tolist(), made.copy_of.tolist(), strict=True):
+    for origin, copy in zip(copied.origins.tolist(), copied.copy_of.tolist(), strict=True):
         call = program.calls[origin]
         view = copy + 1 if copy >= 0 else reader_of.get(origin, 0)
-        own = seen[copy + 1]
+        results = seen[copy + 1]
         calls.append(
             call
             and replace(
                 call,
                 args=fill_refs(call.args, seen[view]),
                 kwargs=fill_refs(call.kwargs, seen[view]),
-                results=tuple(own[t].tensor if t >= 0 else -1 for t in call.results),
+                results=tuple(results[t].tensor if t >= 0 else -1 for t in call.results),
                 # Copies move ops to other indices; random numbers stay those of the old ones.
                 draws_of=call.seed_index(origin) if call.random else call.draws_of,
             )
         )
     return replace(
         captured,
-        graph=made.graph,
+        graph=copied.graph,
         program=replace(
             program,
             calls=tuple(calls),
-            sources=tuple(program.sources[origin] for origin in made.origins.tolist()),
+            sources=tuple(program.sources[origin] for origin in copied.origins.tolist()),
             loss=seen[0][program.loss].tensor if program.loss >= 0 else -1,
             outputs=substitute(program.outputs, Ref, lambda ref: seen[0][ref.tensor]),
         ),

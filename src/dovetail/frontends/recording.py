@@ -332,15 +332,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return
         if known is None:
             return
-        made = tensors_of(result)
+        outputs = tensors_of(result)
         is_seed = func in (aten.lift_fresh.default, aten.arange.default, aten.arange.start)
-        if not made or not all(map(_may_be_known, made)):
+        if not outputs or not all(map(_may_be_known, outputs)):
             return
         if not is_seed and not tensors_of(args):
             return
         with unset_fake_temporarily():
             values = func(*known[0], **known[1])
-        for fake, value in zip(made, tensors_of(values), strict=True):
+        for fake, value in zip(outputs, tensors_of(values), strict=True):
             self.known[id(fake)] = fake, value
 
     def remembered(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,8 +351,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         key = _form((args, kwargs))
         form = None if key is None else self.forms.get((target, key))
         if form is not None:
-            made = [_made(*one) for one in form[1]]
-            return tuple(made) if form[0] else made[0]
+            outputs = [_new_fake(*item) for item in form[1]]
+            return tuple(outputs) if form[0] else outputs[0]
         result = target(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
         # A result may share memory with an argument although its schema does not say so. It must
@@ -483,7 +483,9 @@ def _form(value: Any) -> Any:
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _made(mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _new_fake(
+    mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """A new fake tensor."""
     with without_dispatch():
         empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
@@ -525,11 +527,11 @@ def _traits(func: OpOverload) -> _Traits:
     kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     factory = "dtype" in kinds and not any("Tensor" in kind for kind in kinds.values())
     aliases = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    tensors = all(str(one.type) == "Tensor" for one in schema.returns)
+    tensors = all(str(item.type) == "Tensor" for item in schema.returns)
     pure = tensors and not (
         aliases or number or factory or torch.Tag.dynamic_output_shape in func.tags
     )
-    aliased = [index for index, one in enumerate(schema.arguments) if one.alias_info is not None]
+    aliased = [index for index, item in enumerate(schema.arguments) if item.alias_info is not None]
     view = tensors and len(schema.returns) == 1 and aliased == [0] and not schema.is_mutable
     if func is aten._unsafe_view.default:  # its schema does not say that it is one
         pure, view = False, True

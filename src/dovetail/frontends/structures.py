@@ -61,14 +61,14 @@ def fill(template: Any, values: Sequence[Any]) -> Any:
 
 def leaves(tree: Any, leaf: type) -> list[Any]:
     """The values of type `leaf` in the structure, in order."""
-    found: list[Any] = []
+    values: list[Any] = []
 
     def take(value: Any, _path: Path) -> Any:
-        found.append(value)
+        values.append(value)
         return value
 
     _Substitution(leaf, take).of(tree, ())
-    return found
+    return values
 
 
 class Mismatch(Exception):
@@ -132,15 +132,15 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
         _match(value, here[key], f"{prefix}{key}", of_slot, tensors)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
         return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if type(one) is not type(other):
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if type(value) is not type(other):
         return False
     try:
-        return bool(one == other)
+        return bool(value == other)
     except Exception:  # what compares to something that is no truth value
         return False
 
@@ -222,16 +222,16 @@ def _rebuilt(tree: Any, keys: list[str], values: list[Any]) -> Any:
         return node.unflatten_fn(values, node.flatten_fn(tree)[1])
     if isinstance(tree, Mapping):
         # Subclasses of dict keep more than their items: copy them, then put the new items in.
-        made: Any = dict(tree) if kind is dict else copy.copy(tree)
+        built: Any = dict(tree) if kind is dict else copy.copy(tree)
         for key, value in zip(tree, values, strict=True):
-            made[key] = value
-        return made
+            built[key] = value
+        return built
     if isinstance(tree, tuple):
         return tuple.__new__(kind, values)
     if isinstance(tree, list):
         return values if kind is list else kind(values)
-    made = copy.copy(tree)
+    built = copy.copy(tree)
     for key, value in zip(keys, values, strict=True):
         # Frozen dataclasses forbid plain assignment.
-        object.__setattr__(made, key, value)
-    return made
+        object.__setattr__(built, key, value)
+    return built

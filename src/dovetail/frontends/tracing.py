@@ -51,6 +51,7 @@ from dovetail.runtime.torch_versions import (
     FakeTensorMode,
     OpOverload,
     run_backward,
+    sequence_number,
     unset_fake_temporarily,
     without_autocast,
     without_fused_kernels,
@@ -289,12 +290,12 @@ def _changed(saved: _Saved) -> list[str]:
     return [f"{saved.name}.{key}" if saved.name else str(key) for key in names]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
         return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+    if isinstance(value, Tensor) or isinstance(other, Tensor) or type(value) is not type(other):
         return False
-    return isinstance(one, (int, float, str, bytes)) and bool(one == other)
+    return isinstance(value, (int, float, str, bytes)) and bool(value == other)
 
 
 NO_SEQUENCE = -2
@@ -424,10 +425,10 @@ def forget(traced: Trace) -> None:
 def _check_held(request: Request) -> None:
     """Raise `TracingError` if the step has made or removed a parameter or buffer."""
     held = {*request.module.parameters(), *request.module.buffers()}
-    known = set(request.originals.values())
+    originals = set(request.originals.values())
     now = [*request.module.named_parameters(), *request.module.named_buffers()]
     for name, value in now:
-        if value not in known:
+        if value not in originals:
             raise TracingError(
                 f"{name} is made while the model runs; make it in __init__, or run the model once "
                 "before"
@@ -514,13 +515,13 @@ def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
     memory with another input, as their copies do not."""
     written = _written_storages(first)
     before = len(request.parameters) + len(request.buffers)
-    found = [
+    indices = [
         index
         for index, node in enumerate(_placeholders(first)[before : before + len(request.inputs)])
         if any(storage_of(copy.meta["val"]) in written for copy in _copies(node))
     ]
     spans = {name: memory_of(value) for name, value in request.owners.items()}
-    for index in found:
+    for index in indices:
         name = f"input {request.signature.names[index]}"
         begin, end = spans[name]
         for other, (other_begin, other_end) in spans.items():
@@ -528,20 +529,20 @@ def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
                 raise TracingError(
                     f"{name} is written over and shares memory with {other}; give a clone of one"
                 )
-    return tuple(found)
+    return tuple(indices)
 
 
 def _follow_from_constants(recording: Recording, lasting: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Nodes whose values are the same in every step, as are the `lasting` given ones."""
-    found = set(lasting)
+    following = set(lasting)
     for node in recording.graph.nodes:
         if node.op == "get_attr":
-            found.add(node)
+            following.add(node)
         elif node.op == "call_function" and node not in recording.draws:
             writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-            if not writes and all(read in found for read in node.all_input_nodes):
-                found.add(node)
-    return found
+            if not writes and all(read in following for read in node.all_input_nodes):
+                following.add(node)
+    return following
 
 
 class _Numbers:
@@ -591,13 +592,13 @@ class _Numbers:
         return "constant", len(self.constants) - 1
 
 
-def _equal_constants(one: Tensor, other: Tensor) -> bool:
-    if one is other:
+def _equal_constants(value: Tensor, other: Tensor) -> bool:
+    if value is other:
         return True
-    if is_fake(one) or is_fake(other) or one.shape != other.shape or one.dtype != other.dtype:
+    if is_fake(value) or is_fake(other) or value.shape != other.shape or value.dtype != other.dtype:
         return False
     with unset_fake_temporarily():
-        return torch.equal(one, other)
+        return torch.equal(value, other)
 
 
 def _listed(names: list[str]) -> str:
@@ -616,8 +617,8 @@ class _Position:
         """(phase, module, sequence number of the autograd function that the op makes or is of)"""
         if self.phase == Phase.BACKWARD:
             return self.phase, self.module, self.sequence
-        made = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-        return self.phase, self.module, made
+        number = sequence_number() - 1
+        return self.phase, self.module, number
 
 
 def _batch_norm(
@@ -692,8 +693,8 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
     encoders that follow others by momentum.
     """
     original = request.originals[name]
-    own = value.detach() if name in request.trainable else value.clone()
-    leaf = nn.Parameter(own, requires_grad=original.requires_grad)
+    start = value.detach() if name in request.trainable else value.clone()
+    leaf = nn.Parameter(start, requires_grad=original.requires_grad)
     if getattr(original, "_post_accumulate_grad_hooks", None):
         raise TracingError(
             f"parameter {name} has a hook that runs once its gradient is accumulated "
@@ -789,8 +790,8 @@ class _Twins(TorchFunctionMode):
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            made = [self._of(element) for element in value]
-            return made if isinstance(value, list) else tuple.__new__(type(value), made)
+            twins = [self._of(element) for element in value]
+            return twins if isinstance(value, list) else tuple.__new__(type(value), twins)
         return self.twins.get(id(value), value)
 
 
@@ -890,17 +891,17 @@ def _written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
     """What buffers and frozen parameters hold after the step, in their order: the tensors that they
     held before, perhaps written in place, or others that were assigned to them."""
     values: dict[str, Tensor] = {}
-    for one in held:
-        if one.name not in writable:
-            if one.now is not one.twin:
+    for slot in held:
+        if slot.name not in writable:
+            if slot.now is not slot.twin:
                 raise TracingError(
-                    f"parameter {one.path} is replaced while the model runs; write to a buffer"
+                    f"parameter {slot.path} is replaced while the model runs; write to a buffer"
                 )
-        elif one.now is None:
-            raise TracingError(f"{one.path} is removed while the model runs")
-        elif values.setdefault(one.name, one.now) is not one.now:
+        elif slot.now is None:
+            raise TracingError(f"{slot.path} is removed while the model runs")
+        elif values.setdefault(slot.name, slot.now) is not slot.now:
             raise TracingError(
-                f"{one.path} and {one.name} are one buffer, but are given different values"
+                f"{slot.path} and {slot.name} are one buffer, but are given different values"
             )
     return [values[name] for name in writable]
 
@@ -1134,7 +1135,7 @@ def _origins(recording: Recording, origins: dict[fx.Node, Origin]) -> dict[fx.No
     """Per call node that is left where it comes from; nodes of the first trace become those that
     are left of them."""
     left: dict[fx.Node | None, fx.Node] = {}
-    found: dict[fx.Node, Origin] = {}
+    origin_of: dict[fx.Node, Origin] = {}
     for node in recording.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
@@ -1142,5 +1143,5 @@ def _origins(recording: Recording, origins: dict[fx.Node, Origin]) -> dict[fx.No
         left.setdefault(first, node)
         origin = origins[first] if first is not None else Origin(Phase.FORWARD, "", None)
         forward = left.get(origin.forward) if origin.forward is not None else None
-        found[node] = origin._replace(forward=forward)
-    return found
+        origin_of[node] = origin._replace(forward=forward)
+    return origin_of

@@ -325,10 +325,16 @@ TASKS: Mapping[str, TransformersTask] = {
     "seq2seq": TransformersTask(
         "AutoModelForSeq2SeqLM", ("ForConditionalGeneration", "ForSeq2SeqLM"), _translation
     ),
-    "speech": TransformersTask("AutoModelForSpeechSeq2Seq", ("ForConditionalGeneration",), _transcription),
-    "audio": TransformersTask("AutoModelForAudioClassification", ("ForSequenceClassification",), _sound),
+    "speech": TransformersTask(
+        "AutoModelForSpeechSeq2Seq", ("ForConditionalGeneration",), _transcription
+    ),
+    "audio": TransformersTask(
+        "AutoModelForAudioClassification", ("ForSequenceClassification",), _sound
+    ),
     "ctc": TransformersTask("AutoModelForCTC", ("ForCTC",), _spelled_sound),
-    "image": TransformersTask("AutoModelForImageClassification", ("ForImageClassification",), _image),
+    "image": TransformersTask(
+        "AutoModelForImageClassification", ("ForImageClassification",), _image
+    ),
     "masked-lm": TransformersTask("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), _text),
     "causal-lm": TransformersTask("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), _text),
 }

@@ -156,9 +156,9 @@ def layered(
 
 def _skips(rng: np.random.Generator, blocks: int, width: int) -> Ints:
     """[blocks, width] what each branch adds beyond what it begins with, see `_Network`."""
-    own = np.arange(width)
+    column = np.arange(width)
     branches = rng.integers(width, size=(blocks, width))
-    back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (branches == own)
+    back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (branches == column)
     there = np.arange(blocks)[:, None] - back
     skipping = (rng.random((blocks, width)) < SKIP_SHARE) & (there >= 0)
     return np.where(skipping, there * width + branches, -1)

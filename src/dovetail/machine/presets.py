@@ -237,8 +237,7 @@ def _links(devices: list[Device], host: str) -> list[Link]:
 # them, so `fitted.json`, which `benchmarks/machines/fit.py` writes with all that it used, has
 #
 #     RL17    seconds per op and share of the peak, of the CPU and of the GPU, such that the times
-# on
-#             a single device come out; a share of their own for convolutions
+#             on a single device come out; a share of their own for convolutions
 #     GDP     one factor on all compute seconds, such that the human column comes out in the mean
 #
 # Differences: neither paper names its CPU beyond the generation. GDP says nothing of links; they
@@ -286,8 +285,8 @@ def _refitted(device: Device, rates: Mapping[str, Any]) -> Device:
 
 @cache
 def _fitted() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(FITTED.read_text(encoding="utf-8"))
-    return found
+    fitted: dict[str, Any] = json.loads(FITTED.read_text(encoding="utf-8"))
+    return fitted
 
 
 # The machine that a MACHINE text names.
@@ -297,7 +296,7 @@ def parse_machine(text: str) -> Machine:
     """The machine that `text` names: "here", "here/1", "here/2", "FILE.toml", a paper's
     ("rl17/2"), or presets with counts.
 
-    The rates of `here` are typical ones until `costs.probe` measures them. Raises
+    The rates of `here` are typical ones until `costs.measured` measures them. Raises
     `UnknownPresetError`, or what loading the file raises.
     """
     if names_here(text):

@@ -50,6 +50,7 @@ __all__ = [
     "pytree",
     "run_backward",
     "script_list",
+    "sequence_number",
     "unset_fake_temporarily",
     "update_scale",
     "without_autocast",
@@ -72,6 +73,11 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
 def without_dispatch() -> contextlib.AbstractContextManager[None]:
     """Hides all tensor subclasses and dispatch modes, so that a meta tensor is made as it is."""
     return torch._C._DisableTorchDispatch()
+
+
+def sequence_number() -> int:
+    """The number that autograd gives to the next function it makes in this thread."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def has_composite_kernel(op: OpOverload) -> bool:

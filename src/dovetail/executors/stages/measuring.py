@@ -189,7 +189,9 @@ class MeasuredStages:
         return repr(key_of(self._block, stage, self._signatures))
 
     def _measured(
-        self, ask: dict[str, int], measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]]
+        self,
+        ask: dict[str, int],
+        measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]],
     ) -> dict[str, MeasuredCost]:
         """name -> what was measured, now or before."""
         self.asked += sum(name not in self._known for name in ask)

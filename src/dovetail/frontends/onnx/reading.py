@@ -90,10 +90,10 @@ class Value:
     @property
     def root(self) -> "Value":
         """What it is a view of, through all views; itself, if it is none."""
-        found = self
-        while found.base is not None:
-            found = found.base
-        return found
+        value = self
+        while value.base is not None:
+            value = value.base
+        return value
 
     @property
     def number(self) -> int | None:
@@ -116,7 +116,7 @@ class Value:
         return self.data is not None and (not self.shape or few)
 
 
-Found = Value | list[Value] | None
+NodeValue = Value | list[Value] | None
 """What a name stands for: a tensor, a sequence of them, or nothing."""
 
 
@@ -379,12 +379,12 @@ def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Valu
         if name in given:
             shape = given[name]
         else:
-            known = [
+            axis_sizes = [
                 sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes or ()
             ]
-            if axes is None or any(isinstance(size, str) for size in known):
-                raise OpenAxisError(model, name, None if axes is None else tuple(known))
-            shape = tuple(int(size) for size in known)
+            if axes is None or any(isinstance(size, str) for size in axis_sizes):
+                raise OpenAxisError(model, name, None if axes is None else tuple(axis_sizes))
+            shape = tuple(int(size) for size in axis_sizes)
         value = Value(name, code, shape, role="input")
         if not value.possible:
             raise ModelError(model, f"input {name!r} has the impossible shape {shape}")
@@ -434,8 +434,8 @@ def _bind(
         return
     fits = len(axes) == len(shape)
     for axis, size in zip(axes, shape, strict=False):
-        known = sizes.setdefault(axis, size) if isinstance(axis, str) and axis else axis
-        fits = fits and known in (size, "")
+        bound = sizes.setdefault(axis, size) if isinstance(axis, str) and axis else axis
+        fits = fits and bound in (size, "")
     if not fits:
         declared = "x".join(str(axis or "?") for axis in axes)
         wanted = "x".join(map(str, shape))
