@@ -30,9 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dovetail.costs import Costs
 from dovetail.errors import CycleError, ExportError, FileFormatError
 from dovetail.graph import HOST, Graph, Phase, colocate
-from dovetail.graph.files import first_complaint
 from dovetail.machine import Device, Link, Machine
 from dovetail.runtime.files import read_json, write_atomically
+from dovetail.runtime.formats import first_complaint
 from dovetail.units import UNLIMITED_BYTES
 
 MILLISECOND = 1e-3

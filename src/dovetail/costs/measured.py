@@ -36,7 +36,7 @@ from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import Timing, clock, summarise, time_call
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
-# The process that measures: pinned to a device's cores, set up as an executor's worker is.
+# The process that measures: it is pinned to a device's cores and set up like an executor's worker.
 #
 # Messages are tuples whose first element is a key of `_ANSWERS`; each is answered by one reply.
 
@@ -497,7 +497,7 @@ def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> 
     return TimedEntry(call, layouts, frozenset(t for t in layouts if cold[t]))
 
 
-# The probe: what the devices of this machine, and the links between them, really do.
+# The probe measures the rates of this machine's devices and of the links between them.
 #
 # Takes a few seconds, most of them to start processes; the cache keeps what it finds.
 

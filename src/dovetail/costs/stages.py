@@ -31,16 +31,16 @@ from dovetail.graph import Graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, NORMALISATIONS, PRODUCTS, Kernels
 from dovetail.machine import Device
 
-# What kernels of a captured inference step do: arithmetic, memory traffic, parallelism.
+# The work of each kernel of a captured inference step: arithmetic, memory traffic, parallelism.
 #
 # A kernel is one or more *launches* in order. A convolution or a product is one, with the
 # normalisation and activation after it; what pointwise work stands before it is one:
 #
 #     mul, add, relu | convolution 3x3, depthwise | convolution 1x1, normalisation, relu
 #
-# What a launch writes and another reads is traffic, within a kernel too; what stays within a launch
-# is none. Views move nothing. What was folded (weights) is read by the launch that needs it; a
-# normalisation that goes into the convolution before it costs nothing.
+# A tensor that one launch writes and another reads is traffic, within a kernel too; a tensor that
+# stays within a launch is none. Views move nothing. Folded values (weights) are read by the launch
+# that needs them; a normalisation that goes into the convolution before it costs nothing.
 
 
 _HEADS = PRODUCTS | {CONVOLUTION}

@@ -36,7 +36,7 @@ from dovetail.frontends.structures import leaves, substitute
 from dovetail.frontends.tracing import Trace
 from dovetail.graph import Graph, Phase
 
-# Control edges: who must have read a value before it is written over.
+# Control edges: all ops that read a value come before the op that writes over it.
 
 
 def control_edges(

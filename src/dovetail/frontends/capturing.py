@@ -25,9 +25,9 @@ from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
 
-# What models of transformers, and wrappers around a module, need before they are captured.
+# Preparing models of transformers, and unwrapping modules, before they are captured.
 #
-# transformers is not imported here: what its models are is told by the attributes they have.
+# transformers is not imported here: its models are recognised by their attributes.
 
 
 BATCHED = "batched_mm"

@@ -151,7 +151,7 @@ def _last_uses(graph: Graph) -> list[list[int]]:
     return uses
 
 
-# Calls bound to a table of values: an instruction becomes a function without arguments.
+# Binding calls to a table of values: each instruction becomes a function without arguments.
 #
 #     values   [ tensor 0 | tensor 1 | ... | constants of all calls ... ]
 #                   └──────── itemgetter ──────┘

@@ -230,7 +230,7 @@ class Captured:
         return self.signature.targets
 
 
-# Arguments of calls: what they refer to, and the signature that they add up to.
+# Arguments of calls: references in them to tensors, and the signature of a call.
 
 
 def replace_nodes(tree: Any, of_node: Callable[[fx.Node], Any]) -> Any:
@@ -305,7 +305,7 @@ def dtype_of(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-# Captured -> Captured: with copies of what several devices compute for themselves.
+# Copies of shared computations, which several devices then make for themselves.
 
 
 def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:

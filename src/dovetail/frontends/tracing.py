@@ -57,11 +57,11 @@ from dovetail.runtime.torch_versions import (
     without_fused_kernels,
 )
 
-# A recorded graph made pure: no op writes in place, none merely protects or renames a value.
+# Making a recorded graph pure: no op writes in place, and none merely protects or renames a value.
 #
 # A graph with ops that write in place is run and recorded anew through `functionalize`, which turns
-# them into pure ones. Then what moves no data goes: detach, alias, and clones that protected
-# something from an in-place op.
+# them into pure ones. Then the ops that move no data are removed: detach, alias, and clones that
+# protected something from an in-place op.
 
 
 aten = torch.ops.aten
@@ -179,10 +179,10 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-# What a module's attributes were before a step, to be told from what the step made of them.
+# A module's attributes before a step, so that changes are noticed and put back afterwards.
 #
-# A traced step leaves fake tensors where a model keeps what it computes, and runs on what the model
-# kept before. So what changes is noticed, and put back afterwards.
+# A model may keep what it computes in attributes. A traced step would leave fake tensors there,
+# and would itself run on what an earlier step had kept.
 
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]

@@ -139,8 +139,8 @@ def origins_in(graph: Graph) -> Int32:
     return origins
 
 
-# Computations that many parts of a network share and that anybody can repeat: positions, rotary
-# cosines, attention masks.
+# What may be copied: computations that many parts of a network share and that any device can
+# repeat, such as positions, rotary cosines and attention masks.
 #
 #     arange ─► cos ─┬─► layer 0          arange ─► cos ─► layer 0
 #                    └─► layer 1          arange ─► cos ─► layer 1

@@ -42,8 +42,8 @@ from dovetail.graph.records import (
     select_columns,
 )
 
-# How the ops of a replicated graph are told apart, by their names and kinds alone, so that a graph
-# from a file tells it too.
+# Names and kinds tell the ops of a replicated graph apart, and nothing else does: so a graph that
+# was saved and read can be told apart too.
 #
 #     tower.2/lstm.0/addmm      module tower.2.lstm.0      what tower 2 runs for itself
 #     average/lstm.0.bias       kind "dovetail.average"    the mean of N tensors, one a tower
@@ -99,7 +99,7 @@ def _numbers(graph: Graph, pattern: re.Pattern[str]) -> Int32:
     return np.array([int(match[1]) if match else -1 for match in matches], dtype=np.int32)
 
 
-# One replica's training step: which of its ops are a tower's own, and which the towers share.
+# One replica's training step: each tower runs some ops for itself; the towers share the others.
 
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -222,7 +222,7 @@ class Replica:
         return np.array([op_kind == kind for op_kind in self.graph.kinds], dtype=bool)
 
 
-# What each op and tensor of a replicated graph stands for, and what it reads and waits for.
+# The ops of the replicated graph: the op and tower that each stands for, its reads, its waits.
 
 
 class Rows(NamedTuple):

@@ -59,7 +59,7 @@ def _gpu(
 
 
 EMULATED_DTYPES = ("float16", "bfloat16", "int8")
-"""What is computed in float32 where a device has no arithmetic for it."""
+"""Dtypes that are computed in float32 where a device has no arithmetic for them."""
 
 
 def _with_emulated(flops_per_second: dict[str, float]) -> dict[str, float]:
@@ -224,7 +224,7 @@ def _links(devices: list[Device], host: str) -> list[Link]:
     return links
 
 
-# The machines of the papers: presets, with what was fitted to the papers' own figures.
+# The papers' machines: presets, and constants that were fitted to the papers' own figures.
 #
 #     rl17/2, rl17/4      1 Haswell, 2 or 4 dies of K80. A. Mirhoseini et al.: "Device Placement
 #                         Optimization with Reinforcement Learning", ICML 2017,

@@ -21,13 +21,14 @@ from dovetail.graph.units import matched_modules, units_of
 from dovetail.machine import Machine
 from dovetail.plans.records import Placement, Plan
 
-# What each device runs, one stage after the other, and whether that can complete.
+# Rule 4: each device runs its stages one after the other, and all devices come to an end.
 #
 # An order is a list of stages of one op. A stage waits, as a whole, for all that its ops need from
-# outside it, and gives its outputs when all of it has ended:
+# outside it, and gives its outputs when all of it has ended. So with A ──► B ──► C these devices
+# wait for each other for ever, where the order A, C on cpu0 would complete:
 #
-#     cpu0   [ A  C ]          A ──► B ──► C: the devices wait for each other for ever, where the
-#     cpu1   [ B ]                         order A, C would not
+#     cpu0   [ A  C ]
+#     cpu1   [ B ]
 
 
 Stages = tuple[tuple[int, ...], ...]

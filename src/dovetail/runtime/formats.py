@@ -52,6 +52,7 @@ def _refuse_bools(values: Any) -> Any:
 
 Number = Annotated[float, BeforeValidator(_refuse_bool)]
 Numbers = Annotated[list[float], BeforeValidator(_refuse_bools)]
+Whole = Annotated[int, BeforeValidator(_refuse_bool)]
 Version1 = Annotated[Literal[1], BeforeValidator(_refuse_bool)]
 WholeNumbers = Annotated[list[int], BeforeValidator(_refuse_bools)]
 

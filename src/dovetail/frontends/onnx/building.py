@@ -117,7 +117,7 @@ def _storages(values: Sequence[Value]) -> list[int]:
     return [index[number] for number in storage.values()]
 
 
-# Which constants of a file are parameters, and which are buffers: it tells neither.
+# Roles of constants: a file does not say which are parameters and which are buffers.
 
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"

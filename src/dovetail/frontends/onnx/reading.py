@@ -27,7 +27,7 @@ from dovetail.errors import (
 )
 from dovetail.units import MOST_BYTES
 
-# What a file is walked into: values, and the ops that make them.
+# Values, and the ops that make them.
 
 
 ELEMENT_TYPES = {
@@ -340,7 +340,7 @@ class Weights:
         return np.asarray(onnx.numpy_helper.to_array(tensor))
 
 
-# Inputs of a model and their shapes: what the file leaves open, the caller says.
+# Inputs of a model and their shapes: the caller gives the sizes that the file leaves open.
 
 
 Shapes = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]

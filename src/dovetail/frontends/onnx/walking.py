@@ -1,4 +1,4 @@
-"""From nodes to ops: functions opened, conditions decided, sequences unrolled, constants folded.
+"""Reads nodes into ops: opens functions, decides conditions, unrolls sequences, folds constants.
 
 node ──► function of the file? ──► its nodes, with the caller's values
      ──► If, sequence, Constant ──► decided while the file is read
@@ -34,7 +34,7 @@ from dovetail.frontends.onnx.reading import (
     onnx_library,
 )
 
-# Where in the model a node stands: a dotted module path, as direct captures have.
+# Module paths: a node's place in the model, dotted as in direct captures.
 
 
 _COUNTED = re.compile(r"_\d+$")
@@ -231,7 +231,7 @@ SEQUENCE_RULES: dict[str, NodeRule] = {
 }
 
 
-# Shapes that the package `onnx` leaves open, or, of `STFT`, finds wrong.
+# Our own shape rules, for ops that the package `onnx` has none for; its rule for `STFT` is wrong.
 
 
 _BOOL = 9
@@ -313,7 +313,7 @@ _RULES: dict[str, Callable[[list[Value | None], dict[str, int]], Shaped | None]]
 }
 
 
-# Shapes of what a node makes, and its content where all that it reads is known.
+# Inference: the shapes of a node's outputs, and their content where all inputs are known.
 
 
 _RANDOM = {
@@ -697,7 +697,7 @@ def _module_of_reads(inputs: list[Value | None]) -> str:
     return next((value.op.module for value in values if value.op is not None), "")
 
 
-# What is decided while the file is read. Each returns what the node's outputs stand for.
+# Nodes that are decided while the file is read. Each rule returns the values of the node's outputs.
 
 
 _CONSTANTS = {
