@@ -46,7 +46,7 @@ MOST_DEVICES = 1024
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What a published file holds. `name` is the file's, without folder and ending."""
+    """The records of a published file. `name` is the file's, without folder and ending."""
 
     name: str
     graph: Graph
@@ -110,7 +110,7 @@ def parse(raw: Any, path: str) -> InstanceFile:
 
 
 def label(node: InstanceNode) -> str:
-    """How an error names a node."""
+    """The name of a node in errors."""
     return f"node {node.id}" + (f" ({node.name})" if node.name else "")
 
 

@@ -1,4 +1,4 @@
-"""What was measured, kept in SQLite under the user's cache folder.
+"""The cache of measured costs: SQLite under the user's cache folder.
 
 One row per (device key, signature). A device key says all that changes a measurement: processor,
 threads, torch version, and the version of the protocol. Processes may share the file: SQLite
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS paces (
 """
 _BUSY_SECONDS = 30.0
 PACE_LASTS_SECONDS = 7 * 24 * 3600.0
-"""A best pace that old is forgotten: a machine can become slower for good."""
+"""A best pace is forgotten after this time: a machine can become slower for good."""
 
 
 @dataclass(frozen=True)

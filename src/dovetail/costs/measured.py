@@ -177,7 +177,8 @@ def pace_seconds() -> float:
 
 
 def copies_for(cold_bytes: int) -> int:
-    """How many copies of its cold tensors a call gets: as many as overflow the nearest caches."""
+    """The number of copies of its cold tensors that a call gets: as many as overflow the nearest
+    caches."""
     return max(1, min(_MOST_COPIES, _COLD_BYTES // cold_bytes)) if cold_bytes else 1
 
 
@@ -291,14 +292,14 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 PROTOCOL = 4
-"""Part of every cache key: raise it when what is measured changes."""
+"""Version of the measurement, part of every cache key. Raise it when measuring changes."""
 _BATCH_OPS = 64
 _BATCH_BYTES = 2**28
 _PATIENCE_SECONDS = 20.0
-"""How long a device waits, in all, for its core to be undisturbed."""
+"""The longest time, in all, that a device waits for its core to be undisturbed."""
 _NEIGHBOURS_SECONDS = 5.0
-"""How long a device measures batches again, in all, that other programs disturbed: who works for
-longer than that works on."""
+"""The longest time, in all, that a device spends on measuring disturbed batches again. A program
+that disturbs for longer than that goes on disturbing."""
 
 Progress = Callable[[float], None]
 
@@ -463,7 +464,7 @@ def _batches(graph: Graph, entries: dict[int, TimedEntry], workers: int) -> list
 
 
 def _held_bytes(graph: Graph, op: int, entry: TimedEntry) -> int:
-    """Of all tensors with which the op is timed: its inputs, their copies, its outputs."""
+    """Bytes of all tensors with which the op is timed: its inputs, their copies, its outputs."""
     inputs = int(graph.tensor_bytes[graph.inputs_of(op)].sum())
     cold = int(graph.tensor_bytes[sorted(entry.cold)].sum())
     outputs = int(graph.tensor_bytes[list(graph.outputs_of(op))].sum())
@@ -471,7 +472,7 @@ def _held_bytes(graph: Graph, op: int, entry: TimedEntry) -> int:
 
 
 def _core_key(device: Device) -> str:
-    """What the pace of an undisturbed core depends on: it runs a piece of Python."""
+    """A key of all that the pace of an undisturbed core depends on: it runs a piece of Python."""
     return f"{device.model} | {sys.implementation.name} {platform.python_version()}"
 
 

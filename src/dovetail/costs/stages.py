@@ -58,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one kernel does.
+    """The work of one kernel.
 
     launches       one after another
     window         kernel size of the one convolution that it is; () for what does not merge
@@ -155,12 +155,12 @@ def _moves_nothing(graph: Graph, ops: list[int]) -> bool:
 
 
 FITTED = Path(__file__).with_name("stages.json")
-"""What `benchmarks/stages/fit_analytic.py` fitted, and to what."""
+"""Parameters that `benchmarks/stages/fit_analytic.py` fitted, and the measurements behind them."""
 RESIDENT_THREADS = {
     "k80": 13 * 2048, "p100": 56 * 2048, "v100": 80 * 2048, "titan_xp": 30 * 2048,
     "2080ti": 68 * 1024, "a100": 108 * 2048, "h100": 132 * 2048, "h200": 132 * 2048,
 }  # fmt: skip
-"""model -> multiprocessors x threads that each holds, by the vendor's tables."""
+"""Device model -> the threads it holds, multiprocessors x threads of each: the vendor's tables."""
 
 
 class Profile(NamedTuple):
@@ -172,7 +172,8 @@ class Profile(NamedTuple):
 
 
 class StageRates(Protocol):
-    """How a device runs launches. join_seconds: of a stage of several groups, apart from them."""
+    """The rates at which a device runs launches. join_seconds: of a stage of several groups, apart
+    from them."""
 
     @property
     def join_seconds(self) -> float: ...
@@ -262,7 +263,8 @@ class AnalyticStages:
         return self.rates.join_seconds + self._together(groups)
 
     def least_seconds(self) -> float:
-        """Of all kernels, however they run side by side: the device is shared by all."""
+        """The least seconds that all kernels can take, however they run side by side: all share the
+        device."""
         return sum(
             profile.seconds * max(profile.occupancy, profile.bandwidth) for profile in self._beside
         )
@@ -340,7 +342,7 @@ def fitted_parameters() -> dict[str, float]:
 
 
 def _mean(profiles: Sequence[Profile]) -> Profile:
-    """Of launches one after another."""
+    """The profile of launches one after another: their time in all, and their mean use."""
     seconds = sum(p.seconds for p in profiles)
     if seconds == 0:
         return Profile(0.0, 0.0, 0.0)

@@ -343,7 +343,7 @@ _ADVICE = {
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about an error of torch's, and what it said."""
+    """Advice for an error of torch's, followed by the error's own text."""
     said = str(error).strip().splitlines() or [""]
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:

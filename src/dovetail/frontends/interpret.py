@@ -17,11 +17,11 @@ from dovetail.graph import Graph
 from dovetail.runtime.torch_versions import OpOverload
 
 Values = dict[int, Tensor]
-"""Tensor of the graph -> its value; of source ops, inputs apart."""
+"""Tensor -> its value, for the tensors of source ops other than inputs."""
 
 
 def seed_for(seed: int, step: int, op: int) -> int:
-    """What to seed torch with before a random op: the same wherever the op runs."""
+    """The seed for torch before a random op: the same wherever the op runs."""
     digest = hashlib.blake2b(f"{seed} {step} {op}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -166,7 +166,7 @@ Getter = Callable[[Cells], tuple[Any, ...]]
 Bound = Callable[[], None]
 
 _GENERATOR = Lock()
-"""Held from seeding torch's generator, which all threads share, until the op has drawn."""
+"""A thread holds this from seeding torch's generator, which all share, until its op has drawn."""
 
 
 def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], int]) -> Bound:
@@ -220,7 +220,7 @@ def _getter(args: tuple[Any, ...], values: Cells) -> Getter:
 
 
 def _place(arg: Any, values: Cells) -> int:
-    """Where the argument stands in the table; constants are added to it."""
+    """The argument's place in the table; constants are added to the table."""
     if isinstance(arg, Ref):
         return arg.tensor
     values.append(arg)

@@ -99,7 +99,7 @@ class KerasModule(nn.Module):
                 scope.register_buffer(name, variable.value.detach())
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the model returns."""
+        """Returns the model's outputs."""
         model: Any = self.keras_model
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         trainable, others = (

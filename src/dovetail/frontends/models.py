@@ -49,7 +49,7 @@ PLAIN_FILES = (
     "data/weights/weight_",
     "data/constants/tensor_",
 )
-"""Beginnings of names in the archive whose content is raw bytes or text."""
+"""Files of the archive whose names begin so hold raw bytes or text."""
 CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 PROGRAM, EXAMPLES = "models/model.json", "data/sample_inputs/model.pt"
 OPERATORS = re.compile(
@@ -58,10 +58,10 @@ OPERATORS = re.compile(
     r"|torch\.ops\.higher_order\.wrap_with_(set_grad_enabled|autocast)"
     r"|_operator\.(getitem|add|sub|mul|floordiv|mod|neg)"
 )
-"""What a node may call. Not all below `torch.ops` is one: `torch.ops.load_library` is not."""
+"""The operators that a node may call. `torch.ops.load_library`, for one, is none."""
 STRUCTURES = ("in_spec", "out_spec")
 IMPORTING = ("__enum__", "default_factory_module")
-"""Keys of a structure by which a module is named that would be imported."""
+"""Under these keys a structure names a module that loading it would import."""
 
 
 def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -134,7 +134,8 @@ def _check_examples(path: str, content: bytes) -> None:
 
 
 def _problems(program: Any) -> Iterator[str]:
-    """What in a serialised program is evaluated, called or imported beyond torch's operators."""
+    """Lists all that loading a serialised program would evaluate, call or import beyond torch's
+    operators."""
     for key, value in _entries(program):
         if key == "expr_str":
             yield f"it has dynamic shapes ({value}); export it without dynamic_shapes"
@@ -419,7 +420,7 @@ def _resolve_function(model: str, function: str, phase: str, train: Optimizer | 
 
 
 def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Captured:
-    """What a function returned, captured."""
+    """Captures the module that a function returned."""
     module, inputs, loss, targets = _unpack(model, returned)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

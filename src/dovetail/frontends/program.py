@@ -85,7 +85,7 @@ def _call(target: Any, args: Any, kwargs: Any, *rest: Any) -> Call:
 
 @dataclass(frozen=True)
 class SourceValue:
-    """What a source op stands for.
+    """The origin of a source op's value.
 
     role   "input" | "parameter" | "state" | "buffer" | "constant"
     name   "input.0", "target.0", the name in the model's state_dict, or for optimizer state
@@ -117,7 +117,7 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """How a step is called: the model's own arguments, then what its loss takes.
+    """The arguments of a step: the model's own, then those of its loss.
 
     arguments          label -> argument, with a `Slot` for each tensor. A label is the name of the
                        parameter that takes it, or its number where it has none
@@ -161,7 +161,8 @@ class Signature:
         return tuple(kwargs.pop(label) for label in self.positional), kwargs
 
     def loss_arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """What the loss takes after the output, with these values in the place of its tensors."""
+        """The arguments of the loss after the output, with these values in the place of its
+        tensors."""
         return tuple(fill(self.target_structure, tensors))
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -424,7 +424,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
 
 
 MOST_KNOWN = 4096
-"""Elements of the largest integer tensor whose values are followed."""
+"""The most elements of an integer tensor whose values are followed."""
 
 
 def _may_be_known(value: Tensor) -> bool:
@@ -465,7 +465,7 @@ def _is_plain_fake(value: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """What a pure operator's result depends on, as a key; None where that is not known."""
+    """A key of all that a pure operator's result depends on; None where that is not known."""
     if isinstance(value, Tensor):
         if not _is_plain_fake(value):
             return None
@@ -493,7 +493,7 @@ def _new_fake(
 
 
 class _Traits(NamedTuple):
-    """What there is to know of an operator.
+    """Properties of an operator, read from its schema once.
 
     is_composite   it is written in terms of others, for autograd to go through
     is_number      it returns what is inside a tensor

@@ -190,11 +190,11 @@ _CONTAINERS = (dict, list, set, deque)
 # What nn.Module keeps of itself, but for its mode.
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
-"""Of these: its submodules, parameters, buffers and hooks."""
+"""Of these the dicts and sets: its submodules, parameters, buffers and hooks."""
 # Where recurrent layers of torch list their parameters, anew in each step where they are others.
 _OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 _DEPTH = 3
-"""How many objects and containers inside one another are looked into."""
+"""Attributes are looked into this many objects or containers deep."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +332,7 @@ class Request:
 
 
 class Origin(NamedTuple):
-    """Where a node comes from; `forward` is the node whose gradient it computes, or None."""
+    """The origin of a node; `forward` is the node whose gradient it computes, or None."""
 
     phase: Phase
     module: str
@@ -369,8 +369,9 @@ class Trace:
 
 
 TRACED_TWICE = 2000
-"""A step of up to so many calls is traced a second time even if no attribute changed, since state
-may be in a closure, an iterator or a global variable as well. That takes up to about a second."""
+"""A step of at most this many calls is traced a second time even if no attribute changed, since
+state may be in a closure, an iterator or a global variable as well. That takes up to about a
+second."""
 
 
 def trace(request: Request) -> Trace:
@@ -493,7 +494,7 @@ def _placeholders(recording: Recording) -> list[fx.Node]:
 
 
 def _copies(placeholder: fx.Node) -> list[fx.Node]:
-    """What a step begins with instead of the value that it is given."""
+    """Nodes that a step begins with in place of the value that it is given."""
     return [user for user in placeholder.users if user.target is aten.clone.default]
 
 
@@ -607,7 +608,7 @@ def _listed(names: list[str]) -> str:
 
 @dataclass
 class _Position:
-    """Where the step is while it runs."""
+    """The place that the step has come to while it runs."""
 
     phase: Phase = Phase.FORWARD
     module: str = ""
@@ -642,7 +643,8 @@ def _batch_norm(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What fails under fake tensors is raised; torch would log its traceback as well."""
+    """Silences torch's log of failures under fake tensors: they are raised, with their
+    traceback."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -712,7 +714,7 @@ def _input(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _loss(request: Request, output: Any, targets: list[Tensor]) -> Any:
-    """What the loss function says; without one, what the model returns as its loss: `loss` of a
+    """The loss function's result; without one, what the model returns as its loss: `loss` of a
     mapping or an object that has it, or else the output itself."""
     if request.loss is not None:
         return request.loss(output, *request.signature.loss_arguments(targets))

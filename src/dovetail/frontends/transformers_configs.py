@@ -338,4 +338,5 @@ TASKS: Mapping[str, TransformersTask] = {
     "masked-lm": TransformersTask("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), _text),
     "causal-lm": TransformersTask("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), _text),
 }
-"""What a model can be for; where its architecture does not say, the first that there is counts."""
+"""Name -> task that a model can be for. Where its architecture does not say which, the first counts
+that it has a class for."""

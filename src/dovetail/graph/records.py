@@ -42,15 +42,15 @@ Bool = NDArray[np.bool_]
 
 SOURCE_KINDS = ("input", "parameter", "state", "buffer", "constant")
 HOST = -1
-"""`residences` of a source that starts on the host: an input."""
+"""Entry of `residences` of a source that starts on the host: an input."""
 EVERYWHERE = -2
-"""`residences` of a source that is resident wherever it is read."""
+"""Entry of `residences` of a source that is resident wherever it is read."""
 LOSS_MODULE = "(loss)"
 """Module path of the ops of a captured loss; the brackets tell it from a submodule named loss."""
 
 
 class Phase(IntEnum):
-    """Which part of a step an op belongs to; a source op exists before the step."""
+    """The part of a step that an op belongs to; a source op exists before the step."""
 
     SOURCE = 0
     FORWARD = 1
@@ -60,7 +60,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """How long a column of `Graph` is, and its form in files.
+    """The length of a column of `Graph`, and its form in files.
 
     per     "ops", "tensors", or "" for a column with a length of its own
     path    place in a graph's file, as "ops.inputs.offsets"; "": under `per`, by the field's name

@@ -282,7 +282,7 @@ def _synchronous_updates(replica: Replica) -> list[Rows]:
 
 @dataclass(frozen=True, eq=False)
 class TowerCopies:
-    """Where the ops and tensors of one replica are in the new graph."""
+    """The places that the ops and tensors of one replica have in the new graph."""
 
     replica: Replica
     rows: Rows

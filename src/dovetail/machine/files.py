@@ -46,7 +46,7 @@ def machine_from_dict(raw: Any) -> Machine:
 
 
 def machine_to_dict(machine: Machine) -> dict[str, Any]:
-    """What `machine_from_dict` reads back to an equal machine."""
+    """The machine as a dict that `machine_from_dict` reads back to an equal one."""
     raw: dict[str, Any] = to_file(machine)
     for device in raw["devices"]:
         # Most devices have neither: a file without them is shorter, and means the same.

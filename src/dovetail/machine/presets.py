@@ -249,7 +249,7 @@ PAPER_MACHINES: dict[str, str] = {
     **{f"rl17/{gpus}": f"{gpus} x k80 + haswell" for gpus in (2, 4)},
     **{f"gdp/{gpus}": f"{gpus} x p100 + broadwell" for gpus in range(2, 9)},
 }
-"""MACHINE text -> the presets that it is made of."""
+"""MACHINE text -> the text of presets that it stands for."""
 
 
 def paper_machine(name: str) -> Machine:

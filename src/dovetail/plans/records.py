@@ -46,14 +46,14 @@ _PACKED: dict[str, Any] = {FILE_NAME: None}
 _Seconds = Annotated[float, Field(ge=0)]
 _Count = Annotated[int, Field(ge=0)]
 OPTIMAL_GAP = 1e-5
-"""A gap of so little is the margin that bounds leave for rounding; searches end at it."""
+"""A gap this small is rounding, for which bounds leave a margin; searches end at it."""
 SEARCH_PROOFS = (
     "CP-SAT",
     "ideals (dynamic programme)",
     "every placement",
     "share of one device (MILP)",
 )
-"""Proofs of a lower bound that take a search again; all others take a moment."""
+"""Lower bounds by these proofs take a search to check again; all others take a moment."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plan's graph came from, so that it can be captured again.
+    """The origin of a plan's graph, so that it can be captured again.
 
     model      the MODEL text, e.g. "zoo:rnnlm?layers=2"; of a saved graph its file's name
     training   the optimizer's text, e.g. "adam"; "" for inference
@@ -152,7 +152,8 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the value may be above the optimum: (value - bound) / bound; inf: no bound."""
+        """The most that the value can be above the optimum: (value - bound) / bound; inf: no
+        bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound > 0 else float("inf")
 
     def save(self, path: str | Path) -> None:

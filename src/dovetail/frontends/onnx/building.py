@@ -100,7 +100,7 @@ def _module(source: Value) -> str:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
+    """Strides of a contiguous tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -109,7 +109,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _storages(values: Sequence[Value]) -> list[int]:
-    """Of each value the number of its storage; a view has its base's."""
+    """[values] number of each value's storage; a view has its base's."""
     storage: dict[Value, int] = {}
     for value in values:
         storage[value] = len(storage) if value.base is None else storage[value.base]
@@ -122,13 +122,14 @@ def _storages(values: Sequence[Value]) -> list[int]:
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _STATISTICS = {"BatchNormalization": (3, 4)}
-"""Inputs that training writes: mean and variance."""
+"""Kind of op -> positions of the inputs that training writes: mean and variance."""
 _WEIGHTS = {
     "BatchNormalization": (1, 2), "Conv": (1, 2), "ConvTranspose": (1, 2), "GRU": (1, 2, 3),
     "Gather": (0,), "Gemm": (1, 2), "InstanceNormalization": (1, 2), "LSTM": (1, 2, 3),
     "LayerNormalization": (1, 2), "MatMul": (1,), "RNN": (1, 2, 3),
 }  # fmt: skip
-"""Inputs that are learned. A constant made by a node is one only if it stands here."""
+"""Kind of op -> positions of the inputs that are learned. A constant that a node makes is a
+parameter only if it is read at one of them."""
 
 
 def settle_roles(graph: Any, values: dict[str, Any], ops: Iterable[Op]) -> None:
@@ -150,6 +151,6 @@ def settle_roles(graph: Any, values: dict[str, Any], ops: Iterable[Op]) -> None:
 
 
 def _at(op: Op, positions: tuple[int, ...]) -> list[Value]:
-    """What stands behind the inputs at these positions."""
+    """The roots of the inputs at these positions."""
     inputs = [op.inputs[position] for position in positions if position < len(op.inputs)]
     return [value.root for value in inputs if value is not None]

@@ -40,7 +40,7 @@ ELEMENT_TYPES = {
 }  # fmt: skip
 """`TensorProto.DataType` -> (dtype, bits an element takes, packed). Text (8) has no size."""
 MOST_KNOWN_ELEMENTS = 2**16
-"""Of a value that is computed while a file is read."""
+"""The most elements of a value that is computed while a file is read."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class Value:
 
     @property
     def root(self) -> "Value":
-        """What it is a view of, through all views; itself, if it is none."""
+        """The value that it is a view of, through all views; itself, if it is no view."""
         value = self
         while value.base is not None:
             value = value.base
@@ -117,7 +117,7 @@ class Value:
 
 
 NodeValue = Value | list[Value] | None
-"""What a name stands for: a tensor, a sequence of them, or nothing."""
+"""The value that a name stands for: a tensor, a sequence of tensors, or nothing."""
 
 
 @dataclass(eq=False)
@@ -170,13 +170,14 @@ def _plain(value: Any) -> str:
 
 
 _FEW = 16
-"""Elements of a tensor that may be numbers of the graph and no weight: scales of a resize."""
+"""A tensor of so few elements may decide a shape, like the scales of a resize; it is read."""
 _ELSEWHERE = "which is not a file in the model's own folder: it is not opened"
 _FIELDS = {
     1: "float_data", 14: "float_data", 11: "double_data", 15: "double_data", 7: "int64_data",
     12: "uint64_data", 13: "uint64_data",
 }  # fmt: skip
-"""Where a tensor without raw bytes keeps its elements; of other types it is `int32_data`."""
+"""`TensorProto.DataType` -> the field that holds the elements of a tensor without raw bytes; for
+other types it is `int32_data`."""
 
 
 def onnx_library() -> Any:

@@ -39,7 +39,8 @@ from dovetail.frontends.onnx.reading import (
 
 _COUNTED = re.compile(r"_\d+$")
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
-"""Of torch's exporter: a list of paths, outermost first; the last is the operator's own."""
+"""Key under which torch's exporter writes a list of paths, outermost first; the last is the
+operator's own."""
 
 
 def label(node: Any) -> str:
@@ -105,7 +106,7 @@ def _listed(text: str) -> list[str]:
 
 
 NodeRule = Callable[["NodeReader", Any, list[NodeValue], "Scope"], list[NodeValue]]
-"""Returns what a node's outputs stand for."""
+"""(reader, node, values of its inputs, scope) -> the values of the node's outputs."""
 
 
 def _sequence_of(reader: "NodeReader", node: Any, value: NodeValue) -> list[Value]:
@@ -436,7 +437,8 @@ class Inference:
 
 
 def _fault(node: Any, inputs: Inputs) -> str:
-    """What is wrong with a node that the package `onnx` does not see, or never returns from."""
+    """Describes a fault of a node that the package `onnx` misses, or never returns from; "":
+    none."""
     if node.domain not in ("", "ai.onnx"):
         return ""
     recurrent = node.op_type in ("GRU", "LSTM", "RNN")
@@ -450,7 +452,8 @@ def _fault(node: Any, inputs: Inputs) -> str:
 
 
 def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
-    """Of `Shape` and `Size`, which need no content of what they read."""
+    """The outputs of `Shape` and `Size`, which need no content of their input; None for other
+    nodes."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size"):
         return None
     if len(inputs) != 1 or inputs[0] is None:
@@ -476,7 +479,8 @@ def _shaped(proto: Any) -> Shaped | None:
 
 _VIEWS = {"Flatten", "Reshape", "Squeeze", "Unsqueeze"}
 _MOST_NODES = 5_000_000
-"""Functions that call functions can make any number of nodes of a few kilobytes."""
+"""The most nodes that a file may unfold to: a few kilobytes of functions that call functions can
+stand for any number."""
 _MOST_CALLS = 100
 
 
@@ -556,6 +560,8 @@ class NodeReader:
         self, node: Any, function: Any, inputs: list[NodeValue], scope: Scope
     ) -> list[NodeValue]:
         """Run a function's nodes in place of its call."""
+        # Not by `onnx.inliner`: it forgets the call's name, and with it the module of these nodes,
+        # and it has no limit for functions that call functions.
         key = (_domain(function.domain), function.name, function.overload)
         if key in scope.calling:
             raise ModelError(self.path, f"function {function.name} calls itself")
@@ -646,7 +652,7 @@ def _versions(imports: Iterable[Any]) -> Versions:
 
 
 def top_scope(model: Any, inputs: Iterable[Value]) -> Scope:
-    """What the nodes of the main graph see before any of them has run."""
+    """The scope of the main graph's nodes before any of them is read."""
     return Scope({value.name: value for value in inputs}, _versions(model.opset_import))
 
 
@@ -704,7 +710,7 @@ _CONSTANTS = {
     "value_float": ("f", 1, np.float32), "value_floats": ("floats", 1, np.float32),
     "value_int": ("i", 7, np.int64), "value_ints": ("ints", 7, np.int64),
 }  # fmt: skip
-"""Attribute of a `Constant` -> where it keeps what it holds, and the type of that."""
+"""Attribute of a `Constant` -> the field of its value, and the value's type."""
 
 
 def _constant(reader: NodeReader, node: Any, _: list[NodeValue], scope: Scope) -> list[NodeValue]:
