@@ -59,7 +59,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class Column:
+class GraphColumn:
     """The length of a column of `Graph`, and its form in files.
 
     per     "ops", "tensors", or "" for a column with a length of its own
@@ -74,9 +74,9 @@ class Column:
     neutral: Any = None
 
 
-_PER_OP, _OP_TABLE = Column("ops"), Column("ops", table=True)
-_PER_TENSOR, _TENSOR_TABLE = Column("tensors"), Column("tensors", table=True)
-_ANY_KIND = Column("ops", table=True, neutral=())
+_PER_OP, _OP_TABLE = GraphColumn("ops"), GraphColumn("ops", table=True)
+_PER_TENSOR, _TENSOR_TABLE = GraphColumn("tensors"), GraphColumn("tensors", table=True)
+_ANY_KIND = GraphColumn("ops", table=True, neutral=())
 _LEFT_OUT: Any = object()
 
 
@@ -111,24 +111,24 @@ class Graph:
     names: Annotated[tuple[str, ...], _PER_OP]
     kinds: Annotated[tuple[str, ...], _OP_TABLE]
     signatures: Annotated[tuple[str, ...], _OP_TABLE]
-    modules: Annotated[tuple[str, ...], Column("ops", table=True, neutral="")] = _LEFT_OUT
+    modules: Annotated[tuple[str, ...], GraphColumn("ops", table=True, neutral="")] = _LEFT_OUT
     phases: Annotated[Int8, _PER_OP]
-    flops: Annotated[Int64, Column("ops", neutral=0)] = _LEFT_OUT
-    accessed_bytes: Annotated[Int64, Column("ops", neutral=0)] = _LEFT_OUT
-    colocation: Annotated[Int32, Column("ops", neutral=-1)] = _LEFT_OUT
-    gradient_of: Annotated[Int32, Column("ops", neutral=-1)] = _LEFT_OUT
+    flops: Annotated[Int64, GraphColumn("ops", neutral=0)] = _LEFT_OUT
+    accessed_bytes: Annotated[Int64, GraphColumn("ops", neutral=0)] = _LEFT_OUT
+    colocation: Annotated[Int32, GraphColumn("ops", neutral=-1)] = _LEFT_OUT
+    gradient_of: Annotated[Int32, GraphColumn("ops", neutral=-1)] = _LEFT_OUT
     device_kinds: Annotated[tuple[tuple[str, ...], ...], _ANY_KIND] = _LEFT_OUT
     producers: Annotated[Int32, _PER_TENSOR]
     shapes: Annotated[tuple[tuple[int, ...], ...], _TENSOR_TABLE]
     strides: Annotated[tuple[tuple[int, ...], ...], _TENSOR_TABLE]
     dtypes: Annotated[tuple[str, ...], _TENSOR_TABLE]
-    tensor_bytes: Annotated[Int64, Column("tensors", path="tensors.bytes")]
+    tensor_bytes: Annotated[Int64, GraphColumn("tensors", path="tensors.bytes")]
     storages: Annotated[Int32, _PER_TENSOR]
-    overwrites: Annotated[Bool, Column("tensors", neutral=False)] = _LEFT_OUT
-    input_offsets: Annotated[Int32, Column(path="ops.inputs.offsets")]
-    input_tensors: Annotated[Int32, Column(path="ops.inputs.tensors")]
-    outputs: Annotated[Int32, Column(path="outputs")] = _LEFT_OUT
-    control: Annotated[Int32, Column(path="control")] = _LEFT_OUT
+    overwrites: Annotated[Bool, GraphColumn("tensors", neutral=False)] = _LEFT_OUT
+    input_offsets: Annotated[Int32, GraphColumn(path="ops.inputs.offsets")]
+    input_tensors: Annotated[Int32, GraphColumn(path="ops.inputs.tensors")]
+    outputs: Annotated[Int32, GraphColumn(path="outputs")] = _LEFT_OUT
+    control: Annotated[Int32, GraphColumn(path="control")] = _LEFT_OUT
 
     def __post_init__(self) -> None:
         lengths = {"ops": len(self.names), "tensors": len(self.producers), "": 0}
@@ -278,7 +278,7 @@ class Graph:
         return digest.hexdigest()[:16]
 
 
-def _columns() -> dict[str, tuple[Column, Any, Any]]:
+def _columns() -> dict[str, tuple[GraphColumn, Any, Any]]:
     columns = {}
     for name, hint in get_type_hints(Graph, include_extras=True).items():
         held, column = get_args(hint)
@@ -291,7 +291,7 @@ def _columns() -> dict[str, tuple[Column, Any, Any]]:
 
 
 COLUMNS = _columns()
-"""Field of `Graph` -> (its `Column`, dtype of its array or None, type of its tuple's entries)."""
+"""Field of `Graph` -> (its `GraphColumn`, dtype of its array or None, type of its tuple's entries)."""
 
 
 def select_columns(
