@@ -99,7 +99,8 @@ def parse(raw: Any, path: str) -> InstanceFile:
     """The file, checked but for cycles. Raises `FileFormatError` that names node or edge."""
     try:
         file = InstanceFile.model_validate(raw)
-        _check_machine(file)
+        if file.maxFPGAs + file.maxCPUs < 1:
+            raise ValueError("maxFPGAs and maxCPUs are 0: no device")
         _check_nodes(file)
         _check_edges(file)
     except ValidationError as error:
@@ -125,11 +126,6 @@ def _complaint(error: ValidationError, raw: Any) -> str:
         if where[0] == "edges" and isinstance(entry, dict):
             return f"edge {entry.get('sourceId')} -> {entry.get('destId')}: {text}"
     return text
-
-
-def _check_machine(file: InstanceFile) -> None:
-    if file.maxFPGAs + file.maxCPUs < 1:
-        raise ValueError("maxFPGAs and maxCPUs are 0: no device")
 
 
 def _check_nodes(file: InstanceFile) -> None:

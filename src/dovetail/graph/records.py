@@ -291,7 +291,8 @@ def _columns() -> dict[str, tuple[GraphColumn, Any, Any]]:
 
 
 COLUMNS = _columns()
-"""Field of `Graph` -> (its `GraphColumn`, dtype of its array or None, type of its tuple's entries)."""
+"""Field of `Graph` -> (its `GraphColumn`, dtype of its array or None, type of its tuple's
+entries)."""
 
 
 def select_columns(
