@@ -11,7 +11,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from dovetail.costs import CostCache
@@ -28,6 +27,7 @@ from dovetail.machine import Device, parse_machine
 from dovetail.machine.local import local_machine
 from dovetail.pipeline.sources import TellProgress, resolve_model, silent
 from dovetail.runtime.timers import clock
+from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import replayed
 from dovetail.schedulers.records import OpSet, groups_of, members
