@@ -94,55 +94,45 @@ class Schedule:
 Scheduler = Callable[[Problem], Schedule]
 
 
-def _sequential(problem: Problem) -> Schedule:
-    return _by_parts(problem, _lossless(problem), lambda part, t, _: sequential(part.block, t))
+def schedule_sequential(problem: Problem) -> Schedule:
+    return by_parts(problem, lossless(problem), lambda part, t, _: sequential(part.block, t))
 
 
-def _greedy(problem: Problem) -> Schedule:
-    return _by_parts(problem, _lossless(problem), lambda part, t, _: greedy(part.block, t))
+def schedule_greedy(problem: Problem) -> Schedule:
+    return by_parts(problem, lossless(problem), lambda part, t, _: greedy(part.block, t))
 
 
-def _merge(problem: Problem) -> Schedule:
+def schedule_merge(problem: Problem) -> Schedule:
     def search(part: Part, timer: StageTimer, _window: int) -> Found:
         return merge(part.block, timer, [problem.keys[op] for op in part.ops])
 
-    return _by_parts(problem, _lossless(problem), search)
+    return by_parts(problem, lossless(problem), search)
 
 
-def _dos(problem: Problem) -> Schedule:
+def schedule_dos(problem: Problem) -> Schedule:
     kept = narrowed(problem.block, MOST_STATES["dos"])
     compared = replace(problem, timer=problem.bounded)
-    return _by_parts(compared, kept, lambda part, t, w: dos(part.block, t, window=w))
+    return by_parts(compared, kept, lambda part, t, w: dos(part.block, t, window=w))
 
 
-def _ios(problem: Problem) -> Schedule:
+def schedule_ios(problem: Problem) -> Schedule:
     kept = narrowed(problem.block, MOST_STATES["ios"])
     search = partial(ios, group_ops=problem.group_ops, groups=problem.groups)
     compared = replace(problem, timer=problem.bounded)
-    return _by_parts(compared, kept, lambda part, t, w: search(part.block, t, window=w))
+    return by_parts(compared, kept, lambda part, t, w: search(part.block, t, window=w))
 
 
-def _lossless(problem: Problem) -> Narrowed:
+def lossless(problem: Problem) -> Narrowed:
     parts = tuple(cut(problem.block))
     return Narrowed(parts, (0,) * len(parts))
 
 
-def _dataflow(problem: Problem) -> Schedule:
+def schedule_dataflow(problem: Problem) -> Schedule:
     found, seconds = dataflow(problem.block, problem.seconds, problem.streams, problem.wait_seconds)
     return Schedule(seconds, streams=found)
 
 
-SCHEDULERS: dict[str, Scheduler] = {
-    "sequential": _sequential,
-    "greedy": _greedy,
-    "merge": _merge,
-    "dos": _dos,
-    "ios": _ios,
-    "dataflow": _dataflow,
-}
-
-
-def _by_parts(
+def by_parts(
     problem: Problem, kept: Narrowed, search: Callable[[Part, StageTimer, int], Found]
 ) -> Schedule:
     """The parts' schedules one after another; parts that are equal are searched once."""
