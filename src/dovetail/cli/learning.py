@@ -143,7 +143,7 @@ def _tell(card: dict[str, Any], out: Path, as_json: bool) -> None:
 
 
 if TYPE_CHECKING:
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
     from dovetail.pipeline import Step
     from dovetail.pipeline.learning import Course, Subject
 
@@ -227,9 +227,9 @@ def learn_one(  # noqa: PLR0913  one argument an option
     as_json: Json = False,
 ) -> None:
     """Learn to place one network. Ctrl-C keeps the best so far."""
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
 
-    outputs = Outputs(out, policy_out, curves, report, tensorboard)
+    outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     course = _course(
         trials, budget, setting, controllers=controllers, evaluators=evaluators, backend=backend,
         measured=measured, simulated_first=simulated_first, seed=seed, folder=folder, resume=resume,
@@ -271,9 +271,9 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     as_json: Json = False,
 ) -> None:
     """Learn one gdp policy for several networks, each on its machine. Ctrl-C keeps the best."""
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
 
-    outputs = Outputs(out, policy_out, curves, report, tensorboard)
+    outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     course = _course(
         trials, budget, setting, controllers=controllers, evaluators=evaluators, backend=backend,
         seed=seed, folder=folder, resume=resume,
@@ -305,12 +305,12 @@ def finetune(  # noqa: PLR0913  one argument an option
     as_json: Json = False,
 ) -> None:
     """Go on from a policy, on one network. Ctrl-C keeps the best so far."""
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
     from dovetail.pipeline import settings_for
     from dovetail.placers.learned.files import load_policy
 
     method = load_policy(policy)[0].name
-    outputs = Outputs(out, policy_out, curves, report, tensorboard)
+    outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     course = _course(None, "", setting, seed=seed)
     trials = settings_for(method, course, finetuned=True).trials
     course = replace(course, trials=updates * trials)
@@ -378,7 +378,7 @@ class _Given:
 def _learn(
     given: "list[_Given]",
     course: "Course",
-    outputs: "Outputs",
+    outputs: "LearningOutputs",
     *,
     method: str,
     policy: Path | None,
