@@ -18,7 +18,7 @@ from dovetail.bench import tables
 from dovetail.bench.cases import CASES, LEARNED
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import is_oom
-from dovetail.bench.records import Best, Column, Found, LearnedRun, Row
+from dovetail.bench.records import BestSoFar, CaseResult, Column, LearnedRun, MethodResult
 from dovetail.bench.tables import middle
 
 METHODS = {
@@ -28,11 +28,11 @@ METHODS = {
 HERE = Path(__file__).parent
 
 
-def rows_of(folder: Path, name: str) -> dict[str, Row]:
+def rows_of(folder: Path, name: str) -> dict[str, CaseResult]:
     """key -> the row, as far as the CSV files tell of it."""
     lines = [line for line in _lines(folder / "rows.csv") if line["column"]]
     runs = _trainings(folder / "trainings.csv")
-    found: dict[str, Row] = {}
+    found: dict[str, CaseResult] = {}
     for key in dict.fromkeys(line["row"] for line in lines):
         own = [line for line in lines if line["row"] == key]
         columns = {
@@ -43,13 +43,13 @@ def rows_of(folder: Path, name: str) -> dict[str, Row]:
         columns[PLAIN].learned.update({method: tuple(of) for method, of in learned.items()})
         columns[PLAIN].methods.update({m: middle(of).found for m, of in learned.items()})
         sizes = [int(own[0][field]) for field in ("ops", "groups", "flops", "parameter_bytes")]
-        found[key] = Row(key, *sizes, columns, 0.0)
+        found[key] = CaseResult(key, *sizes, columns, 0.0)
     return found
 
 
 def _column(lines: list[dict[str, str]], learned: tuple[str, ...]) -> Column:
     methods = {
-        line["method"]: Found(_number(line["seconds"]), line["reason"], {},
+        line["method"]: MethodResult(_number(line["seconds"]), line["reason"], {},
                               _number(line["search_seconds"]) or 0.0)
         for line in lines
         if line["method"] not in learned
@@ -66,14 +66,16 @@ def _trainings(path: Path) -> dict[str, dict[str, list[LearnedRun]]]:
         run = LearnedRun(
             method=line["method"],
             seed=int(line["seed"]),
-            found=Found(_number(line["seconds"]), line["reason"], {}, float(line["wall_seconds"])),
+            found=MethodResult(
+                _number(line["seconds"]), line["reason"], {}, float(line["wall_seconds"])
+            ),
             groups=int(line["groups"]),
             grouping=line["grouping"],
             trials=int(line["trials"]),
             distinct=int(line["distinct"]),
             updates=int(line["updates"]),
             invalid_share=float(line["invalid_share"]),
-            bests=tuple(Best(int(t), int(d), float(seconds)) for t, d, seconds in bests),
+            bests=tuple(BestSoFar(int(t), int(d), float(seconds)) for t, d, seconds in bests),
         )
         found.setdefault(line["row"], {}).setdefault(run.method, []).append(run)
     return found
@@ -88,7 +90,7 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def planned(name: str, rows: dict[str, Row], column: str) -> str:
+def planned(name: str, rows: dict[str, CaseResult], column: str) -> str:
     """Every row's seconds by method, the best that does not learn, and the bound."""
     lines = []
     for case in CASES[name]:
@@ -108,13 +110,13 @@ def planned(name: str, rows: dict[str, Row], column: str) -> str:
     return table(head, lines)
 
 
-def _cell(found: Found | None) -> str:
+def _cell(found: MethodResult | None) -> str:
     if found is None or found.seconds is None:
         return "OOM" if found is not None and is_oom(found) else "-"
     return f"{found.seconds:.3f}" if found.seconds < 10 else f"{found.seconds:.1f}"
 
 
-def learned(name: str, rows: dict[str, Row]) -> str:
+def learned(name: str, rows: dict[str, CaseResult]) -> str:
     """The tables of the page's section on learned methods."""
     done = [(case, rows[case.key]) for case in CASES[name] if case.key in rows]
     parts = [

@@ -27,9 +27,9 @@ def test_all_tracked_files_together_are_small(tracked):
     assert 0 < sum(tracked.values()) < ALL_BYTES
 
 
-def test_packages_and_environments_are_ignored():
+def test_packages_environments_and_generated_pages_are_ignored():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    for name in ("some-1.0-py3-none-any.whl", ".venv", "nested/other.whl"):
+    for name in ("some-1.0-py3-none-any.whl", ".venv", "nested/other.whl", "benchmarks/a/b.html"):
         command = ["git", "check-ignore", "--no-index", "-q", name]
         assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0, name

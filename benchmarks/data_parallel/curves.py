@@ -1,12 +1,19 @@
-"""Accuracy against virtual time, a line a rule: a page of inline SVG without scripts."""
+"""Accuracy against virtual time, a line a rule: a page of inline SVG without scripts.
 
+python benchmarks/data_parallel/curves.py       draws curves.html from curves.csv
+"""
+
+import csv
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from dovetail.training.analysis import temporal_efficiency
 
 Curve = tuple[str, list[float], list[float]]
 """name, seconds, accuracy"""
+CHARTS = (("Equal workers", 10, 1.0), ("One worker 10 times slower", 1, 10.0))
+"""Title, window, factor of worker 0's step times."""
 WIDTH, HEIGHT, LEFT, BOTTOM = 620.0, 280.0, 44.0, 30.0
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 STYLE = (
@@ -15,6 +22,27 @@ STYLE = (
     "line{stroke:#ddd}table{border-collapse:collapse}td,th{padding:.2em .7em;text-align:right}"
     "figure{margin:0}li{list-style:none;display:inline-block;margin-right:1em}ul{padding:0}"
 )
+
+
+def draw(folder: Path) -> None:
+    """Write curves.html from the folder's curves.csv."""
+    curves: dict[str, dict[str, Curve]] = {title: {} for title, _, _ in CHARTS}
+    with (folder / "curves.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            rule = row["rule"]
+            _, seconds, accuracy = curves[row["chart"]].setdefault(rule, (rule, [], []))
+            seconds.append(float(row["seconds"]))
+            accuracy.append(float(row["accuracy"]))
+    charts = [
+        (
+            title,
+            f"20 workers, window {window}, digits; time in normal minibatches, transfers free. "
+            "Every rule trains the same samples; the synchronous one has no window.",
+            list(curves[title].values()),
+        )
+        for title, window, _ in CHARTS
+    ]
+    (folder / "curves.html").write_text(page(charts))
 
 
 def page(charts: Sequence[tuple[str, str, Sequence[Curve]]]) -> str:
@@ -65,3 +93,7 @@ def efficiencies(curves: Sequence[Curve]) -> list[list[str]]:
         [name, *(f"{temporal_efficiency(seconds, accuracy, s, a):.2f}" for _, s, a in curves)]
         for name, seconds, accuracy in curves
     ]
+
+
+if __name__ == "__main__":
+    draw(Path(__file__).parent)

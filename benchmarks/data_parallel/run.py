@@ -29,8 +29,6 @@ from mlp import Task
 
 HERE = Path(__file__).parent
 PARTS = ("table", "stragglers", "sensitivity", "cancer", "curves", "momentum")
-DRAWN = (("Equal workers", 10, 1.0), ("One worker 10 times slower", 1, 10.0))
-"""Title, window, factor of worker 0."""
 CURVE_RULES = ("downpour", "dynsgd", "agn", "adag-agn", "aeasgd", "averaging", "sync")
 
 
@@ -119,12 +117,9 @@ def _section(
 
 
 def _draw(task: Task, folder: Path) -> str:
-    """Draw the curves; the temporal efficiencies of those with equal workers."""
-    charts = []
-    for title, window, slow in (
-        ("Equal workers", 10, 1.0),
-        ("One worker 10 times slower", 1, 10.0),
-    ):
+    """Write and draw the curves; the temporal efficiencies of those with equal workers."""
+    charts = {}
+    for title, window, slow in curves.CHARTS:
         lines = []
         for rule in CURVE_RULES:
             if rule == "agn" and window == 1:
@@ -134,20 +129,16 @@ def _draw(task: Task, folder: Path) -> str:
             seconds = [evaluation.seconds for evaluation in outcome.evaluations]
             accuracy = [e.figures["accuracy"] for e in outcome.evaluations]
             lines.append((tables.NAMES[rule], seconds, accuracy))
-        text = (
-            f"20 workers, window {window}, {task.name}; time in normal minibatches, transfers "
-            "free. Every rule trains the same samples; the synchronous one has no window."
-        )
-        charts.append((title, text, lines))
-    (folder / "curves.html").write_text(curves.page(charts))
+        charts[title] = lines
     with (folder / "curves.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["chart", "rule", "seconds", "accuracy"])
-        for title, _, lines in charts:
+        for title, lines in charts.items():
             for name, seconds, accuracy in lines:
                 for point in zip(seconds, accuracy, strict=True):
                     writer.writerow([title, name, *(f"{value:.6g}" for value in point)])
-    equal = charts[0][2]
+    curves.draw(folder)
+    equal = charts[curves.CHARTS[0][0]]
     return tables.markdown(
         ["E(row, column)", *(n for n, _, _ in equal)], curves.efficiencies(equal)
     )

@@ -24,7 +24,7 @@ import torch
 from dovetail.bench import graphs
 from dovetail.bench.cases import GDP_CASES
 from dovetail.bench.learned import Tally, drive, run_of, task_of, training_of, views_of
-from dovetail.bench.records import Best, Case, Found, LearnedRun
+from dovetail.bench.records import BestSoFar, Case, LearnedRun, MethodResult
 from dovetail.bench.running import LearningSettings as Table
 from dovetail.bench.store import LEARNED, Store, fingerprint
 from dovetail.bench.tables import cut
@@ -263,5 +263,5 @@ def _short(text: str) -> str:
 
 
 def _run(raw: dict[str, Any]) -> LearnedRun:
-    bests = tuple(Best(**best) for best in raw["bests"])
-    return LearnedRun(**{**raw, "found": Found(**raw["found"]), "bests": bests})
+    bests = tuple(BestSoFar(**best) for best in raw["bests"])
+    return LearnedRun(**{**raw, "found": MethodResult(**raw["found"]), "bests": bests})

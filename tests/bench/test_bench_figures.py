@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.bench.figures import graph_svg, work_of
 from dovetail.bench.page import load_chart, loss_chart
-from dovetail.bench.records import Curve
+from dovetail.bench.records import LossCurve
 from dovetail.costs import analytic_costs
 from dovetail.graph import Groups, Phase, colocate
 from dovetail.simulator import Simulator
@@ -183,6 +183,6 @@ def test_curves_end_with_the_first_of_them_and_share_their_axes():
 
 def test_a_chart_without_curves_says_so_and_names_are_escaped():
     assert "Not yet run" in loss_chart([], "")
-    assert "Not yet run" in loss_chart([Curve("a", "b", 1.0, [])], "")
-    assert "<script" not in loss_chart([Curve("a", EVIL, 1.0, [1.0, 0.5])], EVIL)
+    assert "Not yet run" in loss_chart([LossCurve("a", "b", 1.0, [])], "")
+    assert "<script" not in loss_chart([LossCurve("a", EVIL, 1.0, [1.0, 0.5])], EVIL)
     assert "<script" not in load_chart(work(), EVIL)

@@ -11,8 +11,8 @@ from dovetail.bench import learned, running, store, tables
 from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.page import render
-from dovetail.bench.records import Best, LearnedRun, Published
-from dovetail.bench.table import Task, run_table, work_off
+from dovetail.bench.records import BestSoFar, LearnedRun, Published
+from dovetail.bench.table import BenchTask, run_table, work_off
 from dovetail.bench.tables import (
     cut,
     effort,
@@ -41,7 +41,7 @@ def task():
 
 def made_run(method, seed, bests, trials=100, seconds=None, invalid=0.0):
     """A training that found `bests` of (trial, seconds)."""
-    found = tuple(Best(trial, trial, value) for trial, value in bests)
+    found = tuple(BestSoFar(trial, trial, value) for trial, value in bests)
     last = bests[-1][1] if bests else seconds
     reached = fits(last) if bests else oom()
     return LearnedRun(method, seed, reached, 7, "by hand", trials, trials, 5, invalid, found)
@@ -104,7 +104,7 @@ def test_a_tally_counts_repeats_once_as_different_and_keeps_every_new_best(task)
     assert first.seconds.tolist() == [values[0], values[0], values[1]]
     assert (tally.trials, tally.distinct, tally.invalid) == (8, 5, 0)
     lows = np.minimum.accumulate(values)
-    assert tally.bests[0] == Best(1, 1, values[0])
+    assert tally.bests[0] == BestSoFar(1, 1, values[0])
     assert tally.bests[-1].seconds == lows[-1]
     assert told[-1] == (8, lows[-1])
     trial_of = {0: 1, 1: 3, 2: 6, 3: 7, 4: 8}
@@ -205,8 +205,8 @@ def test_code_that_computes_nothing_of_a_kind_is_not_among_what_it_rests_on():
 @pytest.mark.parametrize("jobs", [0, 1])
 def test_when_the_last_task_fails_what_waits_for_it_is_dropped_and_the_crew_ends(jobs):
     tasks = [
-        Task("bad", "tests.support.tiny_tasks:raises", ("no good",)),
-        Task("later", "tests.support.tiny_tasks:says", ("",), after=("bad",)),
+        BenchTask("bad", "tests.support.tiny_tasks:raises", ("no good",)),
+        BenchTask("later", "tests.support.tiny_tasks:says", ("",), after=("bad",)),
     ]
     assert set(work_off(tasks, jobs, lambda *_: None, print)) == {"bad", "later"}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import orderings_of, relation
-from dovetail.bench.records import Found, Published
+from dovetail.bench.records import MethodResult, Published
 from dovetail.bench.running import best_of
 from dovetail.machine import parse_machine
 from tests.support.bench_samples import METHODS, fits, make_case, make_column, make_row, oom
@@ -109,7 +109,7 @@ def test_out_of_memory_in_ours_alone_fails_both_the_memory_and_the_pair():
 
 
 def test_a_method_that_refused_or_did_not_run_leaves_the_ordering_open():
-    found = orderings(scotch=Found(None, "the library Scotch is not installed"))
+    found = orderings(scotch=MethodResult(None, "the library Scotch is not installed"))
     one = found["Scotch is slower than 1 CPU"]
     assert one.holds is None
     assert one.why == "the library Scotch is not installed"
@@ -160,7 +160,7 @@ def test_a_case_without_published_figures_has_no_orderings():
 
 def found_ones():
     seconds = st.floats(1e-6, 1e3).map(fits)
-    return st.one_of(seconds, st.just(oom()), st.just(Found(None, "refused")), st.none())
+    return st.one_of(seconds, st.just(oom()), st.just(MethodResult(None, "refused")), st.none())
 
 
 @given(

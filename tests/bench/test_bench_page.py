@@ -12,7 +12,14 @@ import pytest
 
 from dovetail.bench import CASES
 from dovetail.bench.page import render, write_page
-from dovetail.bench.records import Column, Curve, Found, Published, Row, Tower
+from dovetail.bench.records import (
+    CaseResult,
+    Column,
+    LossCurve,
+    MethodResult,
+    Published,
+    TowerResult,
+)
 from dovetail.bench.tables import FIELDS, write_csv
 from dovetail.errors import UnwritableError
 from dovetail.reports.markup import drawing
@@ -115,7 +122,7 @@ def test_the_papers_seconds_stand_above_ours_with_their_ratio():
 
 
 def test_out_of_memory_a_refusal_and_a_method_that_did_not_run_are_told_apart():
-    methods = {"1 GPU": oom(), "scotch": Found(None, "the library Scotch is not installed")}
+    methods = {"1 GPU": oom(), "scotch": MethodResult(None, "the library Scotch is not installed")}
     column = make_column(**methods)
     column = replace(column, methods={k: v for k, v in column.methods.items() if k != "mincut"})
     text = page(rows=[make_row(plain=column)])
@@ -209,11 +216,11 @@ def test_hostile_names_are_text_everywhere():
     shown = replace(
         work(), forward_seconds={EVIL: 1.0}, transfer_seconds={EVIL: 1.0}, picture=f"<svg>{EVIL}"
     )
-    bad = Found(None, EVIL, {EVIL: 5}, 1.0)
+    bad = MethodResult(None, EVIL, {EVIL: 5}, 1.0)
     column = Column({EVIL: fits(1.0), "1 CPU": bad}, EVIL, 0.5, EVIL, {EVIL: shown})
-    row = Row(case.key, 1, 1, 1, 1, {"plain": column, EVIL: column}, 1.0)
-    towers = [Tower(EVIL, EVIL, EVIL, 4, 32, None, EVIL)]
-    curves = [Curve(EVIL, EVIL, 1.0, [1.0])]
+    row = CaseResult(case.key, 1, 1, 1, 1, {"plain": column, EVIL: column}, 1.0)
+    towers = [TowerResult(EVIL, EVIL, EVIL, 4, 32, None, EVIL)]
+    curves = [LossCurve(EVIL, EVIL, 1.0, [1.0])]
     text = page(cases=[case], rows=[row], towers=towers, curves=curves, made=[(EVIL, EVIL)])
     tags = {tag for tag, _ in Page(text).tags}
     assert not tags & {"script", "img"}
@@ -316,14 +323,14 @@ def test_both_columns_are_in_the_csv(tmp_path):
 )
 def test_whether_asynchronous_towers_converge_slower_is_read_off_the_curves(last, said):
     losses = {"synchronous towers": [2.0] * 5 + [0.5] * 20, "asynchronous towers": [last] * 25}
-    text = page(curves=[Curve("Inception-V3", name, 1.0, of) for name, of in losses.items()])
+    text = page(curves=[LossCurve("Inception-V3", name, 1.0, of) for name, of in losses.items()])
     assert said in text
     assert "converge" not in page(curves=CURVES).split("Loss against simulated time")[1]
 
 
 def test_a_planned_step_is_compared_with_synchronous_towers():
     seconds = {"planned": 9.0, "synchronous towers": 10.0, "asynchronous towers": 12.5}
-    text = page(curves=[Curve("Inception-V3", name, of, [1.0]) for name, of in seconds.items()])
+    text = page(curves=[LossCurve("Inception-V3", name, of, [1.0]) for name, of in seconds.items()])
     assert "all examples, planned, takes 9 s, 10.0 % less than synchronous towers" in text
     assert "a step of asynchronous towers, takes 12.5 s, 25.0 % more than" in text
     assert "than synchronous towers." not in page(curves=CURVES)

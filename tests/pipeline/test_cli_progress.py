@@ -7,6 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from dovetail.cli import training_run
+from dovetail.cli.output import LINE_SECONDS
 from dovetail.cli.training_run import TrainingProgress, said
 from dovetail.training.records import Event
 from tests.support.histories import make_history
@@ -51,7 +52,7 @@ def test_lines_come_at_a_pace_and_events_at_once():
     rows = list(make_history(60).outcome.rows)
     progress.add(rows[:20])
     assert told == []
-    clock.now = training_run.LINE_SECONDS
+    clock.now = LINE_SECONDS
     progress.add(rows[20:40])
     progress.add(rows[40:])
     assert len(told) == 1

@@ -12,7 +12,7 @@ import pytest
 from dovetail.errors import UnwritableError
 from dovetail.graph.records import Phase
 from dovetail.machine import Link
-from dovetail.reports import Report, write_html
+from dovetail.reports import PlanReport, write_html
 from dovetail.reports.page import render, runs, split_name
 from tests.support.report_samples import (
     EVIL,
@@ -56,7 +56,7 @@ def small_report(**changes):
         memory_bytes=(np.array([1000, 600_000]), np.array([300_000])),
     )
     plan = make_plan(graph, machine, placement)
-    return Report(**({"plan": plan, "graph": graph, "predicted": predicted} | changes))
+    return PlanReport(**({"plan": plan, "graph": graph, "predicted": predicted} | changes))
 
 
 def unpack(page):
@@ -125,7 +125,7 @@ def test_foreign_names_stay_text_everywhere(name, tmp_path):
         pins=((name, name),),
         caps=((machine.device_names[0], 700_000),),
     )
-    report = Report(plan, graph, predicted, predicted, np.array([1e-3]), name)
+    report = PlanReport(plan, graph, predicted, predicted, np.array([1e-3]), name)
     write_html(report, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     allowed = [
@@ -191,7 +191,7 @@ def test_a_hundred_thousand_spans_make_a_page_of_less_than_3_mb(tmp_path):
     seconds = np.random.default_rng(0).lognormal(np.log(2e-4), 1.0, len(graph))
     predicted = run_in_order(graph, machine, placement, seconds)
     assert len(predicted.ops) >= 100_000
-    report = Report(make_plan(graph, machine, placement), graph, predicted)
+    report = PlanReport(make_plan(graph, machine, placement), graph, predicted)
     write_html(report, tmp_path / "large.html")
     assert (tmp_path / "large.html").stat().st_size <= 3e6
 
@@ -224,7 +224,7 @@ def test_an_empty_step_and_costs_without_seconds_still_make_a_page():
     plan = make_plan(
         graph, machine, [0], value=0.0, lower_bound=0.0, costs_source="given", baselines={}
     )
-    page = render(Report(plan, graph, make_timeline(machine, [])))
+    page = render(PlanReport(plan, graph, make_timeline(machine, [])))
     assert "optimal" in page  # nothing takes less than no time
     assert "Memory was not recorded" in page
 
@@ -240,7 +240,7 @@ def test_every_device_has_one_colour_in_all_charts_and_no_two_the_same():
     machine = make_machine(12)
     graph = training_chain(12)
     placement = np.arange(len(graph)) % 12
-    report = Report(
+    report = PlanReport(
         make_plan(graph, machine, placement, peak_memory_bytes=(1,) * 12),
         graph,
         run_in_order(graph, machine, placement, np.full(len(graph), 1e-6)),
@@ -258,7 +258,7 @@ def test_the_table_of_modules_by_device_is_folded_and_says_seconds_and_parameter
     machine = make_machine(1)
     graph = training_chain(16)
     placement = np.zeros(len(graph), dtype=int)
-    report = Report(
+    report = PlanReport(
         make_plan(graph, machine, placement),
         graph,
         run_in_order(graph, machine, placement, np.full(len(graph), 1e-6)),
@@ -282,7 +282,7 @@ def test_a_plan_for_load_shows_the_filled_pipeline_and_others_do_not():
     machine = make_machine(2)
     graph = make_graph([("a", Phase.FORWARD, [], "one"), ("b", Phase.FORWARD, [0], "two")])
     plan = make_plan(graph, machine, [0, 1], objective="load", value=2e-3)
-    report = Report(plan, graph, run_in_order(graph, machine, [0, 1], np.full(2, 1e-3)))
+    report = PlanReport(plan, graph, run_in_order(graph, machine, [0, 1], np.full(2, 1e-3)))
     page = render(report)
     assert "The pipeline, filled" in page
     assert "2e+03 samples/s, 500 steps a second of 4" in page
@@ -290,14 +290,14 @@ def test_a_plan_for_load_shows_the_filled_pipeline_and_others_do_not():
     circle = make_graph([("a", Phase.FORWARD, []), ("b", Phase.FORWARD, [0]),
                          ("c", Phase.FORWARD, [1])])  # fmt: skip
     plan = make_plan(circle, machine, [0, 1, 0], objective="load", value=2e-3)
-    report = Report(plan, circle, run_in_order(circle, machine, [0, 1, 0], np.full(3, 1e-3)))
+    report = PlanReport(plan, circle, run_in_order(circle, machine, [0, 1, 0], np.full(3, 1e-3)))
     assert "hand samples back and forth" in render(report)
 
 
 def test_module_names_are_escaped_in_the_table():
     graph = make_graph([("a", Phase.FORWARD, [], EVIL), ("b", Phase.FORWARD, [0], "fine")])
     machine = make_machine(1)
-    report = Report(
+    report = PlanReport(
         make_plan(graph, machine, [0, 0]), graph, run_in_order(graph, machine, [0, 0], [1e-3] * 2)
     )
     assert "<img" not in render(report)
@@ -322,7 +322,7 @@ def test_a_button_of_the_table_unfolds_the_table_and_the_graph_and_folds_them_ag
     machine = make_machine(2)
     graph = training_chain(16)
     placement = np.zeros(len(graph), dtype=int)
-    report = Report(
+    report = PlanReport(
         make_plan(graph, machine, placement),
         graph,
         run_in_order(graph, machine, placement, np.full(len(graph), 1e-6)),

@@ -9,7 +9,7 @@ from dovetail.graph.records import Phase
 from dovetail.machine import parse_machine
 from dovetail.plans import describe_gap
 from dovetail.reports import (
-    Report,
+    PlanReport,
     chrome_trace,
     find_limits,
     graph_summary,
@@ -190,16 +190,18 @@ def test_control_characters_in_foreign_names_never_reach_the_terminal():
 def test_derived_figures_of_a_report(two_ops):
     machine, graph, timeline = two_ops
     plan = make_plan(graph, machine, [0, 1])
-    report = Report(plan, graph, timeline, measured_seconds=[4.0, 5.0, 9.0])
+    report = PlanReport(plan, graph, timeline, measured_seconds=[4.0, 5.0, 9.0])
     assert report.model == "zoo:sample?layers=2"
     assert report.speedup == pytest.approx(1.5)
     assert report.measured_step_seconds == 5.0
     assert report.error == pytest.approx(-0.2)
     assert utilisation(timeline).tolist() == [0.25, 0.5]
-    bare = Report(make_plan(graph, machine, [0, 1], baselines={"single": None}), graph, timeline)
+    bare = PlanReport(
+        make_plan(graph, machine, [0, 1], baselines={"single": None}), graph, timeline
+    )
     assert bare.speedup is None
     all_cores = {"single": 6e-3, "here": 5e-3}
-    faster = Report(make_plan(graph, machine, [0, 1], baselines=all_cores), graph, timeline)
+    faster = PlanReport(make_plan(graph, machine, [0, 1], baselines=all_cores), graph, timeline)
     assert faster.speedup == pytest.approx(1.25)
     assert bare.error is None
     assert [name for name, _ in bare.timelines] == ["predicted"]

@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from dovetail.bench.records import Case, Column, Curve, Found, Published, Row, Tower, Work
+from dovetail.bench.records import (
+    Case,
+    CaseResult,
+    Column,
+    LossCurve,
+    MethodResult,
+    PlanWork,
+    Published,
+    TowerResult,
+)
 
 EVIL = '</style><script>alert(1)</script><img src=x onerror="alert(2)">&'
 GPUS = ("k80:0", "k80:1", "haswell")
@@ -10,15 +19,15 @@ PICTURE = '<svg class="graph" viewBox="0 0 9 9"><path d="M0 0h1v1z"/></svg>'
 
 
 def fits(seconds, peak_bytes=2**30):
-    return Found(seconds, "", {"k80:0": peak_bytes, "haswell": 5}, 0.25)
+    return MethodResult(seconds, "", {"k80:0": peak_bytes, "haswell": 5}, 0.25)
 
 
 def oom(text="OOM: k80:0 needs 13 GiB of 11.2 GiB"):
-    return Found(None, text, {"k80:0": 13 * 2**30}, 0.5)
+    return MethodResult(None, text, {"k80:0": 13 * 2**30}, 0.5)
 
 
 def work(busy=(0.4, 0.3, 0.0), carried=0.05):
-    return Work(
+    return PlanWork(
         forward_seconds=dict(zip(GPUS, (0.25 * b for b in busy), strict=True)),
         backward_seconds=dict(zip(GPUS, (0.5 * b for b in busy), strict=True)),
         update_seconds=dict(zip(GPUS, (0.25 * b for b in busy), strict=True)),
@@ -47,7 +56,7 @@ def make_column(**changes):
 
 
 def make_row(key="rnnlm-2gpu", **columns):
-    return Row(key, 3000, 165, 10**12, 10**8, columns or {"plain": make_column()}, 33.0)
+    return CaseResult(key, 3000, 165, 10**12, 10**8, columns or {"plain": make_column()}, 33.0)
 
 
 def make_case(key="rnnlm-2gpu", **changes):
@@ -68,10 +77,10 @@ def make_case(key="rnnlm-2gpu", **changes):
 
 
 CURVES = [
-    Curve("Inception-V3", "expert", 2.0, [3.0, 2.0, 1.0, 0.5]),
-    Curve("Inception-V3", "planned", 1.0, [3.0, 2.0, 1.0, 0.5]),
+    LossCurve("Inception-V3", "expert", 2.0, [3.0, 2.0, 1.0, 0.5]),
+    LossCurve("Inception-V3", "planned", 1.0, [3.0, 2.0, 1.0, 0.5]),
 ]
 TOWERS = [
-    Tower("inception", "Inception-V3, 4 GPUs", "synchronous", 4, 32, 6.4),
-    Tower("inception", "Inception-V3, 4 GPUs", "asynchronous", 4, 32, None, "OOM: k80:0"),
+    TowerResult("inception", "Inception-V3, 4 GPUs", "synchronous", 4, 32, 6.4),
+    TowerResult("inception", "Inception-V3, 4 GPUs", "asynchronous", 4, 32, None, "OOM: k80:0"),
 ]

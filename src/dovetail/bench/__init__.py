@@ -9,7 +9,16 @@ This file imports nothing heavy: workers that only wait would pay for it.
 """
 
 from dovetail.bench.cases import CASES, GDP_CASES, GDP_COLUMNS, RL17_CASES, RL17_COLUMNS
-from dovetail.bench.records import Case, Column, Curve, Found, Published, Row, Tower, Work
+from dovetail.bench.records import (
+    Case,
+    CaseResult,
+    Column,
+    LossCurve,
+    MethodResult,
+    PlanWork,
+    Published,
+    TowerResult,
+)
 
 __all__ = [
     "CASES",
@@ -18,11 +27,11 @@ __all__ = [
     "RL17_CASES",
     "RL17_COLUMNS",
     "Case",
+    "CaseResult",
     "Column",
-    "Curve",
-    "Found",
+    "LossCurve",
+    "MethodResult",
+    "PlanWork",
     "Published",
-    "Row",
-    "Tower",
-    "Work",
+    "TowerResult",
 ]

@@ -21,11 +21,11 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.bench.records import Work
+from dovetail.bench.records import PlanWork
 from dovetail.costs import Costs
 from dovetail.graph import Graph, Groups, Phase
 from dovetail.machine import Machine
-from dovetail.reports.layout import View, view
+from dovetail.reports.layout import GraphView, view
 from dovetail.simulator import Simulator
 from dovetail.units import format_bytes, format_seconds
 
@@ -65,7 +65,9 @@ class _Box:
         return f"{self.x + self.width / 2:.0f} {self.y + self.height / 2:.0f}"
 
 
-def work_of(graph: Graph, machine: Machine, costs: Costs, groups: Groups, placement: Int32) -> Work:
+def work_of(
+    graph: Graph, machine: Machine, costs: Costs, groups: Groups, placement: Int32
+) -> PlanWork:
     """What each device and channel does in a step of `placement` [ops], simulated, and a picture.
 
     Raises what `Simulator.timeline` raises.
@@ -79,7 +81,7 @@ def work_of(graph: Graph, machine: Machine, costs: Costs, groups: Groups, placem
         spent = np.bincount(timeline.op_devices[of], seconds[of], len(timeline.devices))
         return dict(zip(timeline.devices, spent.tolist(), strict=True))
 
-    return Work(
+    return PlanWork(
         forward_seconds=by_device(Phase.FORWARD),
         backward_seconds=by_device(Phase.BACKWARD),
         update_seconds=by_device(Phase.UPDATE),
@@ -149,14 +151,14 @@ def _cut(graph: Graph) -> tuple[str, ...]:
     return tuple(".".join(path[:depth]) or "(top)" for path in paths)
 
 
-def _rows(shown: View) -> tuple[Int32, list[str]]:
+def _rows(shown: GraphView) -> tuple[Int32, list[str]]:
     """[nodes] row of each node within its band, and the rows' names, by first op."""
     order = {name: row for row, name in enumerate(dict.fromkeys(shown.labels))}
     return np.array([order[name] for name in shown.labels], dtype=np.int32), list(order)
 
 
 def _band(
-    shown: View, of: NDArray[np.int64], rows: Int32, order: Sequence[str], top: float
+    shown: GraphView, of: NDArray[np.int64], rows: Int32, order: Sequence[str], top: float
 ) -> tuple[str, float]:
     """The cells of some nodes, names on their left, and where they end."""
     columns, count = _binned(shown, of, rows)
@@ -187,7 +189,7 @@ def _band(
     return names + _paths(shown, of, boxes) + _lines(shown, cell_of, boxes), y
 
 
-def _binned(shown: View, of: NDArray[np.int64], rows: Int32) -> tuple[Int32, int]:
+def _binned(shown: GraphView, of: NDArray[np.int64], rows: Int32) -> tuple[Int32, int]:
     """[of] column of each node and how many columns there are: halved until no more than
     `MOST_CELLS` cells are left."""
     columns, count = shown.columns[of], int(shown.columns.max(initial=0)) + 1
@@ -199,7 +201,7 @@ def _binned(shown: View, of: NDArray[np.int64], rows: Int32) -> tuple[Int32, int
     return columns, count
 
 
-def _paths(shown: View, of: NDArray[np.int64], boxes: dict[Cell, _Box]) -> str:
+def _paths(shown: GraphView, of: NDArray[np.int64], boxes: dict[Cell, _Box]) -> str:
     """One path a device, with what it does here as its title."""
     parts = []
     for device in sorted({device for _, _, device in boxes}):
@@ -211,7 +213,7 @@ def _paths(shown: View, of: NDArray[np.int64], boxes: dict[Cell, _Box]) -> str:
     return "".join(parts)
 
 
-def _lines(shown: View, cell_of: dict[int, Cell], boxes: dict[Cell, _Box]) -> str:
+def _lines(shown: GraphView, cell_of: dict[int, Cell], boxes: dict[Cell, _Box]) -> str:
     """The largest edges between devices, as one path."""
     drawn: dict[tuple[Cell, Cell], int] = defaultdict(int)
     for (a, b), size in zip(shown.edges.tolist(), shown.edge_bytes.tolist(), strict=True):
@@ -226,7 +228,7 @@ def _lines(shown: View, cell_of: dict[int, Cell], boxes: dict[Cell, _Box]) -> st
     return f'<path class="between" d="{path}"><title>{text}</title></path>'
 
 
-def _legend(shown: View, machine: Machine) -> str:
+def _legend(shown: GraphView, machine: Machine) -> str:
     used = sorted(set(shown.devices.tolist()))
     items = (
         f'<li><i class="{colour_of(device)}"></i>{escape(machine.device_names[device])}</li>'

@@ -15,7 +15,7 @@ from dovetail.graph.files import load_graph, save_graph
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedGraph:
     """What a row says of its graph.
 
     graph     its fingerprint
@@ -39,13 +39,13 @@ def _fingerprint(case: Case) -> str:
     return fingerprint(GRAPHS, model=case.model, train=case.train)
 
 
-def known(store: Store, case: Case) -> Captured | None:
+def known(store: Store, case: Case) -> CapturedGraph | None:
     """What was written of the case's graph; None where it is yet to be captured."""
     name = name_of(case)
     value = store.get(name, _fingerprint(case))
     if value is None or not _file(store, name).exists():
         return None
-    return Captured(**value)
+    return CapturedGraph(**value)
 
 
 def graph_for(store: Store, case: Case) -> Graph:
@@ -73,7 +73,7 @@ def _capture(store: Store, case: Case, name: str) -> Graph:
     graph = graph_of(resolve_model(case.model, case.train))
     save_graph(graph, _file(store, name))
     parameters = np.array([kind == "parameter" for kind in graph.kinds])[graph.producers]
-    captured = Captured(
+    captured = CapturedGraph(
         graph=graph.fingerprint,
         ops=int((~graph.is_source).sum()),
         groups=group(graph).count,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dovetail.bench import graphs
 from dovetail.bench.cases import LEARNED
 from dovetail.bench.methods import PLAIN
-from dovetail.bench.records import Best, Case, Found, LearnedRun, Row
+from dovetail.bench.records import BestSoFar, Case, CaseResult, LearnedRun, MethodResult
 from dovetail.bench.running import BenchSettings, Tell
 from dovetail.bench.store import LEARNED as KIND
 from dovetail.bench.store import Store, fingerprint
@@ -95,7 +95,7 @@ class Tally:
         self._known: dict[bytes, tuple[float, bool]] = {}
         self._seen: set[bytes] = set()
         self.trials = self.invalid = 0
-        self.bests: list[Best] = []
+        self.bests: list[BestSoFar] = []
         self.placement: GroupPlacement | None = None
         self.reason = "no placement was drawn"
 
@@ -126,7 +126,7 @@ class Tally:
         self.trials += 1
         self.invalid += not valid
         if valid and seconds < self.best_seconds:
-            self.bests.append(Best(self.trials, self.distinct, seconds))
+            self.bests.append(BestSoFar(self.trials, self.distinct, seconds))
             self.placement = row.copy()
 
     def _simulate(self, rows: dict[bytes, int], placements: NDArray[np.int32]) -> None:
@@ -234,7 +234,7 @@ def run_of(
     return LearnedRun(
         method=method,
         seed=seed,
-        found=Found(best, "" if tally.bests else tally.reason, peaks, seconds),
+        found=MethodResult(best, "" if tally.bests else tally.reason, peaks, seconds),
         groups=problem.groups.count,
         grouping=grouping,
         trials=tally.trials,
@@ -245,7 +245,7 @@ def run_of(
     )
 
 
-# The trainings of learned methods: which of them are kept, and what each is kept as.
+# ---- Stored trainings: one file a training ----
 #
 #     OUT/rows/CASE.plain.METHOD.seed-N.json      one training: a row, a method, a seed
 #
@@ -295,7 +295,9 @@ def run_training(
     return []
 
 
-def with_trainings(settings: BenchSettings, store: Store, case: Case, row: Row) -> Row:
+def with_trainings(
+    settings: BenchSettings, store: Store, case: Case, row: CaseResult
+) -> CaseResult:
     """The row with what is kept of its trainings, in the plain column: of each method the run of
     the median stands among the methods."""
     column, seconds = row.columns[PLAIN], 0.0
@@ -344,5 +346,5 @@ def _key(settings: BenchSettings, case: Case, graph: str, method: str, seed: int
 
 
 def _run(raw: dict[str, Any]) -> LearnedRun:
-    bests = tuple(Best(**best) for best in raw["bests"])
-    return LearnedRun(**{**raw, "found": Found(**raw["found"]), "bests": bests})
+    bests = tuple(BestSoFar(**best) for best in raw["bests"])
+    return LearnedRun(**{**raw, "found": MethodResult(**raw["found"]), "bests": bests})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.bench.records import Found
+from dovetail.bench.records import MethodResult
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, InvalidError
 from dovetail.graph import Graph, Groups, Phase, group
@@ -33,18 +33,15 @@ from dovetail.plans import normalise
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.units import format_bytes
 
-# The hypothesis of how RL17's harness ran a step: variables and gradient sums on the CPU, and
-# links at 3.5 GB/s.
+# ---- The hypothesis: variables and gradient sums on the CPU, links at 3.5 GB/s ----
 #
 # RL17's expert and its partitioners come out several times slower than any cost model of K80s
 # explains (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML
-# 2017,
-# https://arxiv.org/abs/1706.04972, table 2). One reading that brings the expert near the printed
+# 2017, https://arxiv.org/abs/1706.04972, table 2). One reading brings the expert near the printed
 # seconds: TensorFlow kept the variables, their updates and the sums of their gradients on the CPU,
 # so that every weight crosses a slow link to each device that reads it, and every gradient crosses
-# back.
-# It is a guess, not verified by the paper. Nothing is fitted to it: the rates of the devices are
-# those of the plain machine.
+# back. This is a guess, not verified by the paper. Nothing is fitted to it: the rates of the
+# devices are those of the plain machine.
 
 
 LINK_BYTES_PER_SECOND = 3.5e9
@@ -161,7 +158,9 @@ def first_of(machine: Machine, kind: str) -> int:
     return kinds.index(kind)
 
 
-def run_method(ground: Ground, name: str, budget: str) -> tuple[Found, GroupPlacement | None]:
+def run_method(
+    ground: Ground, name: str, budget: str
+) -> tuple[MethodResult, GroupPlacement | None]:
     """What a method finds, and its placement [groups], None where it refuses the problem.
 
     budget   text of the budget for a search; one in evaluations holds for every method
@@ -173,12 +172,12 @@ def run_method(ground: Ground, name: str, budget: str) -> tuple[Found, GroupPlac
         _refuse_exact(problem, name)
         attempt(name, _placer(name), problem, limit)
     except (InvalidError, InfeasibleError) as error:
-        return Found(None, str(error), search_seconds=time.perf_counter() - began), None
+        return MethodResult(None, str(error), search_seconds=time.perf_counter() - began), None
     score, placement = limit.found[name]
     peaks = limit.peaks(placement)
     reason = out_of_memory(problem.machine, peaks, problem.capacities)
     fits = not score.lacking_bytes and np.isfinite(score.value)
-    found = Found(
+    found = MethodResult(
         seconds=score.value if fits else None,
         reason="" if fits else reason or f"infeasible: {score.value} s",
         peak_memory_bytes=dict(zip(problem.machine.device_names, peaks.tolist(), strict=True)),

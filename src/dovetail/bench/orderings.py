@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from dovetail.bench.cases import METHOD_OF
 from dovetail.bench.methods import HYPOTHESIS, LINK_BYTES_PER_SECOND
-from dovetail.bench.records import Case, Column, Found, Row, Work
+from dovetail.bench.records import Case, CaseResult, Column, MethodResult, PlanWork
 from dovetail.machine import Device, Machine
 from dovetail.units import format_bandwidth, format_bytes, format_seconds
 
@@ -59,16 +59,16 @@ class _Ground:
     """What reasons are read off."""
 
     case: Case
-    row: Row
+    row: CaseResult
     column: Column
     name: str
     machine: Machine
 
-    def found(self, paper_column: str) -> Found | None:
+    def found(self, paper_column: str) -> MethodResult | None:
         """Ours for a column of the paper."""
         return self.column.methods.get(METHOD_OF[paper_column])
 
-    def work(self, paper_column: str) -> Work | None:
+    def work(self, paper_column: str) -> PlanWork | None:
         return self.column.shown.get(METHOD_OF[paper_column])
 
     @property
@@ -84,7 +84,7 @@ class _Ground:
         return max(link.bandwidth_bytes_per_second for link in self.machine.links)
 
 
-def orderings_of(case: Case, row: Row, name: str, machine: Machine) -> tuple[Ordering, ...]:
+def orderings_of(case: Case, row: CaseResult, name: str, machine: Machine) -> tuple[Ordering, ...]:
     """The orderings of one row and column ("plain", "hypothesis"); () where the paper has none."""
     if case.published is None:
         return ()
@@ -107,7 +107,7 @@ def relation(a_seconds: float | None, b_seconds: float | None) -> str:
     return "faster than" if a < b else "slower than"
 
 
-def is_oom(found: Found) -> bool:
+def is_oom(found: MethodResult) -> bool:
     """True for a method whose placement does not fit into memory."""
     return found.seconds is None and found.reason.startswith("OOM")
 
@@ -154,7 +154,7 @@ def _memory(ground: _Ground, column: str) -> Ordering | None:
     return Ordering(statement, format_step(theirs), text, holds, why)
 
 
-def _peak(ground: _Ground, found: Found) -> str:
+def _peak(ground: _Ground, found: MethodResult) -> str:
     """The device that is fullest: "3.5 GiB of 11.2 GiB on k80:0"."""
     capacities = {device.name: device.memory_bytes for device in ground.machine.devices}
     shares = {
@@ -254,7 +254,7 @@ def _against(ground: _Ground, a: str, b: str) -> str:
     return f"{METHOD_OF[a]} takes {_ratio(learned, other)} of the time of {whose}"
 
 
-def _why_memory(ground: _Ground, found: Found) -> str:
+def _why_memory(ground: _Ground, found: MethodResult) -> str:
     if is_oom(found):
         return (
             "Ours needs more than there is. "
@@ -306,7 +306,7 @@ def _unrolled(ground: _Ground) -> bool:
     return ground.case.model.startswith(("zoo:rnnlm", "zoo:nmt", "zoo:gnmt"))
 
 
-def _busy(work: Work, step_seconds: float) -> str:
+def _busy(work: PlanWork, step_seconds: float) -> str:
     parts = [
         f"{name} {100 * busy / step_seconds:.0f} %"
         for name, busy in busy_seconds(work).items()
@@ -315,7 +315,7 @@ def _busy(work: Work, step_seconds: float) -> str:
     return "at work are " + ", ".join(parts) if parts else "no device works"
 
 
-def _transfers(work: Work) -> str:
+def _transfers(work: PlanWork) -> str:
     seconds = list(work.transfer_seconds.values())
     total, busiest = sum(seconds), max(seconds, default=0.0)
     if not total:
@@ -326,7 +326,7 @@ def _transfers(work: Work) -> str:
     )
 
 
-def busy_seconds(work: Work) -> dict[str, float]:
+def busy_seconds(work: PlanWork) -> dict[str, float]:
     """device -> seconds it computes, over all phases."""
     return {
         name: work.forward_seconds[name]

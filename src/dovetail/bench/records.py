@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class MethodResult:
     """What one method found.
 
     seconds   of one step; None: nothing that fits, or the method cannot do this graph
@@ -66,7 +66,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Work:
+class PlanWork:
     """One plan's load, as RL17's figures 8 and 9 show it, and its graph coloured by device.
 
     forward_seconds, backward_seconds, update_seconds   device -> seconds it computes
@@ -82,7 +82,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestSoFar:
     """A placement better than all before it in its run.
 
     trial      how many placements had been evaluated by then, this one included
@@ -109,14 +109,14 @@ class LearnedRun:
 
     method: str
     seed: int
-    found: Found
+    found: MethodResult
     groups: int
     grouping: str
     trials: int
     distinct: int
     updates: int
     invalid_share: float
-    bests: tuple[Best, ...]
+    bests: tuple[BestSoFar, ...]
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,16 @@ class Column:
     learned   method that learns -> its runs, by seed
     """
 
-    methods: dict[str, Found]
+    methods: dict[str, MethodResult]
     best: str
     bound: float
     proof: str
-    shown: dict[str, Work]
+    shown: dict[str, PlanWork]
     learned: dict[str, tuple[LearnedRun, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row:
+class CaseResult:
     """A case's results.
 
     ops, groups   of our graph; sources are not counted
@@ -158,7 +158,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Tower:
+class TowerResult:
     """Data-parallel towers of one network on one machine.
 
     kind       "synchronous" or "asynchronous"
@@ -176,7 +176,7 @@ class Tower:
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """Loss against simulated time of a real training run.
 
     name          "expert", "planned", "synchronous towers", "asynchronous towers"

@@ -24,7 +24,7 @@ from dovetail.bench.methods import (
     run_method,
     spread,
 )
-from dovetail.bench.records import Case, Column, Found, Row, Work
+from dovetail.bench.records import Case, CaseResult, Column, MethodResult, PlanWork
 from dovetail.bench.store import GRAPHS, PLANNED, Store, all_code, code_fingerprint, fingerprint
 from dovetail.errors import RunError
 from dovetail.machine import parse_machine
@@ -81,7 +81,7 @@ class BenchSettings:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ColumnPart:
     """One kept value: its name in the store, and what it must come from."""
 
     name: str
@@ -96,7 +96,7 @@ def missing(settings: BenchSettings, store: Store, case: Case) -> dict[str, list
     for column in settings.columns:
         parts = [BOUND, *settings.methods_of(column), WORK]
         if captured is not None:
-            kept = _Kept(settings, store, case, column, captured.graph)
+            kept = _StoredParts(settings, store, case, column, captured.graph)
             parts = [part for part in parts if kept.get(part) is None]
         if parts:
             lacking[column] = parts
@@ -121,7 +121,7 @@ def run_column(
     store = settings.store(complain)
     graph = graphs.graph_for(store, case)
     began = time.perf_counter()
-    kept = _Kept(settings, store, case, column, graph.fingerprint)
+    kept = _StoredParts(settings, store, case, column, graph.fingerprint)
     ground = lay_ground(graph, parse_machine(case.machine), column, settings.seed)
     if kept.get(BOUND) is None:
         bound = {"seconds": ground.bound.seconds, "proof": ground.bound.proof}
@@ -140,7 +140,7 @@ def run_column(
     return failures
 
 
-def read_row(settings: BenchSettings, store: Store, case: Case) -> Row | None:
+def read_row(settings: BenchSettings, store: Store, case: Case) -> CaseResult | None:
     """The row as it is kept; None where its graph, a bound or every method is lacking. A method
     that is lacking is left out."""
     captured = graphs.known(store, case)
@@ -152,8 +152,8 @@ def read_row(settings: BenchSettings, store: Store, case: Case) -> Row | None:
         if column is None:
             return None
         columns[name] = column
-        seconds += _Kept(settings, store, case, name, captured.graph).wall_seconds()
-    return Row(
+        seconds += _StoredParts(settings, store, case, name, captured.graph).wall_seconds()
+    return CaseResult(
         key=case.key,
         ops=captured.ops,
         groups=captured.groups,
@@ -169,7 +169,7 @@ def read_column(settings: BenchSettings, store: Store, case: Case, name: str) ->
     captured = graphs.known(store, case)
     if captured is None:
         return None
-    return _Kept(settings, store, case, name, captured.graph).column()
+    return _StoredParts(settings, store, case, name, captured.graph).column()
 
 
 def forget(settings: BenchSettings, store: Store, case: Case) -> None:
@@ -180,7 +180,7 @@ def forget(settings: BenchSettings, store: Store, case: Case) -> None:
             store.drop(_name(case, column, part))
 
 
-class _Kept:
+class _StoredParts:
     """The parts of one column in the store."""
 
     def __init__(
@@ -208,14 +208,14 @@ class _Kept:
         bound, values = self.get(BOUND), self.values()
         if bound is None or not values:
             return None
-        methods = {name: Found(**value["found"]) for name, value in values.items()}
+        methods = {name: MethodResult(**value["found"]) for name, value in values.items()}
         work = self.get(WORK) or {"shown": {}}
         return Column(
             methods=methods,
             best=best_of(methods),
             bound=bound["seconds"],
             proof=bound["proof"],
-            shown={name: Work(**shown) for name, shown in work["shown"].items()},
+            shown={name: PlanWork(**shown) for name, shown in work["shown"].items()},
         )
 
     def wall_seconds(self) -> float:
@@ -223,7 +223,7 @@ class _Kept:
         parts = [self.get(BOUND) or {}, self.get(WORK) or {}, *self.values().values()]
         return float(sum(part.get("wall_seconds", 0.0) for part in parts))
 
-    def _part(self, part: str) -> _Part:
+    def _part(self, part: str) -> _ColumnPart:
         settings, more = self._settings, {}
         if part == WORK:
             values = self.values()
@@ -232,10 +232,10 @@ class _Kept:
             timed = settings.budget if part in SEARCHES or settings.budget.endswith("e") else ""
             more = {"method": part, "budget": timed, "seed": settings.seed}
         name = _name(self._case, self._column, part)
-        return _Part(name, fingerprint(PLANNED, **self._ground, **more))
+        return _ColumnPart(name, fingerprint(PLANNED, **self._ground, **more))
 
 
-def best_of(methods: dict[str, Found]) -> str:
+def best_of(methods: dict[str, MethodResult]) -> str:
     """The method of least seconds; ties: the first; "" where nothing fits."""
     fitting = {name: found.seconds for name, found in methods.items() if found.seconds is not None}
     return min(fitting, key=lambda name: fitting[name]) if fitting else ""
@@ -243,7 +243,7 @@ def best_of(methods: dict[str, Found]) -> str:
 
 def shown_of(values: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     """Methods whose plans are drawn: the expert's and the best, where they fit."""
-    found = {name: Found(**value["found"]) for name, value in values.items()}
+    found = {name: MethodResult(**value["found"]) for name, value in values.items()}
     names = dict.fromkeys((EXPERT, best_of(found)))
     return tuple(name for name in names if name in found and found[name].seconds is not None)
 
@@ -262,7 +262,7 @@ def _run(ground: Ground, method: str, budget: str) -> dict[str, Any]:
     }
 
 
-def _shown(ground: Ground, kept: _Kept) -> Iterator[tuple[str, dict[str, Any]]]:
+def _shown(ground: Ground, kept: _StoredParts) -> Iterator[tuple[str, dict[str, Any]]]:
     values, problem = kept.values(), ground.problem
     for name in shown_of(values):
         placement = spread(ground, values[name]["placement"])

@@ -1,4 +1,4 @@
-"""Results on disk: one file each, written whole or not at all, found again by what made them.
+"""Stores results on disk: one file each, written whole or not at all, found by what made them.
 
     OUT/rows/rnnlm-2gpu.plain.scotch.json    {"format": "dovetail.bench", "version": 1,
                                               "fingerprint": ..., "value": ...}
@@ -30,16 +30,15 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
         "placers/learned", "bench/learned.py",
     ),
 }  # fmt: skip
-"""Kind of result -> what computes it: other code, other results. What a result names by its content
-(the graph of a row) is not computed anew with it."""
+"""Kind of result -> the code that computes it. If that code changes, the result is computed anew;
+what a result names by its content (the graph of a row) is not."""
 _NOT = {
     PLANNED: (
-        "placers/learned", "bench/learned.py", "bench/learned.py", "bench/page.py",
-        "bench/tables.py", "bench/tables.py", "bench/page.py", "bench/page.py",
-        "bench/page.py", "bench/tables.py", "bench/page.py", "bench/orderings.py",
+        "placers/learned", "bench/learned.py", "bench/page.py", "bench/tables.py",
+        "bench/orderings.py",
     ),
 }  # fmt: skip
-"""What is left out of it: what only shows results, and what computes other ones."""
+"""Kind of result -> code left out of `_RESTS_ON`: it only shows results, or computes others."""
 
 
 class Store:

@@ -13,7 +13,7 @@ from dovetail.bench import graphs
 from dovetail.bench.cases import CASES
 from dovetail.bench.learned import forget_trainings, untrained, with_trainings
 from dovetail.bench.methods import METHODS, PLAIN, lay_ground, run_method
-from dovetail.bench.records import Case, Curve, Row, Tower
+from dovetail.bench.records import Case, CaseResult, LossCurve, TowerResult
 from dovetail.bench.running import BenchSettings, forget, missing, read_row
 from dovetail.bench.store import Store
 from dovetail.bench.towers import forget_towers, lacking, read_curves, read_towers
@@ -23,20 +23,21 @@ from dovetail.machine import parse_machine
 from dovetail.machine.local import available_bytes
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 
-# Tasks for a few worker processes, one thread and one core each, in an order that depends allow.
+# ---- Tasks for a few worker processes, one thread and one core each ----
 #
 #     capture RNNLM ──► RNNLM 2 GPUs, plain        worker 0, core 0 ──► (began | done | failed)
 #                └────► RNNLM 4 GPUs, plain        worker 1, core 1
 #     capture NMT   ──► ...
 #
-# A task that fails takes what depends on it along and nothing else; a worker that dies is replaced.
+# A task begins when all tasks in its `after` are done. If a task fails, the tasks after it fail
+# too, and no others; a worker that dies is replaced.
 
 
 ENTRY = "dovetail.bench.table:serve"
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """A call of a function in a worker.
 
     name       unique
@@ -58,17 +59,17 @@ ROOM_BYTES = 5 * 2**30
 
 
 @dataclass
-class _Crew:
+class _TaskQueue:
     """The tasks that wait, those that run, and what failed."""
 
-    waiting: list[Task]
+    waiting: list[BenchTask]
     tell: Callable[[str, str], None]
     complain: Callable[[str], None]
     crowded: bool
-    running: dict[int, Task] = field(default_factory=dict)
+    running: dict[int, BenchTask] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def next(self) -> Task | None:
+    def next(self) -> BenchTask | None:
         """The first task that may begin now, taken off the list."""
         self._drop()
         unfinished = {task.name for task in [*self.waiting, *self.running.values()]}
@@ -112,7 +113,7 @@ class _Crew:
 
 
 def work_off(
-    tasks: list[Task],
+    tasks: list[BenchTask],
     jobs: int,
     tell: Callable[[str, str], None],
     complain: Callable[[str], None],
@@ -124,24 +125,24 @@ def work_off(
 
     Workers are ended, whatever happens; Ctrl-C is raised here.
     """
-    crew = _Crew(list(tasks), tell, complain, available_bytes() < jobs * ROOM_BYTES)
+    queue = _TaskQueue(list(tasks), tell, complain, available_bytes() < jobs * ROOM_BYTES)
     if not jobs:
-        _work_here(crew)
-        return crew.failed
+        _work_here(queue)
+        return queue.failed
     with _workers() as workers:
-        while crew.waiting or crew.running:
+        while queue.waiting or queue.running:
             for slot in range(jobs):
-                task = None if slot in crew.running else crew.next()
+                task = None if slot in queue.running else queue.next()
                 if task is not None:
                     worker = workers.get(slot) or workers.setdefault(slot, _launch(slot, jobs))
-                    crew.running[slot] = task
+                    queue.running[slot] = task
                     worker.send((task.function, task.arguments))
-            at_work = [workers[slot] for slot in crew.running]
+            at_work = [workers[slot] for slot in queue.running]
             for worker in ready(at_work) if at_work else ():  # none: what waited was dropped
                 slot = next(s for s, one in workers.items() if one is worker)
-                if crew.hear(worker, slot):
+                if queue.hear(worker, slot):
                     workers.pop(slot).close(kill=True)
-    return crew.failed
+    return queue.failed
 
 
 def serve(channel: Channel) -> None:
@@ -171,18 +172,18 @@ def _call(
     return failures
 
 
-def _work_here(crew: _Crew) -> None:
-    while (task := crew.next()) is not None:
+def _work_here(queue: _TaskQueue) -> None:
+    while (task := queue.next()) is not None:
         name = task.name
         failures = _call(
             task.function,
             task.arguments,
-            lambda said, name=name: crew.tell(name, said),  # type: ignore[misc]
-            crew.complain,
+            lambda said, name=name: queue.tell(name, said),  # type: ignore[misc]
+            queue.complain,
         )
         if failures:
-            crew.failed[name] = "\n".join(failures)
-        crew.tell(name, "done")
+            queue.failed[name] = "\n".join(failures)
+        queue.tell(name, "done")
 
 
 @contextmanager
@@ -204,7 +205,7 @@ def _launch(slot: int, jobs: int) -> Worker:
 
 
 @dataclass(frozen=True)
-class Table:
+class BenchTable:
     """What there is of a paper's table.
 
     rows       those that are done, in the order of `cases`
@@ -213,14 +214,14 @@ class Table:
     """
 
     cases: tuple[Case, ...]
-    rows: tuple[Row, ...]
-    towers: tuple[Tower, ...]
-    curves: tuple[Curve, ...]
+    rows: tuple[CaseResult, ...]
+    towers: tuple[TowerResult, ...]
+    curves: tuple[LossCurve, ...]
     computed: int
     failures: dict[str, str]
 
     @property
-    def done(self) -> list[tuple[Case, Row]]:
+    def done(self) -> list[tuple[Case, CaseResult]]:
         """The rows, each with its case."""
         of_key = {row.key: row for row in self.rows}
         return [(case, of_key[case.key]) for case in self.cases if case.key in of_key]
@@ -246,12 +247,12 @@ def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
 
 _Lack = tuple[str, Case | None, str, tuple[Any, ...]]
 """name of a task, the case whose graph it needs, function, arguments"""
-_COMPILE = Task("compile kernels", "dovetail.bench.table:compile_kernels", ())
+_COMPILE = BenchTask("compile kernels", "dovetail.bench.table:compile_kernels", ())
 
 
 def tasks_of(
     settings: BenchSettings, store: Store, cases: Iterable[Case], *, towers: bool, jobs: int
-) -> list[Task]:
+) -> list[BenchTask]:
     """What these rows lack, and the towers and curves if they are wanted: captures first, each
     network once, while one of several workers compiles what the others load then; then columns
     as the graphs come, and then trainings, those of the first seed first."""
@@ -262,17 +263,17 @@ def tasks_of(
     lacks += _columns(settings, store, cases := list(cases))
     lacks += sorted(_trainings(settings, store, cases), key=lambda lack: lack[3][-1])
     before = [_COMPILE] if jobs > 1 and any(of for _, of, _, _ in lacks) else []
-    captures: dict[str, Task] = {}
+    captures: dict[str, BenchTask] = {}
     tasks = []
     for name, of, function, arguments in lacks:
         after = [task.name for task in before] if of else []
         if of is not None and graphs.known(store, of) is None:
             capture = f"capture {of.model} {of.train}"
-            captures[capture] = Task(
+            captures[capture] = BenchTask(
                 capture, "dovetail.bench.running:capture", (settings, of), alone=True
             )
             after.append(capture)
-        tasks.append(Task(name, function, arguments, tuple(after)))
+        tasks.append(BenchTask(name, function, arguments, tuple(after)))
     return [*before, *captures.values(), *tasks]
 
 
@@ -300,7 +301,7 @@ def run_table(
     fresh: bool = False,
     tell: Callable[[str, float], None] = lambda _said, _fraction: None,
     complain: Callable[[str], None] = lambda _text: None,
-) -> Table:
+) -> BenchTable:
     """Compute what the rows that `rows` names lack, and read back the table.
 
     cases   default: those of the paper's table, to which RL17 has towers and curves as well; they
@@ -328,7 +329,7 @@ def run_table(
 
     failures = work_off(tasks, jobs, heard, complain)
     found = [row for case in cases if (row := _row(settings, store, case)) is not None]
-    return Table(
+    return BenchTable(
         cases=cases,
         rows=tuple(found),
         towers=tuple(read_towers(store) if extras else ()),
@@ -338,16 +339,15 @@ def run_table(
     )
 
 
-def _row(settings: BenchSettings, store: Store, case: Case) -> Row | None:
+def _row(settings: BenchSettings, store: Store, case: Case) -> CaseResult | None:
     row = read_row(settings, store, case)
     return None if row is None else with_trainings(settings, store, case, row)
 
 
-# Compiling the kernels once, before several workers would each compile all of them.
+# ---- Compiling the kernels once, before several workers would each compile all of them ----
 #
-# The first run on a machine compiles for the better part of a minute, or for minutes where several
-# processes do it at once; what one has compiled is on disk, and the others load it.
-
+# The first run on a machine compiles for the better part of a minute, or for minutes if several
+# processes do it at once. The first process keeps what it compiled on disk, and the others load it.
 
 _OPS, _BUDGET, _MACHINE = 300, "40e", "2 x k80 + haswell"
 

@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from dovetail.bench.cases import LEARNED, METHOD_OF
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.orderings import format_step
-from dovetail.bench.records import Best, Case, Column, Found, LearnedRun, Published, Row
+from dovetail.bench.records import (
+    BestSoFar,
+    Case,
+    CaseResult,
+    Column,
+    LearnedRun,
+    MethodResult,
+    Published,
+)
 from dovetail.runtime.files import write_atomically
 from dovetail.units import format_seconds
 
@@ -26,7 +34,7 @@ Line = dict[str, str | int | float]
 
 
 def write_csv(
-    name: str, cases: Sequence[Case], rows: Sequence[Row], path: str | os.PathLike[str]
+    name: str, cases: Sequence[Case], rows: Sequence[CaseResult], path: str | os.PathLike[str]
 ) -> None:
     """Write the lines of table `name`, whole or not at all. Raises `UnwritableError`.
 
@@ -42,7 +50,7 @@ def write_csv(
     write_atomically(path, text.getvalue().encode("utf-8", "replace"))
 
 
-def lines_of(name: str, cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[Line]:
+def lines_of(name: str, cases: Sequence[Case], rows: Sequence[CaseResult]) -> Iterator[Line]:
     """Every line of the file, in the order of cases, columns and methods."""
     of_case = {row.key: row for row in rows}
     for case in cases:
@@ -99,7 +107,7 @@ def _not_run(
             yield head | {"method": method, "reason": NOT_RUN} | _theirs(given, paper, None)
 
 
-def _ours(found: Found) -> Line:
+def _ours(found: MethodResult) -> Line:
     peaks = found.peak_memory_bytes
     return {
         "seconds": _or_empty(found.seconds),
@@ -110,7 +118,7 @@ def _ours(found: Found) -> Line:
     }
 
 
-def _theirs(given: dict[str, float | None], paper: str, found: Found | None) -> Line:
+def _theirs(given: dict[str, float | None], paper: str, found: MethodResult | None) -> Line:
     seconds = given.get(paper)
     line: Line = {"paper_column": paper}
     line["paper_seconds"] = (OOM if seconds is None else seconds) if paper in given else ""
@@ -123,11 +131,10 @@ def _or_empty(value: float | int | None) -> str | int | float:
     return "" if value is None else value
 
 
-# What trainings of learned methods come to: the run of the median, effort, and what was to be met.
+# ---- Trainings of learned methods: the run of the median, search effort, targets ----
 #
-# Search effort, as GDP compares itself with HDP, is in evaluated placements: how many HDP evaluates
-# up to its best, over how many GDP evaluates up to one at least as good. Of two runs of one seed.
-
+# GDP compares its search effort with HDP's in evaluated placements, for two runs of one seed: the
+# placements up to HDP's best, over those up to a placement of GDP that is at least as good.
 
 CLOSE = 1 + 1e-9
 BASELINES = ("1 CPU", "1 GPU", "Scotch", "MinCut", "expert")
@@ -150,7 +157,7 @@ def _seconds(run: LearnedRun) -> float:
     return math.inf if run.found.seconds is None else run.found.seconds
 
 
-def reached(run: LearnedRun, seconds: float) -> Best | None:
+def reached(run: LearnedRun, seconds: float) -> BestSoFar | None:
     """The first placement of a run that takes no longer; None where there is none."""
     return next((best for best in run.bests if best.seconds <= seconds * CLOSE), None)
 
@@ -172,7 +179,7 @@ def middle_within(column: Column, method: str, other: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """How much less one run evaluates than another, for a placement as good as the other's best.
 
     ratio       of evaluated placements; `distinct_ratio` of different ones
@@ -185,18 +192,18 @@ class Effort:
     limit: str = ""
 
 
-def effort(run: LearnedRun, other: LearnedRun) -> Effort:
+def effort(run: LearnedRun, other: LearnedRun) -> SearchEffort:
     """Of `run` against `other`."""
-    last = other.bests[-1] if other.bests else Best(other.trials, other.distinct, math.inf)
+    last = other.bests[-1] if other.bests else BestSoFar(other.trials, other.distinct, math.inf)
     hit = reached(run, last.seconds)
     limit = "" if other.bests else "at least"
     if hit is None:
-        hit, limit = Best(run.trials, run.distinct, math.inf), "at most"
+        hit, limit = BestSoFar(run.trials, run.distinct, math.inf), "at most"
     ratio = last.trial / max(1, hit.trial)
-    return Effort(ratio, last.distinct / max(1, hit.distinct), limit)
+    return SearchEffort(ratio, last.distinct / max(1, hit.distinct), limit)
 
 
-def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[Effort]:
+def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[SearchEffort]:
     """Seed by seed, of the seeds that both have."""
     of_seed = {run.seed: run for run in column.learned.get(other, ())}
     return [
@@ -207,7 +214,7 @@ def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[Eff
 
 
 @dataclass(frozen=True)
-class Target:
+class LearningTarget:
     """What RL17's learned placement was to reach on a row.
 
     baseline      of least seconds, and its seconds
@@ -224,7 +231,7 @@ class Target:
     seconds: float
 
 
-def target_of(case: Case, column: Column) -> Target | None:
+def target_of(case: Case, column: Column) -> LearningTarget | None:
     """None where no baseline of ours fits, or `auto` was not run."""
     ours = {
         name: found.seconds
@@ -239,7 +246,7 @@ def target_of(case: Case, column: Column) -> Target | None:
     margin = _margin(case)
     gain = HEAD_ROOM_SHARE * head_room
     gain = gain if margin is None else min(gain, margin)
-    return Target(
+    return LearningTarget(
         METHOD_OF[baseline], ours[baseline], auto.seconds, head_room, margin,
         ours[baseline] / (1 + gain),
     )  # fmt: skip
@@ -258,15 +265,14 @@ def geometric_mean(values: Iterable[float]) -> float | None:
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
 
-# What learned methods came to, as tables of text: for the page and for README; and every training
-# as CSV.
+# ---- Results of learned methods as tables of text, for the page and README; trainings as CSV ----
 #
 #     rl17   seq2seq against the best baseline, and against the paper's margin or what there is
 #     gdp    GDP-one and HDP against human and `auto`; how much less GDP evaluates than HDP
 
 
-Done = Sequence[tuple[Case, Row]]
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+Done = Sequence[tuple[Case, CaseResult]]
+TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """head, rows"""
 PAPER_HOURS = "12 to 27 hours"
 LEARNED_FIELDS = (
@@ -276,7 +282,7 @@ LEARNED_FIELDS = (
 NOTHING = "-"
 
 
-def tables_of(name: str, done: Done) -> list[tuple[str, Table]]:
+def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
     """(title, table) of every table that has rows."""
     trained = [(case, row.columns[PLAIN]) for case, row in done if row.columns[PLAIN].learned]
     found = [("How they were trained", _trainings(name, trained))]
@@ -297,7 +303,7 @@ def verdicts(name: str, done: Done) -> list[tuple[str, str, str]]:
 _Trained = list[tuple[Case, Column]]
 
 
-def _rl17(trained: _Trained) -> Table:
+def _rl17(trained: _Trained) -> TextTable:
     head = (
         "row", "best baseline", "auto", "head room", "the paper's margin", "to reach", "seq2seq",
         "best to worst", "over baseline", "reached",
@@ -316,7 +322,7 @@ def _rl17(trained: _Trained) -> Table:
             NOTHING if target.margin is None else _percent(target.margin),
             format_step(target.seconds),
             format_step(seconds),
-            _span(runs),
+            format_span(runs),
             NOTHING if seconds is None else _percent(target.baseline_seconds / seconds - 1),
             _yes(_met(target, seconds)),
         ))  # fmt: skip
@@ -347,7 +353,7 @@ def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
 
 
-def _gdp(trained: _Trained) -> Table:
+def _gdp(trained: _Trained) -> TextTable:
     head = (
         "row", "GDP-one", "best to worst", "in as many placements as HDP", "HDP", "best to worst",
         "human", "auto", "to HDP, in as many", "to human", "to auto", "the paper to HDP",
@@ -408,7 +414,7 @@ def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
         )  # fmt: skip
 
 
-def _efforts(trained: _Trained) -> Table:
+def _efforts(trained: _Trained) -> TextTable:
     head = (
         "row", "HDP's placements to its best", "GDP's to one as good", "times fewer",
         "different ones", "the paper, of time",
@@ -435,16 +441,16 @@ def _efforts(trained: _Trained) -> Table:
     return head, rows
 
 
-def of_row(found: Sequence[Effort]) -> float:
+def of_row(found: Sequence[SearchEffort]) -> float:
     """The geometric mean over the seeds of a row."""
     return geometric_mean(effort.ratio for effort in found) or math.nan
 
 
-def _said(trials: float, effort: Effort) -> str:
+def _said(trials: float, effort: SearchEffort) -> str:
     return f"not in {trials:,.0f}" if effort.limit == "at most" else f"{trials:,.0f}"
 
 
-def _trainings(name: str, trained: _Trained) -> Table:
+def _trainings(name: str, trained: _Trained) -> TextTable:
     head = (
         "row", "method", "groups", "how they came about", "trainings", "placements each",
         "different ones", "to the best", "updates", "does not fit", "a training took",
@@ -513,14 +519,15 @@ def _median(column: Column, method: str) -> float | None:
 
 def _median_and_span(column: Column, method: str) -> tuple[str, str]:
     runs = column.learned.get(method)
-    return (format_step(_median(column, method)), _span(runs)) if runs else (NOTHING, NOTHING)
+    return (format_step(_median(column, method)), format_span(runs)) if runs else (NOTHING, NOTHING)
 
 
-def _span(runs: Sequence[LearnedRun]) -> str:
+def format_span(runs: Sequence[LearnedRun]) -> str:
+    """From the best run to the worst: "0.298 s to 0.305 s"."""
     return " to ".join(format_step(s if math.isfinite(s) else None) for s in span(runs))
 
 
-def _met(target: Target, seconds: float | None) -> bool:
+def _met(target: LearningTarget, seconds: float | None) -> bool:
     return _at_most(seconds, target.seconds)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dovetail.bench import graphs
 from dovetail.bench.cases import RL17_CASES
 from dovetail.bench.methods import HYPOTHESIS, PLAIN, out_of_memory
-from dovetail.bench.records import Case, Column, Curve, Row, Tower
+from dovetail.bench.records import Case, CaseResult, Column, LossCurve, TowerResult
 from dovetail.bench.running import (
     EXPERT,
     BenchSettings,
@@ -110,7 +110,7 @@ def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case | Non
     }
 
 
-def read_towers(store: Store) -> list[Tower]:
+def read_towers(store: Store) -> list[TowerResult]:
     """Both kinds, or none if one of them is not kept."""
     captured = graphs.known(store, TOWER)
     if captured is None:
@@ -119,7 +119,7 @@ def read_towers(store: Store) -> list[Tower]:
     if None in found.values():
         return []
     return [
-        Tower(
+        TowerResult(
             key=f"{TOWER.key}.{kind}",
             title="Inception-V3",
             kind=kind,
@@ -131,7 +131,9 @@ def read_towers(store: Store) -> list[Tower]:
     ]
 
 
-def read_curves(settings: BenchSettings, store: Store, rows: Sequence[Row]) -> list[Curve]:
+def read_curves(
+    settings: BenchSettings, store: Store, rows: Sequence[CaseResult]
+) -> list[LossCurve]:
     """Loss against time of each way whose seconds of a step are kept; none without the losses."""
     losses = _kept_losses(settings, store)
     if losses is None:
@@ -194,7 +196,7 @@ def _tower(kind: str, graph: str) -> tuple[str, str]:
     return f"{TOWER.key}.{kind}-towers", key
 
 
-# Loss against simulated time: real training of small networks, each step as long as simulated.
+# ---- Loss against simulated time: real training of small networks ----
 #
 #     one batch               batch of 4 x b ─► gradient ─► update           expert, planned
 #     synchronous towers      4 batches of b ─► 4 gradients ─► mean ─► update
@@ -203,15 +205,15 @@ def _tower(kind: str, graph: str) -> tuple[str, str]:
 # Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 # https://arxiv.org/abs/1706.04972, figures 6 (NMT) and 7 (Inception-V3), section 4.4.
 #
-# `train` gives losses, step by step; they are real, and the same for every placement, which does
+# `train` gives losses, step by step. They are real, and the same for every placement, which does
 # not change what is computed. `curves` joins them with the seconds of a step, which come from a
 # simulation of the full-size graphs. Every step of a curve reads 4 x b examples.
+#
 # Differences: the paper trains full size on its machines. Here Inception-V3 is a tenth as wide at
 # 75 x 75 and learns the 1,797 handwritten digits of scikit-learn; NMT is 64 wide and learns to
-# write
-# 8 words backwards. Batch norm of a tower sees the tower's batch, as in the paper. Asynchronous
-# towers stay in step: each gradient of a round is of the value before the round, where processes of
-# their own drift apart.
+# write 8 words backwards. Batch norm of a tower sees the tower's batch, as in the paper.
+# Asynchronous towers stay in step: each gradient of a round is of the value before the round, where
+# processes of their own drift apart.
 
 
 INCEPTION, NMT = "Inception-V3", "NMT"
@@ -229,7 +231,7 @@ Losses = dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
-class Task:
+class CurveTask:
     """What is learned, and how.
 
     options    of the network; "batch" is a tower's
@@ -248,7 +250,7 @@ class Task:
     towers: int = 4
 
 
-def train(tasks: Sequence[Task] | None = None, seed: int = 0) -> Losses:
+def train(tasks: Sequence[CurveTask] | None = None, seed: int = 0) -> Losses:
     """Losses of each task in each of its ways, on one core; equal seeds give equal losses.
 
     About 95 s for the default tasks. Raises `MissingLibraryError` without scikit-learn.
@@ -264,17 +266,17 @@ def train(tasks: Sequence[Task] | None = None, seed: int = 0) -> Losses:
         torch.set_num_threads(threads)
 
 
-def curves(step_seconds: Mapping[str, Mapping[str, float]], losses: Losses) -> list[Curve]:
+def curves(step_seconds: Mapping[str, Mapping[str, float]], losses: Losses) -> list[LossCurve]:
     """Losses as curves: step_seconds is title -> name of the curve (`LEARNS_AS`) -> seconds of one
     step; what it leaves out has no curve."""
     return [
-        Curve(title, name, seconds, losses[title][LEARNS_AS[name]])
+        LossCurve(title, name, seconds, losses[title][LEARNS_AS[name]])
         for title, of_name in step_seconds.items()
         for name, seconds in of_name.items()
     ]
 
 
-def losses_of(task: Task, way: str, seed: int) -> list[float]:
+def losses_of(task: CurveTask, way: str, seed: int) -> list[float]:
     """[steps] the loss of each step's 4 x b examples, before its update: the mean of the towers'.
 
     Start, batches and their order depend on the seed alone, so that all ways learn the same.
@@ -369,7 +371,7 @@ def _adam(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 TASKS = (
-    Task(
+    CurveTask(
         title=INCEPTION,
         network="inception_v3",
         options={"batch": 16, "size": 75, "classes": 10, "width": 0.1, "dropout": 0.0},
@@ -379,7 +381,7 @@ TASKS = (
         ways=(ONE_BATCH, SYNCHRONOUS, ASYNCHRONOUS),
         steps=100,
     ),
-    Task(
+    CurveTask(
         title=NMT,
         network="nmt",
         options={"layers": 2, "hidden": 64, "steps": 8, "batch": 16, "vocabulary": 20},

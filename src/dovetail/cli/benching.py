@@ -13,8 +13,8 @@ from dovetail.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from dovetail.bench import Column, Row
-    from dovetail.bench.table import Table
+    from dovetail.bench import CaseResult, Column
+    from dovetail.bench.table import BenchTable
 
 PAGE, CSV, TRAININGS = "index.html", "rows.csv", "trainings.csv"
 
@@ -148,7 +148,7 @@ def _made(command: str) -> list[tuple[str, str]]:
     ]
 
 
-def _summary(paper: str, table: "Table", page: Path, csv: Path) -> dict[str, Any]:
+def _summary(paper: str, table: "BenchTable", page: Path, csv: Path) -> dict[str, Any]:
     """What `bench --json` prints."""
     return {
         "table": paper,
@@ -162,7 +162,7 @@ def _summary(paper: str, table: "Table", page: Path, csv: Path) -> dict[str, Any
     }
 
 
-def _row_summary(row: "Row") -> dict[str, Any]:
+def _row_summary(row: "CaseResult") -> dict[str, Any]:
     return {
         "key": row.key,
         "ops": row.ops,
@@ -191,7 +191,7 @@ def _column_summary(column: "Column") -> dict[str, Any]:
     }
 
 
-def _rows_table(table: "Table") -> "RichTable":
+def _rows_table(table: "BenchTable") -> "RichTable":
     """One line a row and column: expert, best, bound."""
     from rich.table import Table as RichTable
 

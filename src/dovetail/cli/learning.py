@@ -25,7 +25,7 @@ from dovetail.errors import UsageError
 from dovetail.pipeline.requests import HERE, LEARNERS, TRIALS, LearnRequest, TaskRequest
 
 if TYPE_CHECKING:
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
     from dovetail.pipeline.sources import Step
     from dovetail.placers.learned.pretraining import Progress, Recipe
     from dovetail.placers.learned.records import Point
@@ -225,9 +225,9 @@ def learn_one(  # noqa: PLR0913  one argument an option
     as_json: Json = False,
 ) -> None:
     """Learn to place one network. Ctrl-C keeps the best so far."""
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
 
-    outputs = Outputs(out, policy_out, curves, report, tensorboard)
+    outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     request = _request(
         trials, budget, setting, method=method, controllers=controllers, evaluators=evaluators,
         backend=backend, measured=measured, simulated_first=simulated_first, seed=seed,
@@ -270,9 +270,9 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     as_json: Json = False,
 ) -> None:
     """Learn one gdp policy for several networks, each on its machine. Ctrl-C keeps the best."""
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
 
-    outputs = Outputs(out, policy_out, curves, report, tensorboard)
+    outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     request = _request(
         trials, budget, setting, method="gdp", policy=policy, controllers=controllers,
         evaluators=evaluators, backend=backend, seed=seed, folder=folder, resume=resume,
@@ -305,9 +305,9 @@ def finetune(  # noqa: PLR0913  one argument an option
     as_json: Json = False,
 ) -> None:
     """Go on from a policy, on one network. Ctrl-C keeps the best so far."""
-    from dovetail.cli.learning_run import Outputs
+    from dovetail.cli.learning_run import LearningOutputs
 
-    outputs = Outputs(out, policy_out, curves, report, tensorboard)
+    outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
     request = _request(None, "", setting, policy=policy, seed=seed)
     request = replace(request, trials=updates * request.learning_settings.trials)
     given = [_Given(model, machine, train, shape, (), (), per_op)]
@@ -372,7 +372,7 @@ class _Given:
 
 
 def _learn(
-    given: "list[_Given]", request: LearnRequest, outputs: "Outputs", *, as_json: bool
+    given: "list[_Given]", request: LearnRequest, outputs: "LearningOutputs", *, as_json: bool
 ) -> None:
     """Check all that can be known, resolve the models, learn, write."""
     from dovetail.cli.learning_run import learn_and_write

@@ -13,37 +13,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.output import drawn, say, show, show_json
+from dovetail.cli.output import (
+    LinePace,
+    RunBar,
+    drawn,
+    foreign,
+    listed,
+    say,
+    show,
+    show_json,
+)
 from dovetail.cli.training_run import typed
 from dovetail.placers.learned.records import Point
 from dovetail.units import format_seconds, printable
 
 # --- Progress on standard error: a table that changes, or lines ---
 #
-#     zoo:rnnlm by gdp  ━━━━━━━━━━━╺━━━━━━━  1,104 of 2,000 trials   72 trials/s   15.3 s
+#     zoo:rnnlm by gdp ━━━━━━━━━━━╺━━━━━━━ 1,104 of 2,000 trials  72 trials/s 0:00:15
 #
 #     task        controller   updates   best      mean      invalid   entropy   mean of updates
 #     zoo:rnnlm   0            68        2.55 ms   2.8 ms    0 %       0.63      ▇▆▅▃▂▂▁
 #
-# Where standard error is no terminal a line is written every few seconds.
+# If standard error is no terminal, a line is written every `LINE_SECONDS`.
 
-
-LINE_SECONDS = 5.0
 RECENT = 240
-"""Updates of a task and controller that its curve is drawn from."""
+"""The curve of a task and controller is drawn from this many updates, the last ones."""
 WIDTH = 30
-MOST_ROWS = 24
+"""A curve has at most this many blocks."""
+MOST_TOLD = 24
+"""A line tells of this many tasks."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass
-class _Row:
-    """What is known of one task and controller."""
+class _TaskRow:
+    """The updates of one task and controller."""
 
     updates: int = 0
     last: Point | None = None
@@ -56,9 +63,9 @@ class _Row:
 
 
 class LearningProgress:
-    """What is shown of a run; `add` is to be called with each point, in any thread.
+    """Shows a run that goes on; `add` is to be called with each point, in any thread.
 
-    trials, seconds   that it is to take; None: not said
+    trials, seconds   what the run is to take; None: not said
     tell, clock       take lines, and pace them
     """
 
@@ -73,24 +80,21 @@ class LearningProgress:
         self.title, self.total, self.seconds = title, trials, seconds
         self.live = False
         self.points: list[Point] = []
-        self._rows: dict[tuple[str, int], _Row] = {}
+        self._rows: dict[tuple[str, int], _TaskRow] = {}
         self._trials: dict[int, int] = {}
         self._tell, self._clock = tell, clock
-        self._begin = self._told_seconds = clock()
+        self._begin = clock()
+        self._bar, self._line_pace = RunBar(title, clock), LinePace(clock)
         self._lock = threading.Lock()
 
     def add(self, point: Point) -> None:
         """A controller has learned from an update."""
         with self._lock:
             self.points.append(point)
-            self._rows.setdefault((point.task, point.controller), _Row()).add(point)
+            self._rows.setdefault((point.task, point.controller), _TaskRow()).add(point)
             self._trials[point.controller] = point.trials
-            now = self._clock()
-            due = not self.live and now - self._told_seconds >= LINE_SECONDS
-            if due:
-                self._told_seconds = now
-                line = self._line()
-        if due:
+            line = self._line() if not self.live and self._line_pace.is_due() else ""
+        if line:
             self._tell(line)
 
     @property
@@ -106,26 +110,21 @@ class LearningProgress:
     def table(self) -> RenderableType:
         """The run, and a row a task and controller."""
         with self._lock:
-            top = Table.grid(padding=(0, 2))
-            share = self._share()
-            bar = ProgressBar(total=1.0, completed=share or 0.0, width=20, pulse=share is None)
-            elapsed = format_seconds(self._clock() - self._begin)
-            top.add_row(_progress_text(self.title), bar, self._counted(), *self._pace(), elapsed)
             below = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
             for name in ("task", "controller", "updates", "best", "mean", "invalid", "entropy"):
                 below.add_column(name, overflow="ellipsis", no_wrap=True)
             below.add_column("mean of updates", no_wrap=True)
-            rows = sorted(self._rows.items())
-            for (task, controller), row in rows[:MOST_ROWS]:
-                below.add_row(_progress_text(task), str(controller), *_cells(row))
-            if len(rows) > MOST_ROWS:
-                below.add_row(f"and {len(rows) - MOST_ROWS} more")
-            return Group(top, below)
+            rows = [
+                (foreign(task), str(controller), *_cells(row))
+                for (task, controller), row in sorted(self._rows.items())
+            ]
+            top = self._bar.at(self._share(), self._counted(), *self._pace())
+            return Group(top, listed(below, rows))
 
     def _line(self) -> str:
         parts = [self.title, self._counted(), *self._pace()]
         tasks = {task for task, _ in self._rows}
-        for task in sorted(tasks)[:MOST_ROWS]:
+        for task in sorted(tasks)[:MOST_TOLD]:
             rows = [row for (name, _), row in self._rows.items() if name == task and row.last]
             points = [row.last for row in rows if row.last is not None]
             named = f"{task}: " if len(tasks) > 1 else ""
@@ -173,7 +172,7 @@ def _told(points: Sequence[Point]) -> str:
     )
 
 
-def _cells(row: _Row) -> list[str]:
+def _cells(row: _TaskRow) -> list[str]:
     last = row.last
     assert last is not None, "a row begins with a point"
     return [
@@ -190,10 +189,6 @@ def _seconds(seconds: float) -> str:
     return format_seconds(seconds) if math.isfinite(seconds) else "-"
 
 
-def _progress_text(text: str) -> str:
-    return escape(printable(text))
-
-
 # --- A run: its files, its summary ---
 
 if TYPE_CHECKING:
@@ -206,7 +201,7 @@ FIGURES = ("best", "mean", "invalid", "entropy", "loss")
 
 
 @dataclass(frozen=True)
-class Outputs:
+class LearningOutputs:
     """Files and folders to write; None: not asked for. `plans`: a file, or of a batch a folder."""
 
     plans: Path | None = None
@@ -247,7 +242,7 @@ class Events:
         self._stack.close()
 
 
-def learn_and_write(request: "LearnRequest", outputs: Outputs, *, as_json: bool) -> None:
+def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_json: bool) -> None:
     """Learn; write what was asked for; print the summary, or one JSON object.
 
     Raises `InfeasibleError` where nothing that was tried fits, after the policy is written.
@@ -284,7 +279,7 @@ def learn_and_write(request: "LearnRequest", outputs: Outputs, *, as_json: bool)
 
 
 def summary(
-    result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: Outputs
+    result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
 ) -> dict[str, Any]:
     """What `learn --json` prints. Its keys are stable; what is not known is null."""
     learned, card = result.learned, result.card
@@ -330,7 +325,9 @@ def _task_summary(
     }
 
 
-def _write(result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: Outputs) -> None:
+def _write(
+    result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
+) -> None:
     written = []
     if outputs.policy is not None:
         result.save_policy(outputs.policy)
@@ -357,7 +354,7 @@ def _write(result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: Ou
             say(f"wrote {path}")
 
 
-def plan_path(outputs: Outputs, tasks: "Sequence[TaskRequest]", index: int) -> Path | None:
+def plan_path(outputs: LearningOutputs, tasks: "Sequence[TaskRequest]", index: int) -> Path | None:
     """Where the plan of a task goes: the file, or of several one each in the folder."""
     if outputs.plans is None or len(tasks) == 1:
         return outputs.plans

@@ -1,17 +1,21 @@
-"""What commands print: results on standard output, progress and messages on standard error."""
+"""Prints what commands say: results on standard output, progress and messages on standard error.
+
+On a terminal progress is a bar, or a bar with tables below it; else it is lines.
+"""
 
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from dovetail.units import format_seconds, printable
 
@@ -20,6 +24,14 @@ if TYPE_CHECKING:
     from dovetail.pipeline import TellProgress
     from dovetail.plans import Plan
     from dovetail.timeline import Timeline
+
+
+LINE_SECONDS = 5.0
+"""A run that is not drawn says a line this often."""
+QUIET_SECONDS = 1.0
+"""A command works this long before it says what it is doing."""
+MOST_LISTED = 24
+"""A table of a run has this many rows, so that it fits on a terminal."""
 
 
 @contextmanager
@@ -31,13 +43,12 @@ def progress_bar() -> "Iterator[TellProgress]":
         yield from _progress_lines()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
 
         def show(doing: str, fraction: float, best: float | None) -> None:
             text = doing if best is None else f"{doing}: {format_seconds(best)}"
-            shown = printable(text).replace("[", r"\[")
-            bar.update(task, description=shown, completed=fraction)
+            bar.update(task, description=foreign(text), completed=fraction)
 
         yield show
 
@@ -69,10 +80,6 @@ def _progress_lines() -> "Iterator[TellProgress]":
         timer.cancel()
 
 
-QUIET_SECONDS = 1.0
-"""How long a command works before it says what it is doing."""
-
-
 class Drawable(Protocol):
     """Something whose state changes; `live` says whether it is drawn."""
 
@@ -93,6 +100,56 @@ def drawn(progress: Drawable) -> Iterator[None]:
         return
     with Live(get_renderable=progress.table, console=console, refresh_per_second=4, transient=True):
         yield
+
+
+class RunBar:
+    """The first line of a run that goes on: title, bar, figures, time since it began."""
+
+    def __init__(self, title: str, clock: Callable[[], float]) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, get_time=clock, auto_refresh=False)
+        self._task = self._bar.add_task(foreign(title), total=None, figures="")
+
+    def at(self, share: float | None, *figures: str) -> RenderableType:
+        """The line at this share of the run; None: where the run ends is not known."""
+        total = None if share is None else 1.0
+        self._bar.update(self._task, total=total, completed=share, figures="  ".join(figures))
+        return self._bar.get_renderable()
+
+
+class LinePace:
+    """Says when the next line of a run is due."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._told_seconds = clock()
+
+    def is_due(self) -> bool:
+        """True at most every `LINE_SECONDS`; the caller then says a line."""
+        now = self._clock()
+        if now - self._told_seconds < LINE_SECONDS:
+            return False
+        self._told_seconds = now
+        return True
+
+
+def listed(table: Table, rows: Sequence[Sequence[str]]) -> Table:
+    """The table with the first `MOST_LISTED` rows, and a line that counts those left out."""
+    for row in rows[:MOST_LISTED]:
+        table.add_row(*row)
+    if len(rows) > MOST_LISTED:
+        table.add_row(f"and {len(rows) - MOST_LISTED} more")
+    return table
+
+
+def foreign(text: str) -> str:
+    """A foreign text as rich shows it, character by character."""
+    return escape(printable(text))
 
 
 def show(what: RenderableType) -> None:

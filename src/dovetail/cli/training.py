@@ -170,9 +170,9 @@ def train(  # noqa: PLR0913  one argument an option
 
         suggest_and_show(function, opened, budget_seconds, as_json, context)
         return
-    from dovetail.cli.training_run import Outputs, train_and_write
+    from dovetail.cli.training_run import TrainingOutputs, train_and_write
 
-    train_and_write(function, opened, Outputs(history, tensorboard, report, out), as_json)
+    train_and_write(function, opened, TrainingOutputs(history, tensorboard, report, out), as_json)
 
 
 def train_report(

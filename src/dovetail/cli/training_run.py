@@ -17,12 +17,20 @@ from typing import Any
 import numpy as np
 import typer
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.output import drawn, progress_bar, say, show, show_json
+from dovetail.cli.output import (
+    LinePace,
+    RunBar,
+    drawn,
+    foreign,
+    listed,
+    progress_bar,
+    say,
+    show,
+    show_json,
+)
 from dovetail.cli.training import Setup, save_weights
 from dovetail.errors import DovetailError, UsageError
 from dovetail.training import advice
@@ -39,22 +47,19 @@ from dovetail.training.torch_optimizers import resolve_optimizer
 from dovetail.training.trainer import Trainer
 from dovetail.units import format_count, format_seconds, printable
 
-# A training run as it goes on, on standard error: a table that changes, or lines.
+# ---- A training run as it goes on, on standard error: a table that changes, or lines ----
 #
-#     agn, 4 workers   ━━━━━━━━━━━╺━━━━━━━  61 %  3,400 of 5,600 samples   120 commits/s   0:00:12
-#                      loss 0.412  staleness 2.98  accuracy 0.91
+#     agn, 4 workers  ━━━━━━━━━━━╺━━━━━━━  3,400 of 5,600 samples (61 %)  0:00:12
+#     commits/s 120  loss 0.412  staleness 2.98  validation accuracy 0.91
 #     worker 0   working       850 samples   30 commits/s   staleness 2.97   loss 0.41
 #     worker 1   lost ...
 #
-# Where standard error is no terminal a line is written every few seconds, and one for each event.
-
+# If standard error is no terminal, a line is written every `LINE_SECONDS`, and one for each event.
 
 RECENT = 50
-"""Commits that staleness, loss and rate are means of: of each worker, and n times it of all."""
-LINE_SECONDS = 5.0
-MOST_WORKERS = 24
+"""Staleness, loss and rate are means of this many commits of a worker, and of n times it of all."""
 MOST_REFUSALS = 5
-"""Refused commits that are told of, a line each; the history has all."""
+"""This many refused commits are told of, a line each; the history has all."""
 STATES = {
     "joined": "working",
     "restarted": "restarted",
@@ -93,11 +98,11 @@ class _Recent:
 
 
 class TrainingProgress:
-    """What is shown of a run; `watcher` is to be given to it.
+    """Shows a run that goes on; `watcher` is to be given to the run.
 
     total    samples over all epochs; None for a stream whose end is not known
     tell     takes lines
-    clock    of the lines' pace
+    clock    paces the lines
     """
 
     def __init__(
@@ -114,9 +119,8 @@ class TrainingProgress:
         self.workers = {worker: _Recent() for worker in range(workers)}
         self.figures: dict[str, float] = {}
         self.live = False
-        self._tell, self._clock = tell, clock
-        self._begin = clock()
-        self._told_seconds = self._begin
+        self._tell = tell
+        self._bar, self._pace = RunBar(title, clock), LinePace(clock)
         self._refusals = 0
         self._lock = threading.Lock()
 
@@ -134,9 +138,7 @@ class TrainingProgress:
                 mine.add(row)
                 if mine.state == "waiting":
                     mine.state = "working"
-        now = self._clock()
-        if not self.live and now - self._told_seconds >= LINE_SECONDS:
-            self._told_seconds = now
+        if not self.live and self._pace.is_due():
             self._tell(self.line())
 
     def happened(self, event: Event) -> None:
@@ -165,18 +167,13 @@ class TrainingProgress:
     def table(self) -> RenderableType:
         """The run and its workers."""
         with self._lock:
-            top = Table.grid(padding=(0, 2))
-            share = min(self.all.samples / self.total, 1.0) if self.total else 0.0
-            bar = ProgressBar(total=1.0, completed=share, width=20, pulse=self.total is None)
-            elapsed = format_seconds(self._clock() - self._begin)
-            top.add_row(_progress_text(self.title), bar, self._counted(), elapsed)
-            numbers = "  ".join(f"{_progress_text(k)} {v:.4g}" for k, v in self._numbers().items())
-            below = Table.grid(padding=(0, 2))
-            for worker, mine in sorted(self.workers.items())[:MOST_WORKERS]:
-                below.add_row(f"worker {worker}", *_cells(mine))
-            if len(self.workers) > MOST_WORKERS:
-                below.add_row(f"and {len(self.workers) - MOST_WORKERS} more")
-            return Group(top, numbers, below)
+            share = min(self.all.samples / self.total, 1.0) if self.total else None
+            numbers = "  ".join(f"{foreign(k)} {v:.4g}" for k, v in self._numbers().items())
+            rows = [
+                (f"worker {worker}", *_cells(mine)) for worker, mine in sorted(self.workers.items())
+            ]
+            below = listed(Table.grid(padding=(0, 2)), rows)
+            return Group(self._bar.at(share, self._counted()), numbers, below)
 
     def _counted(self) -> str:
         seen = f"{self.all.samples:,}"
@@ -216,12 +213,8 @@ def _cells(mine: _Recent) -> list[str]:
     ]
 
 
-def _progress_text(text: str) -> str:
-    return escape(printable(text))
-
-
 @dataclass(frozen=True)
-class Outputs:
+class TrainingOutputs:
     """Files and folders to write; None: not asked for."""
 
     history: Path | None = None
@@ -231,7 +224,7 @@ class Outputs:
 
 
 @dataclass
-class _Kept:
+class _RunSoFar:
     """What the run said so far, in case that it fails."""
 
     progress: TrainingProgress
@@ -278,7 +271,7 @@ class _Kept:
         )
 
 
-def train_and_write(function: str, setup: Setup, outputs: Outputs, as_json: bool) -> None:
+def train_and_write(function: str, setup: Setup, outputs: TrainingOutputs, as_json: bool) -> None:
     """Train; write what was asked for; print the summary, or one JSON object.
 
     Of a run that failed, what it said until then is written too, and its error is raised.
@@ -291,7 +284,7 @@ def train_and_write(function: str, setup: Setup, outputs: Outputs, as_json: bool
     progress = TrainingProgress(
         f"{function} by {rule}", trainer.workers, samples and samples * trainer.epochs
     )
-    kept = _Kept(progress)
+    kept = _RunSoFar(progress)
     say(f"training {function} by {rule} with {trainer.workers} workers on {_name(trainer.backend)}")
     try:
         with drawn(progress), _warnings_said():
@@ -339,7 +332,7 @@ def _warnings_said() -> Iterator[None]:
         yield
 
 
-def _write(history: History, outputs: Outputs, model: Any) -> None:
+def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
     if outputs.history is not None:
         write = history.to_csv if outputs.history.suffix == ".csv" else history.save
         write(outputs.history)
@@ -359,7 +352,7 @@ def _write(history: History, outputs: Outputs, model: Any) -> None:
 
 
 def summary(
-    function: str, history: History, outputs: Outputs, error: str | None = None
+    function: str, history: History, outputs: TrainingOutputs, error: str | None = None
 ) -> dict[str, Any]:
     """What `train --json` prints. Its keys are stable; what is not known is null."""
     outcome = history.outcome
@@ -416,7 +409,7 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-# `dovetail train --suggest`: what to train with, and the evidence.
+# ---- `dovetail train --suggest`: what to train with, and the evidence ----
 
 
 CHOSEN = ("function", "rule", "option", "workers", "window", "suggest", "budget", "as_json")

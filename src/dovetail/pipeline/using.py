@@ -16,7 +16,7 @@ from dovetail.pipeline.opening import check_machine, costs_in, planned, timeline
 from dovetail.pipeline.requests import check_seed
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
-from dovetail.reports import Report, chrome_trace, device_colours, write_html
+from dovetail.reports import PlanReport, chrome_trace, device_colours, write_html
 from dovetail.runtime.files import write_atomically
 from dovetail.runtime.neighbours import disturbs
 
@@ -60,7 +60,7 @@ def report(
     """Write the page of a plan: predicted, and measured where a measurement is given."""
     graph = graph_of(planned(plan, step))
     write_html(
-        Report(
+        PlanReport(
             plan,
             graph,
             predicted=timeline_of(plan, graph),

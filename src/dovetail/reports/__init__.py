@@ -1,9 +1,9 @@
 """Reports: one record, drawn as terminal tables, a web page or a trace."""
 
 from dovetail.reports.colours import device_colours
-from dovetail.reports.limits import Limits, find_limits
+from dovetail.reports.limits import StepLimits, find_limits
 from dovetail.reports.page import write_html
-from dovetail.reports.records import Report
+from dovetail.reports.records import PlanReport
 from dovetail.reports.tables import (
     graph_summary,
     limits_table,
@@ -18,8 +18,8 @@ from dovetail.reports.tables import (
 from dovetail.reports.trace import chrome_trace
 
 __all__ = [
-    "Limits",
-    "Report",
+    "PlanReport",
+    "StepLimits",
     "chrome_trace",
     "device_colours",
     "find_limits",

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dovetail.graph import Graph
 from dovetail.graph.records import EVERYWHERE
-from dovetail.reports.layout import Placed
+from dovetail.reports.layout import PricedPlacement
 
 MOST_LEAVES, MOST_SHOWN = 4000, 40
 """Deeper modules than leave so many leaves are cut off; so many nodes are shown at first."""
@@ -94,7 +94,7 @@ class _Node:
         return tuple((name, child.make) for name, child in self.children.items())
 
 
-def fold(graph: Graph, plan: Placed) -> Folds:
+def fold(graph: Graph, plan: PricedPlacement) -> Folds:
     """The folds of a plan's graph. O(ops x depth)."""
     ops = np.flatnonzero(~graph.is_source).tolist()
     paths = [tuple(part for part in module.split(".") if part) for module in graph.modules]
@@ -143,7 +143,7 @@ def fold(graph: Graph, plan: Placed) -> Folds:
 
 
 def _leaves(
-    graph: Graph, plan: Placed, paths: Sequence[Path], ops: Sequence[int]
+    graph: Graph, plan: PricedPlacement, paths: Sequence[Path], ops: Sequence[int]
 ) -> tuple[int, dict[tuple[Path, int, int], int]]:
     """The depth at which paths are cut, and (path, phase, device) -> leaf by first op."""
     for depth in range(max((len(paths[op]) for op in ops), default=0), -1, -1):
@@ -156,7 +156,7 @@ def _leaves(
     return depth, leaves
 
 
-def _holders(graph: Graph, plan: Placed) -> Iterator[tuple[int, int]]:
+def _holders(graph: Graph, plan: PricedPlacement) -> Iterator[tuple[int, int]]:
     """(parameter or buffer, device) wherever one is held for the whole step."""
     for source in np.flatnonzero(graph.is_source).tolist():
         if graph.kinds[source] not in HELD:

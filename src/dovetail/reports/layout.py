@@ -29,7 +29,7 @@ MOST_OPS = 1500
 Int32 = NDArray[np.int32]
 
 
-class Placed(Protocol):
+class PricedPlacement(Protocol):
     """What a picture needs of a `Plan`: placement [ops], compute_seconds [ops, devices]."""
 
     @property
@@ -41,7 +41,7 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class GraphView:
     """One picture. Nodes in the order of their first op.
 
     labels, details    what a node is called, and what else there is to say
@@ -66,7 +66,7 @@ class View:
     lanes: tuple[tuple[str, int, int, int], ...]
 
 
-def draw(graph: Graph, plan: Placed) -> list[View]:
+def draw(graph: Graph, plan: PricedPlacement) -> list[GraphView]:
     """The graph op by op, where it is small enough; `folding` has it by module."""
     real = np.flatnonzero(~graph.is_source)
     if len(real) > MOST_OPS:
@@ -76,7 +76,9 @@ def draw(graph: Graph, plan: Placed) -> list[View]:
     return [view("ops", graph, plan, of_op, graph.names)]
 
 
-def view(name: str, graph: Graph, plan: Placed, of_op: Int32, labels: tuple[str, ...]) -> View:
+def view(
+    name: str, graph: Graph, plan: PricedPlacement, of_op: Int32, labels: tuple[str, ...]
+) -> GraphView:
     """The picture of the nodes `of_op` [ops], numbered by first op, -1 for what is left out; ops of
     one node have one phase and device. labels [ops]: of a node that of its first op."""
     real = np.flatnonzero(of_op >= 0)
@@ -91,7 +93,7 @@ def view(name: str, graph: Graph, plan: Placed, of_op: Int32, labels: tuple[str,
     devices = plan.placement[first].astype(np.int32)
     columns = _columns(graph, of_op, edges, phases)
     rows, lanes = _rows(plan, columns, devices, phases, edges)
-    return View(
+    return GraphView(
         name=name,
         labels=tuple(labels[op] for op in first.tolist()),
         details=_details(graph, first, sizes),
@@ -196,7 +198,7 @@ def _anchors(graph: Graph) -> Int32:
 
 
 def _rows(
-    plan: Placed, columns: Int32, devices: Int32, phases: Int32, edges: Int32
+    plan: PricedPlacement, columns: Int32, devices: Int32, phases: Int32, edges: Int32
 ) -> tuple[Int32, tuple[tuple[str, int, int, int], ...]]:
     """Nodes of one column and lane stand below each other, in the order of what they read."""
     inside = np.zeros(len(columns), dtype=np.float64)  # row within its lane

@@ -32,7 +32,7 @@ Event = tuple[int, int]  # (OP, span) or (TRANSFER, transfer)
 
 
 @dataclass(frozen=True, eq=False)
-class Limits:
+class StepLimits:
     """Seconds of the step's critical chain, by what they were spent on.
 
     compute_seconds    [devices]
@@ -53,7 +53,7 @@ class Limits:
         )
 
 
-def find_limits(timeline: Timeline, graph: Graph) -> Limits:
+def find_limits(timeline: Timeline, graph: Graph) -> StepLimits:
     """The critical chain of a step. O(spans log spans + reads along the chain)."""
     events = _Events(timeline, graph)
     compute = np.zeros(len(timeline.devices))
@@ -75,7 +75,7 @@ def find_limits(timeline: Timeline, graph: Graph) -> Limits:
             transfers[timeline.transfer_channels[event[1]]] += end - start
         now = start
         event = events.latest(events.before(event), now, seen)
-    return Limits(compute, transfers, waiting + now, tuple(reversed(chain)))
+    return StepLimits(compute, transfers, waiting + now, tuple(reversed(chain)))
 
 
 class _Events:
@@ -189,7 +189,7 @@ class _Events:
         return tensor, op, int(ends[transfer])
 
 
-def shares(limits: Limits, timeline: Timeline) -> list[tuple[str, float]]:
+def shares(limits: StepLimits, timeline: Timeline) -> list[tuple[str, float]]:
     """(what, share of the chain), largest first: computing per device, carrying, waiting."""
     total = limits.total_seconds or 1.0
     parts = [
@@ -205,7 +205,7 @@ def shares(limits: Limits, timeline: Timeline) -> list[tuple[str, float]]:
     return [(what, seconds / total) for what, seconds in ordered if seconds > 0]
 
 
-def explain(limits: Limits, timeline: Timeline, plan: Plan) -> str:
+def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
     """Two or three sentences: where the critical chain goes, and what the bound still allows."""
     parts = [
         f"{100 * share:.0f} % {what}"
@@ -234,7 +234,7 @@ def _proven(plan: Plan) -> str:
     return proves + f"takes less than {share:g} % of this plan's value."
 
 
-def _reason(limits: Limits, timeline: Timeline) -> str:
+def _reason(limits: StepLimits, timeline: Timeline) -> str:
     compute = float(limits.compute_seconds.sum())
     carried = float(limits.transfer_seconds.sum())
     if limits.waiting_seconds > max(compute, carried):

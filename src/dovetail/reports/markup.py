@@ -1,62 +1,88 @@
-"""Pieces of a page without scripts: tables of escaped cells, and the policy that allows no request.
+"""Renders the pages' templates; makes the pieces of HTML that a template cannot say.
 
-Whatever is not `Markup` is foreign text and is escaped.
+    templates/shell.html    head, policy, style, title, cards, scripts: once for all pages
+        plan.html           a plan: timelines, graph, memory, methods, what bounds it
+        stages.html         schedules of one device
+        learning.html       a policy that learned
+        training.html       training runs side by side
+        papers.html         a paper's table beside ours
+    templates/parts.html    tables and folds that several pages have
+
+Jinja2 escapes whatever is not `Markup`, so that a foreign name stays text. A page fetches nothing:
+its Content-Security-Policy allows its own style and script by their hashes, and nothing else.
 """
 
 import base64
 import hashlib
+import os
 import re
-from collections.abc import Iterable
-from html import escape
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dovetail.runtime.files import write_atomically
 
 _TAG = re.compile(r"</?([a-zA-Z]*)([^<>]*)>")
 _DRAWN = {"svg", "text", "path", "title", "rect", "ul", "li", "i"}
 _UNSAFE = re.compile(r"\b(on\w+|href|src|style)\s*=", re.IGNORECASE)
 
-
-class Markup(str):
-    """Text that is markup already."""
-
-    __slots__ = ()
+Card = tuple[str, str, str]
+"""What it is, its figure, a remark."""
 
 
-def text_of(value: str) -> str:
-    """`value` as markup: escaped, unless it is `Markup`."""
-    return value if isinstance(value, Markup) else escape(value)
+class PageTable(NamedTuple):
+    """A table of a page; the first cell of a row names it. With an empty head there is none."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    style: str = "scroll"
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], style: str = "scroll") -> Markup:
-    """A table; the first cell of a row names it. With an empty head there is none."""
-    titles = tuple(head)
-    top = f"<thead>{row(titles, 'th scope=col')}</thead>" if titles else ""
-    body = "".join(row(cells) for cells in rows)
-    return Markup(f'<div class="{style}"><table>{top}<tbody>{body}</tbody></table></div>')
+def render_page(
+    template: str,
+    title: str,
+    cards: Sequence[Card],
+    *,
+    styles: Sequence[str],
+    more_style: str = "",
+    scripts: Sequence[str] = (),
+    **values: object,
+) -> str:
+    """The page as text.
+
+    styles, scripts   files of `assets/`, in order; `more_style` follows the styles
+    values            what the template names
+    """
+    style = "\n".join(map(_asset, styles)) + more_style
+    script = "\n".join(map(_asset, scripts))
+    return _environment().get_template(template).render(
+        policy=_policy(style, script),
+        title=title,
+        cards=cards,
+        style=Markup(style),
+        script=Markup(script),
+        **values,
+    )  # fmt: skip
 
 
-def row(cells: Iterable[str], tag: str = "td", style: str = "") -> str:
-    """A row of a table; its first cell is its name."""
-    first, *rest = cells
-    lead = tag if tag.startswith("th") else "th scope=row"
-    pieces = [f"<{lead}>{text_of(first)}</th>"]
-    pieces += [f"<{tag}>{text_of(cell)}</{tag.split()[0]}>" for cell in rest]
-    opening = f'<tr class="{style}">' if style else "<tr>"
-    return opening + "".join(pieces) + "</tr>"
+def save_page(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a page whole or not at all. Raises `UnwritableError`."""
+    # A name may hold a lone surrogate, which UTF-8 cannot encode: it is shown as "?".
+    write_atomically(path, text.encode("utf-8", "replace"))
 
 
-def cards(items: Iterable[tuple[str, str, str]]) -> Markup:
-    """(what, figure, remark) side by side."""
-    return Markup(
-        "".join(
-            f'<div class="card"><span>{text_of(what)}</span><strong>{text_of(figure)}</strong>'
-            f"<small>{text_of(remark)}</small></div>"
-            for what, figure, remark in items
-        )
-    )
+def remarked(text: str, *remarks: str) -> Markup:
+    """A cell's text, and remarks in small print beside it."""
+    return Markup("").join([text, *(Markup(" <small>{}</small>").format(r) for r in remarks)])
 
 
-def details(summary: str, content: str) -> Markup:
-    """What is folded away until it is asked for."""
-    return Markup(f"<details><summary>{text_of(summary)}</summary>{content}</details>")
+def joined(pieces: Iterable[str]) -> Markup:
+    """Pieces of markup, one after the other; the caller has escaped what is foreign in them."""
+    return Markup("".join(pieces))
 
 
 def drawing(picture: str) -> Markup:
@@ -68,7 +94,30 @@ def drawing(picture: str) -> Markup:
     return Markup("<p>The picture that was kept is not one that this version draws.</p>")
 
 
-def policy(style: str) -> str:
-    """Only this style, no script, and no request at all."""
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'"
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("dovetail.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("dovetail.reports").joinpath("assets", name).read_text("utf-8")
+
+
+def _policy(style: str, script: str) -> Markup:
+    """Only this style and this script, and no request at all."""
+    allowed = f"default-src 'none'; style-src '{_digest(style)}'; "
+    if script:
+        allowed += f"script-src '{_digest(script)}'; "
+    return Markup(allowed + "base-uri 'none'")
+
+
+def _digest(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return "sha256-" + base64.b64encode(digest).decode()

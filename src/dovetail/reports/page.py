@@ -1,23 +1,19 @@
-"""One self-contained web page: timelines, graph, memory, methods and what bounds the plan.
+"""The page about a plan: timelines, graph, memory, methods and what bounds the plan.
 
-Nothing is fetched: style and scripts are the files of `assets/`, allowed by their hashes in a
-Content-Security-Policy, and the data is JSON in the page. Every name in it is foreign: here it
-goes through `html.escape`, in the JSON through `payload.to_script`, and the scripts write text
-with `textContent` or onto a canvas, never as markup.
+The template draws tables and charts; scripts draw the timelines and the graph from JSON in the
+page. Every name is foreign text. The template escapes it, in the JSON `to_script` does, and the
+scripts write names with `textContent` or onto a canvas, never as markup.
 """
 
-import base64
-import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
 from dovetail.graph import Graph
@@ -26,11 +22,11 @@ from dovetail.plans import Plan, capacities_of, describe_gap, format_value
 from dovetail.reports import plots
 from dovetail.reports.colours import device_styles
 from dovetail.reports.folding import Folds, fold
-from dovetail.reports.layout import Placed, View, draw, edges_between
-from dovetail.reports.limits import OP, Limits, explain, find_limits, shares
-from dovetail.reports.records import Report, utilisation
+from dovetail.reports.layout import GraphView, PricedPlacement, draw, edges_between
+from dovetail.reports.limits import OP, StepLimits, explain, find_limits, shares
+from dovetail.reports.markup import Card, PageTable, render_page, save_page
+from dovetail.reports.records import PlanReport, utilisation
 from dovetail.reports.tables import found_after, loads_of, plan_facts, run_rows
-from dovetail.runtime.files import write_atomically
 from dovetail.timeline import Timeline
 from dovetail.units import (
     BEYOND_ANY_BYTES,
@@ -42,20 +38,19 @@ from dovetail.units import (
     format_shares,
 )
 
-# The page's data, packed: 100,000 spans in some 2 MB of plain JSON.
+# ---- The page's data, packed: 100,000 spans in some 2 MB of plain JSON ----
 #
-# Times are whole nanoseconds. Names like "lstm.0/addmm_3" are mostly repetition: ops that differ by
+# Times are whole nanoseconds. Names like "lstm.0/addmm_3" are mostly repetition. Ops that differ by
 # one number only, with the same kind, module and phase, share one *template*, and an op is
-# (template,
-# number), both written as differences. Spans of a row are (op difference, gap since the last end,
-# length).
-# `assets/timeline.js` undoes this.
-
+# (template, number), both written as differences. Spans of a row are (op difference, gap since the
+# last end, length). `assets/timeline.js` undoes this.
 
 NANO = 1e9
 
 
-def pack(report: Report, limits: list[Limits], views: list[View], folds: Folds) -> dict[str, Any]:
+def pack(
+    report: PlanReport, limits: list[StepLimits], views: list[GraphView], folds: Folds
+) -> dict[str, Any]:
     """Everything the page's scripts draw."""
     return {
         "ops": pack_ops(report.graph),
@@ -116,7 +111,9 @@ def runs(flags: NDArray[np.bool_]) -> list[int]:
     return lengths
 
 
-def pack_timeline(name: str, timeline: Timeline, graph: Graph, limits: Limits) -> dict[str, Any]:
+def pack_timeline(
+    name: str, timeline: Timeline, graph: Graph, limits: StepLimits
+) -> dict[str, Any]:
     """Rows of devices and of the channels that carry something; `critical` holds runs of
     spans that are not, and are, on the critical chain."""
     critical_ops = np.zeros(len(timeline.ops), dtype=bool)
@@ -162,7 +159,7 @@ def _packed_row(
     }
 
 
-def pack_view(view: View) -> dict[str, Any]:
+def pack_view(view: GraphView) -> dict[str, Any]:
     """A picture of the graph: one array a column, and edges as flat (from, to, bytes) triples."""
     return {
         "name": view.name,
@@ -182,7 +179,7 @@ def pack_view(view: View) -> dict[str, Any]:
     }
 
 
-def pack_folds(folds: Folds, graph: Graph, plan: Placed) -> dict[str, Any]:
+def pack_folds(folds: Folds, graph: Graph, plan: PricedPlacement) -> dict[str, Any]:
     """The tree of modules, its leaves one array a column, and their edges as (from, to, bytes)."""
     count = len(folds.leaf_folds)
     ops = np.flatnonzero(folds.leaf_of >= 0)
@@ -208,24 +205,23 @@ def pack_folds(folds: Folds, graph: Graph, plan: Placed) -> dict[str, Any]:
     }
 
 
-def to_script(data: dict[str, Any]) -> str:
+def to_script(data: dict[str, Any]) -> Markup:
     """JSON that can stand inside a <script> element: no "<", ">", "&" or line separator in it."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    return Markup(text)
 
 
-# The pipeline that a plan for `load` fills: several samples in flight, a device a row.
+# ---- The pipeline that a plan for `load` fills: several samples in flight, a device a row ----
 #
 #     gpu0  |1111|2222|3333|4444|
 #     gpu1       |111 |222 |333 |444 |
 #     gpu2            |11111|22222|33333|44444|       one sample leaves every 5
 #
 # A device's stage takes its load, which counts its transfers. A sample enters a device when it has
-# left the devices that this one reads from, and the sample before it has left this one. Where
-# devices read from one another in a circle there is no such order: then only the rhythm is known.
-
+# left the devices that this one reads from, and the sample before it has left this one. If devices
+# read from one another in a circle there is no such order: then only the rhythm is known.
 
 SAMPLES = 6
 WIDTH, ROW, GUTTER = 1000.0, 24.0, 130.0
@@ -301,7 +297,7 @@ def throughput(plan: Plan) -> tuple[str, str]:
     return f"{batch / plan.value:.3g} samples/s", f"{1 / plan.value:.3g} steps a second of {batch}"
 
 
-def filling_chart(filling: Filling, names: Sequence[str]) -> str:
+def filling_chart(filling: Filling, names: Sequence[str]) -> Markup:
     """As inline SVG, in the devices' colours; samples are numbered, and every other is paler."""
     end = float(filling.ends.max()) or 1.0
     height = ROW * len(filling.devices)
@@ -331,71 +327,106 @@ def filling_chart(filling: Filling, names: Sequence[str]) -> str:
         f'<text x="{WIDTH}" y="{height + 14:.0f}" text-anchor="end">{format_seconds(end)}</text>'
     )
     label = f"{filling.starts.shape[1]} samples through {len(filling.devices)} devices"
-    return (
+    return Markup(
         f'<svg class="chart filling" viewBox="0 0 {WIDTH:.0f} {height + 18:.0f}" role="img" '
         f'aria-label="{label}">{"".join(parts)}</svg>'
     )
 
 
+# ---- The page ----
+
 SCRIPTS = ("common.js", "timeline.js", "folds.js", "graph.js", "page.js")
 MOST_ROWS = 1500
-"""Of the table of modules by device: deeper modules than fit are left out of it."""
+"""The table of modules has at most this many rows: it leaves out deeper modules than fit."""
+MOST_DEPTH = 8
+"""The style sheet indents names to this depth."""
 
 
-def write_html(report: Report, path: str | os.PathLike[str]) -> None:
+@dataclass(frozen=True)
+class _MethodRow:
+    """A method's value; `bar` is "" if it found nothing that fits."""
+
+    style: str
+    name: str
+    value: str
+    ratio: str = ""
+    found_after: str = ""
+    bar: str = ""
+
+
+@dataclass(frozen=True)
+class _ModuleCell:
+    """One device's part of a module; `width` is that of its mark, 0 to 8."""
+
+    device: int
+    width: int
+    seconds: str
+    parameters: str
+
+
+@dataclass(frozen=True)
+class _ModuleRow:
+    """A fold in the table of modules. `expanded` is "" if there is nothing within it; a cell is
+    None if the device neither computes nor holds anything of it."""
+
+    fold: int
+    hidden: bool
+    depth: int
+    path: str
+    label: str
+    expanded: str
+    parameters: str
+    cells: tuple[_ModuleCell | None, ...]
+
+
+@dataclass(frozen=True)
+class _FillingShown:
+    """The section of a plan for objective load."""
+
+    rate: str
+    text: str
+    chart: str
+
+
+def write_html(report: PlanReport, path: str | os.PathLike[str]) -> None:
     """Write the page to `path`, whole or not at all. Raises `UnwritableError`."""
-    # A name may hold a lone surrogate, which UTF-8 cannot: it is shown as "?".
-    write_atomically(path, render(report).encode("utf-8", "replace"))
+    save_page(render(report), path)
 
 
-def render(report: Report) -> str:
+def render(report: PlanReport) -> str:
     """The page as text. O(spans + reads); 100,000 spans make less than 3 MB."""
-    limits = [find_limits(timeline, report.graph) for _, timeline in report.timelines]
-    folds = fold(report.graph, report.plan)
-    style = _asset("page.css") + device_styles(len(report.plan.machine.devices))
-    script = "\n".join(_asset(name) for name in SCRIPTS)
-    data = pack(report, limits, draw(report.graph, report.plan), folds)
-    parts = {
-        "policy": _policy(style, script),
-        "title": escape(f"{report.model or 'plan'} on {report.plan.machine.name}"),
-        "style": style,
-        "cards": _cards(report),
-        "limits": "".join(
-            _limits(name, limit, timeline, report.plan)
+    plan, graph = report.plan, report.graph
+    limits = [find_limits(timeline, graph) for _, timeline in report.timelines]
+    folds = fold(graph, plan)
+    used = np.flatnonzero((folds.seconds[0] > 0) | (folds.parameter_bytes[0] > 0)).tolist()
+    return render_page(
+        "plan.html",
+        f"{report.model or 'plan'} on {plan.machine.name}",
+        _cards(report),
+        styles=("page.css",),
+        more_style=device_styles(len(plan.machine.devices)),
+        scripts=SCRIPTS,
+        devices=_devices(report),
+        filling=_filling(report),
+        limits=[
+            _limits(name, limit, timeline, plan)
             for (name, timeline), limit in zip(report.timelines, limits, strict=True)
-        ),
-        "run": _run(report),
-        "devices": _devices(report),
-        "methods": _methods(report.plan),
-        "memory": _memory(report, folds),
-        "filling": _filling(report),
-        "layers": _layers(report.plan, folds),
-        "machine": _machine(report.plan),
-        "facts": _table((), plan_facts(report.plan, report.graph), "facts"),
-        "data": to_script(data),
-        "script": script,
-    }
-    # One pass over the template: what is filled in is not searched again.
-    pieces = _asset("page.html").split("@@")
-    return "".join(parts[piece] if position % 2 else piece for position, piece in enumerate(pieces))
+        ],
+        method_head=("method", f"predicted {plan.objective}", "to the plan", "found after", ""),
+        methods=_methods(plan),
+        run=_run(report),
+        measured_steps=0 if report.measured_seconds is None else len(report.measured_seconds),
+        local=plan.machine.local,
+        memory=_memory(report, folds),
+        module_devices=[(device, plan.machine.device_names[device]) for device in used],
+        modules=_modules(folds, used),
+        machine=_machine(plan),
+        facts=PageTable((), plan_facts(plan, graph), "facts"),
+        data=to_script(pack(report, limits, draw(graph, plan), folds)),
+    )
 
 
-def _asset(name: str) -> str:
-    return resources.files("dovetail.reports").joinpath("assets", name).read_text("utf-8")
-
-
-def _policy(style: str, script: str) -> str:
-    """Only this style and this script, and no request at all."""
-    allowed = (_digest(text) for text in (style, script))
-    return "default-src 'none'; style-src '{}'; script-src '{}'; base-uri 'none'".format(*allowed)
-
-
-def _digest(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return "sha256-" + base64.b64encode(digest).decode()
-
-
-def _cards(report: Report) -> str:
+def _cards(report: PlanReport) -> list[Card]:
     plan = report.plan
     cards = [(f"predicted {plan.objective}", format_value(plan, plan.value), f"by {plan.placer}")]
     measured = report.measured_step_seconds
@@ -415,46 +446,37 @@ def _cards(report: Report) -> str:
         cards.append(("throughput", *throughput(plan)))
     what = "load over the busiest one's" if plan.objective == "load" else "of the step"
     cards.append(("devices at work", used, f"{len(busy)} devices, mean {what}"))
-    return "".join(
-        f'<div class="card"><span>{escape(label)}</span><strong>{escape(value)}</strong>'
-        f"<small>{escape(note)}</small></div>"
-        for label, value, note in cards
-    )
+    return cards
 
 
-def _limits(name: str, limits: Limits, timeline: Timeline, plan: Plan) -> str:
-    parts = shares(limits, timeline)
+def _limits(
+    name: str, limits: StepLimits, timeline: Timeline, plan: Plan
+) -> tuple[str, str, Markup]:
+    """(the timeline's name, what bounds it, the critical chain as a bar)."""
     sentence = explain(limits, timeline, plan).replace(" %", "\u00a0%")
     colours = {f"computing on {device}": f"d{i}" for i, device in enumerate(timeline.devices)} | {
         f"transfers on {channel}": "carry" for channel in timeline.channels
     }
-    coloured = [(what, share, colours.get(what, "wait")) for what, share in parts]
-    return f"<h3>{escape(name.capitalize())}</h3><p>{escape(sentence)}</p>" + plots.stacked_bar(
-        coloured, f"{name}: {sentence}"
-    )
+    coloured = [
+        (what, share, colours.get(what, "wait")) for what, share in shares(limits, timeline)
+    ]
+    return name.capitalize(), sentence, plots.stacked_bar(coloured, f"{name}: {sentence}")
 
 
-def _run(report: Report) -> str:
+def _run(report: PlanReport) -> PageTable | None:
+    """Predicted beside measured; None if it did not run."""
     seconds = report.measured_seconds
     if seconds is None and report.measured is None:
-        if report.plan.machine.local:
-            return "<p>Not measured yet: <code>dovetail run</code> does that.</p>"
-        return "<p>Not measured: the plan is for another machine.</p>"
+        return None
     rows = []
     for label, predicted, measured in run_rows(
         report.predicted, np.zeros(0) if seconds is None else seconds, report.measured
     ):
-        both = isinstance(measured, float) and measured and predicted is not None
-        rows.append(
-            (
-                label,
-                "" if predicted is None else format_seconds(predicted),
-                _seconds(measured),
-                f"{100 * (predicted / measured - 1):+.1f} %" if both else "",  # type: ignore[operator]
-            )
-        )
-    counted = "" if seconds is None else f"<p>{len(seconds)} measured steps, warm-up left out.</p>"
-    return counted + _table(("", "predicted", "measured", "error"), rows)
+        error = ""
+        if isinstance(measured, float) and measured and predicted is not None:
+            error = f"{100 * (predicted / measured - 1):+.1f} %"
+        rows.append((label, _seconds(predicted), _seconds(measured), error))
+    return PageTable(("", "predicted", "measured", "error"), rows)
 
 
 def _seconds(value: float | tuple[float, float] | None) -> str:
@@ -463,7 +485,7 @@ def _seconds(value: float | tuple[float, float] | None) -> str:
     return "" if value is None else format_seconds(value)
 
 
-def _devices(report: Report) -> str:
+def _devices(report: PlanReport) -> PageTable:
     """The timelines in words and figures, for those who cannot see the picture."""
     head = ["device or channel"]
     columns: list[dict[str, str]] = []
@@ -481,98 +503,79 @@ def _devices(report: Report) -> str:
     if loads:
         head.append("load")
         columns.append(loads)
-    return _table(head, [(n, *(column.get(n, "") for column in columns)) for n in names])
+    return PageTable(head, [(n, *(column.get(n, "") for column in columns)) for n in names])
 
 
-def _methods(plan: Plan) -> str:
-    rows = []
+def _methods(plan: Plan) -> list[_MethodRow]:
+    """All methods that were tried, then the lower bound."""
     values = dict(plan.baselines)
     values.setdefault(plan.placer, plan.value)
-    worst = max((v for v in values.values() if v is not None), default=0.0)
+    worst = max((v for v in values.values() if v is not None), default=0.0) or 1.0
+    rows = []
     for method, value in values.items():
-        chosen = " class=chosen" * (method == plan.placer)
         if value is None:
-            rows.append(
-                f"<tr class=none><th scope=row>{escape(method)}</th><td>infeasible</td><td></td>"
-                "<td></td><td></td></tr>"
-            )
+            rows.append(_MethodRow("none", method, "infeasible"))
             continue
+        style = "chosen" if method == plan.placer else ""
         ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
-        bar = plots.bar(value / worst if worst > 0 else 0.0)
-        rows.append(
-            f"<tr{chosen}><th scope=row>{escape(method)}</th><td>{format_value(plan, value)}</td>"
-            f"<td>{ratio}</td><td>{found_after(plan, method)}</td><td class=bar>{bar}</td></tr>"
-        )
+        rows.append(_MethodRow(style, method, format_value(plan, value), ratio,
+                               found_after(plan, method), plots.bar(value / worst)))  # fmt: skip
     if plan.lower_bound > 0:
-        bar = plots.bar(plan.lower_bound / worst if worst > 0 else 0.0)
-        share = plan.lower_bound / (plan.value or 1.0)
+        ratio = f"{plan.lower_bound / (plan.value or 1.0):.3f} x"
         rows.append(
-            f"<tr class=bound><th scope=row>lower bound: {escape(plan.bound_proof)}</th>"
-            f"<td>{format_value(plan, plan.lower_bound)}</td><td>{share:.3f} x</td>"
-            f"<td></td><td class=bar>{bar}</td></tr>"
-        )
-    columns = ("method", f"predicted {plan.objective}", "to the plan", "found after", "")
-    head = _row("th scope=col", columns)
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+            _MethodRow("bound", f"lower bound: {plan.bound_proof}",
+                       format_value(plan, plan.lower_bound), ratio, "",
+                       plots.bar(plan.lower_bound / worst))
+        )  # fmt: skip
+    return rows
 
 
-def _filling(report: Report) -> str:
-    """The section of a plan for objective load; "" for others."""
+def _filling(report: PlanReport) -> _FillingShown | None:
+    """The section of a plan for objective load; None for others."""
     plan = report.plan
     loads = loads_of(plan, report.graph)
     if not loads:
-        return ""
+        return None
+    rate = ", ".join(filter(None, throughput(plan)))
     filling = fill(plan, report.graph, loads)
     if filling is None:
         text = (
             "Its devices hand samples back and forth, so that they stand in no order; each is busy "
             "with its load once every period."
         )
-        chart = ""
-    else:
-        text = (
-            f"Each device works on another sample: once the pipeline is full, one leaves every "
-            f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with the "
-            "transfers in and out of it."
-        )
-        chart = filling_chart(filling, plan.machine.device_names)
-    rate = f"<p><strong>{escape(', '.join(filter(None, throughput(plan))))}</strong></p>"
-    return (
-        f"<section><h2>The pipeline, filled</h2>{rate}<p>{escape(text)}</p>"
-        f'<div class="scroll">{chart}</div></section>'
+        return _FillingShown(rate, text, "")
+    text = (
+        f"Each device works on another sample: once the pipeline is full, one leaves every "
+        f"{format_seconds(filling.period_seconds)}. A device's stage takes its load, with the "
+        "transfers in and out of it."
     )
+    return _FillingShown(rate, text, filling_chart(filling, plan.machine.device_names))
 
 
-def _layers(plan: Plan, folds: Folds) -> str:
+def _modules(folds: Folds, devices: Sequence[int]) -> list[_ModuleRow]:
     """Modules by device: seconds, and bytes of parameters below them. Rows of closed folds are
     hidden; buttons open them, by script."""
-    used = np.flatnonzero((folds.seconds[0] > 0) | (folds.parameter_bytes[0] > 0)).tolist()
-    names = plan.machine.device_names
-    head = "".join(
-        f'<th scope=col><i class="d{device}"></i>{escape(names[device])}</th>' for device in used
-    )
     parents = set(folds.parents.tolist())
-    known = set(folds.opened)
+    opened = set(folds.opened)
     rows = []
     for index in _rows_of(folds):
-        label = escape(folds.labels[index])
-        depth = min(folds.depth(index), 8)
-        shown = all(around in known for around in list(folds.around(index))[1:])
-        if index in parents and index:
-            is_open = "true" if index in known else "false"
-            label = f'<button type="button" class="fold" aria-expanded="{is_open}">{label}</button>'
-        cells = "".join(_layer_cell(folds, index, device) for device in used)
         held = float(folds.parameter_bytes[index].sum())
+        expanded = ""
+        if index in parents and index:
+            expanded = "true" if index in opened else "false"
         rows.append(
-            f"<tr data-fold={index}{'' if shown else ' hidden'}>"
-            f'<th scope=row class="i{depth}" title="{escape(folds.paths[index])}">{label}</th>'
-            f"<td>{format_bytes(held) if held else ''}</td>{cells}</tr>"
+            _ModuleRow(
+                fold=index,
+                hidden=not all(around in opened for around in list(folds.around(index))[1:]),
+                depth=min(folds.depth(index), MOST_DEPTH),
+                path=folds.paths[index],
+                label=folds.labels[index],
+                expanded=expanded,
+                parameters=format_bytes(held) if held else "",
+                cells=tuple(_module_cell(folds, index, device) for device in devices),
+            )
         )
-    return (
-        '<div class="scroll"><table id="layers"><thead><tr><th scope=col>module</th>'
-        f"<th scope=col>parameters</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-        "</div>"
-    )
+    return rows
 
 
 def _rows_of(folds: Folds) -> list[int]:
@@ -584,57 +587,56 @@ def _rows_of(folds: Folds) -> list[int]:
     return [index for index, depth in enumerate(depths) if depth <= deepest]
 
 
-def _layer_cell(folds: Folds, index: int, device: int) -> str:
+def _module_cell(folds: Folds, index: int, device: int) -> _ModuleCell | None:
     seconds = float(folds.seconds[index, device])
     held = float(folds.parameter_bytes[index, device])
     if not (seconds or held):
-        return "<td></td>"
-    whole = float(folds.seconds[0].max()) or 1.0
-    # A step of eight: how much of the busiest device's seconds it is.
-    strength = int(np.ceil(min(seconds / whole, 1.0) ** 0.5 * 8))
-    below = f"<small>{format_bytes(held)}</small>" if held else ""
-    return (
-        f'<td class="cell"><i class="d{device} w{strength}"></i>'
-        f"{format_seconds(seconds) if seconds else ''}{below}</td>"
+        return None
+    busiest = float(folds.seconds[0].max()) or 1.0
+    # The root makes small shares visible: one hundredth is still a mark of width 1.
+    width = int(np.ceil(min(seconds / busiest, 1.0) ** 0.5 * 8))
+    return _ModuleCell(
+        device,
+        width,
+        format_seconds(seconds) if seconds else "",
+        format_bytes(held) if held else "",
     )
 
 
-def _memory(report: Report, folds: Folds) -> str:
+def _memory(report: PlanReport, folds: Folds) -> list[tuple[int, str, Markup]]:
+    """(device, its peak in words, chart). A host that holds nothing has no chart."""
     plan = report.plan
     capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
-    parts = []
+    end = max(timeline.step_seconds for _, timeline in report.timelines)
+    figures = []
     for device, (name, capacity) in enumerate(
         zip(plan.machine.device_names, capacities, strict=True)
     ):
+        peak = plan.peak_memory_bytes[device]
+        if plan.machine.devices[device].kind == "host" and not peak:
+            continue
         curves = [
             (label, timeline.memory_times[device], timeline.memory_bytes[device])
             for label, timeline in report.timelines
             if device < len(timeline.memory_times)
         ]
-        end = max(timeline.step_seconds for _, timeline in report.timelines)
-        peak = plan.peak_memory_bytes[device]
-        if plan.machine.devices[device].kind == "host" and not peak:
-            continue
         limit = f" of {format_capacity(capacity)}" if capacity < BEYOND_ANY_BYTES else ""
         held = float(folds.parameter_bytes[0, device])
         parameters = f", {format_bytes(held)} of it parameters" if held else ""
         text = f"{name}: peak {format_bytes(peak)}{limit}{parameters}"
-        parts.append(
-            f'<figure class="m{device}"><figcaption><i class="d{device}"></i>{escape(text)}'
-            "</figcaption>"
-            f"{plots.memory(curves, capacity, end, text)}</figure>"
-        )
-    return "".join(parts)
+        figures.append((device, text, plots.memory(curves, capacity, end, text)))
+    return figures
 
 
-def _machine(plan: Plan) -> str:
-    if plan.costs_source == "given":  # rates stand for nothing
-        rows = [
+def _machine(plan: Plan) -> list[PageTable]:
+    """Devices and links; of costs that were given only what counts, for rates stand for nothing."""
+    if plan.costs_source == "given":
+        given = [
             (d.name, d.kind, format_capacity(d.memory_bytes))
             for d in plan.machine.devices
             if d.kind != "host"
         ]
-        return _table(("device", "kind", "memory"), rows)
+        return [PageTable(("device", "kind", "memory"), given)]
     devices = [
         (
             d.name,
@@ -658,22 +660,9 @@ def _machine(plan: Plan) -> str:
         )
         for link in plan.machine.links
     ]
-    text = _table(head, devices)
-    return text + _table(("link", "bandwidth", "latency", "channel"), links) if links else text
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]], style: str = "scroll") -> str:
-    """A table whose cells are escaped; the first cell of a row names it."""
-    titles = tuple(head)
-    top = f"<thead>{_row('th scope=col', titles)}</thead>" if titles else ""
-    body = []
-    for row in rows:
-        first, *rest = row
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
-        body.append(f"<tr><th scope=row>{escape(first)}</th>{cells}</tr>")
-    return f'<div class="{style}"><table>{top}<tbody>{"".join(body)}</tbody></table></div>'
-
-
-def _row(tag: str, cells: Iterable[str]) -> str:
-    end = tag.split()[0]
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{end}>" for cell in cells) + "</tr>"
+    tables = [PageTable(head, devices)]
+    return (
+        [*tables, PageTable(("link", "bandwidth", "latency", "channel"), links)]
+        if links
+        else tables
+    )

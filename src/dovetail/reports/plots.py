@@ -1,15 +1,15 @@
-"""Charts of lines and bars with axes, as inline SVG. Colours come from the style sheet, by class.
+"""Draws charts as inline SVG; colours come from the style sheet, by class.
 
-A line is cut where its values are not finite, and thinned to what the eye can tell apart.
+A line has gaps at values that are not finite, and is thinned to what the eye can tell apart.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 
 import numpy as np
+from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
 from dovetail.units import format_bytes, format_count, format_seconds
@@ -22,33 +22,37 @@ WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 560.0, 220.0, 48.0, 26.0, 34.0
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """`colour` is the number of a colour; `dashed` lines are references."""
+    """`colour` is the number of a colour; `dashed` lines are references; a remark stands after the
+    line's name below the chart."""
 
     name: str
     x: Floats
     y: Floats
     colour: int = 0
     dashed: bool = False
+    remark: str = ""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """What is drawn against what. `top` and `bottom` bound y; what is beyond is drawn at the edge.
-    `zero`: y begins at 0 where its values are positive."""
+    """The title, units and ranges of a chart. `top` and `bottom` bound y; what is beyond is drawn
+    at the edge. `zero`: y begins at 0 if its values are positive. `end_x`: x ends there; 0: at the
+    last point."""
 
     title: str
     format_x: Callable[[float], str] = format_count
     top: float = math.inf
     bottom: float = -math.inf
     zero: bool = True
+    end_x: float = 0.0
 
 
-def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> str:
+def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> Markup:
     """The lines over common axes, with their names below."""
     drawn = [line for line in lines if np.isfinite(line.y).any()]
     if not drawn:
-        return "<p>Nothing was recorded.</p>"
-    end = max(float(line.x.max()) for line in drawn) or 1.0
+        return Markup("<p>Nothing was recorded.</p>")
+    end = axes.end_x or max(float(line.x.max()) for line in drawn) or 1.0
     low, high = _range(drawn, axes)
     parts = _frame(end, low, high, axes)
     for line in drawn:
@@ -56,19 +60,22 @@ def line_chart(lines: Sequence[Line], axes: Axes, *, keys: bool = True) -> str:
         path = _path(x / end, (np.clip(y, low, high) - low) / (high - low))
         style = f"line s{line.colour % COLOURS}" + " dashed" * line.dashed
         parts.append(f'<path class="{style}" d="{path}"><title>{escape(line.name)}</title></path>')
-    names = "".join(
-        f'<li><i class="c{line.colour % COLOURS}"></i>{escape(line.name)}</li>'
-        for line in drawn
-        if not line.dashed
-    )
-    return (
+    names = "".join(_key(line) for line in drawn if not line.dashed)
+    return Markup(
         f'<svg class="chart plot" viewBox="0 -8 {LEFT + WIDTH + RIGHT:.0f} '
         f'{HEIGHT + BOTTOM + 8:.0f}" role="img" aria-label="{escape(axes.title)}">'
         f"{''.join(parts)}</svg>" + (f'<ul class="key">{names}</ul>' if keys else "")
     )
 
 
-def bar_chart(counts: Sequence[float], labels: Sequence[str], axes: Axes, colour: int = 0) -> str:
+def _key(line: Line) -> str:
+    remark = f" <b>{escape(line.remark)}</b>" if line.remark else ""
+    return f'<li><i class="c{line.colour % COLOURS}"></i>{escape(line.name)}{remark}</li>'
+
+
+def bar_chart(
+    counts: Sequence[float], labels: Sequence[str], axes: Axes, colour: int = 0
+) -> Markup:
     """A bar for each count, side by side, and as many of their labels as there is room for."""
     top = max(counts, default=0.0) or 1.0
     step = WIDTH / max(len(counts), 1)
@@ -84,7 +91,7 @@ def bar_chart(counts: Sequence[float], labels: Sequence[str], axes: Axes, colour
         if i % every == 0:
             parts.append(_text(x + step / 2, HEIGHT + 15, label, "middle"))
     parts.append(_text(LEFT, HEIGHT + 30, axes.title, "start"))
-    return (
+    return Markup(
         f'<svg class="chart plot" viewBox="0 -8 {LEFT + WIDTH + RIGHT:.0f} '
         f'{HEIGHT + BOTTOM + 8:.0f}" role="img" aria-label="{escape(axes.title)}">'
         f"{''.join(parts)}</svg>"
@@ -175,15 +182,14 @@ def _path(x: Floats, y: Floats) -> str:
     return "".join(pieces)
 
 
-# Small charts as inline SVG. Colours come from the page's style sheet, by class.
+# ---- Small charts without axes ----
 
-
-Curve = tuple[str, NDArray[np.float64], NDArray[np.int64]]  # label, times, bytes
+MemoryCurve = tuple[str, NDArray[np.float64], NDArray[np.int64]]  # label, times, bytes
 KEYS, LEAST_SHARE = 7, 0.005
 SMALL_WIDTH, SMALL_HEIGHT = 600, 150
 
 
-def stacked_bar(parts: Sequence[tuple[str, float, str]], description: str) -> str:
+def stacked_bar(parts: Sequence[tuple[str, float, str]], description: str) -> Markup:
     """(what, share, colour class) side by side; the legend names the largest."""
     pieces, keys, x = [], [], 0.0
     for what, share, colour in parts:
@@ -199,27 +205,29 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], description: str) -> st
     if len(parts) > named + 1:
         rest = sum(share for _, share, _ in parts[named:])
         keys[named:] = [f"<li>{len(parts) - named} smaller <b>{100 * rest:.1f} %</b></li>"]
-    return (
+    return Markup(
         f'<svg class="stack" viewBox="0 0 1000 20" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(description)}">{"".join(pieces)}</svg>'
         f'<ul class="key">{"".join(keys)}</ul>'
     )
 
 
-def bar(share: float) -> str:
+def bar(share: float) -> Markup:
     """One bar of a table, 0 to 1."""
     width = 100 * min(max(share, 0.0), 1.0)
-    return (
+    return Markup(
         '<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
         f'<rect x="0" y="1" width="{width:.2f}" height="8" rx="1"/></svg>'
     )
 
 
-def memory(curves: Sequence[Curve], capacity: int, end_seconds: float, description: str) -> str:
+def memory(
+    curves: Sequence[MemoryCurve], capacity: int, end_seconds: float, description: str
+) -> Markup:
     """Bytes in use over one step, against the capacity where that is near enough to show."""
     curves = [curve for curve in curves if len(curve[1])]
     if not curves:
-        return "<p>Memory was not recorded.</p>"
+        return Markup("<p>Memory was not recorded.</p>")
     top = max(float(sizes.max()) for _, _, sizes in curves) or 1.0
     shown = capacity <= 3 * top
     scale = 1.1 * max(top, capacity if shown else 0)
@@ -239,7 +247,7 @@ def memory(curves: Sequence[Curve], capacity: int, end_seconds: float, descripti
     lines.append(f'<text x="{SMALL_WIDTH - 4}" y="{SMALL_HEIGHT + 14}" text-anchor="end">'
                  f"{format_seconds(end_seconds)}</text>")  # fmt: skip
     lines.append(f'<text x="0" y="{SMALL_HEIGHT + 14}">0 s</text>')
-    return (
+    return Markup(
         f'<svg class="chart" viewBox="0 0 {SMALL_WIDTH} {SMALL_HEIGHT + 18}" role="img" '
         f'aria-label="{escape(description)}">'
         f'<path class="axis" d="M0 {SMALL_HEIGHT}H{SMALL_WIDTH}"/>'

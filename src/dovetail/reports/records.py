@@ -14,7 +14,7 @@ SINGLES = ("single", "here")
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class PlanReport:
     """Everything that a page or a table shows.
 
     predicted          the plan simulated

@@ -1,4 +1,4 @@
-"""One self-contained page about schedules of one device, batch size by batch size.
+"""The page about schedules of one device, batch size by batch size.
 
     answer      which schedule, how fast against sequential, and how that is known
     stages      drawn over the graph, the chosen schedule first
@@ -7,8 +7,8 @@
     sums        whether sums of stages predict what schedules take
     matrices    what a schedule costs where it was not made for it
 
-There is no script in it and nothing is fetched: style is allowed by its hash in a
-Content-Security-Policy. Every name is foreign text and is escaped (`markup`).
+Figures and tables are those of "Accelerate DNN Inference by Inter-Operator Parallelism", 2019.
+There is no script in it.
 """
 
 import math
@@ -16,11 +16,11 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
-from html import escape
-from importlib import resources
 from itertools import pairwise
 
-from dovetail.reports.markup import Markup, cards, details, policy, row, table
+from markupsafe import Markup, escape
+
+from dovetail.reports.markup import Card, PageTable, joined, remarked, render_page, save_page
 from dovetail.reports.plots import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Axes, bar_chart, ticks
 from dovetail.reports.stages_figures import (
     answer,
@@ -32,7 +32,6 @@ from dovetail.reports.stages_figures import (
     sequential_of,
     stages_text,
 )
-from dovetail.runtime.files import write_atomically
 from dovetail.runtime.timers import summarise
 from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.records import members
@@ -47,31 +46,30 @@ from dovetail.schedulers.results import (
 )
 from dovetail.units import format_bytes, format_count, format_seconds
 
-# Schedules as pictures: kernels as boxes in running order, from the top down, and what reads what.
+# ---- Schedules as pictures: kernels as boxes in running order, from the top down ----
 #
 #     1  213 us   ┌─────────┐ ┌─────────┐      stages as rows, their groups side by side,
-#                 │  conv1  │ │  conv2  │      the kernels of a group below each other
-#                 │  conv3  │ └─────────┘
+#                 │  conv1  │ │  conv2  │      the kernels of a group below each other,
+#                 │  conv3  │ └─────────┘      lines from what is read to what reads it
 #                 └────┬────┘      │
 #     2   90 us   [       concat      ]
 #
 # Streams without barriers are columns; a kernel stands below all that it waits for.
 #
-# A long schedule is drawn in pieces of whole stages that end with a block where they can, each
-# folded
-# away on its own. Edges that leave a piece are stubs; the title of a kernel names what it reads.
-
+# A long schedule is drawn in pieces of whole stages, which end with a block if they can; each piece
+# folds away on its own. Edges that leave a piece are stubs; the title of a kernel names what it
+# reads.
 
 BOX, BOX_HEIGHT = 150, 22
-"""Pixels of a kernel's box."""
+"""A kernel's box has this many pixels."""
 ACROSS, DOWN, GUTTER, PAD = 180, 38, 124, 10
-"""From one box to the next, what stands before the first, and around the boxes of a stage."""
+"""Pixels from one box to the next, before the first, and around the boxes of a stage."""
 MOST_ACROSS = 10
-"""Groups side by side; of more the next ones stand below."""
+"""At most this many groups stand side by side; the next ones stand below them."""
 FEW, MANY, OPEN = 24, 120, 60
-"""Kernels of a piece: where it may end, where it must; of the pieces that are unfolded at first."""
+"""A piece may end from `FEW` kernels on and must end at `MANY`; the first `OPEN` are unfolded."""
 LABEL, NAMED, NAME = 21, 4, 56
-"""Characters of a label; names that a title lists, and characters of each."""
+"""A label has at most `LABEL` characters; a title lists `NAMED` names of `NAME` characters each."""
 COLOURS = 8  # of the palette in page.css
 
 
@@ -116,21 +114,22 @@ def effort_of(scheduled: Scheduled, candidate: Candidate) -> int:
 def draw_schedule(scheduled: Scheduled, candidate: Candidate) -> Markup:
     """All kernels of a schedule, each once. O(kernels + edges)."""
     if not candidate.stages:
-        lines = render(scheduled, streamed(scheduled, candidate))
-        return Markup(f'<div class="sheet">{lines}</div>')
+        picture = render(scheduled, streamed(scheduled, candidate))
+        return Markup('<div class="sheet">{}</div>').format(picture)
     longest = max(stage.seconds for stage in candidate.stages)
     drawn, shown = [], 0
     for piece in pieces(scheduled, candidate):
         stages = [candidate.stages[i] for i in piece]
-        svg = render(scheduled, staged(stages, piece.start), longest)
-        title = _piece_title(scheduled, candidate, piece)
-        opened = " open" * (shown < OPEN)
-        shown += sum(len(stage.kernels) for stage in stages)
+        folded = '<details{}><summary>{}</summary><div class="sheet">{}</div></details>'
         drawn.append(
-            f"<details{opened}><summary>{escape(title)}</summary>"
-            f'<div class="sheet">{svg}</div></details>'
+            Markup(folded).format(
+                " open" * (shown < OPEN),
+                _piece_title(scheduled, candidate, piece),
+                render(scheduled, staged(stages, piece.start), longest),
+            )
         )
-    return Markup("".join(drawn))
+        shown += sum(len(stage.kernels) for stage in stages)
+    return joined(drawn)
 
 
 def pieces(scheduled: Scheduled, candidate: Candidate) -> list[range]:
@@ -204,7 +203,7 @@ def streamed(scheduled: Scheduled, candidate: Candidate) -> Picture:
     return Picture(places, (), lanes, waits)
 
 
-def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0) -> str:
+def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0) -> Markup:
     """A picture as SVG, one unit a pixel. `longest_seconds`: of the stage with the longest bar."""
     places = picture.places
     width = max((place.x for place in places.values()), default=GUTTER) + BOX + 60
@@ -219,7 +218,7 @@ def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0)
         parts.append(_kernel(scheduled, picture, kernel))
     said = f"{len(places)} kernels in {len(picture.bands) or len(picture.lanes)} "
     said += "stages" if picture.bands else "streams"
-    return (
+    return Markup(
         f'<svg class="stages" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{said}">{"".join(parts)}</svg>'
     )
@@ -297,9 +296,9 @@ def _title(work: KernelWork, place: Place, reads: Sequence[str]) -> str:
 
 
 def _few(names: Iterable[str]) -> str:
-    found = list(names)
-    text = ", ".join(_end(name, NAME) for name in found[:NAMED])
-    return text + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+    every = list(names)
+    text = ", ".join(_end(name, NAME) for name in every[:NAMED])
+    return text + (f" and {len(every) - NAMED} more" if len(every) > NAMED else "")
 
 
 def _end(name: str, most: int) -> str:
@@ -312,9 +311,9 @@ def _piece_title(scheduled: Scheduled, candidate: Candidate, piece: range) -> st
     kernels = {k for stage in stages for k in stage.kernels}
     total = sum(stage.seconds for stage in candidate.stages)
     spent = sum(stage.seconds for stage in stages)
-    found = [b for b, block in enumerate(scheduled.blocks, 1) if not kernels.isdisjoint(block)]
+    blocks = [b for b, block in enumerate(scheduled.blocks, 1) if not kernels.isdisjoint(block)]
     text = f"{_span('stage', piece.start + 1, piece.stop)}: "
-    text += f"{_span('block', found[0], found[-1])}, " if found else ""
+    text += f"{_span('block', blocks[0], blocks[-1])}, " if blocks else ""
     text += f"{len(kernels)} kernel{'s' * (len(kernels) != 1)}, {format_seconds(spent)}"
     return text + (f", {100 * spent / total:.1f} % of all" if total > 0 else "")
 
@@ -323,14 +322,14 @@ def _span(what: str, first: int, last: int) -> str:
     return f"{what} {first}" if first == last else f"{what}s {first} to {last}"
 
 
-# Charts of stage schedules as SVG: latencies, prediction against measurement, a heated matrix.
-
+# ---- Charts as SVG: latencies, prediction against measurement; and a heated matrix ----
 
 LABELS, ROW = 150, 36
-"""Pixels of the names before bars, and of a row."""
+"""The names before bars have this many pixels, and so has a row."""
 MOST_POINTS = 2000
+"""A scatter chart has at most this many dots."""
 HEATS = (0.005, 0.02, 0.05, 0.10)
-"""Losses from which on a cell is hotter."""
+"""A cell is one step hotter from each of these losses on."""
 
 
 def latency_chart(candidates: Sequence[Candidate], chosen: str) -> Markup:
@@ -434,26 +433,31 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def heat_table(matrix: Specialisation) -> Markup:
+@dataclass(frozen=True)
+class _Matrix:
+    """A specialisation: the style sheet's class and the text of each cell."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, list[tuple[str, str]]]]
+
+
+def _matrix(matrix: Specialisation) -> _Matrix:
     """Seconds, and what is lost against the schedule that was made for the row."""
-    head = "".join(f"<th scope=col>for {escape(column)}</th>" for column in matrix.columns)
-    body = []
+    rows = []
     for i, (name, seconds) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
         own = _own(matrix, i)
-        cells = [f"<tr><th scope=row>on {escape(name)}</th>"]
+        base = seconds[own] if own is not None else 0.0
+        cells: list[tuple[str, str]] = []
         for j, value in enumerate(seconds):
-            base = seconds[own] if own is not None else 0.0
             loss = value / base - 1 if base > 0 else math.nan
             text = format_seconds(value) if math.isfinite(value) else "-"
             style = "own" if j == own else f"heat{sum(loss >= heat for heat in HEATS)}"
             if math.isfinite(loss) and j != own:
-                text += f" <small>{100 * loss:+.1f} %</small>"
-            cells.append(f'<td class="{style}">{text}</td>')
-        body.append("".join(cells) + "</tr>")
-    return Markup(
-        f'<div class="scroll"><table class="heat"><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+                text = remarked(text, f"{100 * loss:+.1f} %")
+            cells.append((style, text))
+        rows.append((name, cells))
+    return _Matrix(matrix.title, tuple(matrix.columns), rows)
 
 
 def _own(matrix: Specialisation, row: int) -> int | None:
@@ -466,66 +470,145 @@ def _own(matrix: Specialisation, row: int) -> int | None:
 
 
 def noise_of(candidates: Sequence[Candidate]) -> float:
-    """Interquartile range over median of the measured rounds: the middle schedule's."""
+    """Interquartile range over median of the measured rounds, of the schedule in the middle."""
     spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
     return spreads[len(spreads) // 2] if spreads else 0.0
 
 
-# Sections of the page about stage schedules; each is "" where there is nothing to show.
-#
-# Figures and tables are those of "Accelerate DNN Inference by Inter-Operator Parallelism", 2019.
-
+# ---- What the page's sections show ----
 
 MOST_DRAWN = 10_000
-"""Boxes and lines of all pictures together."""
+"""All pictures together have at most this many boxes and lines."""
 MOST_BLOCKS = 64
-"""That are compared, from the first; their picture and table stay legible."""
+"""The first this many blocks are compared, so that picture and table stay legible."""
+MOST_CARDS = 4
+"""This many batch sizes have a card at the top of the page."""
 
 
-def section(title: str, content: str, note: str = "") -> Markup:
-    """ "" without content."""
-    said = f"<p>{escape(note)}</p>" if note else ""
-    return Markup(f"<section><h3>{escape(title)}</h3>{said}{content}</section>" if content else "")
+@dataclass(frozen=True)
+class _ShownSchedule:
+    """A schedule under its title; `picture` is "" if it is not drawn."""
+
+    title: str
+    chosen: bool
+    picture: Markup
 
 
-def batch(schedules: Schedules, scheduled: Scheduled, drawn: Collection[str]) -> Markup:
-    """All that is known of one batch size; `drawn`: schedulers whose schedules are drawn."""
-    return Markup("".join([
-        section("The answer", f"<p>{escape(answer(scheduled, schedules.costs_source))}</p>"
-                + overview(scheduled)),
-        section("Stages", stages(scheduled, drawn),
-                "Time runs down. A box is a kernel; boxes of one frame run one after another, "
-                "frames of one row at the same time, and rows one after another. Lines are data; "
-                "strong ones are events between streams. Hover over a box for its ops, FLOPs and "
-                "bytes, and for what it reads."),
-        section("Latency of all schedules", latency(scheduled)),
-        section("Speed-up of each block", blocks(scheduled),
-                "Predicted, against the same block run sequentially (figure 8)."),
-        section("Work and memory", work(scheduled)),
-        section("Search", search(scheduled),
-                "Stages asked: distinct ones that came up; stages measured: those of them that "
-                "were not known yet."),
-        section("Are sums of stages right?", sampled(scheduled)),
-    ]))  # fmt: skip
+@dataclass(frozen=True)
+class _BlockGains:
+    """The speed-up of each block; `cut` says how many blocks are shown, "" for all."""
+
+    chart: Markup
+    cut: str
+    table: PageTable
+
+
+@dataclass(frozen=True)
+class _SampledShown:
+    """Random schedules, measured against predicted."""
+
+    text: str
+    chart: Markup
+
+
+@dataclass(frozen=True)
+class _ShownBatch:
+    """All that is known of one batch size; None where nothing is known."""
+
+    title: str
+    answer: str
+    overview_head: tuple[str, ...]
+    overview: list[tuple[tuple[str, ...], bool]]
+    schedules: list[_ShownSchedule]
+    latency_chart: Markup
+    latency: PageTable
+    blocks: _BlockGains | None
+    peak: str
+    work: PageTable | None
+    merged: bool
+    search: PageTable | None
+    sampled: _SampledShown | None
+
+
+def write_stages_page(
+    schedules: Schedules, path: str | os.PathLike[str], *, made: str = ""
+) -> None:
+    """Write the page to `path`, whole or not at all. made: the command that made it.
+
+    Raises `UnwritableError`.
+    """
+    save_page(render_stages(schedules, made=made), path)
+
+
+def render_stages(schedules: Schedules, *, made: str = "") -> str:
+    """The page as text. O(kernels + edges) for each schedule; what is drawn is bounded."""
+    return render_page(
+        "stages.html",
+        f"{schedules.model} on {schedules.device}",
+        _cards(schedules),
+        styles=("page.css", "training.css", "stages.css"),
+        summary=_summary(schedules),
+        batches=[
+            _batch(schedules, result, drawn)
+            for result, drawn in zip(schedules.results, drawable(schedules), strict=True)
+        ],
+        matrices=[_matrix(matrix) for matrix in schedules.specialisations],
+        made=made,
+    )
+
+
+def _cards(schedules: Schedules) -> list[Card]:
+    kernels = [len(result.kernels) for result in schedules.results]
+    blocks = [len(result.blocks) for result in schedules.results]
+    cards = [("costs", schedules.costs_source, "of stages, on which the search stands")]
+    if kernels:
+        cards.append(("kernels", f"{max(kernels):,}", f"in {max(blocks):,} blocks"))
+    for result in schedules.results[:MOST_CARDS]:
+        ratio = ratio_of(result, result.best)
+        source = "measured" if result.best.seconds else "predicted"
+        gain = "" if ratio is None else f"{ratio.value:.3f} x sequential's speed, {source}"
+        took = format_seconds(result.best.median_seconds)
+        cards.append((f"batch {result.batch}: {result.chosen}", took, gain))
+    return cards
+
+
+def _summary(schedules: Schedules) -> PageTable | None:
+    """A row for each batch size; None if there are not several."""
+    if len(schedules.results) < 2:
+        return None
+    rows = []
+    for result in schedules.results:
+        best, ratio = result.best, ratio_of(result, result.best)
+        seconds = best.median_seconds
+        rows.append((
+            f"{result.batch:,}",
+            result.chosen,
+            format_seconds(best.predicted_seconds),
+            measured_text(best),
+            "-" if ratio is None else str(ratio),
+            format_count(result.batch / seconds) if seconds > 0 else "-",
+        ))  # fmt: skip
+    head = ("batch", "chosen", "predicted", "measured (spread)", "speed-up", "samples a second")
+    return PageTable(head, rows)
 
 
 def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
     """[results] the schedulers whose schedules are drawn, of at most `most` boxes and lines in all:
     first those chosen, then the others in their order."""
-    found: list[set[str]] = [set() for _ in schedules.results]
-    asked = [(i, result.best) for i, result in enumerate(schedules.results)]
-    asked += [
+    drawn: list[set[str]] = [set() for _ in schedules.results]
+    wanted = [(i, result.best) for i, result in enumerate(schedules.results)]
+    wanted += [
         (i, candidate)
         for i, result in enumerate(schedules.results)
         for candidate in _by_choice(result)[1:]
         if _same_as(result, candidate) is None
     ]
-    for i, candidate in asked:
+    for i, candidate in wanted:
         needed = effort_of(schedules.results[i], candidate)
         if needed <= most:
             most -= needed
-            found[i].add(candidate.scheduler)
-    return found
+            drawn[i].add(candidate.scheduler)
+    return drawn
 
 
 def _by_choice(scheduled: Scheduled) -> list[Candidate]:
@@ -547,38 +630,41 @@ def _form(candidate: Candidate) -> object:
     return [(stage.groups, stage.merged) for stage in candidate.stages] or candidate.streams
 
 
-def overview(scheduled: Scheduled) -> Markup:
-    """A row for each scheduler, the chosen one marked."""
+def _batch(schedules: Schedules, scheduled: Scheduled, drawn: Collection[str]) -> _ShownBatch:
+    """All that is known of one batch size; `drawn`: schedulers whose schedules are drawn."""
     head, rows = overview_rows(scheduled)
-    body = "".join(row(cells, style="chosen" * chosen) for cells, chosen in rows)
-    top = row(head, "th scope=col")
-    return Markup(
-        f'<div class="scroll"><table><thead>{top}</thead><tbody>{body}</tbody></table></div>'
-        "<p class=hint>Speed-up: sequential's seconds over the schedule's. Spread: "
-        "interquartile range over median. Sizes are in kernels.</p>"
+    return _ShownBatch(
+        title=f"Batch {scheduled.batch:,}: {scheduled.chosen}",
+        answer=answer(scheduled, schedules.costs_source),
+        overview_head=head,
+        overview=rows,
+        schedules=[_shown(scheduled, c, drawn) for c in _by_choice(scheduled)],
+        latency_chart=latency_chart(scheduled.candidates, scheduled.chosen),
+        latency=_latency(scheduled),
+        blocks=_blocks(scheduled),
+        peak=format_bytes(scheduled.peak_bytes) if scheduled.peak_bytes else "",
+        work=_work(scheduled),
+        merged=any(stage.merged for c in scheduled.candidates for stage in c.stages),
+        search=_search(scheduled),
+        sampled=_sampled(scheduled),
     )
 
 
-def stages(scheduled: Scheduled, drawn: Collection[str]) -> Markup:
-    parts = []
-    for candidate in _by_choice(scheduled):
-        name = candidate.scheduler
-        chosen = name == scheduled.chosen
-        title = f"{name}{' (chosen)' * chosen}: {stages_text(candidate)}"
-        title += " stages" * bool(candidate.stages)
-        same = _same_as(scheduled, candidate)
-        if same is not None:
-            parts.append(f"<p>{escape(f'{name} found what {same} found.')}</p>")
-        elif name not in drawn:
-            parts.append(f"<p>{escape(f'{title}. Not drawn: the page would be too large.')}</p>")
-        elif chosen:
-            parts.append(f"<p><b>{escape(title)}</b></p>{draw_schedule(scheduled, candidate)}")
-        else:
-            parts.append(details(title, draw_schedule(scheduled, candidate)))
-    return Markup("".join(parts))
+def _shown(scheduled: Scheduled, candidate: Candidate, drawn: Collection[str]) -> _ShownSchedule:
+    name = candidate.scheduler
+    chosen = name == scheduled.chosen
+    title = f"{name}{' (chosen)' * chosen}: {stages_text(candidate)}"
+    title += " stages" * bool(candidate.stages)
+    same = _same_as(scheduled, candidate)
+    if same is not None:
+        return _ShownSchedule(f"{name} found what {same} found.", chosen, Markup(""))
+    if name not in drawn:
+        title += ". Not drawn: the page would be too large."
+        return _ShownSchedule(title, chosen, Markup(""))
+    return _ShownSchedule(title, chosen, draw_schedule(scheduled, candidate))
 
 
-def latency(scheduled: Scheduled) -> Markup:
+def _latency(scheduled: Scheduled) -> PageTable:
     rows = []
     for candidate in scheduled.candidates:
         timing = measured_of(candidate)
@@ -596,57 +682,56 @@ def latency(scheduled: Scheduled) -> Markup:
         ))  # fmt: skip
     head = ("scheduler", "predicted", "measured (spread)", "lowest to highest", "error of the "
             "prediction", "rounds")  # fmt: skip
-    chart = latency_chart(scheduled.candidates, scheduled.chosen)
-    return Markup(chart + details("in figures", table(head, rows)))
+    return PageTable(head, rows)
 
 
-def blocks(scheduled: Scheduled) -> Markup:
+def _blocks(scheduled: Scheduled) -> _BlockGains | None:
     """Sequential's predicted seconds over each scheduler's, block by block."""
     base = sequential_of(scheduled)
     if base is None or not base.block_seconds:
-        return Markup("")
+        return None
     count = len(base.block_seconds)
-    others = [c for c in _by_choice(scheduled) if c is not base and len(c.block_seconds) == count]
-    if not others:
-        return Markup("")
+    compared = [c for c in _by_choice(scheduled) if c is not base and len(c.block_seconds) == count]
+    if not compared:
+        return None
     gains = {
         c.scheduler: [
             theirs / ours if ours > 0 else 1.0
             for theirs, ours in zip(base.block_seconds, c.block_seconds, strict=True)
         ][:MOST_BLOCKS]
-        for c in others
+        for c in compared
     }
     shown = min(count, MOST_BLOCKS)
-    first = others[0].scheduler
+    first = compared[0].scheduler
     chart = bar_chart(
         gains[first],
         [str(block) for block in range(1, shown + 1)],
         Axes(f"block: how many times as fast as sequential, by {first}"),
     )
-    cut = f"<p>The first {shown} of {count:,} blocks.</p>" if shown < count else ""
-    return Markup(chart + cut + details("in figures", _block_table(scheduled, gains, shown)))
+    cut = f"The first {shown} of {count:,} blocks." if shown < count else ""
+    return _BlockGains(chart, cut, _block_table(scheduled, base, gains))
 
 
-def _block_table(scheduled: Scheduled, gains: Mapping[str, list[float]], shown: int) -> Markup:
-    base = sequential_of(scheduled)
-    assert base is not None, "gains are against it"
-    sizes = [f"{len(kernels):,}" for kernels in scheduled.blocks[:shown]]
+def _block_table(
+    scheduled: Scheduled, base: Candidate, gains: Mapping[str, list[float]]
+) -> PageTable:
+    sizes = [f"{len(kernels):,}" for kernels in scheduled.blocks]
     rows = [
         (
             str(i + 1),
             sizes[i] if i < len(sizes) else "",
-            format_seconds(base.block_seconds[i]),
+            format_seconds(seconds),
             *(f"{of[i]:.3f} x" for of in gains.values()),
         )
-        for i in range(shown)
+        for i, seconds in enumerate(base.block_seconds[:MOST_BLOCKS])
     ]
-    return table(("block", "kernels", "sequential", *gains), rows)
+    return PageTable(("block", "kernels", "sequential", *gains), rows)
 
 
-def work(scheduled: Scheduled) -> Markup:
+def _work(scheduled: Scheduled) -> PageTable | None:
     """Kernels, FLOPs, memory access and utilisation (table 5)."""
     if not scheduled.kernels:
-        return Markup("")
+        return None
     flops = sum(kernel.flops for kernel in scheduled.kernels)
     moved = sum(kernel.moved_bytes for kernel in scheduled.kernels)
     rows = []
@@ -662,23 +747,13 @@ def work(scheduled: Scheduled) -> Markup:
             format_count(moved / seconds, "B/s") if seconds > 0 else "-",
         ))  # fmt: skip
     head = ("scheduler", "kernels run", "FLOPs", "memory access", "utilisation", "bandwidth")
-    text = table(head, rows)
-    if any(stage.merged for c in scheduled.candidates for stage in c.stages):
-        text = Markup(text + "<p class=hint>FLOPs and memory access are of the kernels before "
-                      "any were merged.</p>")  # fmt: skip
-    said = "A multiply-add is two FLOPs; table 5 of the paper counts it once."
-    if scheduled.peak_bytes:
-        said = (
-            "Peak of the chosen schedule's memory plan, parameters apart: "
-            f"{format_bytes(scheduled.peak_bytes)}. {said}"
-        )
-    return Markup(f"<p>{said}</p>{text}")
+    return PageTable(head, rows)
 
 
-def search(scheduled: Scheduled) -> Markup:
+def _search(scheduled: Scheduled) -> PageTable | None:
     """What finding each schedule took (table 4)."""
     if all(candidate.effort == Effort() for candidate in scheduled.candidates):
-        return Markup("")
+        return None
     rows = [
         (
             candidate.scheduler,
@@ -694,134 +769,29 @@ def search(scheduled: Scheduled) -> Markup:
     ]
     head = ("scheduler", "search", "measuring", "states", "transitions", "stages asked",
             "stages measured", "left out")  # fmt: skip
-    return table(head, rows)
+    return PageTable(head, rows)
 
 
-def sampled(scheduled: Scheduled) -> Markup:
+def _sampled(scheduled: Scheduled) -> _SampledShown | None:
     """Random schedules, measured against predicted, and the pairs that are ordered right."""
     points = scheduled.sampled
     if len(points) < 2:
-        return Markup("")
+        return None
     noise = noise_of(scheduled.candidates)
-    said = [
+    text = (
         f"{len(points):,} random schedules. Of all pairs "
         f"{_share(*pairs_ordered_right(points))} come out in the order that was predicted "
         "(the paper: 93.7 %)."
-    ]
+    )
     if noise > 0:
-        said.append(
-            f"Of pairs further apart than the noise of the measurements, {100 * noise:.1f} %: "
+        text += (
+            f" Of pairs further apart than the noise of the measurements, {100 * noise:.1f} %: "
             f"{_share(*pairs_ordered_right(points, noise))}."
         )
-    return Markup(f"<p>{' '.join(said)}</p>{scatter_chart(points)}")
+    return _SampledShown(text, scatter_chart(points))
 
 
 def _share(right: int, compared: int) -> str:
     if not compared:
         return "none of 0"
     return f"{right:,} of {compared:,} ({100 * right / compared:.1f} %)"
-
-
-def specialisations(schedules: Schedules) -> Markup:
-    """One matrix below the other."""
-    parts = [
-        f"<h3>{escape(matrix.title)}</h3>{heat_table(matrix)}"
-        for matrix in schedules.specialisations
-    ]
-    if not parts:
-        return Markup("")
-    note = (
-        "<p>Rows: where it ran. Columns: what the schedule was made for. On the diagonal both are "
-        "the same; beside it, what is lost against the diagonal of the row (tables 1 and 2, "
-        "figure 6).</p>"
-    )
-    return Markup(f"<section><h2>Specialisation</h2>{note}{''.join(parts)}</section>")
-
-
-def write_stages_page(
-    schedules: Schedules, path: str | os.PathLike[str], *, made: str = ""
-) -> None:
-    """Write the page to `path`, whole or not at all. made: the command that made it.
-
-    Raises `UnwritableError`.
-    """
-    text = render_stages(schedules, made=made)
-    # A name may hold a lone surrogate, which UTF-8 cannot: it is shown as "?".
-    write_atomically(path, text.encode("utf-8", "replace"))
-
-
-def render_stages(schedules: Schedules, *, made: str = "") -> str:
-    """The page as text. O(kernels + edges) for each schedule; what is drawn is bounded."""
-    style = "\n".join(_asset(name) for name in ("page.css", "training.css", "stages.css"))
-    parts = {
-        "policy": policy(style),
-        "title": escape(f"{schedules.model} on {schedules.device}"),
-        "style": style,
-        "cards": _cards(schedules),
-        "batches": _summary(schedules) + _batches(schedules),
-        "specialisations": specialisations(schedules),
-        "made": _made(made),
-    }
-    # One pass over the template: what is filled in is not searched again.
-    pieces = _asset("stages.html").split("@@")
-    return "".join(parts[piece] if position % 2 else piece for position, piece in enumerate(pieces))
-
-
-def _asset(name: str) -> str:
-    return resources.files("dovetail.reports").joinpath("assets", name).read_text("utf-8")
-
-
-def _cards(schedules: Schedules) -> Markup:
-    kernels = [len(result.kernels) for result in schedules.results]
-    blocks = [len(result.blocks) for result in schedules.results]
-    items = [("costs", schedules.costs_source, "of stages, on which the search stands")]
-    if kernels:
-        items.append(("kernels", f"{max(kernels):,}", f"in {max(blocks):,} blocks"))
-    for result in schedules.results[:4]:
-        ratio = ratio_of(result, result.best)
-        known = "measured" if result.best.seconds else "predicted"
-        gain = "" if ratio is None else f"{ratio.value:.3f} x sequential's speed, {known}"
-        took = format_seconds(result.best.median_seconds)
-        items.append((f"batch {result.batch}: {result.chosen}", took, gain))
-    return cards(items)
-
-
-def _summary(schedules: Schedules) -> Markup:
-    """A row for each batch size, where there are several."""
-    if not schedules.results:
-        return Markup("<section><p>Nothing was scheduled.</p></section>")
-    if len(schedules.results) == 1:
-        return Markup("")
-    rows = []
-    for result in schedules.results:
-        best, ratio = result.best, ratio_of(result, result.best)
-        seconds = best.median_seconds
-        rows.append((
-            f"{result.batch:,}",
-            result.chosen,
-            format_seconds(best.predicted_seconds),
-            measured_text(best),
-            "-" if ratio is None else str(ratio),
-            format_count(result.batch / seconds) if seconds > 0 else "-",
-        ))  # fmt: skip
-    head = ("batch", "chosen", "predicted", "measured (spread)", "speed-up", "samples a second")
-    return Markup(f"<section><h2>Batch sizes</h2>{table(head, rows)}</section>")
-
-
-def _batches(schedules: Schedules) -> Markup:
-    parts = []
-    found = drawable(schedules)
-    for i, (result, drawn) in enumerate(zip(schedules.results, found, strict=True)):
-        title = f"Batch {result.batch:,}: {result.chosen}"
-        opened = " open" * (i == 0)
-        parts.append(
-            f'<details class="batch"{opened}><summary>{escape(title)}</summary>'
-            f"{batch(schedules, result, drawn)}</details>"
-        )
-    return Markup("".join(parts))
-
-
-def _made(made: str) -> Markup:
-    if not made:
-        return Markup("")
-    return Markup(f"<section><h2>How this was made</h2><pre>{escape(made)}</pre></section>")

@@ -18,7 +18,7 @@ from dovetail.graph import Graph
 from dovetail.graph.records import SOURCE_KINDS, Phase
 from dovetail.machine import Device, Machine, emulated_dtypes
 from dovetail.plans import Plan, capacities_of, describe_gap, format_value
-from dovetail.reports.limits import Limits, explain, shares
+from dovetail.reports.limits import StepLimits, explain, shares
 from dovetail.reports.stages_figures import overview_rows
 from dovetail.schedulers.results import Schedules
 from dovetail.simulator.loads import device_loads
@@ -242,7 +242,7 @@ def _compared(
     return mine, theirs, error
 
 
-def limits_table(limits: Limits, timeline: Timeline, plan: Plan) -> RenderableType:
+def limits_table(limits: StepLimits, timeline: Timeline, plan: Plan) -> RenderableType:
     """What bounds the plan: the sentence, and the critical chain by share."""
     sentences = Text(printable(explain(limits, timeline, plan)))
     parts = shares(limits, timeline)

@@ -1,12 +1,11 @@
-"""One self-contained page about training runs: several rules side by side, or one run alone.
+"""The page about training runs: several rules side by side, or one run alone.
 
-    head        runs, the best figure, the fastest to what all reached
-    learning    figures against time and samples                        training_sections.py
-    asynchrony  staleness, implicit momentum, temporal efficiency       training_sections.py
-    workers     what each did when, and what happened to it             training_timeline.py
+    cards       runs, the best figure, the fastest to what all reached
+    learning    figures against time and samples
+    asynchrony  staleness, implicit momentum, temporal efficiency
+    workers     what each did when, and what happened to it
 
-There is no script in it and nothing is fetched: style is allowed by its hash in a
-Content-Security-Policy. Every name is foreign text and is escaped (`markup`).
+There is no script in it.
 """
 
 import math
@@ -14,30 +13,27 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 
 import numpy as np
+from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
-from dovetail.reports.markup import Markup, cards, details, policy, table
+from dovetail.reports.markup import Card, PageTable, render_page, save_page
 from dovetail.reports.plots import COLOURS, Axes, Line, averaged, bar_chart, line_chart, ticks
-from dovetail.runtime.files import write_atomically
 from dovetail.training import analysis
 from dovetail.training.history import Column, History, common_level, events_of, lower_is_better
 from dovetail.training.records import Event
 from dovetail.units import format_count, format_seconds
 
-# What each worker of a training run did when, as inline SVG.
+# ---- What each worker did when, as inline SVG ----
 #
 #     worker 0   ███▒░███▒░███▒░███▒░        compute, exchange, wait
 #     worker 1   ███▒░███▒✕    ▲███▒░        ✕ lost, ▲ joined again
 #
-# Compute is from a window's first step to its last; exchange from there to the server's answer,
-# which in rules that gather includes the wait for the others; wait is what remains. A run of many
+# Compute is from a window's first step to its last. Exchange is from there to the server's answer,
+# which in rules that gather includes the wait for the others. Wait is what remains. A run of many
 # commits is drawn as shares of equal pieces of time instead of spans.
-
 
 Floats = NDArray[np.float64]
 WIDTH, LABELS, ROW, GAP = 1100.0, 84.0, 16.0, 5.0
@@ -89,11 +85,11 @@ def lanes_of(history: History) -> list[Lane]:
     return lanes
 
 
-def timeline(history: History) -> str:
+def timeline(history: History) -> Markup:
     """The lanes of up to `MOST_WORKERS` workers, and what happened to them."""
     lanes = lanes_of(history)
     if not lanes:
-        return "<p>No commit was recorded.</p>"
+        return Markup("<p>No commit was recorded.</p>")
     shown = lanes[:MOST_WORKERS]
     last = max((event.seconds for event in history.outcome.events), default=0.0)
     end = max(history.outcome.seconds, last, *(float(lane.answers[-1]) for lane in lanes))
@@ -121,7 +117,7 @@ def timeline(history: History) -> str:
     if len(lanes) > len(shown):
         notes.append(f"{len(lanes) - len(shown)} more workers are not drawn.")
     hint = f'<p class="hint">{" ".join(notes)}</p>' if notes else ""
-    return (
+    return Markup(
         f'<svg class="chart lanes" viewBox="0 -2 {WIDTH:.0f} {height + 20:.0f}" role="img" '
         f'aria-label="{escape(what)}">{"".join(parts)}</svg><ul class="key">{keys}</ul>{hint}'
     )
@@ -209,15 +205,19 @@ def _said(event: Event) -> str:
     )
 
 
-# The sections of the page about training runs, each as markup.
-
+# ---- What the page's sections show ----
 
 MOST_FIGURES, MOST_EVENTS, MOST_BINS, MOST_ROWS = 6, 200, 40, 64
+"""The page shows at most this many figures, events, bins of a histogram, and rows of workers."""
+MOST_REASONS = 40
+"""The page lists at most this many reasons for refused commits, the most frequent first."""
 TRAINING_LOSS = "training loss"
+MOST_RUNS = 40
+"""A page shows at most this many runs: more could not be told apart in one chart."""
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class ShownRun:
     """A run on the page; `number` chooses its colour."""
 
     number: int
@@ -226,52 +226,134 @@ class Run:
 
     @property
     def head(self) -> Markup:
-        """Its label after its colour."""
-        return Markup(f'<i class="c{self.number % COLOURS}"></i>{escape(self.label)}')
+        """The label after the run's colour."""
+        return Markup('<i class="c{}"></i>{}').format(self.number % COLOURS, self.label)
 
 
 @dataclass(frozen=True, eq=False)
-class _Curve:
-    """[points] each."""
+class _LearningCurve:
+    """One figure of one run: [points] each."""
 
-    run: Run
+    run: ShownRun
     seconds: Column
     samples: Column
     values: Column
 
 
-def main_figure(runs: Sequence[Run]) -> str | None:
+@dataclass(frozen=True, eq=False)
+class _WorkerTimes:
+    """A run's timeline; the title is "" if the page has one run alone."""
+
+    title: str
+    chart: Markup
+    table: PageTable
+
+
+@dataclass(frozen=True, eq=False)
+class _ShownEvents:
+    """Events of all runs.
+
+    counts     how often each kind happened in each run
+    refusals   why commits were refused; None if none was
+    listed     each event, folded under `summary`
+    """
+
+    counts: PageTable
+    refusals: PageTable | None
+    summary: str
+    listed: PageTable
+
+
+def write_training_page(
+    histories: Sequence[History], path: str | os.PathLike[str], *, made: str = ""
+) -> None:
+    """Write the page of these runs to `path`, whole or not at all. Their order is kept.
+
+    made   the command that made the page
+
+    Raises `UnwritableError`, and `UsageError` for no run or more than `MOST_RUNS`.
+    """
+    save_page(render_training(histories, made=made), path)
+
+
+def render_training(histories: Sequence[History], *, made: str = "") -> str:
+    """The page as text. O(commits); what is drawn of a run is bounded whatever its length."""
+    if not 0 < len(histories) <= MOST_RUNS:
+        raise UsageError("histories", f"there are {len(histories)}; a page shows 1 to {MOST_RUNS}")
+    runs = [
+        ShownRun(i, label, history)
+        for i, (label, history) in enumerate(zip(_labels(histories), histories, strict=True))
+    ]
+    staleness_charts, staleness_table = staleness(runs)
+    momentum_chart, momentum_table = momentum(runs)
+    return render_page(
+        "training.html",
+        "Training by " + ", ".join(dict.fromkeys(run.history.name for run in runs)),
+        _cards(runs),
+        styles=("page.css", "training.css"),
+        runs=runs_table(runs),
+        learning=learning(runs),
+        efficiency=efficiency(runs),
+        efficiency_figure=main_figure(runs),
+        staleness_charts=staleness_charts,
+        staleness=staleness_table,
+        momentum_chart=momentum_chart,
+        momentum=momentum_table,
+        workers=workers(runs),
+        events=events(runs),
+        command=PageTable((), [("command", made)], "scroll facts") if made else None,
+        run_facts=[(run.label, PageTable((), run.history.facts(), "scroll facts")) for run in runs],
+    )
+
+
+def _labels(histories: Sequence[History]) -> list[str]:
+    """The runs' names; if two are the same, names with workers and window, then with a number."""
+    names = [history.name for history in histories]
+    if len(set(names)) < len(names):
+        names = [
+            f"{history.name}, {history.workers} workers, window {history.of_job('window')}"
+            for history in histories
+        ]
+    return [
+        f"{name} ({names[:i].count(name) + 1})" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
+
+
+def main_figure(runs: Sequence[ShownRun]) -> str | None:
     """The figure that runs are compared by: the first that should be large, else the first."""
     names = _figures(runs)
     return next((name for name in names if not lower_is_better(name)), names[0] if names else None)
 
 
-def head(runs: Sequence[Run]) -> Markup:
-    """Cards with the figures that matter."""
+def _cards(runs: Sequence[ShownRun]) -> list[Card]:
     samples = sum(run.history.outcome.samples for run in runs)
-    items = [("runs", str(len(runs)), f"{format_count(samples)} samples in all")]
+    cards = [("runs", str(len(runs)), f"{format_count(samples)} samples in all")]
     figure = main_figure(runs)
     if figure is not None:
         sign = -1 if lower_is_better(figure) else 1
-        found = [(best.figures[figure], run) for run in runs
+        bests = [(best.figures[figure], run) for run in runs
                  if (best := run.history.best(figure)) is not None]  # fmt: skip
-        if found:
-            value, run = max(found, key=lambda pair: sign * pair[0])
-            items.append((f"best {figure}", f"{value:.4g}", f"by {run.label}"))
-        items += _fastest(runs, figure)
+        if bests:
+            value, best_run = max(bests, key=lambda pair: sign * pair[0])
+            cards.append((f"best {figure}", f"{value:.4g}", f"by {best_run.label}"))
+        cards += _fastest(runs, figure)
     if len(runs) == 1:
         history = runs[0].history
-        items.append(("staleness", _number(history.staleness.mean), f"mean; n - 1 is "
+        cards.append(("staleness", _number(history.staleness.mean), f"mean; n - 1 is "
                       f"{history.workers - 1}"))  # fmt: skip
-        items.append(("took", format_seconds(history.outcome.seconds),
+        cards.append(("took", format_seconds(history.outcome.seconds),
                       f"{len(history):,} commits"))  # fmt: skip
     counts = Counter(event.kind for run in runs for event in run.history.outcome.events)
-    lost = f"{counts['restarted'] + counts['server_restarted']} restarted"
-    items.append(("workers lost", str(counts["lost"]), f"{lost}, {counts['refused']} refusals"))
-    return cards(items)
+    restarted = f"{counts['restarted'] + counts['server_restarted']} restarted"
+    cards.append(
+        ("workers lost", str(counts["lost"]), f"{restarted}, {counts['refused']} refusals")
+    )
+    return cards
 
 
-def _fastest(runs: Sequence[Run], figure: str) -> list[tuple[str, str, str]]:
+def _fastest(runs: Sequence[ShownRun], figure: str) -> list[Card]:
+    """The card of the run that was first at the level that all runs reached."""
     level = common_level([run.history for run in runs], figure)
     if level is None or len(runs) < 2:
         return []
@@ -281,29 +363,29 @@ def _fastest(runs: Sequence[Run], figure: str) -> list[tuple[str, str, str]]:
     return [(f"fastest to {figure} {level:.4g}", format_seconds(seconds), f"by {label}")]
 
 
-def runs_table(runs: Sequence[Run]) -> Markup:
-    """A line a run: what it was, how far it came, how stale it was."""
+def runs_table(runs: Sequence[ShownRun]) -> PageTable:
+    """A row for each run: what it was, how far it came, how stale it was."""
     figures = _figures(runs)[:MOST_FIGURES]
     main = main_figure(runs)
     level = common_level([run.history for run in runs], main) if main else None
-    reached = [] if level is None or len(runs) < 2 else [f"to {main} {level:.4g}"]
+    to_level = [] if level is None or len(runs) < 2 else [f"to {main} {level:.4g}"]
     titles = ["run", "backend", "workers", "window", "batch", "commits", "samples", "time",
-              *(f"best {name}" for name in figures), *reached, "staleness", "ended"]  # fmt: skip
-    lines = []
+              *(f"best {name}" for name in figures), *to_level, "staleness", "ended"]  # fmt: skip
+    rows = []
     for run in runs:
         history = run.history
         bests = [history.best(name) for name in figures]
-        to_level = [_when(history.seconds_to(main, level)) for _ in reached if main and level]
-        lines.append([
+        times = [_when(history.seconds_to(main, level)) for _ in to_level if main and level]
+        rows.append([
             run.head, history.backend or "-", str(history.workers),
             *(_whole(history.of_job(field)) for field in ("window", "batch")),
             f"{len(history):,}", f"{history.outcome.samples:,}",
             format_seconds(history.outcome.seconds),
             *(f"{best.figures[name]:.4g}" if best else "-"
               for name, best in zip(figures, bests, strict=True)),
-            *to_level, _number(history.staleness.mean), ended(history),
+            *times, _number(history.staleness.mean), ended(history),
         ])  # fmt: skip
-    return table(titles, lines)
+    return PageTable(titles, rows)
 
 
 def ended(history: History) -> str:
@@ -317,22 +399,20 @@ def ended(history: History) -> str:
     return "stopped early" if history.outcome.stopped else "done"
 
 
-def learning(runs: Sequence[Run]) -> Markup:
-    """Each figure, then the loss of the commits, against time and against samples."""
-    drawn: list[tuple[str, list[_Curve]]] = [
-        (figure, [_Curve(run, *run.history.curve(figure)) for run in runs])
+def learning(runs: Sequence[ShownRun]) -> list[Markup]:
+    """Charts of each figure, then of the commits' loss, against time and against samples."""
+    curves_of: dict[str, list[_LearningCurve]] = {
+        figure: [_LearningCurve(run, *run.history.curve(figure)) for run in runs]
         for figure in _figures(runs)[:MOST_FIGURES]
-    ]
+    }
     losses = []
     for run in runs:
         columns = run.history.columns
         seconds, means = averaged(columns["seconds"], columns["loss"])
         samples, _ = averaged(columns["seen"], columns["loss"])
-        losses.append(_Curve(run, seconds, samples, means))
-    drawn.append((TRAINING_LOSS, losses))
-    pieces = []
-    for figure, curves in drawn:
-        known = [curve for curve in curves if len(curve.values)]
+        losses.append(_LearningCurve(run, seconds, samples, means))
+    charts = []
+    for figure, curves in [*curves_of.items(), (TRAINING_LOSS, losses)]:
         for what, format_x in (("time", format_seconds), ("samples", format_count)):
             lines = [
                 Line(
@@ -341,15 +421,16 @@ def learning(runs: Sequence[Run]) -> Markup:
                     curve.values,
                     curve.run.number,
                 )
-                for curve in known
+                for curve in curves
+                if len(curve.values)
             ]
             axes = Axes(f"{figure} against {what}", format_x, _ceiling(figure, lines))
-            pieces.append(f"<figure>{line_chart(lines, axes)}</figure>")
-    return Markup(f'<div class="figures">{"".join(pieces)}</div>')
+            charts.append(line_chart(lines, axes))
+    return charts
 
 
 def _ceiling(figure: str, lines: Sequence[Line]) -> float:
-    """What is beyond is cut: a loss that grows without end hides all others."""
+    """The top of the chart. A loss that grows without end is cut, for it would hide all others."""
     if not (lower_is_better(figure) and lines):
         return math.inf
     firsts = [line.y[np.isfinite(line.y)][:1] for line in lines]
@@ -357,30 +438,27 @@ def _ceiling(figure: str, lines: Sequence[Line]) -> float:
     return 3 * max(starts) if starts and max(starts) > 0 else math.inf
 
 
-def efficiency(runs: Sequence[Run]) -> Markup:
-    """E(row, column) of the main figure, for all pairs."""
+def efficiency(runs: Sequence[ShownRun]) -> PageTable | None:
+    """E(row, column) of the main figure for all pairs; None if there is nothing to compare."""
     figure = main_figure(runs)
-    curves = {} if figure is None else {run.number: run.history.curve(figure) for run in runs}
-    known = [run for run in runs if run.number in curves and _usable(curves[run.number])]
-    if figure is None or lower_is_better(figure) or len(known) < 2:
-        return Markup("<p>It compares two runs or more by a figure that grows, such as "
-                      "accuracy.</p>")  # fmt: skip
-    lines = []
-    for a in known:
+    if figure is None or lower_is_better(figure):
+        return None
+    curves = {run.number: run.history.curve(figure) for run in runs}
+    compared = [run for run in runs if _usable(curves[run.number])]
+    if len(compared) < 2:
+        return None
+    rows = []
+    for a in compared:
         cells: list[str] = [a.head]
-        for b in known:
+        for b in compared:
             (a_seconds, _, a_values), (b_seconds, _, b_values) = curves[a.number], curves[b.number]
             value = analysis.temporal_efficiency(
                 a_seconds.tolist(), a_values.tolist(), b_seconds.tolist(), b_values.tolist()
             )
-            better = a is not b and value > 1
-            cells.append(Markup(f"<b>{_number(value)}</b>") if better else _number(value))
-        lines.append(cells)
-    said = (
-        f"Integral of {escape(figure)} over time of the row's run over that of the column's, up to "
-        "the shorter time: above 1 the row's run made better use of it."
-    )
-    return Markup(f"<p>{said}</p>" + table(["", *(run.label for run in known)], lines))
+            text = _number(value)
+            cells.append(Markup("<b>{}</b>").format(text) if a is not b and value > 1 else text)
+        rows.append(cells)
+    return PageTable(["", *(run.label for run in compared)], rows)
 
 
 def _usable(curve: tuple[Column, Column, Column]) -> bool:
@@ -388,23 +466,20 @@ def _usable(curve: tuple[Column, Column, Column]) -> bool:
     return bool(len(seconds) and seconds[-1] > 0 and np.isfinite(values).all())
 
 
-def staleness(runs: Sequence[Run]) -> Markup:
-    """A histogram a run, and their statistics."""
-    pieces, lines = [], []
+def staleness(runs: Sequence[ShownRun]) -> tuple[list[Markup], PageTable]:
+    """A histogram for each run, and their statistics."""
+    charts, rows = [], []
     for run in runs:
         history = run.history
         stats = history.staleness
         values = history.columns["staleness"][history.workers :]
-        lines.append([run.head, f"{stats.commits:,}", str(history.workers - 1),
-                      *map(_number, (stats.mean, stats.p50, stats.p95, stats.max))])  # fmt: skip
+        rows.append([run.head, f"{stats.commits:,}", str(history.workers - 1),
+                     *map(_number, (stats.mean, stats.p50, stats.p95, stats.max))])  # fmt: skip
         if len(values):
             counts, labels = histogram(values)
             axes = Axes(f"{run.label}: commits by staleness")
-            chart = bar_chart(counts, labels, axes, run.number)
-            pieces.append(f"<figure>{chart}</figure>")
-    figures = f'<div class="figures">{"".join(pieces)}</div>' if pieces else ""
-    titles = ("run", "commits", "n - 1", "mean", "p50", "p95", "max")
-    return Markup(figures + table(titles, lines))
+            charts.append(bar_chart(counts, labels, axes, run.number))
+    return charts, PageTable(("run", "commits", "n - 1", "mean", "p50", "p95", "max"), rows)
 
 
 def histogram(values: Column) -> tuple[list[float], list[str]]:
@@ -417,103 +492,99 @@ def histogram(values: Column) -> tuple[list[float], list[str]]:
     return counts.astype(float).tolist(), labels
 
 
-def momentum(runs: Sequence[Run]) -> Markup:
+def momentum(runs: Sequence[ShownRun]) -> tuple[Markup, PageTable]:
     """The estimates along each run, and their medians."""
     lines, rows = [], []
     for run in runs:
         history = run.history
         estimates = history.columns["momentum"]
-        known = np.isfinite(estimates)
-        spread = np.percentile(estimates[known], [25, 75]) if known.any() else (math.nan,) * 2
+        finite = np.isfinite(estimates)
+        low, high = np.percentile(estimates[finite], [25, 75]) if finite.any() else (math.nan,) * 2
         rows.append([run.head, str(history.workers), _number(history.momentum),
-                     f"{_number(spread[0])} to {_number(spread[1])}" if known.any() else "-",
+                     f"{_number(low)} to {_number(high)}" if finite.any() else "-",
                      _number(history.expected_momentum)])  # fmt: skip
-        if known.any():
-            x, y = averaged(history.columns["seen"][known].astype(np.float64), estimates[known])
+        if finite.any():
+            x, y = averaged(history.columns["seen"][finite].astype(np.float64), estimates[finite])
             lines.append(Line(run.label, x, y, run.number))
             expected = np.full(2, history.expected_momentum)
             ends = np.array([0.0, float(x[-1])])
             lines.append(Line("1 - 1/n", ends, expected, run.number, dashed=True))
     axes = Axes("implicit momentum against samples; dashed: 1 - 1/n", top=1.5, bottom=-1.0)
     titles = ("run", "n", "median estimate", "middle half", "1 - 1/n")
-    return Markup((line_chart(lines, axes) if lines else "") + table(titles, rows))
+    return line_chart(lines, axes) if lines else Markup(""), PageTable(titles, rows)
 
 
-def workers(runs: Sequence[Run]) -> Markup:
-    """A timeline a run, and the workers in figures."""
-    pieces = []
-    for run in runs:
-        title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
-        pieces.append(f'{title}<div class="scroll">{timeline(run.history)}</div>')
-        pieces.append(details("in figures", _worker_table(run.history)))
-    return Markup("".join(pieces))
+def workers(runs: Sequence[ShownRun]) -> list[_WorkerTimes]:
+    """A timeline for each run, and the workers in figures."""
+    return [
+        _WorkerTimes(
+            run.label if len(runs) > 1 else "", timeline(run.history), _worker_table(run.history)
+        )
+        for run in runs
+    ]
 
 
-def _worker_table(history: History) -> Markup:
+def _worker_table(history: History) -> PageTable:
     _, of_worker = analysis.staleness(history.outcome.rows, history.workers)
     counts = {kind: Counter(event.worker for event in events_of(history.outcome, kind))
               for kind in ("lost", "restarted", "refused")}  # fmt: skip
     samples = np.bincount(_ranks(history), weights=history.columns["samples"]).tolist()
-    lines = []
+    rows = []
     for lane, count in zip(lanes_of(history), samples, strict=True):
         total = float(lane.answers[-1] - lane.begins[0])
         shares = [lane.seconds_of(kind) / total if total > 0 else math.nan for kind in KINDS]
         tau = of_worker.get(lane.worker)
         stats = (tau.mean, tau.p50, tau.p95, tau.max) if tau else (math.nan,) * 4
-        lines.append([f"worker {lane.worker}", f"{len(lane.begins):,}", f"{count:,.0f}",
-                      *(f"{100 * share:.0f} %" if math.isfinite(share) else "-"
-                        for share in shares),
-                      *map(_number, stats),
-                      *(str(found[lane.worker]) for found in counts.values())])  # fmt: skip
+        rows.append([f"worker {lane.worker}", f"{len(lane.begins):,}", f"{count:,.0f}",
+                     *(f"{100 * share:.0f} %" if math.isfinite(share) else "-"
+                       for share in shares),
+                     *map(_number, stats),
+                     *(str(of_kind[lane.worker]) for of_kind in counts.values())])  # fmt: skip
     titles = ("worker", "commits", "samples", *KINDS, "staleness", "p50", "p95", "max",
               "lost", "restarted", "refused")  # fmt: skip
-    return table(titles, lines[:MOST_ROWS])
+    return PageTable(titles, rows[:MOST_ROWS])
 
 
 def _ranks(history: History) -> Column:
-    """The lane of each commit's worker."""
+    """[commits] The lane of each commit's worker."""
     ranks: Column = np.unique(history.columns["worker"], return_inverse=True)[1]
     return ranks
 
 
-def events(runs: Sequence[Run]) -> Markup:
-    """What happened how often, why commits were refused, and each event."""
+def events(runs: Sequence[ShownRun]) -> _ShownEvents | None:
+    """How often each event happened, why commits were refused, and each event; None of none."""
     kinds = list(dict.fromkeys(e.kind for run in runs for e in run.history.outcome.events))
     if not kinds:
-        return Markup("<p>No worker joined, left or was lost, and no commit was refused.</p>")
+        return None
     counts = [[run.head, *_counts(run.history, kinds)] for run in runs]
-    pieces = [table(["run", *(kind.replace("_", " ") for kind in kinds)], counts)]
     reasons = Counter((run.number, event.detail) for run in runs
                       for event in events_of(run.history.outcome, "refused"))  # fmt: skip
-    if reasons:
-        of_reason = [
-            [runs[i].label, reason, f"{n:,}"] for (i, reason), n in reasons.most_common(40)
-        ]
-        pieces.append(table(("run", "refused because", "commits"), of_reason, "scroll left"))
-    listed = [(run, event) for run in runs for event in run.history.outcome.events]
-    lines = [[run.label, format_seconds(event.seconds),
-              "server" if event.worker < 0 else f"worker {event.worker}",
-              event.kind.replace("_", " "), Markup(f"<pre>{escape(event.detail[:4000])}</pre>")]
-             for run, event in listed[:MOST_EVENTS]]  # fmt: skip
-    more = f" (the first {MOST_EVENTS:,})" if len(listed) > MOST_EVENTS else ""
-    titles = ("run", "time", "who", "what", "detail")
-    pieces.append(details(f"all {len(listed):,}{more}", table(titles, lines, "scroll left")))
-    return Markup("".join(pieces))
+    refusals = [
+        [runs[i].label, reason, f"{n:,}"] for (i, reason), n in reasons.most_common(MOST_REASONS)
+    ]
+    happened = [(run, event) for run in runs for event in run.history.outcome.events]
+    listed = [[run.label, format_seconds(event.seconds),
+               "server" if event.worker < 0 else f"worker {event.worker}",
+               event.kind.replace("_", " "),
+               Markup("<pre>{}</pre>").format(event.detail[:4000])]
+              for run, event in happened[:MOST_EVENTS]]  # fmt: skip
+    more = f" (the first {MOST_EVENTS:,})" if len(happened) > MOST_EVENTS else ""
+    return _ShownEvents(
+        PageTable(["run", *(kind.replace("_", " ") for kind in kinds)], counts),
+        PageTable(("run", "refused because", "commits"), refusals, "scroll left")
+        if refusals
+        else None,
+        f"all {len(happened):,}{more}",
+        PageTable(("run", "time", "who", "what", "detail"), listed, "scroll left"),
+    )
 
 
 def _counts(history: History, kinds: Sequence[str]) -> list[str]:
-    found = Counter(event.kind for event in history.outcome.events)
-    return [f"{found[kind]:,}" for kind in kinds]
+    counts = Counter(event.kind for event in history.outcome.events)
+    return [f"{counts[kind]:,}" for kind in kinds]
 
 
-def made_section(runs: Sequence[Run], command: str) -> Markup:
-    """The command, and each run's facts."""
-    top = table((), [("command", command)], "scroll facts") if command else ""
-    facts = [details(run.label, table((), run.history.facts(), "scroll facts")) for run in runs]
-    return Markup(top + "".join(facts))
-
-
-def _figures(runs: Sequence[Run]) -> list[str]:
+def _figures(runs: Sequence[ShownRun]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.history.figures))
 
 
@@ -527,66 +598,3 @@ def _whole(value: int | None) -> str:
 
 def _when(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(seconds)
-
-
-MOST_RUNS = 40
-
-
-def write_training_page(
-    histories: Sequence[History], path: str | os.PathLike[str], *, made: str = ""
-) -> None:
-    """Write the page of these runs to `path`, whole or not at all. Their order is kept.
-
-    made   the command that made it
-
-    Raises `UnwritableError`, and `UsageError` for no run or more than `MOST_RUNS`.
-    """
-    # A name may hold a lone surrogate, which UTF-8 cannot: it is shown as "?".
-    write_atomically(path, render_training(histories, made=made).encode("utf-8", "replace"))
-
-
-def render_training(histories: Sequence[History], *, made: str = "") -> str:
-    """The page as text. O(commits); what is drawn of a run is bounded whatever its length."""
-    if not 0 < len(histories) <= MOST_RUNS:
-        raise UsageError("histories", f"there are {len(histories)}; a page shows 1 to {MOST_RUNS}")
-    runs = [
-        Run(i, label, history)
-        for i, (label, history) in enumerate(zip(_labels(histories), histories, strict=True))
-    ]
-    style = "\n".join(_asset(name) for name in ("page.css", "training.css"))
-    title = "Training by " + ", ".join(dict.fromkeys(run.history.name for run in runs))
-    parts = {
-        "policy": policy(style),
-        "title": escape(title),
-        "style": style,
-        "cards": head(runs),
-        "runs": runs_table(runs),
-        "learning": learning(runs),
-        "efficiency": efficiency(runs),
-        "staleness": staleness(runs),
-        "momentum": momentum(runs),
-        "workers": workers(runs),
-        "events": events(runs),
-        "made": made_section(runs, made),
-    }
-    # One pass over the template: what is filled in is not searched again.
-    pieces = _asset("training.html").split("@@")
-    return "".join(parts[piece] if position % 2 else piece for position, piece in enumerate(pieces))
-
-
-def _asset(name: str) -> str:
-    return resources.files("dovetail.reports").joinpath("assets", name).read_text("utf-8")
-
-
-def _labels(histories: Sequence[History]) -> list[str]:
-    """The runs' names; where two are the same with workers and window, then with a number."""
-    names = [history.name for history in histories]
-    if len(set(names)) < len(names):
-        names = [
-            f"{history.name}, {history.workers} workers, window {history.of_job('window')}"
-            for history in histories
-        ]
-    return [
-        f"{name} ({names[:i].count(name) + 1})" if names.count(name) > 1 else name
-        for i, name in enumerate(names)
-    ]
