@@ -53,6 +53,7 @@ class _Table(BaseModel, Generic[T]):
 
 def _file_model() -> type[BaseModel]:
     """The pydantic model of a graph's file: an object within an object for each dot of a path."""
+    # Entries of arrays that are more than any number of the dtype.
     entries = {"phases": Literal[0, 1, 2, 3], "control": file_type(tuple[int, int])}
     tree: dict[str, Any] = {"format": Literal["dovetail.graph"], "version": Version1}
     for name, (column, dtype, entry) in COLUMNS.items():

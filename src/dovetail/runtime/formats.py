@@ -1,15 +1,18 @@
 """File formats derived from records: a dataclass lists its fields once, and a pydantic model that
 reads them from JSON or TOML is built from that list.
 
-    @dataclass(frozen=True)                      {"kind": "cpu", "memory": 8}
-    class Device:                                       │ file_type(Device), validated
-        kind: str                                       ▼
+    @dataclass(frozen=True)
+    class Device:
+        kind: str
         memory_bytes: int = field(metadata={FILE_NAME: "memory"})
-        cache: Cache | None = field(default=None, metadata={FILE_NAME: None})   # not in the file
+        state: object = field(default=None, metadata={FILE_NAME: None})    # not in files
 
-A record in a record is an object in an object, but a record of one field is written as that field
-alone. An array is a list of numbers. What a field's `Annotated` type demands (`pydantic.Field`,
-`annotated_types`) is checked, and unknown names are refused.
+    {"kind": "cpu", "memory": 8}   ──file_type(Device)──►   Device("cpu", 8)
+                                   ◄──────to_file───────
+
+A record within a record is an object within an object, but a record of one field is written as that
+field alone. An array is a list of numbers. A field whose type is `Annotated` with a `pydantic.Field`
+is checked against it, and unknown names are refused.
 """
 
 from dataclasses import MISSING, fields, is_dataclass
@@ -50,6 +53,7 @@ def _refuse_bools(values: Any) -> Any:
     return values
 
 
+# For models that are written by hand: types of numbers that refuse booleans, as `file_type` does.
 Number = Annotated[float, BeforeValidator(_refuse_bool)]
 Numbers = Annotated[list[float], BeforeValidator(_refuse_bools)]
 Whole = Annotated[int, BeforeValidator(_refuse_bool)]
