@@ -10,8 +10,8 @@ reads them from JSON or TOML is built from that list.
     {"kind": "cpu", "memory": 8}   ──file_type(Device)──►   Device("cpu", 8)
                                    ◄──────to_file───────
 
-A record within a record is an object within an object, but a record of one field is written as that
-field alone. An array is a list of numbers. A field whose type is `Annotated` with a `pydantic.Field`
+A record within a record is an object within an object, but a record of one field is written as
+that field alone. An array is a list of numbers. A field whose type is `Annotated` with a `pydantic.Field`
 is checked against it, and unknown names are refused.
 """
 
@@ -72,7 +72,7 @@ def file_type(hint: Any, config: ConfigDict = STRICT) -> Any:
         return _record_type(hint, config)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return Annotated[(file_type(arguments[0], config), *arguments[1:])]  # type: ignore[return-value]
+        return Annotated[(file_type(arguments[0], config), *arguments[1:])]
     if origin is np.ndarray:
         return array_type(get_args(arguments[1])[0])
     if origin in (Union, UnionType):
@@ -92,7 +92,7 @@ def array_type(dtype: Any, entry: Any = None) -> Any:
     kind = np.dtype(dtype).kind
     entry = entry or {"b": bool, "i": int, "f": float}[kind]
     refuse = [] if kind == "b" else [BeforeValidator(_refuse_bools)]
-    return Annotated[(list[entry], *refuse, AfterValidator(partial(np.array, dtype=dtype)))]  # type: ignore[return-value]
+    return Annotated[(list[entry], *refuse, AfterValidator(partial(np.array, dtype=dtype)))]
 
 
 def file_model(record: type[Any], config: ConfigDict = STRICT, **more: Any) -> type[BaseModel]:
@@ -138,7 +138,7 @@ def first_complaint(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
-def _record_type(record: type[Any], config: ConfigDict) -> Any:
+def _record_type(record: Any, config: ConfigDict) -> Any:
     hints = get_type_hints(record, include_extras=True)
     if len(hints) == 1:
         only = next(iter(hints.values()))
