@@ -11,8 +11,8 @@ reads them from JSON or TOML is built from that list.
                                    ◄──────to_file───────
 
 A record within a record is an object within an object, but a record of one field is written as
-that field alone. An array is a list of numbers. A field whose type is `Annotated` with a `pydantic.Field`
-is checked against it, and unknown names are refused.
+that field alone. An array is a list of numbers. A type `Annotated` with a `pydantic.Field` is
+checked by it, and unknown names are refused.
 """
 
 from dataclasses import MISSING, fields, is_dataclass
