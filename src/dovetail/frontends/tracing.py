@@ -2,7 +2,7 @@
 
 The model and its loss's `backward` run once, and every operator that they call is recorded
 (`recording`); forward hooks and autograd's sequence numbers tell where each comes from. Then the
-graph is made pure (`purifying`). No weight is ever allocated.
+graph is made pure (`purified`). No weight is ever allocated.
 
 No tensor that shares memory with a parameter, a buffer or an example may become a constant of the
 graph: it would be stale from the second step on. Four things see to it:

@@ -20,6 +20,7 @@ import math
 from collections.abc import Hashable, Sequence
 from functools import reduce
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError, create_model
@@ -53,21 +54,24 @@ class _Table(BaseModel, Generic[T]):
 
 def _file_model() -> type[BaseModel]:
     """The pydantic model of a graph's file: an object within an object for each dot of a path."""
+    # Entries of arrays that are more than any number of the dtype.
     entries = {"phases": Literal[0, 1, 2, 3], "control": file_type(tuple[int, int])}
     tree: dict[str, Any] = {"format": Literal["dovetail.graph"], "version": Version1}
+    table: Any = _Table
+    held: Any
     for name, (column, dtype, entry) in COLUMNS.items():
         if column.table:
-            held = Annotated[_Table[file_type(entry)], AfterValidator(_Table.column)]  # type: ignore[misc]
+            held = Annotated[table[file_type(entry)], AfterValidator(_Table.column)]
         elif dtype is not None:
             held = array_type(dtype, entries.get(name))
         else:
-            held = tuple[entry, ...]
+            held = GenericAlias(tuple, (entry, ...))
         _put(tree, column.path, held)
     return _object_model("File", tree)
 
 
 def _object_model(name: str, tree: dict[str, Any]) -> type[BaseModel]:
-    parts = {
+    parts: dict[str, Any] = {
         key: (_object_model(key, held) if isinstance(held, dict) else held, ...)
         for key, held in tree.items()
     }
@@ -110,17 +114,16 @@ def graph_from(raw: Any, path: str) -> Graph:
     """The graph of a file's JSON; `path` names it in errors."""
     _check_sizes(raw)
     try:
-        file = _File.model_validate(raw)
+        file: Any = _File.model_validate(raw)
     except ValidationError as error:
         raise FileFormatError(path, first_complaint(error)) from None
     except OverflowError as error:
         raise FileFormatError(path, str(error)) from None
-    return Graph(
-        **{
-            name: reduce(getattr, column.path.split("."), file)
-            for name, (column, _, _) in COLUMNS.items()
-        }
-    )
+    columns = {
+        name: reduce(getattr, column.path.split("."), file)
+        for name, (column, _, _) in COLUMNS.items()
+    }
+    return Graph(**columns)
 
 
 def _table(values: Sequence[Hashable]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """File formats derived from records: a dataclass lists its fields once, and a pydantic model that
 reads them from JSON or TOML is built from that list.
 
-    @dataclass(frozen=True)                      {"kind": "cpu", "memory": 8}
-    class Device:                                       │ file_type(Device), validated
-        kind: str                                       ▼
+    @dataclass(frozen=True)
+    class Device:
+        kind: str
         memory_bytes: int = field(metadata={FILE_NAME: "memory"})
-        cache: Cache | None = field(default=None, metadata={FILE_NAME: None})   # not in the file
+        state: object = field(default=None, metadata={FILE_NAME: None})    # not in files
 
-A record in a record is an object in an object, but a record of one field is written as that field
-alone. An array is a list of numbers. What a field's `Annotated` type demands (`pydantic.Field`,
-`annotated_types`) is checked, and unknown names are refused.
+    {"kind": "cpu", "memory": 8}   ──file_type(Device)──►   Device("cpu", 8)
+                                   ◄──────to_file───────
+
+A record within a record is an object within an object, but a record of one field is written as
+that field alone. An array is a list of numbers. A type `Annotated` with a `pydantic.Field` is
+checked by it, and unknown names are refused.
 """
 
 from dataclasses import MISSING, fields, is_dataclass
@@ -50,6 +53,7 @@ def _refuse_bools(values: Any) -> Any:
     return values
 
 
+# For models that are written by hand: types of numbers that refuse booleans, as `file_type` does.
 Number = Annotated[float, BeforeValidator(_refuse_bool)]
 Numbers = Annotated[list[float], BeforeValidator(_refuse_bools)]
 Whole = Annotated[int, BeforeValidator(_refuse_bool)]
@@ -68,7 +72,7 @@ def file_type(hint: Any, config: ConfigDict = STRICT) -> Any:
         return _record_type(hint, config)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return Annotated[(file_type(arguments[0], config), *arguments[1:])]  # type: ignore[return-value]
+        return Annotated[(file_type(arguments[0], config), *arguments[1:])]
     if origin is np.ndarray:
         return array_type(get_args(arguments[1])[0])
     if origin in (Union, UnionType):
@@ -88,7 +92,7 @@ def array_type(dtype: Any, entry: Any = None) -> Any:
     kind = np.dtype(dtype).kind
     entry = entry or {"b": bool, "i": int, "f": float}[kind]
     refuse = [] if kind == "b" else [BeforeValidator(_refuse_bools)]
-    return Annotated[(list[entry], *refuse, AfterValidator(partial(np.array, dtype=dtype)))]  # type: ignore[return-value]
+    return Annotated[(list[entry], *refuse, AfterValidator(partial(np.array, dtype=dtype)))]
 
 
 def file_model(record: type[Any], config: ConfigDict = STRICT, **more: Any) -> type[BaseModel]:
@@ -134,7 +138,7 @@ def first_complaint(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
-def _record_type(record: type[Any], config: ConfigDict) -> Any:
+def _record_type(record: Any, config: ConfigDict) -> Any:
     hints = get_type_hints(record, include_extras=True)
     if len(hints) == 1:
         only = next(iter(hints.values()))
