@@ -33,13 +33,20 @@ from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
 from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
-from dovetail.training.snapshots import read_snapshot, sync_folder, write_all, write_snapshot
+from dovetail.training.snapshots import (
+    explain_start,
+    read_snapshot,
+    sync_folder,
+    write_all,
+    write_snapshot,
+)
 
 LOG_FACTOR = 16
 """A log so many times as large as its snapshot asks for the next one."""
 LEAST_LOG_BYTES = 2**26
 
-_SEGMENT = b"dovetL1\n"
+_SEGMENT = b"dovetL2\n"
+"""Name and version of the log's format. Version 1 had checksums of another kind."""
 _RECORD = b"rec\n"
 _PREFIX = struct.Struct("<4sIQQQI")  # magic, header and vector bytes, number, checksum, CRC
 _CRC = struct.Struct("<I")
@@ -154,8 +161,9 @@ class Journal:
 
     def _read(self, file: BinaryIO, path: Path) -> Iterator[Record]:
         size_bytes = os.fstat(file.fileno()).st_size
-        if file.read(len(_SEGMENT)) != _SEGMENT[:size_bytes]:
-            raise JournalError(os.fspath(path), "it is no log of this program's, at byte 0")
+        start = file.read(len(_SEGMENT))
+        if start != _SEGMENT[:size_bytes]:
+            raise JournalError(os.fspath(path), explain_start(start, _SEGMENT, "log"))
         if size_bytes < len(_SEGMENT):
             return
         self._end_bytes = len(_SEGMENT)

@@ -21,7 +21,8 @@ from dovetail.errors import JournalError, UnwritableError
 from dovetail.training.checks import checksum
 from dovetail.training.records import Vector
 
-MAGIC = b"dovetS1\n"
+MAGIC = b"dovetS2\n"
+"""Name and version of the format. Version 1 had checksums of another kind."""
 _HEAD = struct.Struct("<QI")
 _MOST_PIECES = 1024
 """Of one call to the system (IOV_MAX)."""
@@ -57,8 +58,9 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
     """State and vectors of a snapshot; `JournalError` names what was changed in it, and where."""
     data = np.fromfile(path, np.uint8)
     start = len(MAGIC) + _HEAD.size
-    if data[: len(MAGIC)].tobytes() != MAGIC or data.size < start:
-        raise JournalError(os.fspath(path), "it is no snapshot of this program's, at byte 0")
+    magic = data[: len(MAGIC)].tobytes()
+    if magic != MAGIC or data.size < start:
+        raise JournalError(os.fspath(path), explain_start(magic, MAGIC, "snapshot"))
     length, crc = _HEAD.unpack(data[len(MAGIC) : start].tobytes())
     header = data[start : start + length].tobytes() if length <= data.size else b""
     if len(header) != length or zlib.crc32(header) != crc:
@@ -74,6 +76,18 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
     if end != data.size:
         raise JournalError(os.fspath(path), f"it goes on where it should end, at byte {end}")
     return fields["state"], vectors
+
+
+def explain_start(start: bytes, expected: bytes, what: str) -> str:
+    """Why a file that begins with `start` cannot be read: another version, or no file of ours."""
+    version, ours = start[-2:-1], expected[-2:-1]
+    if version != ours and version.isdigit() and start.replace(version, ours) == expected:
+        return (
+            f"it is a {what} of format {version.decode()}, written by another version of dovetail, "
+            f"where this one reads format {ours.decode()}; finish the run with the version that "
+            "began it, or start a new one in another folder"
+        )
+    return f"it is no {what} of this program's, at byte 0"
 
 
 def write_all(descriptor: int, pieces: list[memoryview]) -> None:
