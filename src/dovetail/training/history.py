@@ -5,29 +5,69 @@
     print(history.summary())
     history.save("run.json.gz"); history.to_csv("run.csv"); history.to_tensorboard("logs")
 
-Imports no torch.
+No file holds the parameters. The fields of the files are those of the records `Outcome`, `Row`,
+`Evaluation` and `Event`.
+
+JSON, gzip when the name ends in `.gz`:
+
+    {"format": "dovetail.history", "version": 1,
+     "clock": 10, "samples": 1280, "seconds": 3.5, "stopped": false, "meta": {...},
+     "commits":     {"clock": [...], "worker": [...], ...},              a list per field of `Row`
+     "evaluations": [{"clock": .., "samples": .., "seconds": .., "figures": {NAME: VALUE}}, ...],
+     "events":      [{"kind": .., "worker": .., "seconds": .., "detail": ..}, ...]}
+
+A float that is not finite is the text "nan", "inf" or "-inf", since JSON has no such numbers.
+
+CSV: one line per record, commits first. The column `record` is `commit`, `evaluation` or `event`;
+then come the fields of `Row` and `Event`, and a column `figure:NAME` for each figure. A cell that
+does not belong to the line's record is empty. Floats are written so that reading gives the same
+float.
+
+TensorBoard: scalars, whose step is the number of samples that the center has seen:
+
+    train/loss, train/norm, train/staleness, train/implicit_momentum     of commits
+    evaluation/NAME                                                      of evaluations
+
+This module imports no torch.
 """
 
+import csv
+import gzip
+import io
+import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from itertools import chain
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from dovetail.errors import FileFormatError
+from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.reading import read_json
 from dovetail.training.analysis import Staleness, staleness
 from dovetail.training.divergence import Divergence, diverging, remedy
 from dovetail.training.records import Evaluation, Event, Outcome, Row
+from dovetail.training.tensorboard import Scalars
 from dovetail.units import format_count, format_seconds, printable
 
 Column = NDArray[Any]
 COLUMNS = {field.name: field.type for field in fields(Row)}
 """Columns of a history and their types, in order: the fields of `Row`."""
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
+"""Words in the names of figures of which a smaller value is the better one."""
 SUMMARY_EPOCHS = 12
+"""Epochs that a summary shows; of longer runs evenly spread ones, the last among them."""
+POINTS = 5000
+"""Points of one scalar for TensorBoard. Of more commits each point is the mean of some in a row."""
+FORMAT, VERSION = "dovetail.history", 1
+MOST_FIGURES = 1000
+"""Columns of figures that a CSV file may have."""
 _COUNTED = ("lost", "restarted", "server_restarted", "refused")
 
 
@@ -183,38 +223,37 @@ class History:
         return tuple(found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all but the parameters as JSON (`history_files`), gzip where the name ends in
-        `.gz`. Raises `UnwritableError`."""
-        from dovetail.training.history_files import save_history
-
-        save_history(self.outcome, path)
+        """Write all but the parameters as JSON, gzip where the name ends in `.gz`; the file is
+        whole or as it was. Raises `UnwritableError`."""
+        text = json.dumps(_as_json(self.outcome), allow_nan=False).encode()
+        write_atomically(path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """What `save` wrote, with an empty `theta`. Raises `FileFormatError`."""
-        from dovetail.training.history_files import load_history
-
-        return cls(load_history(path))
+        return cls(_from_json(os.fspath(path), read_json(os.fspath(path))))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write commits, evaluations and events, a line each. Raises `UnwritableError`."""
-        from dovetail.training.history_files import write_csv
-
-        write_csv(self.outcome, path)
+        """Write commits, evaluations and events, a line each; the file is whole or as it was.
+        Raises `UnwritableError`."""
+        write_atomically(path, _as_csv(self.outcome).encode("utf-8", "backslashreplace"))
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Self:
-        """What `to_csv` wrote: all but the meta and the parameters. Raises `FileFormatError`."""
-        from dovetail.training.history_files import read_csv
-
-        return cls(read_csv(path))
+        """What `to_csv` wrote: all but the meta and the parameters. Clock, samples and seconds are
+        those of the last commits. Raises `FileFormatError`."""
+        return cls(_from_csv(os.fspath(path)))
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write scalars for TensorBoard, by samples. Raises `MissingLibraryError`,
         `UnwritableError`."""
-        from dovetail.training.tensorboard import write_events
-
-        write_events(self, folder)
+        # Seconds since 1970 where the backend's clock is real; a simulated run starts at 0.
+        start = self.outcome.meta.get("start_seconds")
+        origin = float(start) if isinstance(start, int | float) else 0.0
+        with Scalars(folder) as scalars:
+            for tag, (seconds, samples, values) in _scalars(self).items():
+                for moment, step, value in zip(seconds, samples, values, strict=True):
+                    scalars.add(tag, int(step), float(value), origin + float(moment))
 
     def facts(self) -> list[tuple[str, str]]:
         """(label, text) pairs that sum the run up."""
@@ -327,3 +366,204 @@ def _aligned(cells: list[list[str]]) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in cells
     ]
+
+
+# Files. Their fields are those of the records; a file that lacks one, or has another, is refused.
+
+_FIGURE = "figure:"
+_CSV_KEYS = tuple(
+    dict.fromkeys(("record", "kind", *COLUMNS, *(field.name for field in fields(Event))))
+)
+_SCALARS = {
+    "loss": "loss",
+    "norm": "norm",
+    "staleness": "staleness",
+    "implicit_momentum": "momentum",
+}
+"""Tag, below `train/`, and the column that it shows."""
+_IN_LISTS = ("rows", "evaluations", "events")
+_WHOLE = {
+    field.name: field.type
+    for field in fields(Outcome)
+    if field.name != "theta" and field.name not in _IN_LISTS
+}
+"""Fields of an outcome that stand once in a file."""
+
+
+def _strict_model(name: str, kinds: dict[str, Any]) -> type[BaseModel]:
+    """A pydantic model of these fields, all of them required and no others allowed."""
+    required: dict[str, Any] = {key: (kind, ...) for key, kind in kinds.items()}
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **required)
+
+
+def _model_of(record: type) -> Any:
+    return _strict_model(record.__name__, {field.name: field.type for field in fields(record)})
+
+
+def _list_of(kind: Any) -> Any:
+    return list[kind]
+
+
+_FILE = _strict_model(
+    "File",
+    {
+        "format": Literal["dovetail.history"],
+        "version": Literal[1],
+        **_WHOLE,
+        "commits": _strict_model("Commits", {k: _list_of(v) for k, v in COLUMNS.items()}),
+        "evaluations": _list_of(_model_of(Evaluation)),
+        "events": _list_of(_model_of(Event)),
+    },
+)
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        **{name: _plain(getattr(outcome, name)) for name in _WHOLE},
+        "commits": {name: [_plain(getattr(row, name)) for row in outcome.rows] for name in COLUMNS},
+        "evaluations": [_plain(vars(evaluation)) for evaluation in outcome.evaluations],
+        "events": [_plain(vars(event)) for event in outcome.events],
+    }
+
+
+def _from_json(path: str, raw: Any) -> Outcome:
+    try:
+        read: Any = _FILE.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise FileFormatError(path, f"no saved history: {where}: {first['msg']}") from None
+    columns = [getattr(read.commits, column) for column in COLUMNS]
+    if len({len(column) for column in columns}) > 1:
+        raise FileFormatError(path, "its columns are not of one length")
+    outcome = Outcome(
+        theta=np.zeros(0, dtype=np.float32),
+        rows=tuple(Row(*values) for values in zip(*columns, strict=True)),
+        events=tuple(Event(**vars(event)) for event in read.events),
+        evaluations=tuple(Evaluation(**vars(evaluation)) for evaluation in read.evaluations),
+        **{name: getattr(read, name) for name in _WHOLE},
+    )
+    _check_drawable(path, outcome)
+    return outcome
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: non-finite floats as text, tuples as lists, numpy's numbers as
+    Python's, and anything else as its text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _check_drawable(path: str, outcome: Outcome) -> None:
+    """Raise `FileFormatError` for times and counts that a page cannot draw."""
+    moments = [outcome.seconds]
+    moments += [row.seconds for row in outcome.rows]
+    moments += [event.seconds for event in outcome.events]
+    moments += [evaluation.seconds for evaluation in outcome.evaluations]
+    spans = (s for row in outcome.rows for s in (row.begin_seconds, row.end_seconds))
+    if not all(map(math.isfinite, chain(moments, spans))):
+        raise FileFormatError(path, "a time is not finite")
+    counts = (
+        n for row in outcome.rows for n in (row.samples, row.staleness, row.worker, row.clock)
+    )
+    if not all(0 <= n < 2**53 for n in counts):
+        raise FileFormatError(path, "a commit's samples, staleness, worker or clock is no count")
+
+
+def _as_csv(outcome: Outcome) -> str:
+    names = dict.fromkeys(name for e in outcome.evaluations for name in e.figures)
+    text = io.StringIO()
+    columns = [*_CSV_KEYS, *(_FIGURE + name for name in names)]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for row in outcome.rows:
+        writer.writerow({"record": "commit", **vars(row)})
+    for evaluation in outcome.evaluations:
+        cells = dict(vars(evaluation))
+        figures = {_FIGURE + name: value for name, value in cells.pop("figures").items()}
+        writer.writerow({"record": "evaluation", **cells, **figures})
+    for event in outcome.events:
+        writer.writerow({"record": "event", **vars(event)})
+    return text.getvalue()
+
+
+def _from_csv(path: str) -> Outcome:
+    records: dict[str, list[Any]] = {"commit": [], "evaluation": [], "event": []}
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            heads = reader.fieldnames or ()
+            plain = len(_CSV_KEYS)
+            if tuple(heads[:plain]) != _CSV_KEYS or len(heads) > plain + MOST_FIGURES:
+                raise FileFormatError(path, f"its columns are not {', '.join(_CSV_KEYS)}")
+            for line in reader:
+                if line["record"] not in records:
+                    raise ValueError(f"{line['record']!r} is no record")
+                records[line["record"]].append(_record_of(line))
+    except OSError as error:
+        raise FileFormatError(path, error.strerror or str(error)) from None
+    except (ValueError, TypeError, csv.Error) as error:  # TypeError: a line that is too short
+        raise FileFormatError(path, f"line {reader.line_num}: {error}") from None
+    rows, evaluations, events = records.values()
+    outcome = Outcome(
+        theta=np.zeros(0, dtype=np.float32),
+        clock=max((row.clock for row in rows), default=0),
+        samples=sum(row.samples for row in rows),
+        seconds=max([0.0, *(row.seconds for row in rows), *(e.seconds for e in evaluations)]),
+        rows=tuple(rows),
+        events=tuple(events),
+        evaluations=tuple(evaluations),
+    )
+    _check_drawable(path, outcome)
+    return outcome
+
+
+def _record_of(line: dict[str, str]) -> Row | Evaluation | Event:
+    """The record that a line of a CSV file holds; each field's type reads its own text."""
+    kind = {"commit": Row, "evaluation": Evaluation, "event": Event}[line["record"]]
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name == "figures":
+            values["figures"] = {
+                key.removeprefix(_FIGURE): float(value)
+                for key, value in line.items()
+                if key.startswith(_FIGURE) and value
+            }
+        else:
+            values[field.name] = field.type(line[field.name])  # type: ignore[operator]
+    return kind(**values)
+
+
+def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
+    """TensorBoard's tag -> (seconds, samples, values)."""
+    columns = history.columns
+    scalars = {}
+    for tag, name in _SCALARS.items():
+        finite = np.isfinite(columns[name])
+        if finite.any():
+            values = columns[name][finite].astype(np.float64)
+            scalars[f"train/{tag}"] = _thinned(
+                columns["seconds"][finite], columns["seen"][finite], values
+            )
+    for figure in history.figures:
+        scalars[f"evaluation/{figure}"] = history.curve(figure)
+    return scalars
+
+
+def _thinned(seconds: Column, samples: Column, values: Column) -> tuple[Column, Column, Column]:
+    """At most `POINTS` means of commits in a row, each at the last of them."""
+    if len(values) <= POINTS:
+        return seconds, samples, values
+    starts = np.linspace(0, len(values), POINTS, endpoint=False).astype(np.int64)
+    last = np.append(starts[1:], len(values)) - 1
+    means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
+    return seconds[last], samples[last], means
