@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from dovetail.training.checks import PIECE_BYTES, check, checksum, copy_and_check
+from dovetail.training.checks import PIECE_BYTES, check, checksum, copy_and_checksum
 
 
 def whole(array):
@@ -27,10 +27,10 @@ def test_a_check_is_the_checksum_and_the_sum_of_squares(size, kind):
 
 @pytest.mark.parametrize("size", [3, 100, PIECE + 1])
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
-def test_a_copy_is_checked_as_its_source_is(size, kind):
+def test_a_copy_has_the_checksum_of_its_source(size, kind):
     source = np.random.default_rng(1).standard_normal(size).astype(kind)
     target = np.zeros(size + 1, kind)
-    assert copy_and_check(target[:-1], source) == check(source)
+    assert copy_and_checksum(target[:-1], source) == checksum(source)
     assert (target[:-1] == source).all()
     assert target[-1] == 0
 

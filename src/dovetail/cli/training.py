@@ -1,5 +1,6 @@
 """`dovetail train`, and `dovetail train-report`: a page about runs that were kept."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.markup import escape
 from dovetail.cli.arguments import Json, check_outputs
 from dovetail.cli.output import say, show, show_json
 from dovetail.errors import UsageError
+from dovetail.training.request import TrainRequest
 
 EPILOG = """\
 Examples:
@@ -31,10 +33,17 @@ torch.optim.Adam, or a name such as adam; dataset: arrays, a map-style or an ite
 validation may be left out. Or it returns (dovetail Trainer, dataset[, validation]); options given
 here then take the place of the trainer's own.
 """
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(TrainRequest)}
+"""Defaults of training, shown in the help. An option that is not given stays None here, so that a
+Trainer that the function returns keeps its own setting."""
 FUNCTION_HELP = (
     "package.module:function, looked for in the current folder first; it returns (model, loss, "
     "optimizer, dataset[, validation]) or (Trainer, dataset[, validation])"
 )
+
+
+def _default(name: str) -> str:
+    return str(DEFAULTS[name])
 
 
 def train(  # noqa: PLR0913  one argument an option
@@ -43,25 +52,27 @@ def train(  # noqa: PLR0913  one argument an option
     rule: Annotated[
         str,
         typer.Option(
-            help="How workers and server update; --rules lists them", show_default="adag-agn"
+            help="How workers and server update; --rules lists them", show_default=_default("rule")
         ),
     ] = "",
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE of the rule, e.g. gamma=1e-4")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, show_default="2")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, show_default=_default("workers"))] = None,
     window: Annotated[
         str,
         typer.Option(
             help="Local steps between commits; all: one commit, at the end",
-            show_default="auto: 1, more for rules that ask for it",
+            show_default=f"{DEFAULTS['window']}: 1, more for rules that ask for it",
         ),
     ] = "",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a local step", show_default="32")
+        int | None,
+        typer.Option(min=1, help="Samples of a local step", show_default=_default("batch")),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over all samples", show_default="1")
+        int | None,
+        typer.Option(min=1, help="Passes over all samples", show_default=_default("epochs")),
     ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate, in place of the optimizer's own")
@@ -70,22 +81,26 @@ def train(  # noqa: PLR0913  one argument an option
         str,
         typer.Option(
             help="processes: of this machine; ray: many machines; threads; simulated: virtual time",
-            show_default="processes",
+            show_default=_default("backend"),
         ),
     ] = "",
     backend_option: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE of the backend, e.g. latency_seconds=0.01 of simulated"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, show_default="0")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, show_default=_default("seed"))] = None,
     metric: Annotated[
         list[str] | None, typer.Option(help="On the validation set beside the loss: accuracy")
     ] = None,
     validate: Annotated[
-        str, typer.Option(help="When: epoch, so many samples, or 30s", show_default="epoch")
+        str,
+        typer.Option(
+            help="When: epoch, so many samples, or 30s", show_default=_default("validate")
+        ),
     ] = "",
     monitor: Annotated[
-        str, typer.Option(help="The figure that --patience goes by", show_default="loss")
+        str,
+        typer.Option(help="The figure that --patience goes by", show_default=_default("monitor")),
     ] = "",
     patience: Annotated[
         int | None, typer.Option(min=1, help="Validations without a better one before it stops")
@@ -93,7 +108,8 @@ def train(  # noqa: PLR0913  one argument an option
     wire: Annotated[
         str,
         typer.Option(
-            help="How vectors travel: float16, bfloat16, topk:FRACTION", show_default="none"
+            help="How vectors travel: float16, bfloat16, topk:FRACTION",
+            show_default=_default("wire"),
         ),
     ] = "",
     folder: Annotated[
@@ -149,7 +165,7 @@ def train(  # noqa: PLR0913  one argument an option
     if window:
         settings["window"] = setup.parse_window(window)
     if rule or option:
-        settings["rule"] = setup.parse_rule(rule or "adag-agn", option or ())
+        settings["rule"] = setup.parse_rule(rule or DEFAULTS["rule"], option or ())
     policy = _given(
         worker_restarts=restarts,
         worker_losses=losses,
@@ -205,9 +221,12 @@ def _check_others(history: Path | None, tensorboard: Path | None, folder: Path |
 def _list_rules(as_json: bool) -> None:
     from rich.table import Column, Table
 
-    from dovetail.cli.training_setup import rule_rows
+    from dovetail.training.rules import RULES
 
-    rows = rule_rows()
+    rows = []
+    for name, entry in RULES.items():
+        options = ", ".join(f"{option}={default}" for option, default in entry.options.items())
+        rows.append((name, entry.help, options, entry.paper))
     if as_json:
         keys = ("name", "about", "options", "paper")
         show_json({"rules": [dict(zip(keys, row, strict=True)) for row in rows]})

@@ -15,13 +15,12 @@ from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.cli.training_setup import Setup
 from dovetail.errors import UsageError
 from dovetail.training import advice
-from dovetail.training.advice import Advice, Evidence
+from dovetail.training.advice import Advice, Evidence, measure
 from dovetail.training.backends import load_backend
-from dovetail.training.measuring import measure
-from dovetail.training.preparing import Prepared, bind_rule, prepare
+from dovetail.training.preparing import PreparedTraining, bind_rule, prepare
+from dovetail.training.request import TrainRequest
 from dovetail.training.rules.contract import Rule
 from dovetail.training.torch_optimizers import resolve_optimizer
-from dovetail.training.trainer import Trainer
 from dovetail.units import format_count, format_seconds, printable
 
 CHOSEN = ("function", "rule", "option", "workers", "window", "suggest", "budget", "as_json")
@@ -35,15 +34,11 @@ def suggest_and_show(
 
     The context is that of `dovetail train`, whose other options the run is to have, too.
     """
-    trainer = replace(setup.trainer, folder=None, resume=False)
-    prepared = prepare(trainer, setup.dataset, setup.validation)
+    request = replace(setup.request, folder=None, resume=False)
+    prepared = prepare(request, setup.dataset, setup.validation)
     with progress_bar() as bar:
-        found = _advice(
-            trainer, prepared, budget_seconds, lambda what, share: bar(what, share, None)
-        )
-    rule = setup.trainer.rule
-    given = rule if isinstance(rule, str) else rule.name
-    options = typed_options(context, with_rule=found.chosen.rule == given)
+        found = _advice(prepared, budget_seconds, lambda what, share: bar(what, share, None))
+    options = typed_options(context, with_rule=found.chosen.rule == request.rule_name)
     if as_json:
         show_json(summary(function, found, options))
         return
@@ -60,12 +55,15 @@ def suggest_and_show(
 
 
 def _advice(
-    trainer: Trainer, prepared: Prepared, budget_seconds: float, progress: advice.Progress
+    prepared: PreparedTraining,
+    budget_seconds: float,
+    progress: advice.ReportProgress,
 ) -> Advice:
-    name = trainer.backend if isinstance(trainer.backend, str) else "processes"
+    request = prepared.request
+    name = request.backend if isinstance(request.backend, str) else "processes"
     if name == "simulated":  # has no times of its own
         name = "processes"
-    options = trainer.backend_options if name == trainer.backend else {}
+    options = request.backend_options if name == request.backend else {}
     cores = None if name == "ray" else len(os.sched_getaffinity(0))
     measuring_seconds = advice.MEASURING_SHARE * budget_seconds
     progress(f"measuring on {name}", 0.0)
@@ -74,22 +72,22 @@ def _advice(
     return advice.suggest(
         assignment,
         measured,
-        rules=_rules(trainer, assignment.rule),
+        rules=_rules(request, assignment.rule),
         budget_seconds=budget_seconds - measuring_seconds,
         progress=progress,
     )
 
 
-def _rules(trainer: Trainer, given: Rule) -> list[Rule]:
-    """The candidates with this optimizer, and the trainer's own rule with its options."""
-    optimizer = resolve_optimizer(trainer.optimizer, trainer.lr)
+def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
+    """The candidates with this optimizer, and the request's own rule with its options."""
+    optimizer = resolve_optimizer(request.optimizer, request.lr)
     rules = []
-    for name in advice.RULES:
+    for name in advice.SUGGESTED:
         try:
             rules.append(given if name == given.name else bind_rule(name, optimizer))
         except UsageError as error:
             say(f"{name} is left out: {error}")
-    return rules if given.name in advice.RULES else [*rules, given]
+    return rules if given.name in advice.SUGGESTED else [*rules, given]
 
 
 def typed_options(context: typer.Context, with_rule: bool) -> list[str]:

@@ -21,6 +21,7 @@ from dovetail.training.backends.contract import Watcher
 from dovetail.training.history import History, events_of
 from dovetail.training.progress import DivergenceWarning
 from dovetail.training.records import Event, Outcome, Row
+from dovetail.training.trainer import train
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ class _Kept:
     def history(self, setup: Setup, error: DovetailError) -> History:
         """Of a run that failed."""
         rows = tuple(self.rows)
-        trainer = setup.trainer
+        request = setup.request
         meta = {
-            "rule": trainer.rule if isinstance(trainer.rule, str) else trainer.rule.name,
-            "backend": _name(trainer.backend),
-            "job": {"workers": trainer.workers, "batch": trainer.batch, "epochs": trainer.epochs},
+            "rule": request.rule_name,
+            "backend": _name(request.backend),
+            "job": {"workers": request.workers, "batch": request.batch, "epochs": request.epochs},
             "failed": str(error),
         }
         return History(
@@ -86,19 +87,21 @@ def train_and_write(function: str, setup: Setup, outputs: Outputs, as_json: bool
 
     Of a run that failed, what it said until then is written too, and its error is raised.
     """
-    trainer = setup.trainer
+    request = setup.request
     samples = len(setup.dataset) if hasattr(setup.dataset, "__len__") else None
     if isinstance(setup.dataset, tuple):
         samples = len(setup.dataset[0])
-    rule = trainer.rule if isinstance(trainer.rule, str) else trainer.rule.name
     progress = TrainingProgress(
-        f"{function} by {rule}", trainer.workers, samples and samples * trainer.epochs
+        f"{function} by {request.rule_name}", request.workers, samples and samples * request.epochs
     )
     kept = _Kept(progress)
-    say(f"training {function} by {rule} with {trainer.workers} workers on {_name(trainer.backend)}")
+    say(
+        f"training {function} by {request.rule_name} with {request.workers} workers on "
+        f"{_name(request.backend)}"
+    )
     try:
         with drawn(progress), _warnings_said():
-            found = trainer.fit(setup.dataset, setup.validation, watcher=kept.watcher)
+            history = train(request, setup.dataset, setup.validation, watcher=kept.watcher)
     except DovetailError as error:
         if kept.rows or kept.events:
             failed = kept.history(setup, error)
@@ -106,12 +109,12 @@ def train_and_write(function: str, setup: Setup, outputs: Outputs, as_json: bool
             if as_json:
                 show_json(summary(function, failed, outputs, str(error)))
         raise
-    _write(found, outputs, trainer.model)
+    _write(history, outputs, request.model)
     if as_json:
-        show_json(summary(function, found, outputs))
+        show_json(summary(function, history, outputs))
     else:
-        show(Text(found.summary()))
-    if found.interrupted:
+        show(Text(history.summary()))
+    if history.interrupted:
         say("interrupted: this is the best so far")
 
 

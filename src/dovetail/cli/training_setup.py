@@ -1,6 +1,5 @@
 """What `dovetail train` is given: the user's function, and the options that change what it says."""
 
-import inspect
 import io
 import os
 import tempfile
@@ -13,8 +12,8 @@ from dovetail.cli.arguments import split_pair
 from dovetail.errors import ModelError, UnwritableError, UsageError
 
 if TYPE_CHECKING:
+    from dovetail.training.request import TrainRequest
     from dovetail.training.rules.contract import Rule
-    from dovetail.training.trainer import Trainer
 
 RETURNS = (
     "must return (model, loss, optimizer, dataset), (Trainer, dataset), or either with a "
@@ -26,19 +25,20 @@ RETURNS = (
 class Setup:
     """What is to be trained, and on what."""
 
-    trainer: "Trainer"
+    request: "TrainRequest"
     dataset: Any
     validation: Any = None
 
 
 def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, Any]) -> Setup:
-    """What the function returns, with `settings`, fields of `Trainer`, in place of its own, and
-    `policy`, fields of `Policy`.
+    """What the function returns, with `settings`, fields of `TrainRequest`, in place of its own,
+    and `policy`, fields of `Policy`.
 
-    Raises `ModelError`, or `UsageError` for a setting that the trainer cannot take.
+    Raises `ModelError`, or `UsageError` for a setting that no run can have.
     """
     from dovetail.runtime.functions import call_function, names_function
     from dovetail.training.backends.contract import Policy
+    from dovetail.training.request import TrainRequest
     from dovetail.training.trainer import Trainer
 
     if not names_function(function):
@@ -49,13 +49,14 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     if returned and isinstance(returned[0], Trainer):
         if not 2 <= len(returned) <= 3:
             raise ModelError(function, RETURNS)
-        trainer = returned[0]
-        changed = replace(trainer, **settings, policy=replace(trainer.policy, **policy))
+        request = returned[0].request
+        changed = replace(request, **settings, policy=replace(request.policy, **policy))
         return Setup(changed, *returned[1:])
     if not 4 <= len(returned) <= 5:
         raise ModelError(function, RETURNS)
     model, loss, optimizer, *data = returned
-    return Setup(Trainer(model, loss, optimizer, **settings, policy=Policy(**policy)), *data)
+    request = TrainRequest(model, loss, optimizer, **settings, policy=Policy(**policy))
+    return Setup(request, *data)
 
 
 def parse_rule(name: str, options: Sequence[str]) -> "Rule | str":
@@ -131,21 +132,3 @@ def save_weights(model: Any, path: Path) -> None:
     content = io.BytesIO()
     torch.save(model.state_dict(), content)
     write_atomically(path, content.getvalue())
-
-
-def rule_rows() -> list[tuple[str, str, str, str]]:
-    """(name, what it does, options and their defaults, paper) of each rule, from its own file."""
-    from dovetail.training.rules import RULES
-
-    rows = []
-    for name, make in RULES.items():
-        text = inspect.getdoc(inspect.getmodule(make)) or ""
-        paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-        about = (inspect.getdoc(make) or "").partition("\n")[0]
-        options = ", ".join(
-            f"{key}={parameter.default}"
-            for key, parameter in inspect.signature(make).parameters.items()
-            if parameter.kind is not parameter.VAR_KEYWORD
-        )
-        rows.append((name, f"{paragraphs[0]} {about}", options, paragraphs[1]))
-    return rows

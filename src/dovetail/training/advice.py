@@ -12,22 +12,27 @@ buys too few, rules are judged by what is known of their stability, and their sp
 
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from dovetail.errors import DivergedError
+from dovetail.errors import DivergedError, UsageError
 from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Assignment, Watcher
-from dovetail.training.divergence import SUMS, diverging, remedy
+from dovetail.training.backends.contract import Assignment, Backend, Watcher
+from dovetail.training.divergence import diverging, remedy
 from dovetail.training.history import History
-from dovetail.training.measuring import Measured
-from dovetail.training.records import Outcome, Vector
-from dovetail.training.rules import make_rule
+from dovetail.training.records import Outcome, Row, Vector
+from dovetail.training.rules import RULES, make_rule
 from dovetail.training.rules.contract import Rule
+from dovetail.training.step_times import StepTimes
 
+MEASURED_STEPS, WARM_UP_STEPS = 60, 5
+LOOK_SECONDS = 1.0
+"""How often the measuring run is asked whether it has taken long enough."""
 MEASURING_SHARE = 0.25
 """Of the budget, at most."""
 WINDOWS = (4, 10, 40)
@@ -47,19 +52,47 @@ STABLE_MEANS = 20
 """Workers whose windows' means AGN may add: at 40 it loses 28 points on digits."""
 SERVER_SHARE = 1 / 3
 """Of a transfer is taken to be the server's own work, which workers queue for."""
-RULES = ("sync", "downpour", "agn", "adag-agn", "dynsgd", "aeasgd", "averaging")
-"""Candidates, the simpler first."""
+SUGGESTED = ("sync", "downpour", "agn", "adag-agn", "dynsgd", "aeasgd", "averaging")
+"""Names of the rules that are tried, the simpler first."""
 STABLE_UPDATES = 20
 """n x lambda updates from one point that rules which add them bear, for lambda > 1: DOWNPOUR loses
 nothing on digits at 2 workers and windows of 10, 9 points at 10 workers, and all at 20. A short
 simulated run does not always show it."""
 
-Progress = Callable[[str, float], None]
+ReportProgress = Callable[[str, float], None]
 """progress(what is being done, fraction of it)."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StepMeasurement:
+    """What things take here.
+
+    step_seconds       of local steps, one after the other
+    transfer_seconds   between two windows: commit, its application, pull
+    cores              that workers share; None: each has its own machine
+    """
+
+    step_seconds: tuple[float, ...]
+    transfer_seconds: float
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.step_seconds or min(self.step_seconds) <= 0:
+            raise UsageError("step_seconds", "no step was measured; give more data or time")
+
+    @property
+    def mean_seconds(self) -> float:
+        """Of a step."""
+        return math.fsum(self.step_seconds) / len(self.step_seconds)
+
+    def times(self, workers: int) -> StepTimes:
+        """Of the steps of so many workers, who share the cores."""
+        slower = 1.0 if self.cores is None else max(1.0, workers / self.cores)
+        return StepTimes("trace", trace=tuple(slower * seconds for seconds in self.step_seconds))
+
+
+@dataclass(frozen=True)
+class TrainingCandidate:
     """A way to train."""
 
     rule: str
@@ -77,7 +110,7 @@ class Evidence:
     limit        why it is known not to be stable, whatever was seen; "" if it is
     """
 
-    candidate: Candidate
+    candidate: TrainingCandidate
     samples_per_second: float
     loss: float = math.nan
     seconds: float = math.nan
@@ -98,8 +131,8 @@ class Advice:
     `steps`: of each simulated run; 0: there was no time for any.
     """
 
-    measured: Measured
-    chosen: Candidate
+    measured: StepMeasurement
+    chosen: TrainingCandidate
     evidence: tuple[Evidence, ...]
     level: float
     steps: int
@@ -110,7 +143,7 @@ class Advice:
 class _Tried:
     """A simulated run: losses [evaluations] of the center at virtual seconds."""
 
-    candidate: Candidate
+    candidate: TrainingCandidate
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
     outcome: Outcome | None
@@ -133,26 +166,72 @@ class _Tried:
 
 
 def silent(_doing: str, _fraction: float) -> None:
-    """A `Progress` that shows nothing."""
+    """A `ReportProgress` that shows nothing."""
+
+
+def measure(
+    assignment: Assignment,
+    backend: Backend,
+    budget_seconds: float = 15.0,
+    cores: int | None = None,
+) -> StepMeasurement:
+    """Times of a few steps of one worker on the backend, with a commit after each.
+
+    cores   that workers will share, see `StepMeasurement`
+
+    The budget counts from the first step on: the time that the backend takes to start is not in
+    it. Raises what the backend raises.
+    """
+    job = assignment.job
+    samples = MEASURED_STEPS * job.batch
+    if job.samples is not None:
+        samples = min(samples, job.samples)
+    short = replace(job, run=uuid.uuid4().hex, samples=samples, epochs=1, workers=1, window=1)
+    trial = replace(assignment, job=short, rule=make_rule("agn"), storage=None, order=None)
+    seen: list[Row] = []
+
+    def enough(_figures: list[dict[str, float]]) -> bool:
+        return bool(seen) and seen[-1].seconds - seen[0].begin_seconds >= budget_seconds
+
+    watcher = Watcher(
+        every_seconds=min(LOOK_SECONDS, budget_seconds),
+        evaluate=lambda *_: {},
+        should_stop=enough,
+        rows=seen.extend,
+    )
+    return measured_of(backend(trial, watcher).rows, cores)
+
+
+def measured_of(rows: Sequence[Row], cores: int | None = None) -> StepMeasurement:
+    """The times in the rows of one worker; its first steps, which load and compile, are dropped
+    where there are others. Raises `UsageError` without any row."""
+    kept = rows[WARM_UP_STEPS:] if len(rows) > 2 * WARM_UP_STEPS else rows
+    steps = tuple(
+        max((row.end_seconds - row.begin_seconds) / max(row.steps, 1), 1e-9) for row in kept
+    )
+    gaps = [b.begin_seconds - a.end_seconds for a, b in pairwise(kept)]
+    if not gaps:
+        gaps = [row.seconds - row.end_seconds for row in kept]
+    return StepMeasurement(steps, max(float(np.median(gaps)) if gaps else 0.0, 0.0), cores)
 
 
 def suggest(
     assignment: Assignment,
-    measured: Measured,
+    measured: StepMeasurement,
     *,
     rules: Sequence[Rule] | None = None,
     evaluate: Callable[[Vector], float] | None = None,
     budget_seconds: float = 60.0,
-    progress: Progress = silent,
+    progress: ReportProgress = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Advice:
     """Advice for a job: its `workers` are the most to use.
 
-    rules      candidates, bound; `RULES` at their defaults otherwise
+    rules      candidates, bound; `SUGGESTED` at their defaults otherwise
     evaluate   the loss of a center; otherwise that of some batches of the job's own data
     """
     job = assignment.job
-    known = {rule.name: rule for rule in rules or map(make_rule, RULES)}
+    known = {rule.name: rule for rule in rules or map(make_rule, SUGGESTED)}
     window, vector_bytes = window_of(measured), assignment.theta.nbytes
     found = candidates(tuple(known), job.workers, window)
     steps = affordable_steps(measured, len(found), budget_seconds, vector_bytes)
@@ -178,7 +257,7 @@ def suggest(
     return replace(judged, why=judged.why + left)
 
 
-def window_of(measured: Measured) -> int:
+def window_of(measured: StepMeasurement) -> int:
     """The shortest of `WINDOWS` whose computation makes a transfer cheap, else the longest."""
     for window in WINDOWS:
         if measured.transfer_seconds <= DEAR * window * measured.mean_seconds:
@@ -188,15 +267,15 @@ def window_of(measured: Measured) -> int:
 
 def candidates(
     rules: Iterable[str], workers: int, window: int, halves: bool = True
-) -> list[Candidate]:
+) -> list[TrainingCandidate]:
     """One worker alone; then each rule with all workers, and with half of them, at windows of 1 and
     of `window` where the rule's meaning differs."""
     counts = sorted({workers, max(workers // 2, 1) if halves else workers} - {1})
-    found = [Candidate("sync", 1, 1)]
+    found = [TrainingCandidate("sync", 1, 1)]
     for rule in rules:
         windows = {"sync": (1,), "downpour": (1, window), "adag-agn": (1, window)}
         found += [
-            Candidate(rule, count, steps)
+            TrainingCandidate(rule, count, steps)
             for count in counts
             for steps in windows.get(rule, (window,))
         ]
@@ -204,7 +283,7 @@ def candidates(
 
 
 def affordable_steps(
-    measured: Measured, runs: int, budget_seconds: float, vector_bytes: int
+    measured: StepMeasurement, runs: int, budget_seconds: float, vector_bytes: int
 ) -> int:
     """Local steps of each of so many simulated runs, all their workers together: a simulated step
     takes the real one's computation, and the event's and the vector's handling."""
@@ -214,7 +293,7 @@ def affordable_steps(
     return max(0, int(budget_seconds / (runs * step_seconds)) - evaluating)
 
 
-def describe(candidate: Candidate) -> str:
+def describe(candidate: TrainingCandidate) -> str:
     """ "agn, 4 workers, window 10"."""
     plural = "s" * (candidate.workers > 1)
     return f"{candidate.rule}, {candidate.workers} worker{plural}, window {candidate.window}"
@@ -235,7 +314,9 @@ def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
     return loss_of
 
 
-def _part(assignment: Assignment, rule: Rule, candidate: Candidate, steps: int) -> Assignment:
+def _part(
+    assignment: Assignment, rule: Rule, candidate: TrainingCandidate, steps: int
+) -> Assignment:
     """The candidate's run on so many steps' samples: part of an epoch, or some whole ones."""
     job = assignment.job
     assert job.samples is not None
@@ -252,7 +333,10 @@ def _part(assignment: Assignment, rule: Rule, candidate: Candidate, steps: int) 
 
 
 def _simulate(
-    part: Assignment, candidate: Candidate, measured: Measured, loss_of: Callable[[Vector], float]
+    part: Assignment,
+    candidate: TrainingCandidate,
+    measured: StepMeasurement,
+    loss_of: Callable[[Vector], float],
 ) -> _Tried:
     apply_seconds = SERVER_SHARE * measured.transfer_seconds
     world: dict[str, Any] = {
@@ -285,7 +369,7 @@ def _simulate(
     return _Tried(candidate, tuple(seconds), tuple(losses), outcome, diverged)
 
 
-def _judged(measured: Measured, tried: Sequence[_Tried], steps: int) -> Advice:
+def _judged(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> Advice:
     """The first to the level; where all diverge, the one whose loss was least."""
     stable = [
         one
@@ -321,7 +405,9 @@ def _evidence(one: _Tried, level: float) -> Evidence:
     return Evidence(one.candidate, rate, one.best, seconds, staleness, one.diverged, limit)
 
 
-def _by_what_is_known(measured: Measured, found: Sequence[Candidate], batch: int) -> Advice:
+def _by_what_is_known(
+    measured: StepMeasurement, found: Sequence[TrainingCandidate], batch: int
+) -> Advice:
     """The fastest of those that are known to be stable."""
     evidence = tuple(
         Evidence(
@@ -344,17 +430,19 @@ def _by_what_is_known(measured: Measured, found: Sequence[Candidate], batch: int
     return Advice(measured, chosen, evidence, math.nan, 0, why)
 
 
-def _known_limit(candidate: Candidate) -> str:
+def _known_limit(candidate: TrainingCandidate) -> str:
     """Why a candidate is known not to be stable; "" where it is."""
     updates = candidate.workers * candidate.window
-    if candidate.rule in SUMS and candidate.window > 1 and updates > STABLE_UPDATES:
+    if RULES[candidate.rule].adds_sums and candidate.window > 1 and updates > STABLE_UPDATES:
         return f"{candidate.workers} x {candidate.window} updates are added from one point"
     if candidate.rule == "agn" and candidate.workers > STABLE_MEANS:
         return f"{candidate.workers} windows are added from one point"
     return ""
 
 
-def _samples_per_second(measured: Measured, candidate: Candidate, batch: int) -> float:
+def _samples_per_second(
+    measured: StepMeasurement, candidate: TrainingCandidate, batch: int
+) -> float:
     """Workers that gather wait for the slowest, drawn from the measured steps; the server takes one
     commit after the other."""
     times = measured.times(candidate.workers)

@@ -32,7 +32,7 @@ Collate = Callable[[list[Any]], Any]
 """Items -> a batch."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """`samples`: None for a stream, whose end is found when it is met."""
 
     samples: int | None
@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
 
-def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) -> Source:
+def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) -> SampleSource:
     """The data set as a source, unless it is one. `epochs`: passes over a stream.
 
     Raises `UsageError` for what cannot be read, or is empty.
@@ -56,7 +56,7 @@ def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) 
     return source
 
 
-def _open(dataset: Any, collate: Collate | None, epochs: int) -> Source:
+def _open(dataset: Any, collate: Collate | None, epochs: int) -> SampleSource:
     if isinstance(dataset, ArraySource | MapSource | StreamSource):
         return dataset
     if type(dataset) is TensorDataset:

@@ -497,7 +497,7 @@ def _as_csv(outcome: Outcome) -> str:
 
 
 def _from_csv(path: str) -> Outcome:
-    records: dict[str, list[Any]] = {"commit": [], "evaluation": [], "event": []}
+    records: dict[str, list[Any]] = {name: [] for name in _RECORDS}
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -527,9 +527,16 @@ def _from_csv(path: str) -> Outcome:
     return outcome
 
 
+_RECORDS: dict[str, type[Row | Evaluation | Event]] = {
+    "commit": Row,
+    "evaluation": Evaluation,
+    "event": Event,
+}
+
+
 def _record_of(line: dict[str, str]) -> Row | Evaluation | Event:
     """The record that a line of a CSV file holds; each field's type reads its own text."""
-    kind = {"commit": Row, "evaluation": Evaluation, "event": Event}[line["record"]]
+    kind = _RECORDS[line["record"]]
     values: dict[str, Any] = {}
     for field in fields(kind):
         if field.name == "figures":

@@ -12,7 +12,6 @@ worker and are never sent; `norms.py` says where the statistics of the trained m
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.errors import ModelError, UsageError
+from dovetail.errors import ModelError
 from dovetail.training.datasets import Collate, StreamSource, open_dataset, split
 from dovetail.training.keras_models import call_keras, is_keras, seed_keras
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Vector
-from dovetail.training.schedules import Rates, Schedule
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""The trainable parameters, in the module's order -> an optimizer of them."""
+from dovetail.training.torch_optimizers import MakeOptimizer, Rates, Schedule, check_optimizer
 
 Loss = Callable[..., Tensor]
 """(output, *targets) -> the mean over the batch's samples, a scalar."""
@@ -219,30 +215,6 @@ def _store(piece: Tensor, gradient: Tensor | None) -> None:
         piece.zero_()
     else:
         piece.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-def check_optimizer(made: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """What the user's callable returned. Raises `UsageError` unless it steps on `parameters`."""
-    if not isinstance(made, torch.optim.Optimizer):
-        raise UsageError(
-            "optimizer",
-            f"made {type(made).__name__}; give a callable of parameters that makes a "
-            "torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3)",
-        )
-    known = {id(parameter) for parameter in parameters}
-    held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
-    if not set(held) <= known or not held:
-        raise UsageError(
-            "optimizer", "holds other parameters than those given; make it of its argument"
-        )
-    closure = inspect.signature(type(made).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            "optimizer",
-            f"{type(made).__name__} evaluates the loss several times in one step; a worker has "
-            "one gradient a step",
-        )
-    return made
 
 
 @dataclass(frozen=True)

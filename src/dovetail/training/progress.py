@@ -20,7 +20,7 @@ class DivergenceWarning(RuntimeWarning):
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """What is known of a run while it goes on; `watcher` tells it.
 
     evaluate   theta -> figures; {} where there is nothing to evaluate

@@ -1,22 +1,36 @@
-"""What `optimizer` may be, as a callable that makes a `torch.optim` optimizer.
+"""What `optimizer` and `schedule` may be, and the `torch.optim` optimizer that they stand for.
 
     partial(torch.optim.Adam, lr=1e-3)   any callable of the parameters
     "adam", with lr                      a name
     dovetail.Adam(1e-3)                  a record of settings
 
-and back, for rules whose server applies it: the name and settings that `optimizers.py` knows.
+For rules whose server steps, `served_settings` gives the name and the settings under which
+`optimizers.py` has the same optimizer.
+
+A schedule is a factor of the learning rate as a function of the epoch, or a torch scheduler:
+
+    lambda epoch: 0.95**epoch                                          the epoch is a fraction
+    functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)   steps at each epoch's start
 """
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.errors import UsageError
-from dovetail.training.modules import MakeOptimizer, check_optimizer
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""The trainable parameters, in the module's order -> an optimizer of them."""
+
+Schedule = Callable[[float], float] | Callable[[torch.optim.Optimizer], LRScheduler]
+"""Epoch -> factor of each group's learning rate, or optimizer -> scheduler."""
 
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
@@ -68,6 +82,30 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
+def check_optimizer(made: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What the user's callable returned. Raises `UsageError` unless it steps on `parameters`."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(
+            "optimizer",
+            f"made {type(made).__name__}; give a callable of parameters that makes a "
+            "torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3)",
+        )
+    known = {id(parameter) for parameter in parameters}
+    held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
+    if not set(held) <= known or not held:
+        raise UsageError(
+            "optimizer", "holds other parameters than those given; make it of its argument"
+        )
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            "optimizer",
+            f"{type(made).__name__} evaluates the loss several times in one step; a worker has "
+            "one gradient a step",
+        )
+    return made
+
+
 def _positive(lr: float) -> float:
     if not 0 < lr < float("inf"):
         raise UsageError("lr", f"must be a number above 0, not {lr!r}")
@@ -90,17 +128,17 @@ def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
     Raises `UsageError` for one that the server has not.
     """
     twin = nn.Parameter(torch.zeros(1))
-    made = check_optimizer(optimizer([twin]), [twin])
+    stepper = check_optimizer(optimizer([twin]), [twin])
     names = {kind: name for name, (kind, settings) in _KINDS.items() if not settings}
-    name = names.get(type(made))
+    name = names.get(type(stepper))
     if name is None:
-        raise _not_served(f"{type(made).__name__} is not one of {', '.join(_SERVED)}")
-    defaults = _defaults(type(made))
-    group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+        raise _not_served(f"{type(stepper).__name__} is not one of {', '.join(_SERVED)}")
+    defaults = _defaults(type(stepper))
+    group = {key: value for key, value in stepper.param_groups[0].items() if key != "params"}
     for key, value in group.items():
         known = key in _SERVED[name] or key in _FREE
         if not known and key in defaults and value != defaults[key]:
-            raise _not_served(f"{type(made).__name__} there has no {key}")
+            raise _not_served(f"{type(stepper).__name__} there has no {key}")
     return name, {key: group[key] for key in _SERVED[name]}
 
 
@@ -124,3 +162,82 @@ def _not_served(detail: str) -> UsageError:
         f"by this rule the server applies it, and {detail}; choose another, or a rule whose "
         "workers apply it, as adag-agn or averaging",
     )
+
+
+class Rates:
+    """An optimizer's settings at an epoch. Any epoch can be asked for, in any order."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
+        self._optimizer, self._schedule = optimizer, schedule
+        self._scheduler = _scheduler(optimizer, schedule)
+        self._epochs = [_settings(optimizer)]  # a scheduler's, by epoch; else as they were made
+
+    def at(self, epoch: float) -> float:
+        """The first group's learning rate."""
+        return float(self._lookup(epoch)[0]["lr"])
+
+    def set(self, epoch: float) -> None:
+        """Give the optimizer its settings."""
+        for group, settings in zip(self._optimizer.param_groups, self._lookup(epoch), strict=True):
+            group.update(settings)
+
+    def _lookup(self, epoch: float) -> list[dict[str, Any]]:
+        if self._scheduler is not None:
+            while len(self._epochs) <= int(epoch):
+                self._epochs.append(self._next())
+            return self._epochs[int(epoch)]
+        if self._schedule is None:
+            return self._epochs[0]
+        factor = _factor(self._schedule, epoch)
+        return [{**group, "lr": group["lr"] * factor} for group in self._epochs[0]]
+
+    def _next(self) -> list[dict[str, Any]]:
+        """The settings of the epoch after the last one known."""
+        assert self._scheduler is not None
+        for group, settings in zip(self._optimizer.param_groups, self._epochs[-1], strict=True):
+            group.update(settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no step of the optimizer came before
+            self._scheduler.step()
+        return _settings(self._optimizer)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, schedule: Any) -> LRScheduler | None:
+    """The scheduler that `schedule` makes; None for a function of the epoch."""
+    if schedule is None or _is_function_of_epoch(schedule):
+        return None
+    try:
+        made = schedule(optimizer)
+    except Exception as error:
+        raise UsageError(
+            "schedule", f"is neither a function of the epoch nor of the optimizer: {error}"
+        ) from error
+    if isinstance(made, ReduceLROnPlateau) or not isinstance(made, LRScheduler):
+        raise UsageError(
+            "schedule",
+            f"made {type(made).__name__}; it must make a scheduler that steps by epochs alone",
+        )
+    return made
+
+
+def _is_function_of_epoch(schedule: Any) -> bool:
+    if not callable(schedule):
+        raise UsageError("schedule", f"{schedule!r} is not callable")
+    try:
+        return isinstance(float(schedule(0.0)), float)
+    except Exception:  # a scheduler is of an optimizer, and a number is none
+        return False
+
+
+def _factor(schedule: Any, epoch: float) -> float:
+    factor = float(schedule(epoch))
+    if not 0 <= factor < float("inf"):
+        raise UsageError("schedule", f"gives the factor {factor} at epoch {epoch}")
+    return factor

@@ -1,20 +1,35 @@
 """The figures of a model on a validation set: its loss, and metrics.
 
 Each is a mean over samples: of batches' means, weighted by their samples.
+
+No worker has statistics of batch norms that belong to the center: running statistics belong to a
+worker's own copy of the parameters. So they are not sent. Before each evaluation, and for the
+trained model, they are computed anew in a pass over some batches of training data ("precise" batch
+norm); all else is in evaluation mode meanwhile, dropout too:
+
+    mean, variance of a norm's input = averages over batches of training data at theta~
+
+Other buffers of a model stay as they were before training.
+
+Y. Wu, J. Johnson: Rethinking "Batch" in BatchNorm, 2021, https://arxiv.org/abs/2105.07576,
+section 3; P. Izmailov et al.: Averaging Weights Leads to Wider Optima, 2018,
+https://arxiv.org/abs/1803.05407, section 3.2. Differences: batches' variances are averaged, as by
+torch's `update_bn`, not pooled with the spread of their means.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dovetail.errors import UsageError
-from dovetail.training.datasets import Source
+from dovetail.training.datasets import SampleSource
+from dovetail.training.keras_models import is_keras, keras_norms
 from dovetail.training.modules import Loss, outputs, unflatten
-from dovetail.training.norms import compute_statistics, has_statistics
 from dovetail.training.records import Vector
 
 Metric = Callable[..., Any]
@@ -78,8 +93,8 @@ class Evaluator:
         module: nn.Module,
         loss: Loss,
         metrics: Mapping[str, Metric],
-        training: Source,
-        validation: Source | None,
+        training: SampleSource,
+        validation: SampleSource | None,
         batch: int,
     ) -> None:
         self._module, self._loss, self._metrics = module, loss, dict(metrics)
@@ -131,7 +146,9 @@ class Evaluator:
             compute_statistics(module, (batch for batch, _ in found))
 
 
-def batches_of(source: Source, batch: int, most: int | None = None) -> Iterator[tuple[Any, int]]:
+def batches_of(
+    source: SampleSource, batch: int, most: int | None = None
+) -> Iterator[tuple[Any, int]]:
     """(batch, samples) over the whole source; of at most `most` batches, evenly spread over it.
 
     A stream cannot be jumped in: its first ones.
@@ -158,3 +175,62 @@ def _number(name: str, value: Any) -> float:
             "loss" if name == "loss" else "metrics",
             f"{name} is not one number for a batch but {type(value).__name__}: {error}",
         ) from None
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Does any norm of it keep running statistics?"""
+    return bool(keras_norms(module) if is_keras(module) else _norms(module))
+
+
+@torch.no_grad()
+def compute_statistics(module: nn.Module, batches: Iterable[Any]) -> None:
+    """Replace the running statistics by averages over the batches. Its mode stays as it was."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        if is_keras(module):
+            _compute_keras(module, batches)
+        else:
+            _compute(module, batches)
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _norms(module: nn.Module) -> list[_NormBase]:
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, _NormBase) and part.running_mean is not None
+    ]
+
+
+def _compute(module: nn.Module, batches: Iterable[Any]) -> None:
+    norms = _norms(module)
+    momenta = [norm.momentum for norm in norms]
+    module.eval()
+    for norm in norms:
+        norm.train()
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain average over all batches
+    try:
+        for batch in batches:
+            outputs(module, batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def _compute_keras(module: nn.Module, batches: Iterable[Any]) -> None:
+    """Keras knows one mode for a whole call, so dropout draws; a momentum of i/(i + 1) in batch i
+    makes the moving average a plain one."""
+    norms = keras_norms(module)
+    momenta = [norm.momentum for norm in norms]
+    module.train()
+    try:
+        for number, batch in enumerate(batches):
+            for norm in norms:
+                norm.momentum = number / (number + 1)
+            outputs(module, batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum

@@ -8,6 +8,7 @@ All server functions are elementwise, so that shards of the vector are independe
 arrays they are given in place, and nothing else.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,58 @@ class Rule:
     def __post_init__(self) -> None:
         assert self.gathers == (self.combine is not None) or self.lock_free
         assert (self.apply is None) == (self.gathers or self.lock_free)
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """A rule in the table `RULES`: its name, what makes it, and what a run must know of it.
+
+    make               options -> the bound `Rule`; it has the options' defaults
+    window             local steps between commits where a run leaves them to the rule; None: one
+                       commit, at the end
+    adds_sums          nothing divides a commit by its window or by its staleness, so that many
+                       workers with long windows diverge
+    server_steps       the server itself steps by -lr g, so the optimizer must be plain SGD
+    sends_parameters   commits are parameters, not updates: an element that is left out would be 0
+    """
+
+    name: str
+    make: Callable[..., Rule]
+    window: int | None = 1
+    adds_sums: bool = False
+    server_steps: bool = False
+    sends_parameters: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Names of the options and their defaults; `takes_any` says whether others are allowed."""
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.make).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
+
+    @property
+    def takes_any(self) -> bool:
+        """Does the maker take options beyond the named ones, and check them itself?"""
+        parameters = inspect.signature(self.make).parameters.values()
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    @property
+    def help(self) -> str:
+        """What the rule does: the first sentence of its file, and of its maker."""
+        return f"{_paragraphs(self.make)[0]} {(inspect.getdoc(self.make) or '').splitlines()[0]}"
+
+    @property
+    def paper(self) -> str:
+        """Authors, title, year and address: the second paragraph of the rule's file."""
+        return _paragraphs(self.make)[1]
+
+
+def _paragraphs(make: Callable[..., Rule]) -> list[str]:
+    """Paragraphs of the docstring of the file that defines `make`, each as one line."""
+    text = inspect.getdoc(inspect.getmodule(make)) or ""
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
 
 
 def new_slots(names: tuple[str, ...], like: Vector) -> dict[str, Vector]:

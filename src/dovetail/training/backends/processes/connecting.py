@@ -17,7 +17,7 @@ from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import Connect, Finished, WorkerPlan
 from dovetail.training.backends.processes.parcels import unpack
-from dovetail.training.checks import check, copy_and_check
+from dovetail.training.checks import checksum, copy_and_checksum
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Refusal, Reply
 from dovetail.training.rules import make_rule
@@ -35,7 +35,6 @@ def serve(channel: Channel) -> None:
     beat = partial(_beat, memory.beat)
     on_alive(beat)
     learner = make(plan.worker)
-    copy_and_check(memory.inbox, memory.outbox)  # compiled before anyone waits for it
     link = Link(channel, plan, memory, center if rule.lock_free else None)
     sequence = link.join()
     steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
@@ -127,12 +126,12 @@ class Link:
             return None
         inbox = self._memory.inbox
         if self._plan.wire == "none":
-            found = copy_and_check(inbox, ask.vector)
+            found = copy_and_checksum(inbox, ask.vector)
         else:  # nothing need be smaller here, but the numbers are those of other backends
             self._wire.encode(ask.vector, self._octets)
             self._wire.decode(self._octets, inbox)
-            found = check(inbox)
-        return frames.Payload(ask.vector.size, ask.vector.dtype.name, found.checksum)
+            found = checksum(inbox)
+        return frames.Payload(ask.vector.size, ask.vector.dtype.name, found)
 
     def _center(self) -> NDArray[np.floating]:
         return self._memory.outbox if self._live is None else self._live.live
