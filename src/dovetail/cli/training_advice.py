@@ -37,21 +37,21 @@ def suggest_and_show(
     request = replace(setup.request, folder=None, resume=False)
     prepared = prepare(request, setup.dataset, setup.validation)
     with progress_bar() as bar:
-        found = _advice(prepared, budget_seconds, lambda what, share: bar(what, share, None))
-    options = typed_options(context, with_rule=found.chosen.rule == request.rule_name)
+        result = _advice(prepared, budget_seconds, lambda what, share: bar(what, share, None))
+    options = typed_options(context, with_rule=result.chosen.rule == request.rule_name)
     if as_json:
-        show_json(summary(function, found, options))
+        show_json(summary(function, result, options))
         return
-    measured = found.measured
+    measured = result.measured
     say(
         f"measured: a step takes {format_seconds(measured.mean_seconds)}, a transfer "
         f"{format_seconds(measured.transfer_seconds)}"
     )
-    show(_table(found))
-    for reason in _reasons(found):
+    show(_table(result))
+    for reason in _reasons(result):
         show(Text(reason, style="dim"))
-    show(Text(f"{advice.describe(found.chosen)}: {found.why}"))
-    show(Text(printable(command(function, found, options))))
+    show(Text(f"{advice.describe(result.chosen)}: {result.why}"))
+    show(Text(printable(command(function, result, options))))
 
 
 def _advice(
@@ -103,86 +103,86 @@ def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
         if value is True:
             words.append(parameter.opts[0])
         else:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [parameter.opts[0], str(one)]
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(item)]
     return words
 
 
-def command(function: str, found: Advice, options: Sequence[str]) -> str:
+def command(function: str, result: Advice, options: Sequence[str]) -> str:
     """What to run."""
-    chosen = found.chosen
+    chosen = result.chosen
     words = ["dovetail", "train", function, "--rule", chosen.rule]
     words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
     return shlex.join([*words, *options])
 
 
-def summary(function: str, found: Advice, options: Sequence[str]) -> dict[str, Any]:
+def summary(function: str, result: Advice, options: Sequence[str]) -> dict[str, Any]:
     """What `train --suggest --json` prints. Its keys are stable; what is not known is null."""
-    measured, chosen = found.measured, found.chosen
+    measured, chosen = result.measured, result.chosen
     return {
         "function": function,
         "step_seconds": measured.mean_seconds,
         "transfer_seconds": measured.transfer_seconds,
         "measured_steps": len(measured.step_seconds),
         "cores": measured.cores,
-        "simulated_steps": found.steps,
+        "simulated_steps": result.steps,
         "rule": chosen.rule,
         "workers": chosen.workers,
         "window": chosen.window,
-        "why": found.why,
-        "command": command(function, found, options),
-        "level": _number(found.level),
+        "why": result.why,
+        "command": command(function, result, options),
+        "level": _number(result.level),
         "evidence": [
             {
-                **vars(one.candidate),
-                "samples_per_second": _number(one.samples_per_second),
-                "staleness": _number(one.staleness),
-                "loss": _number(one.loss),
-                "seconds": _number(one.seconds),
-                "diverged": one.diverged or None,
-                "limit": one.limit or None,
+                **vars(evidence.candidate),
+                "samples_per_second": _number(evidence.samples_per_second),
+                "staleness": _number(evidence.staleness),
+                "loss": _number(evidence.loss),
+                "seconds": _number(evidence.seconds),
+                "diverged": evidence.diverged or None,
+                "limit": evidence.limit or None,
             }
-            for one in found.evidence
+            for evidence in result.evidence
         ],
     }
 
 
-def _table(found: Advice) -> Table:
+def _table(result: Advice) -> Table:
     """Candidates, the chosen first, then by time."""
-    level = "time" if math.isnan(found.level) else f"to {found.level:.3g}"
+    level = "time" if math.isnan(result.level) else f"to {result.level:.3g}"
     table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
-    for one in sorted(found.evidence, key=lambda one: _place(one, found)):
-        is_chosen = one.candidate == found.chosen
+    for evidence in sorted(result.evidence, key=lambda evidence: _place(evidence, result)):
+        is_chosen = evidence.candidate == result.chosen
         table.add_row(
-            one.candidate.rule,
-            str(one.candidate.workers),
-            str(one.candidate.window),
-            _shown(one.samples_per_second, format_count),
-            _shown(one.staleness, "{:.3g}".format),
-            _shown(one.loss, "{:.4g}".format),
-            _shown(one.seconds, format_seconds),
-            "use" if is_chosen else "" if one.stable else "no",
-            style="bold" if is_chosen else "" if one.stable else "dim",
+            evidence.candidate.rule,
+            str(evidence.candidate.workers),
+            str(evidence.candidate.window),
+            _shown(evidence.samples_per_second, format_count),
+            _shown(evidence.staleness, "{:.3g}".format),
+            _shown(evidence.loss, "{:.4g}".format),
+            _shown(evidence.seconds, format_seconds),
+            "use" if is_chosen else "" if evidence.stable else "no",
+            style="bold" if is_chosen else "" if evidence.stable else "dim",
         )
     return table
 
 
-def _reasons(found: Advice) -> list[str]:
+def _reasons(result: Advice) -> list[str]:
     """Why candidates are not to be used."""
     lines = []
-    for one in found.evidence:
-        what = advice.describe(one.candidate)
-        if one.diverged:
-            lines.append(f"{what}: diverges: {one.diverged}")
-        elif one.limit:
-            lines.append(f"{what}: {one.limit}, which is known to diverge in longer runs")
+    for evidence in result.evidence:
+        what = advice.describe(evidence.candidate)
+        if evidence.diverged:
+            lines.append(f"{what}: diverges: {evidence.diverged}")
+        elif evidence.limit:
+            lines.append(f"{what}: {evidence.limit}, which is known to diverge in longer runs")
     return lines
 
 
-def _place(one: Evidence, found: Advice) -> tuple[bool, bool, float, float]:
-    seconds = one.seconds if math.isfinite(one.seconds) else math.inf
-    rate = one.samples_per_second if math.isfinite(one.samples_per_second) else 0.0
-    return one.candidate != found.chosen, not one.stable, seconds, -rate
+def _place(evidence: Evidence, result: Advice) -> tuple[bool, bool, float, float]:
+    seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
+    rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
+    return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate
 
 
 def _shown(value: float, form: Any) -> str:

@@ -19,7 +19,7 @@ from dovetail.cli.training_setup import Setup, save_weights
 from dovetail.errors import DovetailError
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.history import History, events_of
-from dovetail.training.progress import DivergenceWarning
+from dovetail.training.monitor import DivergenceWarning
 from dovetail.training.records import Event, Outcome, Row
 from dovetail.training.trainer import train
 

@@ -1,4 +1,4 @@
-"""Which rule, how many workers and which window suit a model here: measured, then simulated.
+"""Recommends a rule, a number of workers and a window for a model here: measures, then simulates.
 
     measure    a few real steps of one worker on the backend: step and transfer times
     candidates rules x workers x windows, the windows by how dear a transfer is
@@ -7,7 +7,7 @@
     choose     the first to a loss that half of those that do not diverge reach
 
 Given the measured times the advice is deterministic: the budget buys a number of steps. Where it
-buys too few, rules are judged by what is known of their stability, and their speed is computed.
+buys too few, rules are judged by the known limits of their stability, and their speed is computed.
 """
 
 import math
@@ -31,41 +31,46 @@ from dovetail.training.rules.contract import Rule
 from dovetail.training.step_times import StepTimes
 
 MEASURED_STEPS, WARM_UP_STEPS = 60, 5
+"""Steps of the measuring run, and how many of them are dropped as they load and compile."""
 LOOK_SECONDS = 1.0
-"""How often the measuring run is asked whether it has taken long enough."""
+"""Seconds between two looks whether the measuring run has taken long enough."""
 MEASURING_SHARE = 0.25
-"""Of the budget, at most."""
+"""The share of the budget that measuring may take."""
 WINDOWS = (4, 10, 40)
+"""Windows that are considered, beside 1."""
 DEAR = 0.1
 """A window is long enough when a transfer takes no more than this share of its computation."""
 FEWEST_STEPS = 150
-"""Of a simulated run, for its losses to tell rules apart."""
+"""A simulated run needs so many steps for its losses to tell rules apart."""
 EVALUATIONS, EVALUATED_BATCHES = 10, 6
+"""Evaluations of a simulated run, and batches of each."""
 EVENT_SECONDS, VECTOR_PASSES, PASSED_BYTES_PER_SECOND = 5e-4, 6, 4e9
-"""Of a simulated commit: what handling it costs, roughly, so that a budget is kept."""
+"""The rough cost of handling a simulated commit, so that a budget is kept: seconds of an event, and
+passes over the vector at a speed."""
 OVERRUN = 1.5
-"""Times the budget, after which no other candidate is simulated. Only then does the advice depend
-on more than the measured times."""
+"""No further candidate is simulated after so many times the budget. Only then does the advice
+depend on more than the measured times."""
 EVEN = 0.02
-"""Times closer than this are equal: then fewer workers, and the rule that stands first."""
+"""Times closer than this share count as equal; fewer workers win then, and the rule that stands
+first."""
 STABLE_MEANS = 20
-"""Workers whose windows' means AGN may add: at 40 it loses 28 points on digits."""
+"""AGN is stable up to so many workers: at 40 it loses 28 points on digits."""
 SERVER_SHARE = 1 / 3
-"""Of a transfer is taken to be the server's own work, which workers queue for."""
+"""The share of a transfer that is taken to be the server's own work, which workers queue for."""
 SUGGESTED = ("sync", "downpour", "agn", "adag-agn", "dynsgd", "aeasgd", "averaging")
 """Names of the rules that are tried, the simpler first."""
 STABLE_UPDATES = 20
-"""n x lambda updates from one point that rules which add them bear, for lambda > 1: DOWNPOUR loses
-nothing on digits at 2 workers and windows of 10, 9 points at 10 workers, and all at 20. A short
-simulated run does not always show it."""
+"""Rules that add updates bear so many of them from one point (n x lambda, for lambda > 1): DOWNPOUR
+loses nothing on digits at 2 workers and windows of 10, 9 points at 10 workers, and all at 20. A
+short simulated run does not always show it."""
 
 ReportProgress = Callable[[str, float], None]
-"""progress(what is being done, fraction of it)."""
+"""report(what is being done, fraction of it)."""
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """What things take here.
+    """How long a step and a transfer take here.
 
     step_seconds       of local steps, one after the other
     transfer_seconds   between two windows: commit, its application, pull
@@ -82,18 +87,18 @@ class StepMeasurement:
 
     @property
     def mean_seconds(self) -> float:
-        """Of a step."""
+        """Mean seconds of a step."""
         return math.fsum(self.step_seconds) / len(self.step_seconds)
 
     def times(self, workers: int) -> StepTimes:
-        """Of the steps of so many workers, who share the cores."""
+        """The distribution of step times of so many workers, who share the cores."""
         slower = 1.0 if self.cores is None else max(1.0, workers / self.cores)
         return StepTimes("trace", trace=tuple(slower * seconds for seconds in self.step_seconds))
 
 
 @dataclass(frozen=True)
 class TrainingCandidate:
-    """A way to train."""
+    """A way to train that may be recommended."""
 
     rule: str
     workers: int
@@ -102,12 +107,12 @@ class TrainingCandidate:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found of a candidate; nan where it was not.
+    """What is known of a candidate; nan where nothing was measured.
 
-    loss         the best of the center, on a part of the data
-    seconds      to the common level, in virtual time
-    diverged     what was seen; "" if it did not
-    limit        why it is known not to be stable, whatever was seen; "" if it is
+    loss         the best loss of the center, on a part of the data
+    seconds      until the loss fell to the common level, in virtual time
+    diverged     how it diverged in its simulated run; "" if it did not
+    limit        why it is known to diverge in longer runs; "" if it is not
     """
 
     candidate: TrainingCandidate
@@ -120,15 +125,16 @@ class Evidence:
 
     @property
     def stable(self) -> bool:
-        """As far as is known."""
+        """True if nothing is known against it."""
         return not (self.diverged or self.limit)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use, and why. `level`: the loss that `seconds` count to; nan if none was simulated.
+    """What to use, and why.
 
-    `steps`: of each simulated run; 0: there was no time for any.
+    level   the loss that `seconds` count to; nan if nothing was simulated
+    steps   of each simulated run; 0: there was no time for any
     """
 
     measured: StepMeasurement
@@ -151,11 +157,11 @@ class _Tried:
 
     @property
     def best(self) -> float:
-        known = [loss for loss in self.losses if math.isfinite(loss)]
-        return min(known, default=math.nan)
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        return min(finite, default=math.nan)
 
     def seconds_to(self, level: float) -> float:
-        """When the loss fell to the level, linear between evaluations; nan: never."""
+        """When the loss fell to the level, linear between evaluations; nan if it never did."""
         for i, loss in enumerate(self.losses):
             if loss <= level:
                 if i == 0:
@@ -188,16 +194,16 @@ def measure(
         samples = min(samples, job.samples)
     short = replace(job, run=uuid.uuid4().hex, samples=samples, epochs=1, workers=1, window=1)
     trial = replace(assignment, job=short, rule=make_rule("agn"), storage=None, order=None)
-    seen: list[Row] = []
+    rows: list[Row] = []
 
     def enough(_figures: list[dict[str, float]]) -> bool:
-        return bool(seen) and seen[-1].seconds - seen[0].begin_seconds >= budget_seconds
+        return bool(rows) and rows[-1].seconds - rows[0].begin_seconds >= budget_seconds
 
     watcher = Watcher(
         every_seconds=min(LOOK_SECONDS, budget_seconds),
         evaluate=lambda *_: {},
         should_stop=enough,
-        rows=seen.extend,
+        rows=rows.extend,
     )
     return measured_of(backend(trial, watcher).rows, cores)
 
@@ -231,29 +237,31 @@ def suggest(
     evaluate   the loss of a center; otherwise that of some batches of the job's own data
     """
     job = assignment.job
-    known = {rule.name: rule for rule in rules or map(make_rule, SUGGESTED)}
+    by_name = {rule.name: rule for rule in rules or map(make_rule, SUGGESTED)}
     window, vector_bytes = window_of(measured), assignment.theta.nbytes
-    found = candidates(tuple(known), job.workers, window)
-    steps = affordable_steps(measured, len(found), budget_seconds, vector_bytes)
-    if steps < FEWEST_STEPS:  # the same rules, but all with as many workers
-        fewer = candidates(tuple(known), job.workers, window, halves=False)
+    listed = candidates(tuple(by_name), job.workers, window)
+    steps = affordable_steps(measured, len(listed), budget_seconds, vector_bytes)
+    if steps < FEWEST_STEPS:
+        # The same rules, but without the runs of half the workers.
+        fewer = candidates(tuple(by_name), job.workers, window, halves=False)
         fewer_steps = affordable_steps(measured, len(fewer), budget_seconds, vector_bytes)
-        found, steps = (fewer, fewer_steps) if fewer_steps >= FEWEST_STEPS else (found, 0)
+        listed, steps = (fewer, fewer_steps) if fewer_steps >= FEWEST_STEPS else (listed, 0)
     if job.samples is None or not steps:
-        return _by_what_is_known(measured, found, job.batch)
+        return _by_what_is_known(measured, listed, job.batch)
     loss_of = evaluate or _center_loss(assignment)
     tried: list[_Tried] = []
     began = clock()
-    for i, candidate in enumerate(found):
+    for i, candidate in enumerate(listed):
         if tried and clock() - began > OVERRUN * budget_seconds:
-            break  # the machine is slower than when it was measured
-        progress(f"simulating {describe(candidate)}", i / len(found))
-        part = _part(assignment, known[candidate.rule], candidate, steps)
+            # The machine is slower than when it was measured.
+            break
+        progress(f"simulating {describe(candidate)}", i / len(listed))
+        part = _part(assignment, by_name[candidate.rule], candidate, steps)
         tried.append(_simulate(part, candidate, measured, loss_of))
     judged = _judged(measured, tried, steps)
-    if len(tried) == len(found):
+    if len(tried) == len(listed):
         return judged
-    left = f"; time was up after {len(tried)} of {len(found)} candidates"
+    left = f"; time was up after {len(tried)} of {len(listed)} candidates"
     return replace(judged, why=judged.why + left)
 
 
@@ -268,25 +276,25 @@ def window_of(measured: StepMeasurement) -> int:
 def candidates(
     rules: Iterable[str], workers: int, window: int, halves: bool = True
 ) -> list[TrainingCandidate]:
-    """One worker alone; then each rule with all workers, and with half of them, at windows of 1 and
-    of `window` where the rule's meaning differs."""
+    """The candidates: one worker alone; then each rule with all workers, and with half of them; at
+    a window of 1 too where the rule means something else there."""
     counts = sorted({workers, max(workers // 2, 1) if halves else workers} - {1})
-    found = [TrainingCandidate("sync", 1, 1)]
+    listed = [TrainingCandidate("sync", 1, 1)]
     for rule in rules:
         windows = {"sync": (1,), "downpour": (1, window), "adag-agn": (1, window)}
-        found += [
+        listed += [
             TrainingCandidate(rule, count, steps)
             for count in counts
             for steps in windows.get(rule, (window,))
         ]
-    return found
+    return listed
 
 
 def affordable_steps(
     measured: StepMeasurement, runs: int, budget_seconds: float, vector_bytes: int
 ) -> int:
-    """Local steps of each of so many simulated runs, all their workers together: a simulated step
-    takes the real one's computation, and the event's and the vector's handling."""
+    """Local steps that the budget buys for each of so many simulated runs, over all workers. A
+    simulated step takes the real step's computation and the handling of an event and a vector."""
     handling_seconds = EVENT_SECONDS + VECTOR_PASSES * vector_bytes / PASSED_BYTES_PER_SECOND
     step_seconds = measured.mean_seconds + handling_seconds
     evaluating = EVALUATIONS * EVALUATED_BATCHES
@@ -300,7 +308,7 @@ def describe(candidate: TrainingCandidate) -> str:
 
 
 def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
-    """Mean loss over some batches, spread over the data."""
+    """A function of the center: its mean loss over some batches, which are spread over the data."""
     learner, job = assignment.learner(0), assignment.job
     assert job.samples is not None
     count = min(job.samples, EVALUATED_BATCHES * job.batch)
@@ -308,8 +316,8 @@ def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
     batches = np.array_split(spread, max(1, len(spread) // job.batch))
 
     def loss_of(theta: Vector) -> float:
-        found = [learner.gradient(theta.copy(), batch, 0) for batch in batches]
-        return sum(g.loss * g.samples for g in found) / sum(g.samples for g in found)
+        gradients = [learner.gradient(theta.copy(), batch, 0) for batch in batches]
+        return sum(g.loss * g.samples for g in gradients) / sum(g.samples for g in gradients)
 
     return loss_of
 
@@ -317,7 +325,7 @@ def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
 def _part(
     assignment: Assignment, rule: Rule, candidate: TrainingCandidate, steps: int
 ) -> Assignment:
-    """The candidate's run on so many steps' samples: part of an epoch, or some whole ones."""
+    """The candidate's run on the samples of so many steps: part of an epoch, or whole epochs."""
     job = assignment.job
     assert job.samples is not None
     wanted = steps * job.batch
@@ -360,8 +368,8 @@ def _simulate(
     outcome, diverged = None, ""
     try:
         outcome = load_backend("simulated", **world)(part, watcher)
-        seen = diverging(outcome.rows, candidate.workers)
-        diverged = "" if seen is None else seen.detail
+        divergence = diverging(outcome.rows, candidate.workers)
+        diverged = "" if divergence is None else divergence.detail
     except DivergedError as error:
         diverged = error.detail
     if not diverged and not math.isfinite(losses[-1]):
@@ -370,14 +378,15 @@ def _simulate(
 
 
 def _judged(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> Advice:
-    """The first to the level; where all diverge, the one whose loss was least."""
+    """Advice by the simulated runs: the first to the level; where all diverge, the one of the least
+    loss."""
     stable = [
-        one
-        for one in tried
-        if not (one.diverged or _known_limit(one.candidate)) and math.isfinite(one.best)
+        run
+        for run in tried
+        if not (run.diverged or _known_limit(run.candidate)) and math.isfinite(run.best)
     ]
-    level = float(np.median([one.best for one in stable])) if stable else math.nan
-    evidence = tuple(_evidence(one, level) for one in tried)
+    level = float(np.median([run.best for run in stable])) if stable else math.nan
+    evidence = tuple(_evidence(run, level) for run in tried)
     reached = [e for e in evidence if e.stable and math.isfinite(e.seconds)]
     if not reached:
         least = min(evidence, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf)
@@ -386,7 +395,8 @@ def _judged(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> A
                       + remedy(chosen.rule, chosen.window, chosen.workers))  # fmt: skip
     fastest = min(e.seconds for e in reached)
     even = [e for e in reached if e.seconds <= (1 + EVEN) * fastest]
-    chosen = min(even, key=lambda e: e.candidate.workers).candidate  # the first of equals
+    # `min` keeps the first of equals, the simpler rule.
+    chosen = min(even, key=lambda e: e.candidate.workers).candidate
     alone = next(e for e in evidence if e.candidate.workers == 1)
     why = f"the first to a loss of {level:.4g}, which half of the stable candidates reach"
     if chosen.workers > 1 and math.isfinite(alone.seconds):
@@ -394,21 +404,21 @@ def _judged(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> A
     return Advice(measured, chosen, evidence, level, steps, why)
 
 
-def _evidence(one: _Tried, level: float) -> Evidence:
-    seconds = math.nan if one.diverged else one.seconds_to(level)
+def _evidence(run: _Tried, level: float) -> Evidence:
+    seconds = math.nan if run.diverged else run.seconds_to(level)
     rate = staleness = math.nan
-    if one.outcome is not None:
-        history = History(one.outcome)
+    if run.outcome is not None:
+        history = History(run.outcome)
         staleness = history.staleness.mean
-        rate = one.outcome.samples / one.outcome.seconds if one.outcome.seconds else math.nan
-    limit = _known_limit(one.candidate)
-    return Evidence(one.candidate, rate, one.best, seconds, staleness, one.diverged, limit)
+        rate = run.outcome.samples / run.outcome.seconds if run.outcome.seconds else math.nan
+    limit = _known_limit(run.candidate)
+    return Evidence(run.candidate, rate, run.best, seconds, staleness, run.diverged, limit)
 
 
 def _by_what_is_known(
-    measured: StepMeasurement, found: Sequence[TrainingCandidate], batch: int
+    measured: StepMeasurement, listed: Sequence[TrainingCandidate], batch: int
 ) -> Advice:
-    """The fastest of those that are known to be stable."""
+    """Advice without simulated runs: the fastest of the rules that are known to be stable."""
     evidence = tuple(
         Evidence(
             candidate,
@@ -416,7 +426,7 @@ def _by_what_is_known(
             staleness=0.0 if candidate.rule in ("sync", "averaging") else candidate.workers - 1.0,
             limit=_known_limit(candidate),
         )
-        for candidate in found
+        for candidate in listed
     )
     stable = [e for e in evidence if e.stable]
     fastest = max(e.samples_per_second for e in stable)
@@ -431,7 +441,7 @@ def _by_what_is_known(
 
 
 def _known_limit(candidate: TrainingCandidate) -> str:
-    """Why a candidate is known not to be stable; "" where it is."""
+    """Why a candidate is known to diverge in longer runs; "" where nothing is known against it."""
     updates = candidate.workers * candidate.window
     if RULES[candidate.rule].adds_sums and candidate.window > 1 and updates > STABLE_UPDATES:
         return f"{candidate.workers} x {candidate.window} updates are added from one point"
@@ -443,8 +453,8 @@ def _known_limit(candidate: TrainingCandidate) -> str:
 def _samples_per_second(
     measured: StepMeasurement, candidate: TrainingCandidate, batch: int
 ) -> float:
-    """Workers that gather wait for the slowest, drawn from the measured steps; the server takes one
-    commit after the other."""
+    """Speed of a candidate, computed from the measured times. In rules that gather, all wait for
+    the slowest worker; the server takes one commit after the other."""
     times = measured.times(candidate.workers)
     rng = np.random.default_rng(0)
     drawn = times.draw(rng, (200, candidate.workers, candidate.window)).sum(axis=2)

@@ -58,13 +58,13 @@ from dovetail.units import format_count, format_seconds, printable
 
 Column = NDArray[Any]
 COLUMNS = {field.name: field.type for field in fields(Row)}
-"""Columns of a history and their types, in order: the fields of `Row`."""
+"""Columns of a history, in order, and their types: those of the fields of `Row`."""
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
 """Words in the names of figures of which a smaller value is the better one."""
 SUMMARY_EPOCHS = 12
 """Epochs that a summary shows; of longer runs evenly spread ones, the last among them."""
 POINTS = 5000
-"""Points of one scalar for TensorBoard. Of more commits each point is the mean of some in a row."""
+"""Most points of one scalar for TensorBoard. With more commits a point is the mean of several."""
 FORMAT, VERSION = "dovetail.history", 1
 MOST_FIGURES = 1000
 """Columns of figures that a CSV file may have."""
@@ -73,7 +73,7 @@ _COUNTED = ("lost", "restarted", "server_restarted", "refused")
 
 @dataclass(frozen=True)
 class Epoch:
-    """A pass over the data set as the server saw it: the commits whose samples complete it.
+    """A pass over the data set as the server saw it: the commits whose samples make it up.
 
     loss      mean over its samples, each at the parameters it was computed with
     seconds   when it ended
@@ -99,15 +99,15 @@ class History:
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Each field of `Row` [commits], and `seen`: samples in the center after each commit."""
-        found: dict[str, Column] = {
+        columns: dict[str, Column] = {
             name: np.array(
                 [getattr(row, name) for row in self.outcome.rows],
                 dtype=np.int64 if kind is int else np.float64,
             )
             for name, kind in COLUMNS.items()
         }
-        found["seen"] = np.cumsum(found["samples"], dtype=np.int64)
-        return found
+        columns["seen"] = np.cumsum(columns["samples"], dtype=np.int64)
+        return columns
 
     def __len__(self) -> int:
         return len(self.outcome.rows)
@@ -129,7 +129,7 @@ class History:
 
     @property
     def interrupted(self) -> bool:
-        """Was it ended by Ctrl-C, with the best so far kept?"""
+        """True if Ctrl-C ended the run, and its best center was kept."""
         return bool(self.outcome.meta.get("interrupted"))
 
     def of_job(self, field: str) -> int | None:
@@ -141,20 +141,22 @@ class History:
     @property
     def workers(self) -> int:
         """n that the run started with; where that is not known, the workers that committed."""
-        known = self.of_job("workers")
-        return known if known and known > 0 else len({row.worker for row in self.outcome.rows})
+        started = self.of_job("workers")
+        return (
+            started if started and started > 0 else len({row.worker for row in self.outcome.rows})
+        )
 
     @cached_property
     def staleness(self) -> Staleness:
-        """Of all commits but the first n."""
+        """Staleness of all commits but the first n."""
         return staleness(self.outcome.rows, self.workers)[0]
 
     @property
     def momentum(self) -> float:
         """Implicit momentum: the median of the commits' estimates, nan where there are none."""
         estimates = self.columns["momentum"]
-        known = estimates[np.isfinite(estimates)]
-        return float(np.median(known)) if len(known) else math.nan
+        finite = estimates[np.isfinite(estimates)]
+        return float(np.median(finite)) if len(finite) else math.nan
 
     @property
     def expected_momentum(self) -> float:
@@ -163,7 +165,7 @@ class History:
 
     @cached_property
     def divergence(self) -> Divergence | None:
-        """Where its losses show that it diverged; None: nowhere."""
+        """Where the losses show that the run diverged; None if they do not."""
         return diverging(self.outcome.rows, self.workers)
 
     @property
@@ -182,14 +184,14 @@ class History:
 
     def best(self, figure: str) -> Evaluation | None:
         """The evaluation at which a figure was best, the first of equals; None without one."""
-        known = [
+        finite = [
             e for e in self.outcome.evaluations if math.isfinite(e.figures.get(figure, math.nan))
         ]
         sign = -1 if lower_is_better(figure) else 1
-        return max(known, key=lambda e: sign * e.figures[figure], default=None)
+        return max(finite, key=lambda e: sign * e.figures[figure], default=None)
 
     def seconds_to(self, figure: str, target: float) -> float | None:
-        """When a figure was first seen to be as good as `target`; None: never."""
+        """Seconds until a figure was first as good as `target`; None if it never was."""
         sign = -1 if lower_is_better(figure) else 1
         seconds, _, values = self.curve(figure)
         reached = np.flatnonzero(sign * values >= sign * target)
@@ -197,19 +199,19 @@ class History:
 
     @cached_property
     def epochs(self) -> tuple[Epoch, ...]:
-        """One entry a pass over the data set; of a stream of unknown length there is one."""
+        """One entry for each pass over the data set; a stream of unknown length has one."""
         columns, per_epoch = self.columns, self.of_job("samples")
         if not len(self):
             return ()
         whole = per_epoch if per_epoch and per_epoch > 0 else int(columns["seen"][-1]) or 1
         of_commit = np.maximum(columns["seen"] - 1, 0) // whole
         starts = np.flatnonzero(np.diff(of_commit, prepend=-1))
-        found = []
+        epochs = []
         for start, stop in zip(starts, [*starts[1:], len(self)], strict=True):
             part = {name: column[start:stop] for name, column in columns.items()}
             epoch = int(of_commit[start])
             last = [e for e in self.outcome.evaluations if _epoch_of(e, whole) == epoch]
-            found.append(
+            epochs.append(
                 Epoch(
                     epoch=epoch,
                     commits=int(stop - start),
@@ -220,7 +222,7 @@ class History:
                     figures=dict(last[-1].figures) if last else {},
                 )
             )
-        return tuple(found)
+        return tuple(epochs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all but the parameters as JSON, gzip where the name ends in `.gz`; the file is
@@ -260,7 +262,7 @@ class History:
         return _facts(self)
 
     def summary(self) -> str:
-        """The facts, and a line an epoch; of many epochs some, the last among them."""
+        """The facts, and a line for each epoch; of many epochs `SUMMARY_EPOCHS`."""
         facts = self.facts()
         width = max(len(label) for label, _ in facts)
         lines = [f"{label:<{width}}  {text}" for label, text in facts]
@@ -270,12 +272,12 @@ class History:
 
 
 def lower_is_better(figure: str) -> bool:
-    """Is a smaller value of the figure of that name the better one? Losses, errors, perplexity."""
+    """True if a smaller value of the figure of that name is better: a loss, error or perplexity."""
     return any(word in figure.lower() for word in LOWER_IS_BETTER)
 
 
 def common_level(histories: Sequence[History], figure: str) -> float | None:
-    """The best value of a figure that all of these runs reached; None where one has none."""
+    """The best value of a figure that all of these runs reached; None if one run lacks it."""
     best = [found.figures[figure] for h in histories if (found := h.best(figure)) is not None]
     if not best or len(best) < len(histories):
         return None
@@ -283,7 +285,7 @@ def common_level(histories: Sequence[History], figure: str) -> float | None:
 
 
 def events_of(outcome: Outcome, kind: str) -> list[Event]:
-    """What of one kind happened, in order."""
+    """The events of one kind, in order."""
     return [event for event in outcome.events if event.kind == kind]
 
 
@@ -293,7 +295,8 @@ def _epoch_of(evaluation: Evaluation, whole: int) -> int:
 
 def _weighted_mean(values: Column, weights: Column) -> float:
     total = float(weights.sum())
-    with np.errstate(all="ignore"):  # a run that diverged has losses without bounds
+    # The losses of a run that diverged may overflow.
+    with np.errstate(all="ignore"):
         return float((values * weights).sum() / total) if total else float(values.mean())
 
 
@@ -511,7 +514,8 @@ def _from_csv(path: str) -> Outcome:
                 records[line["record"]].append(_record_of(line))
     except OSError as error:
         raise FileFormatError(path, error.strerror or str(error)) from None
-    except (ValueError, TypeError, csv.Error) as error:  # TypeError: a line that is too short
+    # A TypeError comes from a line that is too short.
+    except (ValueError, TypeError, csv.Error) as error:
         raise FileFormatError(path, f"line {reader.line_num}: {error}") from None
     rows, evaluations, events = records.values()
     outcome = Outcome(

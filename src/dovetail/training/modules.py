@@ -1,14 +1,15 @@
-"""Any `nn.Module` as a learner: its parameters are views of one flat vector.
+"""Makes any `nn.Module` a learner whose parameters are views of one flat vector.
 
     theta [size] ─view─► parameters ─► forward, backward ─copy─► gradient [size]
     theta [size] ─copy─► twins, gradient ─view─► their grads ─► torch.optim's step ─► U(g)
 
-The optimizer is the user's own, of `torch.optim` or of that kind; it steps on twins of the
-parameters, and U(g) is what its step changed them by, so that `theta += U(g)` is what it would
-have done to the module itself. With its state it belongs to one worker, and starts anew with it.
+The optimizer is the user's own, of `torch.optim` or of that kind. It steps on twins of the
+parameters, and U(g) is the change that its step made, so that `theta += U(g)` does what the
+optimizer would have done to the module itself. The optimizer and its state belong to one worker,
+and a worker that starts again starts with a new one.
 
-Tied parameters are there once, frozen ones (`requires_grad=False`) are not. Buffers belong to a
-worker and are never sent; `norms.py` says where the statistics of the trained model come from.
+The vector holds tied parameters once, and frozen ones (`requires_grad=False`) not at all. Buffers
+belong to a worker and are never sent; `validation.py` computes the trained model's statistics.
 """
 
 import copy
@@ -57,7 +58,8 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _check_apart(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
-    """Parameters that share memory would be torn apart; tied ones are one object."""
+    """Raise `ModelError` for parameters that share memory, which views of the vector would not.
+    Tied parameters are one object, and fine."""
     owner: dict[int, str] = {}
     for path, parameter in named:
         if parameter.numel() == 0:
@@ -108,7 +110,7 @@ def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
 
 
 def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What the module makes of a batch, in the mode that it is in, and the batch's targets."""
+    """(output, targets) of a batch, in the mode that the module is in."""
     arguments, keywords, targets = split(batch)
     if is_keras(module):
         return call_keras(module, arguments, keywords), targets
@@ -118,10 +120,11 @@ def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:
 class ModuleLearner:
     """A worker's module, data set and optimizer; see `learner.Learner`.
 
-    `gradient` seeds torch from (seed, worker, epoch, first sample), so that what dropout draws
-    does not depend on which steps came before. The loss is a mean over samples, else a batch cut
-    short at the end of an epoch weighs more than its part.
-    `dataset` may be a `Source`; `schedule`: see `schedules.py`. The module becomes this learner's.
+    `gradient` seeds torch from (seed, worker, epoch, first sample), so that dropout does not depend
+    on which steps came before. The loss must be a mean over samples: with another reduction a batch
+    that is cut short at the end of an epoch has a wrong weight.
+    `dataset` may be a `SampleSource`; `schedule`: see `torch_optimizers`. The module becomes this
+    learner's own.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class ModuleLearner:
         self._rates = Rates(self._optimizer, schedule)
 
     def _make(self, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """The user's optimizer, of twins of the parameters that live in `_home`."""
+        """The user's optimizer, made of twins of the parameters; the twins are views of `_home`."""
         twins = [nn.Parameter(view) for view in _views(self._home, self._parameters)]
         for twin, piece in zip(twins, self._pieces, strict=True):
             twin.grad = piece
@@ -176,7 +179,8 @@ class ModuleLearner:
         """U(g). May be given any vector as the gradient; overwrites the last one returned."""
         if gradient is not self._gradient:
             self._gradient[:] = gradient
-        change = theta.copy()  # without locks, others write to theta meanwhile
+        # A copy, for without locks (Hogwild!) other workers write to theta meanwhile.
+        change = theta.copy()
         self._home.copy_(torch.from_numpy(change))
         self._rates.set(self._passes(epoch))
         self._optimizer.step()
@@ -206,12 +210,13 @@ class ModuleLearner:
             seed_keras(self._module, draw)
 
     def _passes(self, epoch: float) -> float:
-        """Where the schedule is; of a stream only the reader knows."""
+        """Epochs so far, for the schedule; of a stream only its reader knows them."""
         return self._source.passed if isinstance(self._source, StreamSource) else epoch
 
 
 def _store(piece: Tensor, gradient: Tensor | None) -> None:
-    if gradient is None:  # the loss did not depend on it
+    # None: the loss did not depend on the parameter.
+    if gradient is None:
         piece.zero_()
     else:
         piece.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
@@ -219,7 +224,7 @@ def _store(piece: Tensor, gradient: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class ModuleLearners:
-    """Worker index -> its learner; travels to the worker's process."""
+    """Worker index -> its learner. This record travels to the worker's process."""
 
     module: nn.Module
     loss: Loss

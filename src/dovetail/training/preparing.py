@@ -41,6 +41,7 @@ from dovetail.training.validation import Evaluator, batches_of, resolve_metrics
 from dovetail.training.wire import make_wire
 
 _IN_PROCESS = ("simulated", "threads")
+"""Backends whose workers live in this process, so that nothing need travel."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,10 @@ def _assignment(
 
 
 def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
-    """The rule; `sync` gets the optimizer for its server. Raises `UsageError` where a server that
-    steps by itself cannot do what this optimizer does."""
+    """The rule with its options bound; `sync` gets the optimizer for its server.
+
+    Raises `UsageError` where a server that steps by itself cannot do what this optimizer does.
+    """
     name = rule if isinstance(rule, str) else rule.name
     if not isinstance(name, str) or name not in RULES:
         raise UnknownRuleError(str(name), tuple(RULES))
@@ -127,8 +130,8 @@ def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
     kind, settings = served_settings(optimizer)
     if isinstance(rule, str):
         return make_rule(name, optimizer=kind, **settings)
-    theirs = {key: value for key, value in rule.options.items() if key not in ("optimizer", "lr")}
-    if make_optimizer(rule.options["optimizer"], **theirs) != make_optimizer(kind, **settings):
+    bound = {key: value for key, value in rule.options.items() if key not in ("optimizer", "lr")}
+    if make_optimizer(rule.options["optimizer"], **bound) != make_optimizer(kind, **settings):
         raise UsageError(
             "optimizer",
             f"is {kind}, but the rule was made with {rule.options['optimizer']} and other settings "
@@ -152,13 +155,13 @@ def _backend_of(request: TrainRequest) -> Backend:
 
 
 def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
-    """One batch forward and backward: what is wrong there is wrong in every worker."""
+    """Run one batch forward and backward, so that an error shows now and not in every worker."""
     module = copy.deepcopy(learners.module).train()
     source = open_dataset(learners.dataset, learners.collate, learners.epochs)
-    found = next(batches_of(source, batch, 1), None)
-    if found is None:
+    first = next(batches_of(source, batch, 1), None)
+    if first is None:
         raise UsageError("dataset", "is empty")
-    loss: Any = loss_of(module, learners.loss, found[0])
+    loss: Any = loss_of(module, learners.loss, first[0])
     if not isinstance(loss, Tensor):
         raise UsageError("loss", f"returns {type(loss).__name__}, not a tensor")
     if loss.numel() != 1:
@@ -168,7 +171,7 @@ def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
     learner = ModuleLearner(
         module, learners.loss, learners.optimizer, source, learners.schedule, seed=learners.seed
     )
-    indices = np.arange(found[1], dtype=np.int64)
+    indices = np.arange(first[1], dtype=np.int64)
     gradient = learner.gradient(theta.copy(), indices, 0)
     learner.update(theta, gradient.vector, 0.0)
 
@@ -184,8 +187,8 @@ def _evaluator(request: TrainRequest, source: SampleSource, validation: Any) -> 
         copy.deepcopy(request.model), request.loss, metrics, source, held, request.batch
     )
     if held is not None and request.monitor not in evaluator.figures:
-        known = ", ".join(evaluator.figures)
-        raise UsageError("monitor", f"no figure {request.monitor!r}; there are {known}")
+        offered = ", ".join(evaluator.figures)
+        raise UsageError("monitor", f"no figure {request.monitor!r}; there are {offered}")
     evaluator.try_out()
     return evaluator
 
@@ -233,7 +236,7 @@ def _job(request: TrainRequest, rule: Rule, source: SampleSource, theta: Vector)
 
 
 def _facts(model: nn.Module, job: Job, rule: Rule) -> dict[str, Any]:
-    """What makes a run that run."""
+    """What a resumed run must have in common with the run that it continues."""
     text = repr([(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()])
     facts = {key: value for key, value in vars(job).items() if key != "run"}
     model_facts = f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"

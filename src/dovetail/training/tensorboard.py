@@ -7,8 +7,8 @@ from dovetail.errors import MissingLibraryError, UnwritableError
 
 
 class Scalars:
-    """An event file that is written; a context manager. Raises `MissingLibraryError`, and
-    `UnwritableError` here or when it writes."""
+    """Writes an event file; a context manager. Raises `MissingLibraryError`, and `UnwritableError`
+    when it opens or writes the file."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check_installed()
@@ -21,7 +21,7 @@ class Scalars:
             raise self._unwritable(error) from error
 
     def add(self, tag: str, step: int, value: float, wall_seconds: float) -> None:
-        """One value; `wall_seconds` since 1970. It reaches the disk some seconds later."""
+        """Write one value, `wall_seconds` since 1970. It reaches the disk some seconds later."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -32,7 +32,7 @@ class Scalars:
             raise self._unwritable(error) from error
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, and close the file."""
         try:
             self._writer.close()
         except OSError as error:

@@ -40,7 +40,6 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
 }
-# Settings of each kind that the server's optimizer has; all others must have torch's default.
 _SERVED = {
     "sgd": ("momentum", "nesterov", "weight_decay"),
     "adam": ("betas", "eps", "weight_decay"),
@@ -48,8 +47,9 @@ _SERVED = {
     "adagrad": ("lr_decay", "weight_decay", "eps"),
     "rmsprop": ("alpha", "eps", "weight_decay", "momentum"),
 }
+"""Settings that the server's optimizer has too. All others must have torch's default."""
 _FREE = {"lr", "foreach", "fused", "capturable", "differentiable"}
-"""Settings that change nothing but speed, or are known otherwise."""
+"""Settings that change only speed, and the learning rate, which comes with each commit."""
 
 
 def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
@@ -59,8 +59,8 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
             raise UsageError("optimizer", f"no {optimizer!r}; there are {', '.join(_KINDS)}")
         if lr is None:
             raise UsageError("lr", f"{optimizer!r} needs a learning rate")
-        named, others = _KINDS[optimizer]
-        return functools.partial(named, lr=_positive(lr), **others)
+        factory, settings = _KINDS[optimizer]
+        return functools.partial(factory, lr=_positive(lr), **settings)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             "optimizer",
@@ -69,8 +69,8 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
         )
     kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-        settings: dict[str, Any] = {} if lr is None else {"lr": _positive(lr)}
-        return functools.partial(optimizer, **settings)
+        rate: dict[str, Any] = {} if lr is None else {"lr": _positive(lr)}
+        return functools.partial(optimizer, **rate)
     if lr is not None:
         raise UsageError("lr", "goes into the optimizer, which is neither a name nor a class")
     if is_dataclass(optimizer) and not isinstance(optimizer, type):
@@ -82,28 +82,28 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def check_optimizer(made: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """What the user's callable returned. Raises `UsageError` unless it steps on `parameters`."""
-    if not isinstance(made, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             "optimizer",
-            f"made {type(made).__name__}; give a callable of parameters that makes a "
+            f"made {type(optimizer).__name__}; give a callable of parameters that makes a "
             "torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3)",
         )
-    known = {id(parameter) for parameter in parameters}
-    held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
-    if not set(held) <= known or not held:
+    given = {id(parameter) for parameter in parameters}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not set(held) <= given or not held:
         raise UsageError(
             "optimizer", "holds other parameters than those given; make it of its argument"
         )
-    closure = inspect.signature(type(made).step).parameters.get("closure")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             "optimizer",
-            f"{type(made).__name__} evaluates the loss several times in one step; a worker has "
+            f"{type(optimizer).__name__} evaluates the loss several times a step; a worker has "
             "one gradient a step",
         )
-    return made
+    return optimizer
 
 
 def _positive(lr: float) -> float:
@@ -136,8 +136,8 @@ def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
     defaults = _defaults(type(stepper))
     group = {key: value for key, value in stepper.param_groups[0].items() if key != "params"}
     for key, value in group.items():
-        known = key in _SERVED[name] or key in _FREE
-        if not known and key in defaults and value != defaults[key]:
+        is_known = key in _SERVED[name] or key in _FREE
+        if not is_known and key in defaults and value != defaults[key]:
             raise _not_served(f"{type(stepper).__name__} there has no {key}")
     return name, {key: group[key] for key in _SERVED[name]}
 
@@ -148,7 +148,7 @@ def _defaults(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def is_plain_sgd(optimizer: MakeOptimizer) -> bool:
-    """Is its step -lr g, and nothing else?"""
+    """Tells whether the optimizer's step is -lr g, and nothing else."""
     try:
         name, settings = served_settings(optimizer)
     except UsageError:
@@ -170,7 +170,8 @@ class Rates:
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
         self._optimizer, self._schedule = optimizer, schedule
         self._scheduler = _scheduler(optimizer, schedule)
-        self._epochs = [_settings(optimizer)]  # a scheduler's, by epoch; else as they were made
+        # Settings by epoch where there is a scheduler; else the first ones only.
+        self._epochs = [_settings(optimizer)]
 
     def at(self, epoch: float) -> float:
         """The first group's learning rate."""
@@ -197,7 +198,8 @@ class Rates:
         for group, settings in zip(self._optimizer.param_groups, self._epochs[-1], strict=True):
             group.update(settings)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no step of the optimizer came before
+            # torch warns that no step of the optimizer came before; here none does.
+            warnings.simplefilter("ignore")
             self._scheduler.step()
         return _settings(self._optimizer)
 
@@ -214,17 +216,17 @@ def _scheduler(optimizer: torch.optim.Optimizer, schedule: Any) -> LRScheduler |
     if schedule is None or _is_function_of_epoch(schedule):
         return None
     try:
-        made = schedule(optimizer)
+        scheduler = schedule(optimizer)
     except Exception as error:
         raise UsageError(
             "schedule", f"is neither a function of the epoch nor of the optimizer: {error}"
         ) from error
-    if isinstance(made, ReduceLROnPlateau) or not isinstance(made, LRScheduler):
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise UsageError(
             "schedule",
-            f"made {type(made).__name__}; it must make a scheduler that steps by epochs alone",
+            f"made {type(scheduler).__name__}; it must make a scheduler that steps by epochs alone",
         )
-    return made
+    return scheduler
 
 
 def _is_function_of_epoch(schedule: Any) -> bool:
@@ -232,7 +234,8 @@ def _is_function_of_epoch(schedule: Any) -> bool:
         raise UsageError("schedule", f"{schedule!r} is not callable")
     try:
         return isinstance(float(schedule(0.0)), float)
-    except Exception:  # a scheduler is of an optimizer, and a number is none
+    except Exception:
+        # A function that makes a scheduler fails on a number, each in its own way.
         return False
 
 

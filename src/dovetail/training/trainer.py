@@ -16,8 +16,8 @@ from dovetail.training.backends.contract import Watcher
 from dovetail.training.divergence import LossWatch, remedy
 from dovetail.training.history import History
 from dovetail.training.modules import unflatten
+from dovetail.training.monitor import RunMonitor
 from dovetail.training.preparing import PreparedTraining, prepare
-from dovetail.training.progress import RunProgress
 from dovetail.training.records import Evaluation, Outcome
 from dovetail.training.request import TrainRequest
 
@@ -63,9 +63,9 @@ class Trainer:
 Trainer.__signature__ = inspect.signature(TrainRequest)  # type: ignore[attr-defined]
 
 
-def _open_progress(prepared: PreparedTraining, watcher: Watcher | None) -> RunProgress:
+def _open_progress(prepared: PreparedTraining, watcher: Watcher | None) -> RunMonitor:
     request = prepared.request
-    progress = RunProgress(
+    progress = RunMonitor(
         prepared.evaluator,
         request.monitor,
         request.patience,
@@ -79,7 +79,7 @@ def _open_progress(prepared: PreparedTraining, watcher: Watcher | None) -> RunPr
     return progress
 
 
-def _run(prepared: PreparedTraining, progress: RunProgress) -> Outcome:
+def _run(prepared: PreparedTraining, progress: RunMonitor) -> Outcome:
     watcher = progress.watcher(prepared.every_samples, prepared.every_seconds)
     try:
         return prepared.run(prepared.assignment, watcher)
@@ -94,7 +94,7 @@ def _run(prepared: PreparedTraining, progress: RunProgress) -> Outcome:
         raise DivergedError(error.rule, error.detail, advice) from error
 
 
-def _evaluate_end(prepared: PreparedTraining, progress: RunProgress, outcome: Outcome) -> Outcome:
+def _evaluate_end(prepared: PreparedTraining, progress: RunMonitor, outcome: Outcome) -> Outcome:
     """The outcome with the last evaluation, and with the best center if the run looked for it."""
     if outcome.meta.get("interrupted"):  # it is the best center already, with its evaluations
         return outcome

@@ -1,11 +1,11 @@
-"""What an update rule is: pure functions on flat vectors, the worker's side and the server's.
+"""What an update rule is: pure functions on flat vectors for the worker's and the server's side.
 
     worker, a window     begin ─► steps x [look ─► gradient ─► step] ─► message
     server, a commit     apply(slice, arrival)            or, for rules that gather,
             a round      combine(slice, arrivals)   when every worker with a lease has committed
 
-All server functions are elementwise, so that shards of the vector are independent. They change the
-arrays they are given in place, and nothing else.
+All functions of the server are elementwise, so that shards of the vector are independent. They
+change the arrays that they are given in place, and nothing else.
 """
 
 import inspect
@@ -23,7 +23,7 @@ Update = Callable[[Vector, Vector], Vector]
 
 @dataclass
 class Local:
-    """A worker's side of a rule.
+    """The state of a rule on a worker.
 
     theta    theta_k; replaced by the center at each pull unless the rule keeps it
     center   theta~ as last pulled; not to be written
@@ -41,7 +41,7 @@ class Local:
 
 @dataclass
 class Slice:
-    """A shard of the center: [size] each. `counts`: the rule's own numbers, equal in all shards."""
+    """A shard of the center: vectors of [size], and `counts` of the rule, equal in all shards."""
 
     theta: Vector
     slots: dict[str, Vector] = field(default_factory=dict)
@@ -50,10 +50,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A shard's part of a commit.
+    """The part of a commit that goes to one shard.
 
     base       theta~ as this worker pulled it, for rules with `needs_base`
-    workers    that hold a lease now (n)
+    workers    how many hold a lease now (n)
     """
 
     vector: Vector
@@ -70,7 +70,7 @@ def _nothing(local: Local) -> None: ...
 
 
 def at_theta(local: Local) -> Vector:
-    """Where most rules take their gradient: theta_k."""
+    """theta_k, where most rules take their gradient."""
     return local.theta
 
 
@@ -91,9 +91,11 @@ class Rule:
 
     name: str
     options: dict[str, Any]
-    step: Callable[[Local, Vector, Update], None]  # (local, gradient at look(local), U)
+    # The gradient that `step` gets is the one at look(local).
+    step: Callable[[Local, Vector, Update], None]
     message: Callable[[Local], Vector]
-    begin: Callable[[Local], None] = _nothing  # after a pull, before the window's first step
+    # Called after a pull, before the window's first step.
+    begin: Callable[[Local], None] = _nothing
     look: Callable[[Local], Vector] = at_theta
     apply: Callable[[Slice, Arrival], None] | None = None
     combine: Callable[[Slice, Sequence[Arrival]], None] | None = None
