@@ -30,7 +30,7 @@ format: .venv/ready
 # tests are skipped. Tried once, never fails; `rm .venv/scotch` to try again.
 APT := timeout 120 $$sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=1 \
 	-o Acquire::http::Timeout=10 -o DPkg::Lock::Timeout=30
-HAS_SCOTCH := $(BIN)/python -c 'from dovetail.placers.scotch_library import load_scotch as f; f()'
+HAS_SCOTCH := $(BIN)/python -c 'from dovetail.placers.scotch import load_scotch as f; f()'
 
 .venv/scotch: .venv/ready
 	@if $(HAS_SCOTCH) 2>/dev/null; then touch $@; exit 0; fi; \

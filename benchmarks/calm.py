@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from dovetail.costs.worker import pace_seconds
+from dovetail.costs.measured import pace_seconds
 from dovetail.executors import Measurement
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from markdown import fill, table
 
-from dovetail.bench import learned_tables
+from dovetail.bench import tables
 from dovetail.bench.cases import CASES, LEARNED
-from dovetail.bench.effort import middle
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import is_oom
 from dovetail.bench.records import Best, Column, Found, LearnedRun, Row
+from dovetail.bench.tables import middle
 
 METHODS = {
     "rl17": ("1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert", "heft", "auto", "seq2seq"),
@@ -118,10 +118,9 @@ def learned(name: str, rows: dict[str, Row]) -> str:
     """The tables of the page's section on learned methods."""
     done = [(case, rows[case.key]) for case in CASES[name] if case.key in rows]
     parts = [
-        f"* {what}: **{figure}** ({remark})"
-        for what, figure, remark in learned_tables.verdicts(name, done)
+        f"* {what}: **{figure}** ({remark})" for what, figure, remark in tables.verdicts(name, done)
     ]
-    for title, (head, lines) in learned_tables.tables_of(name, done):
+    for title, (head, lines) in tables.tables_of(name, done):
         parts += ["", f"{title}:", "", table(head, lines)]
     return "\n".join(parts) or "Not run."
 

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from markdown import fill, table
 from runs import CASES, Effort, batch, one, task_for, tuned, tuned_shipped
 
-from dovetail.bench.effort import geometric_mean, reached
 from dovetail.bench.records import LearnedRun
+from dovetail.bench.tables import geometric_mean, reached
 from dovetail.placers import BASELINES, PLACERS, Budget
 from dovetail.placers.learned.records import Task
 

@@ -29,7 +29,7 @@ from runs import CASES, say
 
 from dovetail.bench import graphs
 from dovetail.bench.learned import Tally, by_rule
-from dovetail.bench.running import Settings as Table
+from dovetail.bench.running import BenchSettings as Table
 from dovetail.graph.grouping import colocate
 from dovetail.machine import parse_machine
 from dovetail.placers.learned.catalog import make_policy, settings_of

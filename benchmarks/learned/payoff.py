@@ -27,15 +27,15 @@ from markdown import fill, table
 from runs import CASES, say
 
 from dovetail.bench import graphs
-from dovetail.bench.effort import geometric_mean
 from dovetail.bench.learned import by_rule
 from dovetail.bench.records import Case
-from dovetail.bench.running import Settings
+from dovetail.bench.running import BenchSettings
+from dovetail.bench.tables import geometric_mean
 from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, Placer, parse_budget
+from dovetail.placers.learned.placing import make_gdp_search
 from dovetail.placers.learned.records import Task
-from dovetail.placers.learned.search import make_gdp_search
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 HERE = Path(__file__).parent
 ROWS = {key: CASES[key] for key in ("gnmt-2-2gpu", "gnmt-4-4gpu", "gnmt-8-8gpu", "amoebanet-4gpu")}
@@ -167,7 +167,7 @@ def main() -> None:
         SEARCH: PLACERS[SEARCH],
         LEARNED: make_gdp_search(arguments.policy, arguments.finetune),
     }
-    store, runs, shown = Settings("gdp", arguments.table).store(say), [], []
+    store, runs, shown = BenchSettings("gdp", arguments.table).store(say), [], []
     for key in arguments.rows.split(","):
         case = (CASES | ROWS)[key]
         graph = graphs.graph_for(store, case)

@@ -23,12 +23,11 @@ import torch
 
 from dovetail.bench import graphs
 from dovetail.bench.cases import GDP_CASES
-from dovetail.bench.effort import cut
-from dovetail.bench.learned import Tally, drive, run_of, task_of, views_of
-from dovetail.bench.learned_parts import training_of
+from dovetail.bench.learned import Tally, drive, run_of, task_of, training_of, views_of
 from dovetail.bench.records import Best, Case, Found, LearnedRun
-from dovetail.bench.running import Settings as Table
+from dovetail.bench.running import LearningSettings as Table
 from dovetail.bench.store import LEARNED, Store, fingerprint
+from dovetail.bench.tables import cut
 from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.placers.learned import hdp

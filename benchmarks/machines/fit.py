@@ -6,7 +6,7 @@ RL17: seconds per op of CPU and GPU, the share of its peak that each reaches, an
 it convolutions reach, on the columns "1 CPU" and "1 GPU" and no other. Beside it the same fit
 without the last one. GDP: one factor on all compute seconds, such that the mean logarithm of our
 expert's seconds over the column "human" is zero. `--write` keeps the constants where
-`dovetail.machine.papers` reads them. Graphs are captured once and kept in the work folder.
+`dovetail.machine.presets` reads them. Graphs are captured once and kept in the work folder.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dovetail.bench.records import Case
 from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, group, load_graph, save_graph
 from dovetail.machine import Machine
-from dovetail.machine.papers import FITTED, fitted_machine
+from dovetail.machine.presets import FITTED, fitted_machine
 from dovetail.pipeline.sources import graph_of, resolve_model
 from dovetail.placers import PLACERS, make_problem, parse_budget
 from dovetail.simulator import Simulator

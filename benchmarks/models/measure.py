@@ -33,8 +33,8 @@ import dovetail as dt
 from dovetail.errors import DovetailError, InfeasibleError
 from dovetail.exports.modules import forward_ops
 from dovetail.frontends import initial_values, run_step
+from dovetail.frontends.capturing import batched_experts, unwrap
 from dovetail.frontends.structures import leaves
-from dovetail.frontends.transformers_models import batched_experts, unwrap
 from dovetail.machine import Machine, parse_machine
 from dovetail.plans import Plan, normalise
 from dovetail.plans.records import planned_graph

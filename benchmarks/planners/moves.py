@@ -17,8 +17,15 @@ from dovetail.graph import colocate
 from dovetail.instances import load_instance
 from dovetail.placers import Budget, Problem, make_problem
 from dovetail.placers.linear_dp import linear_dp
-from dovetail.placers.load_kernel import Heat, anneal, start
-from dovetail.placers.load_search import HOT, chunk_moves, make_field, make_walk
+from dovetail.placers.load_search import (
+    HOT,
+    Heat,
+    anneal,
+    chunk_moves,
+    make_field,
+    make_walk,
+    start,
+)
 from dovetail.simulator import Simulator
 
 INSTANCES = Path(__file__).parents[2] / "tests" / "data" / "instances" / "throughput"

@@ -18,16 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "executors"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from markdown import fill, table
-from placing import plan_for, random_order, random_placement, two_devices
+from tests.support.placing import plan_for, random_order, random_placement, two_devices
+from tests.support.random_modules import parts, wrappers
+from tests.support.random_modules.cases import Case, draw, parse
+from tests.support.random_modules.outcomes import (
+    FAULTS,
+    KINDS,
+    Outcome,
+    minimised,
+    outcome_of,
+    placing,
+)
 
 from dovetail.executors import Workers
-from random_modules import parts, wrappers
-from random_modules.cases import Case, draw, parse
-from random_modules.outcomes import FAULTS, KINDS, Outcome, minimised, outcome_of, placing
 
 HERE = Path(__file__).parent
 FAMILY_OF = {

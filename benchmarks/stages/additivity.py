@@ -32,8 +32,7 @@ from dovetail.executors.stages.targets import Target
 from dovetail.frontends import Captured
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import as_candidate, check_equal, search, target_of
-from dovetail.schedulers.additivity import pairs_ordered_right
-from dovetail.schedulers.draws import random_stages
+from dovetail.schedulers.additivity import pairs_ordered_right, random_stages
 from dovetail.schedulers.records import OpSet
 from dovetail.schedulers.results import SEQUENTIAL
 

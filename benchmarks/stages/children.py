@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dovetail.machine.local import local_machine
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.runtime.setup import spin_briefly
 
 NETWORKS = {

@@ -24,10 +24,9 @@ from markdown import fill, table
 from dovetail.frontends import Captured
 from dovetail.graph.kernels import fuse
 from dovetail.pipeline import resolve_model
-from dovetail.schedulers.blocks import cut
+from dovetail.schedulers.blocks import Narrowed, cut, narrowed
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.pruning import Narrowed, narrowed
 from dovetail.schedulers.records import Block, Found, OpSet, Timing, members
 from dovetail.schedulers.scheduling import MOST_STATES
 from dovetail.schedulers.timing import OnceTimer, block_of, signatures_of

@@ -19,8 +19,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from dovetail.frontends.fakes import is_fake
 from dovetail.frontends.program import Captured
+from dovetail.frontends.recording import is_fake
 
 TOLERANCE = 1e-3
 """Of the largest value of an output."""

@@ -32,19 +32,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dovetail
-from dovetail.costs.launches import StageWork, kernel_works
-from dovetail.costs.stages import FITTED, RESIDENT_THREADS, AnalyticStages, StageRates, gpu_rates
+from dovetail.costs.stages import (
+    FITTED,
+    RESIDENT_THREADS,
+    AnalyticStages,
+    StageRates,
+    StageWork,
+    gpu_rates,
+    kernel_works,
+)
 from dovetail.graph import Graph, load_graph, save_graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse
 from dovetail.machine import PRESETS
 from dovetail.networks.squeezenet import FIRES_1_0, Fire, SqueezeNet
 from dovetail.pipeline.sources import graph_of, resolve_model
+from dovetail.schedulers.blocks import Narrowed, narrowed
 from dovetail.schedulers.dos import dos
-from dovetail.schedulers.greedy import greedy
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.pruning import Narrowed, narrowed
 from dovetail.schedulers.records import Block, Found, StageTimer, Timing, groups_of, members
-from dovetail.schedulers.sequential import sequential
+from dovetail.schedulers.scheduling import greedy, sequential
 from dovetail.schedulers.timing import block_of, signatures_of
 
 HERE = Path(__file__).parent

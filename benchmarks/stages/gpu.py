@@ -33,19 +33,18 @@ from dovetail.executors.stages.cuda import CudaNetwork, StageClock, event_second
 from dovetail.executors.stages.issuing import streams_of_stages
 from dovetail.executors.stages.placing import Placed, place, require
 from dovetail.executors.stages.preparing import prepare
-from dovetail.frontends.fakes import is_fake
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.program import Captured
+from dovetail.frontends.recording import is_fake
 from dovetail.graph.kernels import fuse
 from dovetail.pipeline import resolve_model
-from dovetail.runtime.atomic import write_atomically
-from dovetail.schedulers.blocks import whole
+from dovetail.runtime.files import write_atomically
+from dovetail.schedulers.blocks import narrowed, whole
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.dos import dos
-from dovetail.schedulers.greedy import greedy
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.pruning import narrowed
 from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, Timing, groups_of, members
+from dovetail.schedulers.scheduling import greedy
 from dovetail.schedulers.timing import OnceTimer, signatures_of
 
 MODELS = {

@@ -5,15 +5,15 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from bench_samples import CURVES, EVIL, GPUS, work
 
-from builders import Op, graph_of, machine_of, source
-from dovetail.bench.charts import load_chart, loss_chart
 from dovetail.bench.figures import graph_svg, work_of
+from dovetail.bench.page import load_chart, loss_chart
 from dovetail.bench.records import Curve
 from dovetail.costs import analytic_costs
 from dovetail.graph import Groups, Phase, colocate
 from dovetail.simulator import Simulator
+from tests.support.bench_samples import CURVES, EVIL, GPUS, work
+from tests.support.builders import Op, graph_of, machine_of, source
 
 
 def training_step(names=("first", "second")):

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bench_samples import METHODS, fits, make_case, make_column, make_row, oom
-from tiny_tables import CASES, MACHINE, settings
 
-from dovetail.bench import learned, learned_parts, learned_tables, running, store
-from dovetail.bench.crew import Task, work_off
-from dovetail.bench.effort import (
+from dovetail.bench import learned, running, store, tables
+from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
+from dovetail.bench.methods import PLAIN
+from dovetail.bench.page import render
+from dovetail.bench.records import Best, LearnedRun, Published
+from dovetail.bench.table import Task, run_table, work_off
+from dovetail.bench.tables import (
     cut,
     effort,
     efforts,
@@ -21,15 +23,12 @@ from dovetail.bench.effort import (
     span,
     target_of,
 )
-from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
-from dovetail.bench.methods import PLAIN
-from dovetail.bench.page import render
-from dovetail.bench.records import Best, LearnedRun, Published
-from dovetail.bench.table import run_table
 from dovetail.costs import analytic_costs
 from dovetail.graph import Groups, layered
 from dovetail.machine import parse_machine
 from dovetail.simulator import Simulator
+from tests.support.bench_samples import METHODS, fits, make_case, make_column, make_row, oom
+from tests.support.tiny_tables import CASES, MACHINE, settings
 
 FEW = {PLAIN: ("1 CPU", "1 GPU", "expert"), "hypothesis": ("1 CPU",)}
 
@@ -206,8 +205,8 @@ def test_code_that_computes_nothing_of_a_kind_is_not_among_what_it_rests_on():
 @pytest.mark.parametrize("jobs", [0, 1])
 def test_when_the_last_task_fails_what_waits_for_it_is_dropped_and_the_crew_ends(jobs):
     tasks = [
-        Task("bad", "tiny_tasks:raises", ("no good",)),
-        Task("later", "tiny_tasks:says", ("",), after=("bad",)),
+        Task("bad", "tests.support.tiny_tasks:raises", ("no good",)),
+        Task("later", "tests.support.tiny_tasks:says", ("",), after=("bad",)),
     ]
     assert set(work_off(tasks, jobs, lambda *_: None, print)) == {"bad", "later"}
 
@@ -286,14 +285,14 @@ def gdp_case():
 
 def test_gdps_tables_have_its_ratios_its_effort_and_the_papers():
     done = [(gdp_case(), make_row(plain=gdp_column()))]
-    (_, (head, (row,))), (_, (_, (spent,))), _ = learned_tables.tables_of("gdp", done)
+    (_, (head, (row,))), (_, (_, (spent,))), _ = tables.tables_of("gdp", done)
     found = dict(zip(head, row, strict=True))
     assert (found["GDP-one"], found["HDP"], found["auto"]) == ("0.600 s", "0.700 s", "0.720 s")
     assert found["in as many placements as HDP"] == "0.600 s"
     to = ("to HDP, in as many", "to human", "to auto")
     assert [found[column] for column in to] == ["0.857 x", "0.652 x", "0.833 x"]
     assert spent == ("RNNLM, 2 GPUs", "50, 50", "10, 10", "5.0 x", "5.0 x", "2.95 x")
-    said = {what: figure for what, figure, _ in learned_tables.verdicts("gdp", done)}
+    said = {what: figure for what, figure, _ in tables.verdicts("gdp", done)}
     assert said == {
         "GDP-one at or below HDP": "1 of 1",
         "GDP-one at or below human": "1 of 1",
@@ -313,7 +312,7 @@ def test_the_page_shows_every_training_and_the_cards_their_sum():
 
 def test_a_line_of_the_csv_of_trainings_has_the_whole_curve(tmp_path):
     done = [(gdp_case(), make_row(plain=gdp_column()))]
-    learned_tables.write_trainings("gdp", done, tmp_path / "trainings.csv")
+    tables.write_trainings("gdp", done, tmp_path / "trainings.csv")
     with (tmp_path / "trainings.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(line["method"], line["seed"]) for line in lines] == [
@@ -321,11 +320,11 @@ def test_a_line_of_the_csv_of_trainings_has_the_whole_curve(tmp_path):
     ]  # fmt: skip
     assert lines[0]["curve"] == "2:2:0.8;10:10:0.6"
     assert lines[0]["trials_to_best"] == "10"
-    assert tuple(lines[0]) == learned_tables.FIELDS
+    assert tuple(lines[0]) == tables.LEARNED_FIELDS
 
 
 def test_a_training_in_progress_tells_how_far_it_is(tmp_path, trained):
     said = []
     asked = settings(tmp_path, methods=FEW, learn=40, seeds=1)
-    learned_parts.run_training(asked, CASES[0], "seq2seq", 0, said.append, print)
+    learned.run_training(asked, CASES[0], "seq2seq", 0, said.append, print)
     assert any("20 trials, " in line for line in said)

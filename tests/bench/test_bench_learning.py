@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dovetail.bench import learning
-from dovetail.bench.learning import ASYNCHRONOUS, ONE_BATCH, SYNCHRONOUS, TASKS, curves, losses_of
+from dovetail.bench import towers
+from dovetail.bench.towers import ASYNCHRONOUS, ONE_BATCH, SYNCHRONOUS, TASKS, curves, losses_of
 from dovetail.errors import MissingLibraryError
 from dovetail.networks import NETWORKS
 
@@ -96,7 +96,7 @@ def test_curves_take_their_losses_from_the_way_that_they_learn():
 def test_training_leaves_torchs_random_numbers_and_threads_alone():
     torch.manual_seed(5)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    found = learning.train([replace(WORDS_TINY, steps=1)])
+    found = towers.train([replace(WORDS_TINY, steps=1)])
     assert list(found) == ["NMT"]
     assert list(found["NMT"]) == [ONE_BATCH]
     assert torch.equal(torch.get_rng_state(), before)

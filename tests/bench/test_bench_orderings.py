@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from bench_samples import METHODS, fits, make_case, make_column, make_row, oom
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from dovetail.bench.orderings import orderings_of, relation
 from dovetail.bench.records import Found, Published
 from dovetail.bench.running import best_of
 from dovetail.machine import parse_machine
+from tests.support.bench_samples import METHODS, fits, make_case, make_column, make_row, oom
 
 LEARNED = {"seq2seq": fits(0.72)}
 PUBLISHED = make_case().published.seconds

@@ -9,7 +9,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from bench_samples import (
+
+from dovetail.bench import CASES
+from dovetail.bench.page import render, write_page
+from dovetail.bench.records import Column, Curve, Found, Published, Row, Tower
+from dovetail.bench.tables import FIELDS, write_csv
+from dovetail.errors import UnwritableError
+from dovetail.reports.markup import drawing
+from tests.support.bench_samples import (
     CURVES,
     EVIL,
     METHODS,
@@ -21,13 +28,6 @@ from bench_samples import (
     oom,
     work,
 )
-
-from dovetail.bench import CASES, page_notes
-from dovetail.bench.page import render, write_page
-from dovetail.bench.records import Column, Curve, Found, Published, Row, Tower
-from dovetail.bench.tables import FIELDS, write_csv
-from dovetail.errors import UnwritableError
-from dovetail.reports.markup import drawing
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 
@@ -182,7 +182,7 @@ def test_the_residuals_are_those_of_the_fit(tmp_path, monkeypatch):
               "simulated_seconds": 3.0}  # fmt: skip
     file = tmp_path / "fitted.json"
     file.write_text(json.dumps({"rl17": {"parameters": 2, "figures": [figure] * 3}}))
-    monkeypatch.setattr(page_notes, "FITTED", file)
+    monkeypatch.setattr("dovetail.bench.page.FITTED", file)
     text = page()
     assert "3 figures met 2 parameters" in text
     assert rows_of(text, EVIL)[0][3:] == ["2 s", "3 s", "1.500 x"]
@@ -192,7 +192,7 @@ def test_the_residuals_are_those_of_the_fit(tmp_path, monkeypatch):
 def test_without_a_fit_the_page_still_is(tmp_path, monkeypatch, content):
     file = tmp_path / "fitted.json"
     file.write_text(content)
-    monkeypatch.setattr(page_notes, "FITTED", file)
+    monkeypatch.setattr("dovetail.bench.page.FITTED", file)
     assert "how it was fitted" in page()
     file.unlink()
     assert "how it was fitted" in page()

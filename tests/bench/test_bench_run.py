@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_tables import CASES, FEW, MACHINE, RNN, settings
 
 from dovetail.bench import running
 from dovetail.bench.methods import HYPOTHESIS, METHODS, PLAIN, lay_ground, run_method, spread
@@ -20,8 +19,9 @@ from dovetail.errors import RunError, UsageError
 from dovetail.machine import parse_machine, save_machine
 from dovetail.pipeline import graph_of, resolve_model
 from dovetail.simulator import Simulator
+from tests.support.tiny_tables import CASES, FEW, MACHINE, RNN, settings
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ import os, signal, sys
 from dovetail.bench import running
 from dovetail.bench.methods import run_method
 from dovetail.bench.table import run_table
-from tiny_tables import CASES, settings
+from tests.support.tiny_tables import CASES, settings
 from pathlib import Path
 
 def until_the_second_row(ground, method, budget):
@@ -212,7 +212,7 @@ run_table(settings(Path(sys.argv[1])), CASES, jobs=0)
 
 
 def test_a_killed_run_continues_where_it_was(tmp_path, methods_run):
-    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}
     )

@@ -5,11 +5,11 @@ import json
 import sys
 
 import pytest
-from tiny_tables import CASES
 
 from dovetail import cli
 from dovetail.bench import cases, table
 from dovetail.bench.methods import METHODS, PLAIN
+from tests.support.tiny_tables import CASES
 
 
 @pytest.fixture

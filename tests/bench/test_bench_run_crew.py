@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from dovetail.bench.crew import Task, work_off
+from dovetail.bench.table import Task, work_off
 
 
 def task(name, function, *arguments, after=(), alone=False):
-    return Task(name, f"tiny_tasks:{function}", arguments or (name,), after, alone)
+    return Task(name, f"tests.support.tiny_tasks:{function}", arguments or (name,), after, alone)
 
 
 def run(tasks, jobs=1):

@@ -9,15 +9,23 @@ w ──► f0 ──► g0 ─┐            f0, f1, f2   forward, all read w
 
 import numpy as np
 import pytest
-from tiny_tables import MACHINE, RNN
 
-from builders import Op, graph_of, source
-from dovetail.bench.hypothesis import on_the_cpu, slow_links, split
-from dovetail.bench.methods import HYPOTHESIS, METHODS, lay_ground, run_method, spread
+from dovetail.bench.methods import (
+    HYPOTHESIS,
+    METHODS,
+    lay_ground,
+    on_the_cpu,
+    run_method,
+    slow_links,
+    split,
+    spread,
+)
 from dovetail.graph import Phase, colocate, group
 from dovetail.machine import parse_machine
 from dovetail.pipeline import graph_of as captured_graph
 from dovetail.pipeline import resolve_model
+from tests.support.builders import Op, graph_of, source
+from tests.support.tiny_tables import MACHINE, RNN
 
 BACK = {"phase": Phase.BACKWARD}
 

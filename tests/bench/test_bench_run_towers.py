@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from tiny_tables import CASES, settings
 
-from dovetail.bench import learning, table, towers
+from dovetail.bench import table, towers
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.table import run_table
 from dovetail.costs import analytic_costs
@@ -15,10 +14,11 @@ from dovetail.machine import parse_machine
 from dovetail.pipeline import graph_of, resolve_model
 from dovetail.plans import tower_placement
 from dovetail.simulator import Simulator
+from tests.support.tiny_tables import CASES, settings
 
 LOSSES = {
-    learning.INCEPTION: {way: [3.0, 2.0] for way in set(learning.LEARNS_AS.values())},
-    learning.NMT: {learning.ONE_BATCH: [1.0, 0.5]},
+    towers.INCEPTION: {way: [3.0, 2.0] for way in set(towers.LEARNS_AS.values())},
+    towers.NMT: {towers.ONE_BATCH: [1.0, 0.5]},
 }
 
 
@@ -30,7 +30,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(towers, "TOWER", CASES[1])
     monkeypatch.setattr(towers, "WHOLE", whole)
     monkeypatch.setattr(towers, "TRANSLATION", CASES[0].key)
-    monkeypatch.setattr(learning, "train", lambda *, seed: LOSSES)
+    monkeypatch.setattr(towers, "train", lambda *, seed: LOSSES)
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
@@ -69,14 +69,14 @@ def test_a_table_has_towers_of_both_kinds_and_curves_of_what_is_planned(tmp_path
     seconds = {tower.kind: tower.seconds for tower in found.towers}
     curves = {(curve.title, curve.name): curve for curve in found.curves}
     assert set(curves) == {
-        *((learning.INCEPTION, name) for name in learning.LEARNS_AS),
-        (learning.NMT, "expert"),
-        (learning.NMT, "planned"),
+        *((towers.INCEPTION, name) for name in towers.LEARNS_AS),
+        (towers.NMT, "expert"),
+        (towers.NMT, "planned"),
     }
     row = found.rows[0].columns[PLAIN]
-    assert curves[learning.NMT, "planned"].step_seconds == row.methods[row.best].seconds
-    assert curves[learning.NMT, "expert"].step_seconds == row.methods["expert"].seconds
-    synchronous = curves[learning.INCEPTION, "synchronous towers"]
+    assert curves[towers.NMT, "planned"].step_seconds == row.methods[row.best].seconds
+    assert curves[towers.NMT, "expert"].step_seconds == row.methods["expert"].seconds
+    synchronous = curves[towers.INCEPTION, "synchronous towers"]
     assert synchronous.step_seconds == seconds["synchronous"]
     assert run_table(chosen, jobs=0).computed == 0
     again = run_table(chosen, jobs=0, fresh=True)
@@ -98,7 +98,7 @@ def test_without_the_library_of_the_data_there_are_no_curves_and_no_failure(
     def missing(*, seed):
         raise MissingLibraryError("scikit-learn", "pip install dovetail[bench]")
 
-    monkeypatch.setattr(learning, "train", missing)
+    monkeypatch.setattr(towers, "train", missing)
     said = []
     found = run_table(settings(tmp_path), jobs=0, complain=said.append)
     assert not found.failures

@@ -3,10 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of, source
 from dovetail.costs.analytic import analytic_costs
 from dovetail.errors import CostError
 from dovetail.machine import parse_machine
+from tests.support.builders import Op, graph_of, machine_of, source
 
 
 def test_an_op_takes_its_overhead_and_the_longer_of_arithmetic_and_memory():

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.costs import CostCache, measured, measured_costs, worker
-from dovetail.costs.worker import Entry, FailedCall, copies_for, time_calls
+from dovetail.costs import CostCache, measured, measured_costs
+from dovetail.costs.measured import Entry, FailedCall, copies_for, time_calls
 from dovetail.errors import CostError
 from dovetail.frontends import Call, Ref, capture
 from dovetail.machine import Link, Machine, local_machine
 from dovetail.runtime import neighbours
 from dovetail.runtime.processes import Worker
-from setting_up import check_set_up
+from tests.support.setting_up import check_set_up
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def entry_of(target, shape=(4,), cold=()):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(worker, "_BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr(measured, "_BUDGET_SECONDS", 0.0)
 
 
 def test_results_are_freed_while_calls_are_timed(quick):
@@ -166,8 +166,8 @@ def test_results_are_freed_while_calls_are_timed(quick):
 
 def test_on_cores_that_stay_disturbed_waiting_ends_and_all_rounds_count(quick, monkeypatch):
     now = iter(range(10**6))
-    monkeypatch.setattr(worker, "clock", lambda: float(next(now)))
-    monkeypatch.setattr(worker, "pace_seconds", lambda: 2.0)
+    monkeypatch.setattr(measured, "clock", lambda: float(next(now)))
+    monkeypatch.setattr(measured, "pace_seconds", lambda: 2.0)
     found = time_calls([entry_of(torch.neg)], 1.0, 100.0)
     assert found.pace_seconds == 1.0
     assert 100 <= found.waited_seconds < 110
@@ -179,8 +179,8 @@ def test_on_cores_that_stay_disturbed_waiting_ends_and_all_rounds_count(quick, m
 def test_disturbed_rounds_do_not_count_once_there_are_others(quick, monkeypatch):
     paces = iter([9.0, 9.0, *[1.0] * 100])
     durations = iter(range(10**6))
-    monkeypatch.setattr(worker, "clock", lambda: float(next(durations)))
-    monkeypatch.setattr(worker, "pace_seconds", lambda: next(paces))
+    monkeypatch.setattr(measured, "clock", lambda: float(next(durations)))
+    monkeypatch.setattr(measured, "pace_seconds", lambda: next(paces))
     found = time_calls([entry_of(torch.neg)], 9.0, 100.0)
     assert found.pace_seconds == 1.0
     assert found.timings[0].samples == 5

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from dovetail.costs import CostCache, probe, probed_machine
-from dovetail.costs.probe import fit_link
+from dovetail.costs import CostCache, probed_machine
+from dovetail.costs.measured import fit_link
 from dovetail.machine import local_machine
 from dovetail.runtime import neighbours
 
@@ -43,7 +43,7 @@ def measured(monkeypatch):
         devices = [{"op_overhead_seconds": 1e-5}] * len(machine.devices)
         return {"devices": devices, "link": {}}, 1.5
 
-    monkeypatch.setattr(probe, "_measure", measure)
+    monkeypatch.setattr("dovetail.costs.measured._measure_rates", measure)
     return machines
 
 

@@ -3,14 +3,15 @@ from dataclasses import replace
 
 import pytest
 
-from builders import Op, graph_of, source
-from dovetail.costs.launches import Launch, StageWork, kernel_works
 from dovetail.costs.stages import (
     FITTED,
     AnalyticStages,
     CpuRates,
     GpuRates,
+    Launch,
+    StageWork,
     fitted_parameters,
+    kernel_works,
     merged_launch,
     stage_rates,
 )
@@ -18,6 +19,7 @@ from dovetail.errors import MachineError
 from dovetail.graph.kernels import fuse
 from dovetail.machine import PRESETS, Device
 from dovetail.pipeline import resolve_model
+from tests.support.builders import Op, graph_of, source
 
 JOIN, LAUNCH = 0.5, 0.25
 PLAIN = GpuRates(1000.0, 100.0, full_elements=100.0, launch_seconds=0.0, join_seconds=0.0)

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from placing import two_devices
 
 from dovetail.executors import Workers
+from tests.support.placing import two_devices
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 import torch
 
 from dovetail.frontends import Call, Ref
-from dovetail.frontends.binding import bind
+from dovetail.frontends.interpret import bind
 
 
 def bound(call, *tensors, frees=(), seed=0):

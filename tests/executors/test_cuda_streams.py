@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
 
 import dovetail.executors.stages.cuda as cuda_module
 from dovetail.errors import RaceError, UsageError
@@ -29,6 +28,7 @@ from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.races import Buffer, check_races
 from dovetail.schedulers.records import Block
 from dovetail.schedulers.timing import block_of
+from tests.support.fake_cuda import FakeCuda
 
 #      0
 #    / | \

@@ -8,17 +8,17 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
-import faults
 import pytest
 import torch
-from placing import plan_for, two_devices
 from torch import nn
 
 from dovetail.errors import RunError, WorkerDiedError, WorkerError
 from dovetail.executors import Workers, run
 from dovetail.frontends import capture
-from ending import gone
-from named_memory import named_memory
+from tests.support import faults
+from tests.support.ending import gone
+from tests.support.named_memory import named_memory
+from tests.support.placing import plan_for, two_devices
 
 
 def captured_pair(fault=None):
@@ -100,9 +100,10 @@ def test_a_device_that_was_killed_between_steps_is_reported_at_the_next():
 
 
 SCRIPT = textwrap.dedent("""
-    import faults, signal, torch
+    import signal, torch
+    from tests.support import faults
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    from test_failures import captured_pair
+    from tests.executors.test_failures import captured_pair
     from dovetail.executors import run
     captured, plan, _ = captured_pair(faults.hang)
     placed = run(plan, captured)

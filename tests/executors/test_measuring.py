@@ -1,13 +1,12 @@
 import numpy as np
 import pytest
-from test_shares import plan_for, small_graph
 
 from dovetail.errors import UsageError
-from dovetail.executors.measuring import measure_steps
+from dovetail.executors.placed import measure_steps, timeline_of
 from dovetail.executors.shares import share_out
-from dovetail.executors.timelines import timeline_of
 from dovetail.runtime.shared import Block
 from dovetail.timeline import Timeline
+from tests.executors.test_shares import plan_for, small_graph
 
 
 class FakePlan:

@@ -3,8 +3,6 @@ import os
 
 import pytest
 import torch
-from faults import with_fault
-from placing import plan_for, random_placement, two_devices
 from torch import nn
 
 from dovetail.errors import (
@@ -19,7 +17,9 @@ from dovetail.executors import placed as placed_runs
 from dovetail.executors.shares import share_out
 from dovetail.frontends import SGD, Adam, capture, example_values, initial_values, run_step
 from dovetail.machine import Device, Machine
-from setting_up import check_set_up
+from tests.support.faults import with_fault
+from tests.support.placing import plan_for, random_placement, two_devices
+from tests.support.setting_up import check_set_up
 
 
 class Tied(nn.Module):

@@ -7,13 +7,13 @@ import copy
 
 import pytest
 import torch
-from placing import plan_for, random_order, random_placement
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.frontends import SGD, capture, initial_values, run_step
-from random_modules.cases import REFUSABLE, draw, parse, smaller
-from random_modules.outcomes import (
+from tests.support.placing import plan_for, random_order, random_placement
+from tests.support.random_modules.cases import REFUSABLE, draw, parse, smaller
+from tests.support.random_modules.outcomes import (
     FAULTS,
     Outcome,
     Replay,
@@ -25,8 +25,8 @@ from random_modules.outcomes import (
     placing,
     plain_steps,
 )
-from random_modules.parts import LEAVES
-from random_modules.wrappers import WRAPPERS
+from tests.support.random_modules.parts import LEAVES
+from tests.support.random_modules.wrappers import WRAPPERS
 
 SEED, CASES, PLACED_EVERY = 15, 60, 10
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from placing import plan_for
 from torch import nn
 
 from dovetail.errors import ModelError, UsageError
 from dovetail.executors import run
 from dovetail.frontends import SGD, Adam, GradScaler, capture, initial_values, run_step, towers
+from tests.support.placing import plan_for
 
 
 def network():

@@ -3,9 +3,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from placing import random_placement, two_devices
 
-from builders import plan_by_hand
 from dovetail.errors import OrderError
 from dovetail.executors.shares import (
     Run,
@@ -17,6 +15,8 @@ from dovetail.executors.shares import (
 )
 from dovetail.graph import Graph, Phase
 from dovetail.plans import check_completes
+from tests.support.builders import plan_by_hand
+from tests.support.placing import random_placement, two_devices
 
 INPUT, WEIGHT, A, B, C, UPDATE = range(6)
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from cpu_steps import Ready
 from torch import nn
+
+from tests.support.cpu_steps import Ready
 
 WIDE = [torch.linspace(-1, 1, 24 * 32 * 32).reshape(1, 24, 32, 32)]
 

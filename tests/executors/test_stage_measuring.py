@@ -7,13 +7,13 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from dags import random_block
 from dovetail.costs import CostCache
 from dovetail.costs.cache import Measured
 from dovetail.executors.stages import choosing, measuring
 from dovetail.executors.stages.measuring import CpuStages
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.records import Block, groups_of, members
+from tests.support.dags import random_block
 
 #   0   1
 #   |   |

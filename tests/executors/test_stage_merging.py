@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from stages_by_hand import Step, assert_equal_values, randomised
 from torch import nn
 
 from dovetail.executors.stages.merging import can_merge, merged_function
+from tests.support.stages_by_hand import Step, assert_equal_values, randomised
 
 
 class Branches(nn.Module):

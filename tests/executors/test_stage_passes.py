@@ -1,9 +1,9 @@
 import pytest
 import torch
-from cpu_steps import Branches, Ready
 
-from dovetail.executors.stages import passes
-from dovetail.executors.stages.passes import seconds_in_passes
+from dovetail.executors.stages import measuring
+from dovetail.executors.stages.measuring import seconds_in_passes
+from tests.support.cpu_steps import Branches, Ready
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_every_kernel_is_timed_in_every_pass(ready):
     found = seconds_in_passes(ready.functions, values, kernels, 1, told.append)
     assert len(found) == kernels
     for seconds in found:
-        assert len(seconds) == passes._MOST_PASSES
+        assert len(seconds) == measuring._MOST_TIMED_PASSES
         assert min(seconds) > 0
     assert told == sorted(told)
     assert told[-1] == 1.0
@@ -41,9 +41,9 @@ def test_passes_leave_the_values_of_a_step(ready):
 
 def test_long_steps_take_fewer_passes(ready, monkeypatch):
     ticking = iter(float(i) for i in range(100_000))
-    monkeypatch.setattr(passes, "clock", lambda: next(ticking))
+    monkeypatch.setattr(measuring, "clock", lambda: next(ticking))
     found = seconds_in_passes(ready.functions, values_of(ready), len(ready.block), 1)
-    assert set(map(len, found)) == {passes._LEAST_PASSES}
+    assert set(map(len, found)) == {measuring._LEAST_PASSES}
 
 
 def test_what_a_call_takes_is_taken_off(ready, monkeypatch):
@@ -57,6 +57,6 @@ def test_what_a_call_takes_is_taken_off(ready, monkeypatch):
                 yield now
             yield now
 
-    monkeypatch.setattr(passes, "clock", ticks().__next__)
+    monkeypatch.setattr(measuring, "clock", ticks().__next__)
     found = seconds_in_passes(ready.functions, values_of(ready), len(ready.block), 1)
     assert {taken for seconds in found for taken in seconds} == {3.0}

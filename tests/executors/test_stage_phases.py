@@ -2,7 +2,6 @@ import random
 
 import pytest
 
-from dags import random_block
 from dovetail.errors import RaceError
 from dovetail.executors.stages.cpu import check_phases
 from dovetail.executors.stages.phases import (
@@ -15,11 +14,12 @@ from dovetail.executors.stages.phases import (
     spread,
     whole,
 )
+from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import Streams, dataflow
-from dovetail.schedulers.draws import random_stages
 from dovetail.schedulers.races import happens_before
 from dovetail.schedulers.records import Block, groups_of, members
 from dovetail.schedulers.results import KernelStage
+from tests.support.dags import random_block
 
 ALONE = AloneSeconds([2.0] * 8, [1.0] * 8, 2.5)
 """Three in a row pay for going to all threads and back, two do not."""

@@ -5,18 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from faults import count_threads, fail, meet, with_fault
-from placing import plan_for, random_placement, random_schedules, two_devices
-from test_shares import UPDATE, A, B, C, small_graph, words
-from test_shares import plan_for as plan_of_small
 from torch import nn
 
 from dovetail.errors import WorkerError
 from dovetail.executors import Workers, run
-from dovetail.executors.lanes import groups_of, lanes_of
-from dovetail.executors.shares import Together, ops_of, share_out
+from dovetail.executors.shares import Together, groups_of, lanes_of, ops_of, share_out
 from dovetail.frontends import SGD, capture, initial_values, run_step
 from dovetail.plans import Schedule, Stage, check
+from tests.executors.test_shares import UPDATE, A, B, C, small_graph, words
+from tests.executors.test_shares import plan_for as plan_of_small
+from tests.support.faults import count_threads, fail, meet, with_fault
+from tests.support.placing import plan_for, random_placement, random_schedules, two_devices
 
 STEPS = 3
 

@@ -3,12 +3,12 @@ from itertools import pairwise
 
 import pytest
 
-from dags import random_block
 from dovetail.executors.stages.cpu import segments_within
 from dovetail.executors.stages.segments import Segment, segments_of
 from dovetail.schedulers.dataflow import Streams, dataflow, with_waits
 from dovetail.schedulers.races import happens_before
 from dovetail.schedulers.records import Block, members
+from tests.support.dags import random_block
 
 #      0
 #    / | \

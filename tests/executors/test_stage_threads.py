@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from cpu_steps import Branches, Lookups, Ready
-from stages_by_hand import assert_equal_values
 from torch import nn
 
 from dovetail.errors import UsageError
@@ -17,6 +15,8 @@ from dovetail.executors.stages.phases import Phase, whole
 from dovetail.executors.stages.segments import Segment
 from dovetail.executors.stages.threads import Crew, Threads
 from dovetail.schedulers.dataflow import Streams, with_waits
+from tests.support.cpu_steps import Branches, Lookups, Ready
+from tests.support.stages_by_hand import assert_equal_values
 
 
 @pytest.fixture(scope="module")

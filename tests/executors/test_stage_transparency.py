@@ -6,13 +6,13 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from stages_by_hand import Step, assert_equal_values, randomised
 from torch import nn
 
 from dovetail.executors.stages.preparing import prepare
 from dovetail.frontends import capture, initial_values, run_step
 from dovetail.graph.kernels import fuse, single
 from dovetail.networks import NETWORKS
+from tests.support.stages_by_hand import Step, assert_equal_values, randomised
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
 

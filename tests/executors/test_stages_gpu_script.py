@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
 
 from dovetail.executors.stages.cuda import StageClock
+from tests.support.fake_cuda import FakeCuda
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stages" / "gpu.py"
 

@@ -11,13 +11,13 @@ import functools
 import numpy as np
 import pytest
 import torch
-from placing import plan_for, random_placement, two_devices
 from torch import nn
 
 from dovetail.executors import run
 from dovetail.frontends import SGD, Adam, capture, initial_values, run_step, towers
 from dovetail.networks import NETWORKS
 from dovetail.plans import tower_placement
+from tests.support.placing import plan_for, random_placement, two_devices
 
 STEPS, TOWERS, BATCH = 2, 4, 3
 INCEPTION = {"batch": BATCH, "size": 75, "classes": 7, "width": 0.0625, "dropout": 0.0}

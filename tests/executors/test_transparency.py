@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-from placing import plan_for, random_order, random_placement
 
 from dovetail.executors import run
 from dovetail.frontends import (
@@ -18,6 +17,7 @@ from dovetail.frontends import (
     run_step,
 )
 from dovetail.networks import NETWORKS
+from tests.support.placing import plan_for, random_order, random_placement
 
 STEPS, PLACEMENTS = 3, 20
 MODELS = {

@@ -2,12 +2,12 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.utils.modeling import check_device_map
-from planned import blocks_step, captured, plan_of
 from torch import nn
 
 from dovetail.errors import ExportError
 from dovetail.exports import device_map
 from dovetail.frontends import SGD, capture
+from tests.support.planned import blocks_step, captured, plan_of
 
 
 def last_two_on_the_second(module, _name):

@@ -2,13 +2,13 @@ import copy
 
 import pytest
 import torch
-from places import On, spread
-from planned import Blocks, blocks_step, captured, plan_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dovetail as dt
 from dovetail.errors import ExportError, UsageError
+from tests.support.places import On, spread
+from tests.support.planned import Blocks, blocks_step, captured, plan_of
 
 PLACES = {"p100:0": "meta:0", "p100:1": "meta:1", "haswell": "cpu"}
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transformer_models import MODELS, Decoder, tokens
 
 import dovetail as dt
 from dovetail.errors import UsageError
@@ -14,6 +13,7 @@ from dovetail.graph import LOSS_MODULE, colocate
 from dovetail.graph.units import matched_modules
 from dovetail.machine import parse_machine
 from dovetail.plans import normalise
+from tests.support.transformer_models import MODELS, Decoder, tokens
 
 MACHINE = parse_machine("3 x p100 + haswell")
 TRIALS = 30

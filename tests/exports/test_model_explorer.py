@@ -5,13 +5,13 @@ import json
 from typing import Any, Literal
 
 import pytest
-from planned import blocks_step, captured, plan_of
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from torch import nn
 
 import dovetail as dt
 from dovetail.exports import model_explorer
 from dovetail.reports import device_colours
+from tests.support.planned import blocks_step, captured, plan_of
 
 
 class Strict(BaseModel):

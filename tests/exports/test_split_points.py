@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planned import Blocks, blocks_step, captured, plan_of
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from dovetail.errors import ExportError
 from dovetail.exports import split_points
+from tests.support.planned import Blocks, blocks_step, captured, plan_of
 
 
 def test_torch_takes_the_split_points_and_makes_the_stages_of_the_plan():

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from dovetail.errors import CaptureError
 from dovetail.frontends import SGD, capture
-from dovetail.frontends.purifying import purified
 from dovetail.frontends.recording import TracingError, record
+from dovetail.frontends.tracing import purified
 
 CONSTANT = torch.arange(4.0)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import FileFormatError
-from dovetail.frontends.exported_programs import load_exported
+from dovetail.frontends.models import load_exported
 
 
 class Small(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 
 from dovetail.frontends.keras_models import is_keras
 
-SCRIPT = Path(__file__).parent / "keras_networks.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "keras_networks.py"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from onnx_files import OPSET, external, floats, node, tensor, write
 
 from dovetail.errors import (
     EscapingDataError,
@@ -22,6 +21,7 @@ from dovetail.errors import (
 )
 from dovetail.frontends.onnx import load_onnx, parse_shapes
 from dovetail.pipeline import resolve_model
+from tests.support.onnx_files import OPSET, external, floats, node, tensor, write
 
 PRODUCT = [node("MatMul", "x w", "y", "product")]
 

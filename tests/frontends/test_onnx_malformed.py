@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from onnx_files import OPSET, external, floats, node, tensor, write
 
 from dovetail.errors import (
     EscapingDataError,
@@ -13,6 +12,7 @@ from dovetail.errors import (
     UnsupportedOpError,
 )
 from dovetail.frontends.onnx import load_onnx
+from tests.support.onnx_files import OPSET, external, floats, node, tensor, write
 
 INPUTS = {"x": [2, 3], "z": []}
 WEIGHTS = [

@@ -6,12 +6,21 @@ import sys
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from onnx_files import OPSET, declared, external, floats, model_of, node, tensor, write
 
 from dovetail.frontends import matrix_flops
 from dovetail.frontends.onnx import is_from_onnx, load_onnx, unknown_flops
 from dovetail.graph import Phase, group
 from dovetail.graph.files import load_graph, save_graph
+from tests.support.onnx_files import (
+    OPSET,
+    declared,
+    external,
+    floats,
+    model_of,
+    node,
+    tensor,
+    write,
+)
 
 
 @pytest.fixture

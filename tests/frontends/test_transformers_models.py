@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.frontends.transformers_models import batched_experts, unwrap
+from dovetail.frontends.capturing import batched_experts, unwrap
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

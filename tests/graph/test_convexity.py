@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from builders import Op, graph_of
 from dovetail.graph import Phase
 from dovetail.graph.convexity import find_return
+from tests.support.builders import Op, graph_of
 
 
 def way(graph, *placement):

@@ -1,12 +1,11 @@
 import numpy as np
 import torch
 from torch import nn
-from transformer_models import Decoder, tokens
 
 import dovetail as dt
 from dovetail.frontends import duplicated, initial_values, run_step
-from dovetail.graph.duplicates import Copies, duplicate, origins_in
-from dovetail.graph.sharing import shareable
+from dovetail.graph.duplicates import Copies, duplicate, origins_in, shareable
+from tests.support.transformer_models import Decoder, tokens
 
 
 def copies_for_two_layers(graph):

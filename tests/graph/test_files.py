@@ -4,12 +4,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from test_records import training_graph
 
-from builders import Op, graph_of, source
 from dovetail.errors import FileFormatError, GraphError, InvalidSizeError, UnwritableError
 from dovetail.graph import load_graph, save_graph
-from dovetail.runtime import reading
+from dovetail.runtime import files
+from tests.graph.test_records import training_graph
+from tests.support.builders import Op, graph_of, source
 
 
 @pytest.mark.parametrize("name", ["g.json", "g.json.gz"])
@@ -73,7 +73,7 @@ def test_what_is_not_gzip_is_refused(tmp_path, data):
 @pytest.mark.parametrize("name", ["g.json", "g.json.gz"])
 def test_a_file_that_holds_more_than_the_limit_is_refused(tmp_path, monkeypatch, name):
     save_graph(training_graph(), tmp_path / name)
-    monkeypatch.setattr(reading, "MOST_BYTES", 256)
+    monkeypatch.setattr(files, "MOST_BYTES", 256)
     with pytest.raises(FileFormatError, match=r"more than 256 B"):
         load_graph(tmp_path / name)
 

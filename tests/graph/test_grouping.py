@@ -1,8 +1,8 @@
 import numpy as np
 
-from builders import Op, graph_of, source
 from dovetail.graph import Phase, group
 from dovetail.graph.grouping import colocate, merge_single_consumers
+from tests.support.builders import Op, graph_of, source
 
 
 def sets(graph, groups):

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformer_models import Decoder, tokens
 
 import dovetail as dt
 from dovetail.errors import UsageError
 from dovetail.graph import colocate, group
-from dovetail.graph.sharing import shareable, spread_out
+from dovetail.graph.duplicates import shareable, spread_out
 from dovetail.graph.units import matched_modules, units_of
+from tests.support.transformer_models import Decoder, tokens
 
 
 @pytest.fixture(scope="module")

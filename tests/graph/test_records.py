@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, source
 from dovetail.errors import (
     CycleError,
     DuplicateOpError,
@@ -13,6 +12,7 @@ from dovetail.errors import (
     UnknownProducerError,
 )
 from dovetail.graph import EVERYWHERE, HOST, Phase
+from tests.support.builders import Op, graph_of, source
 
 
 def training_graph():

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import Op, graph_of, source
 from dovetail.errors import GraphError, InvalidError, ReplicationError, UsageError
 from dovetail.graph import Phase, colocate, group, layered, load_graph, replicate, save_graph
-from dovetail.graph.towers import AVERAGE, tower_count, towers_of, update_towers_of
+from dovetail.graph.replicate import AVERAGE, tower_count, towers_of, update_towers_of
+from tests.support.builders import Op, graph_of, source
 
 
 def step(*more, optimizer_reads=(), control=(), **fields):

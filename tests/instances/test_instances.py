@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, source
 from dovetail.costs import Costs, analytic_costs
 from dovetail.errors import CycleError, ExportError, FileFormatError
 from dovetail.graph import Phase, colocate
@@ -20,7 +19,8 @@ from dovetail.instances import (
 )
 from dovetail.machine import parse_machine
 from dovetail.simulator import Simulator
-from instance_files import INSTANCES, edge, file_of, instance_of, node, spread
+from tests.support.builders import Op, graph_of, source
+from tests.support.instance_files import INSTANCES, edge, file_of, instance_of, node, spread
 
 FILES = sorted(INSTANCES.rglob("*.json"))
 GROUPS = {

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from builders import machine_of
 from dovetail.errors import (
     FileFormatError,
     MachineError,
@@ -23,6 +22,7 @@ from dovetail.machine import (
     parse_machine,
     save_machine,
 )
+from tests.support.builders import machine_of
 
 
 def test_a_machine_saved_as_toml_loads_equal(tmp_path):

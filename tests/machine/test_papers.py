@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from builders import machine_of
 from dovetail.bench.cases import RL17_CASES
 from dovetail.costs import analytic_costs
 from dovetail.errors import FileFormatError, MachineError, UnknownPresetError
 from dovetail.frontends import parse_optimizer, resolve
 from dovetail.machine import PAPER_MACHINES, load_machine, parse_machine, save_machine
 from dovetail.machine.files import machine_from_dict, machine_to_dict
-from dovetail.machine.papers import FITTED, fitted_machine
+from dovetail.machine.presets import FITTED, fitted_machine
 from dovetail.reports import machine_table
 from dovetail.simulator import Simulator
+from tests.support.builders import machine_of
 
 FOUND = json.loads(FITTED.read_text())
 SINGLE_DEVICE = {  # RL17, table 1

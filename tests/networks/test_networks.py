@@ -7,7 +7,7 @@ from dovetail.errors import ModelError, UnknownNetworkError
 from dovetail.frontends import Adam, resolve
 from dovetail.frontends.models import describe_network, network_rows
 from dovetail.networks import NETWORKS
-from dovetail.networks.sizes import load_sizes
+from dovetail.networks.records import load_sizes
 
 
 def parameters(module):

@@ -33,7 +33,9 @@ def test_no_command_shows_the_help(dovetail):
 
 def test_plan_prints_one_json_object_with_its_stable_keys(dovetail, tmp_path):
     path = tmp_path / "plan.json"
-    status, out, err = dovetail("plan", "small_models:branches", *TWO_GPUS, "--json", "--out", path)
+    status, out, err = dovetail(
+        "plan", "tests.support.small_models:branches", *TWO_GPUS, "--json", "--out", path
+    )
     assert status == 0, err
     printed = json.loads(out)
     assert set(printed) == KEYS
@@ -49,7 +51,13 @@ def test_the_same_seed_and_evaluations_give_the_same_plan(dovetail, tmp_path):
     plans = []
     for name in ("a.json", "b.json"):
         dovetail(
-            "plan", "small_models:trained", "--train", "adam", *TWO_GPUS, "--out", tmp_path / name
+            "plan",
+            "tests.support.small_models:trained",
+            "--train",
+            "adam",
+            *TWO_GPUS,
+            "--out",
+            tmp_path / name,
         )
         plan = json.loads((tmp_path / name).read_text())
         plan.pop("planning_seconds")
@@ -59,7 +67,7 @@ def test_the_same_seed_and_evaluations_give_the_same_plan(dovetail, tmp_path):
 
 
 def test_plan_without_json_prints_tables(dovetail):
-    status, out, _ = dovetail("plan", "small_models:branches", *TWO_GPUS)
+    status, out, _ = dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS)
     assert status == 0
     assert "single" in out
     assert "p100:0" in out
@@ -67,7 +75,12 @@ def test_plan_without_json_prints_tables(dovetail):
 
 def test_capture_saves_a_graph_that_can_be_planned(dovetail, tmp_path):
     path = tmp_path / "g.json.gz"
-    assert dovetail("capture", "small_models:trained", "--train", "sgd", "--out", path)[0] == 0
+    assert (
+        dovetail("capture", "tests.support.small_models:trained", "--train", "sgd", "--out", path)[
+            0
+        ]
+        == 0
+    )
     status, out, _ = dovetail("plan", path, *TWO_GPUS, "--json")
     assert status == 0
     assert json.loads(out)["ops"] > 20
@@ -76,12 +89,12 @@ def test_capture_saves_a_graph_that_can_be_planned(dovetail, tmp_path):
 def test_a_training_plan_runs_here_and_is_reported(dovetail, here, tmp_path):
     path, page = tmp_path / "plan.json", tmp_path / "page.html"
     status, _, err = dovetail(
-        "plan", "small_models:trained", "--train", "adam", "--machine", here,
+        "plan", "tests.support.small_models:trained", "--train", "adam", "--machine", here,
         "--budget", "50e", "--out", path, "--report", tmp_path / "predicted.html",
     )  # fmt: skip
     assert status == 0, err
     status, out, err = dovetail(
-        "run", path, "small_models:trained", "--steps", 3, "--json", "--report", page,
+        "run", path, "tests.support.small_models:trained", "--steps", 3, "--json", "--report", page,
         "--trace", tmp_path / "trace.json",
     )  # fmt: skip
     assert status == 0, err
@@ -98,46 +111,55 @@ def test_a_training_plan_runs_here_and_is_reported(dovetail, here, tmp_path):
     }  # fmt: skip
     assert printed["median_seconds"] > 0
     assert "measured" in page.read_text()
-    assert dovetail("report", path, "small_models:trained")[0] == 0
+    assert dovetail("report", path, "tests.support.small_models:trained")[0] == 0
     assert path.with_suffix(".html").exists()
 
 
 def test_a_plan_imports_no_function_by_itself(dovetail, tmp_path):
     path = tmp_path / "plan.json"
-    dovetail("plan", "small_models:branches", *TWO_GPUS, "--out", path)
+    dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS, "--out", path)
     status, _, err = dovetail("report", path)
     assert status == 2
-    assert "small_models:branches" in err
+    assert "tests.support.small_models:branches" in err
     assert "name MODEL" in err
 
 
 def test_a_plan_for_another_graph_names_both(dovetail, tmp_path):
     path = tmp_path / "plan.json"
-    dovetail("plan", "small_models:branches", *TWO_GPUS, "--out", path)
-    status, _, err = dovetail("report", path, "small_models:other")
+    dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS, "--out", path)
+    status, _, err = dovetail("report", path, "tests.support.small_models:other")
     assert status == 2
     assert err.count("graph") >= 2
 
 
 def test_a_plan_for_another_machine_is_refused(dovetail, here, tmp_path):
     path = tmp_path / "plan.json"
-    dovetail("plan", "small_models:branches", "--machine", here, "--budget", "20e", "--out", path)
+    dovetail(
+        "plan",
+        "tests.support.small_models:branches",
+        "--machine",
+        here,
+        "--budget",
+        "20e",
+        "--out",
+        path,
+    )
     plan = json.loads(path.read_text())
     for device in plan["machine"]["devices"]:
         device["model"] = "another processor"
     path.write_text(json.dumps(plan))
-    status, _, err = dovetail("run", path, "small_models:branches")
+    status, _, err = dovetail("run", path, "tests.support.small_models:branches")
     assert status == 2
     assert "this machine is" in err
 
 
 def test_a_broken_promise_is_refused(dovetail, tmp_path):
     path = tmp_path / "plan.json"
-    dovetail("plan", "small_models:branches", *TWO_GPUS, "--out", path)
+    dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS, "--out", path)
     plan = json.loads(path.read_text())
     plan["value"] /= 2
     path.write_text(json.dumps(plan))
-    status, _, err = dovetail("report", path, "small_models:branches")
+    status, _, err = dovetail("report", path, "tests.support.small_models:branches")
     assert status == 2
     assert "promises" in err
 
@@ -145,7 +167,7 @@ def test_a_broken_promise_is_refused(dovetail, tmp_path):
 def test_no_plan_fits_exits_with_3_and_the_bytes_that_lack(dovetail):
     caps = [word for d in ("p100:0", "p100:1", "haswell") for word in ("--cap", f"{d}=1KiB")]
     status, out, err = dovetail(
-        "plan", "small_models:trained", "--train", "adam", *TWO_GPUS, *caps, "--json",
+        "plan", "tests.support.small_models:trained", "--train", "adam", *TWO_GPUS, *caps, "--json",
         "--placer", "etf",
     )  # fmt: skip
     assert status == 3
@@ -176,7 +198,7 @@ def test_no_plan_fits_exits_with_3_and_the_bytes_that_lack(dovetail):
     ],
 )
 def test_wrong_options_exit_with_2_and_say_why(dovetail, arguments, complaint):
-    status, out, err = dovetail("plan", "small_models:trained", *TWO_GPUS, *arguments)
+    status, out, err = dovetail("plan", "tests.support.small_models:trained", *TWO_GPUS, *arguments)
     assert status == 2
     assert complaint in err
     assert out == ""
@@ -189,7 +211,7 @@ def test_wrong_options_exit_with_2_and_say_why(dovetail, arguments, complaint):
         ("zoo:rnnlm?hiden=3", "hiden"),
         ("zoo:rnnlm?hidden=many", "many"),
         ("no.such.module:build", "no.such.module"),
-        ("small_models:nothing", "nothing"),
+        ("tests.support.small_models:nothing", "nothing"),
         ("model.txt", "MODEL"),
         ("nothing.json", "no such file"),
     ],
@@ -211,14 +233,16 @@ def test_malformed_json_exits_with_2(dovetail, tmp_path, text):
 
 def test_malformed_toml_exits_with_2(dovetail, tmp_path):
     (tmp_path / "m.toml").write_text("name = ")
-    status, _, err = dovetail("plan", "small_models:branches", "--machine", tmp_path / "m.toml")
+    status, _, err = dovetail(
+        "plan", "tests.support.small_models:branches", "--machine", tmp_path / "m.toml"
+    )
     assert status == 2
     assert "m.toml" in err
 
 
 def test_a_graph_with_a_cycle_exits_with_2_and_names_it(dovetail, tmp_path):
     path = tmp_path / "g.json"
-    dovetail("capture", "small_models:branches", "--out", path)
+    dovetail("capture", "tests.support.small_models:branches", "--out", path)
     graph = json.loads(path.read_text())
     inputs, producers = graph["ops"]["inputs"], graph["tensors"]["producers"]
     reader = next(
@@ -261,7 +285,12 @@ def test_ctrl_c_during_a_search_returns_the_best_so_far(dovetail, monkeypatch):
 def test_machine_writes_toml_that_plan_reads(dovetail, tmp_path):
     path = tmp_path / "box.toml"
     assert dovetail("machine", "2 x k80 + haswell", "--out", path)[0] == 0
-    assert dovetail("plan", "small_models:branches", "--machine", path, "--budget", "50e")[0] == 0
+    assert (
+        dovetail(
+            "plan", "tests.support.small_models:branches", "--machine", path, "--budget", "50e"
+        )[0]
+        == 0
+    )
 
 
 def test_networks_lists_the_zoo(dovetail):

@@ -3,17 +3,15 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from test_cli import KEYS, TWO_GPUS
 
-from builders import graph_of
 from dovetail.cli import arguments, showing
 from dovetail.graph import save_graph
 from dovetail.pipeline import sources
+from tests.pipeline.test_cli import KEYS, TWO_GPUS
+from tests.support.builders import graph_of
 
-EXECUTOR_TESTS = Path(__file__).parents[1] / "executors"
 EVIL = "\x1b]0;x\x07"
 
 
@@ -32,7 +30,9 @@ def no_capture(monkeypatch):
 def test_no_feasible_plan_prints_every_stable_key(dovetail):
     caps = [word for d in ("p100:0", "p100:1", "haswell") for word in ("--cap", f"{d}=1KiB")]
     etf = ("--placer", "etf")
-    status, out, _ = dovetail("plan", "small_models:branches", *TWO_GPUS, *caps, *etf, "--json")
+    status, out, _ = dovetail(
+        "plan", "tests.support.small_models:branches", *TWO_GPUS, *caps, *etf, "--json"
+    )
     assert status == 3
     printed = json.loads(out)
     assert set(printed) == KEYS | {"error", "device", "needed_bytes", "available_bytes"}
@@ -54,12 +54,14 @@ def test_no_feasible_plan_prints_every_stable_key(dovetail):
     ],
 )
 def test_wrong_options_are_refused_before_the_long_work(dovetail, no_capture, arguments, complaint):
-    status, _, err = dovetail("plan", "small_models:trained", *TWO_GPUS, *arguments)
+    status, _, err = dovetail("plan", "tests.support.small_models:trained", *TWO_GPUS, *arguments)
     assert status == 2
     assert complaint in err
 
 
-@pytest.mark.parametrize("command", [("capture", "small_models:trained"), ("machine", "here")])
+@pytest.mark.parametrize(
+    "command", [("capture", "tests.support.small_models:trained"), ("machine", "here")]
+)
 def test_an_unwritable_output_is_refused_before_the_long_work(dovetail, no_capture, command):
     status, _, err = dovetail(*command, "--out", "/nowhere/out")
     assert status == 2
@@ -89,7 +91,7 @@ def test_a_file_of_an_impossible_machine_is_refused_before_the_long_work(
 ):
     path = tmp_path / "box.toml"
     path.write_text(BOX + rest)
-    status, _, err = dovetail("plan", "small_models:branches", "--machine", path)
+    status, _, err = dovetail("plan", "tests.support.small_models:branches", "--machine", path)
     assert status == 2
     assert complaint in err
 
@@ -103,7 +105,7 @@ def test_a_graph_without_ops_exits_with_2(dovetail, tmp_path):
 
 def test_a_plan_of_a_saved_graph_is_reported_by_itself(dovetail, tmp_path):
     graph, path, trace = (tmp_path / name for name in ("g.json.gz", "plan.json", "trace.json"))
-    dovetail("capture", "small_models:branches", "--out", graph)
+    dovetail("capture", "tests.support.small_models:branches", "--out", graph)
     assert dovetail("plan", graph, *TWO_GPUS, "--out", path)[0] == 0
     source = json.loads(path.read_text())["source"]
     assert source["model"] == str(graph)
@@ -118,11 +120,18 @@ def test_a_plan_of_a_saved_graph_is_reported_by_itself(dovetail, tmp_path):
 def test_plan_and_run_say_what_bounds_the_plan(dovetail, tmp_path):
     path = tmp_path / "plan.json"
     status, out, err = dovetail(
-        "plan", "small_models:branches", "--machine", "here", "--budget", "5e", "--out", path
+        "plan",
+        "tests.support.small_models:branches",
+        "--machine",
+        "here",
+        "--budget",
+        "5e",
+        "--out",
+        path,
     )
     assert status == 0, err
     assert "critical chain" in out
-    status, out, err = dovetail("run", path, "small_models:branches", "--steps", 2)
+    status, out, err = dovetail("run", path, "tests.support.small_models:branches", "--steps", 2)
     assert status == 0, err
     assert "critical chain" in out
 
@@ -130,12 +139,18 @@ def test_plan_and_run_say_what_bounds_the_plan(dovetail, tmp_path):
 def test_a_worker_killed_in_a_run_exits_with_1_and_names_device_and_op(
     dovetail, monkeypatch, tmp_path
 ):
-    monkeypatch.syspath_prepend(EXECUTOR_TESTS)
-    import faults
+    from tests.support import faults
 
     path, victims = tmp_path / "plan.json", []
     status, _, err = dovetail(
-        "plan", "small_models:branches", "--machine", "here", "--budget", "5e", "--out", path
+        "plan",
+        "tests.support.small_models:branches",
+        "--machine",
+        "here",
+        "--budget",
+        "5e",
+        "--out",
+        path,
     )
     assert status == 0, err
     resolve = sources.resolve_network
@@ -147,7 +162,7 @@ def test_a_worker_killed_in_a_run_exits_with_1_and_names_device_and_op(
         return faults.with_fault(captured, op, faults.kill_self)
 
     monkeypatch.setattr(sources, "resolve_network", with_a_fault)
-    status, out, err = dovetail("run", path, "small_models:branches")
+    status, out, err = dovetail("run", path, "tests.support.small_models:branches")
     assert status == 1
     assert "device cpu0 died (killed by SIGKILL)" in err
     assert victims[0] in err
@@ -200,6 +215,6 @@ def test_a_ctrl_c_before_the_search_exits_with_130(dovetail, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dovetail.pipeline.resolve_model", interrupted)
-    status, out, err = dovetail("plan", "small_models:branches", *TWO_GPUS)
+    status, out, err = dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS)
     assert (status, out) == (130, "")
     assert "interrupted" in err

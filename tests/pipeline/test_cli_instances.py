@@ -4,12 +4,12 @@ import gzip
 import json
 
 import pytest
-from test_cli import KEYS, TWO_GPUS
 
 from dovetail.cli.arguments import PLACERS_HELP
 from dovetail.instances import load_instance
 from dovetail.placers import PLACERS
-from instance_files import INSTANCES, edge, file_of, node
+from tests.pipeline.test_cli import KEYS, TWO_GPUS
+from tests.support.instance_files import INSTANCES, edge, file_of, node
 
 BERT = INSTANCES / "throughput" / "bert24_inference.json"
 FAST = ("--placer", "balanced", "--budget", "50e")
@@ -187,7 +187,15 @@ def test_a_plan_is_exported_as_an_instance_that_is_the_same(dovetail, small, tmp
 
 def test_a_plan_of_a_network_is_exported_in_every_format(dovetail, tmp_path):
     plan = tmp_path / "plan.json"
-    dovetail("plan", "small_models:branches", *TWO_GPUS, "--placer", "single", "--out", plan)
+    dovetail(
+        "plan",
+        "tests.support.small_models:branches",
+        *TWO_GPUS,
+        "--placer",
+        "single",
+        "--out",
+        plan,
+    )
     for to, check in {
         "device-map": lambda found: set(found["device_map"]) == {""},
         "split-points": lambda found: found == {},
@@ -195,14 +203,24 @@ def test_a_plan_of_a_network_is_exported_in_every_format(dovetail, tmp_path):
         "trace": lambda found: len(found["traceEvents"]) > 5,
         "instance": lambda found: found["maxFPGAs"] == 2,
     }.items():
-        status, out, err = dovetail("export", plan, "small_models:branches", "--to", to)
+        status, out, err = dovetail(
+            "export", plan, "tests.support.small_models:branches", "--to", to
+        )
         assert status == 0, err
         assert check(json.loads(out)), to
 
 
 def test_wrong_exports_exit_with_2_before_the_network_is_captured(dovetail, tmp_path):
     plan = tmp_path / "plan.json"
-    dovetail("plan", "small_models:branches", *TWO_GPUS, "--placer", "single", "--out", plan)
+    dovetail(
+        "plan",
+        "tests.support.small_models:branches",
+        *TWO_GPUS,
+        "--placer",
+        "single",
+        "--out",
+        plan,
+    )
     status, _, err = dovetail("export", plan, "no.such:module", "--to", "onnx")
     assert status == 2
     assert "device-map, split-points, model-explorer, trace, instance" in err

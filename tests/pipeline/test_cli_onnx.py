@@ -108,6 +108,8 @@ def test_wrong_options_exit_with_2_and_say_what_is_wrong(
 
 
 def test_a_shape_of_what_is_no_onnx_file_exits_with_2(dovetail, tmp_path):
-    status, _, err = dovetail("plan", "small_models:branches", "--shape", "x=1", *TWO_GPUS)
+    status, _, err = dovetail(
+        "plan", "tests.support.small_models:branches", "--shape", "x=1", *TWO_GPUS
+    )
     assert status == 2
     assert "no .onnx file" in err

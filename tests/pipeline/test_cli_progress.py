@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from dovetail.cli import training_progress
-from dovetail.cli.training_progress import TrainingProgress, said
+from dovetail.cli import training_run
+from dovetail.cli.training_run import TrainingProgress, said
 from dovetail.training.records import Event
-from histories import make_history
+from tests.support.histories import make_history
 
 
 class Clock:
@@ -51,7 +51,7 @@ def test_lines_come_at_a_pace_and_events_at_once():
     rows = list(make_history(60).outcome.rows)
     progress.add(rows[:20])
     assert told == []
-    clock.now = training_progress.LINE_SECONDS
+    clock.now = training_run.LINE_SECONDS
     progress.add(rows[20:40])
     progress.add(rows[40:])
     assert len(told) == 1
@@ -64,10 +64,10 @@ def test_lines_come_at_a_pace_and_events_at_once():
 def test_of_many_refused_commits_the_first_are_told():
     told = []
     progress = TrainingProgress("m:f by agn", 2, None, told.append)
-    for _ in range(training_progress.MOST_REFUSALS + 20):
+    for _ in range(training_run.MOST_REFUSALS + 20):
         progress.happened(Event("refused", 1, 2.0, "not finite"))
     progress.happened(Event("lost", 1, 3.0))
-    assert len(told) == training_progress.MOST_REFUSALS + 1
+    assert len(told) == training_run.MOST_REFUSALS + 1
     assert told[0] == "2 s: worker 1 had a commit refused: not finite"
     assert "of more like it nothing is said" in told[-2]
     assert told[-1] == "3 s: worker 1 was lost"

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-import trained_models
 
 from dovetail.training.history import History
 from dovetail.training.rules import RULES
+from tests.support import trained_models
 
 KEYS = {
     "function", "rule", "options", "backend", "workers", "window", "batch", "epochs", "samples",
@@ -23,7 +23,7 @@ ADVICE_KEYS = {
     "rule", "workers", "window", "why", "command", "level", "evidence",
 }  # fmt: skip
 SIMULATED = ("--backend", "simulated", "--batch", 24)
-MODEL = "trained_models:quadrants"
+MODEL = "tests.support.trained_models:quadrants"
 
 
 @pytest.fixture
@@ -102,9 +102,11 @@ def test_processes_train_a_function_of_the_users_own_module(train, tmp_path):
 
 
 def test_a_trainer_keeps_its_own_settings_but_for_those_that_are_given(train):
-    first = json.loads(train("trained_models:as_trainer", "--json")[1])
+    first = json.loads(train("tests.support.trained_models:as_trainer", "--json")[1])
     assert (first["rule"], first["batch"], first["window"]) == ("downpour", 24, 2)
-    second = json.loads(train("trained_models:as_trainer", "--batch", 40, "--json")[1])
+    second = json.loads(
+        train("tests.support.trained_models:as_trainer", "--batch", 40, "--json")[1]
+    )
     assert (second["rule"], second["batch"], second["window"]) == ("downpour", 40, 2)
 
 
@@ -131,10 +133,10 @@ def test_rules_are_listed_with_their_papers(train):
         ((), "package.module:function"),
         (("trained_models",), "package.module:function"),
         (("no.such.module:f",), "no.such.module"),
-        (("trained_models:nothing",), "no function nothing"),
-        (("trained_models:nonsense",), "must return"),
-        (("trained_models:too_short",), "must return"),
-        (("trained_models:a_trainer_alone",), "must return"),
+        (("tests.support.trained_models:nothing",), "no function nothing"),
+        (("tests.support.trained_models:nonsense",), "must return"),
+        (("tests.support.trained_models:too_short",), "must return"),
+        (("tests.support.trained_models:a_trainer_alone",), "must return"),
         ((MODEL, "--rule", "magic"), "downpour-adagrad, dynsgd, agn"),
         ((MODEL, "--option", "gamma"), "NAME=VALUE"),
         ((MODEL, "--option", "gama=1"), "gama"),
@@ -159,7 +161,7 @@ def test_rules_are_listed_with_their_papers(train):
         ((MODEL, "--out", "/nowhere/model.pt"), "/nowhere/model.pt"),
         ((MODEL, "--tensorboard", "/proc/logs"), "/proc/logs"),
         ((MODEL, "--folder", "/proc/run"), "/proc/run"),
-        (("trained_models:without_validation", "--metric", "accuracy"), "validation"),
+        (("tests.support.trained_models:without_validation", "--metric", "accuracy"), "validation"),
         ((MODEL, "--surprise"), "surprise"),
     ],
 )
@@ -220,7 +222,13 @@ def test_a_folder_is_resumed_only_as_the_run_it_holds(train, tmp_path):
 def test_a_run_that_fails_exits_with_1_shows_the_traceback_and_keeps_what_it_did(train, tmp_path):
     path = tmp_path / "run.json"
     status, out, err = train(
-        "trained_models:failing", *SIMULATED, "--history", path, "--json", "--epochs", 3
+        "tests.support.trained_models:failing",
+        *SIMULATED,
+        "--history",
+        path,
+        "--json",
+        "--epochs",
+        3,
     )
     assert status == 1
     assert "this layer has had enough" in err
@@ -233,7 +241,7 @@ def test_a_run_that_fails_exits_with_1_shows_the_traceback_and_keeps_what_it_did
 
 def test_ctrl_c_keeps_the_best_so_far_and_says_so(train, tmp_path):
     status, out, err = train(
-        "trained_models:interrupted", *SIMULATED, "--epochs", 50, "--json",
+        "tests.support.trained_models:interrupted", *SIMULATED, "--epochs", 50, "--json",
         "--out", tmp_path / "model.pt",
     )  # fmt: skip
     assert status == 0, err
@@ -245,15 +253,17 @@ def test_ctrl_c_keeps_the_best_so_far_and_says_so(train, tmp_path):
 
 
 def test_ctrl_c_with_nothing_to_keep_exits_with_130(train):
-    status, out, err = train("trained_models:interrupted_at_once", *SIMULATED, "--json")
+    status, out, err = train(
+        "tests.support.trained_models:interrupted_at_once", *SIMULATED, "--json"
+    )
     assert status == 130
     assert out == ""
     assert "interrupted" in err
 
 
 def test_a_run_that_diverges_is_told_of_a_rule_that_does_not(train):
-    many = ("trained_models:steep", "--backend", "simulated", "--workers", 8, "--window", 5,
-            "--lr", 0.1, "--batch", 4, "--json")  # fmt: skip
+    many = ("tests.support.trained_models:steep", "--backend", "simulated", "--workers", 8,
+            "--window", 5, "--lr", 0.1, "--batch", 4, "--json")  # fmt: skip
     status, out, err = train(*many, "--rule", "downpour")
     assert json.loads(out)["diverged"]
     named = re.search(r"use ([a-z-]+):", err)

@@ -9,18 +9,17 @@ import threading
 
 import numpy as np
 import pytest
-import small_models
 
-from dovetail.cli import pretraining
+from dovetail.cli import learning
 from dovetail.pipeline import Course, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
 from dovetail.placers.learned.catalog import settings_of
-from dovetail.placers.learned.pretraining import Recipe
-from dovetail.placers.learned.training_set import Wanted
+from dovetail.placers.learned.pretraining import Recipe, Wanted
 from dovetail.simulator import Simulator
+from tests.support import small_models
 
 TWO_GPUS = ("--machine", "2 x p100 + haswell")
-MODEL = ("small_models:trained", "--train", "adam", *TWO_GPUS)
+MODEL = ("tests.support.small_models:trained", "--train", "adam", *TWO_GPUS)
 SHORT = ("--trials", 32, "--setting", "trials=8")
 KEYS = {
     "method", "reward", "seed", "controllers", "trials", "updates", "seconds", "interrupted",
@@ -36,7 +35,7 @@ TASK_KEYS = {
 def policies(tmp_path_factory):
     """method -> a policy file that learned `small_models:trained` a little."""
     folder = tmp_path_factory.mktemp("policies")
-    step = resolve_model("small_models:trained", "adam")
+    step = resolve_model("tests.support.small_models:trained", "adam")
     found = {}
     for method in ("seq2seq", "gdp"):
         lesson = learn(step, "2 x p100 + haswell", method=method, trials=16, settings={"trials": 8})
@@ -69,13 +68,13 @@ def test_one_prints_one_object_and_writes_what_was_asked_for(dovetail, tmp_path)
     task = printed["tasks"][0]
     assert set(task) == TASK_KEYS
     assert (printed["method"], printed["trials"], printed["updates"]) == ("seq2seq", 32, 4)
-    assert task["task"] == "small_models:trained"
+    assert task["task"] == "tests.support.small_models:trained"
     assert task["lower_bound"] <= task["value"] == task["baselines"]["seq2seq"]
     assert 1 <= task["found"] <= 32
-    plan, _ = open_plan(paths["out"], "small_models:trained")
+    plan, _ = open_plan(paths["out"], "tests.support.small_models:trained")
     assert (plan.placer, plan.value) == ("seq2seq", task["value"])
     _policy, card = files.load_policy(paths["policy-out"], "seq2seq")
-    assert card["trained_on"] == ["small_models:trained"]
+    assert card["trained_on"] == ["tests.support.small_models:trained"]
     assert (card["trials"], card["seed"], card["reward"]) == (32, 0, "simulated")
     lines = paths["curves"].read_text().splitlines()
     assert lines[0].startswith("controller,update,task,trials,seconds,best,mean,invalid")
@@ -103,23 +102,25 @@ def test_without_json_tables_and_lines_are_printed(dovetail):
     assert status == 0, err
     assert "gdp (chosen)" in out
     assert "32 trials in" in out
-    assert "learning small_models:trained by gdp, simulated trials" in err
+    assert "learning tests.support.small_models:trained by gdp, simulated trials" in err
 
 
 def test_a_batch_learns_one_policy_and_writes_a_plan_each(dovetail, tmp_path):
     status, out, err = dovetail(
-        "learn", "batch", "small_models:branches", "small_models:other", "small_models:branches",
-        "--machine", "2 x p100 + haswell", "--machine", "2 x k80 + haswell",
-        "--machine", "4 x k80 + haswell", "--trials", 48, "--setting", "trials=8",
+        "learn", "batch", "tests.support.small_models:branches", "tests.support.small_models:other",
+        "tests.support.small_models:branches",
+        "--machine", "2 x p100 + haswell",
+        "--machine", "2 x k80 + haswell", "--machine",
+        "4 x k80 + haswell", "--trials", 48, "--setting", "trials=8",
         "--out", tmp_path / "plans", "--policy-out", tmp_path / "p.safetensors", "--json",
     )  # fmt: skip
     assert status == 0, err
     printed = json.loads(out)
     names = [task["task"] for task in printed["tasks"]]
     assert names == [
-        "small_models:branches on 2 x p100 + haswell",
-        "small_models:other on 2 x k80 + haswell",
-        "small_models:branches on 4 x k80 + haswell",
+        "tests.support.small_models:branches on 2 x p100 + haswell",
+        "tests.support.small_models:other on 2 x k80 + haswell",
+        "tests.support.small_models:branches on 4 x k80 + haswell",
     ]
     for task in printed["tasks"]:
         plan, _ = open_plan(task["plan"], task["task"].partition(" on ")[0])
@@ -148,15 +149,15 @@ def test_a_card_is_shown_whole_as_json_and_in_short_as_a_table(dovetail, policie
 def test_a_policy_is_tuned_on_another_network_and_plans_for_it(dovetail, policies, tmp_path):
     tuned = tmp_path / "tuned.safetensors"
     status, out, err = dovetail(
-        "learn", "finetune", policies["gdp"], "small_models:branches", *TWO_GPUS, "--updates", 2,
-        "--policy-out", tuned, "--json",
+        "learn", "finetune", policies["gdp"], "tests.support.small_models:branches", *TWO_GPUS,
+        "--updates", 2, "--policy-out", tuned, "--json",
     )  # fmt: skip
     assert status == 0, err
     assert json.loads(out)["trials"] == 2 * settings_of("gdp", finetuned=True).trials
     for policy in (policies["gdp"], tuned):
         status, out, err = dovetail(
-            "plan", "small_models:branches", *TWO_GPUS, "--placer", "gdp", "--policy", policy,
-            "--budget", "100e", "--json",
+            "plan", "tests.support.small_models:branches", *TWO_GPUS, "--placer", "gdp",
+            "--policy", policy, "--budget", "100e", "--json",
         )  # fmt: skip
         assert status == 0, err
         assert json.loads(out)["placer"] == "gdp"
@@ -167,8 +168,8 @@ def test_a_plan_by_a_policy_may_be_tuned_and_may_place_every_op(dovetail, polici
     found = []
     for options in ((), ("--per-op",), ("--finetune", 2)):
         status, out, err = dovetail(
-            "plan", "small_models:trained", "--train", "adam", *TWO_GPUS, "--placer", placer,
-            "--policy", policies["gdp"], *options, "--budget", "60e", "--json",
+            "plan", "tests.support.small_models:trained", "--train", "adam", *TWO_GPUS, "--placer",
+            placer, "--policy", policies["gdp"], *options, "--budget", "60e", "--json",
         )  # fmt: skip
         assert status == 0, err
         found.append(json.loads(out))
@@ -230,7 +231,7 @@ def test_ctrl_c_keeps_the_best_so_far_and_writes_it(dovetail, monkeypatch, tmp_p
     assert printed["interrupted"] is True
     assert 0 < printed["trials"] < 100_000
     assert "best so far" in err
-    assert open_plan(paths[0], "small_models:trained")[0].interrupted is True
+    assert open_plan(paths[0], "tests.support.small_models:trained")[0].interrupted is True
     assert files.read_card(paths[1])["interrupted"] is True
 
 
@@ -311,14 +312,21 @@ def test_wrong_options_exit_with_2_before_anything_runs(
 ):
     monkeypatch.chdir(tmp_path)
     machine = TWO_GPUS if "--machine" not in arguments else ()
-    status, out, err = dovetail("learn", "one", "small_models:trained", *machine, *arguments)
+    status, out, err = dovetail(
+        "learn", "one", "tests.support.small_models:trained", *machine, *arguments
+    )
     assert status == 2
     assert complaint in err
     assert out == ""
 
 
 def test_wrong_batches_and_policies_exit_with_2(dovetail, no_capture, policies, tmp_path):
-    batch = ("learn", "batch", "small_models:trained", "small_models:branches")
+    batch = (
+        "learn",
+        "batch",
+        "tests.support.small_models:trained",
+        "tests.support.small_models:branches",
+    )
     tune = ("learn", "finetune")
     broken, cut = tmp_path / "broken", tmp_path / "cut"
     broken.write_text("no policy")
@@ -326,10 +334,19 @@ def test_wrong_batches_and_policies_exit_with_2(dovetail, no_capture, policies, 
     for arguments, complaint in (
         ((*batch, *TWO_GPUS, *TWO_GPUS, *TWO_GPUS), "3 times for 2 models"),
         ((*batch, *TWO_GPUS, "--policy", policies["seq2seq"]), "method"),
-        ((*tune, tmp_path / "none", "small_models:trained"), "no such file"),
-        ((*tune, broken, "small_models:trained", *TWO_GPUS), "broken"),
-        ((*tune, cut, "small_models:trained", *TWO_GPUS), str(cut)),
-        ((*tune, policies["gdp"], "small_models:trained", "--policy-out", policies["gdp"]), "read"),
+        ((*tune, tmp_path / "none", "tests.support.small_models:trained"), "no such file"),
+        ((*tune, broken, "tests.support.small_models:trained", *TWO_GPUS), "broken"),
+        ((*tune, cut, "tests.support.small_models:trained", *TWO_GPUS), str(cut)),
+        (
+            (
+                *tune,
+                policies["gdp"],
+                "tests.support.small_models:trained",
+                "--policy-out",
+                policies["gdp"],
+            ),
+            "read",
+        ),
     ):
         status, out, err = dovetail(*arguments)
         assert status == 2, arguments
@@ -339,11 +356,11 @@ def test_wrong_batches_and_policies_exit_with_2(dovetail, no_capture, policies, 
 
 def test_a_policy_of_another_graph_is_refused_but_gdp_serves_all(dovetail, policies):
     status, _, err = dovetail(
-        "learn", "finetune", policies["seq2seq"], "small_models:branches", *TWO_GPUS,
+        "learn", "finetune", policies["seq2seq"], "tests.support.small_models:branches", *TWO_GPUS,
         "--updates", 1, "--setting", "trials=8",
     )  # fmt: skip
     assert status == 2
-    assert "small_models:trained" in err
+    assert "tests.support.small_models:trained" in err
     assert "seq2seq serves one graph" in err
 
 
@@ -358,7 +375,7 @@ def test_a_policy_of_another_graph_is_refused_but_gdp_serves_all(dovetail, polic
     ],
 )
 def test_policies_are_for_gdp_alone(dovetail, no_capture, arguments, complaint):
-    status, out, err = dovetail("plan", "small_models:trained", *TWO_GPUS, *arguments)
+    status, out, err = dovetail("plan", "tests.support.small_models:trained", *TWO_GPUS, *arguments)
     assert status == 2
     assert complaint in err
     assert out == ""
@@ -366,7 +383,9 @@ def test_policies_are_for_gdp_alone(dovetail, no_capture, arguments, complaint):
 
 def test_without_a_shipped_policy_the_error_says_how_to_make_one(dovetail, monkeypatch, tmp_path):
     monkeypatch.setattr(files, "SHIPPED", tmp_path / "gdp.safetensors")
-    status, _, err = dovetail("plan", "small_models:trained", *TWO_GPUS, "--placer", "gdp")
+    status, _, err = dovetail(
+        "plan", "tests.support.small_models:trained", *TWO_GPUS, "--placer", "gdp"
+    )
     assert status == 2
     assert "dovetail learn pretrain --out" in err
 
@@ -375,7 +394,7 @@ def test_without_a_shipped_policy_the_error_says_how_to_make_one(dovetail, monke
 def small_recipe(monkeypatch):
     """The recipe, but for its sizes."""
     small = Recipe(wanted=Wanted(random=1, networks=()), evaluations=30, passes=1, validation=1)
-    monkeypatch.setattr(pretraining, "_recipe", lambda *_: small)
+    monkeypatch.setattr(learning, "_recipe", lambda *_: small)
 
 
 def test_pretraining_writes_a_policy_that_plans_and_is_resumed(dovetail, small_recipe, tmp_path):
@@ -389,8 +408,8 @@ def test_pretraining_writes_a_policy_that_plans_and_is_resumed(dovetail, small_r
     assert set(printed["validation"]) == {"imitation", "ppo"}
     assert len((tmp_path / "c.csv").read_text().splitlines()) == 2
     status, _, err = dovetail(
-        "plan", "small_models:branches", *TWO_GPUS, "--placer", "gdp", "--policy", path,
-        "--budget", "40e",
+        "plan", "tests.support.small_models:branches", *TWO_GPUS, "--placer", "gdp",
+        "--policy", path, "--budget", "40e",
     )  # fmt: skip
     assert status == 0, err
     status, _, err = dovetail(*pretrain)
@@ -429,13 +448,13 @@ def test_wrong_pretraining_exits_with_2(dovetail, monkeypatch, tmp_path, argumen
 
 
 def test_learning_in_python_gives_a_plan_a_policy_and_its_curves():
-    step = resolve_model("small_models:branches")
+    step = resolve_model("tests.support.small_models:branches")
     points = []
     lesson = learn(
         step, "2 x p100 + haswell", method="gdp", trials=16, settings={"trials": 8}, per_op=True,
         progress=points.append,
     )  # fmt: skip
-    assert lesson.plan.value == lesson.learned.values["small_models:branches"]
+    assert lesson.plan.value == lesson.learned.values["tests.support.small_models:branches"]
     assert [point.update for point in points] == [0, 1]
     assert lesson.learned.points == tuple(points)
     assert lesson.policy.name == "gdp"

@@ -9,9 +9,8 @@ import pytest
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, UsageError, WorkerDiedError, WorkerError
 from dovetail.machine.local import local_machine
-from dovetail.pipeline import Subject, learn, learning, measured, planning, resolve_model
-from dovetail.pipeline.learning import task_of
-from dovetail.pipeline.measured import FINAL_RUNS, LONG_RUNS, MOST_RUNS, MeasuredTrials
+from dovetail.pipeline import Subject, learn, learning, planning, resolve_model
+from dovetail.pipeline.learning import FINAL_RUNS, LONG_RUNS, MOST_RUNS, MeasuredTrials, task_of
 from dovetail.placers.learned.records import Task
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -32,7 +31,9 @@ def _quick_costs():
 
 @pytest.fixture(scope="module")
 def subject():
-    return Subject("m", resolve_model("small_models:trained", "adam"), local_machine(2))
+    return Subject(
+        "m", resolve_model("tests.support.small_models:trained", "adam"), local_machine(2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def fake(monkeypatch, task, subject):
             runs.append(tuple(plan.placement.tolist()))
             return Loaded(seconds_of(plan.placement, len(runs)), steps)
 
-        monkeypatch.setattr(measured, "execute", loaded)
+        monkeypatch.setattr(learning, "execute", loaded)
         trials = MeasuredTrials(subject.step, of, steps=steps)
         trials.runs_made = runs
         return trials
@@ -100,7 +101,7 @@ def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
             os.kill(pids[-1][1], signal.SIGKILL)
 
     monkeypatch.setattr(learning, "MeasuredTrials", Kept)
-    monkeypatch.setattr(measured, "FINAL_RUNS", 2)
+    monkeypatch.setattr(learning, "FINAL_RUNS", 2)
     lesson = learn(
         subject.step, task.machine, method="seq2seq", measured=True, trials=12,
         settings={"trials": 4}, progress=heard,
@@ -204,7 +205,7 @@ def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
         return 0.1
 
     fake(seconds_of)
-    monkeypatch.setattr(measured, "FINAL_RUNS", 2)
+    monkeypatch.setattr(learning, "FINAL_RUNS", 2)
     lesson = learn(subject.step, task.machine, measured=True, trials=400, settings={"trials": 4})
     assert lesson.learned.interrupted
     assert lesson.plan.interrupted

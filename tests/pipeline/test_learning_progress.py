@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dovetail.cli import learning_progress
-from dovetail.cli.learning_progress import LearningProgress, sparkline
+from dovetail.cli import learning_run
+from dovetail.cli.learning_run import LearningProgress, sparkline
 from dovetail.placers.learned.curves import curves_of, save_points
 from dovetail.placers.learned.records import Learned, Point
 from dovetail.reports.learning_page import MOST_CURVES, render_learning, write_learning_page
@@ -62,7 +62,7 @@ def test_lines_come_at_a_pace_and_name_each_task():
     progress = LearningProgress("m by gdp", None, 60.0, told.append, clock)
     progress.add(point(0))
     assert told == []
-    clock.now = learning_progress.LINE_SECONDS
+    clock.now = learning_run.LINE_SECONDS
     progress.add(point(1, task="other", best=1.0))
     progress.add(point(2))
     assert len(told) == 1

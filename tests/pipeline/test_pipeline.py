@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of, source
 from dovetail import pipeline
 from dovetail.costs import Costs
 from dovetail.errors import (
@@ -25,6 +24,7 @@ from dovetail.errors import (
 from dovetail.machine import local_machine, save_machine
 from dovetail.pipeline import opening, plan, planning, sources, verify
 from dovetail.simulator import Simulator
+from tests.support.builders import Op, graph_of, machine_of, source
 
 TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="here/2 wants two cores")
 

@@ -9,13 +9,20 @@ from torch import nn
 
 from dovetail.costs import CostCache
 from dovetail.errors import MachineError, UnequalError, UsageError
-from dovetail.executors.stages import choosing, measuring, passes
+from dovetail.executors.stages import choosing, measuring
 from dovetail.frontends import capture
 from dovetail.graph.files import save_graph
 from dovetail.machine.local import local_machine
 from dovetail.pipeline import resolve_model, scheduling
-from dovetail.pipeline.schedules import Wanted, schedules
-from dovetail.pipeline.scheduling import check_equal, find, schedule, search, target_of
+from dovetail.pipeline.scheduling import (
+    Wanted,
+    check_equal,
+    find,
+    schedule,
+    schedules,
+    search,
+    target_of,
+)
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.races import check_races
 from dovetail.schedulers.records import Timing, members
@@ -34,7 +41,7 @@ def cores(request, monkeypatch, tmp_path):
     monkeypatch.setattr(scheduling, "local_machine", machine)
     for name, least in (("_SAMPLE_SECONDS", 1e-5), ("_VISITS", 1)):
         monkeypatch.setattr(measuring, name, least)
-    monkeypatch.setattr(passes, "_MOST_PASSES", 5)
+    monkeypatch.setattr(measuring, "_MOST_PASSES", 5)
     monkeypatch.setattr(choosing, "_ROUND_SECONDS", 1e-5)
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     before = torch.get_num_threads()

@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformer_models import MODELS, Decoder, tokens
 
 import dovetail as dt
 from dovetail.errors import ExportError, FileFormatError, SplitModuleError, UsageError
 from dovetail.exports import DeviceMap
-from dovetail.pipeline import planned, planning, sharing, verify
+from dovetail.pipeline import opening, planned, planning, verify
 from dovetail.plans import check
+from tests.support.transformer_models import MODELS, Decoder, tokens
 
 BOX = "2 x p100 + haswell"
 
@@ -84,10 +84,10 @@ def test_instances_and_devices_without_a_name_are_refused(step):
 
 def force_copies(monkeypatch):
     """Whatever is shared is copied, whatever that costs."""
-    monkeypatch.setattr(sharing, "_sending_seconds", lambda *_: float("inf"))
-    judged = sharing._copied
+    monkeypatch.setattr(opening, "_sending_seconds", lambda *_: float("inf"))
+    judged = opening._copied
     monkeypatch.setattr(
-        sharing, "_copied", lambda plan, *rest: judged(replace(plan, value=float("inf")), *rest)
+        opening, "_copied", lambda plan, *rest: judged(replace(plan, value=float("inf")), *rest)
     )
 
 

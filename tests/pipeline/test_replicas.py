@@ -8,13 +8,13 @@ import pytest
 import dovetail as dt
 from dovetail.errors import ExportError, UsageError
 from dovetail.graph import layered, save_graph
-from dovetail.graph.towers import tower_count, towers_of
+from dovetail.graph.replicate import tower_count, towers_of
 from dovetail.pipeline import check_replicas, open_plan, replicated
 from dovetail.plans import load_plan
-from instance_files import edge, file_of, node
+from tests.support.instance_files import edge, file_of, node
 
 TWO_GPUS = ("--machine", "2 x p100 + haswell", "--budget", "30e")
-TRAINED = ("small_models:trained", "--train", "adam")
+TRAINED = ("tests.support.small_models:trained", "--train", "adam")
 
 
 @pytest.mark.parametrize("flags", [(), ("--asynchronous",)])
@@ -26,12 +26,14 @@ def test_a_plan_of_towers_keeps_how_it_was_made(dovetail, tmp_path, flags):
     assert status == 0, err
     source = json.loads(path.read_text())["source"]
     assert (source["replicas"], source["asynchronous"]) == (3, bool(flags))
-    opened, step = open_plan(path, "small_models:trained")
+    opened, step = open_plan(path, "tests.support.small_models:trained")
     assert tower_count(step.graph) == 3
     assert len(step.graph) == json.loads(out)["ops"]
     assert len(step.inputs) == 3
     assert opened.source == step.source
-    status, _, err = dovetail("report", path, "small_models:trained", "--out", tmp_path / "p.html")
+    status, _, err = dovetail(
+        "report", path, "tests.support.small_models:trained", "--out", tmp_path / "p.html"
+    )
     assert status == 0, err
     assert "tower.2" in (tmp_path / "p.html").read_text()
 
@@ -42,7 +44,9 @@ def test_towers_run_here(dovetail, here, tmp_path):
         "plan", *TRAINED, "--replicas", 2, "--machine", here, "--budget", "20e", "--out", path
     )
     assert status == 0, err
-    status, out, err = dovetail("run", path, "small_models:trained", "--steps", 2, "--json")
+    status, out, err = dovetail(
+        "run", path, "tests.support.small_models:trained", "--steps", 2, "--json"
+    )
     assert status == 0, err
     assert json.loads(out)["median_seconds"] > 0
 
@@ -80,7 +84,7 @@ def test_a_tower_can_be_pinned_to_a_device(dovetail, tmp_path):
         "--pin", "tower.0=p100:1", "--pin", "tower.1=p100:0",
     )  # fmt: skip
     assert status == 0, err
-    opened, step = open_plan(path, "small_models:trained")
+    opened, step = open_plan(path, "tests.support.small_models:trained")
     for tower, device in ((0, "p100:1"), (1, "p100:0")):
         own = (towers_of(step.graph) == tower) & ~step.graph.is_source
         assert (opened.placement[own] == opened.machine.device_index(device)).all()
@@ -93,7 +97,7 @@ def test_a_plan_from_before_there_were_towers_still_opens(dovetail, tmp_path):
     assert raw["source"].pop("replicas") == 1
     assert raw["source"].pop("asynchronous") is False
     path.write_text(json.dumps(raw))
-    assert dovetail("report", path, "small_models:trained")[0] == 0
+    assert dovetail("report", path, "tests.support.small_models:trained")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_a_plan_from_before_there_were_towers_still_opens(dovetail, tmp_path):
     [
         ((*TRAINED, "--asynchronous"), "replicas"),
         ((*TRAINED, "--replicas", "0"), "--replicas"),
-        (("small_models:branches", "--replicas", "2"), "inference"),
+        (("tests.support.small_models:branches", "--replicas", "2"), "inference"),
     ],
 )
 def test_towers_that_cannot_be_are_refused(dovetail, arguments, said, tmp_path):

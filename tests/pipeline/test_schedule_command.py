@@ -8,8 +8,7 @@ from dovetail.cli.scheduling import SCHEDULERS_HELP
 from dovetail.executors.stages.targets import AnalyticTarget
 from dovetail.frontends import resolve
 from dovetail.pipeline import Wanted, schedules
-from dovetail.pipeline.schedules import with_batch
-from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of
+from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of, with_batch
 from dovetail.schedulers.scheduling import SCHEDULERS
 
 TINY = "zoo:squeezenet_1_1?size=64&batch=1"
@@ -116,10 +115,15 @@ def test_wrong_options_are_named_and_nothing_is_written(dovetail, tmp_path, argu
 
 def test_a_batch_of_what_is_not_of_the_zoo_is_refused(dovetail, tmp_path):
     status, _, err = dovetail(
-        "schedule", "small_models:branches", "--batch", "2", "--report", tmp_path / "page.html"
+        "schedule",
+        "tests.support.small_models:branches",
+        "--batch",
+        "2",
+        "--report",
+        tmp_path / "page.html",
     )
     assert status == 2
-    assert "small_models:branches" in err
+    assert "tests.support.small_models:branches" in err
 
 
 def test_a_page_that_cannot_be_written_is_said_before_anything_runs(dovetail, tmp_path):

@@ -13,8 +13,8 @@ from dovetail.errors import OutOfMemoryError
 from dovetail.executors import Measurement
 from dovetail.frontends import capture
 from dovetail.machine import local_machine
-from dovetail.pipeline import Notes, disturbance_of, plan, run, threads
-from dovetail.pipeline.threads import (
+from dovetail.pipeline import Notes, disturbance_of, plan, run, sources
+from dovetail.pipeline.sources import (
     ThreadChoice,
     candidates_of,
     choose_threads,
@@ -84,12 +84,12 @@ def test_one_note_says_what_other_programs_disturbed():
 @TWO_CORES
 def test_the_step_is_tried_once_and_the_choice_remembered(step, tmp_path, monkeypatch):
     machine, cache = local_machine(), CostCache(tmp_path / "costs.sqlite")
-    monkeypatch.setattr(threads, "WARM_SECONDS", 0.0)
-    monkeypatch.setattr(threads, "MEASURED_SECONDS", 1e-3)
+    monkeypatch.setattr(sources, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(sources, "MEASURED_SECONDS", 1e-3)
     first = choose_threads(step, machine, cache)
     assert first.threads in first.seconds
     assert set(first.seconds) == set(candidates_of(len(machine.devices[0].cores)))
-    monkeypatch.setattr(threads, "_try_threads", None)
+    monkeypatch.setattr(sources, "_try_threads", None)
     again = choose_threads(step, machine, cache)
     assert (again.threads, again.seconds) == (first.threads, first.seconds)
 
@@ -103,7 +103,7 @@ def test_a_choice_made_beside_other_programs_is_not_remembered(step, tmp_path, m
         return ThreadChoice(1, {1: 1.0, 2: 2.0}, others_cores=1.0)
 
     monkeypatch.setattr(neighbours, "BUSY_CORES", 0.5)
-    monkeypatch.setattr(threads, "_try_threads", disturbed)
+    monkeypatch.setattr(sources, "_try_threads", disturbed)
     for _ in range(2):
         assert choose_threads(step, local_machine(), cache).threads == 1
     assert len(tried) == 2
@@ -111,16 +111,16 @@ def test_a_choice_made_beside_other_programs_is_not_remembered(step, tmp_path, m
 
 def test_one_core_a_long_step_and_one_that_does_not_fit_are_not_tried(step, tmp_path, monkeypatch):
     cache = CostCache(tmp_path / "costs.sqlite")
-    monkeypatch.setattr(threads, "_try_threads", None)
+    monkeypatch.setattr(sources, "_try_threads", None)
     assert choose_threads(step, local_machine(1), cache) is None
-    monkeypatch.setattr(threads, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(sources, "LONG_SECONDS", 0.0)
     assert choose_threads(step, local_machine(), cache) is None
     monkeypatch.undo()
 
     def too_large(*_args):
         raise OutOfMemoryError("here", 2, 1)
 
-    monkeypatch.setattr(threads, "_try_threads", too_large)
+    monkeypatch.setattr(sources, "_try_threads", too_large)
     assert choose_threads(step, local_machine(), cache) is None
 
 
@@ -132,7 +132,7 @@ def test_the_plan_that_is_tried_is_one_that_can_run(step):
 @TWO_CORES
 def test_a_plan_for_here_has_its_threads_and_keeps_them_in_its_file(step, tmp_path, monkeypatch):
     choice = ThreadChoice(1, {1: 1e-3, 2: 2e-3})
-    monkeypatch.setattr(threads, "_try_threads", lambda *_args: choice)
+    monkeypatch.setattr(sources, "_try_threads", lambda *_args: choice)
     monkeypatch.setenv("DOVETAIL_CACHE", str(tmp_path))
     found = plan(step, "here", placer="single")
     (device,) = found.machine.devices

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from builders import Op, graph_of, machine_of, plan_by_hand, source
 from dovetail import pipeline
 from dovetail.errors import OrderError, OutOfMemoryError, UsageError
 from dovetail.executors import run
 from dovetail.frontends import capture
 from dovetail.machine import Device, Link, Machine
 from dovetail.plans import Schedule, Stage, check, load_plan
+from tests.support.builders import Op, graph_of, machine_of, plan_by_hand, source
 
 X, A, B, C, D, E = range(6)
 

@@ -7,7 +7,7 @@ from dovetail.placers import Budget, make_problem
 from dovetail.placers.exact import exact
 from dovetail.placers.latency_search import greedy_placements, latency_search
 from dovetail.simulator import Simulator
-from instance_files import INSTANCES, edge, instance_of, node
+from tests.support.instance_files import INSTANCES, edge, instance_of, node
 
 
 def problem_of(instance, seed=0):

@@ -5,18 +5,18 @@ import itertools
 
 import numpy as np
 import pytest
-from placer_instances import (
+
+from dovetail.errors import OutOfMemoryError, UsageError
+from dovetail.placers import BASELINES, PLACERS, Budget, parse_budget, place
+from dovetail.placers.baselines import single
+from dovetail.simulator import Simulator
+from tests.support.placer_instances import (
     build_graph,
     build_machine,
     build_problem,
     random_problem,
     usable_placers,
 )
-
-from dovetail.errors import OutOfMemoryError, UsageError
-from dovetail.placers import BASELINES, PLACERS, Budget, parse_budget, place
-from dovetail.placers.single import single
-from dovetail.simulator import Simulator
 
 FREE_OR_TIGHT = ["free memory", "tight memory"]
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformer_models import MODELS, Decoder, tokens
 
 import dovetail as dt
 from dovetail.costs import analytic_costs
@@ -17,6 +16,7 @@ from dovetail.machine import parse_machine
 from dovetail.placers import Budget, make_problem, place
 from dovetail.placers.chain import ordered_groups
 from dovetail.simulator import Simulator
+from tests.support.transformer_models import MODELS, Decoder, tokens
 
 MACHINE = parse_machine("2 x p100 + haswell")
 

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placer_instances import (
+
+from dovetail.errors import NoDeviceError, OutOfMemoryError, PinError, UnknownDeviceError
+from dovetail.graph import Groups, Phase
+from dovetail.placers import parse_budget, place
+from tests.support.placer_instances import (
     build_graph,
     build_machine,
     build_problem,
     random_problem,
     usable_placers,
 )
-
-from dovetail.errors import NoDeviceError, OutOfMemoryError, PinError, UnknownDeviceError
-from dovetail.graph import Groups, Phase
-from dovetail.placers import parse_budget, place
 
 
 def chain(**fields):

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placer_instances import build_graph, build_machine, build_problem
-from placer_instances import random_problem as random_linked
 
 from dovetail.errors import TooManyIdealsError
 from dovetail.graph import Phase, colocate
@@ -20,18 +18,21 @@ from dovetail.instances import instance_from, load_instance
 from dovetail.placers import make_problem
 from dovetail.placers.budget import Budget, keeping_interrupts
 from dovetail.placers.contiguity import (
+    best_chain,
     elements_of,
     forward_order,
     is_star,
     kinds_of,
     order_of,
+    states_of,
     topological,
 )
 from dovetail.placers.exhaustive import every_placement
 from dovetail.placers.ideal_dp import ideal_dp, ideals_of
 from dovetail.placers.linear_dp import linear_dp
-from dovetail.placers.stages import best_chain, states_of
 from dovetail.simulator import Simulator, group_loads
+from tests.support.placer_instances import build_graph, build_machine, build_problem
+from tests.support.placer_instances import random_problem as random_linked
 
 FILES = Path(__file__).parent.parent / "data" / "instances" / "throughput"
 

@@ -3,18 +3,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exact_instances import best_by_far, small_problem
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.errors import InfeasibleError, NoPlanFitsError, TooManyIntervalsError
 from dovetail.graph.convexity import find_return
 from dovetail.placers import exact as exact_module
 from dovetail.placers.budget import Budget
-from dovetail.placers.exact import NEVER, exact
-from dovetail.placers.exact_master import alike_devices, necessary_bytes, new_master
-from dovetail.placers.exact_share import share_bound
+from dovetail.placers.exact import (
+    NEVER,
+    alike_devices,
+    exact,
+    necessary_bytes,
+    new_master,
+    share_bound,
+)
 from dovetail.placers.exhaustive import every_placement
 from dovetail.simulator import Simulator
+from tests.support.exact_instances import best_by_far, small_problem
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 INSTANCES = 60
 """Of each objective; the first 200 were tried too."""

@@ -2,14 +2,6 @@
 
 import numpy as np
 import pytest
-from placer_instances import (
-    BANDWIDTH,
-    LATENCY_SECONDS,
-    build_graph,
-    build_machine,
-    build_problem,
-    random_problem,
-)
 
 from dovetail.costs import Costs
 from dovetail.graph import Groups
@@ -21,6 +13,14 @@ from dovetail.placers.list_scheduling import limits_of, tasks_of
 from dovetail.placers.m_topo import even_shares, m_topo
 from dovetail.placers.sct import favourites_of, sct
 from dovetail.simulator import Simulator
+from tests.support.placer_instances import (
+    BANDWIDTH,
+    LATENCY_SECONDS,
+    build_graph,
+    build_machine,
+    build_problem,
+    random_problem,
+)
 
 METHODS = [m_topo, heft, etf, sct]
 by_name = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)

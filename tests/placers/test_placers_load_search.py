@@ -5,14 +5,22 @@ import itertools
 
 import numpy as np
 import pytest
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.graph import Groups
 from dovetail.machine import Device, Link, Machine
 from dovetail.placers import Budget, parse_budget
-from dovetail.placers.load_kernel import BEST, LACKING, Heat, anneal, start
-from dovetail.placers.load_search import load_search, make_field, make_walk
+from dovetail.placers.load_search import (
+    BEST,
+    LACKING,
+    Heat,
+    anneal,
+    load_search,
+    make_field,
+    make_walk,
+    start,
+)
 from dovetail.simulator import group_loads
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

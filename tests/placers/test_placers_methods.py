@@ -4,18 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.errors import UsageError
 from dovetail.graph import Phase
 from dovetail.placers import Budget, Score, parse_budget
-from dovetail.placers.balanced import balanced
-from dovetail.placers.critical import CriticalPath
+from dovetail.placers.baselines import balanced, single
 from dovetail.placers.etf import etf
 from dovetail.placers.expert import expert
-from dovetail.placers.local_search import local_search
-from dovetail.placers.moves import MOVES, landscape
-from dovetail.placers.single import single
+from dovetail.placers.local_search import MOVES, CriticalPath, landscape, local_search
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 def chain(modules, **fields):

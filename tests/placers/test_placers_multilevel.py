@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 from scipy.stats import spearmanr
 
 from dovetail.costs import analytic_costs
@@ -11,10 +10,9 @@ from dovetail.graph import group, layered
 from dovetail.machine import parse_machine
 from dovetail.placers import Budget, make_problem
 from dovetail.placers.baselines import try_baselines
-from dovetail.placers.coarsening import by_modules, coarsen
-from dovetail.placers.merging import merged_problem
-from dovetail.placers.multilevel import multilevel
+from dovetail.placers.multilevel import by_modules, coarsen, merged_problem, multilevel
 from dovetail.simulator import Simulator
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 def network(

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placer_instances import build_graph, build_machine, build_problem, random_problem
 
 from dovetail.errors import InvalidError, MissingLibraryError
 from dovetail.machine import Device, Link, Machine, parse_machine
-from dovetail.placers import Budget, scotch_library
+from dovetail.placers import Budget
 from dovetail.placers.metis import metis
-from dovetail.placers.mincut import mincut
 from dovetail.placers.partitioning import (
     Candidate,
     has_empty_part,
@@ -23,12 +21,13 @@ from dovetail.placers.partitioning import (
     refit,
     trivial_labels,
 )
-from dovetail.placers.scotch import MOST_DISTANCE, distances, scotch
+from dovetail.placers.scotch import INSTALL, MOST_DISTANCE, distances, load_scotch, mincut, scotch
+from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
 def _has_scotch():
     try:
-        scotch_library.load_scotch()
+        load_scotch()
     except MissingLibraryError:
         return False
     return True
@@ -255,7 +254,7 @@ def test_without_the_library_the_error_says_how_to_install_it():
         raise OSError(f"{name}: cannot open shared object file")
 
     with pytest.raises(MissingLibraryError, match="apt-get install") as raised:
-        scotch_library.load_scotch(absent)
+        load_scotch(absent)
     assert raised.value.library == "Scotch"
     assert isinstance(raised.value, InvalidError)
 
@@ -263,7 +262,7 @@ def test_without_the_library_the_error_says_how_to_install_it():
 @pytest.mark.parametrize("method", [scotch, mincut])
 def test_scotch_and_mincut_say_so_when_the_library_is_absent(method, monkeypatch):
     def absent():
-        raise MissingLibraryError("Scotch", scotch_library.INSTALL)
+        raise MissingLibraryError("Scotch", INSTALL)
 
     monkeypatch.setattr("dovetail.placers.scotch.load_scotch", absent)
     with pytest.raises(MissingLibraryError):
@@ -273,7 +272,7 @@ def test_scotch_and_mincut_say_so_when_the_library_is_absent(method, monkeypatch
 def test_a_library_without_scotchs_functions_counts_as_absent():
     other = ctypes.util.find_library("m") or ctypes.util.find_library("c")
     with pytest.raises(MissingLibraryError):
-        scotch_library.load_scotch(lambda _name, mode=0: ctypes.CDLL(other))
+        load_scotch(lambda _name, mode=0: ctypes.CDLL(other))
 
 
 def test_an_empty_part_is_noticed_and_an_impossible_one_is_a_bug():

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from placer_instances import build_problem, random_problem, usable_placers
 
 from dovetail.errors import InfeasibleError, InvalidError
 from dovetail.graph import colocate
 from dovetail.instances import load_instance
 from dovetail.placers import Budget, make_problem, parse_budget, place
 from dovetail.simulator import Simulator
+from tests.support.placer_instances import build_problem, random_problem, usable_placers
 
 INSTANCES = Path(__file__).parents[1] / "data" / "instances"
 TIGHT_CASES = 40  # of the 200 that were run before this suite was cut to a few seconds

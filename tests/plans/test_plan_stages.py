@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of, plan_by_hand, source
 from dovetail.errors import OrderError
 from dovetail.plans import Schedule, Stage, check, stages_of
+from tests.support.builders import Op, graph_of, machine_of, plan_by_hand, source
 
 X, A, B, C, D = range(5)
 

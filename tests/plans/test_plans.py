@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of, source
 from dovetail.errors import (
     FileFormatError,
     GraphMismatchError,
@@ -31,6 +30,7 @@ from dovetail.plans import (
     normalise,
 )
 from dovetail.units import UNLIMITED_BYTES
+from tests.support.builders import Op, graph_of, machine_of, source
 
 
 def a_graph():

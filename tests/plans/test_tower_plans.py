@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of, source
 from dovetail.costs import Costs, analytic_costs
 from dovetail.errors import NoDeviceError, UsageError
 from dovetail.graph import Phase, layered, replicate
-from dovetail.graph.towers import AVERAGE, towers_of
+from dovetail.graph.replicate import AVERAGE, towers_of
 from dovetail.machine import parse_machine
 from dovetail.pipeline import plan, verify
 from dovetail.plans import tower_placement, tower_seconds
 from dovetail.simulator import Simulator
+from tests.support.builders import Op, graph_of, machine_of, source
 
 
 def one_replica():

@@ -1,9 +1,9 @@
 import numpy as np
-from report_samples import make_graph, make_machine, make_plan, training_chain
 
 from dovetail.graph.records import Phase
 from dovetail.reports import folding
 from dovetail.reports.folding import fold
+from tests.support.report_samples import make_graph, make_machine, make_plan, training_chain
 
 F, S = Phase.FORWARD, Phase.SOURCE
 

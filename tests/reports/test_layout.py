@@ -1,9 +1,9 @@
 import numpy as np
-from report_samples import make_graph, make_machine, make_plan, training_chain
 
 from dovetail.graph.records import Phase
 from dovetail.reports import layout
 from dovetail.reports.layout import draw
+from tests.support.report_samples import make_graph, make_machine, make_plan, training_chain
 
 F, B, U, S = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.SOURCE
 

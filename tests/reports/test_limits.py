@@ -1,10 +1,16 @@
 import numpy as np
 import pytest
-from report_samples import make_graph, make_machine, make_plan, make_timeline, run_in_order
-from report_samples import training_chain as chain_of
 
 from dovetail.graph.records import Phase
 from dovetail.reports.limits import OP, TRANSFER, explain, find_limits, shares
+from tests.support.report_samples import (
+    make_graph,
+    make_machine,
+    make_plan,
+    make_timeline,
+    run_in_order,
+)
+from tests.support.report_samples import training_chain as chain_of
 
 FORWARD = Phase.FORWARD
 

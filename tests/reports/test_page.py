@@ -8,7 +8,13 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from report_samples import (
+
+from dovetail.errors import UnwritableError
+from dovetail.graph.records import Phase
+from dovetail.machine import Link
+from dovetail.reports import Report, write_html
+from dovetail.reports.page import render, runs, split_name
+from tests.support.report_samples import (
     EVIL,
     make_graph,
     make_machine,
@@ -17,13 +23,6 @@ from report_samples import (
     run_in_order,
     training_chain,
 )
-
-from dovetail.errors import UnwritableError
-from dovetail.graph.records import Phase
-from dovetail.machine import Link
-from dovetail.reports import Report, write_html
-from dovetail.reports.page import render
-from dovetail.reports.payload import runs, split_name
 
 
 class Tags(HTMLParser):

@@ -5,17 +5,16 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from page_checks import check_self_contained
 from rich.console import Console
-from schedule_samples import make_matrix, make_scheduled, make_schedules
 
 from dovetail.errors import UnwritableError
 from dovetail.reports import schedules_table
-from dovetail.reports import stages_drawing as drawing
+from dovetail.reports import stages_page as drawing
 from dovetail.reports.stages_figures import answer
-from dovetail.reports.stages_page import render_stages, write_stages_page
-from dovetail.reports.stages_sections import drawable
+from dovetail.reports.stages_page import drawable, render_stages, write_stages_page
 from dovetail.schedulers.results import Effort, Schedules
+from tests.support.page_checks import check_self_contained
+from tests.support.schedule_samples import make_matrix, make_scheduled, make_schedules
 
 EVIL = "</script></svg><script>alert(1)</script>&\"'"
 SECTIONS = (

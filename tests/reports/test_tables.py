@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from report_samples import make_graph, make_machine, make_plan, make_timeline, training_chain
 from rich.console import Console
 
 from dovetail.graph.records import Phase
@@ -22,6 +21,13 @@ from dovetail.reports import (
     run_table,
 )
 from dovetail.reports.records import utilisation
+from tests.support.report_samples import (
+    make_graph,
+    make_machine,
+    make_plan,
+    make_timeline,
+    training_chain,
+)
 
 
 def text_of(renderable):

@@ -7,15 +7,14 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from page_checks import check_self_contained
 
 from dovetail.errors import UnwritableError, UsageError
-from dovetail.reports import plots, training_timeline
-from dovetail.reports.training_page import render_training, write_training_page
-from dovetail.reports.training_sections import histogram
+from dovetail.reports import plots, training_page
+from dovetail.reports.training_page import histogram, render_training, write_training_page
 from dovetail.training.history import History
 from dovetail.training.records import Evaluation, Event, Outcome
-from histories import make_history
+from tests.support.histories import make_history
+from tests.support.page_checks import check_self_contained
 
 EVIL = "</script></svg><img src=x onerror=alert(1)>&\"'"
 
@@ -133,21 +132,21 @@ def test_size_is_bounded_whatever_the_length():
 
 def test_short_runs_are_drawn_span_by_span_and_long_ones_as_shares(monkeypatch):
     history = make_history(9)
-    exact = training_timeline.timeline(history)
+    exact = training_page.timeline(history)
     assert exact.count("z") - exact.count("zz") >= 9 * 2
-    monkeypatch.setattr(training_timeline, "MOST_SPANS", 3)
-    assert "Shares of pieces" in training_timeline.timeline(history)
+    monkeypatch.setattr(training_page, "MOST_SPANS", 3)
+    assert "Shares of pieces" in training_page.timeline(history)
     assert "Shares of pieces" not in exact
 
 
 def test_shares_of_time_add_up_to_what_the_lanes_hold():
     history = make_history(60)
-    for lane in training_timeline.lanes_of(history):
+    for lane in training_page.lanes_of(history):
         assert lane.seconds_of("compute") == pytest.approx(0.8 * 20)
         assert lane.seconds_of("exchange") == pytest.approx(0.1 * 20)
         assert lane.seconds_of("wait") == pytest.approx(0.1 * 19)
         edges = np.linspace(0, 20, 41)
-        covered = training_timeline._covered(*lane.spans_of("compute"), edges)
+        covered = training_page._covered(*lane.spans_of("compute"), edges)
         assert covered[-1] == pytest.approx(0.8 * 20)
         assert (np.diff(covered) >= -1e-12).all()
         assert np.diff(covered).max() <= 0.5 + 1e-12
@@ -156,8 +155,8 @@ def test_shares_of_time_add_up_to_what_the_lanes_hold():
 def test_clocks_that_disagree_make_no_negative_span():
     history = make_history(9)
     rows = tuple(replace(row, begin_seconds=-5.0, end_seconds=99.0) for row in history.outcome.rows)
-    for lane in training_timeline.lanes_of(History(replace(history.outcome, rows=rows))):
-        for kind in training_timeline.KINDS:
+    for lane in training_page.lanes_of(History(replace(history.outcome, rows=rows))):
+        for kind in training_page.KINDS:
             starts, stops = lane.spans_of(kind)
             assert (stops >= starts).all()
 
@@ -167,7 +166,7 @@ def test_losses_and_restarts_are_marked_in_their_lane():
         events=(Event("lost", 1, 4.0, "killed"), Event("restarted", 1, 6.0),
                 Event("joined", 0, 0.0), Event("server_restarted", -1, 9.0))
     )  # fmt: skip
-    drawn = training_timeline.timeline(history)
+    drawn = training_page.timeline(history)
     marks = re.findall(r'class="mark"[^>]* y="([\d.]+)"[^>]*>(.)', drawn)
     assert [sign for _, sign in marks] == ["✕", "▲"]
     assert len({y for y, _ in marks}) == 1

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from dovetail.errors import UnwritableError
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 
 def test_text_and_bytes_are_written_and_nothing_else_is_left(tmp_path):

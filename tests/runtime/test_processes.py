@@ -10,11 +10,11 @@ import pytest
 from dovetail.errors import ProcessDiedError, ProcessError
 from dovetail.runtime import launch, processes
 from dovetail.runtime.processes import ready
-from ending import gone
+from tests.support.ending import gone
 
 
 def test_a_worker_answers():
-    with launch("runtime_entries:echo") as worker:
+    with launch("tests.support.runtime_entries:echo") as worker:
         for message in (1, "two", {"three": [3]}):
             worker.send(message)
             assert worker.receive() == message
@@ -22,7 +22,7 @@ def test_a_worker_answers():
 
 def test_a_worker_is_pinned_before_it_imports_anything():
     core = min(os.sched_getaffinity(0))
-    with launch("runtime_entries:describe", cores=(core,), threads=1) as worker:
+    with launch("tests.support.runtime_entries:describe", cores=(core,), threads=1) as worker:
         found = worker.receive()
     assert found["cores"] == {core}
     assert found["threads"] == "1"
@@ -39,12 +39,12 @@ def test_threads_that_wait_for_each_other_soon_sleep(threads, chosen, spins, mon
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if chosen is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", chosen)
-    with launch("runtime_entries:describe", threads=threads) as worker:
+    with launch("tests.support.runtime_entries:describe", threads=threads) as worker:
         assert worker.receive()["spins"] == spins
 
 
 def test_a_failing_worker_brings_its_traceback():
-    with launch("runtime_entries:fail", name="cook") as worker:
+    with launch("tests.support.runtime_entries:fail", name="cook") as worker:
         worker.send("stones")
         with pytest.raises(ProcessError) as raised:
             worker.receive()
@@ -55,19 +55,22 @@ def test_a_failing_worker_brings_its_traceback():
 
 def test_an_entry_that_does_not_exist_is_a_failure_with_its_name():
     with (
-        launch("runtime_entries:nonsense") as worker,
+        launch("tests.support.runtime_entries:nonsense") as worker,
         pytest.raises(ProcessError, match="nonsense"),
     ):
         worker.receive()
 
 
 def test_a_core_that_does_not_exist_is_a_failure():
-    with launch("runtime_entries:echo", cores=(4095,)) as worker, pytest.raises(ProcessDiedError):
+    with (
+        launch("tests.support.runtime_entries:echo", cores=(4095,)) as worker,
+        pytest.raises(ProcessDiedError),
+    ):
         worker.receive()
 
 
 def test_a_worker_that_leaves_is_reported_with_its_status():
-    with launch("runtime_entries:leave", name="guest") as worker:
+    with launch("tests.support.runtime_entries:leave", name="guest") as worker:
         worker.send("go")
         with pytest.raises(ProcessDiedError) as raised:
             worker.receive()
@@ -75,7 +78,7 @@ def test_a_worker_that_leaves_is_reported_with_its_status():
 
 
 def test_a_killed_worker_is_reported_with_its_signal():
-    with launch("runtime_entries:sleep") as worker:
+    with launch("tests.support.runtime_entries:sleep") as worker:
         os.kill(worker.receive(), signal.SIGKILL)
         with pytest.raises(ProcessDiedError) as raised:
             worker.receive()
@@ -85,12 +88,12 @@ def test_a_killed_worker_is_reported_with_its_signal():
 
 
 def test_a_reply_that_does_not_come_in_time_is_an_error():
-    with launch("runtime_entries:echo") as worker, pytest.raises(TimeoutError):
+    with launch("tests.support.runtime_entries:echo") as worker, pytest.raises(TimeoutError):
         worker.receive(timeout_seconds=0.01)
 
 
 def test_leaving_the_context_ends_a_busy_worker():
-    with pytest.raises(RuntimeError), launch("runtime_entries:sleep") as worker:
+    with pytest.raises(RuntimeError), launch("tests.support.runtime_entries:sleep") as worker:
         worker.receive()
         raise RuntimeError
     assert gone(worker.pid)
@@ -103,7 +106,7 @@ def patient(monkeypatch):
 
 
 def test_a_worker_whose_reply_nobody_reads_ends_quietly(capfd, patient):
-    with launch("runtime_entries:echo") as worker:
+    with launch("tests.support.runtime_entries:echo") as worker:
         worker.send("anything")
         assert ready([worker]) == [worker]
     assert worker._process.returncode == 0  # the channel was reset, not merely closed
@@ -111,14 +114,17 @@ def test_a_worker_whose_reply_nobody_reads_ends_quietly(capfd, patient):
 
 
 def test_a_worker_that_fails_when_nobody_listens_ends_quietly(capfd, patient):
-    with launch("runtime_entries:shout") as worker:
+    with launch("tests.support.runtime_entries:shout") as worker:
         worker.receive()
     assert worker._process.returncode == 1
     assert capfd.readouterr().err == ""
 
 
 def test_the_first_of_several_workers_to_answer_is_found():
-    with launch("runtime_entries:echo") as a, launch("runtime_entries:echo") as b:
+    with (
+        launch("tests.support.runtime_entries:echo") as a,
+        launch("tests.support.runtime_entries:echo") as b,
+    ):
         b.send("me")
         assert ready([a, b]) == [b]
 
@@ -128,7 +134,7 @@ SCRIPT = textwrap.dedent("""
     import signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     from dovetail.runtime import launch
-    with launch("runtime_entries:sleep") as worker:
+    with launch("tests.support.runtime_entries:sleep") as worker:
         print(worker.receive(), flush=True)
         worker.receive()
 """)

@@ -7,7 +7,7 @@ import pytest
 from dovetail.runtime import launch
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
-from named_memory import named_memory
+from tests.support.named_memory import named_memory
 
 
 def mappings():
@@ -84,7 +84,7 @@ def test_shared_memory_has_no_name():
 def test_a_worker_sees_and_changes_the_block():
     block = Block.create(1024 + 8 * 100)
     flags, values = block.view(0, (128,), np.int64), block.view(1024, (100,), np.float64)
-    with launch("runtime_entries:add_one") as worker:
+    with launch("tests.support.runtime_entries:add_one") as worker:
         worker.send_descriptor(block.descriptor)
         worker.send(100)
         values[:] = np.arange(100)

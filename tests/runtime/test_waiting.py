@@ -86,7 +86,7 @@ def test_a_wait_that_sleeps_sees_the_abort_flag():
 def test_the_abort_flag_releases_a_waiting_process():
     block = Block.create(1024)
     flags = block.view(0, (128,), np.int64)
-    with launch("runtime_entries:spin") as worker:
+    with launch("tests.support.runtime_entries:spin") as worker:
         worker.send_descriptor(block.descriptor)
         assert worker.receive() == "spinning"
         publish(address_of(flags, 16), 1)
@@ -108,7 +108,10 @@ def test_an_aborted_barrier_says_so():
 def test_nobody_passes_a_barrier_before_all_have_written():
     rounds = 300
     block = Block.create(2048)
-    with launch("runtime_entries:race") as a, launch("runtime_entries:race") as b:
+    with (
+        launch("tests.support.runtime_entries:race") as a,
+        launch("tests.support.runtime_entries:race") as b,
+    ):
         for own, worker in enumerate((a, b)):
             worker.send_descriptor(block.descriptor)
             worker.send((own, rounds))

@@ -3,10 +3,10 @@ import random
 
 import pytest
 
-from dags import random_block
-from dovetail.schedulers.draws import random_stages
-from dovetail.schedulers.greedy import greedy
+from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.records import Block, Timing, groups_of
+from dovetail.schedulers.scheduling import greedy
+from tests.support.dags import random_block
 
 
 def chain(ops):

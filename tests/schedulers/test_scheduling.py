@@ -3,20 +3,18 @@ from dataclasses import replace
 
 import pytest
 
-from dags import random_block
 from dovetail.graph.kernels import fuse
 from dovetail.pipeline import resolve_model
-from dovetail.schedulers.blocks import cut
+from dovetail.schedulers.blocks import cut, narrowed
 from dovetail.schedulers.dataflow import dataflow, replayed
 from dovetail.schedulers.dos import endings_of
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.pruning import narrowed
 from dovetail.schedulers.races import check_races
 from dovetail.schedulers.records import Block, Timing, groups_of, members
-from dovetail.schedulers.scheduling import MOST_STATES, SCHEDULERS, Problem
-from dovetail.schedulers.sequential import sequential
+from dovetail.schedulers.scheduling import MOST_STATES, SCHEDULERS, Problem, sequential
 from dovetail.schedulers.states import states_of
 from dovetail.schedulers.timing import block_of, key_of, signatures_of
+from tests.support.dags import random_block
 
 
 class Table:

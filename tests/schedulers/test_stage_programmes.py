@@ -3,14 +3,13 @@ import random
 
 import pytest
 
-from dags import occupancy, random_block, random_seconds
 from dovetail.errors import TooManyStatesError
 from dovetail.schedulers.dos import dos
-from dovetail.schedulers.greedy import greedy
 from dovetail.schedulers.ios import endings_of, ios
 from dovetail.schedulers.records import Block, groups_of, members
-from dovetail.schedulers.sequential import sequential
+from dovetail.schedulers.scheduling import greedy, sequential
 from dovetail.schedulers.states import estimate, states_of
+from tests.support.dags import occupancy, random_block, random_seconds
 
 
 def diamond():

@@ -3,15 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from dags import random_block
 from dovetail.errors import RaceError
-from dovetail.schedulers.blocks import cut, joined, whole
+from dovetail.schedulers.blocks import cut, joined, narrowed, whole
 from dovetail.schedulers.dataflow import Streams, dataflow, with_waits
 from dovetail.schedulers.dos import dos
-from dovetail.schedulers.pruning import narrowed
 from dovetail.schedulers.races import Buffer, check_races, happens_before
 from dovetail.schedulers.records import Block, Timing, members
 from dovetail.schedulers.states import states_of
+from tests.support.dags import random_block
 
 #      0
 #    / | \

@@ -6,22 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulator_cases import all_links, machine_of
 
-from builders import Op, graph_of, source
 from dovetail.costs import Costs
 from dovetail.graph import Phase, colocate
 from dovetail.instances import load_instance
 from dovetail.simulator import Simulator, group_loads, load_model, lower_bound
-from dovetail.simulator.bounds import lower_bounds
-from dovetail.simulator.closure import closure_balance_seconds, closure_seconds, closures
-from dovetail.simulator.critical_path import head_load_tail
-from dovetail.simulator.load_balance import (
+from dovetail.simulator.bounds import (
     Prices,
+    closure_balance_seconds,
+    closure_seconds,
+    closures,
     load_balance_seconds,
+    lower_bounds,
     proven_seconds,
 )
-from dovetail.simulator.load_model import resident_bytes
+from dovetail.simulator.critical_path import head_load_tail
+from dovetail.simulator.loads import resident_bytes
+from tests.support.builders import Op, graph_of, source
+from tests.support.simulator_cases import all_links, machine_of
 
 INSTANCES = Path(__file__).parents[1] / "data" / "instances"
 BEST_MILLISECONDS = {  # known to us; the first six proven

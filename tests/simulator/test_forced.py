@@ -4,16 +4,15 @@ import itertools
 
 import numpy as np
 import pytest
-from simulator_cases import all_links, machine_of
 
-from builders import Op, graph_of, source
 from dovetail.costs import Costs
 from dovetail.graph import Phase
 from dovetail.simulator import Simulator
-from dovetail.simulator.bounds import lower_bounds
+from dovetail.simulator.bounds import forced_ends, forced_tails, lower_bounds
 from dovetail.simulator.critical_path import earliest_ends
 from dovetail.simulator.flat import flatten
-from dovetail.simulator.forced import forced_ends, forced_tails
+from tests.support.builders import Op, graph_of, source
+from tests.support.simulator_cases import all_links, machine_of
 
 FORCED = "critical path with forced sends"
 

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from builders import Op, graph_of, machine_of
 from dovetail.costs import Costs
 from dovetail.errors import UsageError
 from dovetail.graph import Phase
 from dovetail.instances import instance_from, load_instance
 from dovetail.simulator import Simulator
-from instance_files import INSTANCES, edge, instance_of, node, spread
+from tests.support.builders import Op, graph_of, machine_of
+from tests.support.instance_files import INSTANCES, edge, instance_of, node, spread
 
 
 def latency_ms(instance, device_of):

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_cases import random_costs, random_graph, random_machine
-from simulator_reference import reference
 
 from dovetail.errors import OrderError
 from dovetail.plans import Schedule, Stage
 from dovetail.simulator import Simulator, device_loads, lower_bound
 from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import flatten
+from tests.support.simulator_cases import random_costs, random_graph, random_machine
+from tests.support.simulator_reference import reference
 
 
 def random_case(seed):

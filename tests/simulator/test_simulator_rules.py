@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-from simulator_cases import Builder, all_links, machine_of
 
 from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError, OrderError, UnplacedOpError, UsageError
 from dovetail.plans import Schedule, Stage
 from dovetail.simulator import Simulator, lower_bound
+from tests.support.simulator_cases import Builder, all_links, machine_of
 
 
 def simulator(graph, machine, seconds):

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator_reference import reference
-from test_simulator_reference import assert_same, random_case
 
 from dovetail.errors import OrderError
 from dovetail.plans import Plan, Schedule, Source, Stage, check_completes
 from dovetail.simulator import Simulator
+from tests.simulator.test_simulator_reference import assert_same, random_case
+from tests.support.simulator_reference import reference
 
 
 def random_stages(rng, graph, placement, device):

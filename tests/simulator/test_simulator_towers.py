@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from simulator_cases import random_costs
-from simulator_reference import reference
-from test_simulator_reference import assert_same
 
-from builders import machine_of
 from dovetail.graph import colocate, layered, replicate
 from dovetail.simulator import Simulator
+from tests.simulator.test_simulator_reference import assert_same
+from tests.support.builders import machine_of
+from tests.support.simulator_cases import random_costs
+from tests.support.simulator_reference import reference
 
 
 @pytest.mark.parametrize("seed", range(6))

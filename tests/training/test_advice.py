@@ -22,7 +22,7 @@ from dovetail.training.divergence import LossWatch, diverging, remedy, stable_ru
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
 from dovetail.training.rules import RULES, make_rule
-from histories import make_history
+from tests.support.histories import make_history
 
 QUICK = StepMeasurement((0.01, 0.012, 0.008, 0.011), transfer_seconds=0.0005)
 

@@ -13,7 +13,7 @@ import pytest
 from dovetail.errors import FileFormatError, MissingLibraryError, UnwritableError
 from dovetail.training.history import History, common_level
 from dovetail.training.records import Evaluation, Event, Outcome, Row
-from histories import make_history
+from tests.support.histories import make_history
 
 NASTY = '=1+1,"<b>\n\x1b[31m\u2028'
 

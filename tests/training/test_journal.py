@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from serving import job
 
 from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
 from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
 from dovetail.training.journal import Journal, nothing, stored_identity
 from dovetail.training.rules import make_rule
+from tests.support.serving import job
 
 RULE = "adag"
 VECTOR = np.random.default_rng(1).standard_normal(5).astype(np.float32)

@@ -6,12 +6,12 @@ import sys
 from dataclasses import MISSING, fields, replace
 
 import pytest
-from training_models import SGD, cross_entropy, perceptron
 
 from dovetail.errors import UsageError
 from dovetail.training.backends.contract import Policy
 from dovetail.training.request import TrainRequest
 from dovetail.training.trainer import Trainer
+from tests.support.training_models import SGD, cross_entropy, perceptron
 
 
 def test_a_setting_that_no_run_can_have_is_refused_where_the_request_is_built():

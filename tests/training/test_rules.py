@@ -8,11 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_cases import arrival, commit, cut, cut_arrival, new_local, new_slice, vectors, window
 
 from dovetail.training.optimizers import make_optimizer
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.rules.contract import Local
+from tests.support.rule_cases import (
+    arrival,
+    commit,
+    cut,
+    cut_arrival,
+    new_local,
+    new_slice,
+    vectors,
+    window,
+)
 
 TYPES = [(np.float64, 1e-12), (np.float32, 2e-5)]
 RATE, STEPS = 0.1, 3

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from least_squares import LeastSquares, a_job, start
 
 from dovetail.training.backends import simulated, threads
 from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.optimizers import make_optimizer
 from dovetail.training.rules import make_rule
+from tests.support.least_squares import LeastSquares, a_job, start
 
 BACKENDS = {"simulated": simulated.run, "threads": threads.run}
 WORKERS_OPTIMIZE = ("downpour", "dynsgd", "ssp", "agn", "adag", "adag-agn", "hogwild")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from serving import SIZE, Crash, CrashEvery, Worker, finish, job, run, serve, start, state_of
 
 from dovetail.errors import TrainingError
 from dovetail.training.backends.contract import Guard, Storage
@@ -15,6 +14,18 @@ from dovetail.training.checks import checksum
 from dovetail.training.records import Job, Refusal, Turn, Verdict
 from dovetail.training.rules import make_rule
 from dovetail.training.server import CRASH_POINTS, Server
+from tests.support.serving import (
+    SIZE,
+    Crash,
+    CrashEvery,
+    Worker,
+    finish,
+    job,
+    run,
+    serve,
+    start,
+    state_of,
+)
 
 # An asynchronous rule, one that remembers bases, one that gathers, and one with slots and counts.
 RULES = ("downpour", "adag", "sync", "async-diloco")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from least_squares import LeastSquares, a_job, start
 
 from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageError
 from dovetail.training.backends import threads
@@ -21,6 +20,7 @@ from dovetail.training.records import Turn
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.server import Server
 from dovetail.training.step_times import StepTimes
+from tests.support.least_squares import LeastSquares, a_job, start
 
 WINDOWS = {"one-shot": None, "sync": 1, "dc-asgd": 1, "dc-asgd-adaptive": 1}
 SETTINGS = {

@@ -6,15 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training_models import (
-    OPTIMIZERS,
-    SGD,
-    Numbers,
-    cross_entropy,
-    perceptron,
-    relative,
-    table,
-)
 
 from dovetail.errors import DivergedError
 from dovetail.frontends import Adam
@@ -24,6 +15,15 @@ from dovetail.training.monitor import DivergenceWarning
 from dovetail.training.records import Job
 from dovetail.training.trainer import Trainer
 from dovetail.training.worker import order
+from tests.support.training_models import (
+    OPTIMIZERS,
+    SGD,
+    Numbers,
+    cross_entropy,
+    perceptron,
+    relative,
+    table,
+)
 
 PUSHING = ["downpour", "dynsgd", "agn", "adag", "adag-agn", "ssp", "hogwild", "dc-asgd"]
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from training_models import Numbers, table
 
 from dovetail.errors import UsageError
 from dovetail.training.datasets import open_dataset, split
+from tests.support.training_models import Numbers, table
 
 
 class Items(Dataset):

@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 from torch import nn
-from training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, table
 
 from dovetail.errors import ModelError, UnknownRuleError, UsageError
 from dovetail.training.pickling import check_travels
 from dovetail.training.rules import make_rule
 from dovetail.training.trainer import Trainer
+from tests.support.training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, table
 
 
 def fit(model=None, loss=cross_entropy, optimizer=SGD, rule="adag-agn", **options):

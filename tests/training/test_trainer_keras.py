@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "keras_training.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "keras_training.py"
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, relative, table
 
 from dovetail.errors import ModelError, UsageError
 from dovetail.training.modules import ModuleLearner, flatten, unflatten
+from tests.support.training_models import (
+    OPTIMIZERS,
+    SGD,
+    cross_entropy,
+    perceptron,
+    relative,
+    table,
+)
 
 STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
 ONE_CYCLE = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training_models import SGD, cross_entropy, perceptron, relative, table
 
 from dovetail.errors import ProcessError
 from dovetail.training.backends.contract import Watcher
@@ -16,6 +15,7 @@ from dovetail.training.group import GroupLearner, GroupLearners
 from dovetail.training.modules import ModuleLearners, flatten
 from dovetail.training.preparing import prepare
 from dovetail.training.trainer import Trainer
+from tests.support.training_models import SGD, cross_entropy, perceptron, relative, table
 
 
 def children():

@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, table
 
 from dovetail.errors import FileFormatError, ProcessError, RunMismatchError, UsageError
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.modules import flatten
 from dovetail.training.trainer import Trainer
+from tests.support.training_models import OPTIMIZERS, SGD, cross_entropy, perceptron, table
 
 
 class Killed(Exception):

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from least_squares import LeastSquares, a_job, start
 
 from dovetail.errors import TrainingError
 from dovetail.training.records import Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.rules import make_rule
 from dovetail.training.worker import Ask, Stepped, Told, batches, order, work
+from tests.support.least_squares import LeastSquares, a_job, start
 
 APPLIED, REFUSED = Verdict.APPLIED, Verdict.REFUSED
 

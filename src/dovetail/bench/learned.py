@@ -9,28 +9,36 @@ groups.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.bench.records import Best, Found, LearnedRun
+from dovetail.bench import graphs
+from dovetail.bench.cases import LEARNED
+from dovetail.bench.methods import PLAIN
+from dovetail.bench.records import Best, Case, Found, LearnedRun, Row
+from dovetail.bench.running import BenchSettings, Tell
+from dovetail.bench.store import LEARNED as KIND
+from dovetail.bench.store import Store, fingerprint
+from dovetail.bench.tables import middle
 from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.grouping import merge_single_consumers
-from dovetail.machine import Machine
-from dovetail.placers.coarsening import coarsen
-from dovetail.placers.learned.records import Settings, Task, Trials
+from dovetail.machine import Machine, parse_machine
+from dovetail.machine.files import machine_to_dict
+from dovetail.placers.learned.records import LearningSettings, Task, Trials
+from dovetail.placers.multilevel import coarsen
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.units import format_bytes
+from dovetail.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # they need torch
     from dovetail.placers.learned.learner import PolicyLearner, Seen
     from dovetail.placers.learned.policy import Policy
 
-Tell = Callable[[int, float], None]
+TellTraining = Callable[[int, float], None]
 """tell(trials so far, best seconds or inf)"""
 RL17_METHODS = ("seq2seq",)
 """They place the groups of RL17's rule, as every planner does."""
@@ -82,7 +90,7 @@ class Tally:
     A placement that was simulated before is looked up; it counts as a trial all the same.
     """
 
-    def __init__(self, problem: Problem, tell: Tell) -> None:
+    def __init__(self, problem: Problem, tell: TellTraining) -> None:
         self.problem, self._tell = problem, tell
         self._known: dict[bytes, tuple[float, bool]] = {}
         self._seen: set[bytes] = set()
@@ -162,7 +170,7 @@ def views_of(tasks: Sequence[Task]) -> list["Seen"]:
 
 def drive(
     policy: "Policy",
-    settings: Settings,
+    settings: LearningSettings,
     seen: Sequence["Seen"],
     tallies: Sequence[Tally],
     *,
@@ -204,7 +212,7 @@ def run_learned(
     *,
     trials: int,
     seed: int,
-    tell: Tell = lambda _trials, _seconds: None,
+    tell: TellTraining = lambda _trials, _seconds: None,
 ) -> tuple[LearnedRun, GroupPlacement | None]:
     """Train a method for so many trials; its best placement [groups], None where none fits."""
     tally, began = Tally(task.problem(seed=seed, threads=1), tell), time.perf_counter()
@@ -235,3 +243,106 @@ def run_of(
         invalid_share=tally.invalid / tally.trials if tally.trials else 0.0,
         bests=tuple(tally.bests),
     )
+
+
+# The trainings of learned methods: which of them are kept, and what each is kept as.
+#
+#     OUT/rows/CASE.plain.METHOD.seed-N.json      one training: a row, a method, a seed
+#
+# They are tasks of their own, so that a killed table loses no more than the training that ran.
+
+
+def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
+    """(method, seed) of every training of a row, seed by seed."""
+    methods = [method for method in LEARNED[settings.name] if settings.trials_of(method)]
+    for seed in range(settings.seed, settings.seed + settings.seeds):
+        for method in methods:
+            yield method, seed
+
+
+def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, int]]:
+    """Those that are yet to be run."""
+    return [
+        (method, seed)
+        for method, seed in trainings(settings)
+        if training_of(settings, store, case, method, seed) is None
+    ]
+
+
+def run_training(
+    settings: BenchSettings, case: Case, method: str, seed: int, tell: Tell, complain: Tell
+) -> list[str]:
+    """Train and keep. Raises what a capture or a training raises."""
+
+    store = settings.store(complain, KIND)
+    graph = graphs.graph_for(store, case)
+    task, grouping = task_of(case.key, graph, parse_machine(case.machine), method)
+    name = f"{case.title}, {method}, seed {seed}"
+    tell(name)
+    wanted, told = settings.trials_of(method), 0
+
+    def heard(trials: int, seconds: float) -> None:
+        nonlocal told
+        if 10 * trials // wanted > told:
+            told = 10 * trials // wanted
+            tell(f"{name}: {trials:,} trials, {format_seconds(seconds)}")
+
+    run, placement = run_learned(task, grouping, method, trials=wanted, seed=seed, tell=heard)
+    kept = {"run": asdict(run), "placement": None if placement is None else placement.tolist()}
+    store.put(
+        _name(case, method, seed), _key(settings, case, graph.fingerprint, method, seed), kept
+    )
+    return []
+
+
+def with_trainings(settings: BenchSettings, store: Store, case: Case, row: Row) -> Row:
+    """The row with what is kept of its trainings, in the plain column: of each method the run of
+    the median stands among the methods."""
+    column, seconds = row.columns[PLAIN], 0.0
+    runs: dict[str, list[LearnedRun]] = {}
+    for method, seed in trainings(settings):
+        run = training_of(settings, store, case, method, seed)
+        if run is not None:
+            runs.setdefault(method, []).append(run)
+            seconds += run.found.search_seconds
+    found = {method: middle(of).found for method, of in runs.items()}
+    learned = {method: tuple(of) for method, of in runs.items()}
+    column = replace(column, methods={**column.methods, **found}, learned=learned)
+    return replace(row, columns={**row.columns, PLAIN: column}, seconds=row.seconds + seconds)
+
+
+def training_of(
+    settings: BenchSettings, store: Store, case: Case, method: str, seed: int
+) -> LearnedRun | None:
+    """One training, if it is kept."""
+    graph = graphs.known(store, case)
+    kept = None if graph is None else _get(settings, store, case, graph.graph, method, seed)
+    return None if kept is None else _run(kept["run"])
+
+
+def forget_trainings(settings: BenchSettings, store: Store, case: Case) -> None:
+    """Drop those that these settings ask for."""
+    for method, seed in trainings(settings):
+        store.drop(_name(case, method, seed))
+
+
+def _get(
+    settings: BenchSettings, store: Store, case: Case, graph: str, method: str, seed: int
+) -> Any:
+    key = _key(settings, case, graph, method, seed)
+    return store.get(_name(case, method, seed), key)
+
+
+def _name(case: Case, method: str, seed: int) -> str:
+    return f"{case.key}.{PLAIN}.{method}.seed-{seed}"
+
+
+def _key(settings: BenchSettings, case: Case, graph: str, method: str, seed: int) -> str:
+    machine = machine_to_dict(parse_machine(case.machine))
+    trials = settings.trials_of(method)
+    return fingerprint(KIND, graph=graph, machine=machine, method=method, trials=trials, seed=seed)
+
+
+def _run(raw: dict[str, Any]) -> LearnedRun:
+    bests = tuple(Best(**best) for best in raw["bests"])
+    return LearnedRun(**{**raw, "found": Found(**raw["found"]), "bests": bests})

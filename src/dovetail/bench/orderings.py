@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dovetail.bench.cases import METHOD_OF
-from dovetail.bench.hypothesis import LINK_BYTES_PER_SECOND
-from dovetail.bench.methods import HYPOTHESIS
+from dovetail.bench.methods import HYPOTHESIS, LINK_BYTES_PER_SECOND
 from dovetail.bench.records import Case, Column, Found, Row, Work
 from dovetail.machine import Device, Machine
 from dovetail.units import format_bandwidth, format_bytes, format_seconds

@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What a table is computed with.
 
     name     "rl17" or "gdp"
@@ -88,7 +88,7 @@ class _Part:
     fingerprint: str
 
 
-def missing(settings: Settings, store: Store, case: Case) -> dict[str, list[str]]:
+def missing(settings: BenchSettings, store: Store, case: Case) -> dict[str, list[str]]:
     """column -> parts that are yet to be computed, where there are any. All, where the graph is
     yet to be captured."""
     captured = graphs.known(store, case)
@@ -103,7 +103,7 @@ def missing(settings: Settings, store: Store, case: Case) -> dict[str, list[str]
     return lacking
 
 
-def capture(settings: Settings, case: Case, tell: Tell, complain: Tell) -> list[str]:
+def capture(settings: BenchSettings, case: Case, tell: Tell, complain: Tell) -> list[str]:
     """Capture the case's graph, unless it is kept. Raises what a capture raises."""
     tell(f"capturing {case.model}")
     graphs.graph_for(settings.store(complain, GRAPHS), case)
@@ -111,7 +111,7 @@ def capture(settings: Settings, case: Case, tell: Tell, complain: Tell) -> list[
 
 
 def run_column(
-    settings: Settings, case: Case, column: str, tell: Tell, complain: Tell
+    settings: BenchSettings, case: Case, column: str, tell: Tell, complain: Tell
 ) -> list[str]:
     """Compute and keep what a column lacks; the tracebacks of methods that failed.
 
@@ -140,7 +140,7 @@ def run_column(
     return failures
 
 
-def read_row(settings: Settings, store: Store, case: Case) -> Row | None:
+def read_row(settings: BenchSettings, store: Store, case: Case) -> Row | None:
     """The row as it is kept; None where its graph, a bound or every method is lacking. A method
     that is lacking is left out."""
     captured = graphs.known(store, case)
@@ -164,7 +164,7 @@ def read_row(settings: Settings, store: Store, case: Case) -> Row | None:
     )
 
 
-def read_column(settings: Settings, store: Store, case: Case, name: str) -> Column | None:
+def read_column(settings: BenchSettings, store: Store, case: Case, name: str) -> Column | None:
     """The column as it is kept; None where its graph, its bound or every method is lacking."""
     captured = graphs.known(store, case)
     if captured is None:
@@ -172,7 +172,7 @@ def read_column(settings: Settings, store: Store, case: Case, name: str) -> Colu
     return _Kept(settings, store, case, name, captured.graph).column()
 
 
-def forget(settings: Settings, store: Store, case: Case) -> None:
+def forget(settings: BenchSettings, store: Store, case: Case) -> None:
     """Drop all that is kept of a case, its graph as well."""
     store.drop(graphs.name_of(case))
     for column in settings.columns:
@@ -184,7 +184,7 @@ class _Kept:
     """The parts of one column in the store."""
 
     def __init__(
-        self, settings: Settings, store: Store, case: Case, column: str, graph: str
+        self, settings: BenchSettings, store: Store, case: Case, column: str, graph: str
     ) -> None:
         self._settings, self._store, self._case, self._column = settings, store, case, column
         machine = machine_to_dict(parse_machine(case.machine))

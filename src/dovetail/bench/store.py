@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import FileFormatError, UnwritableError
-from dovetail.runtime.atomic import write_atomically
-from dovetail.runtime.reading import read_json
+from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
 GRAPHS, PLANNED, LEARNED = "graphs", "planned", "learned"
@@ -27,7 +26,7 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
     GRAPHS: ("runtime", "graph", *_NETWORKS),
     PLANNED: (*_SHARED, *_NETWORKS, "placers", "bench"),
     LEARNED: (
-        *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/coarsening.py",
+        *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/multilevel.py",
         "placers/learned", "bench/learned.py",
     ),
 }  # fmt: skip
@@ -35,9 +34,9 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
 (the graph of a row) is not computed anew with it."""
 _NOT = {
     PLANNED: (
-        "placers/learned", "bench/learned.py", "bench/learned_parts.py", "bench/learned_page.py",
-        "bench/learned_tables.py", "bench/effort.py", "bench/page.py", "bench/page_results.py",
-        "bench/page_notes.py", "bench/tables.py", "bench/charts.py", "bench/orderings.py",
+        "placers/learned", "bench/learned.py", "bench/learned.py", "bench/page.py",
+        "bench/tables.py", "bench/tables.py", "bench/page.py", "bench/page.py",
+        "bench/page.py", "bench/tables.py", "bench/page.py", "bench/orderings.py",
     ),
 }  # fmt: skip
 """What is left out of it: what only shows results, and what computes other ones."""

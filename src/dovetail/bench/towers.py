@@ -6,21 +6,34 @@ as 4 towers of 32 or as one step of 128 placed on the same 4 GPUs; NMT under the
 and the learned one. Differences: ours stand in the place of the learned ones.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from dovetail.bench import graphs
 from dovetail.bench.cases import RL17_CASES
 from dovetail.bench.methods import HYPOTHESIS, PLAIN, out_of_memory
 from dovetail.bench.records import Case, Column, Curve, Row, Tower
-from dovetail.bench.running import EXPERT, Settings, Tell, forget, missing, read_column, run_column
+from dovetail.bench.running import (
+    EXPERT,
+    BenchSettings,
+    Tell,
+    forget,
+    missing,
+    read_column,
+    run_column,
+)
 from dovetail.bench.store import PLANNED, Store, fingerprint
 from dovetail.costs import analytic_costs
 from dovetail.errors import MissingLibraryError
 from dovetail.graph import Graph, replicate
 from dovetail.machine import Machine, parse_machine
 from dovetail.machine.files import machine_to_dict
+from dovetail.networks import NETWORKS
+from dovetail.networks.records import Options
 from dovetail.plans import tower_placement, tower_seconds
 from dovetail.simulator import Simulator
 
@@ -40,7 +53,7 @@ KINDS = {True: "synchronous", False: "asynchronous"}
 _METHODS = {PLAIN: (EXPERT, "local_search", "auto"), HYPOTHESIS: ()}
 
 
-def run_towers(settings: Settings, tell: Tell, complain: Tell) -> list[str]:
+def run_towers(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
     """Simulate and keep the towers of both kinds."""
     store = settings.store(complain)
     graph = graphs.graph_for(store, TOWER)
@@ -64,19 +77,18 @@ def simulate_towers(graph: Graph, machine: Machine, *, synchronous: bool) -> dic
     return {"seconds": None if reason else seconds, "reason": reason}
 
 
-def run_whole(settings: Settings, tell: Tell, complain: Tell) -> list[str]:
+def run_whole(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
     """Place and keep the step of all the towers' examples."""
     return run_column(_of_whole(settings), WHOLE, PLAIN, tell, complain)
 
 
-def run_learning(settings: Settings, tell: Tell, complain: Tell) -> list[str]:
+def run_learning(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
     """Train the small networks and keep their losses. Without scikit-learn there are none, which is
     no failure."""
-    from dovetail.bench import learning  # torch
 
     tell("training for the curves")
     try:
-        losses = learning.train(seed=settings.seed)
+        losses = train(seed=settings.seed)
     except MissingLibraryError as error:
         complain(f"no curves of loss against time: {error}")
         return []
@@ -84,7 +96,7 @@ def run_learning(settings: Settings, tell: Tell, complain: Tell) -> list[str]:
     return []
 
 
-def lacking(settings: Settings, store: Store) -> dict[str, tuple[Case | None, str]]:
+def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case | None, str]]:
     """What is yet to be computed of all this: name -> (the case whose graph it needs, function)."""
     kept = {
         "towers": (TOWER, "run_towers", bool(read_towers(store))),
@@ -119,28 +131,27 @@ def read_towers(store: Store) -> list[Tower]:
     ]
 
 
-def read_curves(settings: Settings, store: Store, rows: Sequence[Row]) -> list[Curve]:
+def read_curves(settings: BenchSettings, store: Store, rows: Sequence[Row]) -> list[Curve]:
     """Loss against time of each way whose seconds of a step are kept; none without the losses."""
     losses = _kept_losses(settings, store)
     if losses is None:
         return []
-    from dovetail.bench import learning
 
     translation = next((row.columns[PLAIN] for row in rows if row.key == TRANSLATION), None)
     whole = read_column(_of_whole(settings), store, WHOLE, PLAIN)
     of_towers = {f"{tower.kind} towers": tower.seconds for tower in read_towers(store)}
     seconds = {
-        learning.INCEPTION: _planned(whole) | of_towers,
-        learning.NMT: _planned(translation),
+        INCEPTION: _planned(whole) | of_towers,
+        NMT: _planned(translation),
     }
     known = {
         title: {name: value for name, value in of.items() if value is not None}
         for title, of in seconds.items()
     }
-    return learning.curves(known, losses)
+    return curves(known, losses)
 
 
-def forget_towers(settings: Settings, store: Store) -> None:
+def forget_towers(settings: BenchSettings, store: Store) -> None:
     """Drop all that is kept here."""
     forget(_of_whole(settings), store, WHOLE)
     for kind in KINDS.values():
@@ -159,19 +170,19 @@ def _planned(column: Column | None) -> dict[str, float | None]:
     }
 
 
-def _of_whole(settings: Settings) -> Settings:
+def _of_whole(settings: BenchSettings) -> BenchSettings:
     return replace(settings, methods=_METHODS)
 
 
-def _whole_is_kept(settings: Settings, store: Store) -> bool:
+def _whole_is_kept(settings: BenchSettings, store: Store) -> bool:
     return PLAIN not in missing(_of_whole(settings), store, WHOLE)
 
 
-def _kept_losses(settings: Settings, store: Store) -> Any:
+def _kept_losses(settings: BenchSettings, store: Store) -> Any:
     return store.get(*_losses(settings))
 
 
-def _losses(settings: Settings) -> tuple[str, str]:
+def _losses(settings: BenchSettings) -> tuple[str, str]:
     """(name, fingerprint) of the losses in the store."""
     return "learning", fingerprint(PLANNED, learning=settings.seed)
 
@@ -181,3 +192,202 @@ def _tower(kind: str, graph: str) -> tuple[str, str]:
     machine = machine_to_dict(parse_machine(TOWER.machine))
     key = fingerprint(PLANNED, graph=graph, machine=machine, kind=kind, replicas=REPLICAS)
     return f"{TOWER.key}.{kind}-towers", key
+
+
+# Loss against simulated time: real training of small networks, each step as long as simulated.
+#
+#     one batch               batch of 4 x b ─► gradient ─► update           expert, planned
+#     synchronous towers      4 batches of b ─► 4 gradients ─► mean ─► update
+#     asynchronous towers     4 batches of b ─► 4 gradients at one value ─► 4 updates, in turn
+#
+# Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+# https://arxiv.org/abs/1706.04972, figures 6 (NMT) and 7 (Inception-V3), section 4.4.
+#
+# `train` gives losses, step by step; they are real, and the same for every placement, which does
+# not change what is computed. `curves` joins them with the seconds of a step, which come from a
+# simulation of the full-size graphs. Every step of a curve reads 4 x b examples.
+# Differences: the paper trains full size on its machines. Here Inception-V3 is a tenth as wide at
+# 75 x 75 and learns the 1,797 handwritten digits of scikit-learn; NMT is 64 wide and learns to
+# write
+# 8 words backwards. Batch norm of a tower sees the tower's batch, as in the paper. Asynchronous
+# towers stay in step: each gradient of a round is of the value before the round, where processes of
+# their own drift apart.
+
+
+INCEPTION, NMT = "Inception-V3", "NMT"
+ONE_BATCH, SYNCHRONOUS, ASYNCHRONOUS = "one batch", "synchronous towers", "asynchronous towers"
+LEARNS_AS = {
+    "expert": ONE_BATCH,
+    "planned": ONE_BATCH,
+    SYNCHRONOUS: SYNCHRONOUS,
+    ASYNCHRONOUS: ASYNCHRONOUS,
+}
+"""Name of a curve -> the way its losses come about."""
+Part = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs, targets of one tower
+Losses = dict[str, dict[str, list[float]]]
+"""title -> way -> [steps]"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and how.
+
+    options    of the network; "batch" is a tower's
+    batch_axis of inputs and targets
+    data       (options, steps x towers, generator) -> a part each
+    """
+
+    title: str
+    network: str
+    options: Options
+    batch_axis: int
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+    data: Callable[[Options, int, torch.Generator], list[Part]]
+    ways: tuple[str, ...]
+    steps: int
+    towers: int = 4
+
+
+def train(tasks: Sequence[Task] | None = None, seed: int = 0) -> Losses:
+    """Losses of each task in each of its ways, on one core; equal seeds give equal losses.
+
+    About 95 s for the default tasks. Raises `MissingLibraryError` without scikit-learn.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {
+            task.title: {way: losses_of(task, way, seed) for way in task.ways}
+            for task in (TASKS if tasks is None else tasks)
+        }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def curves(step_seconds: Mapping[str, Mapping[str, float]], losses: Losses) -> list[Curve]:
+    """Losses as curves: step_seconds is title -> name of the curve (`LEARNS_AS`) -> seconds of one
+    step; what it leaves out has no curve."""
+    return [
+        Curve(title, name, seconds, losses[title][LEARNS_AS[name]])
+        for title, of_name in step_seconds.items()
+        for name, seconds in of_name.items()
+    ]
+
+
+def losses_of(task: Task, way: str, seed: int) -> list[float]:
+    """[steps] the loss of each step's 4 x b examples, before its update: the mean of the towers'.
+
+    Start, batches and their order depend on the seed alone, so that all ways learn the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts = task.data(task.options, task.steps * task.towers, generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module, _, loss, _ = NETWORKS[task.network].build(**task.options)
+        module.train()
+        optimizer = task.optimizer(list(module.parameters()))
+        found = []
+        for step in range(task.steps):
+            of_step = parts[step * task.towers : (step + 1) * task.towers]
+            if way == ONE_BATCH:
+                of_step = [_joined(of_step, task.batch_axis)]
+            found.append(_step(module, loss, optimizer, of_step, way == ASYNCHRONOUS))
+    return found
+
+
+def _step(
+    module: nn.Module,
+    loss: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[Part],
+    asynchronous: bool,
+) -> float:
+    """One step of towers, a part each: a single one is plain training."""
+    parameters = list(module.parameters())
+    total, gradients = 0.0, []
+    for inputs, targets in parts:
+        value = loss(module(*inputs), *targets)
+        gradients.append(torch.autograd.grad(value, parameters))
+        total += value.item()
+    if not asynchronous:
+        gradients = [tuple(torch.stack(of_one).mean(0) for of_one in zip(*gradients, strict=True))]
+    for of_update in gradients:
+        for parameter, gradient in zip(parameters, of_update, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return total / len(parts)
+
+
+def _joined(parts: Sequence[Part], axis: int) -> Part:
+    inputs, targets = (
+        tuple(torch.cat(tensors, axis) for tensors in zip(*side, strict=True))
+        for side in zip(*parts, strict=True)
+    )
+    return inputs, targets
+
+
+def _digits(options: Options, count: int, generator: torch.Generator) -> list[Part]:
+    """Handwritten digits, drawn with repeats: 8 x 8 grey images as [batch, 3, size, size], each of
+    mean 0 and deviation 1 over the data set."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise MissingLibraryError("scikit-learn", "pip install 'dovetail[bench]'") from None
+    images, labels = (torch.from_numpy(found) for found in load_digits(return_X_y=True))
+    images = images.float().reshape(-1, 1, 8, 8)
+    images = (images - images.mean()) / images.std()
+    size, batch = int(options["size"]), int(options["batch"])
+    drawn = torch.randint(len(images), (count, batch), generator=generator)
+    return [
+        (
+            (nn.functional.interpolate(images[of], (size, size), mode="bilinear")
+             .expand(-1, 3, -1, -1),),
+            (labels[of],),
+        )
+        for of in drawn
+    ]  # fmt: skip
+
+
+def _reversals(options: Options, count: int, generator: torch.Generator) -> list[Part]:
+    """Random sentences and the same backwards: (source, target given), target; word 0 begins."""
+    steps, batch, vocabulary = (int(options[key]) for key in ("steps", "batch", "vocabulary"))
+    parts: list[Part] = []
+    for _ in range(count):
+        source = torch.randint(1, vocabulary, (steps, batch), generator=generator)
+        target = source.flip(0)
+        given = torch.cat([torch.zeros_like(target[:1]), target[:-1]])
+        parts.append(((source, given), (target,)))
+    return parts
+
+
+def _rmsprop(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=1e-3, alpha=0.9, eps=1e-3)
+
+
+def _adam(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=3e-3)
+
+
+TASKS = (
+    Task(
+        title=INCEPTION,
+        network="inception_v3",
+        options={"batch": 16, "size": 75, "classes": 10, "width": 0.1, "dropout": 0.0},
+        batch_axis=0,
+        optimizer=_rmsprop,
+        data=_digits,
+        ways=(ONE_BATCH, SYNCHRONOUS, ASYNCHRONOUS),
+        steps=100,
+    ),
+    Task(
+        title=NMT,
+        network="nmt",
+        options={"layers": 2, "hidden": 64, "steps": 8, "batch": 16, "vocabulary": 20},
+        batch_axis=1,
+        optimizer=_adam,
+        data=_reversals,
+        ways=(ONE_BATCH,),
+        steps=200,
+    ),
+)
+"""The default tasks: about 95 s on one core."""

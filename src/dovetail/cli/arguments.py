@@ -123,7 +123,7 @@ def share_of(option: str, text: str) -> float | None:
 def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> None:
     """Raise `UnwritableError` before the long work, not after it; also for one file that is to
     hold two things, or that is read."""
-    from dovetail.runtime.atomic import check_writable
+    from dovetail.runtime.files import check_writable
 
     read = {Path(name).resolve() for name in inputs if Path(name).is_file()}
     written: set[Path] = set()

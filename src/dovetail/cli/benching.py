@@ -59,11 +59,10 @@ def bench(  # noqa: PLR0913  one argument an option
     where a row failed; the others are written.
     """
     from dovetail.bench.cases import CASES
-    from dovetail.bench.learned_tables import write_trainings
     from dovetail.bench.page import write_page
-    from dovetail.bench.running import Settings
+    from dovetail.bench.running import BenchSettings
     from dovetail.bench.table import matching, run_table
-    from dovetail.bench.tables import write_csv
+    from dovetail.bench.tables import write_csv, write_trainings
     from dovetail.pipeline.opening import check_seed
     from dovetail.placers import parse_budget
 
@@ -74,7 +73,7 @@ def bench(  # noqa: PLR0913  one argument an option
     folder = out or Path("benchmarks") / paper.value
     if folder.exists() and not folder.is_dir():
         raise UsageError("--out", f"{folder} is a file; name a folder")
-    settings = Settings(
+    settings = BenchSettings(
         paper.value, folder, budget, seed, learn=trials, learn_of=trials_of, seeds=seeds
     )
     settings.store(say)  # makes the folder

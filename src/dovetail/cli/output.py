@@ -17,15 +17,15 @@ from dovetail.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from dovetail.graph import Graph
-    from dovetail.pipeline import Progress
+    from dovetail.pipeline import TellProgress
     from dovetail.plans import Plan
     from dovetail.timeline import Timeline
 
 
 @contextmanager
-def progress_bar() -> "Iterator[Progress]":
-    """A `pipeline.Progress` drawn on standard error. Where that is not a terminal, a line for each
-    thing that is done, from the first second on: a quick command says nothing."""
+def progress_bar() -> "Iterator[TellProgress]":
+    """A `pipeline.TellProgress` drawn on standard error. Where that is not a terminal, a line for
+    each thing that is done, from the first second on: a quick command says nothing."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield from _progress_lines()
@@ -42,7 +42,7 @@ def progress_bar() -> "Iterator[Progress]":
         yield show
 
 
-def _progress_lines() -> "Iterator[Progress]":
+def _progress_lines() -> "Iterator[TellProgress]":
     began, lock = time.perf_counter(), threading.Lock()
     current, said = "", ""
 

@@ -1,15 +1,19 @@
 """`dovetail train`, and `dovetail train-report`: a page about runs that were kept."""
 
-from dataclasses import fields
+import io
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from dovetail.cli.arguments import Json, check_outputs
+from dovetail.cli.arguments import Json, check_outputs, split_pair
 from dovetail.cli.output import say, show, show_json
-from dovetail.errors import UsageError
+from dovetail.errors import ModelError, UnwritableError, UsageError
 from dovetail.training.request import TrainRequest
 
 EPILOG = """\
@@ -147,7 +151,6 @@ def train(  # noqa: PLR0913  one argument an option
 
     Ctrl-C keeps the best so far. Exit status 1 where the run failed, with the first traceback.
     """
-    from dovetail.cli import training_setup as setup
 
     if rules:
         _list_rules(as_json)
@@ -161,22 +164,22 @@ def train(  # noqa: PLR0913  one argument an option
         validate=int(validate) if validate.isdecimal() else validate or None,
     )  # fmt: skip
     if backend_option:
-        settings["backend_options"] = setup.parse_options("--backend-option", backend_option)
+        settings["backend_options"] = parse_options("--backend-option", backend_option)
     if window:
-        settings["window"] = setup.parse_window(window)
+        settings["window"] = parse_window(window)
     if rule or option:
-        settings["rule"] = setup.parse_rule(rule or DEFAULTS["rule"], option or ())
+        settings["rule"] = parse_rule(rule or DEFAULTS["rule"], option or ())
     policy = _given(
         worker_restarts=restarts,
         worker_losses=losses,
-        lease_seconds=setup.parse_seconds("--lease", lease) if lease else None,
+        lease_seconds=parse_seconds("--lease", lease) if lease else None,
     )
-    budget_seconds = setup.parse_seconds("--budget", budget)
+    budget_seconds = parse_seconds("--budget", budget)
     check_outputs(history, report, out)
     _check_others(history, tensorboard, folder)
-    opened = setup.open_setup(function, settings, policy)
+    opened = open_setup(function, settings, policy)
     if suggest:
-        from dovetail.cli.training_advice import suggest_and_show
+        from dovetail.cli.training_run import suggest_and_show
 
         suggest_and_show(function, opened, budget_seconds, as_json, context)
         return
@@ -206,7 +209,6 @@ def _given(**settings: Any) -> dict[str, Any]:
 
 def _check_others(history: Path | None, tensorboard: Path | None, folder: Path | None) -> None:
     """What must be known before the long work: names, folders, and the extra."""
-    from dovetail.cli.training_setup import check_folder
 
     if history is not None and not history.name.endswith((".csv", ".json", ".json.gz")):
         raise UsageError("--history", f"{history} must end in .csv, .json or .json.gz")
@@ -236,3 +238,127 @@ def _list_rules(as_json: bool) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     show(table)
+
+
+# What `dovetail train` is given: the user's function, and the options that change what it says.
+
+
+if TYPE_CHECKING:
+    from dovetail.training.rules.contract import Rule
+
+RETURNS = (
+    "must return (model, loss, optimizer, dataset), (Trainer, dataset), or either with a "
+    "validation set after that"
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is to be trained, and on what."""
+
+    request: TrainRequest
+    dataset: Any
+    validation: Any = None
+
+
+def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, Any]) -> Setup:
+    """What the function returns, with `settings`, fields of `TrainRequest`, in place of its own,
+    and `policy`, fields of `Policy`.
+
+    Raises `ModelError`, or `UsageError` for a setting that no run can have.
+    """
+    from dovetail.runtime.functions import call_function, names_function
+    from dovetail.training.backends.contract import Policy
+    from dovetail.training.trainer import Trainer
+
+    if not names_function(function):
+        raise ModelError(function or "''", "is no package.module:function")
+    returned = call_function(function)
+    if not isinstance(returned, tuple):
+        raise ModelError(function, RETURNS)
+    if returned and isinstance(returned[0], Trainer):
+        if not 2 <= len(returned) <= 3:
+            raise ModelError(function, RETURNS)
+        request = returned[0].request
+        changed = replace(request, **settings, policy=replace(request.policy, **policy))
+        return Setup(changed, *returned[1:])
+    if not 4 <= len(returned) <= 5:
+        raise ModelError(function, RETURNS)
+    model, loss, optimizer, *data = returned
+    request = TrainRequest(model, loss, optimizer, **settings, policy=Policy(**policy))
+    return Setup(request, *data)
+
+
+def parse_rule(name: str, options: Sequence[str]) -> "Rule | str":
+    """The rule of that name; with KEY=VALUE options bound. Raises `UnknownRuleError`, `UsageError`.
+
+    Without options it stays a name: the trainer then binds what a rule takes from the optimizer.
+    """
+    from dovetail.training.rules import make_rule
+
+    values = parse_options("--option", options)
+    rule = make_rule(name, **values)
+    return rule if values else name
+
+
+def parse_options(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE texts: numbers, true, false, none, or text. Raises `UsageError`."""
+    pairs = [split_pair(option, text) for text in texts]
+    return {key: _value_of(text) for key, text in pairs}
+
+
+def _value_of(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def parse_window(text: str) -> int | str | None:
+    """ "10", "auto", or "all" for one commit at the end (None). Raises `UsageError`."""
+    if text == "auto":
+        return text
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError("--window", f"is a number of steps, auto or all, not {text!r}")
+    return int(text)
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """ "60", "60s" or "2m" in seconds. Raises `UsageError`."""
+    scale = {"s": 1.0, "m": 60.0}.get(text[-1:])
+    try:
+        seconds = float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise UsageError(option, f"is a time such as 60s or 2m, not {text!r}")
+    return seconds
+
+
+def check_folder(folder: Path | None) -> None:
+    """Raise `UnwritableError` where a folder cannot be made, or cannot be written to."""
+    if folder is None:
+        return
+    there = folder.resolve()
+    while not there.exists():
+        there = there.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dovetail."))
+    except OSError as error:
+        raise UnwritableError(str(folder), error.strerror or str(error)) from error
+
+
+def save_weights(model: Any, path: Path) -> None:
+    """Write the model's `state_dict`, for `torch.load(path, weights_only=True)`, whole or not at
+    all. Raises `UnwritableError`."""
+    import torch
+
+    from dovetail.runtime.files import write_atomically
+
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    write_atomically(path, content.getvalue())

@@ -1,27 +1,223 @@
 """A training run from the command line: shown while it runs, then written and summed up."""
 
 import math
+import os
 import shlex
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.output import drawn, say, show, show_json
-from dovetail.cli.training_progress import TrainingProgress
-from dovetail.cli.training_setup import Setup, save_weights
-from dovetail.errors import DovetailError
+from dovetail.cli.output import drawn, progress_bar, say, show, show_json
+from dovetail.cli.training import Setup, save_weights
+from dovetail.errors import DovetailError, UsageError
+from dovetail.training import advice
+from dovetail.training.advice import Advice, Evidence, measure
+from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.history import History, events_of
 from dovetail.training.monitor import DivergenceWarning
+from dovetail.training.preparing import PreparedTraining, bind_rule, prepare
 from dovetail.training.records import Event, Outcome, Row
+from dovetail.training.request import TrainRequest
+from dovetail.training.rules.contract import Rule
+from dovetail.training.torch_optimizers import resolve_optimizer
 from dovetail.training.trainer import train
+from dovetail.units import format_count, format_seconds, printable
+
+# A training run as it goes on, on standard error: a table that changes, or lines.
+#
+#     agn, 4 workers   ━━━━━━━━━━━╺━━━━━━━  61 %  3,400 of 5,600 samples   120 commits/s   0:00:12
+#                      loss 0.412  staleness 2.98  accuracy 0.91
+#     worker 0   working       850 samples   30 commits/s   staleness 2.97   loss 0.41
+#     worker 1   lost ...
+#
+# Where standard error is no terminal a line is written every few seconds, and one for each event.
+
+
+RECENT = 50
+"""Commits that staleness, loss and rate are means of: of each worker, and n times it of all."""
+LINE_SECONDS = 5.0
+MOST_WORKERS = 24
+MOST_REFUSALS = 5
+"""Refused commits that are told of, a line each; the history has all."""
+STATES = {
+    "joined": "working",
+    "restarted": "restarted",
+    "lost": "lost",
+    "left": "done",
+}
+
+
+@dataclass
+class _Recent:
+    """The last commits of a worker, or of all."""
+
+    samples: int = 0
+    commits: int = 0
+    state: str = "waiting"
+    rows: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, row: Row) -> None:
+        self.samples += row.samples
+        self.commits += 1
+        self.rows.append((row.seconds, row.staleness, row.loss))
+
+    @property
+    def staleness(self) -> float:
+        return sum(tau for _, tau, _ in self.rows) / len(self.rows) if self.rows else math.nan
+
+    @property
+    def loss(self) -> float:
+        return sum(loss for _, _, loss in self.rows) / len(self.rows) if self.rows else math.nan
+
+    @property
+    def commits_per_second(self) -> float:
+        if len(self.rows) < 2 or self.rows[-1][0] <= self.rows[0][0]:
+            return math.nan
+        return (len(self.rows) - 1) / (self.rows[-1][0] - self.rows[0][0])
+
+
+class TrainingProgress:
+    """What is shown of a run; `watcher` is to be given to it.
+
+    total    samples over all epochs; None for a stream whose end is not known
+    tell     takes lines
+    clock    of the lines' pace
+    """
+
+    def __init__(
+        self,
+        title: str,
+        workers: int,
+        total: int | None,
+        tell: Callable[[str], None] = say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.title, self.total = title, total
+        self.all = _Recent()
+        self.all.rows = deque(maxlen=RECENT * max(1, workers))
+        self.workers = {worker: _Recent() for worker in range(workers)}
+        self.figures: dict[str, float] = {}
+        self.live = False
+        self._tell, self._clock = tell, clock
+        self._begin = clock()
+        self._told_seconds = self._begin
+        self._refusals = 0
+        self._lock = threading.Lock()
+
+    @property
+    def watcher(self) -> Watcher:
+        """Rows and events go to this."""
+        return Watcher(rows=self.add, event=self.happened)
+
+    def add(self, rows: list[Row]) -> None:
+        """Commits were applied."""
+        with self._lock:
+            for row in rows:
+                self.all.add(row)
+                mine = self.workers.setdefault(row.worker, _Recent())
+                mine.add(row)
+                if mine.state == "waiting":
+                    mine.state = "working"
+        now = self._clock()
+        if not self.live and now - self._told_seconds >= LINE_SECONDS:
+            self._told_seconds = now
+            self._tell(self.line())
+
+    def happened(self, event: Event) -> None:
+        """Something happened to a worker or to the server; told as a line if it is no good news."""
+        with self._lock:
+            if event.worker >= 0 and event.kind in STATES:
+                self.workers.setdefault(event.worker, _Recent()).state = STATES[event.kind]
+            self._refusals += event.kind == "refused"
+            is_told = event.kind != "refused" or self._refusals <= MOST_REFUSALS
+            is_last = event.kind == "refused" and self._refusals == MOST_REFUSALS
+        if event.kind not in ("joined", "left") and is_told:
+            self._tell(said(event) + ("; of more like it nothing is said" if is_last else ""))
+
+    def evaluated(self, figures: dict[str, float]) -> None:
+        """The center was evaluated."""
+        self.figures = figures
+
+    def line(self) -> str:
+        """The run in one line."""
+        parts = [self.title, self._counted()]
+        parts += [f"{name} {value:.4g}" for name, value in self._numbers().items()]
+        states = [worker.state for worker in self.workers.values()]
+        lost = states.count("lost")
+        return ", ".join([*parts, *([f"{lost} lost"] if lost else [])])
+
+    def table(self) -> RenderableType:
+        """The run and its workers."""
+        with self._lock:
+            top = Table.grid(padding=(0, 2))
+            share = min(self.all.samples / self.total, 1.0) if self.total else 0.0
+            bar = ProgressBar(total=1.0, completed=share, width=20, pulse=self.total is None)
+            elapsed = format_seconds(self._clock() - self._begin)
+            top.add_row(_progress_text(self.title), bar, self._counted(), elapsed)
+            numbers = "  ".join(f"{_progress_text(k)} {v:.4g}" for k, v in self._numbers().items())
+            below = Table.grid(padding=(0, 2))
+            for worker, mine in sorted(self.workers.items())[:MOST_WORKERS]:
+                below.add_row(f"worker {worker}", *_cells(mine))
+            if len(self.workers) > MOST_WORKERS:
+                below.add_row(f"and {len(self.workers) - MOST_WORKERS} more")
+            return Group(top, numbers, below)
+
+    def _counted(self) -> str:
+        seen = f"{self.all.samples:,}"
+        if not self.total:
+            return f"{seen} samples"
+        share = 100 * self.all.samples / self.total
+        return f"{seen} of {self.total:,} samples ({share:.0f} %)"
+
+    def _numbers(self) -> dict[str, float]:
+        found = {
+            "commits/s": self.all.commits_per_second,
+            "loss": self.all.loss,
+            "staleness": self.all.staleness,
+        }
+        found |= {f"validation {name}": value for name, value in self.figures.items()}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def said(event: Event) -> str:
+    """An event in a line; of a traceback its last line."""
+    who = "the server" if event.worker < 0 else f"worker {event.worker}"
+    detail = event.detail.strip().splitlines()[-1] if event.detail.strip() else ""
+    what = {"server_restarted": "was restarted", "restarted": "was restarted", "lost": "was lost",
+            "refused": "had a commit refused"}.get(event.kind, event.kind)  # fmt: skip
+    return f"{format_seconds(event.seconds)}: {who} {what}" + (f": {detail}" if detail else "")
+
+
+def _cells(mine: _Recent) -> list[str]:
+    style = {"lost": "red", "working": "green", "restarted": "yellow"}.get(mine.state, "dim")
+    rate = mine.commits_per_second
+    return [
+        f"[{style}]{mine.state}[/]",
+        f"{mine.samples:,} samples",
+        "" if math.isnan(rate) else f"{format_count(rate)} commits/s",
+        "" if math.isnan(mine.staleness) else f"staleness {mine.staleness:.2f}",
+        "" if math.isnan(mine.loss) else f"loss {mine.loss:.4g}",
+    ]
+
+
+def _progress_text(text: str) -> str:
+    return escape(printable(text))
 
 
 @dataclass(frozen=True)
@@ -220,3 +416,172 @@ def _number(value: float) -> float | None:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+# `dovetail train --suggest`: what to train with, and the evidence.
+
+
+CHOSEN = ("function", "rule", "option", "workers", "window", "suggest", "budget", "as_json")
+"""Of `dovetail train`: what the advice says itself, and what is not for the run."""
+
+
+def suggest_and_show(
+    function: str, setup: Setup, budget_seconds: float, as_json: bool, context: typer.Context
+) -> None:
+    """Measure for part of the budget, simulate for the rest; print the table, or one object.
+
+    The context is that of `dovetail train`, whose other options the run is to have, too.
+    """
+    request = replace(setup.request, folder=None, resume=False)
+    prepared = prepare(request, setup.dataset, setup.validation)
+    with progress_bar() as bar:
+        result = _advice(prepared, budget_seconds, lambda what, share: bar(what, share, None))
+    options = typed_options(context, with_rule=result.chosen.rule == request.rule_name)
+    if as_json:
+        show_json(advice_summary(function, result, options))
+        return
+    measured = result.measured
+    say(
+        f"measured: a step takes {format_seconds(measured.mean_seconds)}, a transfer "
+        f"{format_seconds(measured.transfer_seconds)}"
+    )
+    show(_table(result))
+    for reason in _reasons(result):
+        show(Text(reason, style="dim"))
+    show(Text(f"{advice.describe(result.chosen)}: {result.why}"))
+    show(Text(printable(command(function, result, options))))
+
+
+def _advice(
+    prepared: PreparedTraining,
+    budget_seconds: float,
+    progress: advice.ReportProgress,
+) -> Advice:
+    request = prepared.request
+    name = request.backend if isinstance(request.backend, str) else "processes"
+    if name == "simulated":  # has no times of its own
+        name = "processes"
+    options = request.backend_options if name == request.backend else {}
+    cores = None if name == "ray" else len(os.sched_getaffinity(0))
+    measuring_seconds = advice.MEASURING_SHARE * budget_seconds
+    progress(f"measuring on {name}", 0.0)
+    assignment = prepared.assignment
+    measured = measure(assignment, load_backend(name, **options), measuring_seconds, cores)
+    return advice.suggest(
+        assignment,
+        measured,
+        rules=_rules(request, assignment.rule),
+        budget_seconds=budget_seconds - measuring_seconds,
+        progress=progress,
+    )
+
+
+def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
+    """The candidates with this optimizer, and the request's own rule with its options."""
+    optimizer = resolve_optimizer(request.optimizer, request.lr)
+    rules = []
+    for name in advice.SUGGESTED:
+        try:
+            rules.append(given if name == given.name else bind_rule(name, optimizer))
+        except UsageError as error:
+            say(f"{name} is left out: {error}")
+    return rules if given.name in advice.SUGGESTED else [*rules, given]
+
+
+def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
+    """The options that were typed, but for what is `CHOSEN`; with the rule's own, or without."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        is_left_out = name in CHOSEN and not (name == "option" and with_rule)
+        if is_left_out or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[name]
+        if value is True:
+            words.append(parameter.opts[0])
+        else:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(item)]
+    return words
+
+
+def command(function: str, result: Advice, options: Sequence[str]) -> str:
+    """What to run."""
+    chosen = result.chosen
+    words = ["dovetail", "train", function, "--rule", chosen.rule]
+    words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
+    return shlex.join([*words, *options])
+
+
+def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dict[str, Any]:
+    """What `train --suggest --json` prints. Its keys are stable; what is not known is null."""
+    measured, chosen = result.measured, result.chosen
+    return {
+        "function": function,
+        "step_seconds": measured.mean_seconds,
+        "transfer_seconds": measured.transfer_seconds,
+        "measured_steps": len(measured.step_seconds),
+        "cores": measured.cores,
+        "simulated_steps": result.steps,
+        "rule": chosen.rule,
+        "workers": chosen.workers,
+        "window": chosen.window,
+        "why": result.why,
+        "command": command(function, result, options),
+        "level": _number(result.level),
+        "evidence": [
+            {
+                **vars(evidence.candidate),
+                "samples_per_second": _number(evidence.samples_per_second),
+                "staleness": _number(evidence.staleness),
+                "loss": _number(evidence.loss),
+                "seconds": _number(evidence.seconds),
+                "diverged": evidence.diverged or None,
+                "limit": evidence.limit or None,
+            }
+            for evidence in result.evidence
+        ],
+    }
+
+
+def _table(result: Advice) -> Table:
+    """Candidates, the chosen first, then by time."""
+    level = "time" if math.isnan(result.level) else f"to {result.level:.3g}"
+    table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
+    for evidence in sorted(result.evidence, key=lambda evidence: _place(evidence, result)):
+        is_chosen = evidence.candidate == result.chosen
+        table.add_row(
+            evidence.candidate.rule,
+            str(evidence.candidate.workers),
+            str(evidence.candidate.window),
+            _shown(evidence.samples_per_second, format_count),
+            _shown(evidence.staleness, "{:.3g}".format),
+            _shown(evidence.loss, "{:.4g}".format),
+            _shown(evidence.seconds, format_seconds),
+            "use" if is_chosen else "" if evidence.stable else "no",
+            style="bold" if is_chosen else "" if evidence.stable else "dim",
+        )
+    return table
+
+
+def _reasons(result: Advice) -> list[str]:
+    """Why candidates are not to be used."""
+    lines = []
+    for evidence in result.evidence:
+        what = advice.describe(evidence.candidate)
+        if evidence.diverged:
+            lines.append(f"{what}: diverges: {evidence.diverged}")
+        elif evidence.limit:
+            lines.append(f"{what}: {evidence.limit}, which is known to diverge in longer runs")
+    return lines
+
+
+def _place(evidence: Evidence, result: Advice) -> tuple[bool, bool, float, float]:
+    seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
+    rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
+    return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate
+
+
+def _shown(value: float, form: Any) -> str:
+    return str(form(value)) if math.isfinite(value) else "-"

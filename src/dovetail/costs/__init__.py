@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.costs.analytic import analytic_costs
 from dovetail.costs.cache import CostCache
-from dovetail.costs.launches import StageWork, kernel_works
 from dovetail.costs.records import Costs
-from dovetail.costs.stages import AnalyticStages, stage_rates
+from dovetail.costs.stages import AnalyticStages, StageWork, kernel_works, stage_rates
 
 if TYPE_CHECKING:
-    from dovetail.costs.measured import measured_costs
-    from dovetail.costs.probe import probed_machine
+    from dovetail.costs.measured import measured_costs, probed_machine
 
 __all__ = [
     "AnalyticStages",
@@ -26,7 +24,7 @@ __all__ = [
 ]
 _MEASURING = {
     "measured_costs": "dovetail.costs.measured",
-    "probed_machine": "dovetail.costs.probe",
+    "probed_machine": "dovetail.costs.measured",
 }
 
 

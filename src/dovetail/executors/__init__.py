@@ -1,7 +1,6 @@
 """Executors: a checked plan, for real. So far on the CPU devices of one machine."""
 
-from dovetail.executors.measuring import Measurement
-from dovetail.executors.placed import Placed, run
+from dovetail.executors.placed import Measurement, Placed, run
 from dovetail.executors.workers import Workers
 
 __all__ = [

@@ -10,7 +10,8 @@ Parameters are written and read by this process between steps only, so that `sta
 help of the workers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,23 +29,161 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.measuring import Measurement, measure_steps, time_steps
-from dovetail.executors.shares import Share, share_out
-from dovetail.executors.slots import distinct, tensor_at
-from dovetail.executors.timelines import progress_of, step_span, timeline_of
+from dovetail.executors.shares import Send, Share, distinct, ops_of, share_out, tensor_at
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import Workers
-from dovetail.frontends.fakes import is_fake
 from dovetail.frontends.interpret import example_values, held_values, source_value
 from dovetail.frontends.program import Captured, Ref
+from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
+from dovetail.machine import Machine
 from dovetail.machine.local import available_bytes
 from dovetail.plans import Plan, check
 from dovetail.runtime.neighbours import Neighbours
 from dovetail.runtime.processes import Worker, ready
 from dovetail.runtime.shared import Block
+from dovetail.runtime.timers import summarise
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
+
+# From the stamps that a timed step leaves in shared memory to a Timeline.
+
+
+def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Timeline:
+    """What the last step did, which must have been a timed one, from the stamps in the block.
+
+    A transfer's span is the copy by the sending device; where the machine has no link, it is on
+    the channel of its first hop. Ops that ran together have the span of all, as where a stage is
+    simulated. Memory is not recorded.
+    """
+    spans: list[tuple[int, int, int, int]] = []
+    transfers: list[tuple[int, int, int, int, int, int, int]] = []
+    begin, end = step_span(shares, block)
+    for share in shares:
+        shape = (len(share.instructions), 2)
+        stamps = block.view(share.stamps, shape, np.int64).tolist()
+        for instruction, (start, stop) in zip(share.instructions, stamps, strict=True):
+            spans += [(start, op, share.device, stop) for op in ops_of(instruction)]
+            if isinstance(instruction, Send):
+                to = instruction.destination
+                channel = _channel(machine, share.device, to)
+                row = (instruction.tensor, instruction.op, share.device, to)
+                transfers.append((start, channel, *row, stop))
+    op_rows = np.array(sorted(spans), dtype=np.int64).reshape(-1, 4)
+    rows = np.array(sorted(transfers), dtype=np.int64).reshape(-1, 7)
+    nothing = tuple(np.empty(0) for _ in machine.devices)
+    return Timeline(
+        devices=machine.device_names,
+        channels=machine.channels,
+        ops=op_rows[:, 1].astype(np.int32),
+        op_devices=op_rows[:, 2].astype(np.int32),
+        op_starts=(op_rows[:, 0] - begin) / 1e9,
+        op_ends=(op_rows[:, 3] - begin) / 1e9,
+        transfer_tensors=rows[:, 2].astype(np.int32),
+        transfer_ops=rows[:, 3].astype(np.int32),
+        transfer_sources=rows[:, 4].astype(np.int32),
+        transfer_destinations=rows[:, 5].astype(np.int32),
+        transfer_channels=rows[:, 1].astype(np.int32),
+        transfer_starts=(rows[:, 0] - begin) / 1e9,
+        transfer_ends=(rows[:, 6] - begin) / 1e9,
+        memory_times=nothing,
+        memory_bytes=tuple(np.empty(0, dtype=np.int64) for _ in machine.devices),
+        step_seconds=(end - begin) / 1e9,
+    )
+
+
+def step_span(shares: tuple[Share, ...], block: Block) -> tuple[int, int]:
+    """(start of the first device, end of the last) of the last step, in ns."""
+    rows = [progress_of(share, block) for share in shares]
+    return min((row[1] for row in rows), default=0), max((row[2] for row in rows), default=0)
+
+
+def progress_of(share: Share, block: Block) -> list[int]:
+    """[index of the instruction begun, -1 between steps; start, end of the last step in ns]."""
+    return [int(value) for value in block.view(share.progress, (3,), np.int64)]
+
+
+def _channel(machine: Machine, source: int, destination: int) -> int:
+    link = int(machine.link_index[source, destination])
+    if link < 0:
+        link = int(machine.link_index[source, machine.host_index])
+    return machine.channels.index(machine.links[link].channel)
+
+
+# Measuring plans at work.
+#
+# The protocol is RL17's (Mirhoseini et al., "Device Placement Optimization with Reinforcement
+# Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4): warm up, run some steps, drop
+# the first, report the rest. Differences: the median, as identical runs differ on a shared machine.
+# The steps that count are not stamped; a few more are, for the timeline.
+
+
+TIMED_STEPS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """step_seconds [steps]: each step that counts. timeline: the median one of the stamped.
+    others_cores: of the plan's devices, that other programs used meanwhile; 0: not known."""
+
+    step_seconds: NDArray[np.float64]
+    timeline: Timeline
+    others_cores: float = 0.0
+
+    @property
+    def median_seconds(self) -> float:
+        return float(np.median(self.step_seconds))
+
+    @property
+    def mean_seconds(self) -> float:
+        return float(np.mean(self.step_seconds))
+
+    @property
+    def minimum_seconds(self) -> float:
+        return float(np.min(self.step_seconds))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median."""
+        return summarise(self.step_seconds.tolist()).spread
+
+
+def measure_steps(
+    advance: Callable[[bool], float],
+    timeline: Callable[[], Timeline],
+    *,
+    steps: int,
+    warmup: int,
+    others_cores: Callable[[], float | None] = lambda: None,
+) -> Measurement:
+    """Warm up, run `steps` (at least 2) steps, drop the first; then stamped ones.
+
+    `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's;
+    `others_cores()` says what other programs used since this was called.
+    """
+    _check_steps(steps)
+    for _ in range(warmup):
+        advance(False)
+    seconds = time_steps(advance, steps)
+    timelines = []
+    for _ in range(TIMED_STEPS):
+        advance(True)
+        timelines.append(timeline())
+    timelines.sort(key=lambda timeline: timeline.step_seconds)
+    return Measurement(seconds, timelines[TIMED_STEPS // 2], others_cores() or 0.0)
+
+
+def time_steps(advance: Callable[[bool], float], steps: int) -> NDArray[np.float64]:
+    """[steps - 1] seconds of each of `steps` (at least 2) steps but the first."""
+    _check_steps(steps)
+    return np.array([advance(False) for _ in range(steps)][1:])
+
+
+def _check_steps(steps: int) -> None:
+    """Raise `UsageError` for so few that none would count."""
+    if steps < 2:
+        raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")
+
 
 DRAIN_SECONDS = 10.0
 

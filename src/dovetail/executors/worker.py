@@ -16,14 +16,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.executors.lanes import Lane, Team
-from dovetail.executors.shares import Instruction, Run, Send, Share, Slot, Together, Wait
-from dovetail.executors.slots import distinct, tensor_at
-from dovetail.frontends.binding import Bound, Values, bind
-from dovetail.frontends.interpret import seed_for
+from dovetail.executors.shares import (
+    Instruction,
+    Lane,
+    Run,
+    Send,
+    Share,
+    Slot,
+    Team,
+    Together,
+    Wait,
+    distinct,
+    tensor_at,
+)
+from dovetail.frontends.interpret import Bound, Cells, bind, seed_for
 from dovetail.frontends.program import Call
-from dovetail.runtime.channels import Channel
 from dovetail.runtime.neighbours import Spinning
+from dovetail.runtime.processes import Channel
 from dovetail.runtime.setup import set_up, set_up_thread
 from dovetail.runtime.shared import Block
 from dovetail.runtime.waiting import ABORTED, barrier, publish, publish_copy, wait
@@ -133,7 +142,7 @@ class _Loaded:
         self.spin_ns = [0]  # of every wait, shared with the bound instructions
         self.share = load.share
         self.seed = load.seed
-        self.values: Values = [None] * load.tensors
+        self.values: Cells = [None] * load.tensors
         self.now = [0]  # step number x 64, shared with the bound instructions
         self.base = int(block.bytes.ctypes.data)
         self.abort = self.base + load.share.abort

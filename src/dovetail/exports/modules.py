@@ -8,7 +8,7 @@ import numpy as np
 from dovetail.errors import ExportError
 from dovetail.graph import LOSS_MODULE, Graph, Phase
 from dovetail.graph.duplicates import origins_in
-from dovetail.graph.towers import tower_count
+from dovetail.graph.replicate import tower_count
 from dovetail.plans import Plan, planned_graph
 
 HELD = ("parameter", "buffer")

@@ -1,7 +1,6 @@
 """nn.Module -> Captured: the graph, and the executable calls behind it."""
 
 from dovetail.frontends.capturing import capture
-from dovetail.frontends.duplicates import duplicated
 from dovetail.frontends.flops import MATRIX_KINDS, matrix_flops
 from dovetail.frontends.interpret import (
     call_arguments,
@@ -19,13 +18,13 @@ from dovetail.frontends.optimizers import (
     SGD,
     Adam,
     AdamW,
+    GradScaler,
     Optimizer,
     RMSProp,
     format_optimizer,
     parse_optimizer,
 )
-from dovetail.frontends.program import Call, Captured, Program, Ref, SourceValue
-from dovetail.frontends.scaling import GradScaler
+from dovetail.frontends.program import Call, Captured, Program, Ref, SourceValue, duplicated
 from dovetail.frontends.towers import towers
 
 __all__ = [

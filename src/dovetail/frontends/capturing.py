@@ -7,6 +7,7 @@ import linecache
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,63 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
-from dovetail.frontends.fakes import fake, fake_mode_of, is_fake
 from dovetail.frontends.keras_models import is_keras, keras_module
-from dovetail.frontends.optimizers import Optimizer, format_optimizer
+from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
-from dovetail.frontends.recording import TracingError, memory_of
-from dovetail.frontends.scaling import GradScaler
+from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.tracing import Request, forget, trace
-from dovetail.frontends.transformers_models import batched_experts, unwrap
 from dovetail.plans import Source
+
+# What models of transformers, and wrappers around a module, need before they are captured.
+#
+# transformers is not imported here: what its models are is told by the attributes they have.
+
+
+BATCHED = "batched_mm"
+"""transformers' implementation of experts by one batched product over (token, expert) pairs. Its
+other ones count tokens per expert, so that shapes depend on data, or call kernels that exist for
+bfloat16 alone."""
+FOLLOWS_DATA = ("eager", "grouped_mm")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside of `nn.DataParallel` and `DistributedDataParallel`: placement replaces what
+    they do, and their copies of the module cannot be captured."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, wrappers):
+        model = model.module
+    return model
+
+
+@contextmanager
+def batched_experts(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Within it, mixtures of experts of transformers compute by their batched implementation.
+
+    Yields one note where something was switched, else (). Afterwards the model is as before. An
+    implementation that somebody chose and that can be captured is left alone, and a model without
+    a batched one (older releases, experts in a loop) is too: its capture says what it fails at.
+    """
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        # `_apply_gate` marks the experts of `transformers.integrations.moe`.
+        if hasattr(module, "_apply_gate") and (
+            getattr(config, "_experts_implementation", None) in FOLLOWS_DATA
+        ):
+            configs[id(config)] = config
+    before = [(config, config._experts_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._experts_implementation = BATCHED
+        names = " and ".join(sorted({repr(name) for _, name in before}))
+        note = (
+            f"experts are computed by transformers' {BATCHED!r} instead of {names}, whose shapes "
+            "depend on data: the same numbers but for rounding"
+        )
+        yield (note,) if before else ()
+    finally:
+        for config, name in before:
+            config._experts_implementation = name
 
 
 def capture(

@@ -1,19 +1,20 @@
 """Program: the executable calls behind a graph. Captured: graph, program and source together."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from dovetail.errors import UsageError
-from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched
+from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched, substitute
 from dovetail.graph import Graph
+from dovetail.graph.duplicates import Copies, duplicate
 from dovetail.plans import Source
 
 
@@ -228,3 +229,116 @@ class Captured:
     def targets(self) -> tuple[Tensor, ...]:
         """The example targets: every tensor of what the loss takes after the output."""
         return self.signature.targets
+
+
+# Arguments of calls: what they refer to, and the signature that they add up to.
+
+
+def replace_nodes(tree: Any, of_node: Callable[[fx.Node], Any]) -> Any:
+    """The arguments with every node replaced, in plain tuples, lists and dicts: those pickle, and
+    are fast to walk."""
+    if isinstance(tree, fx.Node):
+        return of_node(tree)
+    if isinstance(tree, tuple):
+        return tuple(replace_nodes(value, of_node) for value in tree)
+    if isinstance(tree, list):
+        return [replace_nodes(value, of_node) for value in tree]
+    if isinstance(tree, dict):
+        return {key: replace_nodes(value, of_node) for key, value in tree.items()}
+    return tree
+
+
+def distinct_refs(tree: Any) -> list[int]:
+    """The distinct tensors that nested arguments refer to, in order."""
+    found: dict[int, None] = {}
+    _collect(tree, found)
+    return list(found)
+
+
+def _collect(tree: Any, found: dict[int, None]) -> None:
+    if isinstance(tree, Ref):
+        found.setdefault(tree.tensor)
+    elif isinstance(tree, dict):
+        _collect(tuple(tree.values()), found)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _collect(value, found)
+
+
+def fill_refs(tree: Any, tensors: Any) -> Any:
+    """The arguments with every `Ref` replaced by `tensors[its tensor]`."""
+    if isinstance(tree, Ref):
+        return tensors[tree.tensor]
+    if isinstance(tree, list):
+        return [fill_refs(value, tensors) for value in tree]
+    if isinstance(tree, tuple):
+        return tuple(fill_refs(value, tensors) for value in tree)
+    if isinstance(tree, dict):
+        return {key: fill_refs(value, tensors) for key, value in tree.items()}
+    return tree
+
+
+def kind_of(target: Any) -> str:
+    """ "aten.mm" of the overload aten.mm.default."""
+    if isinstance(target, OpOverload):
+        return str(target.overloadpacket)
+    return f"python.{getattr(target, '__name__', target)}"
+
+
+def signature(kind: str, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    """kind(arguments), each tensor as dtype[shape](strides)."""
+    parts = [_text(arg) for arg in args]
+    parts += [f"{key}={_text(value)}" for key, value in sorted(kwargs.items())]
+    return f"{kind}({', '.join(parts)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        shape, strides = ("x".join(map(str, sizes)) for sizes in (value.shape, value.stride()))
+        return f"{dtype_of(value)}[{shape}]({strides})"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(value)
+
+
+def dtype_of(value: Tensor) -> str:
+    """ "float32" of torch.float32."""
+    return str(value.dtype).removeprefix("torch.")
+
+
+# Captured -> Captured: with copies of what several devices compute for themselves.
+
+
+def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
+    """The step with these copies: each copy makes its origin's call on its own tensors, so that the
+    step gives the same bits."""
+    program, made = captured.program, duplicate(captured.graph, copies)
+    seen = [[Ref(int(tensor)) for tensor in row] for row in made.tensors]
+    reader_of = {op: i + 1 for i, one in enumerate(copies) for op in one.readers}
+    calls: list[Call | None] = []
+    for origin, copy in zip(made.origins.tolist(), made.copy_of.tolist(), strict=True):
+        call = program.calls[origin]
+        view = copy + 1 if copy >= 0 else reader_of.get(origin, 0)
+        own = seen[copy + 1]
+        calls.append(
+            call
+            and replace(
+                call,
+                args=fill_refs(call.args, seen[view]),
+                kwargs=fill_refs(call.kwargs, seen[view]),
+                results=tuple(own[t].tensor if t >= 0 else -1 for t in call.results),
+                # Copies move ops to other indices; random numbers stay those of the old ones.
+                draws_of=call.seed_index(origin) if call.random else call.draws_of,
+            )
+        )
+    return replace(
+        captured,
+        graph=made.graph,
+        program=replace(
+            program,
+            calls=tuple(calls),
+            sources=tuple(program.sources[origin] for origin in made.origins.tolist()),
+            loss=seen[0][program.loss].tensor if program.loss >= 0 else -1,
+            outputs=substitute(program.outputs, Ref, lambda ref: seen[0][ref.tensor]),
+        ),
+    )

@@ -24,12 +24,40 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     FakeTensor,
+    FakeTensorMode,
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
-from dovetail.frontends.fakes import is_fake
+# Fake tensors: shape, strides and dtype without data.
+
+
+def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """The tensor's fake twin in `mode`, detached; the tensor itself if it is one already."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+        return tensor.detach()
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        device = "cpu" if tensor.is_meta else tensor.device
+        with mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+    return mode.from_tensor(tensor.detach())
+
+
+def fake_mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode:
+    """The mode of the first fake tensor, or a new one."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True if the tensor has no data."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
 
 aten = torch.ops.aten
 _NO_DEFAULT = object()

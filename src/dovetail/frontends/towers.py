@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import UsageError
-from dovetail.frontends.arguments import fill_refs
-from dovetail.frontends.program import Call, Captured, Program, Ref, Signature, SourceValue
-from dovetail.frontends.scaling import SCALE
+from dovetail.frontends.optimizers import SCALE
+from dovetail.frontends.program import (
+    Call,
+    Captured,
+    Program,
+    Ref,
+    Signature,
+    SourceValue,
+    fill_refs,
+)
 from dovetail.frontends.structures import Slot
 from dovetail.graph import Graph, Replicated, replicate
 

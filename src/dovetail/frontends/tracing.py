@@ -23,10 +23,12 @@ import contextlib
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
@@ -37,27 +39,266 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd.graph import _engine_run_backward
+from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
-from dovetail.frontends.attributes import Attributes
-from dovetail.frontends.fakes import is_fake
-from dovetail.frontends.program import Signature
-from dovetail.frontends.purifying import purified
+from dovetail.frontends.optimizers import SCALE
+from dovetail.frontends.program import Signature, replace_nodes
 from dovetail.frontends.recording import (
     Outside,
     Recording,
     TracingError,
+    is_fake,
     is_random,
     memory_of,
     read_past,
     record,
     storage_of,
 )
-from dovetail.frontends.scaling import SCALE
-from dovetail.frontends.structures import Slot, fill, flatten
+from dovetail.frontends.structures import Slot, fill, flatten, is_plain_object
 from dovetail.graph import LOSS_MODULE, Phase
 
+# A recorded graph made pure: no op writes in place, none merely protects or renames a value.
+#
+# A graph with ops that write in place is run and recorded anew through `functionalize`, which turns
+# them into pure ones. Then what moves no data goes: detach, alias, and clones that protected
+# something from an in-place op.
+
+
 aten = torch.ops.aten
+_NO_OPS = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+
+
+def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Recording:
+    """The recording without ops that write in place, that move no data or that nobody needs; each
+    call node is marked with its node in `first`, or with None. May change `first`'s graph. `names`
+    are those of the values that the recorded function was given.
+
+    Raises `TracingError` where an op writes over what was given to the recorded function.
+    """
+    if any(_writes(node) for node in first.marks):
+        _check_constants(first.graph)
+        second = _functionalized(first, mode)
+    else:  # a second trace would be a copy
+        second = Recording(
+            first.graph, first.constants, {node: node for node in first.marks}, first.draws
+        )
+    _remove_no_ops(second.graph)
+    _check_pure(second.graph, names)
+    _remove_dead(second.graph)
+    return second
+
+
+def _check_constants(graph: fx.Graph) -> None:
+    """Raise `TracingError` where an op writes over a constant, or a view of one: over a tensor that
+    the model keeps, but that is neither parameter nor buffer."""
+    constant: set[fx.Node] = set()  # get_attr nodes, and what shares their memory
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            constant.add(node)
+        if not isinstance(node.target, OpOverload):
+            continue
+        arguments = node.target._schema.arguments
+        for position, argument in enumerate(arguments):
+            given = node.args[position] if position < len(node.args) else None
+            if argument.alias_info is None or given not in constant:
+                continue
+            if argument.alias_info.is_write:
+                value = given.meta["val"]
+                raise TracingError(
+                    f"{node.target} writes over a tensor of shape {tuple(value.shape)} that the "
+                    "model keeps but has not registered; make it a buffer (register_buffer)"
+                )
+            constant.add(node)
+
+
+def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:
+    """A recording of the graph's own run, in which pure ops stand for those that write."""
+    running: list[fx.Node | None] = []
+
+    def rerun(*values: Tensor) -> list[Any]:
+        rest, env = iter(values), dict[fx.Node, Any]()
+        for node in first.graph.nodes:
+            args, kwargs = replace_nodes((node.args, dict(node.kwargs)), env.__getitem__)
+            if node.op == "placeholder":
+                env[node] = next(rest)
+            elif node.op == "get_attr":
+                env[node] = first.constants[node.target]
+            elif node.op == "call_function":
+                running[:] = [node]
+                env[node] = node.target(*args, **kwargs)
+            else:
+                running[:] = [None]  # what still comes, writing results back, is of no node
+                return list(args[0])
+        raise AssertionError("a graph ends with its output")
+
+    values = [n.meta["val"] for n in first.graph.nodes if n.op == "placeholder"]
+    # The casts of autocast are ops of the first recording already.
+    with mode, torch.no_grad(), torch._C._DisableAutocast():
+        return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
+
+
+def _remove_no_ops(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        same = node.target in _NO_OPS
+        if node.target is aten.clone.default:
+            # Nothing is written in place any more, so a copy in the same layout protects nothing.
+            same = node.meta["val"].stride() == node.args[0].meta["val"].stride()
+        if same:
+            base = node.args[0]
+            # What was a view of the copy is now a view of the base: let its storage say so.
+            aliases = [node.meta["val"], *node.meta.get("same_storage", ())]
+            base.meta.setdefault("same_storage", []).extend(aliases)
+            node.replace_all_uses_with(base)
+            graph.erase_node(node)
+
+
+def _remove_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op in ("call_function", "get_attr"):
+            graph.erase_node(node)
+
+
+def _check_pure(graph: fx.Graph, names: Sequence[str]) -> None:
+    given = {node: name for node, name in zip(graph.nodes, names, strict=False)}
+    for node in graph.nodes:
+        if _writes(node):
+            what = given.get(node.args[0], "a parameter or an input")
+            raise TracingError(
+                f"{node.target} writes over {what} in a way that cannot be made part of the graph; "
+                "write to a buffer, or return the new value"
+            )
+        if node.op == "call_function" and isinstance(node.meta.get("val"), (tuple, list)):
+            nested = [v for v in node.meta["val"] if isinstance(v, (tuple, list))]
+            if nested:
+                raise TracingError(f"{node.target} returns lists inside a tuple; split it up")
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+# What a module's attributes were before a step, to be told from what the step made of them.
+#
+# A traced step leaves fake tensors where a model keeps what it computes, and runs on what the model
+# kept before. So what changes is noticed, and put back afterwards.
+
+
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+_CONTAINERS = (dict, list, set, deque)
+# What nn.Module keeps of itself, but for its mode.
+_OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
+"""Of these: its submodules, parameters, buffers and hooks."""
+# Where recurrent layers of torch list their parameters, anew in each step where they are others.
+_OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
+_DEPTH = 3
+"""How many objects and containers inside one another are looked into."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """A container as it was: the very object, and a copy of what was in it."""
+
+    name: str
+    container: Any
+    content: Any
+
+
+class Attributes:
+    """The attributes of a module and its submodules, what is in their containers, and the tree that
+    they are: submodules, names of parameters and buffers, hooks, modes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.saved: list[_Saved] = []
+        self.seen: set[int] = set()
+        for path, part in module.named_modules():
+            inside = {k: v for k, v in vars(part).items() if k not in _OF_MODULE}
+            self.saved.append(_Saved(path, part, inside))
+            for key in _TREE:
+                self.saved.append(_Saved(path, vars(part)[key], vars(part)[key].copy()))
+            for key, value in inside.items():
+                self._save(f"{path}.{key}" if path else key, value, _DEPTH)
+
+    def _save(self, name: str, value: Any, depth: int) -> None:
+        if not depth or id(value) in self.seen:
+            return
+        if isinstance(value, _CONTAINERS):
+            self.seen.add(id(value))
+            self.saved.append(_Saved(name, value, value.copy()))
+            inside: Any = value.items() if isinstance(value, dict) else enumerate(value)
+        elif isinstance(value, np.ndarray):
+            self.seen.add(id(value))
+            self.saved.append(_Saved(name, value, value.copy()))
+            return
+        elif is_plain_object(value):
+            self.seen.add(id(value))
+            inside = dict(vars(value))
+            self.saved.append(_Saved(name, value, inside))
+            inside = inside.items()
+        else:
+            return
+        for key, element in inside:
+            if isinstance(element, (*_CONTAINERS, np.ndarray)) or is_plain_object(element):
+                self._save(f"{name}.{key}", element, depth - 1)
+
+    def changed(self) -> list[str]:
+        """Names of the attributes that are not what they were: other objects, or other numbers."""
+        names = [name for saved in self.saved for name in _changed(saved)]
+        return [name for name in names if not name.endswith(_OF_PARAMETERS)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for saved in self.saved:
+            if not _changed(saved):
+                continue
+            container, content = saved.container, saved.content
+            if isinstance(container, nn.Module):
+                for key in [k for k in vars(container) if k not in _OF_MODULE | content.keys()]:
+                    vars(container).pop(key)
+                vars(container).update(content)
+            elif isinstance(container, np.ndarray):
+                container[...] = content
+            elif isinstance(container, (list, deque)):
+                container.clear()
+                container.extend(content)
+            elif isinstance(container, (dict, set)):
+                container.clear()
+                container.update(content)
+            else:
+                vars(container).clear()
+                vars(container).update(content)
+
+
+def _changed(saved: _Saved) -> list[str]:
+    container, before = saved.container, saved.content
+    if isinstance(container, np.ndarray):
+        equal = container.shape == before.shape and container.tobytes() == before.tobytes()
+        return [] if equal else [saved.name]
+    if isinstance(container, set):
+        return [] if container == before else [saved.name]
+    if isinstance(container, (list, deque)):
+        if len(container) == len(before) and all(map(_same, container, before)):
+            return []
+        return [saved.name]
+    is_module = isinstance(container, nn.Module)
+    now = container if isinstance(container, dict) else vars(container)
+    keys = [key for key in now if not (is_module and key in _OF_MODULE)]
+    names = [key for key in keys if key not in before or not _same(now[key], before[key])]
+    names += [key for key in before if key not in now]
+    return [f"{saved.name}.{key}" if saved.name else str(key) for key in names]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+        return False
+    return isinstance(one, (int, float, str, bytes)) and bool(one == other)
+
+
 NO_SEQUENCE = -2
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.errors import FileFormatError, MissingLibraryError, ModelError
-from dovetail.runtime.reading import read_json
+from dovetail.runtime.files import read_json
 
 PREFIX = "transformers:"
 Inputs = dict[str, Any]

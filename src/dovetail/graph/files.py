@@ -25,8 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dovetail.errors import FileFormatError, InvalidSizeError
 from dovetail.graph.records import Graph
-from dovetail.runtime.atomic import write_atomically
-from dovetail.runtime.reading import read_json
+from dovetail.runtime.files import read_json, write_atomically
 
 T = TypeVar("T", bound=Hashable)
 _STRICT = ConfigDict(extra="forbid")

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from dovetail.graph.duplicates import spread_out
 from dovetail.graph.records import Graph, Int32, Phase
-from dovetail.graph.sharing import spread_out
-from dovetail.graph.towers import towers_of
+from dovetail.graph.replicate import towers_of
 from dovetail.graph.units import Units
 from dovetail.runtime.compiling import inlined, kernel
 

@@ -2,9 +2,13 @@
 
 from dovetail.machine.files import load_machine, save_machine
 from dovetail.machine.local import check_local, local_machine
-from dovetail.machine.papers import PAPER_MACHINES
-from dovetail.machine.parsing import names_here, parse_machine
-from dovetail.machine.presets import PRESETS, emulated_dtypes
+from dovetail.machine.presets import (
+    PAPER_MACHINES,
+    PRESETS,
+    emulated_dtypes,
+    names_here,
+    parse_machine,
+)
 from dovetail.machine.records import Device, Link, Machine
 
 __all__ = [

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dovetail.errors import FileFormatError
 from dovetail.machine.records import Device, Link, Machine
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 _STRICT = ConfigDict(extra="forbid")
 

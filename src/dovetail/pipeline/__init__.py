@@ -1,17 +1,23 @@
 """The flow: MODEL and MACHINE texts -> costs -> placement -> plan -> timeline, report, exports."""
 
-from dovetail.pipeline.courses import Course, Subject, check_course, check_subject, settings_for
-from dovetail.pipeline.learning import Lesson, learn, learn_all
-from dovetail.pipeline.opening import open_plan, timeline_of, verify, with_schedules
+from dovetail.pipeline.learning import (
+    Course,
+    Lesson,
+    Subject,
+    check_course,
+    check_subject,
+    learn,
+    learn_all,
+    settings_for,
+)
+from dovetail.pipeline.opening import open_plan, planned, timeline_of, verify, with_schedules
 from dovetail.pipeline.phases import PhasesPlan, phase_paths, plan_phases, weights_of
 from dovetail.pipeline.planning import check_policy, check_request, plan
-from dovetail.pipeline.schedules import Wanted, schedules
-from dovetail.pipeline.scheduling import schedule
-from dovetail.pipeline.sharing import planned
+from dovetail.pipeline.scheduling import Wanted, schedule, schedules
 from dovetail.pipeline.sources import (
     Notes,
-    Progress,
     Step,
+    TellProgress,
     check_replicas,
     costs_of,
     default_objective,
@@ -43,9 +49,9 @@ __all__ = [
     "Lesson",
     "Notes",
     "PhasesPlan",
-    "Progress",
     "Step",
     "Subject",
+    "TellProgress",
     "Wanted",
     "check_course",
     "check_export",

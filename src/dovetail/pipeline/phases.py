@@ -34,7 +34,7 @@ from dovetail.frontends import Captured
 from dovetail.graph import Graph
 from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
-from dovetail.pipeline.opening import bound_of
+from dovetail.pipeline.opening import bound_of, with_copies
 from dovetail.pipeline.planning import (
     check_request,
     fixed_ops,
@@ -42,10 +42,9 @@ from dovetail.pipeline.planning import (
     smallest_gain,
     to_plan,
 )
-from dovetail.pipeline.sharing import with_copies
 from dovetail.pipeline.sources import (
     Notes,
-    Progress,
+    TellProgress,
     costs_of,
     graph_of,
     groups_of,
@@ -144,7 +143,7 @@ def plan_phases(  # noqa: PLR0913  all but two are keyword-only
     caps: Sequence[tuple[str, int]] = (),
     whole: Sequence[str] = (),
     min_gain: float | None = None,
-    progress: Progress = silent,
+    progress: TellProgress = silent,
 ) -> PhasesPlan:
     """Find one placement of a model under which its phases together run fastest.
 
@@ -462,7 +461,7 @@ def _followed(problem: Problem, own: NDArray[np.int32]) -> NDArray[np.int32]:
     return np.maximum(found, 0)
 
 
-def _search(joint: _Joint, limit: Budget, gain: float, progress: Progress) -> PhasesPlan:
+def _search(joint: _Joint, limit: Budget, gain: float, progress: TellProgress) -> PhasesPlan:
     """The best of all maps, with a plan for each phase."""
     maps = _by_themselves(joint, limit, progress)
     names = joint.machine.device_names
@@ -507,7 +506,7 @@ def _search(joint: _Joint, limit: Budget, gain: float, progress: Progress) -> Ph
     )
 
 
-def _by_themselves(joint: _Joint, limit: Budget, progress: Progress) -> dict[str, Maps]:
+def _by_themselves(joint: _Joint, limit: Budget, progress: TellProgress) -> dict[str, Maps]:
     """Where each phase has its blocks if it is planned without the others; of a block that it does
     not have, where another phase has it."""
     found: dict[str, Maps] = {}
@@ -526,7 +525,7 @@ def _by_themselves(joint: _Joint, limit: Budget, progress: Progress) -> dict[str
 
 
 def _climbed(
-    joint: _Joint, start: Maps, score: tuple[float, float], limit: Budget, progress: Progress
+    joint: _Joint, start: Maps, score: tuple[float, float], limit: Budget, progress: TellProgress
 ) -> Maps:
     """The map that moves of one block lead to, the best of a batch at a time, until none helps."""
     budget = Budget(limit.seconds * CLIMB, limit.evaluations * CLIMB, limit.clock)

@@ -6,7 +6,8 @@ step ──► kernels ──► stage costs ──► schedules ──► check
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,12 +18,7 @@ from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
 from dovetail.executors.stages.choosing import fastest, measure
 from dovetail.executors.stages.preparing import draws_nothing, prepare
-from dovetail.executors.stages.targets import (
-    Target,
-    analytic_target,
-    cpu_target,
-    cuda_target,
-)
+from dovetail.executors.stages.targets import Target, analytic_target, cpu_target, cuda_target
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.models import parse_zoo
@@ -30,10 +26,10 @@ from dovetail.graph import Graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse, written_sources
 from dovetail.machine import Device, parse_machine
 from dovetail.machine.local import local_machine
-from dovetail.pipeline.sources import Progress, silent
+from dovetail.pipeline.sources import TellProgress, resolve_model, silent
 from dovetail.runtime.timers import clock
+from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import replayed
-from dovetail.schedulers.draws import random_stages
 from dovetail.schedulers.records import OpSet, groups_of, members
 from dovetail.schedulers.results import (
     SEQUENTIAL,
@@ -42,6 +38,8 @@ from dovetail.schedulers.results import (
     KernelStage,
     KernelWork,
     Scheduled,
+    Schedules,
+    Specialisation,
 )
 from dovetail.schedulers.scheduling import SCHEDULERS, Schedule
 
@@ -61,7 +59,7 @@ def target_of(
     *,
     seed: int = 0,
     cache: CostCache | None = None,
-    progress: Progress = silent,
+    progress: TellProgress = silent,
 ) -> Target:
     """The step's kernels on a device, prepared and timed by themselves.
 
@@ -127,7 +125,7 @@ def schedule(
     seed: int = 0,
     rounds: int = ROUNDS,
     cache: CostCache | None = None,
-    progress: Progress = silent,
+    progress: TellProgress = silent,
 ) -> tuple[Scheduled, Step | None]:
     """Find the fastest stages of an inference step on one device.
 
@@ -150,7 +148,7 @@ def find(
     schedulers: Sequence[str] = (),
     *,
     rounds: int = ROUNDS,
-    progress: Progress = silent,
+    progress: TellProgress = silent,
 ) -> tuple[Scheduled, Step | None]:
     """`schedule` on a target."""
     names = list(dict.fromkeys([SEQUENTIAL, *(schedulers or SCHEDULERS)]))
@@ -245,7 +243,7 @@ def reseen(target: Target, candidate: Candidate) -> Candidate:
 
 
 def sample(
-    target: Target, count: int, rng: random.Random, rounds: int, progress: Progress = silent
+    target: Target, count: int, rng: random.Random, rounds: int, progress: TellProgress = silent
 ) -> list[tuple[float, float]]:
     """(predicted, measured) seconds of random schedules; measured side by side."""
     groups, ops = target.problem.groups, target.problem.group_ops
@@ -333,3 +331,135 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
         flops = float(graph.flops[own].sum())
         found.append(KernelWork(names[0], names, flops, moved))
     return tuple(found)
+
+
+# Schedules of a network over batch sizes and devices: each found on its own, then each run where
+# it was not made for.
+
+
+_ZOO = "zoo:"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is looked for.
+
+    schedulers   names of `SCHEDULERS`; () for all
+    batches      of a network of the zoo; () for the one that MODEL says
+    rounds       in which all schedules are measured, one after another
+    sampled      random schedules whose predicted and measured seconds are compared
+    """
+
+    schedulers: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+    rounds: int = ROUNDS
+    sampled: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_schedulers(self.schedulers)
+        if any(batch < 1 for batch in self.batches):
+            raise UsageError("batch", "batch sizes are 1 or more")
+        if self.rounds < 1:
+            raise UsageError("rounds", "there must be 1 or more")
+
+
+def schedules(
+    model: str,
+    devices: Sequence[str] = (CPU,),
+    wanted: Wanted | None = None,
+    *,
+    cache: CostCache | None = None,
+    progress: TellProgress = silent,
+) -> list[Schedules]:
+    """Find the fastest stages of the network that MODEL names: per device, at each batch size.
+
+    devices   "cpu": this machine's cores; "cuda:0"; or presets such as "v100", by analytic costs
+    """
+    wanted = wanted or Wanted()
+    if wanted.sampled and not any(map(runs_here, devices)):
+        names = ", ".join(devices)
+        raise UsageError("sampled", f"random schedules are measured, which {names} cannot be")
+    steps = [_step(with_batch(model, batch), progress) for batch in wanted.batches or (0,)]
+    found, targets = [], []
+    for device in devices:
+        own = [
+            target_of(step, device, seed=wanted.seed, cache=cache, progress=progress)
+            for step in steps
+        ]
+        results = [_found(target, wanted, progress) for target in own]
+        targets.append(own)
+        matrix = _over_batches(own, results, wanted.rounds)
+        found.append(Schedules(model, own[0].device, own[0].source, tuple(results), tuple(matrix)))
+    across = _over_devices(targets, found)
+    return [replace(one, specialisations=(*one.specialisations, *across)) for one in found]
+
+
+def with_batch(model: str, batch: int) -> str:
+    """MODEL at another batch size; 0: as it is. Raises `UsageError` for one not of the zoo."""
+    if not batch:
+        return model
+    if not model.startswith(_ZOO):
+        raise UsageError("batch", f"only networks of the zoo change their batch, not {model!r}")
+    name, _, options = model.partition("?")
+    kept = [o for o in options.split("&") if o and not o.startswith("batch=")]
+    return f"{name}?{'&'.join([*kept, f'batch={batch}'])}"
+
+
+def _step(model: str, progress: TellProgress) -> Captured:
+    progress(f"capturing {model}", 0.0, None)
+    step = resolve_model(model)
+    if not isinstance(step, Captured):
+        raise UsageError(
+            "MODEL", "stages are of a network that is captured: zoo:NAME or package.module:function"
+        )
+    return step
+
+
+def _found(target: Target, wanted: Wanted, progress: TellProgress) -> Scheduled:
+    found, step = find(target, wanted.schedulers, rounds=wanted.rounds, progress=progress)
+    if wanted.sampled and step is not None:
+        rng = random.Random(wanted.seed)
+        drawn = sample(target, wanted.sampled, rng, wanted.rounds, progress)
+        found = replace(found, sampled=tuple(drawn))
+    return found
+
+
+def _over_batches(
+    targets: Sequence[Target], results: Sequence[Scheduled], rounds: int
+) -> list[Specialisation]:
+    """Each batch size by the schedules made for each; measured where the device is here."""
+    if len(targets) < 2 or len({target.block for target in targets}) > 1:
+        return []
+    names = tuple(f"batch {batch_of(target.captured)}" for target in targets)
+    rows = [_row(target, results, rounds) for target in targets]
+    return [Specialisation("batch sizes", names, names, tuple(rows))]
+
+
+def _row(target: Target, results: Sequence[Scheduled], rounds: int) -> tuple[float, ...]:
+    steps = [target.step(reseen(target, result.best)) for result in results]
+    running = [step for step in steps if step is not None]
+    if len(running) < len(steps):
+        return tuple(reseen(target, result.best).predicted_seconds for result in results)
+    timers = {str(i): target.timed(step) for i, step in enumerate(running)}
+    seconds = measure(timers, rounds)
+    return tuple(statistics.median(seconds[str(i)]) for i in range(len(running)))
+
+
+def _over_devices(
+    targets: Sequence[Sequence[Target]], found: Sequence[Schedules]
+) -> list[Specialisation]:
+    """Per batch size each device by the schedules made for each, as predicted."""
+    if len(found) < 2:
+        return []
+    names = tuple(one.device for one in found)
+    made = []
+    for place in range(len(found[0].results)):
+        seconds: dict[tuple[int, int], float] = {}
+        for row, column in product(range(len(found)), repeat=2):
+            best = found[column].results[place].best
+            seconds[row, column] = reseen(targets[row][place], best).predicted_seconds
+        table = tuple(tuple(seconds[r, c] for c in range(len(found))) for r in range(len(found)))
+        title = f"devices at batch {found[0].results[place].batch}, predicted"
+        made.append(Specialisation(title, names, names, table))
+    return made

@@ -12,12 +12,11 @@ from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.frontends import Captured, duplicated
 from dovetail.graph import Graph
 from dovetail.instances import instance_to_dict
-from dovetail.pipeline.opening import check_machine, check_seed, costs_in, timeline_of
-from dovetail.pipeline.sharing import planned
+from dovetail.pipeline.opening import check_machine, check_seed, costs_in, planned, timeline_of
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
 from dovetail.reports import Report, chrome_trace, device_colours, write_html
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.runtime.neighbours import disturbs
 
 

@@ -38,10 +38,9 @@ from dovetail.placers.linear_dp import linear_dp
 from dovetail.placers.local_search import local_search
 from dovetail.placers.m_topo import m_topo
 from dovetail.placers.metis import metis
-from dovetail.placers.mincut import mincut
 from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.placers.scotch import scotch
+from dovetail.placers.scotch import mincut, scotch
 from dovetail.placers.sct import sct
 
 CONSTRUCTIVE_SHARE = 0.4

@@ -2,12 +2,131 @@
 
 from collections.abc import Callable
 
-from dovetail.placers.balanced import balanced
-from dovetail.placers.budget import UNKNOWN, Budget
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.placers.budget import UNKNOWN, Budget, Score
 from dovetail.placers.etf import etf
 from dovetail.placers.expert import expert
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.placers.single import single
+
+# Everything on one device: the best of them. What is pinned elsewhere stays there.
+
+
+def single(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The best of one placement per device; ties: the first device.
+
+    A group that may not be on the device goes to its fastest one, as RL17 puts ops without a GPU
+    kernel on the CPU.
+    """
+    candidates = np.stack(
+        [
+            problem.settle(np.full(problem.groups.count, device))
+            for device in range(problem.devices)
+            if problem.machine.devices[device].kind != "host"
+        ]
+    )
+    scores = budget.score(problem, candidates, always=True)
+    return np.asarray(candidates[scores.index(min(scores))])
+
+
+# Contiguous runs of equal work: the largest load is the least that contiguous runs allow.
+#
+# Groups stand in the order of their first op. With W_d(i, j) the seconds of groups i to j - 1 on
+# device d, and devices in machine order,
+#
+#     load_d(j) = min over i <= j of   max(load_{d-1}(i), W_d(i, j))     where the run fits memory
+#
+# which is solved exactly in O(devices x groups^2), or over `MAX_CELLS` equal cells of groups where
+# there are more. A run may be empty. A group that may not be on its run's device goes to its
+# fastest one and weighs nothing in the run. Balance looks at no schedule and no communication.
+#
+# Source: the partitioning of torchgpipe's `balance` (Kim et al., 2020,
+# https://arxiv.org/abs/2004.09910, section 4). Differences: unlike devices, and memory.
+
+
+MAX_CELLS = 512
+MEMORY_ATTEMPTS = 4
+
+
+def balanced(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The better of runs over all devices and runs over the fastest model of device only.
+
+    Memory is estimated while cutting. Where the evaluator then finds a device over its capacity,
+    the runs are cut again as if all that a group makes stayed, then with that much less room.
+    """
+    found: list[tuple[Score, GroupPlacement]] = []
+    for devices in problem.device_sets:
+        room = problem.capacities.astype(np.float64)
+        for attempt in range(MEMORY_ATTEMPTS):
+            sizes = problem.made_bytes if attempt else problem.group_bytes
+            placement = problem.settle(runs(problem, devices, sizes, room))
+            score = budget.score(problem, placement[None], always=True)[0]
+            found.append((score, placement))
+            if not 0 < score.lacking_bytes < np.inf:
+                break
+            if attempt:
+                share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+                room = room * np.where(share < 1, 0.95 * share, 1.0)
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def runs(
+    problem: Problem,
+    devices: list[int],
+    group_bytes: NDArray[np.int64],
+    room_bytes: NDArray[np.float64],
+) -> NDArray[np.int32]:
+    """[groups] device of each group; where nothing fits `room_bytes`, memory is ignored."""
+    count = problem.groups.count
+    bounds = np.unique(np.linspace(0, count, min(count, MAX_CELLS) + 1).astype(int))
+    cuts = _cuts(problem, devices, bounds, (group_bytes, room_bytes))
+    if cuts is None:
+        unlimited = np.full(problem.devices, np.inf)
+        cuts = _cuts(problem, devices, bounds, (group_bytes, unlimited))
+    assert cuts is not None, "without a limit on memory some cut is always possible"
+    placement = np.empty(count, dtype=np.int32)
+    for device, start, end in zip(devices, cuts[:-1], cuts[1:], strict=True):
+        placement[bounds[start] : bounds[end]] = device
+    return placement
+
+
+def _cuts(
+    problem: Problem,
+    devices: list[int],
+    bounds: NDArray[np.int_],
+    memory: tuple[NDArray[np.int64], NDArray[np.float64]],
+) -> list[int] | None:
+    """Where each device's run begins, and the end, as indices into `bounds`.
+
+    memory   (bytes of each group, room of each device)
+    """
+    group_bytes, room_bytes = memory
+    cells = len(bounds)
+    load = np.full(cells, np.inf)
+    load[0] = 0.0
+    begins = []
+    for device in devices:
+        ok = problem.allowed[:, device]
+        work = _spans(np.where(ok, problem.work_seconds[:, device], 0.0), bounds)
+        size = _spans(np.where(ok, group_bytes, 0.0), bounds)
+        worst = np.maximum(load[:, None], work)
+        worst[(size > room_bytes[device]) | np.tri(cells, k=-1, dtype=bool)] = np.inf
+        begins.append(worst.argmin(axis=0))
+        load = worst.min(axis=0)
+    if np.isinf(load[-1]):
+        return None
+    cuts = [cells - 1]
+    for begin in reversed(begins):
+        cuts.append(int(begin[cuts[-1]]))
+    return cuts[::-1]
+
+
+def _spans(values: NDArray[np.float64], bounds: NDArray[np.int_]) -> NDArray[np.float64]:
+    """[i, j] sum of the values of cells i to j - 1."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])[bounds]
+    return np.asarray(sums[None, :] - sums[:, None])
+
 
 Placer = Callable[[Problem, Budget], GroupPlacement]
 BASELINES: dict[str, Placer] = {

@@ -21,9 +21,11 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph import Phase
+from dovetail.placers.budget import Budget
 from dovetail.placers.problem import Problem
-from dovetail.simulator.flat import Float64, Int32, Int64
-from dovetail.simulator.load_model import HOST_SOURCE, LoadModel
+from dovetail.runtime.compiling import inlined, kernel
+from dovetail.simulator.flat import Float64, Int8, Int32, Int64
+from dovetail.simulator.loads import HOST_SOURCE, LoadModel
 
 LOOSE = -1
 """`element_of` a group that is in no element: it has no forward op, and goes where it fits last."""
@@ -290,3 +292,427 @@ def _hop(model: LoadModel, device: int) -> tuple[float, float, float, float]:
         float(model.latency_seconds[device, others].mean()),
         float(model.seconds_per_byte[device, others].mean()),
     )
+
+
+# The walks up a lattice of ideals, that `stages.best_chain` spends its time in.
+
+
+STEPS = 2_000_000
+"""Of the walks between two looks at the budget: about .1 s."""
+
+
+class Lattice(NamedTuple):
+    """Ideals, by size; the first is empty, the last is everything.
+
+    add_offsets, adds, leads   CSR by ideal: an element that may be added, ascending by rank, and
+                               the ideal that it leads to
+    parents, lasts   [ideals] one ideal below, and the element that is added to it; -1 of the empty
+    ranks            [elements] a topological numbering
+    """
+
+    add_offsets: Int64
+    adds: Int32
+    leads: Int32
+    parents: Int32
+    lasts: Int32
+    ranks: Int32
+
+
+class Table(NamedTuple):
+    """values, origins, kinds   [ideals, states] f, the ideal before the last stage, its kind
+    left_work     [ideals] weighed work of the elements that are not in it
+    power         [states] weighed number of devices that are left
+    nexts         [states, kinds] state with one device more in use, -1: none is left
+    room_bytes    [kinds]
+    ceiling       [1] values at and above it are of no interest
+    """
+
+    values: Float64
+    origins: Int32
+    kinds: Int8
+    left_work: Float64
+    power: Float64
+    nexts: Int32
+    room_bytes: Float64
+    ceiling: Float64
+
+
+class Walk(NamedTuple):
+    """The walk up from one ideal.
+
+    states, kinds     [states], [kinds] states of the ideal that go on; 1: one has this kind left
+    homes             [nets] where the source is: 0 further up, 1 in the stage, 2 below or outside
+    below, inside     [nets] readers below, and in the stage
+    at, next_add      [depth] ideals on the way, and the next edge up to try
+    added             [depth] element added last
+    loads, least      [depth, kinds] load of the stage, and what of it can only grow
+    held_bytes        [depth]
+    """
+
+    states: Int32
+    kinds: Int8
+    homes: Int8
+    below: Int32
+    inside: Int32
+    at: Int32
+    next_add: Int64
+    added: Int32
+    loads: Float64
+    least: Float64
+    held_bytes: Float64
+
+
+@kernel
+def left_work(lattice: Lattice, weighed: Float64, total: float, left_work: Float64) -> None:
+    left_work[0] = total
+    for ideal in range(1, len(lattice.parents)):
+        left_work[ideal] = left_work[lattice.parents[ideal]] - weighed[lattice.lasts[ideal]]
+
+
+@kernel
+def push(
+    elements: Elements, lattice: Lattice, table: Table, walk: Walk, ideal: int, steps: Int64
+) -> int:
+    """Push the values of ideals from `ideal` on to those above; the next one after enough steps."""
+    while ideal < len(lattice.parents) and steps[0] < STEPS:
+        alive = _alive(table, walk, ideal)
+        steps[0] += 1
+        if alive:
+            _begin(elements, lattice, walk, ideal)
+            _climb(elements, lattice, table, walk, alive, steps)
+        ideal += 1
+    return ideal
+
+
+@inlined
+def _alive(table: Table, walk: Walk, ideal: int) -> int:
+    """How many states of the ideal may still lead below the ceiling; they stand in `walk`."""
+    ceiling, alive = table.ceiling[0], 0
+    for kind in range(len(walk.kinds)):
+        walk.kinds[kind] = 0
+    for state in range(len(table.power)):
+        value = table.values[ideal, state]
+        if value >= ceiling or table.left_work[ideal] > ceiling * table.power[state]:
+            continue
+        walk.states[alive] = state
+        alive += 1
+        for kind in range(len(walk.kinds)):
+            if table.nexts[state, kind] >= 0:
+                walk.kinds[kind] = 1
+    return alive
+
+
+@inlined
+def _begin(elements: Elements, lattice: Lattice, walk: Walk, ideal: int) -> None:
+    """An empty stage on top of the ideal."""
+    for net in range(len(elements.net_sources)):
+        walk.homes[net] = 2 if elements.net_sources[net] < 0 else 0
+        walk.below[net] = 0
+        walk.inside[net] = 0
+    walk.at[0] = ideal
+    walk.next_add[0] = lattice.add_offsets[ideal]
+    while ideal > 0:
+        element = lattice.lasts[ideal]
+        for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
+            touch = elements.touches[i]
+            if touch < 0:
+                walk.homes[~touch] = 2
+            else:
+                walk.below[touch] += 1
+        ideal = lattice.parents[ideal]
+
+
+@inlined
+def _climb(
+    elements: Elements, lattice: Lattice, table: Table, walk: Walk, alive: int, steps: Int64
+) -> None:
+    """Visit every ideal above, and note what a stage from the bottom to there gives."""
+    depth = 0
+    while depth >= 0:
+        edge = walk.next_add[depth]
+        if edge == lattice.add_offsets[walk.at[depth] + 1]:
+            if depth > 0:
+                _take_back(elements, walk, walk.added[depth])
+            depth -= 1
+            continue
+        walk.next_add[depth] += 1
+        element = lattice.adds[edge]
+        if depth > 0 and lattice.ranks[element] < lattice.ranks[walk.added[depth]]:
+            continue
+        steps[0] += 1
+        if not _may_add(elements, table, walk, depth, element):
+            continue
+        depth += 1
+        _add(elements, walk, depth, element)
+        above = lattice.leads[edge]
+        walk.at[depth] = above
+        walk.next_add[depth] = lattice.add_offsets[above]
+        walk.added[depth] = element
+        if not _note(table, walk, depth, alive):
+            walk.next_add[depth] = lattice.add_offsets[above + 1]
+
+
+@inlined
+def _may_add(elements: Elements, table: Table, walk: Walk, depth: int, element: int) -> bool:
+    """Before anything is counted: do work and bytes fit some kind of device?"""
+    held = walk.held_bytes[depth] + elements.held_bytes[element]
+    fits = False
+    for kind in range(len(walk.kinds)):
+        least = walk.least[depth, kind] + elements.work_seconds[element, kind]
+        if walk.kinds[kind] and least < table.ceiling[0] and held <= table.room_bytes[kind]:
+            fits = True
+    return fits
+
+
+@inlined
+def _add(elements: Elements, walk: Walk, depth: int, element: int) -> None:
+    """Put an element into the stage: loads and bytes at `depth` follow from those below."""
+    kinds = len(walk.kinds)
+    walk.held_bytes[depth] = walk.held_bytes[depth - 1] + elements.held_bytes[element]
+    for kind in range(kinds):
+        work = elements.work_seconds[element, kind]
+        walk.loads[depth, kind] = walk.loads[depth - 1, kind] + work
+        walk.least[depth, kind] = walk.least[depth - 1, kind] + work
+    for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
+        net = elements.touches[i]
+        came_in, goes_out, lasts = 0.0, 0.0, 0
+        if net < 0:
+            net = ~net
+            walk.homes[net] = 1
+            came_in = -1.0 if walk.inside[net] else 0.0
+            goes_out = 1.0 if walk.inside[net] < elements.net_sizes[net] else 0.0
+            lasts = walk.below[net]
+        else:
+            walk.inside[net] += 1
+            if walk.homes[net] == 1:
+                goes_out = -1.0 if walk.inside[net] == elements.net_sizes[net] else 0.0
+            elif walk.inside[net] == 1:
+                came_in = 1.0
+                lasts = walk.homes[net]
+        if came_in == 0.0 and goes_out == 0.0:
+            continue
+        for kind in range(kinds):
+            into, out = elements.in_seconds[net, kind], elements.out_seconds[net, kind]
+            walk.loads[depth, kind] += came_in * into + goes_out * out
+            if lasts:
+                walk.least[depth, kind] += max(came_in, 0.0) * into + max(goes_out, 0.0) * out
+
+
+@inlined
+def _take_back(elements: Elements, walk: Walk, element: int) -> None:
+    for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
+        touch = elements.touches[i]
+        if touch < 0:
+            walk.homes[~touch] = 0
+        else:
+            walk.inside[touch] -= 1
+
+
+@inlined
+def _note(table: Table, walk: Walk, depth: int, alive: int) -> bool:
+    """Note the stage in the table; whether some kind of device could take more."""
+    ceiling, below, above = table.ceiling[0], walk.at[0], walk.at[depth]
+    grows = False
+    for kind in range(len(walk.kinds)):
+        if not walk.kinds[kind] or walk.held_bytes[depth] > table.room_bytes[kind]:
+            continue
+        if walk.least[depth, kind] >= ceiling:
+            continue
+        grows = True
+        load = walk.loads[depth, kind]
+        if load >= ceiling:
+            continue
+        for i in range(alive):
+            state = walk.states[i]
+            then = table.nexts[state, kind]
+            if then < 0 or table.left_work[above] > ceiling * table.power[then]:
+                continue
+            value = max(load, table.values[below, state])
+            if value < table.values[above, then]:
+                table.values[above, then] = value
+                table.origins[above, then] = below
+                table.kinds[above, then] = kind
+    return grows
+
+
+# The best chain of stages through a lattice of ideals: the programme that `ideal_dp` and
+# `linear_dp` share.
+#
+# An ideal is a set of elements that holds all predecessors of its members. With f(I, c) the least
+# possible largest load of stages that make up I on devices c (a count of each kind),
+#
+#     f({}, none) = 0
+#     f(I, c) = min over ideals J below I and kinds k in c of   max(f(J, c - k), load(k, I \ J))
+#
+# From every J that is reached, a depth-first walk up adds elements in ascending rank, which meets
+# each I above it exactly once: the walk to I adds the elements of I \ J in the order of their
+# ranks,
+# and every prefix of that is an ideal with J. Along the walk loads follow from counts per net.
+#
+# Only plans below a known value (`ceiling`) are looked for, so most of it is cut off:
+# * the walk, where work, bytes and those transfers that more elements cannot undo reach it for
+# every
+#   kind of device that is left;
+# * the states (I, c), where what is left of the work is more than the devices that are left can do:
+#   sum of lambda_k x devices left of k x ceiling < sum over elements left of min_k lambda_k x
+# work_k.
+#
+# Exact for any weights lambda. O(ideals x ideals above) steps at most, each O(nets of an element x
+# kinds + states).
+
+
+MOST_ENTRIES = 2**24
+"""Largest table, in ideals x states: 13 bytes each."""
+_ROUNDING = 1e-9
+"""Share of all work that sums in another order must not cut a plan off for."""
+
+
+class Chain(NamedTuple):
+    """value: the largest load; stages: [elements] index of its stage; devices: of each stage."""
+
+    value: float
+    stages: Int32
+    devices: list[int]
+
+
+class States(NamedTuple):
+    """Devices in use. nexts: as in `Table`; left [states, kinds]: devices that are left."""
+
+    nexts: Int32
+    left: Int64
+
+
+def states_of(counts: NDArray[np.int64], most: int) -> States:
+    """Every count of devices of each kind; where these are more than `most`, devices are used in
+    their order only (one kind each, then)."""
+    kinds = len(counts)
+    if np.prod(counts + 1.0) > most:
+        assert (counts == 1).all(), "devices in order are kinds of their own"
+        upto = np.arange(kinds + 1)
+        nexts = np.where(upto[:, None] <= np.arange(kinds), np.arange(kinds) + 1, -1)
+        return States(nexts.astype(np.int32), (nexts >= 0).astype(np.int64))
+    used = np.indices(tuple(counts + 1)).reshape(kinds, -1).T
+    strides = np.cumprod(np.concatenate([[1], (counts + 1)[:0:-1]]))[::-1]
+    index = np.arange(len(used))[:, None] + strides
+    return States(np.where(used < counts, index, -1).astype(np.int32), counts - used)
+
+
+def best_chain(
+    elements: Elements,
+    lattice: Lattice,
+    kinds: Kinds,
+    *,
+    ceiling: float,
+    budget: Budget,
+    step_evaluations: float,
+    always: bool = False,
+) -> tuple[Chain | None, bool]:
+    """The best chain below `ceiling`, or None; and whether the search came to its end.
+
+    budget             ends it early, unless `always`
+    step_evaluations   what it is charged for one step of a walk
+    """
+    counts = np.array([len(members) for members in kinds.members])
+    states = states_of(counts, MOST_ENTRIES // len(lattice.parents))
+    table = _table(elements, lattice, kinds, states, ceiling)
+    walk = _walk(elements, lattice, len(states.nexts))
+    ideal, steps = 0, np.zeros(1, np.int64)
+    while ideal < len(lattice.parents):
+        if budget.exhausted and not always:
+            return None, False
+        ideal = push(elements, lattice, table, walk, ideal, steps)
+        budget.charge(float(steps[0]) * step_evaluations)
+        steps[0] = 0
+    state = int(table.values[-1].argmin())
+    if not table.values[-1, state] < ceiling:
+        return None, True
+    return _backtrack(lattice, table, kinds, state), True
+
+
+def _table(
+    elements: Elements, lattice: Lattice, kinds: Kinds, states: States, ceiling: float
+) -> Table:
+    shape = (len(lattice.parents), len(states.nexts))
+    weights, weighed = _weights(elements.work_seconds, states.left[0])
+    left = np.zeros(shape[0])
+    left_work(lattice, weighed, weighed.sum(), left)
+    table = Table(
+        values=np.full(shape, np.inf),
+        origins=np.full(shape, -1, np.int32),
+        kinds=np.full(shape, -1, np.int8),
+        left_work=left - _ROUNDING * weighed.sum(),
+        power=states.left @ weights,
+        nexts=states.nexts,
+        room_bytes=kinds.room_bytes,
+        ceiling=np.array([ceiling]),
+    )
+    table.values[0, 0] = 0.0
+    return table
+
+
+def _weights(work_seconds: Float64, counts: Int64) -> tuple[Float64, Float64]:
+    """[kinds] weights lambda that make the bound on work high, and [elements] weighed work.
+
+    The first kind has weight 1; each other in turn the best of the quantiles of its ratio to what
+    those before it make of the work.
+    """
+    weights = np.ones(work_seconds.shape[1])
+    weighed, power = work_seconds[:, 0], float(counts[0])
+    for kind in range(1, work_seconds.shape[1]):
+        column = work_seconds[:, kind]
+        usable = (column > 0) & np.isfinite(column) & np.isfinite(weighed)
+        ratios = weighed[usable] / column[usable] if usable.any() else np.zeros(1)
+        ratios = np.quantile(ratios, np.linspace(0, 1, 11))
+        sums = [np.minimum(weighed, _times(column, r)).sum() for r in ratios]
+        best = int(np.argmax(np.array(sums) / (power + counts[kind] * ratios)))
+        weights[kind] = ratios[best]
+        weighed = np.minimum(weighed, _times(column, weights[kind]))
+        power += float(counts[kind] * weights[kind])
+    return weights, np.where(np.isfinite(weighed), weighed, 0.0)
+
+
+def _times(column: Float64, weight: float) -> Float64:
+    """0 x inf is inf: what may not be there weighs nothing there."""
+    finite = np.isfinite(column)
+    return np.where(finite, np.where(finite, column, 0.0) * weight, np.inf)
+
+
+def _walk(elements: Elements, lattice: Lattice, states: int) -> Walk:
+    (count, kinds), nets = elements.work_seconds.shape, len(elements.net_sources)
+    depth = count + 1
+    return Walk(
+        states=np.zeros(states, np.int32),
+        kinds=np.zeros(kinds, np.int8),
+        homes=np.zeros(nets, np.int8),
+        below=np.zeros(nets, np.int32),
+        inside=np.zeros(nets, np.int32),
+        at=np.zeros(depth, np.int32),
+        next_add=np.zeros(depth, np.int64),
+        added=np.zeros(depth, np.int32),
+        loads=np.zeros((depth, kinds)),
+        least=np.zeros((depth, kinds)),
+        held_bytes=np.zeros(depth),
+    )
+
+
+def _backtrack(lattice: Lattice, table: Table, kinds: Kinds, state: int) -> Chain:
+    """Follow the origins down; stages are numbered from the bottom, and take the devices of their
+    kind in machine order."""
+    ideal = len(lattice.parents) - 1
+    value = float(table.values[ideal, state])
+    steps = []
+    while ideal:
+        kind, origin = int(table.kinds[ideal, state]), int(table.origins[ideal, state])
+        steps.append((ideal, kind))
+        befores = np.flatnonzero(table.nexts[:, kind] == state)  # several where some are skipped
+        state = int(befores[table.values[origin, befores].argmin()])
+        ideal = origin
+    stages = np.zeros(len(lattice.ranks), np.int32)
+    devices, free = [], [list(members) for members in kinds.members]
+    for _, kind in reversed(steps):
+        devices.append(free[kind].pop(0))
+    for stage, (top, _) in enumerate(steps):
+        while top:
+            stages[lattice.lasts[top]] = len(steps) - 1 - stage
+            top = int(lattice.parents[top])
+    return Chain(value, stages, devices)

@@ -46,7 +46,7 @@ from dovetail.placers.list_scheduling import (
     tasks_of,
 )
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.simulator.compiling import inlined, kernel
+from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
 

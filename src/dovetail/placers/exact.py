@@ -22,21 +22,1088 @@ same budget gives the same plan; a budget of seconds uses `budget.threads`.
 """
 
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 from ortools.sat.python import cp_model
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import coo_array
 
 from dovetail.errors import NoPlanFitsError, TooManyIntervalsError
+from dovetail.graph import HOST, Graph, Phase
 from dovetail.placers.budget import Budget
-from dovetail.placers.exact_latency import latency_master
-from dovetail.placers.exact_load import load_master
-from dovetail.placers.exact_master import Master
-from dovetail.placers.exact_share import share_bound
-from dovetail.placers.exact_step import intervals_needed, step_master
 from dovetail.placers.exhaustive import can_enumerate, every_placement
 from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.simulator.latency import LatencyModel, latency_model
+
+# What both CP-SAT models share: who is where, devices that are alike, memory, what is ruled out.
+#
+# Symmetry. Devices are alike if swapping them changes neither costs, links, memory nor what is
+# allowed. Of the placements that only swap alike devices one is kept: going through the groups, the
+# heaviest first, device k of a class is used only after device k - 1 of the class.
+#
+# Memory. A placement is judged by its simulated peak, which no linear rule gives. The model holds
+# what every placement needs, whatever the order of its ops: on each device
+#
+#     sum of resident and output bytes of its groups <= capacity
+#     sum of resident bytes of its groups + what one op of them reads and makes <= capacity
+#
+# and what fits by these rules and lacks memory in truth is ruled out one placement at a time.
+
+
+SCALE_UNITS = 2**26
+"""Units of time that a step or load of the size expected has: durations are rounded down to whole
+units, so that a sum of n of them is short of the truth by less than n units. Larger coefficients
+are not safe: with 2**34, CP-SAT 9.15 was seen to cut off the optimum while it simplified."""
+MOST_UNITS = 2 * SCALE_UNITS
+"""A longer duration counts as this: no plan of interest has one."""
+HORIZON_UNITS = 2**46
+"""Above the sum of the durations of every model that there is memory for: no plan is cut off,
+however much slower than expected."""
+ROOM_UNITS = 2**26
+"""Units of memory that a device's capacity has, for the same reason."""
+
+
+@dataclass(eq=False)
+class Master:
+    """A CP-SAT model over group placements whose optimum is at most the value of the best plan.
+
+    at          [group][device] literal "this group is there"; only where it may be
+    objective   units of `unit_seconds`, to be minimised
+    classes     devices that are alike, each class ascending
+    order       groups, heaviest first: the order that breaks symmetry
+    hops        what else to hint, given a placement
+    terms       most durations that add up to the objective
+    """
+
+    problem: Problem
+    model: cp_model.CpModel
+    at: list[dict[int, cp_model.IntVar]]
+    objective: cp_model.IntVar
+    unit_seconds: float
+    classes: list[list[int]]
+    order: list[int]
+    hops: list["Hop"] = field(default_factory=list)
+    terms: int = 0
+
+    def units(self, seconds: float) -> int:
+        """Whole units in a duration, rounded down; `MOST_UNITS` at most."""
+        return int(min(np.floor(seconds / self.unit_seconds), MOST_UNITS))
+
+    @property
+    def resolution_seconds(self) -> float:
+        """What the objective may be short of the truth by rounding."""
+        return self.terms * self.unit_seconds
+
+    def forbid(self, placement: GroupPlacement) -> None:
+        """Rule out one placement, and with it those that only swap alike devices."""
+        canonical = self.canonical(placement)
+        free = self.problem.free.tolist()
+        self.model.add_bool_or([~self.at[g][int(canonical[g])] for g in free])
+
+    def canonical(self, placement: GroupPlacement) -> GroupPlacement:
+        """The one of all that only swap alike devices which the symmetry rule keeps."""
+        renamed = np.arange(self.problem.devices)
+        first = {d: i for i, d in reversed(list(enumerate(placement[self.order].tolist())))}
+        for of_class in self.classes:
+            by_use = sorted(of_class, key=lambda d: (first.get(d, len(self.order)), d))
+            renamed[by_use] = of_class
+        canonical = self.problem.fastest.copy()
+        free = self.problem.free
+        canonical[free] = renamed[placement[free]]
+        return canonical
+
+    def hint(self, placement: GroupPlacement) -> None:
+        """Where a search should look first."""
+        canonical = self.canonical(placement)
+        self.model.clear_hints()  # type: ignore[no-untyped-call]
+        for group in self.problem.free.tolist():
+            for device, literal in self.at[group].items():
+                self.model.add_hint(literal, int(canonical[group]) == device)
+        for hop in self.hops:
+            self.model.add_hint(hop.literal, hop.happens(canonical))
+
+
+@dataclass(frozen=True, eq=False)
+class Hop:
+    """A literal that is true if the source is on one of `sources` and a target on one of
+    `destinations`."""
+
+    literal: cp_model.IntVar
+    source: int
+    targets: tuple[int, ...]
+    sources: frozenset[int]
+    destinations: frozenset[int]
+
+    def happens(self, placement: GroupPlacement) -> bool:
+        home = int(placement[self.source]) if self.source >= 0 else -1
+        here = self.source < 0 or home in self.sources
+        return here and any(int(placement[t]) in self.destinations for t in self.targets)
+
+
+def new_master(problem: Problem, scale_seconds: float) -> Master:
+    """A model with placements, memory and symmetry, and an objective that nothing binds yet.
+
+    scale_seconds   about what a good plan takes: `SCALE_UNITS` units
+    """
+    model = cp_model.CpModel()
+    at: list[dict[int, cp_model.IntVar]] = []
+    free = set(problem.free.tolist())
+    true = model.new_constant(1)
+    for group in range(problem.groups.count):
+        if group not in free:
+            at.append({int(problem.fastest[group]): true})
+            continue
+        devices = np.flatnonzero(problem.allowed[group]).tolist()
+        at.append({d: model.new_bool_var("") for d in devices})
+        model.add_exactly_one(at[-1].values())
+    seconds = np.where(problem.allowed, problem.work_seconds, np.inf).min(axis=1)
+    order = [g for g in np.argsort(-seconds, kind="stable").tolist() if g in free]
+    master = Master(
+        problem=problem,
+        model=model,
+        at=at,
+        objective=model.new_int_var(0, HORIZON_UNITS, ""),
+        unit_seconds=scale_seconds / SCALE_UNITS if scale_seconds > 0 else 1.0,
+        classes=alike_devices(problem),
+        order=order,
+    )
+    _break_symmetry(master)
+    _limit_memory(master)
+    if problem.contiguous:
+        _keep_contiguous(master)
+    model.minimize(master.objective)
+    return master
+
+
+def _break_symmetry(master: Master) -> None:
+    for of_class in master.classes:
+        for before, after in pairwise(of_class):
+            used: list[cp_model.IntVar] = []
+            for group in master.order:
+                literals = master.at[group]
+                if after in literals:
+                    master.model.add_bool_or([~literals[after], *used])
+                if before in literals:
+                    used.append(literals[before])
+
+
+def alike_devices(problem: Problem) -> list[list[int]]:
+    """Classes of two or more devices that may be swapped."""
+    devices = list(range(problem.devices))
+    classes: list[list[int]] = []
+    for device in devices:
+        for of_class in classes:
+            if _swappable(problem, of_class[0], device):
+                of_class.append(device)
+                break
+        else:
+            classes.append([device])
+    return [of_class for of_class in classes if len(of_class) > 1]
+
+
+def _swappable(problem: Problem, a: int, b: int) -> bool:
+    load, host = problem.load, problem.load.host
+    if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
+        return False
+    one, other = problem.machine.devices[a], problem.machine.devices[b]
+    same = one.kind == other.kind  # `latency` tells accelerators from CPUs
+    same &= (problem.allowed[:, a] == problem.allowed[:, b]).all()
+    seconds = problem.costs.compute_seconds
+    same &= (seconds[:, a] == seconds[:, b]).all()
+    order = np.arange(problem.devices)
+    order[[a, b]] = b, a
+    for table in (load.latency_seconds, load.seconds_per_byte, load.linked):
+        same &= (table == table[np.ix_(order, order)]).all()
+    return bool(same and load.counted[a] == load.counted[b] and _channels_swap(problem, a, b))
+
+
+def _channels_swap(problem: Problem, a: int, b: int) -> bool:
+    """Swapping two devices permutes the channels, and no channel serves both of them: where one
+    does, it serves the device of lower index first, which makes them unlike."""
+    machine = problem.machine
+    names = machine.device_names
+    swap = {names[a]: names[b], names[b]: names[a]}
+    channel = {(link.source, link.destination): link.channel for link in machine.links}
+    renamed: dict[str, str] = {}
+    for (source, destination), name in channel.items():
+        there = channel.get((swap.get(source, source), swap.get(destination, destination)))
+        if there is None or renamed.setdefault(name, there) != there:
+            return False
+    ends: dict[str, set[str]] = {}
+    for (_, destination), name in channel.items():
+        ends.setdefault(name, set()).add(destination)
+    swapped = [swap.get(name, name) for name in names]
+    carried = all(renamed.get(n, there) == there for n, there in zip(names, swapped, strict=True))
+    return carried and not any({names[a], names[b]} <= of_channel for of_channel in ends.values())
+
+
+def _limit_memory(master: Master) -> None:
+    problem, model = master.problem, master.model
+    stay, end, passing = necessary_bytes(problem)
+    for device in range(problem.devices):
+        capacity = int(problem.capacities[device])
+        here = [(g, at[device]) for g, at in enumerate(master.at) if device in at]
+        if sum(int(end[g] + passing[g]) for g, _ in here) <= capacity:
+            continue
+        unit = max(1, capacity // ROOM_UNITS)
+        room = -(-capacity // unit)
+        for g, literal in here:
+            if stay[g] + passing[g] > capacity or end[g] > capacity:
+                model.add(literal == 0)
+        model.add(sum(int(end[g]) // unit * literal for g, literal in here) <= room)
+        most = model.new_int_var(0, room, "")
+        for g, literal in here:
+            units = min(int(passing[g]) // unit, room)
+            model.add(most >= units).only_enforce_if(literal)
+        model.add(sum(int(stay[g]) // unit * literal for g, literal in here) + most <= room)
+
+
+Int64 = NDArray[np.int64]
+
+
+def necessary_bytes(problem: Problem) -> tuple[Int64, Int64, Int64]:
+    """[groups] bytes that are on a group's device from begin to end; at the end, with the outputs
+    of the graph; and besides the first while the neediest op of the group runs."""
+    graph, of_op, count = problem.graph, problem.groups.of_op, problem.groups.count
+    stay = problem.load.resident_bytes.astype(np.int64)
+    own = graph.bases < 0
+    end = stay.copy()
+    for tensor in np.unique(graph.outputs).tolist():
+        if own[tensor] and not graph.is_source[graph.producers[tensor]]:
+            end[of_op[graph.producers[tensor]]] += graph.tensor_bytes[tensor]
+    passing = np.zeros(count, np.int64)
+    np.maximum.at(passing, of_op, _bytes_while_running(graph, own))
+    return stay, end, passing
+
+
+def _bytes_while_running(graph: Graph, own: NDArray[np.bool_]) -> Int64:
+    """[ops] what an op reads and makes, without views and what is resident."""
+    made = own & ~graph.is_source[graph.producers]
+    needed = np.zeros(len(graph), np.int64)
+    np.add.at(needed, graph.producers, np.where(made, graph.tensor_bytes, 0))
+    passes = made | (own & (graph.residences[graph.producers] == HOST))
+    reads = np.stack([graph.readers, graph.input_tensors], axis=1)
+    reads = np.unique(reads[passes[graph.input_tensors]], axis=0)
+    np.add.at(needed, reads[:, 0], graph.tensor_bytes[reads[:, 1]])
+    return needed
+
+
+def _keep_contiguous(master: Master) -> None:
+    """No path of forward ops leaves a device and comes back: an op between two there is there. And
+    devices have places in an order that no edge goes against, which says the same and more, but
+    propagates less."""
+    problem, model = master.problem, master.model
+    graph, of_op = problem.graph, problem.groups.of_op
+    _order_devices(master)
+    edges = graph.forward_edges.tolist()
+    ops = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
+    for device in range(problem.devices):
+        here = {op: master.at[of_op[op]].get(device) for op in ops}
+        if not any(literal is not None for literal in here.values()):
+            continue
+        below = {op: model.new_bool_var("") for op in ops}  # reached from the device
+        above = {op: model.new_bool_var("") for op in ops}  # leads to the device
+        for op, literal in here.items():
+            if literal is not None:
+                model.add_implication(literal, below[op])
+                model.add_implication(literal, above[op])
+            there = [] if literal is None else [literal]
+            model.add_bool_or([~below[op], ~above[op], *there])
+        for before, after in edges:
+            model.add_implication(below[before], below[after])
+            model.add_implication(above[after], above[before])
+
+
+def _order_devices(master: Master) -> None:
+    """Each device a place of its own; a group has that of its device, and edges do not fall."""
+    model, last = master.model, master.problem.devices - 1
+    places = [model.new_int_var(0, last, "") for _ in range(last + 1)]
+    model.add_all_different(places)
+    place_of: dict[int, cp_model.IntVar] = {}
+    for group in np.unique(master.problem.load.edges).tolist():
+        place_of[group] = model.new_int_var(0, last, "")
+        for device, literal in master.at[group].items():
+            model.add(place_of[group] == places[device]).only_enforce_if(literal)
+    for before, after in master.problem.load.edges.tolist():
+        model.add(place_of[before] <= place_of[after])
+
+
+def add_hop(
+    master: Master,
+    source: int,
+    targets: Iterable[int],
+    sources: set[int],
+    destinations: set[int],
+) -> cp_model.IntVar | None:
+    """A new literal that must be true if `source` is on one of `sources` (where it is -1, always)
+    and a target on one of `destinations`; None where that cannot be."""
+    literal: cp_model.IntVar | None = None
+    targets = tuple(targets)
+    source_at = master.at[source] if source >= 0 else {}
+    if source >= 0 and not sources & source_at.keys():
+        return None
+    not_there = _none_of(source_at, sources) if source >= 0 else []
+    for target in targets:
+        if not destinations & master.at[target].keys():
+            continue
+        if literal is None:
+            literal = master.model.new_bool_var("")
+        elsewhere = _none_of(master.at[target], destinations)
+        master.model.add_bool_or([literal, *not_there, *elsewhere])
+    if literal is not None:
+        known = Hop(literal, source, targets, frozenset(sources), frozenset(destinations))
+        master.hops.append(known)
+    return literal
+
+
+def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model.LiteralT]:
+    """Literals one of which is true if and only if the group is on none of `devices`."""
+    inside = devices & at.keys()
+    if len(inside) == 1:
+        return [~at[next(iter(inside))]]
+    return [literal for d, literal in at.items() if d not in devices]
+
+
+# The `latency` of one sample as a CP-SAT model.
+#
+#     min T   with, for every accelerator d and each of its calls (forward ops, backward ops) S,
+#     start(S) >= end(u)                         for every u elsewhere that an op of S reads
+#     end(S)   >= start(S) + sum of w(v, d)      over its ops
+#                          + sum of c(u)         over the outside u that it reads, once a device
+#                          + sum of c(v)         over its v that are read elsewhere, once
+#     end(v)   >= end(S) on an accelerator,      end(u) + w(v) for all u that v reads on a CPU
+#     T        >= end(v)
+#
+# where placements, memory and the order of alike accelerators are those of `exact_master`. Parts
+# that wait for each other are ruled out by the times, as far as these are not 0.
+#
+# Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+# NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4. Differences: a second call for backward
+# ops, as in `simulator.latency`; integers, rounded down, so that the bound holds.
+
+
+Call = tuple[int, int]  # (device, 0: forward or 1: backward)
+
+
+@dataclass(eq=False)
+class _Calls:
+    """A model under construction.
+
+    carries     what a call's seconds are the sum of
+    times       all starts and ends
+    sum_units   of everything one after the other: no latency is longer
+    """
+
+    master: Master
+    model: LatencyModel
+    ends: dict[int, cp_model.IntVar] = field(default_factory=dict)
+    starts: dict[Call, cp_model.IntVar] = field(default_factory=dict)
+    call_ends: dict[Call, cp_model.IntVar] = field(default_factory=dict)
+    carries: dict[Call, list[cp_model.LinearExprT]] = field(default_factory=dict)
+    times: list[cp_model.IntVar] = field(default_factory=list)
+    sum_units: int = 0
+
+
+def latency_master(problem: Problem, scale_seconds: float) -> Master:
+    """The model; O(reads x devices) literals."""
+    master = new_master(problem, scale_seconds)
+    model = latency_model(problem.graph, problem.machine, problem.costs)
+    calls = _Calls(master, model)
+    ops = [op for op in range(model.ops) if not model.is_source[op]]
+    for op in ops:
+        calls.ends[op] = _time(calls)
+        master.model.add(master.objective >= calls.ends[op])
+    for device in range(problem.devices):
+        if model.accelerator[device]:
+            for late in (0, 1):
+                call = device, late
+                calls.starts[call], calls.call_ends[call] = _time(calls), _time(calls)
+                calls.carries[call] = []
+            master.model.add(calls.starts[device, 1] >= calls.call_ends[device, 0])
+    for op in ops:
+        _add_call(calls, op)
+        _add_reads(calls, op)
+    for call, terms in calls.carries.items():
+        took = cp_model.LinearExpr.sum(terms)
+        master.model.add(calls.call_ends[call] >= calls.starts[call] + took)
+        master.terms += len(terms)
+    # Parts that wait for each other creep towards the horizon, one duration at a time.
+    for moment in [master.objective, *calls.times]:
+        master.model.add(moment <= calls.sum_units)
+    return master
+
+
+def _time(calls: _Calls) -> cp_model.IntVar:
+    calls.times.append(calls.master.model.new_int_var(0, HORIZON_UNITS, ""))
+    return calls.times[-1]
+
+
+def _carry(calls: _Calls, call: Call, units: int, literal: cp_model.IntVar) -> None:
+    calls.carries[call].append(units * literal)
+    calls.sum_units += units
+
+
+def _add_call(calls: _Calls, op: int) -> None:
+    """What the op costs where, and when it ends there."""
+    master, model = calls.master, calls.model
+    for device, here in _at(calls, op).items():
+        units = master.units(model.work_seconds[op, device])
+        if model.accelerator[device]:
+            call = device, int(model.late[op])
+            _carry(calls, call, units, here)
+            master.model.add(calls.ends[op] >= calls.call_ends[call]).only_enforce_if(here)
+        else:
+            master.model.add(calls.ends[op] >= units).only_enforce_if(here)
+            calls.sum_units += units
+            master.terms += 1
+
+
+def _add_reads(calls: _Calls, op: int) -> None:
+    """The users of what `op` makes wait for it, and where they are elsewhere it is moved."""
+    master, model = calls.master, calls.model
+    group = int(master.problem.groups.of_op[op])
+    users = model.users[model.user_offsets[op] : model.user_offsets[op + 1]].tolist()
+    everywhere = set(range(master.problem.devices))
+    for user in users:
+        master.model.add(calls.ends[user] >= calls.ends[op])
+        for device, there in _at(calls, user).items():
+            if not model.accelerator[device]:
+                units = master.units(model.work_seconds[user, device])
+                later = master.model.add(calls.ends[user] >= calls.ends[op] + units)
+                later.only_enforce_if(there)
+                continue
+            start = calls.starts[device, int(model.late[user])]
+            waits = master.model.add(start >= calls.ends[op])
+            here = _at(calls, op).get(device)
+            waits.only_enforce_if([there] if here is None else [there, ~here])
+    targets = {late: _groups(calls, users, late) for late in (0, 1)}
+    for device in everywhere:
+        if not model.accelerator[device]:
+            continue
+        others = everywhere - {device}
+        into = [add_hop(master, group, targets[late], others, {device}) for late in (0, 1)]
+        units = master.units(model.in_seconds[op, device])
+        if into[0] is not None:
+            _carry(calls, (device, 0), units, into[0])
+        if into[1] is not None:  # unless the forward call has fetched it already
+            fetched = master.model.new_bool_var("")
+            forward = [] if into[0] is None else [into[0]]
+            master.model.add_bool_or([fetched, ~into[1], *forward])
+            _carry(calls, (device, 1), units, fetched)
+        if device in _at(calls, op):
+            out = add_hop(master, group, targets[0] + targets[1], {device}, others)
+            if out is not None:
+                units = master.units(model.out_seconds[op, device])
+                _carry(calls, (device, int(model.late[op])), units, out)
+
+
+def _at(calls: _Calls, op: int) -> dict[int, cp_model.IntVar]:
+    return calls.master.at[int(calls.master.problem.groups.of_op[op])]
+
+
+def _groups(calls: _Calls, users: list[int], late: int) -> list[int]:
+    """Groups of the users that run forward, or backward."""
+    of_op = calls.master.problem.groups.of_op
+    return sorted({int(of_op[user]) for user in users if calls.model.late[user] == late})
+
+
+# The `load` objective as a CP-SAT model.
+#
+#     min L   with, for every device d that counts,
+#     L >= sum_g work(g, d) x(g, d) + sum of its hops
+#     hop(net, from a to d) >= x(source, a) + x(target, d) - 1                 linked devices
+#     hop(net, from a to host) >= x(source, a) + x(target, d) - 1              for every d that a
+# has
+#     hop(net, from host to d) >= x(source, a) + x(target, d) - 1              no link to
+#
+# where x(g, d) says that group g is on device d. Sources that reach d through the host alike share
+# their last hop, so a machine whose accelerators meet at the host only needs two literals a net and
+# device: the model of section 3 of the paper below.
+#
+# Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+# NeurIPS 2020, https://arxiv.org/abs/2006.16423. Differences: any links; alike devices ordered;
+# integers, rounded down, so that the bound holds.
+
+
+Terms = defaultdict[int, list[cp_model.LinearExprT]]
+
+
+def load_master(problem: Problem, scale_seconds: float) -> Master:
+    """The model; O(nets x devices^2) literals at most."""
+    master = new_master(problem, scale_seconds)
+    load = problem.load
+    terms: Terms = defaultdict(list)
+    for group, at in enumerate(master.at):
+        for device, literal in at.items():
+            terms[device].append(master.units(load.work_seconds[group, device]) * literal)
+    for net in range(len(load.net_sources)):
+        _add_net(master, net, terms)
+    for device in range(load.devices):
+        if load.counted[device] and terms[device]:
+            master.model.add(sum(terms[device]) <= master.objective)
+            master.terms = max(master.terms, len(terms[device]))
+    return master
+
+
+def _add_net(master: Master, net: int, terms: Terms) -> None:
+    load = master.problem.load
+    source, host = int(load.net_sources[net]), load.host
+    targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist()
+    homes = {host} if source < 0 else set(master.at[source])
+    ends = {d for target in targets for d in master.at[target]}
+    for a in sorted(homes):
+        direct = {d for d in ends - {a, host} if load.linked[a, d]}
+        for d in sorted(direct):
+            _add(master, net, (a, d), ({a}, {d}), terms)
+        if a != host:
+            # Once, however many lie behind it, and whether it stays or goes on.
+            _add(master, net, (a, host), ({a}, ends - direct - {a}), terms)
+    for d in sorted(ends - {host}):
+        relayed = {a for a in homes - {d} if not load.linked[a, d]}
+        if relayed:
+            _add(master, net, (host, d), (relayed, {d}), terms)
+
+
+def _add(
+    master: Master,
+    net: int,
+    link: tuple[int, int],
+    when: tuple[set[int], set[int]],
+    terms: Terms,
+) -> None:
+    """Count one hop of a net over `link` on both ends, if it is worth a unit there."""
+    load = master.problem.load
+    units = master.units(
+        load.net_sends[net] * load.latency_seconds[link]
+        + load.net_bytes[net] * load.seconds_per_byte[link]
+    )
+    ends = [device for device in link if load.counted[device]]
+    if not units or not ends or not when[1]:
+        return
+    source = int(load.net_sources[net])
+    targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist()
+    literal = add_hop(master, source, targets, *when)
+    if literal is not None:
+        for device in ends:
+            terms[device].append(units * literal)
+
+
+# A bound on `load` from one device of each kind: what the best of them may do.
+#
+# Let every group have a weight p(g) >= 0, of sum 1. In a plan of largest load L the devices of kind
+# c, k(c) of them and alike, hold disjoint sets of groups; take of each kind the set that weighs
+# most. All sets together weigh 1. So no plan has largest load L where
+#
+#     share(p, L) = max sum_c k(c) p(S(c))    with disjoint sets S(c), load(S(c)) <= L,
+#                                             bytes(S(c)) <= capacity(c)
+#
+# is less than 1. That has one device where the whole problem has k: nothing is symmetric, and a
+# mixed-integer solver proves much in it. `load` counts a net that enters or leaves the set at its
+# cheapest hop. First p are seconds, and L the least that makes share(p, L) >= 1. Then p is bettered
+# for an L half way to the best plan: the sets found so far give the linear programme
+#
+#     min sum_c k(c) s(c)    with p(S) <= s(c) for each set S of kind c found so far, sum p = 1
+#
+# whose p are mixed half and half with the best so far; where its optimum is 1 or more no p refutes
+# L.
+#
+# This is the dual of the formulation by sets of groups, solved by cutting planes: Vanderbeck, "On
+# Dantzig-Wolfe decomposition in integer programming and ways to perform branching", Operations
+# Research 48 (2000), https://doi.org/10.1287/opre.48.1.111.12453, section 2, with p as multipliers.
+# Differences: no branching; stabilised by mixing, within a box about the best p.
+# HiGHS solves in floating point to a feasibility of 1e-6; bounds are lowered by `MARGIN`.
+
+
+MARGIN = 2e-6
+NODE_EVALUATIONS = 10.0
+"""Evaluations of a budget that one node of a search tree costs."""
+CLOSE_ENOUGH = 1e-3
+"""Relative gap that weights are not bettered for."""
+BOX = 0.8
+"""How far weights may move at once, relative to themselves and to an equal share."""
+RELATIVE_GAP = 1e-3
+"""Of the solver: what is left open is lost to the bound."""
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass
+class _Rows:
+    """A sparse system lower <= A v <= upper under construction, rows of (column, value)."""
+
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def add(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+        self.rows += [len(self.lower)] * len(terms)
+        self.columns += [column for column, _ in terms]
+        self.values += [value for _, value in terms]
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def matrix(self, columns: int) -> coo_array:
+        shape = (len(self.lower), columns)
+        return coo_array((self.values, (self.rows, self.columns)), shape=shape)
+
+
+def share_bound(problem: Problem, budget: Budget) -> None:
+    """Prove what can be proven within `budget`, each bound as it is found.
+
+    A budget in evaluations pays `NODE_EVALUATIONS` a node of the search trees.
+    """
+    shares = _Shares(problem)
+    if not shares.kinds or shares.sum_seconds <= 0:
+        return
+    weights = shares.seconds / shares.sum_seconds
+    _prove(budget, shares.least_load(weights, budget))
+    low, high = _interval(budget)
+    pool: list[tuple[float, list[Float64]]] = []
+    target, best = (low + high) / 2, np.inf
+    best_weights = weights
+    while np.isfinite(high) and high - low > CLOSE_ENOUGH * high and not budget.exhausted:
+        share, sets = shares.most_share(weights, target, budget)
+        if share < best:
+            best, best_weights = share, weights
+        pool += [] if sets is None else [(target, sets)]
+        if share < 1 - MARGIN:
+            _prove(budget, target)
+            low, target, best = target, (target + high) / 2, np.inf
+        within = [of_pool for reached, of_pool in pool if reached <= target]
+        if sets is None or not within:
+            return
+        least, weights = shares.better_weights(within, best_weights)
+        if least >= 1:
+            high, target, best = target, (low + target) / 2, np.inf
+
+
+def _prove(budget: Budget, seconds: float) -> None:
+    low, high = _interval(budget)
+    seconds = min(seconds * (1 - MARGIN), high)
+    if seconds > low:
+        budget.prove(seconds, "share of one device (MILP)")
+
+
+def _interval(budget: Budget) -> tuple[float, float]:
+    """The best bound and the best value, inf if nothing fits yet."""
+    best, bound = budget.best, budget.bound
+    high = np.inf if best is None or best[0].lacking_bytes else best[0].value
+    return 0.0 if bound is None else bound.seconds, high
+
+
+class _Shares:
+    """The mixed-integer programme, whatever the weights.
+
+    seconds    [groups] on the device that takes each fastest; `sum_seconds` is the unit of load
+    first      first column of each kind; column 0 is L
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.kinds = [_Kind(problem, of_kind) for of_kind in _kinds(problem)]
+        seconds = np.where(problem.allowed, problem.load.work_seconds, np.inf).min(axis=1)
+        self.seconds, self.sum_seconds = seconds, float(seconds.sum())
+        self.groups = problem.groups.count
+        self.first: list[int] = []
+        self._system = _Rows()
+        columns = 1
+        for kind in self.kinds if self.sum_seconds > 0 else []:
+            self.first.append(columns)
+            columns += _add_kind(kind, columns, self.sum_seconds, self._system)
+        for group in range(self.groups):
+            self._system.add([(column + group, 1.0) for column in self.first], 0.0, 1.0)
+        self._columns = columns
+
+    def least_load(self, weights: Float64, budget: Budget) -> float:
+        """Seconds that the largest load has at least by these weights."""
+        objective = np.zeros(self._columns)
+        objective[0] = 1.0
+        bound, _ = self._solve(objective, (-self._share(weights), np.inf), budget)
+        return bound * self.sum_seconds
+
+    def most_share(
+        self, weights: Float64, load_seconds: float, budget: Budget
+    ) -> tuple[float, list[Float64] | None]:
+        """What the share of a load is at most, and the set of each kind that has about that."""
+        limit = load_seconds / self.sum_seconds
+        bound, columns = self._solve(self._share(weights), (None, limit), budget)
+        if columns is None:
+            return -bound, None
+        return -bound, [np.rint(columns[i : i + self.groups]) for i in self.first]
+
+    def better_weights(self, pool: list[list[Float64]], centre: Float64) -> tuple[float, Float64]:
+        """The least share that any weights give the sets of a pool, and weights between `centre`
+        and the best of those within a box about it."""
+        count = len(self.kinds)
+        objective = np.concatenate([np.zeros(self.groups), [kind.count for kind in self.kinds]])
+        rows = np.array([
+            np.concatenate([of_kind, -np.eye(count)[c]])
+            for sets in pool
+            for c, of_kind in enumerate(sets)
+        ])  # fmt: skip
+        one = np.concatenate([np.ones(self.groups), np.zeros(count)])[None]
+        free = [(0.0, None)] * (self.groups + count)
+        width = BOX * centre
+        box = [*zip(centre - width, centre + width + BOX / self.groups, strict=True)]
+        found = [
+            linprog(objective, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=one, b_eq=[1], bounds=b)
+            for b in (free, box + free[:count])
+        ]
+        least, moved = found[0].fun, found[1].x
+        assert least is not None and moved is not None, "bounded, and the centre is feasible"
+        return float(least), (centre + moved[: self.groups]) / 2
+
+    def _share(self, weights: Float64) -> Float64:
+        """[columns] minus what a set weighs, over all devices of its kind."""
+        columns = np.zeros(self._columns)
+        for first, kind in zip(self.first, self.kinds, strict=True):
+            columns[first : first + self.groups] = -kind.count * weights
+        return columns
+
+    def _solve(
+        self, objective: Float64, limits: tuple[Float64 | None, float], budget: Budget
+    ) -> tuple[float, Float64 | None]:
+        """The bound on the least objective, and the best columns found; with a share of at least 1
+        by limits[0], if given, and a load of limits[1] at most."""
+        system, share = self._system, limits[0]
+        matrix = system.matrix(self._columns)
+        constraints = [LinearConstraint(matrix, system.lower, system.upper)]
+        if share is not None:
+            constraints.append(LinearConstraint(share[None], 1.0, np.inf))
+        most = np.concatenate([[limits[1]], *(kind.most for kind in self.kinds)])
+        nodes = int(min(budget.left / NODE_EVALUATIONS, 10**9)) if not budget.timed else 10**9
+        found = milp(
+            objective,
+            integrality=np.concatenate([[0], *(kind.whole for kind in self.kinds)]),
+            bounds=Bounds(np.zeros(self._columns), most),
+            constraints=constraints,
+            options={
+                "time_limit": float(budget.left_seconds) * (0.5 if share is None else 1.0),
+                "node_limit": max(nodes, 1),
+                "mip_rel_gap": RELATIVE_GAP,
+            },
+        )
+        if not budget.timed:
+            budget.charge(NODE_EVALUATIONS * (1 + int(found.mip_node_count or 0)))
+        bound = found.mip_dual_bound
+        if bound is None and found.status == 0:
+            bound = found.fun
+        return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, found.x
+
+
+class _Kind:
+    """Devices that the bound does not tell apart.
+
+    enters, leaves   [nets] seconds at least, if it is made elsewhere and read here, or the reverse
+    whole, most      [columns] of its variables: is it an integer, and its upper bound
+    """
+
+    def __init__(self, problem: Problem, devices: list[int]) -> None:
+        self.problem, self.device, self.count = problem, devices[0], len(devices)
+        self.enters, self.leaves = _crossings(problem, self.device)
+        groups, nets = problem.groups.count, len(self.enters)
+        self.whole = np.concatenate([np.ones(groups), np.zeros(2 * nets)]).astype(np.int8)
+        may = problem.allowed[:, self.device].astype(np.float64)
+        self.most = np.concatenate([may, np.ones(2 * nets)])
+
+
+def _add_kind(kind: _Kind, first: int, sum_seconds: float, system: _Rows) -> int:
+    """Rows of one kind's set, whose columns begin at `first`; return how many it has."""
+    load, groups, device = kind.problem.load, kind.problem.groups.count, kind.device
+    into = first + groups
+    out = into + len(kind.enters)
+    work = np.where(kind.problem.allowed[:, device], load.work_seconds[:, device], 0.0)
+    terms = [(0, -1.0)]
+    terms += [(first + g, float(work[g] / sum_seconds)) for g in np.flatnonzero(work).tolist()]
+    for net in range(len(kind.enters)):
+        source = int(load.net_sources[net])
+        for target in load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist():
+            row = [(first + target, -1.0)]
+            if source >= 0:
+                row.append((first + source, 1.0))
+            if kind.enters[net] > 0:
+                system.add([(into + net, 1.0), *row], 0.0, np.inf)
+            if kind.leaves[net] > 0:
+                negated = [(column, -value) for column, value in row]
+                system.add([(out + net, 1.0), *negated], 0.0, np.inf)
+        if kind.enters[net] > 0:
+            terms.append((into + net, float(kind.enters[net] / sum_seconds)))
+        if kind.leaves[net] > 0:
+            terms.append((out + net, float(kind.leaves[net] / sum_seconds)))
+    system.add(terms, -np.inf, 0.0)
+    stay = necessary_bytes(kind.problem)[0] / max(1.0, float(load.capacities[device]))
+    system.add([(first + g, float(stay[g])) for g in np.flatnonzero(stay).tolist()], 0.0, 1.0)
+    return len(kind.most)
+
+
+def _kinds(problem: Problem) -> list[list[int]]:
+    """Devices that count, the alike together; none where a device that does not count may be
+    used, since what it holds nobody pays for."""
+    counted = problem.load.counted.astype(bool)
+    if problem.allowed[:, ~counted].any():
+        return []
+    kinds: dict[tuple[bytes, ...], list[int]] = {}
+    for device in np.flatnonzero(counted & problem.allowed.any(axis=0)).tolist():
+        enters, leaves = _crossings(problem, device)
+        work = problem.load.work_seconds[:, device]
+        parts = (work, enters, leaves, problem.load.capacities[device])
+        kinds.setdefault(tuple(np.asarray(part).tobytes() for part in parts), []).append(device)
+    return list(kinds.values())
+
+
+def _crossings(problem: Problem, device: int) -> tuple[Float64, Float64]:
+    """[nets] seconds that `device` pays at least for a net that enters it, and for one that leaves
+    it."""
+    load = problem.load
+    hops = (
+        load.net_sends[:, None, None] * load.latency_seconds
+        + load.net_bytes[:, None, None] * load.seconds_per_byte
+    )
+    hops[hops < 1e-18] = 0.0  # links that cost nothing have a bandwidth nevertheless
+    others = [d for d in range(load.devices) if d != device]
+    enters, leaves = np.zeros(len(hops)), np.zeros(len(hops))
+    for net in range(len(hops)):
+        source = int(load.net_sources[net])
+        homes = [load.host] if source < 0 else others
+        into = [a if load.linked[a, device] else load.host for a in homes]
+        enters[net] = min((float(hops[net, a, device]) for a in into), default=0.0)
+        away = [d if load.linked[device, d] else load.host for d in others]
+        if source >= 0:
+            leaves[net] = min((float(hops[net, device, d]) for d in away), default=0.0)
+    return enters, leaves
+
+
+# The seconds of a step as a CP-SAT model: a job shop with a choice of machines.
+#
+#     min T   with, where x(g, d) says that group g is on device d,
+#     one interval (o, d) for each op, present if x(group of o, d)
+#     one interval (t, a, d) for each send of tensor t over the link from a to d, present if its
+#         producer is on a and it goes that way: there is a reader on d, or one behind the host d
+#     intervals of a device do not overlap, nor those of a channel; a channel that is its source
+#         device's own shares the device's
+#     an op starts when its inputs have ended, or, where they are elsewhere, their last send has
+#     T >= every end
+#
+# The simulator's devices take the ready op of lowest index and channels serve by time ready, where
+# this model orders as it likes: its optimum is at most what any placement takes.
+#
+# Source: optional intervals and `NoOverlap` of the OR-tools manual, "Scheduling",
+# https://developers.google.com/optimization/scheduling/job_shop; the rules are those of section 3
+# of docs/design.md. Differences: memory is what `exact_master` says, not a peak over time.
+
+
+Spot = tuple[int, int]  # (unit, device): a tensor, or tensors + op for a control edge, arriving
+
+
+@dataclass(eq=False)
+class _Shop:
+    """What a model under construction consists of.
+
+    ends      [ops] 0 for sources
+    starts    [ops] of ops that run
+    lanes     intervals by what may do one at a time: a device's index, or a channel's name
+    arrivals  when a unit is on a device that it was sent to
+    loose     starts and ends of sends, which nothing bounds where there is none
+    sum_units   of everything one after the other: no better schedule is longer
+    """
+
+    master: Master
+    ends: list[cp_model.LinearExprT] = field(default_factory=list)
+    starts: dict[int, cp_model.IntVar] = field(default_factory=dict)
+    lanes: defaultdict[int | str, list[cp_model.IntervalVar]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    arrivals: dict[Spot, cp_model.IntVar] = field(default_factory=dict)
+    hops: dict[tuple[object, ...], cp_model.IntVar | None] = field(default_factory=dict)
+    loose: list[cp_model.IntVar] = field(default_factory=list)
+    sum_units: int = 0
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What is sent: a tensor, or the end of an op that others wait for."""
+
+    index: int
+    producer: int
+    group: int
+    size_bytes: float
+    readers: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+def intervals_needed(problem: Problem) -> int:
+    """How many intervals the model has at most."""
+    graph, devices = problem.graph, problem.devices
+    return int((~graph.is_source).sum()) * devices + _sends(problem) * devices * devices
+
+
+def _sends(problem: Problem) -> int:
+    """Tensors and ends of ops that go between groups."""
+    return sum(bool(unit.targets) for unit in _units(problem))
+
+
+def step_master(problem: Problem, scale_seconds: float) -> Master:
+    """The model; see `intervals_needed` for its size."""
+    master = new_master(problem, scale_seconds)
+    shop = _Shop(master)
+    for op in range(len(problem.graph)):
+        _add_job(shop, op)
+    for unit in _units(problem):
+        _add_unit(shop, unit)
+    for intervals in shop.lanes.values():
+        master.model.add_no_overlap(intervals)
+    _add_work(master)
+    # A horizon that is far off lets propagation creep towards it, one duration at a time.
+    for moment in [master.objective, *shop.loose]:
+        master.model.add(moment <= shop.sum_units)
+    master.terms = len(shop.starts) + len(shop.arrivals)
+    return master
+
+
+def _add_job(shop: _Shop, op: int) -> None:
+    master, problem = shop.master, shop.master.problem
+    if problem.graph.is_source[op]:
+        shop.ends.append(0)
+        return
+    model, seconds = master.model, problem.costs.compute_seconds[op]
+    at = master.at[problem.groups.of_op[op]]
+    start = model.new_int_var(0, HORIZON_UNITS, "")
+    duration = sum(master.units(seconds[d]) * literal for d, literal in at.items())
+    shop.starts[op] = start
+    shop.sum_units += max(master.units(seconds[d]) for d in at)
+    shop.ends.append(start + duration)
+    for device, literal in at.items():
+        units = master.units(seconds[device])
+        interval = model.new_optional_fixed_size_interval_var(start, units, literal, "")
+        shop.lanes[device].append(interval)
+    model.add(start + duration <= master.objective)
+
+
+def _units(problem: Problem) -> list[_Unit]:
+    """Everything that ops wait for."""
+    graph, of_op = problem.graph, problem.groups.of_op
+    units = []
+    for tensor in range(graph.tensors):
+        readers = graph.consumers[
+            graph.consumer_offsets[tensor] : graph.consumer_offsets[tensor + 1]
+        ]
+        producer = int(graph.producers[tensor])
+        group = int(of_op[producer])
+        if graph.is_source[producer]:
+            home = int(graph.residences[producer])
+            if home < 0 and home != HOST:
+                continue  # wherever it is read
+            group = -1 if home == HOST else int(of_op[home])
+        size_bytes = float(problem.sent_bytes[tensor])
+        units.append(_unit(problem, (tensor, producer, group), size_bytes, readers.tolist()))
+    after: defaultdict[int, list[int]] = defaultdict(list)
+    for before, op in graph.control.tolist():
+        after[before].append(op)
+    for before, ops in sorted(after.items()):
+        key = (graph.tensors + before, before, int(of_op[before]))
+        units.append(_unit(problem, key, 0.0, ops))
+    return units
+
+
+def _unit(
+    problem: Problem, key: tuple[int, int, int], size_bytes: float, readers: list[int]
+) -> _Unit:
+    index, producer, group = key
+    targets = {int(problem.groups.of_op[op]) for op in readers} - {group}
+    return _Unit(index, producer, group, size_bytes, tuple(readers), tuple(sorted(targets)))
+
+
+def _add_unit(shop: _Shop, unit: _Unit) -> None:
+    """Sends of a unit, and the waiting of its readers for it."""
+    master, load = shop.master, shop.master.problem.load
+    host = load.host
+    homes = set(master.at[unit.group]) if unit.group >= 0 else {host}
+    ends = {d for target in unit.targets for d in master.at[target]}
+    for a in sorted(homes):
+        direct = {d for d in ends - {a, host} if load.linked[a, d]}
+        for d in sorted(direct):
+            _add_send(shop, unit, (a, d), ({a}, {d}), shop.ends[unit.producer])
+        behind = ends - direct - {a}
+        if a != host and behind:
+            _add_send(shop, unit, (a, host), ({a}, behind), shop.ends[unit.producer])
+    for d in sorted(ends - {host}):
+        relayed = {a for a in homes - {d} if not load.linked[a, d]}
+        if relayed and (unit.index, host) in shop.arrivals:
+            _add_send(shop, unit, (host, d), (relayed, {d}), shop.arrivals[unit.index, host])
+    for op in sorted(set(unit.readers)):
+        _wait_for(shop, unit, op)
+
+
+def _wait_for(shop: _Shop, unit: _Unit, op: int) -> None:
+    """An op starts when what it reads has been made and, if that was elsewhere, has arrived."""
+    master, start = shop.master, shop.starts[op]
+    group = int(master.problem.groups.of_op[op])
+    if not master.problem.graph.is_source[unit.producer]:
+        master.model.add(start >= shop.ends[unit.producer])
+    if group == unit.group:
+        return
+    for device, literal in master.at[group].items():
+        arrival = shop.arrivals.get((unit.index, device))
+        if arrival is None or (unit.group < 0 and device == master.problem.load.host):
+            continue
+        made_here = master.at[unit.group].get(device) if unit.group >= 0 else None
+        elsewhere = [] if made_here is None else [~made_here]
+        master.model.add(start >= arrival).only_enforce_if([literal, *elsewhere])
+
+
+def _add_send(
+    shop: _Shop,
+    unit: _Unit,
+    link: Spot,
+    when: tuple[set[int], set[int]],
+    ready: cp_model.LinearExprT,
+) -> None:
+    """One send over a link; sends of a unit to one device end at one variable."""
+    master, problem = shop.master, shop.master.problem
+    key = (unit.group, unit.targets, link, frozenset(when[0]), frozenset(when[1]))
+    if key not in shop.hops:
+        shop.hops[key] = add_hop(master, unit.group, unit.targets, *when)
+    literal = shop.hops[key]
+    if literal is None:
+        return
+    machine = problem.machine
+    wire = machine.links[machine.link_index[link]]
+    seconds = wire.latency_seconds + unit.size_bytes / wire.bandwidth_bytes_per_second
+    units = master.units(seconds)
+    shop.sum_units += units
+    spot = (unit.index, link[1])
+    if spot not in shop.arrivals:
+        shop.arrivals[spot] = master.model.new_int_var(0, HORIZON_UNITS, "")
+    end = shop.arrivals[spot]
+    start = master.model.new_int_var(0, HORIZON_UNITS, "")
+    interval = master.model.new_optional_interval_var(start, units, end, literal, "")
+    master.model.add(start >= ready).only_enforce_if(literal)
+    shop.loose += [start, end]
+    names = machine.device_names
+    lane = names.index(wire.channel) if wire.channel in names else wire.channel
+    shop.lanes[lane].append(interval)
+
+
+def _add_work(master: Master) -> None:
+    """Redundant: no device works longer than the step takes."""
+    for device in range(master.problem.devices):
+        seconds = master.problem.costs.compute_seconds[:, device]
+        ops = np.flatnonzero(~master.problem.graph.is_source)
+        units: defaultdict[int, int] = defaultdict(int)
+        for op in ops.tolist():
+            group = int(master.problem.groups.of_op[op])
+            if device in master.at[group]:
+                units[group] += master.units(seconds[op])
+        terms = [count * master.at[group][device] for group, count in units.items()]
+        if terms:
+            master.model.add(sum(terms) <= master.objective)
+
 
 MOST_INTERVALS = 40_000
 """Of the `step` model: beyond it CP-SAT spends minutes before its first bound."""

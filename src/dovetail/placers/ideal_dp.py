@@ -24,7 +24,17 @@ from numpy.typing import NDArray
 
 from dovetail.errors import TooManyIdealsError
 from dovetail.placers.budget import Budget
-from dovetail.placers.contiguity import Order, elements_of, forward_order, kinds_of, order_of
+from dovetail.placers.contiguity import (
+    MOST_ENTRIES,
+    Chain,
+    Lattice,
+    Order,
+    best_chain,
+    elements_of,
+    forward_order,
+    kinds_of,
+    order_of,
+)
 from dovetail.placers.linear_dp import (
     Task,
     along_orders,
@@ -35,9 +45,7 @@ from dovetail.placers.linear_dp import (
     to_placement,
 )
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.placers.stage_kernel import Lattice
-from dovetail.placers.stages import MOST_ENTRIES, Chain, best_chain
-from dovetail.simulator.compiling import inlined, kernel
+from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Int32, Int64
 
 MOST_IDEALS = 100_000

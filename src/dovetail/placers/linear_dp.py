@@ -26,8 +26,12 @@ from numpy.typing import NDArray
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.contiguity import (
     LOOSE,
+    MOST_ENTRIES,
+    Chain,
     Kinds,
+    Lattice,
     Order,
+    best_chain,
     elements_of,
     is_star,
     kinds_of,
@@ -35,8 +39,6 @@ from dovetail.placers.contiguity import (
     topological,
 )
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.placers.stage_kernel import Lattice
-from dovetail.placers.stages import MOST_ENTRIES, Chain, best_chain
 from dovetail.simulator import group_loads
 from dovetail.simulator.flat import Float64, Int32
 

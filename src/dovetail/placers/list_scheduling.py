@@ -22,7 +22,7 @@ from dovetail.graph.records import csr_offsets
 from dovetail.machine import Machine
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.simulator.compiling import inlined, kernel
+from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
 MEMORY_ATTEMPTS = 4

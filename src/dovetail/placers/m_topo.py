@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dovetail.placers.budget import Budget
 from dovetail.placers.list_scheduling import Limits, best_of_sets
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.simulator.compiling import kernel
+from dovetail.runtime.compiling import kernel
 from dovetail.simulator.flat import Float64, Int32, Int64
 
 

@@ -22,7 +22,7 @@ from scipy.sparse import csr_matrix
 
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.simulator.compiling import inlined, kernel
+from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
 MOST_WEIGHT = 2**28

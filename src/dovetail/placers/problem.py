@@ -20,7 +20,7 @@ from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.graph.convexity import find_return
 from dovetail.machine import Machine
 from dovetail.plans import capacities_of
-from dovetail.simulator.load_model import LoadModel, load_model
+from dovetail.simulator.loads import LoadModel, load_model
 from dovetail.timeline import Timeline
 
 if TYPE_CHECKING:  # placers are handed an evaluator

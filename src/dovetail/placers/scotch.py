@@ -16,8 +16,19 @@ over as fixed vertices, with which `SCOTCH_graphMapFixed` may not return; groups
 devices that are over-full; three imbalances are tried, and the evaluator says which is best.
 """
 
-import numpy as np
+import ctypes
+import ctypes.util
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import MissingLibraryError
 from dovetail.placers.budget import Budget
 from dovetail.placers.partitioning import (
     Candidate,
@@ -33,8 +44,148 @@ from dovetail.placers.partitioning import (
     trivial_labels,
 )
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.placers.scotch_library import Csr, Scotch, load_scotch
 from dovetail.simulator.flat import Int64
+
+# The Scotch library through ctypes: one call, which maps a graph onto another.
+#
+# Objects of Scotch are opaque: it allocates them itself, since their sizes differ between versions.
+# Its integers have 32 or 64 bits (`SCOTCH_numSizeof`). Since version 7 it works on all cores, and
+# two runs differ: it gets a context of one thread with a random stream of its own. Without contexts
+# (version 6) it has one thread and one random stream for the process, which a lock guards.
+
+
+INSTALL = (
+    "`apt-get install libscotch-dev` on Debian and Ubuntu, `brew install scotch` on macOS, "
+    "`conda install -c conda-forge scotch` elsewhere"
+)
+_NAMES = ("{}.so", "{}-7.*.so", "{}-6.*.so", "{}.so.*", "{}.dylib", "{}.*.dylib")
+_FOLDERS = (
+    Path(sys.prefix) / "lib",
+    *sorted(Path("/usr/lib").glob("*-linux-gnu*")),
+    *map(Path, ("/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/homebrew/lib")),
+)
+_QUALITY = 1
+_LOCK = threading.Lock()
+
+
+class Csr(NamedTuple):
+    """An undirected graph: every edge twice, all weights positive.
+
+    offsets [vertices + 1], neighbours and edge_weights [2 x edges], weights [vertices]
+    """
+
+    offsets: Int64
+    neighbours: Int64
+    weights: Int64
+    edge_weights: Int64
+
+
+class Scotch:
+    """The loaded library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        wide = library.SCOTCH_numSizeof() == 8
+        self._number = ctypes.c_int64 if wide else ctypes.c_int32
+        self._dtype = np.int64 if wide else np.int32
+        self._contexts = hasattr(library, "SCOTCH_contextAlloc")
+
+    def map(self, source: Csr, target: Csr, imbalance: float, seed: int) -> Int64:
+        """[vertices of source] the vertex of `target` that each is mapped to.
+
+        imbalance   a target may have that share more than its weight's
+        """
+        labels = np.zeros(len(source.weights), self._dtype)
+        number = self._number
+        with _LOCK, ExitStack() as stack:
+            self._library.SCOTCH_randomSeed(number(seed % 2**31))
+            self._library.SCOTCH_randomReset()
+            machine, build = self._made("arch", stack), self._made("strat", stack)
+            devices = self._graph(target, stack)
+            self._call("archBuild", machine, devices, number(0), None, build)
+            strategy = self._made("strat", stack)
+            flags, parts = number(_QUALITY), number(len(target.weights))
+            self._call("stratGraphMapBuild", strategy, flags, parts, ctypes.c_double(imbalance))
+            graph = self._alone(self._graph(source, stack), seed, stack)
+            self._call("graphMap", graph, machine, strategy, _pointer(labels))
+        return labels.astype(np.int64)
+
+    def _graph(self, csr: Csr, stack: ExitStack) -> ctypes.c_void_p:
+        arrays = [np.ascontiguousarray(part, self._dtype) for part in csr]
+        stack.callback(arrays.clear)  # Scotch keeps pointers into them until the graph goes
+        graph = self._made("graph", stack)
+        offsets, neighbours, weights, edge_weights = map(_pointer, arrays)
+        number = self._number
+        vertices, arcs = number(len(csr.weights)), number(len(csr.neighbours))
+        self._call(
+            "graphBuild", graph, number(0), vertices, offsets, None, weights, None, arcs,
+            neighbours, edge_weights,
+        )  # fmt: skip
+        return graph
+
+    def _alone(self, graph: ctypes.c_void_p, seed: int, stack: ExitStack) -> ctypes.c_void_p:
+        """The graph in a context of one thread with its own random stream."""
+        if not self._contexts:
+            return graph
+        context = self._made("context", stack)
+        self._call("contextThreadSpawn", context, ctypes.c_int(1), None)
+        self._call("contextRandomClone", context)
+        self._library.SCOTCH_contextRandomSeed(context, self._number(seed % 2**31))
+        self._library.SCOTCH_contextRandomReset(context)
+        bound = self._made("graph", stack)
+        self._call("contextBindGraph", context, graph, bound)
+        return bound
+
+    def _made(self, kind: str, stack: ExitStack) -> ctypes.c_void_p:
+        """A new object, which goes with the stack."""
+        allocate = self._function(f"{kind}Alloc")
+        allocate.restype = ctypes.c_void_p
+        made = ctypes.c_void_p(allocate())
+        assert made.value, f"Scotch found no memory for a {kind}"
+        stack.callback(self._function("memFree"), made)
+        self._call(f"{kind}Init", made)
+        stack.callback(self._function(f"{kind}Exit"), made)
+        return made
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = self._function(name)(*arguments)
+        assert status == 0, f"SCOTCH_{name} failed; it wrote why to stderr"
+
+    def _function(self, name: str) -> "ctypes._NamedFuncPointer":
+        found: ctypes._NamedFuncPointer = getattr(self._library, f"SCOTCH_{name}")
+        return found
+
+
+def load_scotch(open_library: Callable[..., ctypes.CDLL] = ctypes.CDLL) -> Scotch:
+    """The library of this system, or that of the Python environment. Raises `MissingLibraryError`
+    where there is none that can be used."""
+    for errors, library in _pairs():
+        try:
+            # Global: some builds of libscotch look for the functions of libscotcherr in the process
+            open_library(errors, mode=ctypes.RTLD_GLOBAL)
+            return Scotch(open_library(library))
+        except (OSError, AttributeError):
+            continue
+    raise MissingLibraryError("Scotch", INSTALL)
+
+
+def _pairs() -> Iterator[tuple[str, str]]:
+    """(libscotcherr, libscotch) that lie side by side; then by the linker's own search."""
+    for folder in _FOLDERS:
+        for name in _NAMES:
+            for library in sorted(folder.glob(name.format("libscotch"))):
+                errors = library.with_name(library.name.replace("libscotch", "libscotcherr"))
+                yield str(errors), str(library)
+    named = [ctypes.util.find_library(name) for name in ("scotcherr", "scotch")]
+    if named[0] and named[1]:
+        yield named[0], named[1]
+    for suffix in (".so", "-7.0.so", "-6.1.so", "-6.0.so"):
+        yield f"libscotcherr{suffix}", f"libscotch{suffix}"
+
+
+def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
+    return array.ctypes.data_as(ctypes.c_void_p)
+
 
 IMBALANCES = (0.01, 0.05, 0.2)
 MOST_DISTANCE = 32
@@ -99,3 +250,18 @@ def _mappings(problem: Problem, net: Net, parts: Parts, library: Scotch) -> list
     # A swap of parts costs nothing only where all links are alike.
     uniform = len(np.unique(lengths[others])) == 1
     return [placed(problem, net, parts, labels, reorder=uniform) for labels in full or tried]
+
+
+# MinCut: Scotch's mapping on all devices but the CPU.
+#
+# Ops that only a CPU can run stay there; where a machine has nothing but CPUs, this is `scotch`.
+#
+# Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+# https://arxiv.org/abs/1706.04972, section 4.2. Differences: as in `scotch`.
+
+
+def mincut(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The best mapping on the devices that are no CPU. Raises `MissingLibraryError`."""
+    devices = problem.device_sets[0]
+    within = [d for d in devices if problem.machine.devices[d].kind != "cpu"]
+    return map_within(problem, budget, within or devices)

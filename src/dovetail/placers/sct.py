@@ -48,7 +48,7 @@ from dovetail.placers.list_scheduling import (
     tasks_of,
 )
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.simulator.compiling import kernel
+from dovetail.runtime.compiling import kernel
 from dovetail.simulator.flat import Float64, Int8, Int32
 
 MOST_EDGES = 8_000

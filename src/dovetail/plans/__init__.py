@@ -1,7 +1,5 @@
 """Plans: records, rules, files."""
 
-from dovetail.plans.files import load_plan, save_plan
-from dovetail.plans.orders import Stages, check_completes, needs_of, stages_of
 from dovetail.plans.records import (
     OBJECTIVES,
     OPTIMAL_GAP,
@@ -13,9 +11,20 @@ from dovetail.plans.records import (
     Stage,
     describe_gap,
     format_value,
+    load_plan,
     planned_graph,
+    save_plan,
 )
-from dovetail.plans.rules import capacities_of, check, check_placement, normalise
+from dovetail.plans.rules import (
+    Stages,
+    capacities_of,
+    check,
+    check_completes,
+    check_placement,
+    needs_of,
+    normalise,
+    stages_of,
+)
 from dovetail.plans.towers import tower_placement, tower_seconds
 
 __all__ = [

@@ -1,5 +1,8 @@
 """The rules that every plan keeps, numbered."""
 
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,6 +10,7 @@ from dovetail.errors import (
     GraphMismatchError,
     MachineMismatchError,
     NotContiguousError,
+    OrderError,
     OutOfMemoryError,
     SplitModuleError,
     UnplacedOpError,
@@ -15,8 +19,123 @@ from dovetail.graph import EVERYWHERE, HOST, Graph
 from dovetail.graph.convexity import find_return
 from dovetail.graph.units import matched_modules, units_of
 from dovetail.machine import Machine
-from dovetail.plans.orders import check_orders
 from dovetail.plans.records import Placement, Plan
+
+# What each device runs, one stage after the other, and whether that can complete.
+#
+# An order is a list of stages of one op. A stage waits, as a whole, for all that its ops need from
+# outside it, and gives its outputs when all of it has ended:
+#
+#     cpu0   [ A  C ]          A ──► B ──► C: the devices wait for each other for ever, where the
+#     cpu1   [ B ]                         order A, C would not
+
+
+Stages = tuple[tuple[int, ...], ...]
+"""Ops of each stage of one device, in running order."""
+
+
+def stages_of(plan: Plan, graph: Graph) -> list[Stages]:
+    """Per device its stages; where the plan says nothing, every op alone and by index."""
+    found: list[Stages] = []
+    for device in range(len(plan.machine.devices)):
+        schedule = plan.schedules[device] if plan.schedules else None
+        if schedule is not None:
+            found.append(tuple(stage.ops for stage in schedule.stages))
+        elif plan.orders is not None:
+            found.append(tuple((op,) for op in plan.orders[device]))
+        else:
+            here = (plan.placement == device) & ~graph.is_source
+            found.append(tuple((op,) for op in np.flatnonzero(here).tolist()))
+    return found
+
+
+def check_orders(plan: Plan, graph: Graph) -> None:
+    """Raise `OrderError` for orders or schedules that do not name each op of their device once,
+    that hold an op before one that it needs, or that would wait for each other."""
+    if plan.orders is None and plan.schedules is None:
+        return
+    stages = stages_of(plan, graph)
+    for device, name in enumerate(plan.machine.device_names):
+        listed = [op for stage in stages[device] for op in stage]
+        here = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
+        if sorted(listed) != here:
+            detail = _misnamed(plan, graph, device, listed)
+            raise OrderError(name, f"does not name each of its ops exactly once: {detail}")
+        schedule = plan.schedules[device] if plan.schedules else None
+        if schedule and any(not 0 <= stage.seconds < np.inf for stage in schedule.stages):
+            raise OrderError(name, "has a stage whose seconds are negative or not finite")
+    check_completes(plan, graph)
+
+
+def check_completes(plan: Plan, graph: Graph) -> None:
+    """Raise `OrderError` if an op of a stage stands before one that it needs, or if devices would
+    wait for each other for ever. O(ops + reads)."""
+    stages = stages_of(plan, graph)
+    stage_of, needs = needs_of(stages, graph)
+    listed = [op for of_device in stages for stage in of_device for op in stage]
+    place_of = np.zeros(len(graph), np.int64)
+    place_of[listed] = np.arange(len(listed))
+    within = stage_of[needs[:, 0]] == stage_of[needs[:, 1]]
+    wrong = needs[within & (place_of[needs[:, 0]] > place_of[needs[:, 1]])]
+    for before, op in wrong[:1].tolist():
+        name = plan.machine.device_names[plan.placement[op]]
+        needed = f"op {graph.names[op]!r} before op {graph.names[before]!r}, which it needs"
+        raise OrderError(name, f"cannot complete: a stage has {needed}")
+    needs = needs[~within]
+    stuck = _stuck(stages, stage_of[needs])
+    if stuck.any():
+        first = int(np.argmax(stuck))  # so it is an op of it that waits, not its turn
+        waits = (stage_of[needs[:, 1]] == first) & stuck[stage_of[needs[:, 0]]]
+        op = int(needs[waits][0, 1])
+        name = plan.machine.device_names[plan.placement[op]]
+        raise OrderError(name, f"cannot complete: op {graph.names[op]!r} would wait for ever")
+
+
+def needs_of(stages: Sequence[Stages], graph: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """([ops] index of each op's stage among those of all devices, -1 for sources; [needs, 2] pairs
+    of ops in stages, the second of which needs the first)."""
+    every = list(chain.from_iterable(stages))
+    stage_of = np.full(len(graph), -1)
+    listed = list(chain.from_iterable(every))
+    stage_of[listed] = np.repeat(np.arange(len(every)), list(map(len, every)))
+    reads = np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1)
+    needs = np.concatenate([reads, graph.control]).astype(np.int64)
+    return stage_of, needs[(stage_of[needs] >= 0).all(axis=1)]
+
+
+def _stuck(stages: list[Stages], needs: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[stages] of all devices: True for those that never start; needs [needs, 2] stages."""
+    count = sum(map(len, stages))
+    after: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    ends = np.cumsum([0, *map(len, stages)]).tolist()
+    chains = [pair for first, end in pairwise(ends) for pair in pairwise(range(first, end))]
+    for before, stage in [*needs.tolist(), *chains]:
+        after[before].append(stage)
+        missing[stage] += 1
+    able = [stage for stage in range(count) if missing[stage] == 0]
+    while able:
+        for stage in after[able.pop()]:
+            missing[stage] -= 1
+            if missing[stage] == 0:
+                able.append(stage)
+    return np.array(missing, dtype=np.int64) > 0
+
+
+def _misnamed(plan: Plan, graph: Graph, device: int, listed: list[int]) -> str:
+    """The first op that is there twice, of another device, or not there."""
+    seen: set[int] = set()
+    for op in listed:
+        if not 0 <= op < len(graph) or graph.is_source[op]:
+            return f"{op} is no op that runs"
+        if op in seen:
+            return f"op {graph.names[op]!r} is there twice"
+        if plan.placement[op] != device:
+            where = plan.machine.device_names[plan.placement[op]]
+            return f"op {graph.names[op]!r} is on {where}"
+        seen.add(op)
+    here = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
+    return f"op {graph.names[min(set(here) - seen)]!r} is missing"
 
 
 def normalise(placement: Placement, graph: Graph, machine: Machine) -> Placement:

@@ -22,7 +22,7 @@ from dovetail.placers.learned.records import Learned
 from dovetail.plans import Plan
 from dovetail.reports.markup import Markup, cards, details, policy, table
 from dovetail.reports.plots import COLOURS, Axes, Line, averaged, line_chart
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.units import format_count, format_seconds
 
 MOST_CURVES = 32

@@ -8,23 +8,29 @@ with `textContent` or onto a canvas, never as markup.
 
 import base64
 import hashlib
+import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dovetail.graph import Graph
+from dovetail.graph.records import Phase
 from dovetail.plans import Plan, capacities_of, describe_gap, format_value
-from dovetail.reports import charts, payload
+from dovetail.reports import plots
 from dovetail.reports.colours import device_styles
-from dovetail.reports.filling import fill, filling_chart, throughput
 from dovetail.reports.folding import Folds, fold
-from dovetail.reports.layout import draw
-from dovetail.reports.limits import Limits, explain, find_limits, shares
+from dovetail.reports.layout import Placed, View, draw, edges_between
+from dovetail.reports.limits import OP, Limits, explain, find_limits, shares
 from dovetail.reports.records import Report, utilisation
 from dovetail.reports.tables import found_after, loads_of, plan_facts, run_rows
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.timeline import Timeline
 from dovetail.units import (
     BEYOND_ANY_BYTES,
@@ -35,6 +41,301 @@ from dovetail.units import (
     format_seconds,
     format_shares,
 )
+
+# The page's data, packed: 100,000 spans in some 2 MB of plain JSON.
+#
+# Times are whole nanoseconds. Names like "lstm.0/addmm_3" are mostly repetition: ops that differ by
+# one number only, with the same kind, module and phase, share one *template*, and an op is
+# (template,
+# number), both written as differences. Spans of a row are (op difference, gap since the last end,
+# length).
+# `assets/timeline.js` undoes this.
+
+
+NANO = 1e9
+
+
+def pack(report: Report, limits: list[Limits], views: list[View], folds: Folds) -> dict[str, Any]:
+    """Everything the page's scripts draw."""
+    return {
+        "ops": pack_ops(report.graph),
+        "phases": [phase.name.lower() for phase in Phase],
+        "devices": list(report.predicted.devices),
+        "timelines": [
+            pack_timeline(name, timeline, report.graph, limit)
+            for (name, timeline), limit in zip(report.timelines, limits, strict=True)
+        ],
+        "modules": pack_folds(folds, report.graph, report.plan),
+        "views": [pack_view(view) for view in views],
+    }
+
+
+def pack_ops(graph: Graph) -> dict[str, Any]:
+    """strings, templates [[before, after, kind, module: indices into strings, phase]], and per op
+    its template and number as differences: the number's to the last one of the same template."""
+    strings: dict[str, int] = {}
+    templates: dict[tuple[int, ...], int] = {}
+    last_numbers: list[int] = []
+    which: list[int] = []
+    numbers: list[int] = []
+    last = 0
+    for name, kind, module, phase in zip(
+        graph.names, graph.kinds, graph.modules, graph.phases.tolist(), strict=True
+    ):
+        before, number, after = split_name(name)
+        texts = (before, after, kind, module)
+        key = (*(strings.setdefault(text, len(strings)) for text in texts), phase)
+        template = templates.setdefault(key, len(templates))
+        if template == len(last_numbers):
+            last_numbers.append(0)
+        which.append(template - last)
+        numbers.append(number - last_numbers[template])
+        last, last_numbers[template] = template, number
+    return {
+        "strings": list(strings),
+        "templates": [list(template) for template in templates],
+        "which": which,
+        "numbers": numbers,
+    }
+
+
+def split_name(name: str) -> tuple[str, int, str]:
+    """ "addmm_3_b" -> ("addmm_", 3, "_b"), at the last number; without one -> (name, -1, "")."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], int(match[2]), match[3]) if match else (name, -1, "")
+
+
+# No leading zero and no more digits than an int32 holds: the number must come back as it was.
+_NUMBERED = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
+
+
+def runs(flags: NDArray[np.bool_]) -> list[int]:
+    """Lengths of the runs of False, True, False ... in turn."""
+    ends = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=2))
+    lengths: list[int] = np.diff(ends, prepend=0).tolist()
+    return lengths
+
+
+def pack_timeline(name: str, timeline: Timeline, graph: Graph, limits: Limits) -> dict[str, Any]:
+    """Rows of devices and of the channels that carry something; `critical` holds runs of
+    spans that are not, and are, on the critical chain."""
+    critical_ops = np.zeros(len(timeline.ops), dtype=bool)
+    critical_transfers = np.zeros(len(timeline.transfer_ops), dtype=bool)
+    for kind, i in limits.chain:
+        (critical_ops if kind == OP else critical_transfers)[i] = True
+    rows = []
+    for device, label in enumerate(timeline.devices):
+        of = np.flatnonzero(timeline.op_devices == device)
+        of = of[np.argsort(timeline.op_starts[of], kind="stable")]
+        row = _packed_row(label, "device", timeline.op_starts[of], timeline.op_ends[of])
+        row["ops"] = np.diff(timeline.ops[of], prepend=0).tolist()
+        row["critical"] = runs(critical_ops[of])
+        rows.append(row)
+    for channel, label in enumerate(timeline.channels):
+        of = np.flatnonzero(timeline.transfer_channels == channel)
+        if not len(of):
+            continue
+        of = of[np.argsort(timeline.transfer_starts[of], kind="stable")]
+        row = _packed_row(
+            label, "channel", timeline.transfer_starts[of], timeline.transfer_ends[of]
+        )
+        row["ops"] = np.diff(timeline.transfer_ops[of], prepend=0).tolist()
+        row["critical"] = runs(critical_transfers[of])
+        tensors = timeline.transfer_tensors[of]
+        row["bytes"] = np.where(tensors >= 0, graph.tensor_bytes[tensors], 0).tolist()
+        row["to"] = timeline.transfer_destinations[of].tolist()
+        rows.append(row)
+    return {"name": name, "step": round(timeline.step_seconds * NANO), "rows": rows}
+
+
+def _packed_row(
+    label: str, kind: str, starts: NDArray[np.float64], ends: NDArray[np.float64]
+) -> dict[str, Any]:
+    from_ns = np.rint(starts * NANO).astype(np.int64)
+    to_ns = np.rint(ends * NANO).astype(np.int64)
+    before = np.concatenate([[0], to_ns[:-1]]).astype(np.int64)
+    return {
+        "label": label,
+        "kind": kind,
+        "gaps": (from_ns - before).tolist(),
+        "lengths": (to_ns - from_ns).tolist(),
+    }
+
+
+def pack_view(view: View) -> dict[str, Any]:
+    """A picture of the graph: one array a column, and edges as flat (from, to, bytes) triples."""
+    return {
+        "name": view.name,
+        "labels": list(view.labels),
+        "details": list(view.details),
+        "devices": view.devices.tolist(),
+        "phases": view.phases.tolist(),
+        "ops": view.ops.tolist(),
+        "flops": view.flops.tolist(),
+        "seconds": [round(float(s) * NANO) for s in view.seconds],
+        "columns": view.columns.tolist(),
+        "rows": view.rows.tolist(),
+        "edges": np.stack([view.edges[:, 0], view.edges[:, 1], view.edge_bytes], 1).ravel().tolist()
+        if len(view.edges)
+        else [],
+        "lanes": [list(lane) for lane in view.lanes],
+    }
+
+
+def pack_folds(folds: Folds, graph: Graph, plan: Placed) -> dict[str, Any]:
+    """The tree of modules, its leaves one array a column, and their edges as (from, to, bytes)."""
+    count = len(folds.leaf_folds)
+    ops = np.flatnonzero(folds.leaf_of >= 0)
+    of = folds.leaf_of[ops]
+    spent = np.bincount(of, plan.compute_seconds[ops, plan.placement[ops]], minlength=count)
+    flops = np.bincount(of, graph.flops[ops], minlength=count)
+    edges, sizes = edges_between(graph, folds.leaf_of)
+    return {
+        "labels": list(folds.labels),
+        "paths": list(folds.paths),
+        "parents": folds.parents.tolist(),
+        "opened": list(folds.opened),
+        "leaves": {
+            "folds": folds.leaf_folds.tolist(),
+            "phases": folds.leaf_phases.tolist(),
+            "devices": folds.leaf_devices.tolist(),
+            "places": [int(np.median(ops[of == leaf])) for leaf in range(count)],
+            "ops": np.bincount(of, minlength=count).tolist(),
+            "flops": flops.astype(np.int64).tolist(),
+            "seconds": [round(float(s) * NANO) for s in spent],
+        },
+        "edges": np.column_stack([edges, sizes]).ravel().tolist(),
+    }
+
+
+def to_script(data: dict[str, Any]) -> str:
+    """JSON that can stand inside a <script> element: no "<", ">", "&" or line separator in it."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+# The pipeline that a plan for `load` fills: several samples in flight, a device a row.
+#
+#     gpu0  |1111|2222|3333|4444|
+#     gpu1       |111 |222 |333 |444 |
+#     gpu2            |11111|22222|33333|44444|       one sample leaves every 5
+#
+# A device's stage takes its load, which counts its transfers. A sample enters a device when it has
+# left the devices that this one reads from, and the sample before it has left this one. Where
+# devices read from one another in a circle there is no such order: then only the rhythm is known.
+
+
+SAMPLES = 6
+WIDTH, ROW, GUTTER = 1000.0, 24.0, 130.0
+
+
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """devices   [stages] in pipeline order
+    starts, ends   [stages, samples] seconds, when each sample is on each device
+    period_seconds   between two samples that leave, once the pipeline is full
+    """
+
+    devices: tuple[int, ...]
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+    @property
+    def period_seconds(self) -> float:
+        return float((self.ends - self.starts).max(initial=0.0))
+
+
+def fill(
+    plan: Plan, graph: Graph, loads: dict[str, float], samples: int = SAMPLES
+) -> Filling | None:
+    """The first samples through the devices that have a load; None: devices read in a circle."""
+    names = plan.machine.device_names
+    ops = np.flatnonzero(~graph.is_source)
+    working = set(plan.placement[ops].tolist())
+    stages = [d for d, name in enumerate(names) if d in working and loads.get(name, 0.0) > 0]
+    before = _reads(plan, graph, set(stages))
+    order: list[int] = []
+    # By the mean place of their ops where nothing else says which comes first.
+    waiting = sorted(stages, key=lambda d: (float(np.mean(ops[plan.placement[ops] == d])), d))
+    while waiting:
+        ready = next((d for d in waiting if before[d] <= set(order)), None)
+        if ready is None:
+            return None
+        order.append(ready)
+        waiting.remove(ready)
+    starts, ends = (np.zeros((len(order), samples)) for _ in range(2))
+    row = {device: i for i, device in enumerate(order)}
+    for i, device in enumerate(order):
+        for sample in range(samples):
+            arrived = max((ends[row[d], sample] for d in before[device]), default=0.0)
+            free = ends[i, sample - 1] if sample else 0.0
+            starts[i, sample] = max(arrived, free)
+            ends[i, sample] = starts[i, sample] + loads[names[device]]
+    return Filling(tuple(order), starts, ends)
+
+
+def _reads(plan: Plan, graph: Graph, stages: set[int]) -> dict[int, set[int]]:
+    """device -> those that it reads from."""
+    before: dict[int, set[int]] = {device: set() for device in stages}
+    makers = graph.producers[graph.input_tensors]
+    real = ~graph.is_source[makers]
+    there = plan.placement[graph.readers[real]]
+    here = plan.placement[makers[real]]
+    for a, b in {(int(a), int(b)) for a, b in zip(here, there, strict=True) if a != b}:
+        if a in stages and b in stages:
+            before[b].add(a)
+    return before
+
+
+def throughput(plan: Plan) -> tuple[str, str]:
+    """What leaves the full pipeline: ("579 samples/s", "18.1 steps a second of 32"). A step's first
+    input says how many samples it has, by its first dimension; ("", "") for a plan of no length."""
+    if plan.value <= 0:
+        return "", ""
+    shapes: Sequence[tuple[int, ...]] = plan.source.shapes
+    batch = shapes[0][0] * plan.source.replicas if shapes and shapes[0] else 0
+    if batch <= 1:
+        return f"{1 / plan.value:.3g} samples/s", "once the pipeline is full"
+    return f"{batch / plan.value:.3g} samples/s", f"{1 / plan.value:.3g} steps a second of {batch}"
+
+
+def filling_chart(filling: Filling, names: Sequence[str]) -> str:
+    """As inline SVG, in the devices' colours; samples are numbered, and every other is paler."""
+    end = float(filling.ends.max()) or 1.0
+    height = ROW * len(filling.devices)
+    scale = (WIDTH - GUTTER) / end
+    parts = []
+    for row, device in enumerate(filling.devices):
+        y = row * ROW
+        name = escape(names[device])
+        parts.append(f'<text x="0" y="{y + 16:.0f}">{name}</text>')
+        for sample, (start, stop) in enumerate(
+            zip(filling.starts[row].tolist(), filling.ends[row].tolist(), strict=True)
+        ):
+            x, width = GUTTER + scale * start, max(scale * (stop - start) - 1, 0.5)
+            pale = " pale" if sample % 2 else ""
+            parts.append(
+                f'<rect class="d{device}{pale}" x="{x:.1f}" y="{y + 2:.0f}" width="{width:.1f}" '
+                f'height="{ROW - 4:.0f}"><title>sample {sample + 1} on {name}: '
+                f"{format_seconds(start)} to {format_seconds(stop)}</title></rect>"
+            )
+            if width > 16:
+                parts.append(
+                    f'<text class="mark" x="{x + width / 2:.1f}" y="{y + 16:.0f}" '
+                    f'text-anchor="middle">{sample + 1}</text>'
+                )
+    parts.append(f'<text x="{GUTTER}" y="{height + 14:.0f}">0 s</text>')
+    parts.append(
+        f'<text x="{WIDTH}" y="{height + 14:.0f}" text-anchor="end">{format_seconds(end)}</text>'
+    )
+    label = f"{filling.starts.shape[1]} samples through {len(filling.devices)} devices"
+    return (
+        f'<svg class="chart filling" viewBox="0 0 {WIDTH:.0f} {height + 18:.0f}" role="img" '
+        f'aria-label="{label}">{"".join(parts)}</svg>'
+    )
+
 
 SCRIPTS = ("common.js", "timeline.js", "folds.js", "graph.js", "page.js")
 MOST_ROWS = 1500
@@ -53,7 +354,7 @@ def render(report: Report) -> str:
     folds = fold(report.graph, report.plan)
     style = _asset("page.css") + device_styles(len(report.plan.machine.devices))
     script = "\n".join(_asset(name) for name in SCRIPTS)
-    data = payload.pack(report, limits, draw(report.graph, report.plan), folds)
+    data = pack(report, limits, draw(report.graph, report.plan), folds)
     parts = {
         "policy": _policy(style, script),
         "title": escape(f"{report.model or 'plan'} on {report.plan.machine.name}"),
@@ -71,7 +372,7 @@ def render(report: Report) -> str:
         "layers": _layers(report.plan, folds),
         "machine": _machine(report.plan),
         "facts": _table((), plan_facts(report.plan, report.graph), "facts"),
-        "data": payload.to_script(data),
+        "data": to_script(data),
         "script": script,
     }
     # One pass over the template: what is filled in is not searched again.
@@ -128,7 +429,7 @@ def _limits(name: str, limits: Limits, timeline: Timeline, plan: Plan) -> str:
         f"transfers on {channel}": "carry" for channel in timeline.channels
     }
     coloured = [(what, share, colours.get(what, "wait")) for what, share in parts]
-    return f"<h3>{escape(name.capitalize())}</h3><p>{escape(sentence)}</p>" + charts.stacked_bar(
+    return f"<h3>{escape(name.capitalize())}</h3><p>{escape(sentence)}</p>" + plots.stacked_bar(
         coloured, f"{name}: {sentence}"
     )
 
@@ -197,13 +498,13 @@ def _methods(plan: Plan) -> str:
             )
             continue
         ratio = f"{value / plan.value:.3f} x" if plan.value > 0 else ""
-        bar = charts.bar(value / worst if worst > 0 else 0.0)
+        bar = plots.bar(value / worst if worst > 0 else 0.0)
         rows.append(
             f"<tr{chosen}><th scope=row>{escape(method)}</th><td>{format_value(plan, value)}</td>"
             f"<td>{ratio}</td><td>{found_after(plan, method)}</td><td class=bar>{bar}</td></tr>"
         )
     if plan.lower_bound > 0:
-        bar = charts.bar(plan.lower_bound / worst if worst > 0 else 0.0)
+        bar = plots.bar(plan.lower_bound / worst if worst > 0 else 0.0)
         share = plan.lower_bound / (plan.value or 1.0)
         rows.append(
             f"<tr class=bound><th scope=row>lower bound: {escape(plan.bound_proof)}</th>"
@@ -321,7 +622,7 @@ def _memory(report: Report, folds: Folds) -> str:
         parts.append(
             f'<figure class="m{device}"><figcaption><i class="d{device}"></i>{escape(text)}'
             "</figcaption>"
-            f"{charts.memory(curves, capacity, end, text)}</figure>"
+            f"{plots.memory(curves, capacity, end, text)}</figure>"
         )
     return "".join(parts)
 

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     sys.path[:] = json.loads(paths)
-    from dovetail.runtime.channels import Channel, Failure
+    from dovetail.runtime.processes import Channel, Failure
 
     channel = Channel(int(descriptor))
     try:

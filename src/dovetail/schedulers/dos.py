@@ -17,9 +17,8 @@ window. O(sum over states of 2^sinks).
 
 from collections.abc import Iterator
 
-from dovetail.schedulers.programme import trace
 from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, members, subsets_of
-from dovetail.schedulers.states import MOST_STATES, State, states_of
+from dovetail.schedulers.states import MOST_STATES, State, states_of, trace
 
 
 def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_STATES) -> Found:

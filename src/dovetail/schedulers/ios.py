@@ -19,9 +19,8 @@ many states, and is timed once.
 
 from collections.abc import Iterator
 
-from dovetail.schedulers.programme import trace
 from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, members
-from dovetail.schedulers.states import MOST_STATES, State, states_of
+from dovetail.schedulers.states import MOST_STATES, State, states_of, trace
 
 GROUP_OPS = 3
 GROUPS = 8

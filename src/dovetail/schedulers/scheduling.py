@@ -4,24 +4,43 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dovetail.schedulers.blocks import Part, cut, whole
+from dovetail.schedulers.blocks import Narrowed, Part, cut, narrowed, whole
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.dos import dos
-from dovetail.schedulers.greedy import greedy
 from dovetail.schedulers.ios import GROUP_OPS, GROUPS, ios
 from dovetail.schedulers.merge import merge
-from dovetail.schedulers.pruning import Narrowed, narrowed
-from dovetail.schedulers.records import (
-    Block,
-    Found,
-    OpSet,
-    StageTimer,
-    Timing,
-    groups_of,
-    members,
-)
+from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, Timing, groups_of, members
 from dovetail.schedulers.results import KernelStage
-from dovetail.schedulers.sequential import sequential
+
+# One op a stage, in the order of the block: what runs without a scheduler.
+
+
+def sequential(block: Block, timer: StageTimer) -> Found:
+    """Every op by itself. O(ops)."""
+    stages = tuple(1 << op for op in range(len(block)))
+    return Found(stages, tuple(timer(stages)), 0, 0, len(stages))
+
+
+# All that is ready, at once: what parallel executors of common frameworks do.
+#
+# The baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN Acceleration",
+# MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
+
+
+def greedy(block: Block, timer: StageTimer) -> Found:
+    """Stages of all ops whose predecessors ran in earlier ones. O(ops x stages)."""
+    stages: list[OpSet] = []
+    done = 0
+    while done != block.everything:
+        stage = sum(
+            1 << op
+            for op, before in enumerate(block.predecessors)
+            if not done >> op & 1 and not before & ~done
+        )
+        stages.append(stage)
+        done |= stage
+    return Found(tuple(stages), tuple(timer(stages)), 0, 0, len(stages))
+
 
 MOST_STATES = {"dos": 50_000, "ios": 5_000}
 """Of a part: `dos` compares some 40 endings a state here, `ios` hundreds."""

@@ -9,11 +9,11 @@ There are at most ops x 2^(w - 1) of the rest, however wide the block is.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from dovetail.errors import TooManyStatesError
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import Block, Found, OpSet, Timing, members
 
 MOST_STATES = 1_000_000
 _PROBES = 2_000
@@ -98,3 +98,23 @@ def _ready(block: Block, ops: OpSet) -> OpSet:
         for op, before in enumerate(block.predecessors)
         if not before & ~ops and not ops >> op & 1
     )
+
+
+# What the dynamic programmes share: reading the schedule off the last stages.
+
+
+def trace(
+    block: Block,
+    last: Mapping[OpSet, OpSet],
+    timings: Mapping[OpSet, Timing],
+    effort: tuple[int, int],
+) -> Found:
+    """The schedule whose last stage is `last` [state] at every state; effort: (states,
+    transitions)."""
+    stages = []
+    ops = block.everything
+    while ops:
+        stages.append(last[ops])
+        ops ^= last[ops]
+    stages.reverse()
+    return Found(tuple(stages), tuple(timings[s] for s in stages), *effort, len(timings))

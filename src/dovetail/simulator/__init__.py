@@ -1,8 +1,7 @@
 """Simulating plans event by event, and bounds that no plan can beat."""
 
 from dovetail.simulator.bounds import LowerBound, lower_bound
-from dovetail.simulator.load_model import LoadModel, group_loads, load_model
-from dovetail.simulator.loads import device_loads
+from dovetail.simulator.loads import LoadModel, device_loads, group_loads, load_model
 from dovetail.simulator.simulate import Evaluation, Simulator
 
 __all__ = [

@@ -14,35 +14,693 @@ Cost: O(reads x devices^2 + ops x log ops), and a linear programme of merged cla
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import maximum_flow
 
 from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError
-from dovetail.graph import Graph
+from dovetail.graph import HOST, Graph
+from dovetail.graph.records import csr_offsets
 from dovetail.machine import Machine
-from dovetail.simulator.closure import closure_balance_seconds, closure_seconds, closures
+from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.critical_path import (
     earliest_ends,
     head_load_tail,
     longest_seconds,
     without_sends,
 )
-from dovetail.simulator.flat import Flat, Float64, flatten
-from dovetail.simulator.forced import forced_ends, forced_tails
-from dovetail.simulator.load_balance import (
-    ROUNDING,
-    class_burdens,
-    class_seconds,
-    classes_of,
-    load_balance_prices,
-    proven_seconds,
-)
-from dovetail.simulator.load_model import load_model, resident_bytes
+from dovetail.simulator.flat import Flat, Float64, Int8, Int32, Int64, flatten
+from dovetail.simulator.loads import LoadModel, load_model, resident_bytes
+
+# Earliest ends that count sends: what arrives too late from elsewhere was computed here.
+#
+# Paper: Papadimitriou and Yannakakis, "Towards an architecture-independent analysis of parallel
+# algorithms", SIAM Journal on Computing 19, 1990, https://doi.org/10.1137/0219021: their bound on
+# start times. For op v on device d, let away(u) be a time before which v does not start if its
+# ancestor u is *not* on d:
+#
+#     away(u) = max over reads (u -> x) of   arrive(u, x)                              if x is v
+#                                            min { arrive(u, x) + c(x, d) + path(x)    x is on d,
+#                                                  away(x) }                           x is not
+#
+#     arrive(u, x) = min over d' != d of end(u, d') + send(d', d)
+#     path(x)      = longest chain of least seconds between x and v
+#
+# If v starts at t, every u with away(u) > t is on d, where one op runs at a time: t is no less than
+# `serial`, the end of these ops in order of their own earliest starts there. The least t that is no
+# less than both is
+#
+#     start(v, d) = min over k of  max { serial(the k ops of largest away),  the next largest away }
+#
+#                      ┌ b ┐       b and c together on d: 2 s; one of them away: 1 s and a send
+#                    a ┤   ├ v     without sends counted: 1 s
+#                      └ c ┘
+#
+# Differences: ops, devices and sends that are unlike, and no copies of ops. At most `MOST_FORCED`
+# ancestors are looked at for each op and device, those nearest to it.
+#
+# Cost: O(ops x devices x (MOST_FORCED^2 + reads of MOST_FORCED ops)).
+
+
+MOST_FORCED = 64
+
+
+class Edges(NamedTuple):
+    """Who waits for whom, with each op after those it waits for. CSR by op.
+
+    offsets             [ops + 1] into befores and sizes
+    befores             [edges] op that is waited for
+    sizes               [edges] bytes that travel
+    latency_seconds     [devices, devices] of an empty send from row to column, both hops of two
+    seconds_per_byte    [devices, devices]
+    twins               [devices] first device that is like this one: all ends there are the same
+    """
+
+    offsets: Int32
+    befores: Int32
+    sizes: Float64
+    latency_seconds: Float64
+    seconds_per_byte: Float64
+    twins: Int32
+
+
+class _Found(NamedTuple):
+    """What was seen of the ancestors of one op.
+
+    stamps, away, path       [ops] `stamps` says whether the others are of this op
+    front                    [] ops that are seen, not yet looked at, ascending
+    of_away, starts, seconds [] away, earliest start there and seconds of those looked at
+    order                    [] some of these by start
+    """
+
+    stamps: Int64
+    away: Float64
+    path: Float64
+    front: Int32
+    of_away: Float64
+    starts: Float64
+    seconds: Float64
+    order: Int32
+
+
+def forced_ends(flat: Flat, seconds: Float64) -> Float64:
+    """[ops, devices] earliest end of each op there, all but rounding."""
+    ends = np.zeros((flat.ops, flat.devices))
+    inputs = flat.sources[flat.source_homes == HOST]
+    ends[inputs] = np.inf
+    ends[inputs, flat.host] = 0.0
+    edges = _edges(flat, seconds)
+    _fill(edges, flat.is_source, seconds, seconds.min(axis=1), _room(flat.ops), ends)
+    return ends
+
+
+def forced_tails(flat: Flat, seconds: Float64) -> Float64:
+    """[ops, devices] least seconds from each op's end there to the step's end, all but rounding:
+    the earliest starts of the step run backwards."""
+    edges = _edges(flat, seconds)
+    owners = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(edges.offsets))
+    order = np.argsort(flat.ops - 1 - edges.befores, kind="stable")
+    backwards = Edges(
+        csr_offsets(flat.ops - 1 - edges.befores, flat.ops),
+        np.asarray(flat.ops - 1 - owners[order], np.int32),
+        edges.sizes[order],
+        np.ascontiguousarray(edges.latency_seconds.T),
+        np.ascontiguousarray(edges.seconds_per_byte.T),
+        edges.twins,
+    )
+    ends = np.zeros((flat.ops, flat.devices))
+    turned = np.ascontiguousarray(seconds[::-1])
+    is_source = np.ascontiguousarray(flat.is_source[::-1])
+    _fill(backwards, is_source, turned, turned.min(axis=1), _room(flat.ops), ends)
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(seconds), ends[::-1] - seconds, np.inf)
+
+
+def _room(ops: int) -> _Found:
+    return _Found(
+        np.full(ops, -1, np.int64),
+        np.zeros(ops),
+        np.zeros(ops),
+        np.zeros(ops, np.int32),
+        np.zeros(MOST_FORCED),
+        np.zeros(MOST_FORCED),
+        np.zeros(MOST_FORCED),
+        np.zeros(MOST_FORCED, np.int32),
+    )
+
+
+def _edges(flat: Flat, seconds: Float64) -> Edges:
+    read = flat.input_tensors
+    readers = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.input_offsets))
+    moves = flat.resident[read] == 0
+    first = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.control_offsets))
+    afters = np.concatenate([readers[moves], flat.control_targets])
+    befores = np.concatenate([flat.producers[read[moves]], first])
+    sizes = np.concatenate([flat.sent_bytes[read[moves]], np.zeros(len(first))])
+    order = np.argsort(afters, kind="stable")
+    latency, per_byte = (
+        _by_pair(flat, of_link) for of_link in (flat.link_latencies, 1 / flat.link_bandwidths)
+    )
+    return Edges(
+        csr_offsets(afters, flat.ops),
+        np.asarray(befores[order], np.int32),
+        sizes[order],
+        latency,
+        per_byte,
+        _twins(flat.host, seconds, latency, per_byte),
+    )
+
+
+def _twins(host: int, seconds: Float64, *of_pairs: Float64) -> Int32:
+    """[devices] the first device that can change places with each and nothing else changes."""
+    devices = seconds.shape[1]
+    twins = np.arange(devices, dtype=np.int32)
+    for device in range(devices):
+        for other in range(device):
+            swapped = np.arange(devices)
+            swapped[[device, other]] = other, device
+            alike = host not in (device, other) and bool(
+                (seconds[:, device] == seconds[:, other]).all()
+                and all((of[np.ix_(swapped, swapped)] == of).all() for of in of_pairs)
+            )
+            if alike:
+                twins[device] = other
+                break
+    return twins
+
+
+def _by_pair(flat: Flat, of_link: Float64) -> Float64:
+    """[devices, devices] sums of `of_link` over the hops from row to column; 0 to oneself."""
+    found = np.zeros((flat.devices, flat.devices))
+    for source in range(flat.devices):
+        for destination in range(flat.devices):
+            direct = flat.link_of[source, destination]
+            if direct >= 0:
+                found[source, destination] = of_link[direct]
+            elif source != destination:
+                hops = flat.link_of[source, flat.host], flat.link_of[flat.host, destination]
+                found[source, destination] = of_link[hops[0]] + of_link[hops[1]]
+    return found
+
+
+@kernel
+def _fill(
+    edges: Edges,
+    is_source: Int8,
+    seconds: Float64,
+    least: Float64,
+    found: _Found,
+    ends: Float64,
+) -> None:
+    """Fill `ends` [ops, devices] of ops that are no sources; `least` [ops] seconds anywhere."""
+    for op in range(len(seconds)):
+        if is_source[op]:
+            continue
+        for device in range(seconds.shape[1]):
+            if edges.twins[device] < device:
+                ends[op, device] = ends[op, edges.twins[device]]
+            elif seconds[op, device] < np.inf:
+                start = _start(edges, seconds, least, found, ends, op, device)
+                ends[op, device] = start + seconds[op, device]
+            else:
+                ends[op, device] = np.inf
+
+
+@inlined
+def _arrival(edges: Edges, ends: Float64, edge: int, device: int) -> float:
+    """Earliest time that what an edge carries is on `device` if it was made elsewhere."""
+    before, size = edges.befores[edge], edges.sizes[edge]
+    earliest = np.inf
+    for there in range(ends.shape[1]):
+        if there != device:
+            time = ends[before, there] + edges.latency_seconds[there, device]
+            earliest = min(earliest, time + size * edges.seconds_per_byte[there, device])
+    return earliest
+
+
+@kernel
+def _start(
+    edges: Edges,
+    seconds: Float64,
+    least: Float64,
+    found: _Found,
+    ends: Float64,
+    op: int,
+    device: int,
+) -> float:
+    base, waiting = 0.0, 0
+    stamp = op * ends.shape[1] + device
+    for edge in range(edges.offsets[op], edges.offsets[op + 1]):
+        away = _arrival(edges, ends, edge, device)
+        base = max(base, min(away, ends[edges.befores[edge], device]))
+        waiting = _note(found, stamp, edges.befores[edge], away, 0.0, waiting)
+    count = 0
+    while waiting and count < MOST_FORCED:
+        waiting -= 1
+        near = found.front[waiting]
+        if found.away[near] <= base:
+            continue
+        _insert(
+            found,
+            count,
+            found.away[near],
+            ends[near, device] - seconds[near, device],
+            seconds[near, device],
+        )
+        count += 1
+        here = seconds[near, device] + found.path[near]
+        for edge in range(edges.offsets[near], edges.offsets[near + 1]):
+            away = min(_arrival(edges, ends, edge, device) + here, found.away[near])
+            path = least[near] + found.path[near]
+            waiting = _note(found, stamp, edges.befores[edge], away, path, waiting)
+    return max(base, _crossing(found, count))
+
+
+@inlined
+def _note(found: _Found, stamp: int, op: int, away: float, path: float, waiting: int) -> int:
+    """Keep the most of `away` and `path`; a new op enters the front. Returns the front's length."""
+    if found.stamps[op] == stamp:
+        found.away[op] = max(found.away[op], away)
+        found.path[op] = max(found.path[op], path)
+        return waiting
+    found.stamps[op] = stamp
+    found.away[op], found.path[op] = away, path
+    place = waiting
+    while place > 0 and found.front[place - 1] > op:
+        found.front[place] = found.front[place - 1]
+        place -= 1
+    found.front[place] = op
+    return waiting + 1
+
+
+@inlined
+def _insert(found: _Found, count: int, away: float, start: float, seconds: float) -> None:
+    """Keep the `count` ops by falling `of_away`."""
+    place = count
+    while place > 0 and found.of_away[place - 1] < away:
+        found.of_away[place] = found.of_away[place - 1]
+        found.starts[place] = found.starts[place - 1]
+        found.seconds[place] = found.seconds[place - 1]
+        place -= 1
+    found.of_away[place], found.starts[place], found.seconds[place] = away, start, seconds
+
+
+@kernel
+def _crossing(found: _Found, count: int) -> float:
+    """Least over k of the larger of what the first k take here and when the next arrives."""
+    earliest = np.inf
+    for k in range(count + 1):
+        serial = 0.0
+        for i in range(k):
+            serial = max(serial, found.starts[found.order[i]]) + found.seconds[found.order[i]]
+        following = found.of_away[k] if k < count else 0.0
+        earliest = min(earliest, max(serial, following))
+        if serial >= following:
+            break
+        place = k
+        while place > 0 and found.starts[found.order[place - 1]] > found.starts[k]:
+            found.order[place] = found.order[place - 1]
+            place -= 1
+        found.order[place] = k
+    return earliest
+
+
+# Load balance: what some device must compute, however the ops are split.
+#
+# Ops with one colocation id move together, as a *class* c of s(c, d) seconds on device d and b(c)
+# bytes of parameters and state, which a device holds for as long as it has the class. Splitting
+# classes fractionally, a linear programme:
+#
+#     minimise t    where   sum over d of x(c, d) = 1                      for every class
+#                           sum over c of x(c, d) s(c, d) <= t             for every device
+#                           sum over c of x(c, d) b(c) <= capacity(d)      for every device
+#
+# Its dual is what we trust. With any weights y >= 0 that sum to 1 and any prices z >= 0 of memory,
+#
+#     max_d load(d) >= sum_d y_d load(d) + z_d (memory(d) - capacity(d))
+#                   >= sum over c of  min_d (y_d s(c, d) + z_d b(c))  -  sum_d z_d capacity(d)
+#
+# so that neither the solver's tolerance nor what is done for its speed can spoil the proof: devices
+# that are alike are one *type* with a count, and classes of nearly the same proportions are merged
+# in the programme, while the proof sums every class exactly.
+#
+# Bytes are those that no placement avoids: what is resident everywhere counts once, with its first
+# reader.
+
+
+ROUNDING = 1e-9
+"""Sums of floats round; a bound may not. Far above n * 2**-53 for every n that fits in memory."""
+_FINEST = 50.0
+"""Classes are merged where logarithms of their proportions agree to 1 / this."""
+_MOST_ROWS = 20_000
+"""Of the programme; beyond it proportions are rounded coarser."""
+
+
+class Prices(NamedTuple):
+    """Dual values: `weights` [devices] of loads, summing to 1, and seconds per byte [devices]."""
+
+    weights: Float64
+    seconds_per_byte: Float64
+
+
+class _Types(NamedTuple):
+    """Devices that are alike: first [types] an example, counts [types], of_device [devices]."""
+
+    first: Int64
+    counts: Int64
+    of_device: Int64
+
+
+def classes_of(graph: Graph) -> Int64:
+    """[ops] ops with one colocation id are one class, others each their own, numbered by value. A
+    source has the class of the op that writes it, else of its first reader."""
+    own = np.arange(len(graph)) + int(graph.colocation.max(initial=-1)) + 1
+    keys = np.where(graph.colocation >= 0, graph.colocation, own)
+    is_source = graph.is_source
+    from_source = is_source[graph.producers[graph.input_tensors]]
+    sources, readers = graph.producers[graph.input_tensors][from_source], graph.readers[from_source]
+    first = np.full(len(graph), len(graph))
+    np.minimum.at(first, sources, readers)
+    home = np.where(first < len(graph), first, np.arange(len(graph)))
+    home = np.where(graph.residences >= 0, graph.residences, home)
+    keys = np.where(is_source, np.where(home == np.arange(len(graph)), own, keys[home]), keys)
+    return np.unique(keys, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def class_seconds(of_op: Int64, seconds: Float64) -> Float64:
+    """[classes, devices] summed seconds [ops, devices]; inf where an op may not be."""
+    count = int(of_op.max(initial=-1)) + 1
+    return np.stack([np.bincount(of_op, weights=c, minlength=count) for c in seconds.T], axis=1)
+
+
+def load_balance_seconds(
+    seconds: Float64, sizes: Float64 | None = None, capacities: Float64 | None = None
+) -> float:
+    """Seconds that some device must compute; classes [classes, devices] move whole, inf in a row
+    means not there. With `sizes` [classes] and `capacities` [devices], bytes, also with memory."""
+    return proven_seconds(
+        seconds, load_balance_prices(seconds, sizes, capacities), sizes, capacities
+    )
+
+
+def proven_seconds(
+    seconds: Float64,
+    prices: Prices,
+    sizes: Float64 | None = None,
+    capacities: Float64 | None = None,
+) -> float:
+    """What `prices` prove, all but rounding: a bound, whoever found them."""
+    burden = class_burdens(seconds, prices, sizes).sum() * (1 - ROUNDING)
+    if capacities is not None:
+        burden -= (prices.seconds_per_byte * capacities).sum() * (1 + ROUNDING)
+    return max(0.0, float(burden))
+
+
+def class_burdens(seconds: Float64, prices: Prices, sizes: Float64 | None = None) -> Float64:
+    """[classes] the least that each adds to the weighted loads, wherever it goes."""
+    with np.errstate(invalid="ignore"):  # 0 * inf: not there, whatever the weight
+        weighted = seconds * prices.weights
+    if sizes is not None:
+        weighted = weighted + sizes[:, None] * prices.seconds_per_byte
+    least: Float64 = np.where(np.isfinite(seconds), weighted, np.inf).min(axis=1)
+    return least
+
+
+def load_balance_prices(
+    seconds: Float64, sizes: Float64 | None = None, capacities: Float64 | None = None
+) -> Prices:
+    """Prices that prove the most, by HiGHS; equal weights where it finds none."""
+    devices = seconds.shape[1]
+    equal = Prices(np.full(devices, 1 / devices), np.zeros(devices))
+    if sizes is None or capacities is None:
+        sizes, capacities = np.zeros(len(seconds)), np.full(devices, np.inf)
+    burdens = (seconds.min(axis=1) > 0) | (sizes > 0)
+    types = _types(seconds, capacities)
+    rows = seconds[burdens][:, types.first]
+    finite = np.isfinite(rows)
+    if not (rows[finite] > 0).any():
+        return equal
+    most_seconds = float(np.where(finite, rows, 0).max(axis=1).sum())
+    most_bytes = max(float(sizes.sum()), 1.0)
+    merged = _merged(np.column_stack([rows / most_seconds, sizes[burdens] / most_bytes]))
+    room = capacities[types.first] / most_bytes
+    found = _duals(merged[:, :-1], merged[:, -1], types.counts, room)
+    if found is None:
+        return equal
+    weights, per_byte = found
+    total = float((weights * types.counts).sum())
+    if not total > 0:
+        return equal
+    per_byte = per_byte * (most_seconds / most_bytes / total)
+    return Prices((weights / total)[types.of_device], per_byte[types.of_device])
+
+
+def _types(seconds: Float64, capacities: Float64) -> _Types:
+    index: dict[tuple[bytes, float], int] = {}
+    of_device = [
+        index.setdefault((column.tobytes(), float(room)), len(index))
+        for column, room in zip(seconds.T, capacities, strict=True)
+    ]
+    first = [of_device.index(t) for t in range(len(index))]
+    return _Types(np.array(first), np.bincount(of_device), np.array(of_device))
+
+
+def _duals(
+    seconds: Float64, sizes: Float64, counts: Int64, room: Float64
+) -> tuple[Float64, Float64] | None:
+    """Dual values of loads and of memory [types]; None where no split fits."""
+    count, types = seconds.shape
+    row, kind = np.nonzero(np.isfinite(seconds))
+    column = np.arange(len(row))
+    time = len(row)  # the variable t
+    shares = coo_array((np.ones(len(row)), (row, column)), shape=(count, time + 1))
+    tight = np.flatnonzero(room < sizes.sum())  # where memory can matter at all
+    memory_row = np.full(types, -1)
+    memory_row[tight] = types + np.arange(len(tight))
+    held = memory_row[kind] >= 0
+    limits = coo_array(
+        (
+            np.concatenate([seconds[row, kind], -counts.astype(float), sizes[row[held]]]),
+            (
+                np.concatenate([kind, np.arange(types), memory_row[kind[held]]]),
+                np.concatenate([column, np.full(types, time), column[held]]),
+            ),
+        ),
+        shape=(types + len(tight), time + 1),
+    )
+    objective = np.zeros(time + 1)
+    objective[-1] = 1.0
+    available = np.concatenate([np.zeros(types), (counts * room)[tight]])
+    found = linprog(  # type: ignore[call-overload]  # sparse matrices are fine, stubs differ
+        objective, A_ub=limits, b_ub=available, A_eq=shares, b_eq=np.ones(count)
+    )
+    if found.ineqlin is None or found.ineqlin.marginals is None:
+        return None
+    duals = np.maximum(-found.ineqlin.marginals, 0.0)
+    per_byte = np.zeros(types)
+    per_byte[tight] = duals[types:]
+    return duals[:types], per_byte
+
+
+def _merged(rows: Float64) -> Float64:
+    """Rows of nearly the same proportions summed: they split alike."""
+    finite = np.isfinite(rows)
+    most = np.where(finite, rows, 0.0).max(axis=1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log(rows / most)  # <= 0; -inf: nothing
+    ratio = np.where(finite, np.maximum(ratio, -20.0), 1.0)
+    grain = _FINEST
+    while True:
+        keys = np.rint(ratio * grain).astype(np.int32)
+        order = np.lexsort(keys.T)
+        new = np.concatenate([[True], (keys[order][1:] != keys[order][:-1]).any(axis=1)])
+        if new.sum() <= _MOST_ROWS or grain < 1:
+            return np.add.reduceat(rows[order], np.flatnonzero(new), axis=0)
+        grain /= 4
+
+
+# Closure: where a group is, there must also be whatever costs more to send than to have.
+#
+# The device d that has group g has some set S of groups around it, and pays for the work of S, for
+# every net that comes into S and for every net that leaves it:
+#
+#     load(d) >= min over S with g in S of
+#                sum over h in S of work(h, d) + sum of in(net, d) + sum of out(net, d)
+#
+# Each sum is a cut in a directed graph (Picard, "Maximal Closure of a Graph and Applications to
+# Combinatorial Problems", Management Science 22, 1976; nets as in Lawler, "Cutsets and Partitions
+# of Hypergraphs", Networks 3, 1973), so the minimum is a maximum flow from g to the sink:
+#
+#     h ──work──► sink            h is in S: its work
+#     reader ──∞──► ◯ ──in──► source of the net        a reader is in S, the source is not
+#     source of the net ──out──► ◯ ──∞──► reader       the source is in S, a reader is not
+#
+# Every plan has g somewhere, so the largest load is at least the largest over g of the least over
+# devices. And in a plan of largest load below T no group is where its cut is T or more: if load
+# balance over what is left reaches T, there is no such plan.
+#
+# Differences: a send counts by the fastest link of its device. Capacities are whole numbers,
+# rounded down, for scipy's maximum flow.
+
+
+_WHOLE = 2**30 - 1
+"""Capacity that stands for infinity, and for the largest that is of interest."""
+_MOST_VISITS = 4_000_000
+"""Nodes times flows that are worth their time: some seconds."""
+
+
+class DeviceNets(NamedTuple):
+    """Work and sends of one kind of device.
+
+    work_seconds              [groups] inf: may not be there
+    in_seconds, out_seconds   [nets] what it pays to read, or to send, all of a net once
+    copies                    devices of this kind
+    """
+
+    work_seconds: Float64
+    in_seconds: Float64
+    out_seconds: Float64
+    capacity_bytes: float
+    copies: int
+
+
+class Closures(NamedTuple):
+    """kinds          of device, of_device [devices] index of each device's; -1: does not count
+    cuts_seconds   [groups, kinds] load of a device of that kind that has the group, at least
+    """
+
+    kinds: list[DeviceNets]
+    of_device: Int64
+    cuts_seconds: Float64
+
+
+def closures(model: LoadModel, at_least: float = 0.0) -> Closures:
+    """Cuts of every group that could load a device by more than `at_least` seconds, the heaviest
+    first, for as long as `_MOST_VISITS` allows; for the others, their work."""
+    kinds, of_device = kinds_of_devices(model)
+    cuts = np.stack([kind.work_seconds for kind in kinds], axis=1)
+    own = np.stack([own_seconds(model, kind) for kind in kinds], axis=1)
+    own[own <= cuts * (1 + ROUNDING)] = -np.inf  # nothing to send: the work is all
+    own[~np.isfinite(cuts) | (own <= at_least)] = -np.inf
+    top = float(own.max(initial=-np.inf))
+    if top > 0:
+        networks = [_network(model, kind, top) for kind in kinds]
+        flows = max(1, _MOST_VISITS // networks[0].shape[0])
+        order = np.argsort(-own, axis=None, kind="stable")[:flows]
+        for group, kind in zip(*np.unravel_index(order, own.shape), strict=True):
+            if own[group, kind] > 0:
+                least = _least_cut(networks[kind], int(group), top)
+                cuts[group, kind] = max(cuts[group, kind], least)
+    return Closures(kinds, of_device, cuts * (1 - ROUNDING))
+
+
+def closure_seconds(found: Closures) -> float:
+    """Seconds that the load of some device reaches, for every placement of the groups."""
+    return float(found.cuts_seconds.min(axis=1).max(initial=0.0))
+
+
+def closure_balance_seconds(model: LoadModel, found: Closures, proven: float) -> float:
+    """The same, where groups that are too much for one kind of device burden another: the largest
+    T, to 1 in 10,000 of the largest cut, such that load balance reaches T without the devices on
+    which a group's cut does. Not less than `proven`, a bound already."""
+    devices = np.flatnonzero(found.of_device >= 0)
+    cuts = found.cuts_seconds[:, found.of_device[devices]]
+    work, room = model.work_seconds[:, devices], model.capacities[devices]
+    low, high = proven, float(cuts.max(initial=0.0, where=np.isfinite(cuts)))
+    grain = 1e-4 * high
+    while high - low > grain:
+        middle = low + (high - low) / 2
+        left = np.where(cuts < middle, work, np.inf)
+        stuck = not np.isfinite(left).any(axis=1).all()
+        if stuck or load_balance_seconds(left, model.resident_bytes, room) >= middle:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def kinds_of_devices(model: LoadModel) -> tuple[list[DeviceNets], Int64]:
+    """The kinds of the devices that count, alike in work, sends and memory; and [devices] the kind
+    of each, -1 where it does not count."""
+    kinds: dict[tuple[object, ...], DeviceNets] = {}
+    of_device = np.full(model.devices, -1)
+    for device in np.flatnonzero(model.counted).tolist():
+        columns = model.work_seconds[:, device].copy(), *_net_seconds(model, device)
+        room = float(model.capacities[device])
+        key = room, *(column.tobytes() for column in columns)
+        known = kinds.get(key)
+        kinds[key] = DeviceNets(*columns, room, known.copies + 1 if known else 1)
+        of_device[device] = list(kinds).index(key)
+    return list(kinds.values()), of_device
+
+
+def own_seconds(model: LoadModel, kind: DeviceNets) -> Float64:
+    """[groups] load of a device of this kind that has one group and nothing else."""
+    owners = np.repeat(np.arange(len(model.net_sources)), np.diff(model.net_offsets))
+    own = kind.work_seconds + np.bincount(
+        model.net_targets, weights=kind.in_seconds[owners], minlength=model.groups
+    )
+    made = model.net_sources >= 0
+    return own + np.bincount(
+        model.net_sources[made], weights=kind.out_seconds[made], minlength=model.groups
+    )
+
+
+def _net_seconds(model: LoadModel, device: int) -> tuple[Float64, Float64]:
+    """[nets] least seconds of one hop into the device and of one out of it."""
+
+    def hop(source: int, destination: int) -> Float64:
+        latency = float(model.latency_seconds[source, destination])
+        per_byte = float(model.seconds_per_byte[source, destination])
+        return model.net_sends * latency + model.net_bytes * per_byte
+
+    nets = len(model.net_sources)
+    others = [d for d in range(model.devices) if d != device]
+    comes = [hop(d, device) for d in others if model.linked[d, device]]
+    goes = [hop(device, d) for d in others if model.linked[device, d]]
+    zero = np.zeros(nets)
+    into = np.min(comes, axis=0) if comes else zero
+    out = np.min(goes, axis=0) if goes else zero
+    from_host = zero if device == model.host else hop(model.host, device)
+    return np.where(model.net_sources < 0, from_host, into), out
+
+
+def _network(model: LoadModel, kind: DeviceNets, top: float) -> csr_array:
+    """Capacities of the graph above: nodes are groups, two a net, and the sink, which is last.
+    `top` seconds and more are all the same."""
+    groups, nets = model.groups, len(model.net_sources)
+    owners = np.repeat(np.arange(nets), np.diff(model.net_offsets))
+    readers = model.net_targets
+    came, gone, sink = groups + np.arange(nets), groups + nets + np.arange(nets), groups + 2 * nets
+    made = np.flatnonzero(model.net_sources >= 0)
+    whole = np.full(len(readers), np.inf)
+    home = np.where(model.net_sources >= 0, model.net_sources, sink)
+    of_made = np.flatnonzero(model.net_sources[owners] >= 0)
+    arcs = [
+        (np.arange(groups), np.full(groups, sink), kind.work_seconds),
+        (readers, came[owners], whole),
+        (came, home, kind.in_seconds),
+        (model.net_sources[made], gone[made], kind.out_seconds[made]),
+        (gone[owners[of_made]], readers[of_made], whole[: len(of_made)]),
+    ]
+    tails, heads, seconds = (np.concatenate(part) for part in zip(*arcs, strict=True))
+    capacity = np.minimum(seconds * (_WHOLE / top), _WHOLE).astype(np.int32)
+    kept = capacity > 0
+    ends = tails[kept].astype(np.int32), heads[kept].astype(np.int32)
+    return coo_array((capacity[kept], ends), shape=(sink + 1, sink + 1)).tocsr()
+
+
+def _least_cut(network: csr_array, group: int, top: float) -> float:
+    flow = maximum_flow(network, group, network.shape[0] - 1).flow_value
+    return float(flow) * (top / _WHOLE) * (1 - ROUNDING)
+
 
 Bool = NDArray[np.bool_]
-Int64 = NDArray[np.int64]
 
 MOST_CLOSURE_CLASSES = 20_000
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from dovetail.graph import HOST
 from dovetail.graph.records import csr_offsets
-from dovetail.simulator.compiling import inlined, kernel
+from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Flat, Float64, Int32
 
 

@@ -28,7 +28,7 @@ from dovetail.costs import Costs
 from dovetail.errors import UsageError
 from dovetail.graph import Graph, Phase
 from dovetail.machine import Machine
-from dovetail.simulator.compiling import inlined, kernel
+from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32
 
 

@@ -7,14 +7,17 @@ one empty one per control edge and destination. Nothing waits for anything, so a
 host that runs nothing is memory, not a device: what passes through it makes no load there.
 """
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.costs import Costs
-from dovetail.graph import EVERYWHERE, Graph
+from dovetail.graph import EVERYWHERE, HOST, Graph, Phase
 from dovetail.machine import Machine
 from dovetail.plans import Placement
-from dovetail.simulator.compiling import inlined, kernel
-from dovetail.simulator.flat import Flat, Float64, Int32, Int64, flatten, homes_of
+from dovetail.runtime.compiling import inlined, kernel
+from dovetail.simulator.flat import Flat, Float64, Int8, Int32, Int64, flatten, homes_of
 
 
 def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placement) -> Float64:
@@ -79,3 +82,232 @@ def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_byte
     seconds = flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
     loads[source] += seconds
     loads[destination] += seconds
+
+
+# The `load` objective as a small hypergraph: what searches over groups work on.
+#
+# Ops contract to their groups, and tensors to *nets*: one net per (source group, set of other
+# groups that read), the tensors of which always move together. For a placement of the groups
+#
+#     load(device) = work of its groups + hops out of it + hops into it
+#
+# where a net makes one hop per destination device, or, where there is no link, one hop to the host
+# (once per net) and one from there. These are the loads of `simulator.loads`, up to the rounding of
+# sums taken in another order: a published instance, whose accelerators reach each other through the
+# host only, pays for a tensor once on the way out and once per device on the way in.
+
+
+HOST_SOURCE = -1
+"""`net_sources` of an input: it is on the host, whatever the placement."""
+
+
+class LoadModel(NamedTuple):
+    """Flat arrays, so that kernels take it as it is.
+
+    groups, devices, host   counts, and the index of the host among the devices
+    counted            [devices] 1: its load counts; 0: a host that is no device, only memory
+    work_seconds       [groups, devices] inf: may not be there
+    resident_bytes     [groups] parameters and state: there for as long as the group is. A device
+                       holds at least the sum over its groups
+    capacities         [devices] bytes, as float
+    net_sources        [nets] group that makes it, or `HOST_SOURCE`
+    net_offsets, net_targets   CSR [nets + 1]: other groups that read it, ascending
+    net_bytes, net_sends       [nets] bytes in all, and number of tensors (each pays the latency)
+    latency_seconds, seconds_per_byte   [devices, devices] of the link from row to column; 0 where
+                       there is none
+    linked             [devices, devices] 1: there is a link
+    edges              [edges, 2] distinct (from group, to group) of data and control between
+                       forward ops: what contiguity looks at
+    forward            [groups] 1: has forward ops
+    """
+
+    groups: int
+    devices: int
+    host: int
+    counted: Int8
+    work_seconds: Float64
+    resident_bytes: Float64
+    capacities: Float64
+    net_sources: Int32
+    net_offsets: Int32
+    net_targets: Int32
+    net_bytes: Float64
+    net_sends: Float64
+    latency_seconds: Float64
+    seconds_per_byte: Float64
+    linked: Int8
+    edges: Int32
+    forward: Int8
+
+
+def load_model(
+    graph: Graph,
+    machine: Machine,
+    costs: Costs,
+    *,
+    group_of: NDArray[np.integer],
+    allowed: NDArray[np.bool_],
+    capacities: NDArray[np.integer],
+) -> LoadModel:
+    """Contract `graph` to the groups of `group_of` [ops]; `allowed` [groups, devices] narrows.
+
+    O(ops + reads x log reads).
+    """
+    groups, devices = allowed.shape
+    columns = np.where(graph.is_source[:, None], 0.0, costs.compute_seconds).T
+    work = np.stack([np.bincount(group_of, weights=c, minlength=groups) for c in columns], axis=1)
+    latency, per_byte, linked = _links(machine)
+    sources, offsets, targets, sizes, sends = _nets(graph, costs, group_of)
+    forward = np.zeros(groups, np.int8)
+    forward[group_of[graph.phases == Phase.FORWARD]] = 1
+    return LoadModel(
+        groups=groups,
+        devices=devices,
+        host=machine.host_index,
+        counted=np.array([device.kind != "host" for device in machine.devices], np.int8),
+        work_seconds=np.ascontiguousarray(np.where(allowed, work, np.inf)),
+        resident_bytes=resident_bytes(graph, group_of, groups),
+        capacities=np.asarray(capacities, np.float64),
+        net_sources=sources,
+        net_offsets=offsets,
+        net_targets=targets,
+        net_bytes=sizes,
+        net_sends=sends,
+        latency_seconds=latency,
+        seconds_per_byte=per_byte,
+        linked=linked,
+        edges=_forward_edges(graph, group_of),
+        forward=forward,
+    )
+
+
+def group_loads(model: LoadModel, placements: NDArray[np.int32]) -> Float64:
+    """[batch, devices] load of each device for placements [batch, groups]; 0 for what does not
+    count, inf where a group may not be."""
+    loads = np.zeros((len(placements), model.devices))
+    _sum_loads(model, np.ascontiguousarray(placements, np.int32), loads)
+    return loads * model.counted
+
+
+@kernel
+def _sum_loads(model: LoadModel, placements: Int32, loads: Float64) -> None:
+    for row in range(len(placements)):
+        placement, total = placements[row], loads[row]
+        for group in range(model.groups):
+            total[placement[group]] += model.work_seconds[group, placement[group]]
+        for net in range(len(model.net_sources)):
+            add_net(model, placement, net, total, 1.0)
+
+
+@inlined
+def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: float) -> None:
+    """Add `sign` times the hops of one net to `loads`. O(targets x devices)."""
+    source = model.net_sources[net]
+    home = model.host if source < 0 else placement[source]
+    relayed = False
+    first, last = model.net_offsets[net], model.net_offsets[net + 1]
+    for i in range(first, last):
+        there = placement[model.net_targets[i]]
+        if there == home or _seen(model, placement, first, i, there):
+            continue
+        if model.linked[home, there]:
+            if there == model.host:
+                if not relayed:
+                    _add_hop(model, net, home, there, loads, sign)
+                relayed = True
+            else:
+                _add_hop(model, net, home, there, loads, sign)
+            continue
+        if not relayed:
+            _add_hop(model, net, home, model.host, loads, sign)
+        relayed = True
+        _add_hop(model, net, model.host, there, loads, sign)
+
+
+@inlined
+def _seen(model: LoadModel, placement: Int32, first: int, i: int, there: int) -> bool:
+    found = False
+    for j in range(first, i):
+        if placement[model.net_targets[j]] == there:
+            found = True
+            break
+    return found
+
+
+@inlined
+def _add_hop(
+    model: LoadModel, net: int, source: int, destination: int, loads: Float64, sign: float
+) -> None:
+    seconds = sign * (
+        model.net_sends[net] * model.latency_seconds[source, destination]
+        + model.net_bytes[net] * model.seconds_per_byte[source, destination]
+    )
+    loads[source] += seconds
+    loads[destination] += seconds
+
+
+def _links(machine: Machine) -> tuple[Float64, Float64, Int8]:
+    count = len(machine.devices)
+    latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
+    for a, b in np.argwhere(machine.link_index >= 0).tolist():
+        link = machine.links[machine.link_index[a, b]]
+        latency[a, b] = link.latency_seconds
+        per_byte[a, b] = 1 / link.bandwidth_bytes_per_second
+    return latency, per_byte, (machine.link_index >= 0).astype(np.int8)
+
+
+def _nets(
+    graph: Graph, costs: Costs, group_of: NDArray[np.integer]
+) -> tuple[Int32, Int32, Int32, Float64, Float64]:
+    """Sources, CSR of targets, bytes and sends of every net, by source, then targets."""
+    made_by = graph.producers
+    residence = graph.residences[made_by]
+    source = np.where(
+        residence == HOST, HOST_SOURCE, group_of[np.where(residence >= 0, residence, made_by)]
+    )
+    sent = costs.sends_of(graph)
+    moves = residence[graph.input_tensors] != EVERYWHERE
+    reads = np.stack([graph.input_tensors, group_of[graph.readers]], axis=1)[moves]
+    # A control edge is an empty tensor of its own, one for all that wait for one op.
+    befores, afters = graph.control[:, 0], graph.control[:, 1]
+    waits = np.stack([graph.tensors + befores, group_of[afters]], axis=1)
+    source = np.concatenate([source, group_of])
+    sent = np.concatenate([sent, np.zeros(len(graph))])
+    pairs = np.unique(np.concatenate([reads, waits]).astype(np.int64), axis=0)
+    pairs = pairs[source[pairs[:, 0]] != pairs[:, 1]]
+    units, starts = np.unique(pairs[:, 0], return_index=True)
+    merged: dict[tuple[int, bytes], list[float]] = {}
+    targets_of = np.split(pairs[:, 1].astype(np.int32), starts[1:]) if len(units) else []
+    for unit, targets in zip(units.tolist(), targets_of, strict=True):
+        entry = merged.setdefault((int(source[unit]), targets.tobytes()), [0.0, 0.0])
+        entry[0] += float(sent[unit])
+        entry[1] += 1
+    nets = sorted(merged.items(), key=lambda net: net[0])
+    targets_of = [np.frombuffer(key[1], np.int32) for key, _ in nets]
+    return (
+        np.array([key[0] for key, _ in nets], np.int32),
+        np.cumsum([0] + [len(of_net) for of_net in targets_of]).astype(np.int32),
+        np.concatenate([np.zeros(0, np.int32), *targets_of]),
+        np.array([size for _, (size, _) in nets], np.float64),
+        np.array([count for _, (_, count) in nets], np.float64),
+    )
+
+
+def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> Float64:
+    """[groups] bytes of parameters, state and buffers that are on a group's device from begin to
+    end, wherever it is. What is written lives with its writer; what is resident wherever it is read
+    is charged once, to its first reader; what nobody reads or writes is nowhere."""
+    homes = graph.residences[graph.producers].astype(np.int64)
+    first = np.full(graph.tensors, HOST, np.int64)
+    read = np.flatnonzero(np.diff(graph.consumer_offsets))
+    first[read] = graph.consumers[graph.consumer_offsets[read]]
+    homes = np.where(homes == EVERYWHERE, first, homes)
+    lives = graph.is_source[graph.producers] & (homes != HOST)
+    sizes = graph.tensor_bytes[lives]
+    return np.bincount(group_of[homes[lives]], weights=sizes, minlength=groups).astype(np.float64)
+
+
+def _forward_edges(graph: Graph, group_of: NDArray[np.integer]) -> Int32:
+    ends = group_of[graph.forward_edges]
+    ends = np.unique(ends[ends[:, 0] != ends[:, 1]], axis=0)
+    return np.ascontiguousarray(ends.reshape(-1, 2), np.int32)

@@ -29,10 +29,9 @@ from dovetail.simulator.flat import (
     slots_of,
     workspace,
 )
-from dovetail.simulator.kernel import simulate_batch
+from dovetail.simulator.kernel import LOGGED, QUEUED, simulate_batch
 from dovetail.simulator.latency import LatencyModel, latencies, latency_model, latency_work
 from dovetail.simulator.loads import sum_loads
-from dovetail.simulator.queues import LOGGED, QUEUED
 from dovetail.timeline import Timeline
 
 Bool = NDArray[np.bool_]

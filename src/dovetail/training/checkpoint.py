@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import FileFormatError, RunMismatchError, UnwritableError, UsageError
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.training.records import Evaluation, Vector
 
 FORMAT = "dovetail training run 1"

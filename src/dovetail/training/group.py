@@ -30,8 +30,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dovetail.errors import RunError
-from dovetail.runtime.channels import Channel
-from dovetail.runtime.processes import Worker, launch
+from dovetail.runtime.processes import Channel, Worker, launch
 from dovetail.training.learner import Gradient
 from dovetail.training.modules import ModuleLearner, ModuleLearners
 from dovetail.training.records import Vector

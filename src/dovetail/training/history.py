@@ -48,8 +48,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from dovetail.errors import FileFormatError
-from dovetail.runtime.atomic import write_atomically
-from dovetail.runtime.reading import read_json
+from dovetail.runtime.files import read_json, write_atomically
 from dovetail.training.analysis import Staleness, staleness
 from dovetail.training.divergence import Divergence, diverging, remedy
 from dovetail.training.records import Evaluation, Event, Outcome, Row

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
 from dovetail.training.records import Job, Vector

@@ -4,13 +4,13 @@ import os
 
 import numpy as np
 import pytest
-from evaluator_judges import DEADLY, HUNG, RAISING, Deadly, Hanging
-from learned_problems import random_problem, random_task
 
 from dovetail.errors import EvaluatorsLostError, ProcessError
 from dovetail.placers import Budget
 from dovetail.placers.learned.evaluators import HUNG_SECONDS, BudgetJudge, Crew, SimulatedJudge
 from dovetail.training.liveness import on_alive
+from tests.support.evaluator_judges import DEADLY, HUNG, RAISING, Deadly, Hanging
+from tests.support.learned_problems import random_problem, random_task
 
 GROUPS = 6
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
 
-from dovetail.placers.learned.exploring import chances, draw_clusters
 from dovetail.placers.learned.features import (
     ADVICE_NUMBERS,
     NUMBER_NAMES,
@@ -16,7 +14,8 @@ from dovetail.placers.learned.features import (
     cut_placements,
     look,
 )
-from dovetail.placers.learned.gdp import ADVISED, MODES, Gdp
+from dovetail.placers.learned.gdp import ADVISED, MODES, Gdp, chances, draw_clusters
+from tests.support.learned_problems import random_problem
 
 SMALL = {"hidden": 16, "heads": 2, "segment": 4}
 

@@ -4,7 +4,6 @@ import importlib
 
 import numpy as np
 import pytest
-from learned_problems import random_problem
 
 from dovetail.placers import PLACERS, Budget, place
 from dovetail.placers.auto import auto
@@ -12,7 +11,8 @@ from dovetail.placers.learned import files, placing
 from dovetail.placers.learned.catalog import make_policy
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import save_policy
-from dovetail.placers.learned.search import PROPOSING_SHARE, make_gdp_search
+from dovetail.placers.learned.placing import PROPOSING_SHARE, make_gdp_search
+from tests.support.learned_problems import random_problem
 
 
 @pytest.fixture

@@ -6,19 +6,18 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
 
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.hdp import Hdp
 from dovetail.placers.learned.learner import PolicyLearner, Seen
-from dovetail.placers.learned.ppo import ppo
-from dovetail.placers.learned.records import Settings, Trials
-from dovetail.placers.learned.reinforce import reinforce
+from dovetail.placers.learned.losses import ppo, reinforce
+from dovetail.placers.learned.records import LearningSettings, Trials
 from dovetail.placers.learned.seq2seq import Seq2Seq
+from tests.support.learned_problems import random_problem
 
-REINFORCE = Settings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)
-PPO = Settings("ppo", trials=6, rate=0.01, entropy=0.1, passes=3, clip=0.05)
+REINFORCE = LearningSettings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)
+PPO = LearningSettings("ppo", trials=6, rate=0.01, entropy=0.1, passes=3, clip=0.05)
 SMALL = {
     "seq2seq": (Seq2Seq, {"hidden": 6}, reinforce, REINFORCE),
     "hdp": (Hdp, {"hidden": 6, "grouper_hidden": 5}, reinforce, REINFORCE),

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem, random_task
 
 from dovetail.errors import PolicyMismatchError
-from dovetail.placers.learned.advantage import Baseline
 from dovetail.placers.learned.features import look
-from dovetail.placers.learned.hdp import REFERENCE, REFERENCE_SETTINGS, Hdp
-from dovetail.placers.learned.hdp_placer import HdpPlacer, _attend
+from dovetail.placers.learned.hdp import REFERENCE, REFERENCE_SETTINGS, Hdp, HdpPlacer, _attend
+from dovetail.placers.learned.losses import Baseline
+from tests.support.learned_problems import random_problem, random_task
 
 SMALL = {"hidden": 8, "grouper_hidden": 6}
 
@@ -186,7 +185,7 @@ def test_a_bound_keeps_probabilities_from_becoming_certain():
 
 
 def test_attention_in_pieces_is_attention_and_has_its_gradient(monkeypatch):
-    monkeypatch.setattr("dovetail.placers.learned.hdp_placer.PIECE", 2 * 4 * 5 * 2)
+    monkeypatch.setattr("dovetail.placers.learned.hdp.PIECE", 2 * 4 * 5 * 2)
     tensors = [
         torch.randn(*shape, dtype=torch.float64, generator=generator(), requires_grad=True)
         for shape in ((2, 7, 5), (2, 4, 5), (5, 1))

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from learned_problems import random_graph, random_problem, random_task
 
 from dovetail.costs import analytic_costs
 from dovetail.graph import Groups, colocate, group
@@ -15,6 +14,7 @@ from dovetail.placers.learned import features
 from dovetail.placers.learned.features import DEVICE_NAMES, NUMBER_NAMES, POSITIONS, column, look
 from dovetail.placers.learned.records import Task
 from dovetail.placers.list_scheduling import limits_of, tasks_of
+from tests.support.learned_problems import random_graph, random_problem, random_task
 
 FIELDS = ("kind_shares", "shapes", "numbers", "edge_bytes", "seconds", "devices", "links")
 

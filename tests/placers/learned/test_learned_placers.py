@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem, random_task
-from tiny_policies import Table
 
 from dovetail.errors import OutOfMemoryError, PolicyMismatchError, UsageError
 from dovetail.placers import PLACERS, Budget, place
@@ -18,6 +16,8 @@ from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import save_policy
 from dovetail.placers.learned.policy import Draw
+from tests.support.learned_problems import random_problem, random_task
+from tests.support.tiny_policies import Table
 
 GROUPS = 6
 OPTIONS = {

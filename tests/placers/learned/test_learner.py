@@ -5,24 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
-from tiny_policies import PPO, REINFORCE, Table
 
 from dovetail.placers.learned.adam import Adam
-from dovetail.placers.learned.advantage import Baseline, cost
 from dovetail.placers.learned.diary import Diary, Entry, Readers
 from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.learner import PolicyLearner, Seen, parameters_of, write_parameters
-from dovetail.placers.learned.records import Point, Settings, Trials
+from dovetail.placers.learned.losses import Baseline, cost
+from dovetail.placers.learned.records import LearningSettings, Point, Trials
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
 from dovetail.training.worker import order
+from tests.support.learned_problems import random_problem
+from tests.support.tiny_policies import PPO, REINFORCE, Table
 
 GROUPS, K = 6, 8
-PLAIN = Settings("reinforce", trials=4, rate=0.1, baseline="moving", failing=10.0)
+PLAIN = LearningSettings("reinforce", trials=4, rate=0.1, baseline="moving", failing=10.0)
 MEAN = replace(PLAIN, baseline="mean")
 
 

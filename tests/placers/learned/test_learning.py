@@ -10,11 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluator_judges import Mortal, count_devices
-from learned_problems import random_task
-from tiny_policies import PPO, REINFORCE, Table
 
-from doors import Doors
 from dovetail.errors import RunMismatchError, UsageError
 from dovetail.placers.learned import learning
 from dovetail.placers.learned.diary import Readers
@@ -22,6 +18,10 @@ from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.learner import parameters_of
 from dovetail.placers.learned.learning import learn
 from dovetail.training.records import Outcome
+from tests.support.doors import Doors
+from tests.support.evaluator_judges import Mortal, count_devices
+from tests.support.learned_problems import random_task
+from tests.support.tiny_policies import PPO, REINFORCE, Table
 
 GROUPS, TRIALS = 6, 320
 TASK = random_task(1, GROUPS)

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
 from safetensors.numpy import load, save
 
 from dovetail.errors import PolicyFileError, PolicyMismatchError, UnwritableError
@@ -15,6 +14,7 @@ from dovetail.placers.learned.files import load_policy, read_card, save_policy, 
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.hdp import Hdp
 from dovetail.placers.learned.seq2seq import Seq2Seq
+from tests.support.learned_problems import random_problem
 
 CARD = {"trained_on": ["nmt"], "seed": 3, "updates": 7, "trials": 112, "seconds": 1.5}
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.placers.learned.losses import ppo, with_elite
 from dovetail.placers.learned.policy import Draw, Judged
-from dovetail.placers.learned.ppo import ppo, with_elite
-from dovetail.placers.learned.records import Settings
+from dovetail.placers.learned.records import LearningSettings
 
-SETTINGS = Settings("ppo", trials=2, rate=0.1, clip=0.2)
+SETTINGS = LearningSettings("ppo", trials=2, rate=0.1, clip=0.2)
 
 
 @dataclass
@@ -74,7 +74,7 @@ def test_decisions_that_were_not_open_are_left_out_of_the_mean():
 
 
 def test_entropy_is_a_bonus_of_what_is_open():
-    settings = Settings("ppo", trials=2, rate=0.1, entropy=0.5)
+    settings = LearningSettings("ppo", trials=2, rate=0.1, entropy=0.5)
     entropies = torch.tensor([[0.6, 0.2, 0.0]])
     ratios = torch.ones(2, 3)
     plain, _ = loss_at(ratios, torch.zeros(2))

@@ -6,21 +6,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem, random_task
 
 from dovetail.errors import RunMismatchError
-from dovetail.placers.learned.cloning import (
+from dovetail.placers.learned.features import cut_placements, look
+from dovetail.placers.learned.files import load_policy, read_card, shipped
+from dovetail.placers.learned.gdp import Gdp
+from dovetail.placers.learned.pretraining import (
+    HELD_OUT,
+    NETWORKS,
     Example,
+    Recipe,
+    Wanted,
     clone,
     good_placement,
     imitation_loss,
     likeness_of,
+    pretrain,
+    training_set,
 )
-from dovetail.placers.learned.features import cut_placements, look
-from dovetail.placers.learned.files import load_policy, read_card, shipped
-from dovetail.placers.learned.gdp import Gdp
-from dovetail.placers.learned.pretraining import Recipe, pretrain
-from dovetail.placers.learned.training_set import HELD_OUT, NETWORKS, Wanted, training_set
+from tests.support.learned_problems import random_problem, random_task
 
 SMALL = {"hidden": 16, "sage_layers": 1, "layers": 1, "heads": 2, "segment": 32}
 RECIPE = Recipe(

@@ -5,10 +5,16 @@ import pytest
 
 from dovetail.costs import analytic_costs
 from dovetail.graph import Phase, group
-from dovetail.placers.learned.random_graphs import FAMILIES, random_graph
-from dovetail.placers.learned.random_machines import LEAST_DEVICES, MOST_DEVICES, random_machine
+from dovetail.placers.learned.random_graphs import (
+    FAMILIES,
+    LEAST_DEVICES,
+    MOST_DEVICES,
+    STATES,
+    Tape,
+    random_graph,
+    random_machine,
+)
 from dovetail.placers.learned.records import Task
-from dovetail.placers.learned.tape import STATES, Tape
 
 SIZE = 0.3
 

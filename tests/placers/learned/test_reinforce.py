@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_policies import Table
 
+from dovetail.placers.learned.losses import reinforce
 from dovetail.placers.learned.policy import Draw
-from dovetail.placers.learned.records import Settings
-from dovetail.placers.learned.reinforce import reinforce
+from dovetail.placers.learned.records import LearningSettings
+from tests.support.tiny_policies import Table
 
 ADVANTAGES = torch.tensor([1.0, -2.0, 0.0])
 DEVICES = torch.tensor([[0, 1], [1, 1], [0, 0]])
@@ -30,7 +30,9 @@ def policy():
 
 def loss_of(policy, advantages=ADVANTAGES, **settings):
     draw = Draw({"devices": DEVICES}, DEVICES.numpy().astype(np.int32), torch.zeros(3, 2))
-    return reinforce(policy, VIEW, draw, advantages, Settings("reinforce", 3, 0.1, **settings))
+    return reinforce(
+        policy, VIEW, draw, advantages, LearningSettings("reinforce", 3, 0.1, **settings)
+    )
 
 
 def test_the_gradient_is_the_mean_of_advantage_times_that_of_the_log_probability(policy):

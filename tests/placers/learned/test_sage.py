@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dovetail.placers.learned.sage import Edges, SageLayer, max_pool
+from dovetail.placers.learned.gdp import Edges, SageLayer, max_pool
 
 
 def some_edges(groups, count, seed):

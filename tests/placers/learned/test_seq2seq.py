@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learned_problems import random_problem
 
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import POSITIONS, column, look
 from dovetail.placers.learned.learner import PolicyLearner, Seen
 from dovetail.placers.learned.records import Trials
 from dovetail.placers.learned.seq2seq import SETTINGS, Seq2Seq, order_of
+from tests.support.learned_problems import random_problem
 
 
 @pytest.fixture

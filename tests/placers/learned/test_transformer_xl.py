@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dovetail.placers.learned.transformer_xl import Layer, TransformerXL, segments_of
+from dovetail.placers.learned.gdp import Layer, TransformerXL, segments_of
 
 CPU = torch.device("cpu")
 

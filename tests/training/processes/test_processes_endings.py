@@ -9,16 +9,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from named_memory import named_memory
+from tests.support.named_memory import named_memory
 
-HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[3])
 
 # No `if __name__ == "__main__"`, as users' scripts have none; its class is the script's own.
 SCRIPT = textwrap.dedent("""
     import os, signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    sys.path.insert(0, {here!r})
-    from process_learners import Counting, assign
+    sys.path.insert(0, {root!r})
+    from tests.support.process_learners import Counting, assign
     from dovetail.training.backends.contract import Watcher
     from dovetail.training.backends.processes import run
 
@@ -44,7 +44,7 @@ SCRIPT = textwrap.dedent("""
 
 def start(folder, *, epochs=10**6, fails=False):
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(here=HERE, epochs=epochs, fails=fails))
+    script.write_text(SCRIPT.format(root=ROOT, epochs=epochs, fails=fails))
     return subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from process_learners import Counting, Long, Sitting, assign, count
 
-from doors import Doors
 from dovetail.errors import (
     DivergedError,
     NoWorkersError,
@@ -24,7 +22,9 @@ from dovetail.training.backends.processes import run
 from dovetail.training.backends.processes.crew import SERVER, Crew, Options
 from dovetail.training.backends.processes.messages import Stop
 from dovetail.training.server import CRASH_POINTS
-from named_memory import named_memory
+from tests.support.doors import Doors
+from tests.support.named_memory import named_memory
+from tests.support.process_learners import Counting, Long, Sitting, assign, count
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -4,9 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from process_learners import Counting, assign, count
 
-from doors import Doors
 from dovetail.errors import RunMismatchError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Storage, Watcher
@@ -14,6 +12,8 @@ from dovetail.training.backends.processes import run
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.records import Turn
 from dovetail.training.server import Server
+from tests.support.doors import Doors
+from tests.support.process_learners import Counting, assign, count
 
 
 def numbers(outcome):

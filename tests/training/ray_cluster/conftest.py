@@ -31,7 +31,7 @@ def cluster():
     from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -6,7 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 import ray
-from ray_runs import (
+
+from dovetail.errors import DivergedError, NoWorkersError, ServerLostError
+from dovetail.training.backends import load_backend
+from dovetail.training.backends.contract import Policy, Storage, Watcher
+from dovetail.training.checks import checksum
+from dovetail.training.records import Commit, Refusal, Turn, Verdict
+from tests.support.doors import Doors
+from tests.support.ray_runs import (
     SMALL,
     Squares,
     actor,
@@ -20,13 +27,6 @@ from ray_runs import (
     kinds,
     once,
 )
-
-from doors import Doors
-from dovetail.errors import DivergedError, NoWorkersError, ServerLostError
-from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Policy, Storage, Watcher
-from dovetail.training.checks import checksum
-from dovetail.training.records import Commit, Refusal, Turn, Verdict
 
 run = load_backend("ray", **SMALL)
 simulate = load_backend("simulated")

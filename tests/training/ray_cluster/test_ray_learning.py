@@ -1,18 +1,13 @@
 """A policy's controllers as actors."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 pytest.importorskip("ray")
-sys.path.append(str(Path(__file__).parents[2] / "placers" / "learned"))
-from learned_problems import random_task
-from ray_runs import SMALL
-from tiny_policies import REINFORCE, Table
-
 from dovetail.placers.learned.learning import learn
+from tests.support.learned_problems import random_task
+from tests.support.ray_runs import SMALL
+from tests.support.tiny_policies import REINFORCE, Table
 
 
 def test_a_controller_on_a_cluster_learns_what_it_does_in_virtual_time(cluster):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-SCRIPT = Path(__file__).parent / "ray_local_run.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "ray_local_run.py"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
 def test_a_run_of_its_own_listens_on_the_loopback_interface_alone_and_leaves_nothing_behind():
-    from ray_local_run import processes
+    from tests.support.ray_local_run import processes
 
     mark = f"mark-{uuid.uuid4().hex}"
     environment = os.environ | {"RAY_RUN_MARK": mark, "OMP_NUM_THREADS": "1"}

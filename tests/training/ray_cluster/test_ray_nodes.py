@@ -3,13 +3,13 @@
 from functools import partial
 
 import numpy as np
-from ray_runs import SMALL, Digits, accuracy, counted, kinds
 
-from doors import Doors
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Storage, Watcher
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
+from tests.support.doors import Doors
+from tests.support.ray_runs import SMALL, Digits, accuracy, counted, kinds
 
 
 def test_digits_are_trained_to_the_end_though_a_workers_node_and_the_servers_are_lost(

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ray_runs import SMALL, Squares, assign, counted, in_turn, kinds
 
 from dovetail.errors import ProcessError, RunMismatchError, UsageError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Storage, Watcher
 from dovetail.training.server import Server
+from tests.support.ray_runs import SMALL, Squares, assign, counted, in_turn, kinds
 
 run = load_backend("ray", **SMALL)
 simulate = load_backend("simulated")

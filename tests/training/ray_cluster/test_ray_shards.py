@@ -3,7 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from ray_runs import (
+
+from dovetail.training.backends import load_backend
+from dovetail.training.backends.contract import Storage, Watcher
+from tests.support.doors import Doors
+from tests.support.ray_runs import (
     SMALL,
     assign,
     assign_counts,
@@ -14,10 +18,6 @@ from ray_runs import (
     kinds,
     once,
 )
-
-from doors import Doors
-from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Storage, Watcher
 
 run = load_backend("ray", **SMALL)
 simulate = load_backend("simulated")

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from ray_runs import assign
 
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.backends.processes.messages import Copied
@@ -10,6 +9,7 @@ from dovetail.training.backends.ray import supervising
 from dovetail.training.backends.ray.actors import Died
 from dovetail.training.backends.ray.messages import Center, Report
 from dovetail.training.backends.ray.options import Options
+from tests.support.ray_runs import assign
 
 
 class Clock:

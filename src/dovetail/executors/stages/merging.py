@@ -39,9 +39,8 @@ from dovetail.executors.stages.preparing import (
     refs_of,
     run_prepared,
 )
-from dovetail.frontends.arguments import kind_of
 from dovetail.frontends.interpret import Values
-from dovetail.frontends.program import Call, Ref
+from dovetail.frontends.program import Call, Ref, kind_of
 from dovetail.graph import Graph
 from dovetail.graph.kernels import (
     ACTIVATIONS,

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.frontends.arguments import kind_of
 from dovetail.frontends.interpret import (
     Values,
     call_arguments,
@@ -30,7 +29,7 @@ from dovetail.frontends.interpret import (
     run_call,
     seed_for,
 )
-from dovetail.frontends.program import Call, Captured, Ref
+from dovetail.frontends.program import Call, Captured, Ref, kind_of
 from dovetail.frontends.structures import leaves
 from dovetail.graph import Graph
 from dovetail.graph.kernels import (

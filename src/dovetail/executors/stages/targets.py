@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.costs import CostCache
-from dovetail.costs.launches import kernel_works
-from dovetail.costs.stages import AnalyticStages, stage_rates
+from dovetail.costs.stages import AnalyticStages, kernel_works, stage_rates
 from dovetail.executors.stages.choosing import timed
 from dovetail.executors.stages.cpu import CpuStep
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock
@@ -30,10 +29,10 @@ from dovetail.executors.stages.preparing import Prepared
 from dovetail.frontends import Captured
 from dovetail.graph.kernels import Kernels
 from dovetail.machine import Device
+from dovetail.schedulers.blocks import narrowed
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.merge import can_merge
-from dovetail.schedulers.pruning import narrowed
 from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
 from dovetail.schedulers.results import SEQUENTIAL, Candidate, KernelStage
 from dovetail.schedulers.scheduling import MOST_STATES, Problem, Schedule

@@ -7,11 +7,16 @@ file is planned for, not run.
 from pathlib import Path
 
 from dovetail.errors import FileFormatError
-from dovetail.frontends.onnx.building import build
+from dovetail.frontends.onnx.building import build, settle_roles
 from dovetail.frontends.onnx.flops import ONNX_MATRIX_KINDS, unknown_flops
-from dovetail.frontends.onnx.inputs import Shapes, input_values, parse_shapes
-from dovetail.frontends.onnx.reading import Weights, onnx_library, read_model
-from dovetail.frontends.onnx.roles import settle_roles
+from dovetail.frontends.onnx.reading import (
+    Shapes,
+    Weights,
+    input_values,
+    onnx_library,
+    parse_shapes,
+    read_model,
+)
 from dovetail.frontends.onnx.walking import Walk, top_scope
 from dovetail.graph import Graph
 

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from dovetail.frontends.onnx.records import Op, Value
+from dovetail.frontends.onnx.reading import Op, Value
 from dovetail.graph import Graph
 
 _MOVES = (

@@ -5,9 +5,11 @@ Their bytes must be there all the same. Data outside the file stays inside the f
 location that is absolute, climbs with "..", or leads away through a symbolic link is refused.
 """
 
+import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -20,8 +22,152 @@ from dovetail.errors import (
     FileFormatError,
     MissingLibraryError,
     ModelError,
+    OpenAxisError,
+    UsageError,
 )
-from dovetail.frontends.onnx.records import ELEMENT_TYPES, MOST_KNOWN_ELEMENTS, Value
+from dovetail.units import MOST_BYTES
+
+# What a file is walked into: values, and the ops that make them.
+
+
+ELEMENT_TYPES = {
+    1: ("float32", 32), 2: ("uint8", 8), 3: ("int8", 8), 4: ("uint16", 16), 5: ("int16", 16),
+    6: ("int32", 32), 7: ("int64", 64), 9: ("bool", 8), 10: ("float16", 16), 11: ("float64", 64),
+    12: ("uint32", 32), 13: ("uint64", 64), 14: ("complex64", 64), 15: ("complex128", 128),
+    16: ("bfloat16", 16), 17: ("float8_e4m3fn", 8), 18: ("float8_e4m3fnuz", 8),
+    19: ("float8_e5m2", 8), 20: ("float8_e5m2fnuz", 8), 21: ("uint4", 4), 22: ("int4", 4),
+    23: ("float4_e2m1", 4), 24: ("float8_e8m0", 8), 25: ("uint2", 2), 26: ("int2", 2),
+}  # fmt: skip
+"""`TensorProto.DataType` -> (dtype, bits an element takes, packed). Text (8) has no size."""
+MOST_KNOWN_ELEMENTS = 2**16
+"""Of a value that is computed while a file is read."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the file.
+
+    code    `TensorProto.DataType`
+    data    its content, where that is known while the file is read: a shape, an index, a number
+    role    kind of its source op; "" of what an op makes
+    base    the value whose storage it shares; None: fresh memory
+    op      the op that makes it; None of sources and of what is known
+    literal   it stands in a node, not among the initializers
+    """
+
+    name: str
+    code: int
+    shape: tuple[int, ...]
+    data: NDArray[Any] | None = None
+    role: str = ""
+    base: "Value | None" = None
+    op: "Op | None" = None
+    literal: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return ELEMENT_TYPES[self.code][0]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return -(-self.elements * ELEMENT_TYPES[self.code][1] // 8)
+
+    @property
+    def possible(self) -> bool:
+        """Can there be such a tensor? An axis of 0 beside it makes no other axis smaller."""
+        elements = math.prod(max(size, 1) for size in self.shape)
+        fits = elements * ELEMENT_TYPES[self.code][1] <= 8 * MOST_BYTES
+        return fits and min(self.shape, default=0) >= 0
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+    @property
+    def root(self) -> "Value":
+        """What it is a view of, through all views; itself, if it is none."""
+        found = self
+        while found.base is not None:
+            found = found.base
+        return found
+
+    @property
+    def number(self) -> int | None:
+        """The one number that it holds, where that is known."""
+        if self.data is None or self.data.size != 1:
+            return None
+        return int(self.data.reshape(-1)[0])
+
+    @property
+    def is_weight(self) -> bool:
+        """Is it a source that runs keep, of unknown content?"""
+        return self.role in ("parameter", "buffer") or (
+            self.role == "constant" and self.data is None
+        )
+
+    @property
+    def attribute_like(self) -> bool:
+        """A known number, or a few known integers: part of an op, not a tensor that it reads."""
+        few = len(self.shape) <= 1 and self.elements <= 16 and not self.floating
+        return self.data is not None and (not self.shape or few)
+
+
+Found = Value | list[Value] | None
+"""What a name stands for: a tensor, a sequence of them, or nothing."""
+
+
+@dataclass(eq=False)
+class Op:
+    """A node that has a place on a device.
+
+    kind       "onnx.Conv"
+    leaf       last part of its name, behind the module
+    inputs     by position; None where left out
+    """
+
+    kind: str
+    leaf: str
+    module: str
+    inputs: tuple[Value | None, ...]
+    attributes: dict[str, Any]
+    outputs: list[Value] = field(default_factory=list)
+    view: bool = False
+
+    @property
+    def reads(self) -> list[Value]:
+        """The distinct tensors that it reads, in argument order."""
+        read = [v for v in self.inputs if v is not None and not v.attribute_like]
+        return list(dict.fromkeys(read))
+
+    @property
+    def signature(self) -> str:
+        """kind(inputs, attributes), each tensor as dtype[shape]."""
+        parts = [_text(value) for value in self.inputs]
+        parts += [f"{key}={_plain(value)}" for key, value in sorted(self.attributes.items())]
+        return f"{self.kind}({', '.join(parts)})"
+
+
+def _text(value: Value | None) -> str:
+    if value is None:
+        return "-"
+    if value.attribute_like and value.data is not None:
+        return str(value.data.tolist())
+    return f"{value.dtype}[{'x'.join(map(str, value.shape))}]"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, (int, float, str)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(np.asarray(value).shape) if isinstance(value, np.ndarray) else type(value).__name__
+
 
 _FEW = 16
 """Elements of a tensor that may be numbers of the graph and no weight: scales of a resize."""
@@ -192,3 +338,105 @@ class Weights:
                 raw = data.read(value.size_bytes)
             tensor = onnx.TensorProto(data_type=value.code, dims=value.shape, raw_data=raw)
         return np.asarray(onnx.numpy_helper.to_array(tensor))
+
+
+# Inputs of a model and their shapes: what the file leaves open, the caller says.
+
+
+Shapes = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
+"""Input -> shape, or the shapes of all inputs in their order."""
+Axis = int | str
+"""A size, or the name of an open axis; "" for one without."""
+
+
+def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """{"image": (1, 3, 224, 224)} of ["image=1x3x224x224"]. Raises `UsageError`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        name, _, sizes = text.rpartition("=")
+        parts = sizes.split("x")
+        if not name or not all(part.isdecimal() and part.isascii() for part in parts):
+            raise UsageError("--shape", f"{text!r} is not like image=1x3x224x224")
+        if name in shapes:
+            raise UsageError("--shape", f"input {name!r} has two shapes")
+        shapes[name] = tuple(map(int, parts))
+    return shapes
+
+
+def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Value]:
+    """The inputs as sources. An open axis takes its size from `shapes`, or from another input
+    whose axis has the same name.
+
+    Raises `OpenAxisError` for an axis that stays open, `ModelError` for shapes that do not fit.
+    """
+    declared = {value.name: _declared(model, value) for value in inputs}
+    given = _by_name(model, list(declared), shapes)
+    sizes: dict[str, int] = {}
+    for name, shape in given.items():
+        _bind(model, name, declared[name][1], shape, sizes)
+    values = []
+    for name, (code, axes) in declared.items():
+        if name in given:
+            shape = given[name]
+        else:
+            known = [
+                sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes or ()
+            ]
+            if axes is None or any(isinstance(size, str) for size in known):
+                raise OpenAxisError(model, name, None if axes is None else tuple(known))
+            shape = tuple(int(size) for size in known)
+        value = Value(name, code, shape, role="input")
+        if not value.possible:
+            raise ModelError(model, f"input {name!r} has the impossible shape {shape}")
+        values.append(value)
+    return values
+
+
+def _declared(model: str, value: Any) -> tuple[int, list[Axis] | None]:
+    """(type, axes) that the file states; axes None: not even their number."""
+    if not value.type.HasField("tensor_type"):
+        raise ModelError(model, f"input {value.name!r} is no tensor; only tensors can be planned")
+    tensor = value.type.tensor_type
+    if tensor.elem_type not in ELEMENT_TYPES:
+        raise ModelError(model, f"input {value.name!r} is text or of an unknown type")
+    if not tensor.HasField("shape"):
+        return tensor.elem_type, None
+    return tensor.elem_type, [
+        dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param
+        for dim in tensor.shape.dim
+    ]
+
+
+def _by_name(model: str, names: list[str], shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    if not isinstance(shapes, Mapping):
+        if len(shapes) != len(names):
+            raise ModelError(model, f"has {len(names)} inputs, but {len(shapes)} shapes are given")
+        return {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
+    for name in shapes:
+        if name not in names:
+            raise ModelError(model, f"has no input {name!r}; it has {', '.join(names)}")
+    return {name: tuple(shape) for name, shape in shapes.items()}
+
+
+def _bind(
+    model: str,
+    name: str,
+    axes: list[Axis] | None,
+    shape: tuple[int, ...],
+    sizes: dict[str, int],
+) -> None:
+    """Note the sizes of the named axes. Raises `ModelError` for a shape that does not fit."""
+    if any(size < 0 for size in shape) or (0 in shape and 0 not in (axes or ())):
+        raise ModelError(
+            model, f"input {name!r} cannot have the shape {shape}; its sizes must be positive"
+        )
+    if axes is None:
+        return
+    fits = len(axes) == len(shape)
+    for axis, size in zip(axes, shape, strict=False):
+        known = sizes.setdefault(axis, size) if isinstance(axis, str) and axis else axis
+        fits = fits and known in (size, "")
+    if not fits:
+        declared = "x".join(str(axis or "?") for axis in axes)
+        wanted = "x".join(map(str, shape))
+        raise ModelError(model, f"input {name!r} is {declared}, which {wanted} does not fit")

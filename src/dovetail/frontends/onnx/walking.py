@@ -7,11 +7,15 @@ node ──► function of the file? ──► its nodes, with the caller's valu
      ──► an op
 """
 
-from collections.abc import Iterable
+import ast
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.errors import (
     FileFormatError,
@@ -20,11 +24,445 @@ from dovetail.errors import (
     UnknownShapeError,
     UnsupportedOpError,
 )
-from dovetail.frontends.onnx.reading import Weights
-from dovetail.frontends.onnx.records import Found, Op, Value
-from dovetail.frontends.onnx.scopes import label, module_of_weight, modules_of_weights, scope_of
-from dovetail.frontends.onnx.sequences import SEQUENCE_RULES, NodeRule
-from dovetail.frontends.onnx.shapes import Inference, Versions
+from dovetail.frontends.onnx.reading import (
+    ELEMENT_TYPES,
+    MOST_KNOWN_ELEMENTS,
+    Found,
+    Op,
+    Value,
+    Weights,
+    onnx_library,
+)
+
+# Where in the model a node stands: a dotted module path, as direct captures have.
+
+
+_COUNTED = re.compile(r"_\d+$")
+_TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
+"""Of torch's exporter: a list of paths, outermost first; the last is the operator's own."""
+
+
+def label(node: Any) -> str:
+    """A node's name, or what tells it from the others."""
+    return node.name or f"{node.op_type} that makes {next(iter(node.output), '')!r}"
+
+
+def scope_of(node: Any, modules: Set[str]) -> tuple[str | None, str]:
+    """(module path, last part of the name) of a node; None where the file does not say.
+
+    "/layer1/layer1.0/conv1/Conv" is ("layer1.0.conv1", "Conv"), and so is torch's metadata. A
+    second call of a module, which torch's older exporter names "conv1_1", is conv1's where
+    `modules` have a conv1 and no conv1_1.
+    """
+    for entry in node.metadata_props:
+        if entry.key == _TORCH_SCOPES:
+            scopes = _listed(entry.value)
+            if len(scopes) > 1:
+                return scopes[-2], node.op_type
+    parts = [part for part in node.name.split("/") if part]
+    if parts and "/" in node.name:
+        return _joined(parts[:-1], modules), parts[-1]
+    return None, parts[0] if parts else node.op_type
+
+
+def module_of_weight(name: str) -> str:
+    """ "lstm.0" of the weight "lstm.0.weight_x"."""
+    return name.rpartition(".")[0]
+
+
+def modules_of_weights(names: Iterable[str]) -> set[str]:
+    """The modules that these weights stand in, and those around them."""
+    modules: set[str] = set()
+    for name in names:
+        module = module_of_weight(name)
+        while module and module not in modules:
+            modules.add(module)
+            module = module_of_weight(module)
+    return modules
+
+
+def _joined(parts: list[str], modules: Set[str]) -> str:
+    """A path of parts, some of which repeat the one before: layer1, layer1.0 -> layer1.0."""
+    path, last = "", ""
+    for part in parts:
+        base = path.removesuffix(last).removesuffix(".") if part.startswith(last + ".") else path
+        path, last = f"{base}.{part}".removeprefix("."), part
+        first = _COUNTED.sub("", path)
+        if path not in modules and first in modules:
+            path = first
+    return path
+
+
+def _listed(text: str) -> list[str]:
+    try:
+        scopes = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return []
+    return [str(scope) for scope in scopes] if isinstance(scopes, list) else []
+
+
+# Sequences of tensors, unrolled while the file is read: positions and lengths must be known.
+
+
+NodeRule = Callable[["Walk", Any, list[Found], "Scope"], list[Found]]
+"""Returns what a node's outputs stand for."""
+
+
+def _sequence_of(walk: "Walk", node: Any, found: Found) -> list[Value]:
+    if not isinstance(found, list):
+        raise UnsupportedOpError(walk.path, label(node), "reads a sequence that is not known")
+    return found
+
+
+def _tensor_of(walk: "Walk", node: Any, found: Found) -> Value:
+    if not isinstance(found, Value):
+        raise UnsupportedOpError(walk.path, label(node), "lacks a tensor to read")
+    return found
+
+
+def _axis_of(walk: "Walk", node: Any, axis: int | None, axes: int) -> int:
+    if axis is None or not -axes <= axis < axes:
+        raise UnsupportedOpError(walk.path, label(node), f"has the axis {axis} of {axes}")
+    return axis % axes
+
+
+def _position(walk: "Walk", node: Any, found: Found, default: int) -> int:
+    if found is None:
+        return default
+    if isinstance(found, list) or found.number is None:
+        raise UnsupportedOpError(walk.path, label(node), "takes a position that depends on data")
+    return found.number
+
+
+def _sequence_construct(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+    return [[_tensor_of(walk, node, found) for found in inputs]]
+
+
+def _sequence_at(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+    values = _sequence_of(walk, node, inputs[0])
+    position = _position(walk, node, inputs[1], 0)
+    if not -len(values) <= position < len(values):
+        raise UnsupportedOpError(walk.path, label(node), f"takes {position} of {len(values)}")
+    return [values[position]]
+
+
+def _sequence_insert(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+    values = list(_sequence_of(walk, node, inputs[0]))
+    position = _position(walk, node, inputs[2] if len(inputs) > 2 else None, len(values))
+    values.insert(position, _tensor_of(walk, node, inputs[1]))
+    return [values]
+
+
+def _sequence_length(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
+    data = np.array(len(_sequence_of(walk, node, inputs[0])), dtype=np.int64)
+    return [Value(node.output[0], 7, (), data, "constant")]
+
+
+def _split_to_sequence(walk: "Walk", node: Any, inputs: list[Found], scope: "Scope") -> list[Found]:
+    whole, options = _tensor_of(walk, node, inputs[0]), {a.name: a.i for a in node.attribute}
+    axis = _axis_of(walk, node, options.get("axis", 0), len(whole.shape))
+    given = inputs[1] if len(inputs) > 1 else None
+    keep = given is not None or bool(options.get("keepdims", 1))
+    sizes = _sizes(walk, node, whole.shape[axis], given)
+    before, after = whole.shape[:axis], whole.shape[axis + 1 :]
+    parts = [
+        Value(f"{node.output[0]}/{i}", whole.code, (*before, *([size] if keep else ()), *after))
+        for i, size in enumerate(sizes)
+    ]
+    walk.add(node, "onnx.SplitToSequence", [whole], list(parts), scope, {"axis": axis})
+    return [parts]
+
+
+def _sizes(walk: "Walk", node: Any, length: int, given: Found) -> list[int]:
+    """Sizes of the parts of an axis: those given, or all of the one size given, or 1 each."""
+    if given is not None and (isinstance(given, list) or given.data is None):
+        raise UnsupportedOpError(walk.path, label(node), "splits by sizes that depend on data")
+    if given is not None and given.data is not None and given.shape:
+        sizes = [int(size) for size in given.data.reshape(-1)]
+        if len(given.shape) != 1 or sum(sizes) != length or min(sizes, default=0) < 0:
+            detail = f"splits {length} into {given.data.tolist()}"
+            raise UnsupportedOpError(walk.path, label(node), detail)
+        return sizes
+    size = 1 if given is None else max(given.number or 1, 1)
+    if length > size * MOST_KNOWN_ELEMENTS:
+        raise UnsupportedOpError(walk.path, label(node), f"splits {length} into parts of {size}")
+    return [min(size, length - start) for start in range(0, length, size)]
+
+
+def _concat_from_sequence(
+    walk: "Walk", node: Any, inputs: list[Found], scope: "Scope"
+) -> list[Found]:
+    values, options = _sequence_of(walk, node, inputs[0]), {a.name: a.i for a in node.attribute}
+    if not values:
+        raise UnsupportedOpError(walk.path, label(node), "joins an empty sequence")
+    shape, new_axis = list(values[0].shape), bool(options.get("new_axis", 0))
+    axis = _axis_of(walk, node, options.get("axis"), len(shape) + new_axis)
+    joined_axis = -1 if new_axis else axis
+    around = {tuple(-1 if i == joined_axis else n for i, n in enumerate(v.shape)) for v in values}
+    if len(around) > 1:
+        raise UnsupportedOpError(walk.path, label(node), "joins tensors of unlike shapes")
+    if new_axis:
+        shape.insert(axis, len(values))
+    else:
+        shape[axis] = sum(value.shape[axis] for value in values)
+    joined = Value(node.output[0], values[0].code, tuple(shape))
+    kind, attributes = "onnx.ConcatFromSequence", {"axis": axis, "new_axis": int(new_axis)}
+    return walk.add(node, kind, list(values), [joined], scope, attributes)
+
+
+SEQUENCE_RULES: dict[str, NodeRule] = {
+    "ConcatFromSequence": _concat_from_sequence,
+    "SequenceAt": _sequence_at,
+    "SequenceConstruct": _sequence_construct,
+    "SequenceEmpty": _sequence_construct,
+    "SequenceInsert": _sequence_insert,
+    "SequenceLength": _sequence_length,
+    "SplitToSequence": _split_to_sequence,
+}
+
+
+# Shapes that the package `onnx` leaves open, or, of `STFT`, finds wrong.
+
+
+_BOOL = 9
+Inputs = Sequence[Value | None]
+Shaped = tuple[int, tuple[int, ...]]
+"""Element type and shape."""
+
+
+def own_rule(node: Any, inputs: Inputs) -> Shaped | None:
+    """Type and shape of a node's first output by our own rules; None where there is none."""
+    rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    attributes = {a.name: a.i for a in node.attribute}
+    return rule(list(inputs), attributes) if rule is not None else None
+
+
+def _like_first(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
+    first = inputs[0]
+    return None if first is None else (first.code, first.shape)
+
+
+def _compared(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
+    shapes = [value.shape for value in inputs if value is not None]
+    try:
+        return _BOOL, tuple(np.broadcast_shapes(*shapes))
+    except ValueError:
+        return None
+
+
+def _compressed(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
+    first, condition = inputs[0], inputs[1]
+    if first is None or condition is None or condition.data is None:
+        return None
+    if "axis" not in attributes:
+        return first.code, (int(np.count_nonzero(condition.data)),)
+    axis = attributes["axis"] % len(first.shape)
+    kept = int(np.count_nonzero(condition.data[: first.shape[axis]]))
+    return first.code, (*first.shape[:axis], kept, *first.shape[axis + 1 :])
+
+
+def _one_hot(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
+    indices, depth, values = inputs
+    size = None if depth is None else depth.number
+    if indices is None or values is None or size is None:
+        return None
+    axis = attributes.get("axis", -1) % (len(indices.shape) + 1)
+    return values.code, (*indices.shape[:axis], size, *indices.shape[axis:])
+
+
+def _unpooled(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
+    shape = inputs[2] if len(inputs) > 2 else None
+    if inputs[0] is None or shape is None or shape.data is None:
+        return None
+    return inputs[0].code, tuple(shape.data.tolist())
+
+
+def _stft(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
+    """[batch, frames, bins, 2]"""
+    signal, step, window, length = (*inputs, None, None)[:4]
+    pace = None if step is None else step.number
+    frame = None if length is None else length.number
+    if frame is None and window is not None:
+        frame = math.prod(window.shape)
+    if signal is None or pace is None or frame is None:
+        return None
+    bins = frame // 2 + 1 if attributes.get("onesided", 1) else frame
+    frames = (signal.shape[1] - frame) // max(pace, 1) + 1
+    return signal.code, (signal.shape[0], frames, bins, 2)
+
+
+_RULES: dict[str, Callable[[list[Value | None], dict[str, int]], Shaped | None]] = {
+    "Compress": _compressed,
+    "GreaterOrEqual": _compared,
+    "GroupNormalization": _like_first,
+    "LessOrEqual": _compared,
+    "MaxUnpool": _unpooled,
+    "MeanVarianceNormalization": _like_first,
+    "OneHot": _one_hot,
+    "STFT": _stft,
+}
+
+
+# Shapes of what a node makes, and its content where all that it reads is known.
+
+
+_RANDOM = {
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "RandomUniformLike",
+}  # fmt: skip
+_AXES = r"[A-Za-z ]*(\.\.\.[A-Za-z ]*)?"
+_EQUATION = re.compile(f"{_AXES}(,{_AXES})*(->{_AXES})?")
+Versions = dict[str, int]
+"""Domain -> version of its operators."""
+
+
+class Inference:
+    """Shapes by the rules of the package `onnx`, node by node, with whatever content is known:
+    what follows from a shape, a `Reshape` to it for one, is found without exception."""
+
+    def __init__(self, model: str, ir_version: int) -> None:
+        self.model = model
+        self.ir_version = ir_version
+        self.onnx = onnx_library()
+
+    def outputs(
+        self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
+    ) -> list[Value | None]:
+        """A value per output, None where it is left out. Raises `UnknownShapeError`."""
+        if fault := _fault(node, inputs):
+            raise UnknownShapeError(self.model, op, node.output[0], fault)
+        known = _known(node, inputs)
+        if known is None:
+            found = self._inferred(op, node, schema, inputs, versions)
+            known = self._folded(node, found, inputs, versions)
+        else:
+            found = {}
+        values: list[Value | None] = []
+        for position, name in enumerate(node.output):
+            if not name:
+                values.append(None)
+            elif known is not None:
+                values.append(self._known_value(name, known[position]))
+            else:
+                own = own_rule(node, inputs) if position == 0 else None
+                values.append(self._value(op, name, own or _shaped(found.get(name))))
+        return values
+
+    def _inferred(
+        self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
+    ) -> dict[str, Any]:
+        """output -> `TypeProto`."""
+        onnx = self.onnx
+        named = {name: v for name, v in zip(node.input, inputs, strict=True) if v is not None}
+        types = {
+            name: onnx.helper.make_tensor_type_proto(value.code, value.shape)
+            for name, value in named.items()
+        }
+        data = {
+            name: onnx.numpy_helper.from_array(value.data, name)
+            for name, value in named.items()
+            if value.data is not None
+        }
+        opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
+        try:
+            found: dict[str, Any] = onnx.shape_inference.infer_node_outputs(
+                schema, node, types, data, opset_imports=opsets, ir_version=self.ir_version
+            )
+        except Exception as error:  # several kinds, RuntimeError among them, none of a common base
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise UnknownShapeError(self.model, op, node.output[0], said[0]) from None
+        return found
+
+    def _folded(
+        self, node: Any, found: dict[str, Any], inputs: Inputs, versions: Versions
+    ) -> list[NDArray[Any]] | None:
+        """The outputs' content, where it follows from the file alone and is small."""
+        if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
+            return None
+        own = own_rule(node, inputs)
+        for name in node.output:
+            shaped = own if own and name == node.output[0] else _shaped(found.get(name))
+            if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
+                return None
+        onnx = self.onnx
+        graph = onnx.helper.make_graph(
+            [node],
+            "one node",
+            [
+                onnx.helper.make_tensor_value_info(name, value.code, value.shape)
+                for name, value in dict(zip(node.input, inputs, strict=True)).items()
+                if value is not None
+            ],
+            [onnx.ValueInfoProto(name=name) for name in node.output if name],
+        )
+        opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
+        given = {n: v.data for n, v in zip(node.input, inputs, strict=True) if v is not None}
+        try:
+            model = onnx.helper.make_model(graph, opset_imports=opsets)
+            with np.errstate(all="ignore"):
+                made = onnx.reference.ReferenceEvaluator(model).run(None, given)
+            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in made}
+        except Exception:  # what the reference cannot evaluate is an op like any other
+            return None
+        arrays = iter(made)
+        results = [next(arrays) if name else np.empty(0) for name in node.output]
+        tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
+        return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
+
+    def _known_value(self, name: str, data: NDArray[Any]) -> Value:
+        code = self.onnx.helper.np_dtype_to_tensor_dtype(data.dtype)
+        return Value(name, code, data.shape, data, role="constant")
+
+    def _value(self, op: str, name: str, shaped: Shaped | None) -> Value:
+        if shaped is None:
+            raise UnknownShapeError(self.model, op, name, "it depends on data, or has no rule")
+        code, shape = shaped
+        if code not in ELEMENT_TYPES:
+            raise UnsupportedOpError(self.model, op, f"makes {name!r}, which is text or unknown")
+        value = Value(name, code, shape)
+        if not value.possible:
+            raise UnknownShapeError(self.model, op, name, f"{shape} is impossible")
+        return value
+
+
+def _fault(node: Any, inputs: Inputs) -> str:
+    """What is wrong with a node that the package `onnx` does not see, or never returns from."""
+    if node.domain not in ("", "ai.onnx"):
+        return ""
+    recurrent = node.op_type in ("GRU", "LSTM", "RNN")
+    if recurrent and any(value is None or len(value.shape) != 3 for value in inputs[:3]):
+        return "its first three inputs have three axes each"
+    if node.op_type == "Einsum":
+        equations = [a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"]
+        wrong = [text for text in equations if not _EQUATION.fullmatch(text)]
+        return f"{wrong[0]!r} is no equation" if wrong else ""
+    return ""
+
+
+def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
+    """Of `Shape` and `Size`, which need no content of what they read."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size"):
+        return None
+    if len(inputs) != 1 or inputs[0] is None:
+        return None
+    ends = {a.name: a.i for a in node.attribute}
+    shape = inputs[0].shape
+    if node.op_type == "Size":
+        return [np.array(inputs[0].elements, dtype=np.int64)]
+    return [np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], dtype=np.int64)]
+
+
+def _shaped(found: Any) -> Shaped | None:
+    """Type and shape of a `TypeProto`; None where one of its axes is not known."""
+    if found is None or not found.HasField("tensor_type"):
+        return None
+    tensor = found.tensor_type
+    if not tensor.HasField("shape"):
+        return None
+    if any(not dim.HasField("dim_value") or dim.dim_value < 0 for dim in tensor.shape.dim):
+        return None
+    return tensor.elem_type, tuple(dim.dim_value for dim in tensor.shape.dim)
+
 
 _VIEWS = {"Flatten", "Reshape", "Squeeze", "Unsqueeze"}
 _MOST_NODES = 5_000_000

@@ -5,9 +5,9 @@ from typing import Any
 from dovetail.errors import UsageError
 from dovetail.placers.learned import gdp, hdp, seq2seq
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Settings, View
+from dovetail.placers.learned.records import LearningSettings, View
 
-LEARNED: dict[str, tuple[type[Policy], Settings]] = {
+LEARNED: dict[str, tuple[type[Policy], LearningSettings]] = {
     "seq2seq": (seq2seq.Seq2Seq, seq2seq.SETTINGS),
     "hdp": (hdp.Hdp, hdp.SETTINGS),
     "gdp": (gdp.Gdp, gdp.SETTINGS),
@@ -20,14 +20,14 @@ def make_policy(name: str, view: View, seed: int = 0, **options: Any) -> Policy:
     return policy
 
 
-def settings_of(name: str, *, finetuned: bool = False) -> Settings:
+def settings_of(name: str, *, finetuned: bool = False) -> LearningSettings:
     """How that method is trained, afresh or from a policy that was trained on other graphs. Raises
     `UsageError` for an unknown name."""
     settings = _method(name)[1]
     return gdp.FINETUNING if finetuned and name == "gdp" else settings
 
 
-def _method(name: str) -> tuple[type[Policy], Settings]:
+def _method(name: str) -> tuple[type[Policy], LearningSettings]:
     if name not in LEARNED:
         raise UsageError("method", f"{name!r} is not one of {', '.join(LEARNED)}")
     return LEARNED[name]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.learned.records import Point
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 Floats = NDArray[np.float64]
 _FIELDS = tuple(one.name for one in fields(Point))

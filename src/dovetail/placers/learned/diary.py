@@ -27,7 +27,7 @@ from safetensors.numpy import load, save
 
 from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.placers.learned.records import Point
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 
 _SLOTS = ("even.safetensors", "odd.safetensors")
 _LINES = "updates.jsonl"

@@ -27,8 +27,7 @@ from dovetail.errors import EvaluatorsLostError, ProcessDiedError
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.learned.records import Judge, Task, Trials
 from dovetail.placers.problem import GroupPlacement, Problem
-from dovetail.runtime.channels import Channel
-from dovetail.runtime.processes import Worker, launch, ready
+from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.training.liveness import alive
 
 JudgeFactory = Callable[[Task], Judge]

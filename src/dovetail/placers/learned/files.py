@@ -27,7 +27,7 @@ from dovetail.errors import PolicyFileError, PolicyMismatchError, UnwritableErro
 from dovetail.graph.files import first_complaint
 from dovetail.placers.learned.features import VERSION
 from dovetail.placers.learned.policy import Policy
-from dovetail.runtime.atomic import write_atomically
+from dovetail.runtime.files import write_atomically
 from dovetail.units import format_bytes
 
 SHIPPED = Path(__file__).parent / "pretrained" / "gdp.safetensors"

@@ -34,10 +34,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
-from dovetail.placers.learned.exploring import chances, draw_clusters
 from dovetail.placers.learned.features import (
     ADVICE,
     ADVICE_CUTS,
@@ -52,11 +54,289 @@ from dovetail.placers.learned.features import (
     cuts,
 )
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import Settings, View
-from dovetail.placers.learned.sage import Edges, SageLayer
-from dovetail.placers.learned.transformer_xl import TransformerXL
+from dovetail.placers.learned.records import Int64, LearningSettings, View
 
-SETTINGS = Settings(
+# GraphSAGE with max pooling: what each group knows of its surroundings.
+#
+# W. L. Hamilton, R. Ying, J. Leskovec, "Inductive Representation Learning on Large Graphs", NIPS
+# 2017, https://arxiv.org/abs/1706.02216, section 3.3, as used by Y. Zhou et al., "GDP: Generalized
+# Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, section 3.1:
+#
+#     h_N(v) = max over u in N(v) of sigmoid(W h_u + b)        elementwise
+#     h'(v)  = f(concat(h(v), h_N(v)))
+#
+# Differences: producers and consumers are two neighbourhoods with weights of their own, so that f
+# sees concat(h, h_N(producers), h_N(consumers)): one neighbourhood cannot tell what comes before
+# from
+# what comes after. No neighbour is left out, where GraphSAGE samples some. f is a dense layer and a
+# ReLU, added to h and normalised. Of equal maxima each gets the gradient.
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Who reads from whom. [edges] each."""
+
+    sources: Tensor
+    destinations: Tensor
+
+
+class _MaxPool(torch.autograd.Function):
+    """[groups, width]: the maximum over each group's neighbours; 0 where it has none.
+
+    torch's own backward of `scatter_reduce` is several times slower on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, sources: Tensor, owners: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        sent = x.index_select(0, sources)
+        pooled = torch.zeros_like(x)
+        pooled.scatter_reduce_(0, owners[:, None].expand_as(sent), sent, "amax")
+        if x.requires_grad:
+            ctx.save_for_backward(sent == pooled.index_select(0, owners), sources, owners)
+        return pooled
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        highest, sources, owners = ctx.saved_tensors
+        sent = gradient.index_select(0, owners) * highest
+        return torch.zeros_like(gradient).index_add_(0, sources, sent), None, None
+
+
+def max_pool(x: Tensor, sources: Tensor, owners: Tensor) -> Tensor:
+    """[groups, width] the elementwise maximum of x >= 0 over `sources` for each of `owners`; 0
+    where there is none. O(edges x width)."""
+    return _MaxPool.apply(x, sources, owners)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class SageLayer(nn.Module):
+    """h -> h', both [groups, hidden]."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.pool = nn.Linear(hidden, 2 * hidden)
+        self.mix = nn.Linear(3 * hidden, hidden)
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, h: Tensor, edges: Edges) -> Tensor:
+        out, back = torch.sigmoid(self.pool(h)).chunk(2, dim=1)
+        before = max_pool(out, edges.sources, edges.destinations)
+        after = max_pool(back, edges.destinations, edges.sources)
+        mixed = torch.relu(self.mix(torch.cat([h, before, after], dim=1)))
+        return self.norm(h + mixed)  # type: ignore[no-any-return]
+
+
+# Transformer-XL over groups in graph order: attention to one's own segment and the one before.
+#
+# Z. Dai et al., "Transformer-XL: Attentive Language Models beyond a Fixed-Length Context", ACL
+# 2019,
+# https://arxiv.org/abs/1901.02860, section 3.2, as the placer of Y. Zhou et al., "GDP: Generalized
+# Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, sections 3.2 and
+# 3.3:
+#
+#     z(s, l) = [stop_gradient(h(s - 1, l - 1)), h(s, l - 1)]       s: segment, l: layer
+#     h(s, l) = layer(queries from h(s, l - 1), keys and values from z(s, l))
+#
+# No positional embedding: a graph has no positions, and what order says stands in the features. No
+# causal mask: all groups of a segment see each other. Superposition: every dense layer of the
+# placer sees c(x0) * x instead of x, with x0 the graph embedding and c one more such layer.
+#
+# The states of layer l - 1 of all segments are known before layer l, so that all segments are
+# worked on at once; the result is that of one after the other.
+#
+# Differences: layers normalise their input, not their output; c is 1 at the start and departs from
+# there, so that an untrained placer is one without superposition; where a dense layer's input is
+# wider than c(x0), c(x0) is repeated.
+
+
+EXPANSION = 2
+"""Width of the feed-forward part over the hidden width."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """How groups are cut: `count` segments of `length`, the last one padded.
+
+    keys   [count, 1, 1, 2 x length] which of (previous, own) are there; None: all, and no previous
+    """
+
+    groups: int
+    count: int
+    length: int
+    keys: Tensor | None
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[groups, width] -> [count, length, width], zeros behind the last."""
+        missing = self.count * self.length - self.groups
+        return F.pad(x, (0, 0, 0, missing)).view(self.count, self.length, x.shape[1])
+
+    def join(self, x: Tensor) -> Tensor:
+        """[count, length, width] -> [groups, width]."""
+        return x.reshape(-1, x.shape[2])[: self.groups]
+
+
+def segments_of(groups: int, length: int, device: torch.device) -> Segments:
+    """Segments of at most `length`; a graph that fits into one has no padding."""
+    if groups <= length:
+        return Segments(groups, 1, groups, None)
+    count = -(-groups // length)
+    own = torch.arange(count * length, device=device).view(count, length) < groups
+    previous = torch.cat([torch.zeros_like(own[:1]), own[:-1]])
+    return Segments(groups, count, length, torch.cat([previous, own], dim=1)[:, None, None, :])
+
+
+class Layer(nn.Module):
+    """h -> h' [count, length, hidden]. `attention=False` leaves the feed-forward part only."""
+
+    def __init__(self, hidden: int, heads: int, *, attention: bool = True) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attends = attention
+        if attention:
+            self.norm = nn.LayerNorm(hidden)
+            self.query = nn.Linear(hidden, hidden)
+            self.key_value = nn.Linear(hidden, 2 * hidden)
+            self.out = nn.Linear(hidden, hidden)
+        self.norm_inner = nn.LayerNorm(hidden)
+        self.inner = nn.Linear(hidden, EXPANSION * hidden)
+        self.outer = nn.Linear(EXPANSION * hidden, hidden)
+
+    def forward(self, h: Tensor, segments: Segments, condition: Tensor | None = None) -> Tensor:
+        """`condition` [count, length, hidden]: c(x0); None: no superposition."""
+        if self.attends:
+            seen = self._attend(_times(self.norm(h), condition), segments)
+            h = h + self.out(_times(seen, condition))
+        inner = torch.relu(self.inner(_times(self.norm_inner(h), condition)))
+        return h + self.outer(_times(inner, condition))  # type: ignore[no-any-return]
+
+    def _attend(self, x: Tensor, segments: Segments) -> Tensor:
+        keyed = x
+        if segments.count > 1:
+            cached = x.detach()
+            previous = torch.cat([torch.zeros_like(cached[:1]), cached[:-1]])
+            keyed = torch.cat([previous, x], dim=1)
+        keys, values = self.key_value(keyed).chunk(2, dim=2)
+        seen = F.scaled_dot_product_attention(
+            self._by_head(self.query(x)),
+            self._by_head(keys),
+            self._by_head(values),
+            attn_mask=segments.keys,
+        )
+        return seen.transpose(1, 2).reshape(x.shape)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[count, length, hidden] -> [count, heads, length, hidden / heads]."""
+        return x.view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
+
+
+class TransformerXL(nn.Module):
+    """Graph embedding x0 [groups, hidden] -> (states, condition), both [groups, hidden]; condition
+    None without superposition."""
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        layers: int,
+        heads: int,
+        segment: int,
+        attention: bool = True,
+        superposition: bool = True,
+    ) -> None:
+        super().__init__()
+        self.segment = segment
+        self.layers = nn.ModuleList(
+            Layer(hidden, heads, attention=attention) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        self.conditioning = None
+        if superposition:
+            self.conditioning = Layer(hidden, heads, attention=attention)
+            self.scale = nn.Linear(hidden, hidden)
+            nn.init.normal_(self.scale.weight, std=0.1 * hidden**-0.5)
+            nn.init.ones_(self.scale.bias)
+
+    def forward(self, x0: Tensor) -> tuple[Tensor, Tensor | None]:
+        segments = segments_of(len(x0), self.segment, x0.device)
+        h = segments.cut(x0)
+        condition = None
+        if self.conditioning is not None:
+            condition = self.scale(self.conditioning(h, segments))
+        for layer in self.layers:
+            h = layer(h, segments, condition)
+        states = segments.join(self.norm(h))
+        return states, None if condition is None else segments.join(condition)
+
+
+def _times(x: Tensor, condition: Tensor | None) -> Tensor:
+    """c(x0) * x, c(x0) repeated to the width of x."""
+    if condition is None:
+        return x
+    repeats = x.shape[-1] // condition.shape[-1]
+    return x * (condition if repeats == 1 else condition.repeat(1, 1, repeats))
+
+
+# How a policy that decides every group by itself draws placements that differ in useful ways.
+#
+# Drawn independently, the groups of a domain never change their device together, and where a
+# policy has become certain all trials are alike. So a share of the trials decides for *clusters*:
+# neighbours of the same likeliest device are joined, each pair with a chance p that is drawn for
+# the
+# trial, and a cluster is one decision, by the mean of its members' logits; R. H. Swendsen and J.-S.
+# Wang, "Nonuniversal critical dynamics in Monte Carlo simulations", Physical Review Letters 58,
+# 1987,
+# pages 86 to 88, move spins in this way. And every decision is uniform with a small chance, such
+# that `floor` of a trial's are:
+#
+#     pi(d) = (1 - e) softmax(mean logits of the cluster)(d) + e / allowed,   e = floor / decisions
+#
+# Clusters are drawn before any device is, and recorded with the actions, so that the probability of
+# what was decided, given the clusters, is exact.
+
+
+def draw_clusters(view: View, likeliest: NDArray[np.integer], share: float, seed: int) -> Int64:
+    """[batch, groups] the first group of each group's cluster; a trial without clusters has each
+    group at itself. `likeliest` [batch, groups]: devices, of the trial's mode."""
+    rng = np.random.default_rng(seed)
+    own = np.arange(view.groups)
+    batch = len(likeliest)
+    labels = np.tile(own, (batch, 1))
+    joint = (view.allowed[view.sources] == view.allowed[view.destinations]).all(axis=1)
+    joint &= view.free[view.sources] & view.free[view.destinations]
+    sources, destinations = view.sources[joint], view.destinations[joint]
+    for trial in range(round(batch * share)):
+        like = likeliest[trial][sources] == likeliest[trial][destinations]
+        a, b = sources[like], destinations[like]
+        kept = rng.random(len(a)) < rng.random()
+        ends = (a[kept], b[kept])
+        joined = coo_array((np.ones(len(ends[0]), np.int8), ends), shape=(view.groups,) * 2)
+        _, of_group = connected_components(joined, directed=False)
+        _, first = np.unique(of_group, return_index=True)
+        labels[trial] = first[of_group]
+    return labels
+
+
+def chances(logits: Tensor, clusters: Tensor, open_: Tensor, floor: float) -> Tensor:
+    """[batch, groups, devices] of each cluster's decision, at its first group; elsewhere of no use.
+
+    logits     [batch or 1, groups, devices] of each trial, -inf where a group may not be
+    clusters   [batch, groups]
+    open_      [batch, groups] True where a decision is made
+    """
+    batch, groups = clusters.shape
+    allowed = torch.isfinite(logits[0])
+    finite = logits.masked_fill(~allowed, 0.0)
+    flat = (clusters + groups * torch.arange(batch, device=clusters.device)[:, None]).reshape(-1)
+    sums = finite.new_zeros(batch * groups, logits.shape[2])
+    sums = sums.index_add(0, flat, finite.expand(batch, -1, -1).reshape(batch * groups, -1))
+    sizes = torch.bincount(flat, minlength=batch * groups).clamp(min=1)
+    means = (sums / sizes[:, None]).view(batch, groups, -1).masked_fill(~allowed, -torch.inf)
+    uniform = allowed / allowed.sum(dim=1, keepdim=True)
+    e = floor / open_.sum(dim=1).clamp(min=1)
+    e = e.clamp(max=0.5)[:, None, None]
+    return (1 - e) * torch.softmax(means, dim=2) + e * uniform
+
+
+SETTINGS = LearningSettings(
     objective="ppo",
     trials=16,
     rate=1e-3,

@@ -30,21 +30,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.placers.learned.adam import Adam
-from dovetail.placers.learned.advantage import Baseline, teaching
 from dovetail.placers.learned.diary import Diary, Entry, State
 from dovetail.placers.learned.features import look
+from dovetail.placers.learned.losses import Baseline, ppo, reinforce, teaching, with_elite
 from dovetail.placers.learned.policy import Draw, Policy
-from dovetail.placers.learned.ppo import ppo, with_elite
 from dovetail.placers.learned.records import (
     Float32,
     Judge,
+    LearningSettings,
     Point,
-    Settings,
     Task,
     Trials,
     View,
 )
-from dovetail.placers.learned.reinforce import reinforce
 from dovetail.training.learner import Gradient
 from dovetail.training.liveness import alive
 from dovetail.training.records import Vector
@@ -136,7 +134,7 @@ class PolicyLearner:
         policy: Policy,
         tasks: Sequence[Task | Seen],
         judges: Sequence[Judge],
-        settings: Settings,
+        settings: LearningSettings,
         *,
         seed: int = 0,
         controller: int = 0,

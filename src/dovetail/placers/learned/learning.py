@@ -40,7 +40,7 @@ from dovetail.placers.learned.learner import (
     write_parameters,
 )
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Float32, Judge, Learned, Point, Settings, Task
+from dovetail.placers.learned.records import Float32, Judge, Learned, LearningSettings, Point, Task
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Storage, Watcher
 from dovetail.training.backends.contract import Policy as Survival
@@ -61,7 +61,7 @@ _IN_PROCESS = ("simulated", "threads")
 def learn(  # noqa: PLR0913  keyword-only
     tasks: Sequence[Task],
     policy: Policy,
-    settings: Settings,
+    settings: LearningSettings,
     *,
     trials: int,
     seconds: float | None = None,
@@ -132,7 +132,11 @@ def learn(  # noqa: PLR0913  keyword-only
 
 
 def _check(
-    tasks: Sequence[Task], trials: int, controllers: int, evaluators: int, settings: Settings
+    tasks: Sequence[Task],
+    trials: int,
+    controllers: int,
+    evaluators: int,
+    settings: LearningSettings,
 ) -> None:
     counts = {"trials": trials, "controllers": controllers, "evaluators": evaluators}
     for name, count in {**counts, "settings": settings.trials}.items():
@@ -172,7 +176,7 @@ class Controllers:
 
     policy: Policy
     tasks: tuple[Task, ...]
-    settings: Settings
+    settings: LearningSettings
     folder: Path
     evaluators: int
     judge: JudgeFactory | None

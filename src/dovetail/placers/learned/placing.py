@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.placers.baselines import Placer
+from dovetail.placers.baselines import Placer, attempt, try_baselines
 from dovetail.placers.budget import Budget
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.evaluators import BudgetJudge
@@ -27,7 +27,8 @@ from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import load_policy, shipped
 from dovetail.placers.learned.learner import Best, PolicyLearner, Seen
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Settings, View
+from dovetail.placers.learned.records import LearningSettings, View
+from dovetail.placers.local_search import local_search
 from dovetail.placers.problem import GroupPlacement, Problem
 
 IDLE_UPDATES = 20
@@ -84,7 +85,7 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
     return place
 
 
-def finetuning(view: View) -> Settings:
+def finetuning(view: View) -> LearningSettings:
     """How a policy is tuned on that view: the more groups, the less an update does."""
     settings = settings_of("gdp", finetuned=True)
     less = 1 if view.groups <= LARGE else 2
@@ -110,7 +111,7 @@ def train(
     policy: Policy,
     view: View,
     judge: BudgetJudge,
-    settings: Settings,
+    settings: LearningSettings,
     seed: int,
     *,
     updates: int | None = None,
@@ -155,3 +156,37 @@ def _best(problem: Problem, judge: BudgetJudge) -> GroupPlacement:
     if judge.budget.interrupted:
         raise KeyboardInterrupt
     return problem.fastest
+
+
+# The policy proposes, local search finishes: `gdp+search`.
+#
+# What the policy draws zero-shot enters the ledger, and local search goes on from the best that is
+# known: the policy's, or a baseline's where that is better. GDP (Zhou et al., 2019,
+# https://arxiv.org/abs/1910.01578) fine-tunes its policy on the graph instead; the search is ours.
+
+
+PROPOSING_SHARE = 0.2
+"""Of the budget, at most: a policy that is slow on a large graph leaves the search its time."""
+
+
+def make_gdp_search(policy: Path | None, finetune: int) -> Placer:
+    """`make_gdp` with a search after it."""
+    propose = make_gdp(policy, finetune)
+
+    def gdp_search(problem: Problem, budget: Budget) -> GroupPlacement:
+        """The best placement that the search finds from the policy's proposals. Raises
+        `PolicyFileError` where no policy is shipped."""
+        try_baselines(problem, budget)
+        attempt("gdp", propose, problem, _part(budget, PROPOSING_SHARE))
+        return local_search(problem, budget)
+
+    return gdp_search
+
+
+def gdp_search(problem: Problem, budget: Budget) -> GroupPlacement:
+    """The shipped policy's proposals, improved by local search."""
+    return make_gdp_search(None, 0)(problem, budget)
+
+
+def _part(budget: Budget, share: float) -> Budget:
+    return budget.slice(seconds=share * budget.seconds, evaluations=share * budget.evaluations)

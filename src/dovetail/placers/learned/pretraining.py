@@ -26,22 +26,289 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
 
+from dovetail.costs import analytic_costs
 from dovetail.errors import RunMismatchError
-from dovetail.placers.learned.cloning import Example, clone, good_placement, likeness_of
-from dovetail.placers.learned.features import look
+from dovetail.frontends import parse_optimizer, resolve
+from dovetail.graph import Graph, Groups, colocate, group
+from dovetail.graph.files import load_graph, save_graph
+from dovetail.graph.grouping import merge_single_consumers
+from dovetail.machine import Machine
+from dovetail.machine.presets import paper_machine
+from dovetail.placers.baselines import attempt, try_baselines
+from dovetail.placers.budget import Budget, Score
+from dovetail.placers.families import families
+from dovetail.placers.learned.features import column, cut_placements, look
 from dovetail.placers.learned.files import load_policy, save_policy
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.learning import learn
 from dovetail.placers.learned.placing import proposals
-from dovetail.placers.learned.records import Point, Settings, Task
-from dovetail.placers.learned.training_set import HELD_OUT, Wanted, random_task, training_set
-from dovetail.placers.problem import Problem
-from dovetail.runtime.atomic import write_atomically
+from dovetail.placers.learned.random_graphs import FAMILIES, random_graph, random_machine
+from dovetail.placers.learned.records import Int64, LearningSettings, Point, Task, View
+from dovetail.placers.local_search import local_search
+from dovetail.placers.multilevel import multilevel
+from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.runtime.files import write_atomically
+
+# The graphs and machines that the shipped policy is pretrained on.
+#
+# Random networks on random machines, and small variants of the zoo's networks on the papers' and on
+# random machines, grouped as placers group them and, every third, finer. The families in `HELD_OUT`
+# are in none of them, so that what the policy does on those is zero-shot. Captured graphs are kept
+# in the folder of the run, so that a repeat captures nothing.
+
+
+HELD_OUT = ("gnmt", "amoebanet", "llama")
+"""Families of networks that the shipped policy has never seen."""
+NETWORKS: tuple[tuple[str, str], ...] = (
+    ("zoo:rnnlm?layers=2&steps=8&hidden=1024", "adam"),
+    ("zoo:rnnlm?layers=4&steps=8&batch=32", "adam"),
+    ("zoo:rnnlm?layers=2&steps=20", "adam"),
+    ("zoo:rnnlm?layers=8&steps=6&batch=128", "adam"),
+    ("zoo:nmt?steps=5", "adam"),
+    ("zoo:nmt?steps=10&batch=128", "adam"),
+    ("zoo:nmt?steps=16&hidden=512", "adam"),
+    ("zoo:nmt?layers=4&steps=6", "adam"),
+    ("zoo:nmt?layers=6&steps=4&batch=128", "adam"),
+    ("zoo:inception_v3?batch=16", "rmsprop"),
+    ("zoo:inception_v3?batch=64", "rmsprop"),
+    ("zoo:wavenet?stacks=2&layers=9", "adam"),
+    ("zoo:wavenet?stacks=2&layers=18", "adam"),
+    ("zoo:wavenet?stacks=3&layers=12&batch=4", "adam"),
+    ("zoo:transformer_xl?layers=2", "adam"),
+    ("zoo:transformer_xl?layers=4", "adam"),
+    ("zoo:transformer_xl?layers=8&batch=8", "adam"),
+    ("zoo:gpt2?layers=4&batch=4", "adam"),
+    ("zoo:gpt2?layers=6&batch=4", "adam"),
+    ("zoo:gpt2?layers=12&batch=2", "adam"),
+    ("zoo:moe?layers=2&context=512", "adam"),
+    ("zoo:vit?layers=6", "adam"),
+    ("zoo:vit?layers=12&batch=16", "adam"),
+    ("zoo:squeezenet_1_1", "rmsprop"),
+    ("zoo:nasnet_a_mobile?cells=1", "rmsprop"),
+    ("zoo:nasnet_a_mobile?cells=2", "rmsprop"),
+    ("zoo:nasnet_a_large?cells=1", "rmsprop"),
+    ("zoo:nasnet_a_large?cells=2&batch=8", "rmsprop"),
+    ("zoo:randwire?nodes=10", "rmsprop"),
+    ("zoo:randwire?nodes=20&seed=3", "rmsprop"),
+    ("zoo:randwire?nodes=32", "rmsprop"),
+    ("zoo:two_tower", "adam"),
+)
+"""(model, optimizer) in small sizes: what is to be learned is their structure."""
+MACHINES = ("gdp/2", "gdp/4", "gdp/8")
+FINEST_SHARE = 1 / 128
+MOST_GROUPS = 600
+"""Of a task: a coarser grouping is taken instead of one with more."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the set consists of.
+
+    random        random networks, the families in turn
+    networks      (model, optimizer) of the zoo
+    machines      on how many machines each of `networks` is
+    size          of random networks
+    """
+
+    random: int = 200
+    networks: tuple[tuple[str, str], ...] = NETWORKS
+    machines: int = 4
+    size: float = 1.0
+
+
+def training_set(
+    folder: Path, wanted: Wanted, seed: int, tell: Callable[[str], None]
+) -> list[Task]:
+    """All tasks, the random ones first. `tell` hears of each network that is captured."""
+    tasks = [random_task(seed, number, wanted.size) for number in range(wanted.random)]
+    for number, (model, optimizer) in enumerate(wanted.networks):
+        graph = captured(folder, model, optimizer, tell)
+        for turn in range(wanted.machines):
+            which = number * wanted.machines + turn
+            if turn < len(MACHINES):
+                machine = paper_machine(MACHINES[turn])
+            else:
+                machine = random_machine(_mixed(seed, 10**6 + which), graph)
+            tasks.append(_task(f"{model} {optimizer} on {machine.name}", graph, machine, which))
+    return tasks
+
+
+def random_task(seed: int, number: int, size: float) -> Task:
+    """Random network `number` of the set with that seed: of the families in turn, and each of them
+    in turn in sizes from 0.4 to 1 times `size`."""
+    families = list(FAMILIES)
+    family, mixed = families[number % len(families)], _mixed(seed, number)
+    optimizer = ("adam", "adam", "rmsprop", "sgd")[mixed % 4]
+    size *= 0.4 + 0.05 * (number // len(families) % 13)
+    graph = random_graph(mixed, family=family, size=size, optimizer=optimizer)
+    machine = random_machine(mixed, graph)
+    return _task(f"random {family} {mixed}", graph, machine, number)
+
+
+def captured(folder: Path, model: str, optimizer: str, tell: Callable[[str], None]) -> Graph:
+    """The graph of a network's step, from its file if it is there."""
+    key = hashlib.sha256(f"{model} {optimizer}".encode()).hexdigest()[:12]
+    path = folder / "graphs" / f"{key}.json.gz"
+    if path.is_file():
+        return load_graph(path)
+    tell(f"capturing {model}")
+    graph = resolve(model, train=parse_optimizer(optimizer)).graph
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_graph(graph, path)
+    return graph
+
+
+def _task(name: str, graph: Graph, machine: Machine, number: int) -> Task:
+    costs = analytic_costs(graph, machine)
+    return Task(name, graph, machine, costs, _groups(graph, fine=number % 3 == 2))
+
+
+def _groups(graph: Graph, *, fine: bool) -> Groups:
+    """Those of placers; `fine`: the finest that keep to the limit."""
+    if not fine:
+        return group(graph)
+    finest = colocate(graph)
+    if finest.count <= MOST_GROUPS:
+        return finest
+    finer = merge_single_consumers(graph, finest, largest_share=FINEST_SHARE)
+    return finer if finer.count <= MOST_GROUPS else group(graph)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed for each number, with none in common between neighbouring seeds."""
+    digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:6], "little")
+
+
+# Imitation of good placements: where a policy begins before it learns from its own trials.
+#
+#     cuts by each position ┐
+#     baselines, families   ├─► the best ─► local search ─► target [groups]
+#                                                              │
+#     view ─► policy ─► log pi [groups, devices] ──► L = -mean over groups of log pi(target)
+#
+# Behaviour cloning (D. Pomerleau, "Efficient Training of Artificial Neural Networks for Autonomous
+# Navigation", Neural Computation 3(1), 1991, https://doi.org/10.1162/neco.1991.3.1.88). Devices
+# that
+# are alike can change places in a target without a change of its value, so of all such targets the
+# one that the policy finds likeliest counts: an assignment problem a class of like devices (H. W.
+# Kuhn, "The Hungarian method for the assignment problem", 1955,
+# https://doi.org/10.1002/nav.3800020109). GDP itself begins at random; a policy that decides each
+# group by itself needs very many trials from there.
+
+
+INDEPENDENT = 30.0
+"""Groups that a graph's many count for when a mode is to be told from another."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A view, a good placement of it [groups], and which devices are alike [devices], as
+    `likeness_of` says."""
+
+    view: View
+    target: GroupPlacement
+    likeness: Int64
+
+
+def good_placement(problem: Problem, view: View, evaluations: int) -> tuple[Score, GroupPlacement]:
+    """The best that cuts, baselines and local search find within so many evaluations."""
+    budget = Budget(evaluations=evaluations, threads=1)
+    try_baselines(problem, budget)
+    budget.score(problem, np.unique(cut_placements(view), axis=0), always=True)
+    for method, share in ((families, 0.5), (multilevel, 0.6), (local_search, 1.0)):
+        whole = evaluations if method is families else budget.left
+        part = budget.slice(evaluations=int(share * whole))
+        attempt(method.__name__, method, problem, part)
+    assert budget.best is not None, "the baselines were evaluated"
+    return budget.best[0], budget.best[1]
+
+
+def likeness_of(problem: Problem) -> Int64:
+    """[devices] the first device that is of the same kind, model, memory and rates."""
+    devices = problem.machine.devices
+    facts = [
+        (d.kind, d.model, int(m), tuple(sorted(d.flops_per_second.items())))
+        for d, m in zip(devices, problem.capacities, strict=True)
+    ]
+    return np.array([facts.index(fact) for fact in facts], dtype=np.int64)
+
+
+def clone(
+    policy: Gdp,
+    examples: Sequence[Example],
+    *,
+    passes: int,
+    rate: float = 1e-3,
+    batch: int = 4,
+    seed: int = 0,
+    progress: Callable[[int, float], bool] | None = None,
+) -> list[float]:
+    """Train the policy to take the examples' targets; the mean loss of each pass, in nats.
+
+    rate       Adam's at the start, linear to a tenth at the end
+    progress   called with (pass, loss) after each; False ends it
+
+    Every pass sees every example once, in an order drawn from (seed, pass).
+    """
+    optimizer = torch.optim.Adam(policy.parameters(), lr=rate)
+    losses: list[float] = []
+    for number in range(passes):
+        for settings in optimizer.param_groups:
+            settings["lr"] = rate * (1 - 0.9 * number / max(1, passes - 1))
+        order = np.random.default_rng((seed, number)).permutation(len(examples))
+        found = []
+        for start in range(0, len(order), batch):
+            chosen = order[start : start + batch].tolist()
+            optimizer.zero_grad()
+            for index in chosen:
+                loss = imitation_loss(policy, examples[index])
+                (loss / len(chosen)).backward()  # type: ignore[no-untyped-call]
+                found.append(float(loss.detach()))
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+        losses.append(float(np.mean(found)))
+        if progress is not None and not progress(number, losses[-1]):
+            break
+    return losses
+
+
+def imitation_loss(policy: Gdp, example: Example) -> Tensor:
+    """-log pi of the likeliest equal of the target, a mean over groups with a choice: half of it by
+    their number, half by their work. Of a policy with modes: of the mixture, as if a graph had
+    `INDEPENDENT` groups that decide for themselves."""
+    view = example.view
+    free = torch.from_numpy(np.flatnonzero(view.free))
+    modes, logits = policy.logits(view)
+    targets = torch.from_numpy(example.target.astype(np.int64))[free]
+    work = torch.from_numpy(view.numbers[view.free, column("work_share")])
+    weights = 0.5 / len(free) + 0.5 * work / work.sum().clamp(min=1e-9)
+    losses = []
+    for of_mode in torch.log_softmax(logits, dim=2):
+        logs = of_mode[free].clamp(min=-20.0)  # what is not allowed is never a target
+        with torch.no_grad():
+            renamed = _likeliest_names(logs, targets, weights, example.likeness)
+        taken = logs.gather(1, renamed[targets][:, None]).squeeze(1)
+        losses.append(-(weights * taken).sum())
+    mixed = torch.log_softmax(modes, 0) - INDEPENDENT * torch.stack(losses)
+    return -torch.logsumexp(mixed, 0) / INDEPENDENT
+
+
+def _likeliest_names(logs: Tensor, targets: Tensor, weights: Tensor, likeness: Int64) -> Tensor:
+    """[devices] the device that each one of the target stands for: of its like, such that the
+    policy's weighted log-probability is highest."""
+    devices = logs.shape[1]
+    gains = torch.zeros(devices, devices).index_add_(0, targets, weights[:, None] * logs)
+    costs = np.where(likeness[:, None] == likeness, -gains.numpy(), 1e9)
+    return torch.from_numpy(linear_sum_assignment(costs)[1].astype(np.int64))
+
 
 VALIDATION_SEED = 10**6
 """Added to the seed for tasks that nothing is learned from."""
-SETTINGS = Settings(
+SETTINGS = LearningSettings(
     objective="ppo",
     trials=16,
     rate=2e-4,
@@ -72,7 +339,7 @@ class Recipe:
     passes: int = 20
     imitation_rate: float = 1e-3
     trials: int = 400_000
-    settings: Settings = SETTINGS
+    settings: LearningSettings = SETTINGS
     validation: int = 24
 
 

@@ -132,7 +132,7 @@ Judge = Callable[[NDArray[np.int32]], Trials]
 
 
 @dataclass(frozen=True)
-class Settings:
+class LearningSettings:
     """How a policy is trained.
 
     objective       "reinforce" (RL17, HDP) or "ppo" (GDP)

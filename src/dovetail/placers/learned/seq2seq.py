@@ -46,14 +46,14 @@ from dovetail.placers.learned.features import (
     cuts,
 )
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import Settings, View
+from dovetail.placers.learned.records import LearningSettings, View
 
 HIDDEN, ATTENTION, KINDS = 64, 16, 16
 """Sizes: of the LSTMs' states (of the encoder's both ways together), of queries, of kinds."""
 STAY = 2.0
 FORBIDDEN = -1e9
 """A logit whose probability is 0, and which times 0 is 0."""
-SETTINGS = Settings(
+SETTINGS = LearningSettings(
     "reinforce",
     trials=16,
     rate=0.005,

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.runtime.channels import Channel
+from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
 from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import DovetailError, JournalError
-from dovetail.runtime.channels import Channel
+from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
 from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory

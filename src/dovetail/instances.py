@@ -1,0 +1,475 @@
+"""Published placement instances: a graph, its machine and its costs in one JSON file.
+
+    {"maxSizePerFPGA": bytes, "maxFPGAs": k, "maxCPUs": l,
+     "nodes": [{"id", "name", "supportedOnFpga", "cpuLatency", "fpgaLatency", "isBackwardNode",
+                "colorClass", "size"}, ...],
+     "edges": [{"sourceId", "destId", "cost"}, ...]}
+
+Latencies and costs are milliseconds; `cost` moves the source's whole output between an accelerator
+and host memory, and is paid once per (source, device). `size` is bytes on an accelerator.
+
+Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+NeurIPS 2020, https://arxiv.org/abs/2006.16423, sections 3 and 4.
+
+As records: every accelerator and every CPU hangs on a host that runs nothing, the CPUs by links
+that cost nothing. A node's `size` is a parameter that it alone reads, its output occupies nothing
+and `Costs.sent_bytes` says what moving it costs; nodes of one colour share a colocation id.
+"""
+
+import heapq
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dovetail.costs import Costs
+from dovetail.errors import CycleError, ExportError, FileFormatError
+from dovetail.graph import HOST, Graph, Phase, colocate
+from dovetail.graph.files import first_complaint
+from dovetail.machine import Device, Link, Machine
+from dovetail.runtime.files import read_json, write_atomically
+from dovetail.units import UNLIMITED_BYTES
+
+# Instance: what a published file holds, as records, and the constants of that reading.
+
+
+MILLISECOND = 1e-3
+LINK_BYTES_PER_SECOND = 1e9
+"""Of an accelerator's links. Any figure would do: bytes to send are derived from it."""
+FREE_BYTES_PER_SECOND = 1e300
+"""Of a CPU's links: host memory is its own."""
+MOST_DEVICES = 1024
+"""Of a kind. A file that names more means to say: any number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """What a file holds. `name` is the file's, without folder and ending."""
+
+    name: str
+    graph: Graph
+    machine: Machine
+    costs: Costs
+
+
+# The file's shape: what may stand in it, and complaints that name the node.
+
+
+COST_TOLERANCE_MS = 1e-6
+"""By which costs on the edges of one source may differ, as the authors' own programs allow."""
+MOST_MILLISECONDS = 1e15
+_IGNORING = ConfigDict(extra="ignore", allow_inf_nan=False)
+_Milliseconds = Field(default=None, ge=0, le=MOST_MILLISECONDS)
+
+
+class Node(BaseModel):
+    """A node. A latency may be absent where no device could make use of it."""
+
+    model_config = _IGNORING
+    id: int
+    name: str = ""
+    supportedOnFpga: bool = True
+    cpuLatency: float | None = _Milliseconds
+    fpgaLatency: float | None = _Milliseconds
+    isBackwardNode: bool = False
+    colorClass: int | str | None = None
+    size: float = Field(default=0.0, ge=0)
+
+
+class Edge(BaseModel):
+    model_config = _IGNORING
+    sourceId: int
+    destId: int
+    cost: float = Field(default=0.0, ge=0, le=MOST_MILLISECONDS)
+
+
+class File(BaseModel):
+    model_config = _IGNORING
+    maxSizePerFPGA: float = Field(ge=0)
+    maxFPGAs: int = Field(ge=0, le=MOST_DEVICES)
+    maxCPUs: int = Field(ge=0, le=MOST_DEVICES)
+    nodes: list[Node]
+    edges: list[Edge]
+
+
+def parse(raw: Any, path: str) -> File:
+    """The file, checked but for cycles. Raises `FileFormatError` that names node or edge."""
+    try:
+        file = File.model_validate(raw)
+        _check_machine(file)
+        _check_nodes(file)
+        _check_edges(file)
+    except ValidationError as error:
+        raise FileFormatError(path, _complaint(error, raw)) from None
+    except ValueError as error:
+        raise FileFormatError(path, str(error)) from None
+    return file
+
+
+def label(node: Node) -> str:
+    """How an error names a node."""
+    return f"node {node.id}" + (f" ({node.name})" if node.name else "")
+
+
+def _complaint(error: ValidationError, raw: Any) -> str:
+    """The first complaint; where it is about a node or an edge, with what names that."""
+    text = first_complaint(error)
+    where = error.errors(include_url=False)[0]["loc"]
+    if len(where) > 2 and isinstance(where[1], int):
+        entry = raw[where[0]][where[1]]
+        if where[0] == "nodes" and isinstance(entry, dict) and "id" in entry:
+            return f"node {entry['id']}: {text}"
+        if where[0] == "edges" and isinstance(entry, dict):
+            return f"edge {entry.get('sourceId')} -> {entry.get('destId')}: {text}"
+    return text
+
+
+def _check_machine(file: File) -> None:
+    if file.maxFPGAs + file.maxCPUs < 1:
+        raise ValueError("maxFPGAs and maxCPUs are 0: no device")
+
+
+def _check_nodes(file: File) -> None:
+    if not file.nodes:
+        raise ValueError("nodes: there are none")
+    double = [i for i, count in Counter(node.id for node in file.nodes).items() if count > 1]
+    if double:
+        raise ValueError(f"nodes: two have the id {double[0]}")
+    total = 0.0
+    for node in file.nodes:
+        total += node.size
+        if total > UNLIMITED_BYTES:
+            raise ValueError(f"{label(node)}: sizes up to here are {total:.3g} bytes in all")
+        if node.cpuLatency is None and file.maxCPUs:
+            raise ValueError(f"{label(node)} has no cpuLatency, and there are CPUs")
+        if node.fpgaLatency is None and file.maxFPGAs and node.supportedOnFpga:
+            raise ValueError(f"{label(node)} has no fpgaLatency, and may be on an accelerator")
+
+
+def _check_edges(file: File) -> None:
+    known = {node.id: node for node in file.nodes}
+    costs: dict[int, float] = {}
+    for edge in file.edges:
+        for end in (edge.sourceId, edge.destId):
+            if end not in known:
+                raise ValueError(f"edges: {edge.sourceId} -> {edge.destId}: no node {end}")
+        cost = costs.setdefault(edge.sourceId, edge.cost)
+        if abs(cost - edge.cost) > COST_TOLERANCE_MS:
+            raise ValueError(
+                f"{label(known[edge.sourceId])}: its edges cost {cost} and {edge.cost}; cost "
+                "moves the whole output, and must be the same on all of them"
+            )
+
+
+# Files -> records. Nodes may stand in any order, fields that nobody needs are ignored.
+
+
+def is_instance(raw: object) -> bool:
+    """Does a file's JSON look like a published instance?"""
+    return isinstance(raw, dict) and {"nodes", "edges"} <= raw.keys() and "format" not in raw
+
+
+def load_instance(path: str | Path) -> Instance:
+    """Read an instance. Raises `FileFormatError`, or `CycleError` with the nodes of a cycle."""
+    return instance_from(read_json(path), str(path))
+
+
+def instance_from(raw: Any, path: str) -> Instance:
+    """The instance of a file's JSON; `path` names it in errors."""
+    file = parse(raw, path)
+    nodes = _ordered(file)
+    graph, sent_bytes = _graph(file, nodes)
+    machine = _machine(Path(path).name.removesuffix(".gz").removesuffix(".json"), file)
+    costs = Costs(_seconds(graph, machine, nodes), "given", sent_bytes)
+    return Instance(machine.name, graph, machine, costs)
+
+
+def _ordered(file: File) -> list[Node]:
+    """Nodes in topological order; of those that are free the first of the file comes first."""
+    position = {node.id: i for i, node in enumerate(file.nodes)}
+    after: list[list[int]] = [[] for _ in file.nodes]
+    waits = [0] * len(file.nodes)
+    for a, b in sorted({(position[e.sourceId], position[e.destId]) for e in file.edges}):
+        after[a].append(b)
+        waits[b] += 1
+    free = [i for i, count in enumerate(waits) if not count]
+    order = []
+    while free:
+        i = heapq.heappop(free)
+        order.append(i)
+        for b in after[i]:
+            waits[b] -= 1
+            if not waits[b]:
+                heapq.heappush(free, b)
+    if len(order) < len(file.nodes):
+        raise CycleError(_cycle(file, after, {i for i, count in enumerate(waits) if count}))
+    return [file.nodes[i] for i in order]
+
+
+def _cycle(file: File, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
+    """Every node that is left has one before it that is left; going back must close a circle."""
+    before = {b: a for a in sorted(left) for b in after[a] if b in left}
+    path = [min(left)]
+    while path[-1] not in path[:-1]:
+        path.append(before[path[-1]])
+    circle = path[path.index(path[-1]) :][::-1]
+    return tuple(file.nodes[i].name or str(file.nodes[i].id) for i in circle)
+
+
+def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
+    """The graph, and [tensors] bytes that a send moves."""
+    costs = {edge.sourceId: edge.cost for edge in reversed(file.edges)}  # the first one counts
+    inputs: dict[int, dict[int, None]] = {node.id: {} for node in nodes}
+    for edge in file.edges:
+        inputs[edge.destId][edge.sourceId] = None
+    names = _unique_names(nodes)
+    colours = {
+        c: i for i, c in enumerate(dict.fromkeys(n.colorClass for n in nodes)) if c is not None
+    }
+    rows: list[tuple[str, str, int, int, tuple[str, ...]]] = []  # one an op, in order
+    reads: list[list[int]] = []
+    tensor_of: dict[int, int] = {}
+    sizes: list[int] = []
+    sent: list[float] = []
+    for node, name in zip(nodes, names, strict=True):
+        kinds = () if node.supportedOnFpga else ("cpu",)
+        colour = -1 if node.colorClass is None else colours[node.colorClass]
+        weights = []
+        if node.size > 0:
+            rows.append((f"{name}.size", "parameter", Phase.SOURCE, -1, ()))
+            reads.append([])
+            weights.append(len(sizes))
+            sizes.append(round(node.size))
+            sent.append(0.0)
+        phase = Phase.BACKWARD if node.isBackwardNode else Phase.FORWARD
+        rows.append((name, "node", phase, colour, kinds))
+        reads.append(weights + [tensor_of[before] for before in inputs[node.id]])
+        tensor_of[node.id] = len(sizes)
+        sizes.append(0)
+        sent.append(costs.get(node.id, 0.0) * MILLISECOND * LINK_BYTES_PER_SECOND)
+    ops, tensors = len(rows), len(sizes)
+    graph = Graph(
+        names=tuple(row[0] for row in rows),
+        kinds=tuple(row[1] for row in rows),
+        signatures=tuple(row[0] for row in rows),
+        modules=("",) * ops,
+        phases=np.array([row[2] for row in rows]),
+        flops=np.zeros(ops, np.int64),
+        accessed_bytes=np.zeros(ops, np.int64),
+        colocation=np.array([row[3] for row in rows]),
+        gradient_of=np.full(ops, -1),
+        device_kinds=tuple(row[4] for row in rows),
+        producers=np.arange(tensors, dtype=np.int32),
+        shapes=((),) * tensors,
+        strides=((),) * tensors,
+        dtypes=("uint8",) * tensors,
+        tensor_bytes=np.array(sizes),
+        storages=np.arange(tensors, dtype=np.int32),
+        overwrites=np.zeros(tensors, bool),
+        input_offsets=np.cumsum([0] + [len(of_op) for of_op in reads]),
+        input_tensors=np.array([tensor for of_op in reads for tensor in of_op], np.int32),
+        outputs=np.zeros(0, np.int32),
+        control=np.zeros((0, 2), np.int32),
+    )
+    return graph, np.array(sent)
+
+
+def _unique_names(nodes: list[Node]) -> list[str]:
+    """A node's own name where no other has it, else with its id; only ids where names would still
+    be mistaken for one another or for a node's size."""
+    count: dict[str, int] = {}
+    for node in nodes:
+        count[node.name] = count.get(node.name, 0) + 1
+    own = [n.name if n.name and count[n.name] == 1 else f"{n.name}#{n.id}" for n in nodes]
+    for names in (own, [f"{n.name}#{n.id}" for n in nodes]):
+        taken = {*names, *(f"{name}.size" for name in names)}
+        if len(taken) == 2 * len(names):
+            return names
+    return [f"#{n.id}" for n in nodes]
+
+
+def _machine(name: str, file: File) -> Machine:
+    size = min(int(file.maxSizePerFPGA), UNLIMITED_BYTES)
+    devices = [_device(f"acc{i}", "gpu", size) for i in range(file.maxFPGAs)]
+    devices += [_device(f"cpu{i}", "cpu", UNLIMITED_BYTES) for i in range(file.maxCPUs)]
+    links = []
+    for device in devices:
+        rate = LINK_BYTES_PER_SECOND if device.kind == "gpu" else FREE_BYTES_PER_SECOND
+        links.append(Link(device.name, "host", rate, 0.0, f"{device.name} out"))
+        links.append(Link("host", device.name, rate, 0.0, f"{device.name} in"))
+    host = Device("host", "host", "host", UNLIMITED_BYTES, {}, 0.0, 0.0)
+    return Machine(name, (*devices, host), "host", tuple(links))
+
+
+def _device(name: str, kind: str, memory_bytes: int) -> Device:
+    """A device whose rates stand for nothing: the costs are given."""
+    model = "accelerator" if kind == "gpu" else "cpu"
+    return Device(name, kind, model, memory_bytes, {"float32": 1e12}, 1e12, 0.0)
+
+
+def _seconds(graph: Graph, machine: Machine, nodes: list[Node]) -> NDArray[np.float64]:
+    """[ops, devices]"""
+    by_kind = {
+        "gpu": [n.fpgaLatency if n.supportedOnFpga else np.inf for n in nodes],
+        "cpu": [n.cpuLatency for n in nodes],
+        "host": [np.inf] * len(nodes),
+    }
+    seconds = np.zeros((len(graph), len(machine.devices)))
+    for d, device in enumerate(machine.devices):
+        seconds[~graph.is_source, d] = np.array(by_kind[device.kind], np.float64) * MILLISECOND
+    return seconds
+
+
+# Records -> files of published instances.
+#
+# Of an imported instance nothing is lost but what it does not hold: every placement has the same
+# value in the file that is written. Of another graph on another machine this is lost:
+#
+# * links between accelerators: there everything goes through the host;
+# * what CPUs pay for transfers, limits of CPU memory, and the order of links' channels;
+# * memory that is only occupied for a while: a node's size is its parameters, state and buffers,
+# and
+#   what of its output is kept for backward; what several nodes read is counted at the first;
+# * one output of several that is moved alone: a node's cost is that of all its outputs that are
+# read; * control edges are edges like others, and updates are backward nodes.
+#
+# Inputs become nodes without latency that only a CPU may run.
+
+
+FORMAT = "a placement instance"
+
+
+def save_instance(graph: Graph, machine: Machine, costs: Costs, path: str | Path) -> None:
+    """Write an instance, whole or not at all. Raises `UnwritableError`, and `ExportError` for a
+    machine or costs that the format cannot express."""
+    text = json.dumps(instance_to_dict(graph, machine, costs), allow_nan=False)
+    write_atomically(path, text)
+
+
+def instance_to_dict(graph: Graph, machine: Machine, costs: Costs) -> dict[str, Any]:
+    """The file's JSON. Nodes have the index of their op as id, edges stand by source, then target.
+
+    Raises `ExportError`, where accelerators or CPUs are unlike one another, or an op can run on
+    accelerators alone.
+    """
+    costs.check(graph)
+    accelerators = [d for d, one in enumerate(machine.devices) if one.kind == "gpu"]
+    cpus = [d for d, one in enumerate(machine.devices) if one.kind == "cpu"]
+    memory = _memory(machine, accelerators)
+    to_ms = 1 / MILLISECOND
+    on_accelerator = _column(graph, machine, costs, accelerators) * to_ms
+    on_cpu = _column(graph, machine, costs, cpus) * to_ms
+    if cpus and (~np.isfinite(on_cpu) & ~graph.is_source).any():
+        op = int(np.flatnonzero(~np.isfinite(on_cpu) & ~graph.is_source)[0])
+        raise ExportError(FORMAT, f"op {graph.names[op]!r}", "cannot run on a CPU; any node can")
+    inputs = graph.is_source & (graph.residences == HOST) & bool(cpus)
+    kept = np.flatnonzero(~graph.is_source | inputs)
+    sizes, groups = _sizes(graph), colocate(graph)
+    alone = np.bincount(groups.of_op[~graph.is_source], minlength=groups.count) < 2
+    nodes = []
+    for op in kept.tolist():
+        supported = bool(np.isfinite(on_accelerator[op])) and not inputs[op]
+        node: dict[str, Any] = {
+            "id": op,
+            "name": graph.names[op],
+            "supportedOnFpga": supported,
+            "cpuLatency": float(on_cpu[op]) if cpus else 0.0,
+            "fpgaLatency": float(on_accelerator[op]) if supported and accelerators else 0.0,
+            "isBackwardNode": bool(graph.phases[op] >= Phase.BACKWARD),
+            "size": 0 if inputs[op] else int(sizes[op]),
+        }
+        if not inputs[op] and not alone[groups.of_op[op]]:
+            node["colorClass"] = int(groups.of_op[op])
+        nodes.append(node)
+    return {
+        "maxSizePerFPGA": memory,
+        "maxFPGAs": len(accelerators),
+        "maxCPUs": len(cpus),
+        "nodes": nodes,
+        "edges": _edges(graph, _move_ms(graph, machine, costs, accelerators), kept),
+    }
+
+
+def _memory(machine: Machine, accelerators: list[int]) -> int:
+    sizes = {machine.devices[d].memory_bytes for d in accelerators}
+    if len(sizes) > 1:
+        name = machine.device_names[accelerators[-1]]
+        raise ExportError(FORMAT, f"accelerator {name}", "has other memory than the rest")
+    return sizes.pop() if sizes else UNLIMITED_BYTES
+
+
+def _column(graph: Graph, machine: Machine, costs: Costs, alike: list[int]) -> NDArray[np.float64]:
+    """[ops] seconds on any of the devices, where they agree; 0 where there is no device."""
+    if not alike:
+        return np.zeros(len(graph))
+    seconds = np.where(graph.is_source[:, None], 0.0, costs.compute_seconds[:, alike])
+    for kind in {machine.devices[d].kind for d in alike}:
+        seconds[~graph.runs_on(kind) & ~graph.is_source] = np.inf
+    for i, device in enumerate(alike):
+        unlike = np.flatnonzero(seconds[:, i] != seconds[:, 0])
+        if len(unlike):
+            names = machine.device_names
+            raise ExportError(
+                FORMAT,
+                f"op {graph.names[int(unlike[0])]!r}",
+                f"takes other time on {names[alike[0]]} than on {names[device]}; all "
+                "accelerators must be alike, and all CPUs",
+            )
+    return np.ascontiguousarray(seconds[:, 0])
+
+
+def _move_ms(
+    graph: Graph, machine: Machine, costs: Costs, accelerators: list[int]
+) -> NDArray[np.float64]:
+    """[ops] of moving all that is read of an op's output, to or from any accelerator."""
+    rates = set()
+    for device in accelerators:
+        for a, b in ((device, machine.host_index), (machine.host_index, device)):
+            if machine.link_index[a, b] < 0:
+                name = machine.device_names[device]
+                raise ExportError(FORMAT, f"accelerator {name}", "has no link with the host")
+            link = machine.links[machine.link_index[a, b]]
+            rates.add((link.latency_seconds, link.bandwidth_bytes_per_second))
+    if len(rates) > 1:
+        raise ExportError(FORMAT, f"machine {machine.name}", "has unlike links to its accelerators")
+    latency, bandwidth = rates.pop() if rates else (0.0, np.inf)
+    read = np.zeros(graph.tensors, bool)
+    read[graph.input_tensors] = True
+    seconds = np.where(read, latency + costs.sends_of(graph) / bandwidth, 0.0)
+    sums = np.bincount(graph.producers, seconds, minlength=len(graph))
+    return np.asarray(sums / MILLISECOND, np.float64)
+
+
+def _sizes(graph: Graph) -> NDArray[np.int64]:
+    """[ops] bytes that stay: what lives with an op or is read first by it, what of its output
+    backward reads, and what of it is the step's result."""
+    sizes = np.zeros(len(graph), np.int64)
+    late = graph.phases[graph.readers] >= Phase.BACKWARD
+    stays = np.zeros(graph.tensors, bool)
+    stays[graph.input_tensors[late]] = True
+    stays[graph.outputs] = True
+    forward = graph.phases[graph.producers] == Phase.FORWARD
+    for tensor in np.flatnonzero((graph.bases < 0) & ~graph.overwrites).tolist():
+        op = int(graph.producers[tensor])
+        readers = graph.consumers_of(tensor)
+        if not graph.is_source[op]:
+            sizes[op] += graph.tensor_bytes[tensor] if stays[tensor] and forward[tensor] else 0
+        elif graph.residences[op] >= 0:
+            sizes[graph.residences[op]] += graph.tensor_bytes[tensor]
+        elif graph.residences[op] != HOST and len(readers):
+            sizes[readers[0]] += graph.tensor_bytes[tensor]
+    return sizes
+
+
+def _edges(
+    graph: Graph, cost_ms: NDArray[np.float64], kept: NDArray[np.integer[Any]]
+) -> list[dict[str, Any]]:
+    ends = np.stack([graph.producers[graph.input_tensors], graph.readers], axis=1)
+    ends = np.unique(np.concatenate([ends, graph.control]), axis=0)
+    ends = ends[np.isin(ends[:, 0], kept)]
+    return [{"sourceId": a, "destId": b, "cost": float(cost_ms[a])} for a, b in ends.tolist()]

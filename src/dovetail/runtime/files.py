@@ -1,0 +1,104 @@
+"""Writing a file whole or not at all."""
+
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import FileFormatError, UnwritableError
+from dovetail.units import format_bytes
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write `data` (text as UTF-8) to `path`, so that a reader sees the old file or the new one.
+
+    The bytes go to a temporary file in the same folder, which then takes the name; what is not a
+    plain file (`/dev/stdout`, a pipe) is written directly. Raises `UnwritableError`, leaving
+    nothing behind.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    target = Path(path)
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            target.write_bytes(content)
+        else:
+            # A link keeps pointing where it did: its target is replaced, not the link.
+            _replace(target.resolve(), content)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        detail = error.strerror if isinstance(error, OSError) else str(error)
+        raise UnwritableError(os.fspath(path), detail or str(error)) from error
+
+
+def _replace(target: Path, content: bytes) -> None:
+    if target.is_dir():
+        raise IsADirectoryError(None, "is a folder")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:80]}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_mode())
+        os.replace(temporary, target)
+    except BaseException:  # Ctrl-C too: no half file is left behind
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _new_mode() -> int:
+    """What `open` would give a new file; mkstemp alone makes it private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise `UnwritableError` now where `write_atomically` would later, after long work."""
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(None, "is a folder")
+        if not target.exists() or target.is_file():
+            handle, temporary = tempfile.mkstemp(dir=target.resolve().parent, prefix=".dovetail.")
+            os.close(handle)
+            os.unlink(temporary)
+    except (OSError, ValueError) as error:
+        detail = error.strerror if isinstance(error, OSError) else str(error)
+        raise UnwritableError(os.fspath(path), detail or str(error)) from error
+
+
+# Reading JSON of unknown origin.
+
+
+MOST_BYTES = 2**31
+"""Largest JSON that is read. A gzip file of a few kilobytes can unpack to any size."""
+_CHUNK_BYTES = 2**20
+
+
+def read_json(path: str | Path) -> Any:
+    """Parsed JSON of a file, unzipped where the name ends in `.gz`. Raises `FileFormatError`."""
+    try:
+        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+            data = b"".join(_chunks(file.read, str(path)))
+        return json.loads(data)
+    except FileNotFoundError:
+        raise FileFormatError(str(path), "no such file") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise FileFormatError(str(path), str(error)) from None
+    except ValueError as error:  # not JSON, or an integer of more digits than Python converts
+        raise FileFormatError(str(path), f"not JSON: {error}") from None
+    except RecursionError:
+        raise FileFormatError(str(path), "nested too deeply") from None
+
+
+def _chunks(read: Callable[[int], bytes], path: str) -> Iterator[bytes]:
+    left = MOST_BYTES
+    while chunk := read(_CHUNK_BYTES):
+        left -= len(chunk)
+        if left < 0:
+            raise FileFormatError(path, f"holds more than {format_bytes(MOST_BYTES)} of JSON")
+        yield chunk
