@@ -21,7 +21,7 @@ import numpy as np
 import peers
 
 from dovetail.training import kernels
-from dovetail.training.checks import check, checksum, copy_and_check
+from dovetail.training.checks import check, checksum, copy_and_checksum
 
 MEGABYTE = 10**6
 PEERS = {
@@ -80,7 +80,7 @@ def measure_kernels(rounds: int, megabytes: int) -> None:
         "ADAG, numpy": naive,
         "DC-ASGD": lambda: kernels.add_compensated(theta, pushed, base, 1e-3, 0.04),
         "copy": lambda: np.copyto(inbox, pushed),
-        "copy + check": lambda: copy_and_check(inbox, pushed),
+        "copy + checksum": lambda: copy_and_checksum(inbox, pushed),
         "check": lambda: check(pushed),
         "its checksum alone": lambda: checksum(pushed),
         "dot product with itself": lambda: np.dot(pushed, pushed),

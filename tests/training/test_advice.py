@@ -7,18 +7,24 @@ import numpy as np
 import pytest
 
 from dovetail.errors import UsageError
-from dovetail.training import advice, measuring
-from dovetail.training.advice import Candidate, suggest, window_of
+from dovetail.training import advice
+from dovetail.training.advice import (
+    StepMeasurement,
+    TrainingCandidate,
+    measure,
+    measured_of,
+    suggest,
+    window_of,
+)
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.divergence import LossWatch, diverging, remedy, stable_rule
 from dovetail.training.learner import Gradient
-from dovetail.training.measuring import Measured, measure, measured_of
 from dovetail.training.records import Job
 from dovetail.training.rules import RULES, make_rule
 from tests.support.histories import make_history
 
-QUICK = Measured((0.01, 0.012, 0.008, 0.011), transfer_seconds=0.0005)
+QUICK = StepMeasurement((0.01, 0.012, 0.008, 0.011), transfer_seconds=0.0005)
 
 
 class LeastSquares:
@@ -83,22 +89,22 @@ def test_a_rate_at_which_sums_diverge_excludes_them_by_evidence():
     window = window_of(QUICK)
     assert "the loss went from" in of["downpour", 8, window].diverged
     assert of["agn", 8, window].diverged == ""
-    assert found.chosen != Candidate("downpour", 8, window)
+    assert found.chosen != TrainingCandidate("downpour", 8, window)
 
 
 def test_where_steps_are_too_dear_known_limits_and_computed_speeds_decide():
-    slow = Measured((2.0, 2.2), transfer_seconds=0.1)
+    slow = StepMeasurement((2.0, 2.2), transfer_seconds=0.1)
     found = suggest(assignment(), slow, budget_seconds=40)
     assert found.steps == 0
     assert math.isnan(found.level)
     assert found.chosen.rule == "adag-agn"
     assert found.chosen.workers == 8
     limits = {e.candidate: e.limit for e in found.evidence}
-    assert "8 x 4 updates" in limits[Candidate("downpour", 8, 4)]
-    assert limits[Candidate("downpour", 8, 1)] == ""
+    assert "8 x 4 updates" in limits[TrainingCandidate("downpour", 8, 4)]
+    assert limits[TrainingCandidate("downpour", 8, 1)] == ""
     rates = {e.candidate: e.samples_per_second for e in found.evidence}
-    assert rates[Candidate("sync", 1, 1)] == pytest.approx(8 / 2.2, rel=0.05)
-    assert rates[Candidate("sync", 8, 1)] < rates[Candidate("downpour", 8, 1)]
+    assert rates[TrainingCandidate("sync", 1, 1)] == pytest.approx(8 / 2.2, rel=0.05)
+    assert rates[TrainingCandidate("sync", 8, 1)] < rates[TrainingCandidate("downpour", 8, 1)]
 
 
 def test_a_middling_budget_simulates_fewer_workers_counts():
@@ -117,7 +123,7 @@ def test_workers_beyond_the_cores_are_no_faster():
     ("transfer_seconds", "window"), [(0.0, 4), (0.004, 4), (0.009, 10), (0.03, 40), (9.0, 40)]
 )
 def test_the_window_grows_with_the_price_of_a_transfer(transfer_seconds, window):
-    assert window_of(Measured((0.01,), transfer_seconds)) == window
+    assert window_of(StepMeasurement((0.01,), transfer_seconds)) == window
 
 
 def test_times_are_taken_from_the_rows_without_the_first_steps():
@@ -135,7 +141,7 @@ def test_times_are_taken_from_the_rows_without_the_first_steps():
 
 def test_measuring_runs_a_few_steps_of_one_worker():
     found = measure(assignment(), load_backend("threads"), 5.0, cores=3)
-    assert len(found.step_seconds) == measuring.MEASURED_STEPS - measuring.WARM_UP_STEPS
+    assert len(found.step_seconds) == advice.MEASURED_STEPS - advice.WARM_UP_STEPS
     assert found.cores == 3
     assert min(found.step_seconds) > 0
 
@@ -206,7 +212,7 @@ def test_a_long_start_is_not_counted_as_measuring():
         asked.append(watcher.should_stop([{}]))
         return make_history(40, workers=1).outcome
 
-    assert len(measure(assignment(), late, 5.0).step_seconds) == 40 - measuring.WARM_UP_STEPS
+    assert len(measure(assignment(), late, 5.0).step_seconds) == 40 - advice.WARM_UP_STEPS
     assert asked == [False, False, True]
 
 

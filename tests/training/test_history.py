@@ -220,11 +220,11 @@ def test_tensorboard_reads_the_scalars_back_by_samples(tmp_path):
 
 
 def test_a_long_run_is_thinned_to_means(tmp_path, monkeypatch):
-    from dovetail.training import tensorboard
+    from dovetail.training import history as module
 
-    monkeypatch.setattr(tensorboard, "POINTS", 7)
+    monkeypatch.setattr(module, "POINTS", 7)
     history = make_history(61)
-    seconds, samples, values = tensorboard._scalars(history)["train/loss"]
+    seconds, samples, values = module._scalars(history)["train/loss"]
     assert len(values) == len(samples) == len(seconds) == 7
     assert samples[-1] == 61 * 20
     parts = np.split(history.columns["loss"], np.searchsorted(history.columns["seen"], samples[:-1],

@@ -151,6 +151,16 @@ def test_bytes_behind_a_snapshot_are_named(tmp_path):
         read(tmp_path)
 
 
+@pytest.mark.parametrize("pattern", ["log-*", "snapshot-*"])
+def test_a_file_of_the_format_before_is_refused_by_its_version(pattern, tmp_path):
+    path = only(written(tmp_path), pattern)
+    content = path.read_bytes()
+    path.write_bytes(content[:6] + b"1" + content[7:])
+    with pytest.raises(JournalError, match="of format 1, written by another version") as caught:
+        read(tmp_path)
+    assert caught.value.path == str(path)
+
+
 def test_a_folder_belongs_to_one_run(tmp_path):
     written(tmp_path)
     kept = stored_identity(tmp_path)

@@ -11,7 +11,7 @@ from dovetail.errors import DivergedError
 from dovetail.frontends import Adam
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.modules import ModuleLearner, flatten
-from dovetail.training.progress import DivergenceWarning
+from dovetail.training.monitor import DivergenceWarning
 from dovetail.training.records import Job
 from dovetail.training.trainer import Trainer
 from dovetail.training.worker import order

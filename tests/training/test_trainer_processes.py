@@ -14,6 +14,7 @@ from dovetail.training.backends.contract import Watcher
 from dovetail.training.group import GroupLearner, GroupLearners
 from dovetail.training.modules import ModuleLearners, flatten
 from dovetail.training.preparing import prepare
+from dovetail.training.request import TrainRequest
 from dovetail.training.trainer import Trainer
 from tests.support.training_models import SGD, cross_entropy, perceptron, relative, table
 
@@ -112,6 +113,6 @@ def test_a_group_computes_the_gradient_of_the_whole_batch():
 
 
 def test_a_trainers_workers_are_groups_if_so_wished():
-    trainer = Trainer(perceptron(), cross_entropy, SGD, group=2)
-    make = prepare(trainer, table(), None).assignment.learner
+    request = TrainRequest(perceptron(), cross_entropy, SGD, group=2)
+    make = prepare(request, table(), None).assignment.learner
     assert isinstance(make, GroupLearners) and make.size == 2

@@ -1,11 +1,10 @@
 """`dovetail train`, and `dovetail train-report`: a page about runs that were kept."""
 
-import inspect
 import io
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ from dovetail.cli.arguments import Json, check_outputs, split_pair
 from dovetail.cli.output import say, show, show_json
 from dovetail.errors import ModelError, UnwritableError, UsageError
 from dovetail.training.backends import BACKENDS
+from dovetail.training.request import TrainRequest
 
 EPILOG = """\
 Examples:
@@ -38,10 +38,17 @@ torch.optim.Adam, or a name such as adam; dataset: arrays, a map-style or an ite
 validation may be left out. Or it returns (dovetail Trainer, dataset[, validation]); options given
 here then take the place of the trainer's own.
 """
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(TrainRequest)}
+"""Defaults of training, shown in the help. An option that is not given stays None here, so that a
+Trainer that the function returns keeps its own setting."""
 FUNCTION_HELP = (
     "package.module:function, looked for in the current folder first; it returns (model, loss, "
     "optimizer, dataset[, validation]) or (Trainer, dataset[, validation])"
 )
+
+
+def _default(name: str) -> str:
+    return str(DEFAULTS[name])
 
 
 def train(  # noqa: PLR0913  one argument an option
@@ -50,25 +57,27 @@ def train(  # noqa: PLR0913  one argument an option
     rule: Annotated[
         str,
         typer.Option(
-            help="How workers and server update; --rules lists them", show_default="adag-agn"
+            help="How workers and server update; --rules lists them", show_default=_default("rule")
         ),
     ] = "",
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE of the rule, e.g. gamma=1e-4")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, show_default="2")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, show_default=_default("workers"))] = None,
     window: Annotated[
         str,
         typer.Option(
             help="Local steps between commits; all: one commit, at the end",
-            show_default="auto: 1, more for rules that ask for it",
+            show_default=f"{DEFAULTS['window']}: 1, more for rules that ask for it",
         ),
     ] = "",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a local step", show_default="32")
+        int | None,
+        typer.Option(min=1, help="Samples of a local step", show_default=_default("batch")),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over all samples", show_default="1")
+        int | None,
+        typer.Option(min=1, help="Passes over all samples", show_default=_default("epochs")),
     ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate, in place of the optimizer's own")
@@ -77,22 +86,26 @@ def train(  # noqa: PLR0913  one argument an option
         str,
         typer.Option(
             help="; ".join(f"{entry.name}: {entry.help}" for entry in BACKENDS.values()),
-            show_default="processes",
+            show_default=_default("backend"),
         ),
     ] = "",
     backend_option: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE of the backend, e.g. latency_seconds=0.01 of simulated"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, show_default="0")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, show_default=_default("seed"))] = None,
     metric: Annotated[
         list[str] | None, typer.Option(help="On the validation set beside the loss: accuracy")
     ] = None,
     validate: Annotated[
-        str, typer.Option(help="When: epoch, so many samples, or 30s", show_default="epoch")
+        str,
+        typer.Option(
+            help="When: epoch, so many samples, or 30s", show_default=_default("validate")
+        ),
     ] = "",
     monitor: Annotated[
-        str, typer.Option(help="The figure that --patience goes by", show_default="loss")
+        str,
+        typer.Option(help="The figure that --patience goes by", show_default=_default("monitor")),
     ] = "",
     patience: Annotated[
         int | None, typer.Option(min=1, help="Validations without a better one before it stops")
@@ -100,7 +113,8 @@ def train(  # noqa: PLR0913  one argument an option
     wire: Annotated[
         str,
         typer.Option(
-            help="How vectors travel: float16, bfloat16, topk:FRACTION", show_default="none"
+            help="How vectors travel: float16, bfloat16, topk:FRACTION",
+            show_default=_default("wire"),
         ),
     ] = "",
     folder: Annotated[
@@ -155,7 +169,7 @@ def train(  # noqa: PLR0913  one argument an option
     if window:
         settings["window"] = parse_window(window)
     if rule or option:
-        settings["rule"] = parse_rule(rule or "adag-agn", option or ())
+        settings["rule"] = parse_rule(rule or DEFAULTS["rule"], option or ())
     policy = _given(
         worker_restarts=restarts,
         worker_losses=losses,
@@ -210,7 +224,12 @@ def _check_others(history: Path | None, tensorboard: Path | None, folder: Path |
 def _list_rules(as_json: bool) -> None:
     from rich.table import Column, Table
 
-    rows = rule_rows()
+    from dovetail.training.rules import RULES
+
+    rows = []
+    for name, entry in RULES.items():
+        options = ", ".join(f"{option}={default}" for option, default in entry.options.items())
+        rows.append((name, entry.help, options, entry.paper))
     if as_json:
         keys = ("name", "about", "options", "paper")
         show_json({"rules": [dict(zip(keys, row, strict=True)) for row in rows]})
@@ -227,7 +246,6 @@ def _list_rules(as_json: bool) -> None:
 
 if TYPE_CHECKING:
     from dovetail.training.rules.contract import Rule
-    from dovetail.training.trainer import Trainer
 
 RETURNS = (
     "must return (model, loss, optimizer, dataset), (Trainer, dataset), or either with a "
@@ -239,16 +257,16 @@ RETURNS = (
 class Setup:
     """What is to be trained, and on what."""
 
-    trainer: "Trainer"
+    request: TrainRequest
     dataset: Any
     validation: Any = None
 
 
 def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, Any]) -> Setup:
-    """What the function returns, with `settings`, fields of `Trainer`, in place of its own, and
-    `policy`, fields of `FailurePolicy`.
+    """What the function returns, with `settings`, fields of `TrainRequest`, in place of its own,
+    and `policy`, fields of `FailurePolicy`.
 
-    Raises `ModelError`, or `UsageError` for a setting that the trainer cannot take.
+    Raises `ModelError`, or `UsageError` for a setting that no run can have.
     """
     from dovetail.runtime.functions import call_function, names_function
     from dovetail.training.backends.contract import FailurePolicy
@@ -262,13 +280,14 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     if returned and isinstance(returned[0], Trainer):
         if not 2 <= len(returned) <= 3:
             raise ModelError(function, RETURNS)
-        trainer = returned[0]
-        changed = replace(trainer, **settings, policy=replace(trainer.policy, **policy))
+        request = returned[0].request
+        changed = replace(request, **settings, policy=replace(request.policy, **policy))
         return Setup(changed, *returned[1:])
     if not 4 <= len(returned) <= 5:
         raise ModelError(function, RETURNS)
     model, loss, optimizer, *data = returned
-    return Setup(Trainer(model, loss, optimizer, **settings, policy=FailurePolicy(**policy)), *data)
+    request = TrainRequest(model, loss, optimizer, **settings, policy=FailurePolicy(**policy))
+    return Setup(request, *data)
 
 
 def parse_rule(name: str, options: Sequence[str]) -> "Rule | str":
@@ -344,21 +363,3 @@ def save_weights(model: Any, path: Path) -> None:
     content = io.BytesIO()
     torch.save(model.state_dict(), content)
     write_atomically(path, content.getvalue())
-
-
-def rule_rows() -> list[tuple[str, str, str, str]]:
-    """(name, what it does, options and their defaults, paper) of each rule, from its own file."""
-    from dovetail.training.rules import RULES
-
-    rows = []
-    for name, make in RULES.items():
-        text = inspect.getdoc(inspect.getmodule(make)) or ""
-        paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-        about = (inspect.getdoc(make) or "").partition("\n")[0]
-        options = ", ".join(
-            f"{key}={parameter.default}"
-            for key, parameter in inspect.signature(make).parameters.items()
-            if parameter.kind is not parameter.VAR_KEYWORD
-        )
-        rows.append((name, f"{paragraphs[0]} {about}", options, paragraphs[1]))
-    return rows

@@ -34,17 +34,17 @@ from dovetail.cli.output import (
 from dovetail.cli.training import Setup, save_weights
 from dovetail.errors import DovetailError, UsageError
 from dovetail.training import advice
-from dovetail.training.advice import Advice, Evidence
+from dovetail.training.advice import Advice, Evidence, measure
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Watcher
 from dovetail.training.history import History, events_of
-from dovetail.training.measuring import measure
-from dovetail.training.preparing import Prepared, bind_rule, prepare
-from dovetail.training.progress import DivergenceWarning
+from dovetail.training.monitor import DivergenceWarning
+from dovetail.training.preparing import PreparedTraining, bind_rule, prepare
 from dovetail.training.records import Event, Outcome, Row
+from dovetail.training.request import TrainRequest
 from dovetail.training.rules.contract import Rule
 from dovetail.training.torch_optimizers import resolve_optimizer
-from dovetail.training.trainer import Trainer
+from dovetail.training.trainer import train
 from dovetail.units import format_count, format_seconds, printable
 
 # ---- A training run as it goes on, on standard error: a table that changes, or lines ----
@@ -250,11 +250,11 @@ class _RunSoFar:
     def history(self, setup: Setup, error: DovetailError) -> History:
         """Of a run that failed."""
         rows = tuple(self.rows)
-        trainer = setup.trainer
+        request = setup.request
         meta = {
-            "rule": trainer.rule if isinstance(trainer.rule, str) else trainer.rule.name,
-            "backend": _name(trainer.backend),
-            "job": {"workers": trainer.workers, "batch": trainer.batch, "epochs": trainer.epochs},
+            "rule": request.rule_name,
+            "backend": _name(request.backend),
+            "job": {"workers": request.workers, "batch": request.batch, "epochs": request.epochs},
             "failed": str(error),
         }
         return History(
@@ -276,19 +276,21 @@ def train_and_write(function: str, setup: Setup, outputs: TrainingOutputs, as_js
 
     Of a run that failed, what it said until then is written too, and its error is raised.
     """
-    trainer = setup.trainer
+    request = setup.request
     samples = len(setup.dataset) if hasattr(setup.dataset, "__len__") else None
     if isinstance(setup.dataset, tuple):
         samples = len(setup.dataset[0])
-    rule = trainer.rule if isinstance(trainer.rule, str) else trainer.rule.name
     progress = TrainingProgress(
-        f"{function} by {rule}", trainer.workers, samples and samples * trainer.epochs
+        f"{function} by {request.rule_name}", request.workers, samples and samples * request.epochs
     )
     kept = _RunSoFar(progress)
-    say(f"training {function} by {rule} with {trainer.workers} workers on {_name(trainer.backend)}")
+    say(
+        f"training {function} by {request.rule_name} with {request.workers} workers on "
+        f"{_name(request.backend)}"
+    )
     try:
         with drawn(progress), _warnings_said():
-            found = trainer.fit(setup.dataset, setup.validation, watcher=kept.watcher)
+            history = train(request, setup.dataset, setup.validation, watcher=kept.watcher)
     except DovetailError as error:
         if kept.rows or kept.events:
             failed = kept.history(setup, error)
@@ -296,12 +298,12 @@ def train_and_write(function: str, setup: Setup, outputs: TrainingOutputs, as_js
             if as_json:
                 show_json(summary(function, failed, outputs, str(error)))
         raise
-    _write(found, outputs, trainer.model)
+    _write(history, outputs, request.model)
     if as_json:
-        show_json(summary(function, found, outputs))
+        show_json(summary(function, history, outputs))
     else:
-        show(Text(found.summary()))
-    if found.interrupted:
+        show(Text(history.summary()))
+    if history.interrupted:
         say("interrupted: this is the best so far")
 
 
@@ -423,37 +425,36 @@ def suggest_and_show(
 
     The context is that of `dovetail train`, whose other options the run is to have, too.
     """
-    trainer = replace(setup.trainer, folder=None, resume=False)
-    prepared = prepare(trainer, setup.dataset, setup.validation)
+    request = replace(setup.request, folder=None, resume=False)
+    prepared = prepare(request, setup.dataset, setup.validation)
     with progress_bar() as bar:
-        found = _advice(
-            trainer, prepared, budget_seconds, lambda what, share: bar(what, share, None)
-        )
-    rule = setup.trainer.rule
-    given = rule if isinstance(rule, str) else rule.name
-    options = typed_options(context, with_rule=found.chosen.rule == given)
+        result = _advice(prepared, budget_seconds, lambda what, share: bar(what, share, None))
+    options = typed_options(context, with_rule=result.chosen.rule == request.rule_name)
     if as_json:
-        show_json(advice_summary(function, found, options))
+        show_json(advice_summary(function, result, options))
         return
-    measured = found.measured
+    measured = result.measured
     say(
         f"measured: a step takes {format_seconds(measured.mean_seconds)}, a transfer "
         f"{format_seconds(measured.transfer_seconds)}"
     )
-    show(_table(found))
-    for reason in _reasons(found):
+    show(_table(result))
+    for reason in _reasons(result):
         show(Text(reason, style="dim"))
-    show(Text(f"{advice.describe(found.chosen)}: {found.why}"))
-    show(Text(printable(command(function, found, options))))
+    show(Text(f"{advice.describe(result.chosen)}: {result.why}"))
+    show(Text(printable(command(function, result, options))))
 
 
 def _advice(
-    trainer: Trainer, prepared: Prepared, budget_seconds: float, progress: advice.Progress
+    prepared: PreparedTraining,
+    budget_seconds: float,
+    progress: advice.ReportProgress,
 ) -> Advice:
-    name = trainer.backend if isinstance(trainer.backend, str) else "processes"
+    request = prepared.request
+    name = request.backend if isinstance(request.backend, str) else "processes"
     if name == "simulated":  # has no times of its own
         name = "processes"
-    options = trainer.backend_options if name == trainer.backend else {}
+    options = request.backend_options if name == request.backend else {}
     cores = None if name == "ray" else len(os.sched_getaffinity(0))
     measuring_seconds = advice.MEASURING_SHARE * budget_seconds
     progress(f"measuring on {name}", 0.0)
@@ -462,22 +463,22 @@ def _advice(
     return advice.suggest(
         assignment,
         measured,
-        rules=_rules(trainer, assignment.rule),
+        rules=_rules(request, assignment.rule),
         budget_seconds=budget_seconds - measuring_seconds,
         progress=progress,
     )
 
 
-def _rules(trainer: Trainer, given: Rule) -> list[Rule]:
-    """The candidates with this optimizer, and the trainer's own rule with its options."""
-    optimizer = resolve_optimizer(trainer.optimizer, trainer.lr)
+def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
+    """The candidates with this optimizer, and the request's own rule with its options."""
+    optimizer = resolve_optimizer(request.optimizer, request.lr)
     rules = []
-    for name in advice.RULES:
+    for name in advice.SUGGESTED:
         try:
             rules.append(given if name == given.name else bind_rule(name, optimizer))
         except UsageError as error:
             say(f"{name} is left out: {error}")
-    return rules if given.name in advice.RULES else [*rules, given]
+    return rules if given.name in advice.SUGGESTED else [*rules, given]
 
 
 def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
@@ -493,86 +494,86 @@ def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
         if value is True:
             words.append(parameter.opts[0])
         else:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [parameter.opts[0], str(one)]
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(item)]
     return words
 
 
-def command(function: str, found: Advice, options: Sequence[str]) -> str:
+def command(function: str, result: Advice, options: Sequence[str]) -> str:
     """What to run."""
-    chosen = found.chosen
+    chosen = result.chosen
     words = ["dovetail", "train", function, "--rule", chosen.rule]
     words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
     return shlex.join([*words, *options])
 
 
-def advice_summary(function: str, found: Advice, options: Sequence[str]) -> dict[str, Any]:
+def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dict[str, Any]:
     """What `train --suggest --json` prints. Its keys are stable; what is not known is null."""
-    measured, chosen = found.measured, found.chosen
+    measured, chosen = result.measured, result.chosen
     return {
         "function": function,
         "step_seconds": measured.mean_seconds,
         "transfer_seconds": measured.transfer_seconds,
         "measured_steps": len(measured.step_seconds),
         "cores": measured.cores,
-        "simulated_steps": found.steps,
+        "simulated_steps": result.steps,
         "rule": chosen.rule,
         "workers": chosen.workers,
         "window": chosen.window,
-        "why": found.why,
-        "command": command(function, found, options),
-        "level": _number(found.level),
+        "why": result.why,
+        "command": command(function, result, options),
+        "level": _number(result.level),
         "evidence": [
             {
-                **vars(one.candidate),
-                "samples_per_second": _number(one.samples_per_second),
-                "staleness": _number(one.staleness),
-                "loss": _number(one.loss),
-                "seconds": _number(one.seconds),
-                "diverged": one.diverged or None,
-                "limit": one.limit or None,
+                **vars(evidence.candidate),
+                "samples_per_second": _number(evidence.samples_per_second),
+                "staleness": _number(evidence.staleness),
+                "loss": _number(evidence.loss),
+                "seconds": _number(evidence.seconds),
+                "diverged": evidence.diverged or None,
+                "limit": evidence.limit or None,
             }
-            for one in found.evidence
+            for evidence in result.evidence
         ],
     }
 
 
-def _table(found: Advice) -> Table:
+def _table(result: Advice) -> Table:
     """Candidates, the chosen first, then by time."""
-    level = "time" if math.isnan(found.level) else f"to {found.level:.3g}"
+    level = "time" if math.isnan(result.level) else f"to {result.level:.3g}"
     table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
-    for one in sorted(found.evidence, key=lambda one: _place(one, found)):
-        is_chosen = one.candidate == found.chosen
+    for evidence in sorted(result.evidence, key=lambda evidence: _place(evidence, result)):
+        is_chosen = evidence.candidate == result.chosen
         table.add_row(
-            one.candidate.rule,
-            str(one.candidate.workers),
-            str(one.candidate.window),
-            _shown(one.samples_per_second, format_count),
-            _shown(one.staleness, "{:.3g}".format),
-            _shown(one.loss, "{:.4g}".format),
-            _shown(one.seconds, format_seconds),
-            "use" if is_chosen else "" if one.stable else "no",
-            style="bold" if is_chosen else "" if one.stable else "dim",
+            evidence.candidate.rule,
+            str(evidence.candidate.workers),
+            str(evidence.candidate.window),
+            _shown(evidence.samples_per_second, format_count),
+            _shown(evidence.staleness, "{:.3g}".format),
+            _shown(evidence.loss, "{:.4g}".format),
+            _shown(evidence.seconds, format_seconds),
+            "use" if is_chosen else "" if evidence.stable else "no",
+            style="bold" if is_chosen else "" if evidence.stable else "dim",
         )
     return table
 
 
-def _reasons(found: Advice) -> list[str]:
+def _reasons(result: Advice) -> list[str]:
     """Why candidates are not to be used."""
     lines = []
-    for one in found.evidence:
-        what = advice.describe(one.candidate)
-        if one.diverged:
-            lines.append(f"{what}: diverges: {one.diverged}")
-        elif one.limit:
-            lines.append(f"{what}: {one.limit}, which is known to diverge in longer runs")
+    for evidence in result.evidence:
+        what = advice.describe(evidence.candidate)
+        if evidence.diverged:
+            lines.append(f"{what}: diverges: {evidence.diverged}")
+        elif evidence.limit:
+            lines.append(f"{what}: {evidence.limit}, which is known to diverge in longer runs")
     return lines
 
 
-def _place(one: Evidence, found: Advice) -> tuple[bool, bool, float, float]:
-    seconds = one.seconds if math.isfinite(one.seconds) else math.inf
-    rate = one.samples_per_second if math.isfinite(one.samples_per_second) else 0.0
-    return one.candidate != found.chosen, not one.stable, seconds, -rate
+def _place(evidence: Evidence, result: Advice) -> tuple[bool, bool, float, float]:
+    seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
+    rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
+    return evidence.candidate != result.chosen, not evidence.stable, seconds, -rate
 
 
 def _shown(value: float, form: Any) -> str:

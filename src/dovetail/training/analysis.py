@@ -1,4 +1,4 @@
-"""What asynchrony did to a run: staleness, implicit momentum, temporal efficiency.
+"""Measures what asynchrony did to a run: staleness, implicit momentum, temporal efficiency.
 
     staleness     of the rows of a run: mean, median, 95th percentile, largest; per worker
     momentum      implicit: what stale gradients add to a plain descent, measured on a quadratic
@@ -23,12 +23,13 @@ from dovetail.training.records import Evaluation, Row
 from dovetail.training.step_times import StepTimes
 
 Floats = NDArray[np.float64]
-ROUNDS = 8  # steps of each worker before the descent begins
+ROUNDS = 8
+"""Steps of each worker before the descent begins, so that their clocks are mixed by then."""
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """Of `commits` commits: mean, median, 95th percentile, largest. nan where there are none."""
+    """Staleness of `commits` commits: mean, median, 95th percentile, largest; nan without any."""
 
     commits: int
     mean: float
@@ -39,7 +40,7 @@ class Staleness:
 
 @dataclass(frozen=True)
 class ImplicitMomentum:
-    """mu of a descent on x*x/2, over `replicas` schedules of `steps` commits each.
+    """Implicit momentum mu of a descent on x*x/2, over replicas of schedules.
 
     momentum       the fitted mu
     theory         1 - 1/n
@@ -55,8 +56,8 @@ class ImplicitMomentum:
 
 
 def staleness(rows: Sequence[Row], workers: int) -> tuple[Staleness, dict[int, Staleness]]:
-    """Of all workers together and of each, the first `workers` commits left out: those start
-    together from the same center, and are no fresher for being few."""
+    """Staleness of all workers together, and of each. The first `workers` commits are left out:
+    they all start from the same center, which says nothing about the run."""
     counted = rows[workers:]
     of_worker: dict[int, list[int]] = {}
     for row in counted:
@@ -83,7 +84,7 @@ def implicit_momentum(
     rate: float = 0.02,
     seed: int = 0,
 ) -> ImplicitMomentum:
-    """Measure it, for `workers` equal workers whose steps take such times.
+    """Measure the implicit momentum of `workers` equal workers whose steps take such times.
 
     Each replica is the schedule of `backends.simulated` without its transfers: a commit is applied
     when its worker's step ends, and the worker goes on from what it then pulls; ties fall to the
@@ -93,10 +94,12 @@ def implicit_momentum(
     """
     rng = np.random.default_rng((seed, workers))
     every = np.arange(replicas)
-    ends = times.draw(rng, (replicas, workers))  # of each worker's present step
+    # [replicas, workers] when each worker's present step ends.
+    ends = times.draw(rng, (replicas, workers))
     ends += rng.uniform(0.0, times.mean_seconds, ends.shape)
-    base = np.ones((replicas, workers))  # what it pulled
-    pulled = np.full((replicas, workers), -ROUNDS * workers)  # the clock then
+    # [replicas, workers] what each worker pulled, and the clock when it did.
+    base = np.ones((replicas, workers))
+    pulled = np.full((replicas, workers), -ROUNDS * workers)
     x = np.ones(replicas)
     trajectory, stale = np.ones(steps + 1), []
     for clock in range(-ROUNDS * workers, steps):
@@ -121,7 +124,7 @@ def implicit_momentum(
 def fit_momentum(trajectory: Floats) -> tuple[float, float]:
     """(mu, c) of x_{t+1} - x_t = mu (x_t - x_{t-1}) - c x_t, by least squares over [steps] x.
 
-    What plain descent explains as well (a geometric sequence) has mu 0.
+    A geometric sequence, which plain descent explains as well, has mu 0.
     """
     change = np.diff(trajectory)
     unknowns = np.stack([change[:-1], -trajectory[1:-1]], axis=1)
@@ -158,7 +161,7 @@ def _integral(seconds: Sequence[float], values: Sequence[float], end: float) -> 
 def seconds_to(
     evaluations: Iterable[Evaluation], target: float, figure: str = "accuracy"
 ) -> float | None:
-    """When a figure was first seen at `target` or above; None: never."""
+    """Seconds until a figure was first seen at `target` or above; None if it never was."""
     for evaluation in evaluations:
         if evaluation.figures[figure] >= target:
             return evaluation.seconds

@@ -1,6 +1,6 @@
-"""A run's folder, as the caller's side keeps it beside the server's state.
+"""The folder of a run: what the caller keeps there beside the server's state.
 
-trainer.json       what the run is; a resumed one must be the same
+trainer.json       what the run is; a run that resumes it must be the same
 evaluations.json   every evaluation so far, and which was the best
 best.npy           the center at the best one
 center/            the server's snapshot and log
@@ -26,7 +26,7 @@ _FACTS, _EVALUATIONS, _BEST, _CENTER = "trainer.json", "evaluations.json", "best
 
 
 class RunFolder:
-    """The folder of one run; `run` is its random name."""
+    """The folder of one run. `run` is the run's random name."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
@@ -34,27 +34,28 @@ class RunFolder:
 
     @property
     def center(self) -> Path:
-        """The server's part of it."""
+        """The folder of the server's snapshot and log."""
         return self.path / _CENTER
 
     def save(self, evaluations: list[Evaluation], best: int | None, theta: Vector | None) -> None:
         """Keep the evaluations; with `theta` [size] also the center of the best one."""
-        if theta is not None:  # first: an index to a center that is not there would mislead
+        # The center goes first: an index of a best center that is not there would mislead.
+        if theta is not None:
             content = io.BytesIO()
             np.save(content, theta, allow_pickle=False)
             write_atomically(self.path / _BEST, content.getvalue())
-        found = {"best": best, "evaluations": [asdict(e) for e in evaluations]}
-        write_atomically(self.path / _EVALUATIONS, json.dumps(found))
+        record = {"best": best, "evaluations": [asdict(e) for e in evaluations]}
+        write_atomically(self.path / _EVALUATIONS, json.dumps(record))
 
     def load(self) -> tuple[list[Evaluation], int | None, Vector | None]:
         """What `save` kept; nothing where it was never called. Raises `FileFormatError`."""
         path = self.path / _EVALUATIONS
         if not path.exists():
             return [], None, None
-        found = _read(path)
+        saved = _read(path)
         try:
-            evaluations = [Evaluation(**entry) for entry in found["evaluations"]]
-            best = found["best"]
+            evaluations = [Evaluation(**entry) for entry in saved["evaluations"]]
+            best = saved["best"]
             theta = None if best is None else np.load(self.path / _BEST, allow_pickle=False)
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise FileFormatError(str(path), str(error)) from error
@@ -74,13 +75,13 @@ def open_folder(
     held = path / _FACTS
     if not resume:
         return _start(path, facts)
-    found = _read(held)
-    if found.get("format") != FORMAT or not isinstance(found.get("run"), str):
+    stored = _read(held)
+    if stored.get("format") != FORMAT or not isinstance(stored.get("run"), str):
         raise FileFormatError(str(held), f"it is no {FORMAT}")
     for field, expected in json.loads(json.dumps(dict(facts))).items():
-        if found.get(field) != expected:
-            raise RunMismatchError(str(path), field, expected, found.get(field))
-    return RunFolder(path, found["run"])
+        if stored.get(field) != expected:
+            raise RunMismatchError(str(path), field, expected, stored.get(field))
+    return RunFolder(path, stored["run"])
 
 
 def check_held(folder: str | os.PathLike[str], resume: bool) -> None:
@@ -106,9 +107,9 @@ def _start(path: Path, facts: Mapping[str, Any]) -> RunFolder:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise FileFormatError(str(path), str(error)) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise FileFormatError(str(path), "it is not a JSON object")
-    return found
+    return content

@@ -1,4 +1,4 @@
-"""Data sets as a source of batches by index, whatever they are: arrays, map-style, or iterable.
+"""Reads batches by index from any kind of data set: arrays, map-style, or iterable.
 
     arrays      TensorDataset, or a tuple of tensors and numpy arrays of one length (tuples within
                 it may nest): a batch is one slice of each
@@ -7,10 +7,10 @@
     iterable    `__iter__` alone: index p is the p-th item of all epochs, one after the other, in
                 the stream's own order. Each iteration must yield the same
 
-Cost of an iterable: the samples of a run are handed out by position, so that a dead worker's are
-trained by others; each worker therefore runs through the whole stream and skips what is not its
-own. With n workers each item is produced n times. A data set with `iterate_from(position)` is
-spared that; one with `set_epoch(epoch)` is told the epoch, as torch's samplers are.
+The cost of an iterable: a run hands its samples out by position, so that other workers can train
+those of a dead worker. Each worker therefore runs through the whole stream and skips the samples of
+others: with n workers each item is produced n times. A data set with `iterate_from(position)` is
+spared that. One with `set_epoch(epoch)` is told the epoch, as torch's samplers are.
 
 An item, and so a batch, is (input, target, ...): a tuple or list whose first element is the
 model's input, and whose others the loss gets. Anything else is all input.
@@ -32,19 +32,22 @@ Collate = Callable[[list[Any]], Any]
 """Items -> a batch."""
 
 
-class Source(Protocol):
-    """`samples`: None for a stream, whose end is found when it is met."""
+class SampleSource(Protocol):
+    """A data set that is read by index. `samples`: None for a stream, whose end shows only when
+    it is reached."""
 
     samples: int | None
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
-        """The batch of these samples, and how many it has: fewer than asked for where a stream
-        ends among them, and (None, 0) where it had ended before."""
+        """The batch of these samples, and its number of samples: fewer than asked for where a
+        stream ends among them; (None, 0) where it had ended before."""
         ...
 
 
-def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) -> Source:
-    """The data set as a source, unless it is one. `epochs`: passes over a stream.
+def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) -> SampleSource:
+    """The data set as a `SampleSource`; one that is a source already stays as it is.
+
+    epochs   passes over a stream
 
     Raises `UsageError` for what cannot be read, or is empty.
     """
@@ -56,7 +59,7 @@ def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) 
     return source
 
 
-def _open(dataset: Any, collate: Collate | None, epochs: int) -> Source:
+def _open(dataset: Any, collate: Collate | None, epochs: int) -> SampleSource:
     if isinstance(dataset, ArraySource | MapSource | StreamSource):
         return dataset
     if type(dataset) is TensorDataset:
@@ -98,15 +101,15 @@ def _as_tensors(tree: Any) -> Any:
     if isinstance(tree, tuple | list):
         return tuple(_as_tensors(inner) for inner in tree)
     if isinstance(tree, Tensor):
-        found = tree.detach()
+        tensor = tree.detach()
     else:
         try:
-            found = _share(np.asarray(tree))
+            tensor = _share(np.asarray(tree))
         except (TypeError, ValueError) as error:
             raise UsageError("dataset", f"{type(tree).__name__} is no array: {error}") from None
-    if found.ndim == 0:
+    if tensor.ndim == 0:
         raise UsageError("dataset", "an array of it has no rows: it is a single number")
-    return found
+    return tensor
 
 
 def _share(array: NDArray[Any]) -> Tensor:
@@ -139,7 +142,8 @@ class MapSource:
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
         """The items `indices`, collated."""
-        rows = indices.tolist()  # plain ints, which any __getitem__ takes
+        # Plain ints, for not every __getitem__ takes numpy's.
+        rows = indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
         items = many(rows) if many is not None else [self._dataset[row] for row in rows]
         return self._collate(items), len(rows)
@@ -157,7 +161,8 @@ class StreamSource:
         self._dataset, self._collate, self._epochs = dataset, collate, epochs
         self._items: Iterator[Any] | None = None
         self._epoch, self._position = 0, 0
-        self._starts = [0]  # positions, of the epochs met so far
+        # Positions where the epochs that were reached so far start.
+        self._starts = [0]
         try:
             self.length: int | None = len(dataset)
         except TypeError:
@@ -165,7 +170,7 @@ class StreamSource:
 
     @property
     def passed(self) -> float:
-        """Epochs up to the last item; whole ones where there is no length."""
+        """Epochs up to the last item that was read; whole ones where the length is not known."""
         inside = self._position - self._starts[self._epoch]
         return self._epoch + min(inside / self.length, 1.0) if self.length else float(self._epoch)
 
@@ -194,7 +199,7 @@ class StreamSource:
         return item
 
     def _next_epoch(self) -> bool:
-        """Go on after an epoch's end, if another one follows."""
+        """Start the next epoch, if one follows; an epoch without items is the last."""
         is_empty = self._position == self._starts[self._epoch]
         if self._epoch + 1 >= self._epochs or is_empty:
             return False
@@ -215,11 +220,12 @@ class StreamSource:
         self._epoch = epoch
 
 
+# What `next` gives at a stream's end; None may be an item.
 _END = object()
 
 
 def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """A batch as the model's arguments, its keyword arguments, and the loss' targets."""
+    """Split a batch into the model's arguments, its keyword arguments, and the loss' targets."""
     first, targets = (
         (batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) and batch else (batch, ())
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.training.records import Row
+from dovetail.training.rules import RULES
 
 GROWTH = 2.0
 """A run diverges if its median loss is so many times that of its beginning, and still grows."""
@@ -24,8 +25,6 @@ SPREADS = 5.0
 FEWEST = 20
 """A median is of at least so many commits; with n workers it is of 2 n, if that is more."""
 
-SUMS = ("downpour", "downpour-adagrad", "ssp", "hogwild", "dc-asgd", "dc-asgd-adaptive")
-"""Rules whose commits grow with their windows, or which do not make up for staleness."""
 STABLE = ("agn", "adag-agn")
 FEW_WORKERS = 10
 """Up to so many workers, means of windows (AGN) are the remedy. On digits, AGN learns as well as
@@ -100,9 +99,13 @@ def stable_rule(rule: str, window: int | None, workers: int) -> str:
     """The rule to use where `rule` diverges with these; "" where none of them does better."""
     if rule in ("agn", "adag"):
         return "adag-agn"
-    if rule in SUMS:
+    if _adds_sums(rule):
         return "agn" if workers <= FEW_WORKERS and (window or 0) > 1 else "adag-agn"
     return ""
+
+
+def _adds_sums(rule: str) -> bool:
+    return rule in RULES and RULES[rule].adds_sums
 
 
 def remedy(rule: str, window: int | None, workers: int) -> str:
@@ -121,5 +124,5 @@ def remedy(rule: str, window: int | None, workers: int) -> str:
             f"{workers} x {steps} updates from one point; agn adds their mean"
         )
     return f"use adag-agn: {about}, and it divides by how far each weight has moved since" + (
-        f", where {rule} adds {steps} updates in each" if rule in SUMS and steps != "1" else ""
+        f", where {rule} adds {steps} updates in each" if _adds_sums(rule) and steps != "1" else ""
     )

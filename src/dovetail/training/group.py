@@ -1,15 +1,17 @@
-"""One worker as several processes: each computes a part of the batch, gradients are averaged.
+"""Runs one worker as several processes: each computes a part of the batch, and their gradients are
+averaged.
 
     rank 0, the worker     theta, a part of the indices ──► ranks 1 .. k - 1
     every rank             mean gradient of its part, times its share of the samples
     all                    gloo's all-reduce adds them: the mean over the batch
 
-Rank 0 alone talks to the server, and applies the optimizer. It is data parallelism within a
-worker, as DistributedDataParallel does it, but of one flat vector: one all-reduce a step, without
-overlap. Statistics of batch norms are of each rank's part, as there.
+Rank 0 alone talks to the server and applies the optimizer. This is data parallelism within a
+worker, as DistributedDataParallel does it, but with one flat vector: one all-reduce per step, which
+does not overlap with the backward pass. Each rank computes the statistics of batch norms from its
+own part, as there.
 
-gloo, and so the ports that it listens on, stays on the loopback interface. A rank that fails ends
-the worker with its traceback; ranks die with their worker.
+gloo listens on the loopback interface alone. A rank that fails ends the worker with its traceback;
+ranks die with their worker.
 """
 
 import shutil
@@ -34,7 +36,7 @@ from dovetail.training.modules import ModuleLearner, ModuleLearners
 from dovetail.training.records import Vector
 
 TIMEOUT_SECONDS = 1800.0
-"""torch's own, too: how long a rank waits for the others' gradients."""
+"""How long a rank waits for the others' gradients. It is torch's own default, too."""
 
 
 @dataclass(frozen=True)
@@ -50,42 +52,46 @@ class GroupLearners:
 
 
 class _Reducer:
-    """Adds vectors over the ranks, by gloo."""
+    """Adds vectors over all ranks by gloo."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        names: Any = dist  # torch's stubs know but some of its names
-        gloo = names.ProcessGroupGloo  # this object's own: the process' default is the user's
+        # torch's stubs know only some of its names.
+        names: Any = dist
+        # A group of this object's own: the default group of the process is the user's.
+        gloo = names.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=TIMEOUT_SECONDS)
         store = names.FileStore(str(folder / "store"), size)
         self._group = gloo(store, rank, size, options)
-        self.add(torch.zeros(1))  # all are connected: the store has done its part
+        # After a first sum all ranks are connected, and the store's file may go.
+        self.add(torch.zeros(1))
 
     def share(self, vector: Vector) -> None:
-        """Rank 0's vector [size] to all."""
+        """Send rank 0's vector [size] to all ranks."""
         self._group.broadcast(torch.from_numpy(vector), 0).wait()
 
     def add(self, vector: torch.Tensor) -> None:
-        """The sum over all ranks, in place."""
+        """Replace the vector by the sum over all ranks."""
         self._group.allreduce([vector]).wait()
 
 
 class _Part:
-    """A rank's part of each gradient."""
+    """Computes a rank's part of each gradient, and the sum over all ranks."""
 
     def __init__(self, learner: ModuleLearner, reducer: _Reducer) -> None:
         self._learner, self._reducer = learner, reducer
-        self._sum: Vector = np.zeros(learner.size + 2, learner.dtype)  # and samples, and loss
+        # [size + 2] the gradient, then the samples, then their loss: one all-reduce for all.
+        self._sum: Vector = np.zeros(learner.size + 2, learner.dtype)
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
         """The gradient over all ranks' indices."""
         total = self._sum
         total[:] = 0
         if len(indices):
-            found = self._learner.gradient(theta, indices, epoch)
-            np.multiply(found.vector, found.samples, out=total[:-2])
-            total[-2:] = found.samples, found.samples * found.loss
+            partial = self._learner.gradient(theta, indices, epoch)
+            np.multiply(partial.vector, partial.samples, out=total[:-2])
+            total[-2:] = partial.samples, partial.samples * partial.loss
         self._reducer.add(torch.from_numpy(total))
         samples = round(float(total[-2]))
         total[:-2] /= max(samples, 1)
@@ -105,7 +111,8 @@ class GroupLearner:
             self._members.append(member)
             member.send((parcel, worker, str(self._folder), rank, size))
         self._learner = learners(worker)
-        for member in self._members:  # a model that fails there does so before gloo waits for it
+        # A model that fails in a rank fails here, before gloo waits for it.
+        for member in self._members:
             member.receive()
         self._reducer = _Reducer(self._folder, 0, size)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -119,7 +126,8 @@ class GroupLearner:
                 member.send((part, epoch))
             self._reducer.share(theta)
             return self._part.gradient(theta, parts[0], epoch)
-        except RuntimeError:  # gloo's, of a rank that is gone
+        except RuntimeError:
+            # gloo raises this when a rank is gone; the rank's own error says more.
             self._raise_theirs()
             raise
 
@@ -150,13 +158,14 @@ def _end(members: list[Worker], folder: Path) -> None:
 
 
 def serve(channel: Channel) -> None:
-    """A rank's process: computes its part of each gradient until the channel closes."""
+    """Run a rank's process: compute its part of each gradient until the channel closes."""
     from dovetail.runtime.setup import set_up
 
     set_up(threads=1)
     first: Any = channel.receive()
     parcel, worker, folder, rank, size = first
-    learner = cloudpickle.loads(parcel)(worker)  # of rank 0, our parent
+    # The parcel comes from rank 0, the process that started this one.
+    learner = cloudpickle.loads(parcel)(worker)
     channel.send("ready")
     part = _Part(learner, _Reducer(Path(folder), rank, size))
     theta: Vector = np.empty(learner.size, learner.dtype)

@@ -5,35 +5,74 @@
     print(history.summary())
     history.save("run.json.gz"); history.to_csv("run.csv"); history.to_tensorboard("logs")
 
-Imports no torch.
+No file holds the parameters. The fields of the files are those of the records `Outcome`, `Row`,
+`Evaluation` and `Event`.
+
+JSON, gzip when the name ends in `.gz`:
+
+    {"format": "dovetail.history", "version": 1,
+     "clock": 10, "samples": 1280, "seconds": 3.5, "stopped": false, "meta": {...},
+     "commits":     {"clock": [...], "worker": [...], ...},              a list per field of `Row`
+     "evaluations": [{"clock": .., "samples": .., "seconds": .., "figures": {NAME: VALUE}}, ...],
+     "events":      [{"kind": .., "worker": .., "seconds": .., "detail": ..}, ...]}
+
+A float that is not finite is the text "nan", "inf" or "-inf", since JSON has no such numbers.
+
+CSV: one line per record, commits first. The column `record` is `commit`, `evaluation` or `event`;
+then come the fields of `Row` and `Event`, and a column `figure:NAME` for each figure. A cell that
+does not belong to the line's record is empty. Floats are written so that reading gives the same
+float.
+
+TensorBoard: scalars, whose step is the number of samples that the center has seen:
+
+    train/loss, train/norm, train/staleness, train/implicit_momentum     of commits
+    evaluation/NAME                                                      of evaluations
+
+This module imports no torch.
 """
 
+import csv
+import gzip
+import io
+import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from itertools import chain
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from dovetail.errors import FileFormatError
+from dovetail.runtime.files import read_json, write_atomically
 from dovetail.training.analysis import Staleness, staleness
 from dovetail.training.divergence import Divergence, diverging, remedy
 from dovetail.training.records import Evaluation, Event, Outcome, Row
+from dovetail.training.tensorboard import Scalars
 from dovetail.units import format_count, format_seconds, printable
 
 Column = NDArray[Any]
 COLUMNS = {field.name: field.type for field in fields(Row)}
-"""Columns of a history and their types, in order: the fields of `Row`."""
+"""Columns of a history, in order, and their types: those of the fields of `Row`."""
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
+"""Words in the names of figures of which a smaller value is the better one."""
 SUMMARY_EPOCHS = 12
+"""Epochs that a summary shows; of longer runs evenly spread ones, the last among them."""
+POINTS = 5000
+"""Most points of one scalar for TensorBoard. With more commits a point is the mean of several."""
+FORMAT, VERSION = "dovetail.history", 1
+MOST_FIGURES = 1000
+"""Columns of figures that a CSV file may have."""
 _COUNTED = ("lost", "restarted", "server_restarted", "refused")
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """A pass over the data set as the server saw it: the commits whose samples complete it.
+    """A pass over the data set as the server saw it: the commits whose samples make it up.
 
     loss      mean over its samples, each at the parameters it was computed with
     seconds   when it ended
@@ -59,15 +98,15 @@ class History:
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Each field of `Row` [commits], and `seen`: samples in the center after each commit."""
-        found: dict[str, Column] = {
+        columns: dict[str, Column] = {
             name: np.array(
                 [getattr(row, name) for row in self.outcome.rows],
                 dtype=np.int64 if kind is int else np.float64,
             )
             for name, kind in COLUMNS.items()
         }
-        found["seen"] = np.cumsum(found["samples"], dtype=np.int64)
-        return found
+        columns["seen"] = np.cumsum(columns["samples"], dtype=np.int64)
+        return columns
 
     def __len__(self) -> int:
         return len(self.outcome.rows)
@@ -89,7 +128,7 @@ class History:
 
     @property
     def interrupted(self) -> bool:
-        """Was it ended by Ctrl-C, with the best so far kept?"""
+        """True if Ctrl-C ended the run, and its best center was kept."""
         return bool(self.outcome.meta.get("interrupted"))
 
     def of_job(self, field: str) -> int | None:
@@ -101,20 +140,22 @@ class History:
     @property
     def workers(self) -> int:
         """n that the run started with; where that is not known, the workers that committed."""
-        known = self.of_job("workers")
-        return known if known and known > 0 else len({row.worker for row in self.outcome.rows})
+        started = self.of_job("workers")
+        return (
+            started if started and started > 0 else len({row.worker for row in self.outcome.rows})
+        )
 
     @cached_property
     def staleness(self) -> Staleness:
-        """Of all commits but the first n."""
+        """Staleness of all commits but the first n."""
         return staleness(self.outcome.rows, self.workers)[0]
 
     @property
     def momentum(self) -> float:
         """Implicit momentum: the median of the commits' estimates, nan where there are none."""
         estimates = self.columns["momentum"]
-        known = estimates[np.isfinite(estimates)]
-        return float(np.median(known)) if len(known) else math.nan
+        finite = estimates[np.isfinite(estimates)]
+        return float(np.median(finite)) if len(finite) else math.nan
 
     @property
     def expected_momentum(self) -> float:
@@ -123,7 +164,7 @@ class History:
 
     @cached_property
     def divergence(self) -> Divergence | None:
-        """Where its losses show that it diverged; None: nowhere."""
+        """Where the losses show that the run diverged; None if they do not."""
         return diverging(self.outcome.rows, self.workers)
 
     @property
@@ -142,14 +183,14 @@ class History:
 
     def best(self, figure: str) -> Evaluation | None:
         """The evaluation at which a figure was best, the first of equals; None without one."""
-        known = [
+        finite = [
             e for e in self.outcome.evaluations if math.isfinite(e.figures.get(figure, math.nan))
         ]
         sign = -1 if lower_is_better(figure) else 1
-        return max(known, key=lambda e: sign * e.figures[figure], default=None)
+        return max(finite, key=lambda e: sign * e.figures[figure], default=None)
 
     def seconds_to(self, figure: str, target: float) -> float | None:
-        """When a figure was first seen to be as good as `target`; None: never."""
+        """Seconds until a figure was first as good as `target`; None if it never was."""
         sign = -1 if lower_is_better(figure) else 1
         seconds, _, values = self.curve(figure)
         reached = np.flatnonzero(sign * values >= sign * target)
@@ -157,19 +198,19 @@ class History:
 
     @cached_property
     def epochs(self) -> tuple[Epoch, ...]:
-        """One entry a pass over the data set; of a stream of unknown length there is one."""
+        """One entry for each pass over the data set; a stream of unknown length has one."""
         columns, per_epoch = self.columns, self.of_job("samples")
         if not len(self):
             return ()
         whole = per_epoch if per_epoch and per_epoch > 0 else int(columns["seen"][-1]) or 1
         of_commit = np.maximum(columns["seen"] - 1, 0) // whole
         starts = np.flatnonzero(np.diff(of_commit, prepend=-1))
-        found = []
+        epochs = []
         for start, stop in zip(starts, [*starts[1:], len(self)], strict=True):
             part = {name: column[start:stop] for name, column in columns.items()}
             epoch = int(of_commit[start])
             last = [e for e in self.outcome.evaluations if _epoch_of(e, whole) == epoch]
-            found.append(
+            epochs.append(
                 Epoch(
                     epoch=epoch,
                     commits=int(stop - start),
@@ -180,48 +221,47 @@ class History:
                     figures=dict(last[-1].figures) if last else {},
                 )
             )
-        return tuple(found)
+        return tuple(epochs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all but the parameters as JSON (`history_files`), gzip where the name ends in
-        `.gz`. Raises `UnwritableError`."""
-        from dovetail.training.history_files import save_history
-
-        save_history(self.outcome, path)
+        """Write all but the parameters as JSON, gzip where the name ends in `.gz`; the file is
+        whole or as it was. Raises `UnwritableError`."""
+        text = json.dumps(_as_json(self.outcome), allow_nan=False).encode()
+        write_atomically(path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """What `save` wrote, with an empty `theta`. Raises `FileFormatError`."""
-        from dovetail.training.history_files import load_history
-
-        return cls(load_history(path))
+        return cls(_from_json(os.fspath(path), read_json(os.fspath(path))))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write commits, evaluations and events, a line each. Raises `UnwritableError`."""
-        from dovetail.training.history_files import write_csv
-
-        write_csv(self.outcome, path)
+        """Write commits, evaluations and events, a line each; the file is whole or as it was.
+        Raises `UnwritableError`."""
+        write_atomically(path, _as_csv(self.outcome).encode("utf-8", "backslashreplace"))
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Self:
-        """What `to_csv` wrote: all but the meta and the parameters. Raises `FileFormatError`."""
-        from dovetail.training.history_files import read_csv
-
-        return cls(read_csv(path))
+        """What `to_csv` wrote: all but the meta and the parameters. Clock, samples and seconds are
+        those of the last commits. Raises `FileFormatError`."""
+        return cls(_from_csv(os.fspath(path)))
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write scalars for TensorBoard, by samples. Raises `MissingLibraryError`,
         `UnwritableError`."""
-        from dovetail.training.tensorboard import write_events
-
-        write_events(self, folder)
+        # Seconds since 1970 where the backend's clock is real; a simulated run starts at 0.
+        start = self.outcome.meta.get("start_seconds")
+        origin = float(start) if isinstance(start, int | float) else 0.0
+        with Scalars(folder) as scalars:
+            for tag, (seconds, samples, values) in _scalars(self).items():
+                for moment, step, value in zip(seconds, samples, values, strict=True):
+                    scalars.add(tag, int(step), float(value), origin + float(moment))
 
     def facts(self) -> list[tuple[str, str]]:
         """(label, text) pairs that sum the run up."""
         return _facts(self)
 
     def summary(self) -> str:
-        """The facts, and a line an epoch; of many epochs some, the last among them."""
+        """The facts, and a line for each epoch; of many epochs `SUMMARY_EPOCHS`."""
         facts = self.facts()
         width = max(len(label) for label, _ in facts)
         lines = [f"{label:<{width}}  {text}" for label, text in facts]
@@ -231,12 +271,12 @@ class History:
 
 
 def lower_is_better(figure: str) -> bool:
-    """Is a smaller value of the figure of that name the better one? Losses, errors, perplexity."""
+    """True if a smaller value of the figure of that name is better: a loss, error or perplexity."""
     return any(word in figure.lower() for word in LOWER_IS_BETTER)
 
 
 def common_level(histories: Sequence[History], figure: str) -> float | None:
-    """The best value of a figure that all of these runs reached; None where one has none."""
+    """The best value of a figure that all of these runs reached; None if one run lacks it."""
     best = [found.figures[figure] for h in histories if (found := h.best(figure)) is not None]
     if not best or len(best) < len(histories):
         return None
@@ -244,7 +284,7 @@ def common_level(histories: Sequence[History], figure: str) -> float | None:
 
 
 def events_of(outcome: Outcome, kind: str) -> list[Event]:
-    """What of one kind happened, in order."""
+    """The events of one kind, in order."""
     return [event for event in outcome.events if event.kind == kind]
 
 
@@ -254,7 +294,8 @@ def _epoch_of(evaluation: Evaluation, whole: int) -> int:
 
 def _weighted_mean(values: Column, weights: Column) -> float:
     total = float(weights.sum())
-    with np.errstate(all="ignore"):  # a run that diverged has losses without bounds
+    # The losses of a run that diverged may overflow.
+    with np.errstate(all="ignore"):
         return float((values * weights).sum() / total) if total else float(values.mean())
 
 
@@ -327,3 +368,212 @@ def _aligned(cells: list[list[str]]) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in cells
     ]
+
+
+# Files. Their fields are those of the records; a file that lacks one, or has another, is refused.
+
+_FIGURE = "figure:"
+_CSV_KEYS = tuple(
+    dict.fromkeys(("record", "kind", *COLUMNS, *(field.name for field in fields(Event))))
+)
+_SCALARS = {
+    "loss": "loss",
+    "norm": "norm",
+    "staleness": "staleness",
+    "implicit_momentum": "momentum",
+}
+"""Tag, below `train/`, and the column that it shows."""
+_IN_LISTS = ("rows", "evaluations", "events")
+_WHOLE = {
+    field.name: field.type
+    for field in fields(Outcome)
+    if field.name != "theta" and field.name not in _IN_LISTS
+}
+"""Fields of an outcome that stand once in a file."""
+
+
+def _strict_model(name: str, kinds: dict[str, Any]) -> type[BaseModel]:
+    """A pydantic model of these fields, all of them required and no others allowed."""
+    required: dict[str, Any] = {key: (kind, ...) for key, kind in kinds.items()}
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **required)
+
+
+def _model_of(record: type) -> Any:
+    return _strict_model(record.__name__, {field.name: field.type for field in fields(record)})
+
+
+def _list_of(kind: Any) -> Any:
+    return list[kind]
+
+
+_FILE = _strict_model(
+    "File",
+    {
+        "format": Literal["dovetail.history"],
+        "version": Literal[1],
+        **_WHOLE,
+        "commits": _strict_model("Commits", {k: _list_of(v) for k, v in COLUMNS.items()}),
+        "evaluations": _list_of(_model_of(Evaluation)),
+        "events": _list_of(_model_of(Event)),
+    },
+)
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        **{name: _plain(getattr(outcome, name)) for name in _WHOLE},
+        "commits": {name: [_plain(getattr(row, name)) for row in outcome.rows] for name in COLUMNS},
+        "evaluations": [_plain(vars(evaluation)) for evaluation in outcome.evaluations],
+        "events": [_plain(vars(event)) for event in outcome.events],
+    }
+
+
+def _from_json(path: str, raw: Any) -> Outcome:
+    try:
+        read: Any = _FILE.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise FileFormatError(path, f"no saved history: {where}: {first['msg']}") from None
+    columns = [getattr(read.commits, column) for column in COLUMNS]
+    if len({len(column) for column in columns}) > 1:
+        raise FileFormatError(path, "its columns are not of one length")
+    outcome = Outcome(
+        theta=np.zeros(0, dtype=np.float32),
+        rows=tuple(Row(*values) for values in zip(*columns, strict=True)),
+        events=tuple(Event(**vars(event)) for event in read.events),
+        evaluations=tuple(Evaluation(**vars(evaluation)) for evaluation in read.evaluations),
+        **{name: getattr(read, name) for name in _WHOLE},
+    )
+    _check_drawable(path, outcome)
+    return outcome
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: non-finite floats as text, tuples as lists, numpy's numbers as
+    Python's, and anything else as its text."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _check_drawable(path: str, outcome: Outcome) -> None:
+    """Raise `FileFormatError` for times and counts that a page cannot draw."""
+    moments = [outcome.seconds]
+    moments += [row.seconds for row in outcome.rows]
+    moments += [event.seconds for event in outcome.events]
+    moments += [evaluation.seconds for evaluation in outcome.evaluations]
+    spans = (s for row in outcome.rows for s in (row.begin_seconds, row.end_seconds))
+    if not all(map(math.isfinite, chain(moments, spans))):
+        raise FileFormatError(path, "a time is not finite")
+    counts = (
+        n for row in outcome.rows for n in (row.samples, row.staleness, row.worker, row.clock)
+    )
+    if not all(0 <= n < 2**53 for n in counts):
+        raise FileFormatError(path, "a commit's samples, staleness, worker or clock is no count")
+
+
+def _as_csv(outcome: Outcome) -> str:
+    names = dict.fromkeys(name for e in outcome.evaluations for name in e.figures)
+    text = io.StringIO()
+    columns = [*_CSV_KEYS, *(_FIGURE + name for name in names)]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for row in outcome.rows:
+        writer.writerow({"record": "commit", **vars(row)})
+    for evaluation in outcome.evaluations:
+        cells = dict(vars(evaluation))
+        figures = {_FIGURE + name: value for name, value in cells.pop("figures").items()}
+        writer.writerow({"record": "evaluation", **cells, **figures})
+    for event in outcome.events:
+        writer.writerow({"record": "event", **vars(event)})
+    return text.getvalue()
+
+
+def _from_csv(path: str) -> Outcome:
+    records: dict[str, list[Any]] = {name: [] for name in _RECORDS}
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            heads = reader.fieldnames or ()
+            plain = len(_CSV_KEYS)
+            if tuple(heads[:plain]) != _CSV_KEYS or len(heads) > plain + MOST_FIGURES:
+                raise FileFormatError(path, f"its columns are not {', '.join(_CSV_KEYS)}")
+            for line in reader:
+                if line["record"] not in records:
+                    raise ValueError(f"{line['record']!r} is no record")
+                records[line["record"]].append(_record_of(line))
+    except OSError as error:
+        raise FileFormatError(path, error.strerror or str(error)) from None
+    # A TypeError comes from a line that is too short.
+    except (ValueError, TypeError, csv.Error) as error:
+        raise FileFormatError(path, f"line {reader.line_num}: {error}") from None
+    rows, evaluations, events = records.values()
+    outcome = Outcome(
+        theta=np.zeros(0, dtype=np.float32),
+        clock=max((row.clock for row in rows), default=0),
+        samples=sum(row.samples for row in rows),
+        seconds=max([0.0, *(row.seconds for row in rows), *(e.seconds for e in evaluations)]),
+        rows=tuple(rows),
+        events=tuple(events),
+        evaluations=tuple(evaluations),
+    )
+    _check_drawable(path, outcome)
+    return outcome
+
+
+_RECORDS: dict[str, type[Row | Evaluation | Event]] = {
+    "commit": Row,
+    "evaluation": Evaluation,
+    "event": Event,
+}
+
+
+def _record_of(line: dict[str, str]) -> Row | Evaluation | Event:
+    """The record that a line of a CSV file holds; each field's type reads its own text."""
+    kind = _RECORDS[line["record"]]
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name == "figures":
+            values["figures"] = {
+                key.removeprefix(_FIGURE): float(value)
+                for key, value in line.items()
+                if key.startswith(_FIGURE) and value
+            }
+        else:
+            values[field.name] = field.type(line[field.name])  # type: ignore[operator]
+    return kind(**values)
+
+
+def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
+    """TensorBoard's tag -> (seconds, samples, values)."""
+    columns = history.columns
+    scalars = {}
+    for tag, name in _SCALARS.items():
+        finite = np.isfinite(columns[name])
+        if finite.any():
+            values = columns[name][finite].astype(np.float64)
+            scalars[f"train/{tag}"] = _thinned(
+                columns["seconds"][finite], columns["seen"][finite], values
+            )
+    for figure in history.figures:
+        scalars[f"evaluation/{figure}"] = history.curve(figure)
+    return scalars
+
+
+def _thinned(seconds: Column, samples: Column, values: Column) -> tuple[Column, Column, Column]:
+    """At most `POINTS` means of commits in a row, each at the last of them."""
+    if len(values) <= POINTS:
+        return seconds, samples, values
+    starts = np.linspace(0, len(values), POINTS, endpoint=False).astype(np.int64)
+    last = np.append(starts[1:], len(values)) - 1
+    means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
+    return seconds[last], samples[last], means

@@ -47,7 +47,8 @@ LOG_FACTOR = 16
 LEAST_LOG_BYTES = 2**26
 """A log smaller than this asks for no snapshot."""
 
-_SEGMENT = b"dovetL1\n"
+_SEGMENT = b"dovetL2\n"
+"""Name and version of the log's format. Version 1 had checksums of another kind."""
 _RECORD = b"rec\n"
 _PREFIX = struct.Struct("<4sIQQQI")  # magic, header and vector bytes, number, checksum, CRC
 _CRC = struct.Struct("<I")
@@ -160,8 +161,9 @@ class Journal:
 
     def _read(self, file: BinaryIO, path: Path) -> Iterator[JournalRecord]:
         size_bytes = os.fstat(file.fileno()).st_size
-        if file.read(len(_SEGMENT)) != _SEGMENT[:size_bytes]:
-            raise JournalError(os.fspath(path), "it is no log of this program's, at byte 0")
+        start = file.read(len(_SEGMENT))
+        if start != _SEGMENT[:size_bytes]:
+            raise JournalError(os.fspath(path), explain_start(start, _SEGMENT, "log"))
         if size_bytes < len(_SEGMENT):
             return
         self._end_bytes = len(_SEGMENT)
@@ -301,7 +303,8 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 
 # Snapshots
 
-MAGIC = b"dovetS1\n"
+MAGIC = b"dovetS2\n"
+"""Name and version of the snapshot's format. Version 1 had checksums of another kind."""
 _HEAD = struct.Struct("<QI")
 _MOST_PIECES = 1024
 """One call to the system takes at most so many pieces (IOV_MAX)."""
@@ -331,8 +334,9 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
     """State and vectors of a snapshot; `JournalError` names what was changed in it, and where."""
     data = np.fromfile(path, np.uint8)
     start = len(MAGIC) + _HEAD.size
-    if data[: len(MAGIC)].tobytes() != MAGIC or data.size < start:
-        raise JournalError(os.fspath(path), "it is no snapshot of this program's, at byte 0")
+    magic = data[: len(MAGIC)].tobytes()
+    if magic != MAGIC or data.size < start:
+        raise JournalError(os.fspath(path), explain_start(magic, MAGIC, "snapshot"))
     length, crc = _HEAD.unpack(data[len(MAGIC) : start].tobytes())
     header = data[start : start + length].tobytes() if length <= data.size else b""
     if len(header) != length or zlib.crc32(header) != crc:
@@ -348,6 +352,18 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
     if end != data.size:
         raise JournalError(os.fspath(path), f"it goes on where it should end, at byte {end}")
     return fields["state"], vectors
+
+
+def explain_start(start: bytes, expected: bytes, what: str) -> str:
+    """Why a file that begins with `start` cannot be read: another version, or no file of ours."""
+    version, ours = start[-2:-1], expected[-2:-1]
+    if version != ours and version.isdigit() and start.replace(version, ours) == expected:
+        return (
+            f"it is a {what} of format {version.decode()}, written by another version of dovetail, "
+            f"where this one reads format {ours.decode()}; finish the run with the version that "
+            "began it, or start a new one in another folder"
+        )
+    return f"it is no {what} of this program's, at byte 0"
 
 
 def write_all(descriptor: int, pieces: list[memoryview]) -> None:

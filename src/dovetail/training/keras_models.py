@@ -1,4 +1,4 @@
-"""Keras 3 models on torch as modules to train: what differs from torch's own.
+"""Trains Keras 3 models on torch: what must be done differently from torch's own modules.
 
 A Keras model on torch is an `nn.Module` whose trainable variables are its parameters, and whose
 other variables (statistics, seeds) are parameters without a gradient, so they stay with a worker.
@@ -6,7 +6,7 @@ It is told in each call whether it trains, and its dropout draws from seeds of i
 
 Keras: https://keras.io/api/models/model/. Written against Keras 3.15; `_flatten_layers` is
 private by name only. Differences from `fit`: regularizers and `add_loss` do not join the loss.
-Imports no Keras: where nobody has, there is no such model.
+This module does not import Keras: where no other module has, there is no Keras model.
 """
 
 import sys
@@ -18,7 +18,7 @@ from dovetail.errors import ModelError
 
 
 def is_keras(model: Any) -> bool:
-    """Is it a Keras model or layer?"""
+    """Tells whether `model` is a Keras model or layer."""
     layer = getattr(getattr(sys.modules.get("keras"), "layers", None), "Layer", None)
     return isinstance(layer, type) and isinstance(model, layer)
 
@@ -36,7 +36,7 @@ def check_keras(model: Any) -> None:
 
 
 def call_keras(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """What the model returns; several inputs are a list to it."""
+    """Call the model. Keras takes several inputs as one list."""
     inputs = arguments if len(arguments) <= 1 else (list(arguments),)
     return module(*inputs, **keywords, training=module.training)
 
@@ -51,7 +51,7 @@ def seed_keras(module: Any, draw: int) -> None:
 
 
 def keras_norms(module: Any) -> list[Any]:
-    """Its layers that keep statistics of batches and are trained."""
+    """The layers that keep statistics of batches and are trained."""
     return [
         layer
         for layer in module._flatten_layers()

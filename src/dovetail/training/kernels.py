@@ -1,9 +1,9 @@
-"""Fused loops over flat vectors, float32 and float64: each reads and writes every element once.
+"""Fused loops over flat vectors of float32 or float64: each reads and writes every element once.
 
-What numpy does in one pass anyway is left to it. The others are compiled at their first call, and
-numba is imported then: a server or worker that only adds starts without it. Every loop is
-elementwise and rounds after every operation (no fused multiply-add, no reordering), so that an
-element's bits do not depend on where its shard begins. Scalars take the vector's own type.
+Where numpy needs one pass only, numpy does it. The other loops are compiled at their first call,
+and numba is imported then: a server or worker that only adds starts without it. Every loop is
+elementwise and rounds after every operation (no fused multiply-add, no reordering), so that the
+bits of an element do not depend on where its shard begins. Scalars take the vector's type.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What training knows of a network: a gradient, and one step of an optimizer. Arrays only."""
+"""What training knows of a network: its gradient, and one step of its optimizer. Arrays only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class Learner(Protocol):
         ...
 
     def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
-        """U(g) [size], a vector of its own: what the optimizer would add to `theta`, its state
-        advanced. `epoch` as a fraction places the step in the learning rate's schedule."""
+        """U(g) [size], a new vector: what the optimizer would add to `theta`. Advances the
+        optimizer's state. `epoch`, a fraction, places the step in the learning rate's schedule."""
         ...
 
     def rate(self, epoch: float) -> float:
-        """The learning rate there."""
+        """The learning rate at that epoch."""
         ...
 
 

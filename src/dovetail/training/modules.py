@@ -1,18 +1,18 @@
-"""Any `nn.Module` as a learner: its parameters are views of one flat vector.
+"""Makes any `nn.Module` a learner whose parameters are views of one flat vector.
 
     theta [size] ─view─► parameters ─► forward, backward ─copy─► gradient [size]
     theta [size] ─copy─► twins, gradient ─view─► their grads ─► torch.optim's step ─► U(g)
 
-The optimizer is the user's own, of `torch.optim` or of that kind; it steps on twins of the
-parameters, and U(g) is what its step changed them by, so that `theta += U(g)` is what it would
-have done to the module itself. With its state it belongs to one worker, and starts anew with it.
+The optimizer is the user's own, of `torch.optim` or of that kind. It steps on twins of the
+parameters, and U(g) is the change that its step made, so that `theta += U(g)` does what the
+optimizer would have done to the module itself. The optimizer and its state belong to one worker,
+and a worker that starts again starts with a new one.
 
-Tied parameters are there once, frozen ones (`requires_grad=False`) are not. Buffers belong to a
-worker and are never sent; `norms.py` says where the statistics of the trained model come from.
+The vector holds tied parameters once, and frozen ones (`requires_grad=False`) not at all. Buffers
+belong to a worker and are never sent; `validation.py` computes the trained model's statistics.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.errors import ModelError, UsageError
+from dovetail.errors import ModelError
 from dovetail.training.datasets import Collate, StreamSource, open_dataset, split
 from dovetail.training.keras_models import call_keras, is_keras, seed_keras
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Vector
-from dovetail.training.schedules import Rates, Schedule
-
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""The trainable parameters, in the module's order -> an optimizer of them."""
+from dovetail.training.torch_optimizers import MakeOptimizer, Rates, Schedule, check_optimizer
 
 Loss = Callable[..., Tensor]
 """(output, *targets) -> the mean over the batch's samples, a scalar."""
@@ -61,7 +58,8 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _check_apart(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
-    """Parameters that share memory would be torn apart; tied ones are one object."""
+    """Raise `ModelError` for parameters that share memory, which views of the vector would not.
+    Tied parameters are one object, and fine."""
     owner: dict[int, str] = {}
     for path, parameter in named:
         if parameter.numel() == 0:
@@ -112,7 +110,7 @@ def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
 
 
 def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What the module makes of a batch, in the mode that it is in, and the batch's targets."""
+    """(output, targets) of a batch, in the mode that the module is in."""
     arguments, keywords, targets = split(batch)
     if is_keras(module):
         return call_keras(module, arguments, keywords), targets
@@ -122,10 +120,11 @@ def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:
 class ModuleLearner:
     """A worker's module, data set and optimizer; see `learner.Learner`.
 
-    `gradient` seeds torch from (seed, worker, epoch, first sample), so that what dropout draws
-    does not depend on which steps came before. The loss is a mean over samples, else a batch cut
-    short at the end of an epoch weighs more than its part.
-    `dataset` may be a `Source`; `schedule`: see `schedules.py`. The module becomes this learner's.
+    `gradient` seeds torch from (seed, worker, epoch, first sample), so that dropout does not depend
+    on which steps came before. The loss must be a mean over samples: with another reduction a batch
+    that is cut short at the end of an epoch has a wrong weight.
+    `dataset` may be a `SampleSource`; `schedule`: see `torch_optimizers`. The module becomes this
+    learner's own.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class ModuleLearner:
         self._rates = Rates(self._optimizer, schedule)
 
     def _make(self, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """The user's optimizer, of twins of the parameters that live in `_home`."""
+        """The user's optimizer, made of twins of the parameters; the twins are views of `_home`."""
         twins = [nn.Parameter(view) for view in _views(self._home, self._parameters)]
         for twin, piece in zip(twins, self._pieces, strict=True):
             twin.grad = piece
@@ -180,7 +179,8 @@ class ModuleLearner:
         """U(g). May be given any vector as the gradient; overwrites the last one returned."""
         if gradient is not self._gradient:
             self._gradient[:] = gradient
-        change = theta.copy()  # without locks, others write to theta meanwhile
+        # A copy, for without locks (Hogwild!) other workers write to theta meanwhile.
+        change = theta.copy()
         self._home.copy_(torch.from_numpy(change))
         self._rates.set(self._passes(epoch))
         self._optimizer.step()
@@ -210,44 +210,21 @@ class ModuleLearner:
             seed_keras(self._module, draw)
 
     def _passes(self, epoch: float) -> float:
-        """Where the schedule is; of a stream only the reader knows."""
+        """Epochs so far, for the schedule; of a stream only its reader knows them."""
         return self._source.passed if isinstance(self._source, StreamSource) else epoch
 
 
 def _store(piece: Tensor, gradient: Tensor | None) -> None:
-    if gradient is None:  # the loss did not depend on it
+    # None: the loss did not depend on the parameter.
+    if gradient is None:
         piece.zero_()
     else:
         piece.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-def check_optimizer(made: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """What the user's callable returned. Raises `UsageError` unless it steps on `parameters`."""
-    if not isinstance(made, torch.optim.Optimizer):
-        raise UsageError(
-            "optimizer",
-            f"made {type(made).__name__}; give a callable of parameters that makes a "
-            "torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3)",
-        )
-    known = {id(parameter) for parameter in parameters}
-    held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
-    if not set(held) <= known or not held:
-        raise UsageError(
-            "optimizer", "holds other parameters than those given; make it of its argument"
-        )
-    closure = inspect.signature(type(made).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            "optimizer",
-            f"{type(made).__name__} evaluates the loss several times in one step; a worker has "
-            "one gradient a step",
-        )
-    return made
-
-
 @dataclass(frozen=True)
 class ModuleLearners:
-    """Worker index -> its learner; travels to the worker's process."""
+    """Worker index -> its learner. This record travels to the worker's process."""
 
     module: nn.Module
     loss: Loss

@@ -1,4 +1,4 @@
-"""The momentum that asynchrony adds, estimated online from a few coordinates of the center.
+"""Estimates online, from a few coordinates of the center, the momentum that asynchrony adds.
 
 With x_c the center at clock c and u = U(g(x_c)) the update that a commit with base clock c brings,
 workers with memoryless step times give
@@ -37,18 +37,18 @@ from dovetail.training.rules.contract import Arrival, Rule, Slice
 
 COORDINATES = 1024
 VERSIONS = 256
-"""Of the center that are remembered; commits that are much staler give no estimate."""
+"""Versions of the center that are remembered. Commits that are much staler give no estimate."""
 LAG = 32
 MEMORY = 1000
-"""Commits after which a commit's part in the estimate has faded to 1/e."""
+"""Commits after which the weight of a commit in the estimate has faded to 1/e."""
 WARM, FEWEST = 100, 200
-"""Commits that only show how large updates are, and commits before there is an estimate."""
+"""The first `WARM` commits only show how large updates are; an estimate needs `FEWEST`."""
 _AROUND = np.array([-1 - LAG, -1, 0, 1])
 _LEAST = 1e-30
 
 
 class Momentum:
-    """The last versions of some coordinates of the center, and what the commits said of them."""
+    """Keeps the last versions of some coordinates of the center, and sums over the commits."""
 
     def __init__(self, theta: Vector) -> None:
         count = min(COORDINATES, theta.size)
@@ -57,21 +57,23 @@ class Momentum:
         self.coordinates: NDArray[np.int64] = np.sort(chosen).astype(np.int64)
         self._values = np.zeros((VERSIONS, count), theta.dtype)
         self._clocks = np.full(VERSIONS, -1, np.int64)
-        self._squares = np.zeros(count)  # of u, faded sums as the two below
+        # Fading sums: of u squared [count], and of the two sides of the estimate.
+        self._squares = np.zeros(count)
         self._above = self._below = 0.0
         self._commits = 0
         self.version(0)[:] = theta[self.coordinates]
 
     def version(self, clock: int) -> Vector:
-        """Where the coordinates' values at `clock` go."""
+        """The row [count] for the coordinates' values at `clock`; the caller fills it."""
         row = clock % VERSIONS
         self._clocks[row] = clock
         values: Vector = self._values[row]
         return values
 
     def add(self, base_clock: int, update: Vector) -> float:
-        """The estimate, after a commit with its values at the coordinates; nan as long as too few
-        have come. A commit whose base's neighbours are not remembered says nothing."""
+        """Take in a commit, with its update at the coordinates [count], and return the estimate;
+        nan as long as too few commits have come. A commit adds nothing where the versions around
+        its base are not remembered any more."""
         clocks = np.array(
             [max(base_clock - 1 - LAG, 0), base_clock - 1, base_clock, base_clock + 1]
         )
@@ -90,14 +92,15 @@ class Momentum:
         if self._commits <= WARM:
             return
         total = np.add.reduce(self._squares)
-        moves = self._squares > _LEAST * total  # the others may never have moved at all
+        # Coordinates that never moved would be divided by 0.
+        moves = self._squares > _LEAST * total
         scale = np.divide(total, self._squares, out=np.zeros_like(self._squares), where=moves)
         z = (before - origin) * scale
         self._above = fade * self._above + float(np.dot(after - here - update, z))
         self._below = fade * self._below + float(np.dot(here - before - update, z))
 
     def save(self) -> tuple[dict[str, Any], dict[str, Vector]]:
-        """Its state: what JSON knows, and vectors."""
+        """The state: numbers for JSON, and vectors."""
         state = {
             "clocks": self._clocks.tolist(),
             "sums": [self._above, self._below],
@@ -106,7 +109,7 @@ class Momentum:
         return state, {"values": self._values.reshape(-1), "squares": self._squares}
 
     def restore(self, state: dict[str, Any], vectors: dict[str, Vector]) -> None:
-        """Take over what `save` gave."""
+        """Take over a state that `save` returned."""
         self._clocks[:] = state["clocks"]
         self._above, self._below = state["sums"]
         self._commits = state["commits"]
@@ -115,8 +118,8 @@ class Momentum:
 
 
 def adds_plainly(rule: Rule, dtype: Any) -> bool:
-    """Whether the server's side is theta~ += v whatever the staleness, with v computed at the
-    center: only then do the workers' delays alone make what the estimate sees."""
+    """Tells whether the server does theta~ += v whatever the staleness, with v computed at the
+    center. Only then does the estimate see the effect of the workers' delays alone."""
     if rule.apply is None or rule.needs_base or rule.keeps_theta or rule.server_slots:
         return False
     theta = np.array([1.0, -2.0, 3.0], dtype)

@@ -1,13 +1,12 @@
-"""What is checked before a run starts, and the assignment that comes of it."""
+"""Checks a request with its data before a run starts, and makes the backend's assignment of it."""
 
 import copy
 import hashlib
-import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -16,12 +15,11 @@ from dovetail.errors import ModelError, UnknownRuleError, UsageError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Storage
 from dovetail.training.checkpoint import RunFolder, open_folder
-from dovetail.training.datasets import Source, StreamSource, open_dataset
+from dovetail.training.datasets import SampleSource, StreamSource, open_dataset
 from dovetail.training.group import GroupLearners
 from dovetail.training.keras_models import check_keras, is_keras
 from dovetail.training.learner import MakeLearner
 from dovetail.training.modules import (
-    MakeOptimizer,
     ModuleLearner,
     ModuleLearners,
     flatten,
@@ -30,36 +28,27 @@ from dovetail.training.modules import (
 from dovetail.training.optimizers import make_optimizer
 from dovetail.training.pickling import check_travels
 from dovetail.training.records import Job, Vector
+from dovetail.training.request import TrainRequest
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.rules.contract import Rule
-from dovetail.training.torch_optimizers import is_plain_sgd, resolve_optimizer, served_settings
+from dovetail.training.torch_optimizers import (
+    MakeOptimizer,
+    is_plain_sgd,
+    resolve_optimizer,
+    served_settings,
+)
 from dovetail.training.validation import Evaluator, batches_of, resolve_metrics
 from dovetail.training.wire import make_wire
 
-if TYPE_CHECKING:
-    from dovetail.training.trainer import Trainer
-
-WINDOWS: dict[str, int | None] = {
-    "one-shot": None,
-    "averaging": 10,
-    "easgd": 10,
-    "aeasgd": 10,
-    "eamsgd": 10,
-    "diloco": 50,
-    "async-diloco": 50,
-}
-"""Windows of rules that are not made for one step; all others commit each."""
-_PLAIN = ("dc-asgd", "dc-asgd-adaptive")
-"""Rules whose server steps by -lr g itself."""
-_AVERAGING = ("averaging", "one-shot")
-"""Rules whose workers send their parameters, of which none may be left out."""
 _IN_PROCESS = ("simulated", "threads")
+"""Backends whose workers live in this process, so that nothing need travel."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """All that `Trainer.fit` needs."""
+class PreparedTraining:
+    """A request that was checked with its data, and all that its run needs."""
 
+    request: TrainRequest
     assignment: Assignment
     run: Backend
     evaluator: Evaluator
@@ -68,55 +57,69 @@ class Prepared:
     folder: RunFolder | None
 
 
-def prepare(trainer: "Trainer", dataset: Any, validation: Any) -> Prepared:
-    """Checks everything, and makes the folder's records. Raises `InvalidError`."""
-    _check_numbers(trainer)
-    _check_model(trainer.model)
-    optimizer = resolve_optimizer(trainer.optimizer, trainer.lr)
-    rule = bind_rule(trainer.rule, optimizer)
-    run = _backend(trainer)
-    source = open_dataset(dataset, trainer.collate, trainer.epochs)
+def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTraining:
+    """Check the request with its data, and make the folder's records. Raises `InvalidError`."""
+    _check_model(request.model)
+    optimizer = resolve_optimizer(request.optimizer, request.lr)
+    rule = bind_rule(request.rule, optimizer)
+    run = _backend_of(request)
+    source = open_dataset(dataset, request.collate, request.epochs)
     learners = ModuleLearners(
-        trainer.model, trainer.loss, optimizer, dataset, trainer.schedule, trainer.collate,
-        trainer.epochs, trainer.seed,
+        request.model, request.loss, optimizer, dataset, request.schedule, request.collate,
+        request.epochs, request.seed,
     )  # fmt: skip
-    theta = flatten(trainer.model)
-    _try_out(learners, theta, trainer.batch)
-    evaluator = _evaluator(trainer, source, validation)
-    if trainer.backend not in _IN_PROCESS:
+    theta = flatten(request.model)
+    _try_out(learners, theta, request.batch)
+    evaluator = _evaluator(request, source, validation)
+    if request.backend not in _IN_PROCESS:
         _check_travels(learners)
-    job = _job(trainer, rule, source, theta)
-    _check_wire(trainer.wire, job, rule)
+    job = _job(request, rule, source, theta)
+    _check_wire(request.wire, job, rule)
     folder = None
-    if trainer.folder is not None:
-        folder = open_folder(trainer.folder, _facts(trainer.model, job, rule), trainer.resume)
-    elif trainer.resume:
-        raise UsageError("resume", "needs the folder of the run")
-    make: MakeLearner = learners if trainer.group == 1 else GroupLearners(learners, trainer.group)
-    assignment = Assignment(
-        job=Job(**{**vars(job), "run": folder.run if folder else uuid.uuid4().hex}),
+    if request.folder is not None:
+        folder = open_folder(request.folder, _facts(request.model, job, rule), request.resume)
+    assignment = _assignment(request, job, rule, theta, learners, folder)
+    length = source.length if isinstance(source, StreamSource) else source.samples
+    return PreparedTraining(
+        request, assignment, run, evaluator, *request.evaluation_times(length), folder
+    )
+
+
+def _assignment(
+    request: TrainRequest,
+    job: Job,
+    rule: Rule,
+    theta: Vector,
+    learners: ModuleLearners,
+    folder: RunFolder | None,
+) -> Assignment:
+    make: MakeLearner = learners if request.group == 1 else GroupLearners(learners, request.group)
+    storage = None
+    if folder is not None:
+        storage = Storage(Path(folder.center), resume=request.resume, **request.storage)
+    return Assignment(
+        job=replace(job, run=folder.run if folder else uuid.uuid4().hex),
         rule=rule,
         theta=theta,
         learner=make,
-        guard=trainer.guard,
-        policy=trainer.policy,
-        storage=_storage(trainer, folder),
-        shards=trainer.shards,
-        wire=trainer.wire,
-        order=trainer.order,
+        guard=request.guard,
+        policy=request.policy,
+        storage=storage,
+        shards=request.shards,
+        wire=request.wire,
+        order=request.order,
     )
-    length = source.length if isinstance(source, StreamSource) else source.samples
-    every_samples, every_seconds = _moments(trainer.validate, length)
-    return Prepared(assignment, run, evaluator, every_samples, every_seconds, folder)
 
 
 def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
-    """The rule; `sync` gets the optimizer for its server. Raises `UsageError` where a server that
-    steps by itself cannot do what this optimizer does."""
+    """The rule with its options bound; `sync` gets the optimizer for its server.
+
+    Raises `UsageError` where a server that steps by itself cannot do what this optimizer does.
+    """
     name = rule if isinstance(rule, str) else rule.name
     if not isinstance(name, str) or name not in RULES:
         raise UnknownRuleError(str(name), tuple(RULES))
-    if name in _PLAIN and not is_plain_sgd(optimizer):
+    if RULES[name].server_steps and not is_plain_sgd(optimizer):
         raise UsageError(
             "optimizer",
             f"the server of {name} steps by -lr g, as torch.optim.SGD without momentum does; give "
@@ -127,32 +130,14 @@ def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
     kind, settings = served_settings(optimizer)
     if isinstance(rule, str):
         return make_rule(name, optimizer=kind, **settings)
-    theirs = {key: value for key, value in rule.options.items() if key not in ("optimizer", "lr")}
-    if make_optimizer(rule.options["optimizer"], **theirs) != make_optimizer(kind, **settings):
+    bound = {key: value for key, value in rule.options.items() if key not in ("optimizer", "lr")}
+    if make_optimizer(rule.options["optimizer"], **bound) != make_optimizer(kind, **settings):
         raise UsageError(
             "optimizer",
             f"is {kind}, but the rule was made with {rule.options['optimizer']} and other settings "
             'for its server; give the rule as "sync"',
         )
     return rule
-
-
-def _check_numbers(trainer: "Trainer") -> None:
-    for name in ("workers", "epochs", "batch", "group"):
-        _check_count(name, getattr(trainer, name))
-    for name in ("window", "patience", "shards"):
-        value = getattr(trainer, name)
-        if value is not None and not (name == "window" and isinstance(value, str)):
-            _check_count(name, value)
-    if not isinstance(trainer.seed, int) or trainer.seed < 0:
-        raise UsageError("seed", f"must be a whole number of at least 0, not {trainer.seed!r}")
-    if not callable(trainer.loss):
-        raise UsageError("loss", f"{trainer.loss!r} is not callable")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(name, f"must be a whole number of at least 1, not {value!r}")
 
 
 def _check_model(model: Any) -> None:
@@ -163,24 +148,20 @@ def _check_model(model: Any) -> None:
     check_travels({"model": model})
 
 
-def _backend(trainer: "Trainer") -> Backend:
-    if isinstance(trainer.backend, str):
-        return load_backend(trainer.backend, **trainer.backend_options)
-    if not callable(trainer.backend):
-        raise UsageError("backend", f"{trainer.backend!r} is no name, and not callable")
-    if trainer.backend_options:
-        raise UsageError("backend_options", "go with a backend's name")
-    return trainer.backend
+def _backend_of(request: TrainRequest) -> Backend:
+    if isinstance(request.backend, str):
+        return load_backend(request.backend, **request.backend_options)
+    return request.backend
 
 
 def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
-    """One batch forward and backward: what is wrong there is wrong in every worker."""
+    """Run one batch forward and backward, so that an error shows now and not in every worker."""
     module = copy.deepcopy(learners.module).train()
     source = open_dataset(learners.dataset, learners.collate, learners.epochs)
-    found = next(batches_of(source, batch, 1), None)
-    if found is None:
+    first = next(batches_of(source, batch, 1), None)
+    if first is None:
         raise UsageError("dataset", "is empty")
-    loss: Any = loss_of(module, learners.loss, found[0])
+    loss: Any = loss_of(module, learners.loss, first[0])
     if not isinstance(loss, Tensor):
         raise UsageError("loss", f"returns {type(loss).__name__}, not a tensor")
     if loss.numel() != 1:
@@ -190,31 +171,31 @@ def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
     learner = ModuleLearner(
         module, learners.loss, learners.optimizer, source, learners.schedule, seed=learners.seed
     )
-    indices = np.arange(found[1], dtype=np.int64)
+    indices = np.arange(first[1], dtype=np.int64)
     gradient = learner.gradient(theta.copy(), indices, 0)
     learner.update(theta, gradient.vector, 0.0)
 
 
-def _evaluator(trainer: "Trainer", source: Source, validation: Any) -> Evaluator:
-    metrics = resolve_metrics(trainer.metrics)
-    held = None if validation is None else open_dataset(validation, trainer.collate)
+def _evaluator(request: TrainRequest, source: SampleSource, validation: Any) -> Evaluator:
+    metrics = resolve_metrics(request.metrics)
+    held = None if validation is None else open_dataset(validation, request.collate)
     if held is None:
-        for option, given in (("metrics", metrics), ("patience", trainer.patience)):
+        for option, given in (("metrics", metrics), ("patience", request.patience)):
             if given:
                 raise UsageError(option, "needs a validation set; give one to fit")
     evaluator = Evaluator(
-        copy.deepcopy(trainer.model), trainer.loss, metrics, source, held, trainer.batch
+        copy.deepcopy(request.model), request.loss, metrics, source, held, request.batch
     )
-    if held is not None and trainer.monitor not in evaluator.figures:
-        known = ", ".join(evaluator.figures)
-        raise UsageError("monitor", f"no figure {trainer.monitor!r}; there are {known}")
+    if held is not None and request.monitor not in evaluator.figures:
+        offered = ", ".join(evaluator.figures)
+        raise UsageError("monitor", f"no figure {request.monitor!r}; there are {offered}")
     evaluator.try_out()
     return evaluator
 
 
 def _check_wire(wire: str, job: Job, rule: Rule) -> None:
     make_wire(wire, job.size, job.dtype)  # raises what is wrong with it
-    if wire.startswith("topk") and rule.name in _AVERAGING:
+    if wire.startswith("topk") and RULES[rule.name].sends_parameters:
         raise UsageError(
             "wire",
             f"{rule.name} sends parameters, and what {wire} leaves out would be 0 in the mean; "
@@ -233,12 +214,10 @@ def _check_travels(learners: ModuleLearners) -> None:
     check_travels(parts)
 
 
-def _job(trainer: "Trainer", rule: Rule, source: Source, theta: Vector) -> Job:
-    window = trainer.window
-    if isinstance(window, str):
-        if window != "auto":
-            raise UsageError("window", f'must be a whole number, None or "auto", not {window!r}')
-        window = WINDOWS.get(rule.name, 1)
+def _job(request: TrainRequest, rule: Rule, source: SampleSource, theta: Vector) -> Job:
+    window = request.window
+    if isinstance(window, str):  # "auto"
+        window = RULES[rule.name].window
     if window is None and source.samples is None:
         raise UsageError(
             "window", "a stream has no shares, for its end is not known; give a window"
@@ -247,42 +226,18 @@ def _job(trainer: "Trainer", rule: Rule, source: Source, theta: Vector) -> Job:
         run="",
         size=theta.size,
         samples=source.samples,
-        epochs=trainer.epochs,
-        batch=trainer.batch,
+        epochs=request.epochs,
+        batch=request.batch,
         window=window,
-        workers=trainer.workers,
-        seed=trainer.seed,
+        workers=request.workers,
+        seed=request.seed,
         dtype=str(theta.dtype),
     )
 
 
 def _facts(model: nn.Module, job: Job, rule: Rule) -> dict[str, Any]:
-    """What makes a run that run."""
+    """What a resumed run must have in common with the run that it continues."""
     text = repr([(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()])
     facts = {key: value for key, value in vars(job).items() if key != "run"}
     model_facts = f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return {"rule": rule.name, "options": rule.options, "model": model_facts, **facts}
-
-
-def _storage(trainer: "Trainer", folder: RunFolder | None) -> Storage | None:
-    if folder is None:
-        if trainer.storage:
-            raise UsageError("storage", "needs a folder")
-        return None
-    for name in trainer.storage:
-        if name not in ("log", "snapshot_commits", "sync"):
-            raise UsageError("storage", f"has no {name!r}; it has log, snapshot_commits, sync")
-    return Storage(Path(folder.center), resume=trainer.resume, **trainer.storage)
-
-
-def _moments(validate: int | str, samples: int | None) -> tuple[int | None, float | None]:
-    """(every so many samples, every so many seconds) of an evaluation."""
-    if validate == "epoch":
-        return samples, None
-    if isinstance(validate, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*s\s*", validate)
-        if match is None or float(match[1]) <= 0:
-            raise UsageError("validate", f'must be "epoch", samples, or "30s", not {validate!r}')
-        return None, float(match[1])
-    _check_count("validate", validate)
-    return validate, None

@@ -1,4 +1,4 @@
-"""How long local steps take: what virtual time is drawn from.
+"""Distributions of the time of a local step, from which virtual time is drawn.
 
     constant      mean
     jitter        mean x (1 + spread u), u uniform on [-1, 1)
@@ -6,8 +6,8 @@
     lognormal     of that mean, with standard deviation spread x mean
     trace         drawn with replacement from measured steps
 
-Every worker has a stream of its own, which depends on the seed and its index alone: another worker
-more or less changes nobody's times.
+Every worker has a stream of its own, which depends on the seed and on its index alone. The times of
+a worker are the same however many other workers there are.
 """
 
 import csv
@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from dovetail.errors import FileFormatError, UsageError
 
 KINDS = ("constant", "jitter", "exponential", "lognormal", "trace")
-_BLOCK = 256  # drawn at once
-_STREAM = 0x57E9  # apart from what else is seeded by (seed, number)
+_BLOCK = 256
+"""Steps that are drawn at once."""
+_STREAM = 0x57E9
+"""Keeps these streams apart from others that are seeded by (seed, number)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class StepTimes:
             raise UsageError("spread", f"{self.spread} is out of range; a jitter's is from 0 to 1")
 
     def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> NDArray[np.float64]:
-        """Seconds of so many steps, independent of each other."""
+        """Seconds of steps, as an array of `shape`, each drawn independently."""
         if self.kind == "constant":
             return np.full(shape, self.mean_seconds)
         if self.kind == "jitter":
@@ -61,7 +63,8 @@ class StepTimes:
         if self.kind == "exponential":
             return rng.exponential(self.mean_seconds, shape)
         if self.kind == "lognormal":
-            variance = math.log1p(self.spread**2)  # of the logarithm
+            # Variance and centre of the logarithm that give this mean and spread.
+            variance = math.log1p(self.spread**2)
             centre = math.log(self.mean_seconds) - variance / 2
             return rng.lognormal(centre, math.sqrt(variance), shape)
         return rng.choice(np.array(self.trace), shape)

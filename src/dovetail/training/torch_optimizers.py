@@ -1,22 +1,36 @@
-"""What `optimizer` may be, as a callable that makes a `torch.optim` optimizer.
+"""What `optimizer` and `schedule` may be, and the `torch.optim` optimizer that they stand for.
 
     partial(torch.optim.Adam, lr=1e-3)   any callable of the parameters
     "adam", with lr                      a name
     dovetail.Adam(1e-3)                  a record of settings
 
-and back, for rules whose server applies it: the name and settings that `optimizers.py` knows.
+For rules whose server steps, `served_settings` gives the name and the settings under which
+`optimizers.py` has the same optimizer.
+
+A schedule is a factor of the learning rate as a function of the epoch, or a torch scheduler:
+
+    lambda epoch: 0.95**epoch                                          the epoch is a fraction
+    functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)   steps at each epoch's start
 """
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dovetail.errors import UsageError
-from dovetail.training.modules import MakeOptimizer, check_optimizer
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""The trainable parameters, in the module's order -> an optimizer of them."""
+
+Schedule = Callable[[float], float] | Callable[[torch.optim.Optimizer], LRScheduler]
+"""Epoch -> factor of each group's learning rate, or optimizer -> scheduler."""
 
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
@@ -26,7 +40,6 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
 }
-# Settings of each kind that the server's optimizer has; all others must have torch's default.
 _SERVED = {
     "sgd": ("momentum", "nesterov", "weight_decay"),
     "adam": ("betas", "eps", "weight_decay"),
@@ -34,8 +47,9 @@ _SERVED = {
     "adagrad": ("lr_decay", "weight_decay", "eps"),
     "rmsprop": ("alpha", "eps", "weight_decay", "momentum"),
 }
+"""Settings that the server's optimizer has too. All others must have torch's default."""
 _FREE = {"lr", "foreach", "fused", "capturable", "differentiable"}
-"""Settings that change nothing but speed, or are known otherwise."""
+"""Settings that change only speed, and the learning rate, which comes with each commit."""
 
 
 def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
@@ -45,8 +59,8 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
             raise UsageError("optimizer", f"no {optimizer!r}; there are {', '.join(_KINDS)}")
         if lr is None:
             raise UsageError("lr", f"{optimizer!r} needs a learning rate")
-        named, others = _KINDS[optimizer]
-        return functools.partial(named, lr=_positive(lr), **others)
+        factory, settings = _KINDS[optimizer]
+        return functools.partial(factory, lr=_positive(lr), **settings)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             "optimizer",
@@ -55,8 +69,8 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
         )
     kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-        settings: dict[str, Any] = {} if lr is None else {"lr": _positive(lr)}
-        return functools.partial(optimizer, **settings)
+        rate: dict[str, Any] = {} if lr is None else {"lr": _positive(lr)}
+        return functools.partial(optimizer, **rate)
     if lr is not None:
         raise UsageError("lr", "goes into the optimizer, which is neither a name nor a class")
     if is_dataclass(optimizer) and not isinstance(optimizer, type):
@@ -66,6 +80,30 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
             "optimizer", f"{optimizer!r} is no name, no record, and no callable of parameters"
         )
     return optimizer  # type: ignore[no-any-return]
+
+
+def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What the user's callable returned. Raises `UsageError` unless it steps on `parameters`."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "optimizer",
+            f"made {type(optimizer).__name__}; give a callable of parameters that makes a "
+            "torch.optim.Optimizer, as functools.partial(torch.optim.Adam, lr=1e-3)",
+        )
+    given = {id(parameter) for parameter in parameters}
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not set(held) <= given or not held:
+        raise UsageError(
+            "optimizer", "holds other parameters than those given; make it of its argument"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            "optimizer",
+            f"{type(optimizer).__name__} evaluates the loss several times a step; a worker has "
+            "one gradient a step",
+        )
+    return optimizer
 
 
 def _positive(lr: float) -> float:
@@ -90,17 +128,17 @@ def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
     Raises `UsageError` for one that the server has not.
     """
     twin = nn.Parameter(torch.zeros(1))
-    made = check_optimizer(optimizer([twin]), [twin])
+    stepper = check_optimizer(optimizer([twin]), [twin])
     names = {kind: name for name, (kind, settings) in _KINDS.items() if not settings}
-    name = names.get(type(made))
+    name = names.get(type(stepper))
     if name is None:
-        raise _not_served(f"{type(made).__name__} is not one of {', '.join(_SERVED)}")
-    defaults = _defaults(type(made))
-    group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+        raise _not_served(f"{type(stepper).__name__} is not one of {', '.join(_SERVED)}")
+    defaults = _defaults(type(stepper))
+    group = {key: value for key, value in stepper.param_groups[0].items() if key != "params"}
     for key, value in group.items():
-        known = key in _SERVED[name] or key in _FREE
-        if not known and key in defaults and value != defaults[key]:
-            raise _not_served(f"{type(made).__name__} there has no {key}")
+        is_known = key in _SERVED[name] or key in _FREE
+        if not is_known and key in defaults and value != defaults[key]:
+            raise _not_served(f"{type(stepper).__name__} there has no {key}")
     return name, {key: group[key] for key in _SERVED[name]}
 
 
@@ -110,7 +148,7 @@ def _defaults(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def is_plain_sgd(optimizer: MakeOptimizer) -> bool:
-    """Is its step -lr g, and nothing else?"""
+    """Tells whether the optimizer's step is -lr g, and nothing else."""
     try:
         name, settings = served_settings(optimizer)
     except UsageError:
@@ -124,3 +162,85 @@ def _not_served(detail: str) -> UsageError:
         f"by this rule the server applies it, and {detail}; choose another, or a rule whose "
         "workers apply it, as adag-agn or averaging",
     )
+
+
+class Rates:
+    """An optimizer's settings at an epoch. Any epoch can be asked for, in any order."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
+        self._optimizer, self._schedule = optimizer, schedule
+        self._scheduler = _scheduler(optimizer, schedule)
+        # Settings by epoch where there is a scheduler; else the first ones only.
+        self._epochs = [_settings(optimizer)]
+
+    def at(self, epoch: float) -> float:
+        """The first group's learning rate."""
+        return float(self._lookup(epoch)[0]["lr"])
+
+    def set(self, epoch: float) -> None:
+        """Give the optimizer its settings."""
+        for group, settings in zip(self._optimizer.param_groups, self._lookup(epoch), strict=True):
+            group.update(settings)
+
+    def _lookup(self, epoch: float) -> list[dict[str, Any]]:
+        if self._scheduler is not None:
+            while len(self._epochs) <= int(epoch):
+                self._epochs.append(self._next())
+            return self._epochs[int(epoch)]
+        if self._schedule is None:
+            return self._epochs[0]
+        factor = _factor(self._schedule, epoch)
+        return [{**group, "lr": group["lr"] * factor} for group in self._epochs[0]]
+
+    def _next(self) -> list[dict[str, Any]]:
+        """The settings of the epoch after the last one known."""
+        assert self._scheduler is not None
+        for group, settings in zip(self._optimizer.param_groups, self._epochs[-1], strict=True):
+            group.update(settings)
+        with warnings.catch_warnings():
+            # torch warns that no step of the optimizer came before; here none does.
+            warnings.simplefilter("ignore")
+            self._scheduler.step()
+        return _settings(self._optimizer)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, schedule: Any) -> LRScheduler | None:
+    """The scheduler that `schedule` makes; None for a function of the epoch."""
+    if schedule is None or _is_function_of_epoch(schedule):
+        return None
+    try:
+        scheduler = schedule(optimizer)
+    except Exception as error:
+        raise UsageError(
+            "schedule", f"is neither a function of the epoch nor of the optimizer: {error}"
+        ) from error
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise UsageError(
+            "schedule",
+            f"made {type(scheduler).__name__}; it must make a scheduler that steps by epochs alone",
+        )
+    return scheduler
+
+
+def _is_function_of_epoch(schedule: Any) -> bool:
+    if not callable(schedule):
+        raise UsageError("schedule", f"{schedule!r} is not callable")
+    try:
+        return isinstance(float(schedule(0.0)), float)
+    except Exception:
+        # A function that makes a scheduler fails on a number, each in its own way.
+        return False
+
+
+def _factor(schedule: Any, epoch: float) -> float:
+    factor = float(schedule(epoch))
+    if not 0 <= factor < float("inf"):
+        raise UsageError("schedule", f"gives the factor {factor} at epoch {epoch}")
+    return factor

@@ -1,119 +1,85 @@
-"""The trainer: a module, a loss, an optimizer and a rule; `fit` trains the module on a data set.
+"""Training: a request and a data set give a trained module and the run's history.
 
-check ─► assignment ─► backend ─► center ─► the module, its batch norms' statistics computed
-                         │  ▲
-                  evaluations, early stop
+request ─► prepare ─► backend ─► center ─► the module, its batch norms' statistics computed
+                       │  ▲
+                evaluations, early stop
 """
 
-import os
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+import inspect
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from dovetail.errors import DivergedError
-from dovetail.training.backends.contract import Backend, FailurePolicy, Guard, Watcher
-from dovetail.training.datasets import Collate
+from dovetail.training.backends.contract import Watcher
 from dovetail.training.divergence import LossWatch, remedy
 from dovetail.training.history import History
-from dovetail.training.modules import Loss, MakeOptimizer, unflatten
-from dovetail.training.preparing import Prepared, prepare
-from dovetail.training.progress import Progress
+from dovetail.training.modules import unflatten
+from dovetail.training.monitor import RunMonitor
+from dovetail.training.preparing import PreparedTraining, prepare
 from dovetail.training.records import Evaluation, Outcome
-from dovetail.training.rules.contract import Rule
-from dovetail.training.schedules import Schedule
-from dovetail.training.validation import Metrics
+from dovetail.training.request import TrainRequest
 
 
-@dataclass(frozen=True)
+def train(
+    request: TrainRequest, dataset: Any, validation: Any = None, *, watcher: Watcher | None = None
+) -> History:
+    """Train the request's model on `dataset`; it is left in the mode that it was in.
+
+    Data sets: see `datasets`. `watcher` is told all that happens, and may stop the run; its figures
+    join the validation's. Ctrl-C ends the run and keeps the best center so far, the last one
+    without a validation set; it is a `KeyboardInterrupt` where there is no center yet.
+    Raises `InvalidError` for what cannot be trained, before anything starts, and `TrainingError` or
+    `RunError` for a run that failed; the model is then as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        prepared = prepare(request, dataset, validation)
+        progress = _open_progress(prepared, watcher)
+        outcome = _run(prepared, progress)
+        outcome = _evaluate_end(prepared, progress, outcome)
+        unflatten(request.model, outcome.theta)
+        prepared.evaluator.refresh(request.model)
+    return History(_described(prepared, outcome))
+
+
 class Trainer:
-    """How a module is trained. `fit` does it, and raises what is wrong before anything starts.
+    """`train` with keywords: `Trainer(model, loss, optimizer, workers=4, ...).fit(dataset)`.
 
-    model       any `nn.Module` on the CPU, or a Keras 3 model on torch; it is trained in place
-    loss        (output, *targets) -> the mean over the batch's samples
-    optimizer   a callable of parameters, a name with `lr`, or a record; each worker has its own,
-                and for the rule `sync` the server has it
-    rule        a name in `RULES`, or `make_rule(name, **options)`
-    backend     a name in `BACKENDS`, with its own settings in `backend_options`
-    window      local steps between commits; "auto": 1, but `WINDOWS` for rules that ask for more
-    schedule    a factor of the learning rate by epoch, or a torch scheduler (see `schedules`)
-    metrics     beside the loss, on the validation set: "accuracy", or callables as the loss
-    validate    when: each "epoch", after so many samples, or "30s"; and at the end
-    monitor     the figure that early stop goes by: a loss or error is to fall, all else to rise
-    patience    evaluations without a better one before the run stops; the best center is kept
-    collate     items -> batch, for data sets that are not arrays
-    folder      where the run's state is kept, so that nothing is lost with the server; `storage`:
-                further settings of `Storage`
-    resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart
-    group       processes of each worker, their gradients averaged (see `group`)
-    shards, wire, guard, policy, order   see `backends.contract`
+    The arguments are the fields of `TrainRequest`, which is kept as `request`.
     """
 
-    model: nn.Module
-    loss: Loss
-    optimizer: MakeOptimizer | str | Any
-    rule: Rule | str = "adag-agn"
-    workers: int = 2
-    backend: Backend | str = "processes"
-    _: KW_ONLY
-    epochs: int = 1
-    batch: int = 32
-    window: int | str | None = "auto"
-    lr: float | None = None
-    schedule: Schedule | None = None
-    metrics: Metrics = ()
-    validate: int | str = "epoch"
-    monitor: str = "loss"
-    patience: int | None = None
-    collate: Collate | None = None
-    folder: str | os.PathLike[str] | None = None
-    resume: bool = False
-    storage: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    group: int = 1
-    guard: Guard = field(default_factory=Guard)
-    policy: FailurePolicy = field(default_factory=FailurePolicy)
-    wire: str = "none"
-    shards: int | None = None
-    order: tuple[int, ...] | None = None
-    backend_options: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self.request = TrainRequest(*arguments, **settings)
 
     def fit(
         self, dataset: Any, validation: Any = None, *, watcher: Watcher | None = None
     ) -> History:
-        """Train on `dataset`; the model holds the result, and is in the mode that it was in.
-
-        Data sets: see `datasets`. `watcher` is told all that happens, and may stop the run; its
-        figures join the validation's. Ctrl-C ends the run and keeps the best center so far, the
-        last one without a validation set; `KeyboardInterrupt` where there is none yet.
-        Raises `InvalidError` for what cannot be trained, `TrainingError` or `RunError` for a run
-        that failed; the model is then as it was.
-        """
-        with torch.random.fork_rng(devices=[]):
-            prepared = prepare(self, dataset, validation)
-            progress = Progress(
-                prepared.evaluator,
-                self.monitor,
-                self.patience,
-                prepared.folder,
-                also=watcher or Watcher(),
-                losses=LossWatch(self.workers),
-                advice=_advice(prepared),
-            )
-            if self.resume:
-                progress.resume()
-            outcome = _run(prepared, progress)
-            if not outcome.meta.get("interrupted"):
-                outcome = _finish(prepared, progress, outcome)
-            unflatten(self.model, outcome.theta)
-            prepared.evaluator.refresh(self.model)
-        return History(_described(self, prepared, outcome))
+        """`train` of this request: the model holds the result."""
+        return train(self.request, dataset, validation, watcher=watcher)
 
 
-def _run(prepared: Prepared, progress: Progress) -> Outcome:
+# What help() and editors show of `Trainer` are the settings, each with its default.
+Trainer.__signature__ = inspect.signature(TrainRequest)  # type: ignore[attr-defined]
+
+
+def _open_progress(prepared: PreparedTraining, watcher: Watcher | None) -> RunMonitor:
+    request = prepared.request
+    progress = RunMonitor(
+        prepared.evaluator,
+        request.monitor,
+        request.patience,
+        prepared.folder,
+        also=watcher or Watcher(),
+        losses=LossWatch(request.workers),
+        advice=_advice(prepared),
+    )
+    if request.resume:
+        progress.resume()
+    return progress
+
+
+def _run(prepared: PreparedTraining, progress: RunMonitor) -> Outcome:
     watcher = progress.watcher(prepared.every_samples, prepared.every_seconds)
     try:
         return prepared.run(prepared.assignment, watcher)
@@ -128,8 +94,10 @@ def _run(prepared: Prepared, progress: Progress) -> Outcome:
         raise DivergedError(error.rule, error.detail, advice) from error
 
 
-def _finish(prepared: Prepared, progress: Progress, outcome: Outcome) -> Outcome:
+def _evaluate_end(prepared: PreparedTraining, progress: RunMonitor, outcome: Outcome) -> Outcome:
     """The outcome with the last evaluation, and with the best center if the run looked for it."""
+    if outcome.meta.get("interrupted"):  # it is the best center already, with its evaluations
+        return outcome
     evaluated = progress.evaluations[-1].clock if progress.evaluations else -1
     if prepared.evaluator.figures and evaluated != outcome.clock:
         progress.on_evaluation(outcome.theta, outcome.clock, outcome.samples, outcome.seconds)
@@ -137,27 +105,29 @@ def _finish(prepared: Prepared, progress: Progress, outcome: Outcome) -> Outcome
     if progress.patience is not None and progress.theta is not None:
         theta = progress.theta
     kept: tuple[Evaluation, ...] = tuple(e for e in progress.evaluations if e.figures)
+    # A backend may itself end a run in order when the user presses Ctrl-C.
     ends = [event.detail for event in outcome.events if event.kind == "stopped"]
-    by_user = outcome.stopped and ends[-1:] == ["interrupted"]  # a backend may end it in order
+    by_user = outcome.stopped and ends[-1:] == ["interrupted"]
     meta = {**outcome.meta, **({"interrupted": True} if by_user else {})}
     return replace(outcome, theta=theta, evaluations=kept, meta=meta)
 
 
-def _described(trainer: Trainer, prepared: Prepared, outcome: Outcome) -> Outcome:
-    assignment = prepared.assignment
-    backend = trainer.backend
+def _described(prepared: PreparedTraining, outcome: Outcome) -> Outcome:
+    """The outcome whose `meta` says what ran."""
+    request, assignment = prepared.request, prepared.assignment
+    backend = request.backend
     meta = {
-        "name": trainer.name or assignment.rule.name,
+        "name": request.name or assignment.rule.name,
         "rule": assignment.rule.name,
         "options": dict(assignment.rule.options),
         "backend": backend if isinstance(backend, str) else getattr(backend, "__name__", "own"),
         "job": asdict(assignment.job),
-        "model": type(trainer.model).__name__,
+        "model": type(request.model).__name__,
     }
     return replace(outcome, meta={**outcome.meta, **meta})
 
 
-def _advice(prepared: Prepared) -> str:
+def _advice(prepared: PreparedTraining) -> str:
     """What to do if this run diverges."""
     job = prepared.assignment.job
     return remedy(prepared.assignment.rule.name, job.window, job.workers)

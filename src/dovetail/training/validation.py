@@ -1,28 +1,44 @@
 """The figures of a model on a validation set: its loss, and metrics.
 
 Each is a mean over samples: of batches' means, weighted by their samples.
+
+No worker has statistics of batch norms that belong to the center: running statistics belong to a
+worker's own copy of the parameters. So they are not sent. Before each evaluation, and for the
+trained model, they are computed anew in a pass over some batches of training data ("precise" batch
+norm); all else is in evaluation mode meanwhile, dropout too:
+
+    mean, variance of a norm's input = averages over batches of training data at theta~
+
+Other buffers of a model stay as they were before training.
+
+Y. Wu, J. Johnson: Rethinking "Batch" in BatchNorm, 2021, https://arxiv.org/abs/2105.07576,
+section 3; P. Izmailov et al.: Averaging Weights Leads to Wider Optima, 2018,
+https://arxiv.org/abs/1803.05407, section 3.2. Differences: batches' variances are averaged, as by
+torch's `update_bn`, not pooled with the spread of their means.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dovetail.errors import UsageError
-from dovetail.training.datasets import Source
+from dovetail.training.datasets import SampleSource
+from dovetail.training.keras_models import is_keras, keras_norms
 from dovetail.training.modules import Loss, outputs, unflatten
-from dovetail.training.norms import compute_statistics, has_statistics
 from dovetail.training.records import Vector
 
 Metric = Callable[..., Any]
 """(output, *targets) -> a number, the mean over the batch's samples."""
 Metrics = Sequence[str | Metric] | Mapping[str, Metric]
 MOST_NORM_BATCHES = 100
-"""Batches of training data for the statistics of batch norms; their mean is then within a tenth of
-a batch's own spread (Wu and Johnson, 2021, section 3.2, find 10^3 to 10^4 samples enough)."""
+"""Batches of training data that the statistics of batch norms are computed from. Their mean is then
+within a tenth of one batch's spread; Wu and Johnson, 2021, section 3.2, find 10^3 to 10^4 samples
+enough."""
 
 
 @torch.no_grad()
@@ -33,12 +49,12 @@ def accuracy(output: Tensor, target: Tensor) -> float:
     output. Two classes: one logit each, output [batch] or [batch, 1], target 0 or 1.
     """
     if output.ndim == 1 or (output.shape[1] == 1 and target.numel() == output.numel()):
-        found, wanted = output.reshape(-1) > 0, target.reshape(-1) > 0.5
+        predicted, wanted = output.reshape(-1) > 0, target.reshape(-1) > 0.5
     else:
-        found = output.argmax(1)
+        predicted = output.argmax(1)
         wanted = target if target.ndim < output.ndim else target.argmax(1)
-        wanted = wanted.reshape(found.shape)
-    return float((found == wanted).double().mean())
+        wanted = wanted.reshape(predicted.shape)
+    return float((predicted == wanted).double().mean())
 
 
 METRICS: dict[str, Metric] = {"accuracy": accuracy}
@@ -53,7 +69,7 @@ def resolve_metrics(metrics: Metrics) -> dict[str, Metric]:
         if isinstance(metrics, Mapping)
         else [(m if isinstance(m, str) else getattr(m, "__name__", ""), m) for m in metrics]
     )
-    found: dict[str, Metric] = {}
+    resolved: dict[str, Metric] = {}
     for name, metric in pairs:
         if isinstance(metric, str):
             if metric not in METRICS:
@@ -61,10 +77,10 @@ def resolve_metrics(metrics: Metrics) -> dict[str, Metric]:
             metric = METRICS[metric]
         if not callable(metric):
             raise UsageError("metrics", f"{metric!r} is not callable")
-        if not name or name == "loss" or name in found:
+        if not name or name == "loss" or name in resolved:
             raise UsageError("metrics", f"{name!r} is no name of its own; give a dictionary")
-        found[name] = metric
-    return found
+        resolved[name] = metric
+    return resolved
 
 
 class Evaluator:
@@ -78,8 +94,8 @@ class Evaluator:
         module: nn.Module,
         loss: Loss,
         metrics: Mapping[str, Metric],
-        training: Source,
-        validation: Source | None,
+        training: SampleSource,
+        validation: SampleSource | None,
         batch: int,
     ) -> None:
         self._module, self._loss, self._metrics = module, loss, dict(metrics)
@@ -92,18 +108,18 @@ class Evaluator:
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """Compute the figures of one batch: what is wrong there, a run would meet at its end."""
+        """Compute the figures of one batch, so that an error shows now and not at a run's end."""
         if self._validation is None:
             return
         self._module.eval()
-        found = next(batches_of(self._validation, self._batch, 1), None)
-        if found is None:
+        first = next(batches_of(self._validation, self._batch, 1), None)
+        if first is None:
             raise UsageError("validation", "is empty")
-        self._figures_of(found[0])
+        self._figures_of(first[0])
 
     @torch.no_grad()
     def __call__(self, theta: Vector) -> dict[str, float]:
-        """The figures at `theta` [size]; none without a validation set."""
+        """The figures at `theta` [size]; {} without a validation set."""
         if self._validation is None:
             return {}
         unflatten(self._module, theta)
@@ -127,14 +143,16 @@ class Evaluator:
     def refresh(self, module: nn.Module) -> None:
         """Give the module the statistics that belong to its parameters."""
         if has_statistics(module):
-            found = batches_of(self._training, self._batch, MOST_NORM_BATCHES)
-            compute_statistics(module, (batch for batch, _ in found))
+            batches = batches_of(self._training, self._batch, MOST_NORM_BATCHES)
+            compute_statistics(module, (batch for batch, _ in batches))
 
 
-def batches_of(source: Source, batch: int, most: int | None = None) -> Iterator[tuple[Any, int]]:
-    """(batch, samples) over the whole source; of at most `most` batches, evenly spread over it.
+def batches_of(
+    source: SampleSource, batch: int, most: int | None = None
+) -> Iterator[tuple[Any, int]]:
+    """(batch, samples) over the whole source, or `most` batches that are evenly spread over it.
 
-    A stream cannot be jumped in: its first ones.
+    Of a stream these are the first ones, since it cannot be read from its middle.
     """
     starts: Iterator[int] = itertools.count(0, batch)
     if source.samples is not None:
@@ -143,9 +161,9 @@ def batches_of(source: Source, batch: int, most: int | None = None) -> Iterator[
         starts = (whole[number * len(whole) // count] for number in range(count))
     for start in itertools.islice(starts, most):
         stop = start + batch if source.samples is None else min(start + batch, source.samples)
-        found, samples = source.batch(np.arange(start, stop, dtype=np.int64), 0)
+        content, samples = source.batch(np.arange(start, stop, dtype=np.int64), 0)
         if samples:
-            yield found, samples
+            yield content, samples
         if samples < stop - start:
             return
 
@@ -158,3 +176,63 @@ def _number(name: str, value: Any) -> float:
             "loss" if name == "loss" else "metrics",
             f"{name} is not one number for a batch but {type(value).__name__}: {error}",
         ) from None
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Tells whether any norm of the module keeps running statistics."""
+    return bool(keras_norms(module) if is_keras(module) else _norms(module))
+
+
+@torch.no_grad()
+def compute_statistics(module: nn.Module, batches: Iterable[Any]) -> None:
+    """Replace the running statistics by averages over the batches. Its mode stays as it was."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        if is_keras(module):
+            _compute_keras(module, batches)
+        else:
+            _compute(module, batches)
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _norms(module: nn.Module) -> list[_NormBase]:
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, _NormBase) and part.running_mean is not None
+    ]
+
+
+def _compute(module: nn.Module, batches: Iterable[Any]) -> None:
+    norms = _norms(module)
+    momenta = [norm.momentum for norm in norms]
+    module.eval()
+    for norm in norms:
+        norm.train()
+        norm.reset_running_stats()
+        # None asks torch for a plain average over all batches.
+        norm.momentum = None
+    try:
+        for batch in batches:
+            outputs(module, batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def _compute_keras(module: nn.Module, batches: Iterable[Any]) -> None:
+    """The same for Keras, which has one mode for a whole call, so that dropout draws here. A
+    momentum of i/(i + 1) in batch i makes the moving average a plain one."""
+    norms = keras_norms(module)
+    momenta = [norm.momentum for norm in norms]
+    module.train()
+    try:
+        for number, batch in enumerate(batches):
+            for norm in norms:
+                norm.momentum = number / (number + 1)
+            outputs(module, batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum

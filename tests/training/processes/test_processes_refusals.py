@@ -21,7 +21,7 @@ from dovetail.training.backends.processes.messages import (
     Ready,
     ServerStart,
 )
-from dovetail.training.checks import copy_and_check
+from dovetail.training.checks import copy_and_checksum
 from dovetail.training.records import Commit, Job, Refusal, Turn, Verdict
 from dovetail.training.supervisor import ServerReport
 
@@ -62,12 +62,12 @@ class Bench:
 
     def commit(self, vector, *, spoil=lambda memory: None, payload=None, **changes):
         """The answer to a commit of `vector`, of which `changes` and `spoil` make another."""
-        found = copy_and_check(self.memory.inbox, vector)
+        found = copy_and_checksum(self.memory.inbox, vector)
         spoil(self.memory)
         clock, lease = self.reply.clock, self.reply.lease.number
         head = Commit("run", 0, self.sequence + 1, clock, lease, 2, 1, 0.1, 0.5)
         head = replace(head, **changes)
-        payload = payload or frames.VectorHeader(SIZE, "float32", found.checksum)
+        payload = payload or frames.VectorHeader(SIZE, "float32", found)
         reply = self.turn(Turn(0, head, lease=True, pull=True), payload)
         if reply.verdict is Verdict.APPLIED:
             self.sequence += 1
@@ -157,8 +157,8 @@ def test_a_bad_commit_is_refused_and_counted_and_changes_nothing(bench, name):
 def test_a_commit_that_is_sent_twice_is_applied_once(bench):
     head = Commit("run", 0, bench.sequence, 0, 0, 2, 1, 0.1, 0.5)
     before = bench.theta()
-    found = copy_and_check(bench.memory.inbox, GOOD)
-    payload = frames.VectorHeader(SIZE, "float32", found.checksum)
+    found = copy_and_checksum(bench.memory.inbox, GOOD)
+    payload = frames.VectorHeader(SIZE, "float32", found)
     reply = bench.turn(Turn(0, head, lease=True, pull=True), payload)
     assert reply.verdict is Verdict.DUPLICATE
     assert reply.lease == bench.reply.lease

@@ -1,10 +1,9 @@
-"""Update rules, one file each; `RULES` by name.
+"""Update rules, one file each, and the table of them: `RULES`, by name.
 
-The class `ADAG` of the old dist-keras is `agn`, and its `Experimental` is `adag`.
+A new rule is a file here and an entry in the table. The command line, its help and the trainer
+read the table. The class `ADAG` of the old dist-keras is `agn`, and its `Experimental` is `adag`.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from dovetail.errors import UnknownRuleError, UsageError
@@ -13,7 +12,7 @@ from dovetail.training.rules.aeasgd import aeasgd, eamsgd
 from dovetail.training.rules.agn import agn
 from dovetail.training.rules.async_diloco import async_diloco
 from dovetail.training.rules.averaging import averaging, one_shot
-from dovetail.training.rules.contract import Rule
+from dovetail.training.rules.contract import Rule, RuleEntry
 from dovetail.training.rules.dc_asgd import dc_asgd, dc_asgd_adaptive
 from dovetail.training.rules.diloco import diloco
 from dovetail.training.rules.downpour import downpour, downpour_adagrad
@@ -23,44 +22,43 @@ from dovetail.training.rules.hogwild import hogwild
 from dovetail.training.rules.ssp import ssp
 from dovetail.training.rules.sync import sync
 
-RULES: dict[str, Callable[..., Rule]] = {
-    "sync": sync,
-    "averaging": averaging,
-    "one-shot": one_shot,
-    "easgd": easgd,
-    "aeasgd": aeasgd,
-    "eamsgd": eamsgd,
-    "downpour": downpour,
-    "downpour-adagrad": downpour_adagrad,
-    "dynsgd": dynsgd,
-    "agn": agn,
-    "adag": adag,
-    "adag-agn": adag_agn,
-    "hogwild": hogwild,
-    "ssp": ssp,
-    "dc-asgd": dc_asgd,
-    "dc-asgd-adaptive": dc_asgd_adaptive,
-    "diloco": diloco,
-    "async-diloco": async_diloco,
-}
+_ENTRIES = (
+    RuleEntry("sync", sync),
+    RuleEntry("averaging", averaging, window=10, sends_parameters=True),
+    RuleEntry("one-shot", one_shot, window=None, sends_parameters=True),
+    RuleEntry("easgd", easgd, window=10),
+    RuleEntry("aeasgd", aeasgd, window=10),
+    RuleEntry("eamsgd", eamsgd, window=10),
+    RuleEntry("downpour", downpour, adds_sums=True),
+    RuleEntry("downpour-adagrad", downpour_adagrad, adds_sums=True),
+    RuleEntry("dynsgd", dynsgd),
+    RuleEntry("agn", agn),
+    RuleEntry("adag", adag),
+    RuleEntry("adag-agn", adag_agn),
+    RuleEntry("hogwild", hogwild, adds_sums=True),
+    RuleEntry("ssp", ssp, adds_sums=True),
+    RuleEntry("dc-asgd", dc_asgd, adds_sums=True, server_steps=True),
+    RuleEntry("dc-asgd-adaptive", dc_asgd_adaptive, adds_sums=True, server_steps=True),
+    RuleEntry("diloco", diloco, window=50),
+    RuleEntry("async-diloco", async_diloco, window=50),
+)
+RULES: dict[str, RuleEntry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def make_rule(name: str, **options: Any) -> Rule:
     """The rule of that name with its options bound.
 
-    Raises UnknownRuleError, and UsageError with the name of an option that the rule has not or
-    whose value it cannot take.
+    Raises `UnknownRuleError`, and `UsageError` with the name of an option that the rule does not
+    have or whose value it cannot take.
     """
     if name not in RULES:
         raise UnknownRuleError(name, tuple(RULES))
-    factory = RULES[name]
-    parameters = inspect.signature(factory).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    entry = RULES[name]
     for option in options:
-        if option not in parameters and not open_ended:
-            known = ", ".join(parameters) or "none"
-            raise UsageError(option, f"{name} has no such option; it has {known}")
-    return factory(**options)
+        if option not in entry.options and not entry.takes_any:
+            offered = ", ".join(entry.options) or "none"
+            raise UsageError(option, f"{name} has no such option; it has {offered}")
+    return entry.make(**options)
 
 
 __all__ = ["RULES", "make_rule"]

@@ -26,9 +26,9 @@ FORCE, VELOCITY, AHEAD = "force", "velocity", "ahead"
 
 
 def aeasgd(alpha: float = 0.05, rho: float | None = None) -> Rule:
-    """AEASGD with the moving rate `alpha`, or eta `rho` with the learning rate eta of the moment.
+    """AEASGD with the moving rate `alpha`, or with eta `rho`, eta the current learning rate.
 
-    .05 is the thesis' setting, rho 5 at a learning rate of .01.
+    The default .05 is the thesis' setting: rho 5 at a learning rate of .01.
     """
     return Rule(
         name="aeasgd",

@@ -8,7 +8,8 @@ Gradient Descent, 2017, https://github.com/JoeriHermans/master-thesis, chapter 2
     worker k   lambda steps: theta_k += U(g_k)
     server     theta~ = 1/n sum_k theta_k           all restart from it
 
-Differences: one-shot is the same rule in a run whose window is None, an equal share of all epochs.
+Differences: one-shot is the same rule in a run whose window is None: each worker then commits once,
+at the end of its equal share of all epochs.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,14 @@
-"""What an update rule is: pure functions on flat vectors, the worker's side and the server's.
+"""What an update rule is: pure functions on flat vectors for the worker's and the server's side.
 
     worker, a window     begin ─► steps x [look ─► gradient ─► step] ─► message
     server, a commit     apply(slice, arrival)            or, for rules that gather,
             a round      combine(slice, arrivals)   when every worker with a lease has committed
 
-All server functions are elementwise, so that shards of the vector are independent. They change the
-arrays they are given in place, and nothing else.
+All functions of the server are elementwise, so that shards of the vector are independent. They
+change the arrays that they are given in place, and nothing else.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ Update = Callable[[Vector, Vector], Vector]
 
 @dataclass
 class Local:
-    """A worker's side of a rule.
+    """The state of a rule on a worker.
 
     theta    theta_k; replaced by the center at each pull unless the rule keeps it
     center   theta~ as last pulled; not to be written
@@ -40,7 +41,7 @@ class Local:
 
 @dataclass
 class Slice:
-    """A shard of the center: [size] each. `counts`: the rule's own numbers, equal in all shards."""
+    """A shard of the center: vectors of [size], and `counts` of the rule, equal in all shards."""
 
     theta: Vector
     slots: dict[str, Vector] = field(default_factory=dict)
@@ -49,10 +50,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A shard's part of a commit.
+    """The part of a commit that goes to one shard.
 
     base       theta~ as this worker pulled it, for rules with `needs_base`
-    workers    that hold a lease now (n)
+    workers    how many hold a lease now (n)
     """
 
     vector: Vector
@@ -69,7 +70,7 @@ def _nothing(local: Local) -> None: ...
 
 
 def at_theta(local: Local) -> Vector:
-    """Where most rules take their gradient: theta_k."""
+    """theta_k, where most rules take their gradient."""
     return local.theta
 
 
@@ -90,9 +91,11 @@ class Rule:
 
     name: str
     options: dict[str, Any]
-    step: Callable[[Local, Vector, Update], None]  # (local, gradient at look(local), U)
+    # The gradient that `step` gets is the one at look(local).
+    step: Callable[[Local, Vector, Update], None]
     message: Callable[[Local], Vector]
-    begin: Callable[[Local], None] = _nothing  # after a pull, before the window's first step
+    # Called after a pull, before the window's first step.
+    begin: Callable[[Local], None] = _nothing
     look: Callable[[Local], Vector] = at_theta
     apply: Callable[[Slice, Arrival], None] | None = None
     combine: Callable[[Slice, Sequence[Arrival]], None] | None = None
@@ -109,6 +112,58 @@ class Rule:
     def __post_init__(self) -> None:
         assert self.gathers == (self.combine is not None) or self.lock_free
         assert (self.apply is None) == (self.gathers or self.lock_free)
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """A rule in the table `RULES`: its name, what makes it, and what a run must know of it.
+
+    make               options -> the bound `Rule`; it has the options' defaults
+    window             local steps between commits where a run leaves them to the rule; None: one
+                       commit, at the end
+    adds_sums          nothing divides a commit by its window or by its staleness, so that many
+                       workers with long windows diverge
+    server_steps       the server itself steps by -lr g, so the optimizer must be plain SGD
+    sends_parameters   commits are parameters, not updates: an element that is left out would be 0
+    """
+
+    name: str
+    make: Callable[..., Rule]
+    window: int | None = 1
+    adds_sums: bool = False
+    server_steps: bool = False
+    sends_parameters: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Names of the options and their defaults; `takes_any` says whether others are allowed."""
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.make).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
+
+    @property
+    def takes_any(self) -> bool:
+        """Does the maker take options beyond the named ones, and check them itself?"""
+        parameters = inspect.signature(self.make).parameters.values()
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    @property
+    def help(self) -> str:
+        """What the rule does: the first sentence of its file, and of its maker."""
+        return f"{_paragraphs(self.make)[0]} {(inspect.getdoc(self.make) or '').splitlines()[0]}"
+
+    @property
+    def paper(self) -> str:
+        """Authors, title, year and address: the second paragraph of the rule's file."""
+        return _paragraphs(self.make)[1]
+
+
+def _paragraphs(make: Callable[..., Rule]) -> list[str]:
+    """Paragraphs of the docstring of the file that defines `make`, each as one line."""
+    text = inspect.getdoc(inspect.getmodule(make)) or ""
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
 
 
 def new_slots(names: tuple[str, ...], like: Vector) -> dict[str, Vector]:

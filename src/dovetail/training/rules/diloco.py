@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dovetail.training import kernels
-from dovetail.training.optimizers import COUNT, SGD
+from dovetail.training.optimizers import COUNT, FlatSGD
 from dovetail.training.options import fraction, positive
 from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
@@ -30,7 +30,7 @@ def diloco(lr: float = 0.7, momentum: float = 0.9) -> Rule:
     """DiLoCo with the outer learning rate `lr` and `momentum`."""
     positive("lr", lr)
     fraction("momentum", momentum)
-    outer = SGD(lr=lr, momentum=momentum, nesterov=momentum > 0)
+    outer = FlatSGD(lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     def combine(part: Slice, arrivals: Sequence[Arrival]) -> None:
         delta = np.empty_like(part.theta)

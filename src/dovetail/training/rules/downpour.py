@@ -16,7 +16,7 @@ division finite.
 """
 
 from dovetail.training import kernels
-from dovetail.training.optimizers import COUNT, Adagrad
+from dovetail.training.optimizers import COUNT, FlatAdagrad
 from dovetail.training.options import not_negative, positive
 from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
@@ -35,7 +35,7 @@ def downpour_adagrad(lr: float | None = None, epsilon: float = 1e-10) -> Rule:
     if lr is not None:
         positive("lr", lr)
     not_negative("epsilon", epsilon)
-    server = Adagrad(eps=epsilon)
+    server = FlatAdagrad(eps=epsilon)
 
     def apply(part: Slice, arrival: Arrival) -> None:
         rate = arrival.rate if lr is None else lr

@@ -9,7 +9,7 @@ https://arxiv.org/abs/1412.6651, section 2, equations 3 and 4.
 
 theta_k is not replaced by theta~. alpha = eta rho; beta = n alpha, .9 in the paper: choose alpha
 near .9 / n, for above n alpha = 1 the center overshoots, and above 2 it diverges.
-Differences: in a window of several steps the spring acts once, at its first.
+Differences: in a window of several steps the spring acts once, at the first step.
 """
 
 from collections.abc import Sequence

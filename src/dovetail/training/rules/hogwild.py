@@ -5,9 +5,9 @@ Gradient Descent, NIPS 2011, https://arxiv.org/abs/1106.5730, section 2, algorit
 
     worker     g at theta~ as it finds it;  theta~ += U(g) on the coordinates where U(g) is not 0
 
-Differences: the paper adds atomically, here two workers that add to one coordinate at the same
-moment may lose one of both, as in its own experiments' plain stores. U may be any optimizer, each
-worker with its own state.
+Differences: the paper adds atomically. Here one of two workers that add to a coordinate at the same
+moment may lose its update, as with the plain stores of the paper's own experiments. U may be any
+optimizer; each worker has its own state.
 """
 
 from dovetail.training import kernels

@@ -1,11 +1,11 @@
-"""What rules that push share: the worker's sums over a window, and means over workers.
+"""Shared by rules that push: the worker's sums over a window, and means over workers.
 
     updates      v = sum of U(g) over the window, theta_k walks along      (DOWNPOUR and its kin)
     gradients    v = sum of g over the window, theta_k stays at its base   (synchronous, DC-ASGD)
 
-A sum is made of the updates themselves, never of a difference of parameters, and starts as a copy
-of the first: with one worker and one step a commit, theta~ += v adds exactly U(g), bit for bit.
-Workers are summed in their order, so that the same round gives the same bits.
+A sum adds the updates themselves, never a difference of parameters, and starts as a copy of the
+first. So with one worker and one step per commit, theta~ += v adds exactly U(g), bit for bit.
+Workers are summed in order of their numbers, so that the same round gives the same bits.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def total(local: Local) -> Vector:
 
 
 def mean(local: Local) -> Vector:
-    """v over the steps really made [size]: fewer than the window at the end of an epoch."""
+    """v [size] divided by the steps that were made: fewer than the window at an epoch's end."""
     vector = local.slots[TOTAL]
     if local.steps > 1:
         np.divide(vector, vector.dtype.type(local.steps), out=vector)
@@ -45,12 +45,12 @@ def mean(local: Local) -> Vector:
 
 
 def mean_of_workers(out: Vector, arrivals: Sequence[Arrival]) -> None:
-    """out = mean of what arrived [size], each worker counting the same."""
+    """out = mean [size] of the arrivals' vectors; all workers weigh the same."""
     kernels.mean(out, [arrival.vector for arrival in arrivals])
 
 
 def mean_of_samples(out: Vector, arrivals: Sequence[Arrival]) -> None:
-    """out = mean of what arrived [size], each worker weighted by its samples."""
+    """out = mean [size] of the arrivals' vectors, each weighted by its samples."""
     samples = sum(arrival.samples for arrival in arrivals)
     weights = [arrival.samples / samples for arrival in arrivals]
     kernels.weighted_sum(out, [arrival.vector for arrival in arrivals], weights)

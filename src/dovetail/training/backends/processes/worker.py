@@ -16,7 +16,7 @@ from dovetail.training.backends.contract import WorkerPlan
 from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, unpack_parcel
 from dovetail.training.backends.processes.messages import Connect, Finished, WorkerStart
-from dovetail.training.checks import check, copy_and_check
+from dovetail.training.checks import checksum, copy_and_checksum
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Refusal, Reply
 from dovetail.training.wire import make_wire
@@ -33,8 +33,6 @@ def serve(channel: Channel) -> None:
     rule = plan.make_rule()
     on_alive(memory.show_life)
     learner = make(plan.worker)
-    # Called once here so that it is compiled before anyone waits for it.
-    copy_and_check(memory.inbox, memory.outbox)
     link = WorkerLink(channel, plan, memory, center if rule.lock_free else None)
     sequence = link.join()
     steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
@@ -108,12 +106,12 @@ class WorkerLink:
             return None
         inbox = self._memory.inbox
         if self._plan.wire == "none":
-            checked = copy_and_check(inbox, ask.vector)
+            checked = copy_and_checksum(inbox, ask.vector)
         else:  # nothing need be smaller here, but the numbers are those of other backends
             self._wire.encode(ask.vector, self._octets)
             self._wire.decode(self._octets, inbox)
-            checked = check(inbox)
-        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, checked.checksum)
+            checked = checksum(inbox)
+        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, checked)
 
     def _center(self) -> NDArray[np.floating]:
         return self._memory.outbox if self._live is None else self._live.live

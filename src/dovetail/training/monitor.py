@@ -1,4 +1,4 @@
-"""A run as its caller follows it: evaluations, the best so far, early stop, signs of divergence."""
+"""Follows a run while it goes on: evaluations, the best so far, early stop, divergence."""
 
 import math
 import warnings
@@ -16,17 +16,17 @@ Evaluate = Callable[[Vector], dict[str, float]]
 
 
 class DivergenceWarning(RuntimeWarning):
-    """The loss of a run grows without end."""
+    """Warns that the loss of a run grows without end."""
 
 
 @dataclass
-class Progress:
-    """What is known of a run while it goes on; `watcher` tells it.
+class RunMonitor:
+    """What is known of a run while it goes on. The backend tells it through `watcher`.
 
     evaluate   theta -> figures; {} where there is nothing to evaluate
     monitor    the figure that decides which evaluation is the best
     patience   evaluations without a better one, after which the run stops (None: never)
-    also       the caller's own watcher, told everything too
+    also       the caller's own watcher, which is told everything too
     losses     looks for divergence; `advice` is what to do about it
     """
 
@@ -41,8 +41,9 @@ class Progress:
     evaluations: list[Evaluation] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    best: int | None = None  # index of an evaluation
-    theta: Vector | None = None  # the center there
+    # Index of the best evaluation, and the center [size] that it evaluated.
+    best: int | None = None
+    theta: Vector | None = None
 
     def resume(self) -> None:
         """Continue from what the folder holds."""
@@ -50,7 +51,7 @@ class Progress:
             self.evaluations, self.best, self.theta = self.folder.load()
 
     def watcher(self, every_samples: int | None, every_seconds: float | None) -> Watcher:
-        """The backend's view of this."""
+        """The watcher that the backend is given."""
         return Watcher(
             every_samples=every_samples,
             every_seconds=every_seconds,
@@ -63,7 +64,7 @@ class Progress:
     def on_evaluation(
         self, theta: Vector, clock: int, samples: int, seconds: float
     ) -> dict[str, float]:
-        """The figures there, kept; the center too, if it is the best so far."""
+        """Evaluate `theta`, keep the figures, and keep `theta` too if it is the best so far."""
         figures = self.evaluate(theta)
         if self.also.evaluate is not None:
             figures = figures | self.also.evaluate(theta, clock, samples, seconds)
@@ -76,32 +77,33 @@ class Progress:
         return figures
 
     def should_stop(self, figures: list[dict[str, float]]) -> bool:
-        """Has there been none better for `patience` evaluations, or does the caller say so?"""
-        theirs = self.also.should_stop
-        if theirs is not None and theirs(figures):
+        """True if no evaluation was better for `patience` evaluations, or if the caller says so."""
+        caller_stops = self.also.should_stop
+        if caller_stops is not None and caller_stops(figures):
             return True
         if self.patience is None or self.best is None:
             return False
         return len(self.evaluations) - 1 - self.best >= self.patience
 
     def on_rows(self, rows: list[Row]) -> None:
-        """Keeps them, and warns once if the loss grows without end."""
+        """Keep the commits, and warn once if the loss grows without end."""
         self.rows += rows
         if self.also.rows is not None:
             self.also.rows(rows)
-        found = self.losses.add(rows)
-        if found is not None:
-            text = f"training diverges: {found.detail}" + (self.advice and f"; {self.advice}")
+        divergence = self.losses.add(rows)
+        if divergence is not None:
+            text = f"training diverges: {divergence.detail}" + (self.advice and f"; {self.advice}")
             warnings.warn(text, DivergenceWarning, stacklevel=2)
 
     def on_event(self, event: Event) -> None:
-        """Keeps it."""
+        """Keep what happened."""
         self.events.append(event)
         if self.also.event is not None:
             self.also.event(event)
 
     def interrupted(self) -> Outcome:
-        """What a run that Ctrl-C ended leaves. Raises `KeyboardInterrupt` where that is nothing."""
+        """The outcome of a run that Ctrl-C ended: the best center so far. Raises
+        `KeyboardInterrupt` where nothing was evaluated yet."""
         if self.best is None or self.theta is None:
             raise KeyboardInterrupt
         kept = self.evaluations[self.best]
@@ -112,7 +114,7 @@ class Progress:
         )  # fmt: skip
 
     def _is_better(self, figures: dict[str, Any]) -> bool:
-        """Than the best so far; without a figure to go by, the later is the better."""
+        """Are these figures better than the best so far? Without the figure to go by, they are."""
         if self.best is None or self.monitor not in figures:
             return True
         sign = 1 if lower_is_better(self.monitor) else -1

@@ -1,0 +1,163 @@
+"""What is to be trained and how: the one record that the command line and `Trainer` build.
+
+The defaults of training stand here and nowhere else. The record checks what can be checked without
+the data; `preparing` checks the rest. Imports neither torch nor numpy, so that the command line can
+show the defaults at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dovetail.errors import UsageError
+from dovetail.training import options
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import nn
+
+    from dovetail.training.backends.contract import Backend, FailurePolicy, Guard
+    from dovetail.training.datasets import Collate
+    from dovetail.training.modules import Loss
+    from dovetail.training.rules.contract import Rule
+    from dovetail.training.torch_optimizers import MakeOptimizer, Schedule
+    from dovetail.training.validation import Metrics
+
+STORAGE_OPTIONS = ("log", "snapshot_commits", "sync")
+"""Fields of `Storage` that `storage` may set; the others follow from `folder` and `resume`."""
+
+
+def _guard() -> Guard:
+    from dovetail.training.backends.contract import Guard
+
+    return Guard()
+
+
+def _policy() -> FailurePolicy:
+    from dovetail.training.backends.contract import FailurePolicy
+
+    return FailurePolicy()
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """How a module is trained. Raises `UsageError` for a setting that no run can have.
+
+    model       any `nn.Module` on the CPU, or a Keras 3 model on torch; it is trained in place
+    loss        (output, *targets) -> the mean over the batch's samples
+    optimizer   a callable of parameters, a name with `lr`, or a record; each worker has its own,
+                and for the rule `sync` the server has it
+    rule        a name in `RULES`, or `make_rule(name, **options)`
+    workers     processes, or groups of processes, that compute gradients
+    backend     a name in `BACKENDS`, with its own settings in `backend_options`
+    epochs      passes over all samples
+    batch       samples of a local step
+    window      local steps between commits; None: one commit, at the end; "auto": the rule's own
+    lr          learning rate, in place of the optimizer's own
+    schedule    a factor of the learning rate by epoch, or a torch scheduler (`torch_optimizers`)
+    metrics     beside the loss, on the validation set: "accuracy", or callables as the loss
+    validate    when to evaluate: each "epoch", after so many samples, or "30s"; and at the end
+    monitor     the figure that early stop goes by: a loss or error is to fall, all else to rise
+    patience    evaluations without a better one before the run stops; the best center is kept
+    collate     items -> batch, for data sets that are not arrays
+    folder      where the run's state is kept, so that nothing is lost with the server; `storage`:
+                further settings of `Storage`
+    resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart
+    group       processes of each worker, which average their gradients (see `group`)
+    name        the label of the run's history; "": the rule's name
+    shards, wire, guard, policy, order   see `backends.contract`
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: MakeOptimizer | str | Any
+    rule: Rule | str = "adag-agn"
+    workers: int = 2
+    backend: Backend | str = "processes"
+    _: KW_ONLY
+    epochs: int = 1
+    batch: int = 32
+    window: int | str | None = "auto"
+    lr: float | None = None
+    schedule: Schedule | None = None
+    metrics: Metrics = ()
+    validate: int | str = "epoch"
+    monitor: str = "loss"
+    patience: int | None = None
+    collate: Collate | None = None
+    folder: str | os.PathLike[str] | None = None
+    resume: bool = False
+    storage: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    group: int = 1
+    guard: Guard = field(default_factory=_guard)
+    policy: FailurePolicy = field(default_factory=_policy)
+    wire: str = "none"
+    shards: int | None = None
+    order: tuple[int, ...] | None = None
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "epochs", "batch", "group"):
+            options.count(name, getattr(self, name))
+        for name in ("patience", "shards"):
+            if getattr(self, name) is not None:
+                options.count(name, getattr(self, name))
+        options.count("seed", self.seed, least=0)
+        if not callable(self.loss):
+            raise UsageError("loss", f"{self.loss!r} is not callable")
+        self._check_window()
+        self._check_backend()
+        self._check_folder()
+        self.evaluation_times(None)
+
+    @property
+    def rule_name(self) -> str:
+        """The rule's name, whether it is given by name or bound."""
+        return self.rule if isinstance(self.rule, str) else self.rule.name
+
+    def evaluation_times(self, epoch_samples: int | None) -> tuple[int | None, float | None]:
+        """`validate` as (every so many samples, every so many seconds); an epoch has
+        `epoch_samples`, None where that is not known."""
+        if self.validate == "epoch":
+            return epoch_samples, None
+        if isinstance(self.validate, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*s\s*", self.validate)
+            if match is None or float(match[1]) <= 0:
+                says = f'must be "epoch", samples, or "30s", not {self.validate!r}'
+                raise UsageError("validate", says)
+            return None, float(match[1])
+        options.count("validate", self.validate)
+        return self.validate, None
+
+    def _check_window(self) -> None:
+        if isinstance(self.window, str):
+            if self.window != "auto":
+                says = f'must be a whole number, None or "auto", not {self.window!r}'
+                raise UsageError("window", says)
+        elif self.window is not None:
+            options.count("window", self.window)
+
+    def _check_backend(self) -> None:
+        if isinstance(self.backend, str):
+            return
+        if not callable(self.backend):
+            raise UsageError("backend", f"{self.backend!r} is no name, and not callable")
+        if self.backend_options:
+            raise UsageError("backend_options", "go with a backend's name")
+
+    def _check_folder(self) -> None:
+        if self.folder is None:
+            if self.resume:
+                raise UsageError("resume", "needs the folder of the run")
+            if self.storage:
+                raise UsageError("storage", "needs a folder")
+        for name in self.storage:
+            if name not in STORAGE_OPTIONS:
+                offered = ", ".join(STORAGE_OPTIONS)
+                raise UsageError("storage", f"has no {name!r}; it has {offered}")
