@@ -45,9 +45,9 @@ def test_several_processes_write_one_cache(tmp_path):
     path = tmp_path / "costs.sqlite"
     script = (
         "import sys; from pathlib import Path\n"
-        "from dovetail.costs.cache import PACE_LASTS_SECONDS, CostCache, Measured\n"
+        "from dovetail.costs.cache import PACE_LASTS_SECONDS, CostCache, MeasuredCost\n"
         "cache = CostCache(Path(sys.argv[1]))\n"
-        "for i in range(50): cache.add_costs(sys.argv[2], {str(i): Measured(float(i), 0.0)})\n"
+        "for i in range(50): cache.add_costs(sys.argv[2], {str(i): MeasuredCost(float(i), 0.0)})\n"
     )
     writers = [
         subprocess.Popen([sys.executable, "-c", script, str(path), name]) for name in ("a", "b")
