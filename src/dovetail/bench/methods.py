@@ -40,8 +40,8 @@ from dovetail.units import format_bytes
 # 2017, https://arxiv.org/abs/1706.04972, table 2). One reading brings the expert near the printed
 # seconds: TensorFlow kept the variables, their updates and the sums of their gradients on the CPU,
 # so that every weight crosses a slow link to each device that reads it, and every gradient crosses
-# back. This is a guess, not verified by the paper. Nothing is fitted to it: the rates of the devices are
-# those of the plain machine.
+# back. This is a guess, not verified by the paper. Nothing is fitted to it: the rates of the
+# devices are those of the plain machine.
 
 
 LINK_BYTES_PER_SECOND = 3.5e9
@@ -110,7 +110,7 @@ two, and `latency_search` is for another objective."""
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """What all methods of a column stand on.
+    """The problem and the bound that all methods of a column share.
 
     permitted   [ops, devices] where an op may be, whatever group it is in
     """
@@ -161,7 +161,7 @@ def first_of(machine: Machine, kind: str) -> int:
 def run_method(
     ground: Ground, name: str, budget: str
 ) -> tuple[MethodResult, GroupPlacement | None]:
-    """What a method finds, and its placement [groups], None where it refuses the problem.
+    """Runs a method: its result, and its placement [groups], None if it refuses the problem.
 
     budget   text of the budget for a search; one in evaluations holds for every method
     """
@@ -177,13 +177,13 @@ def run_method(
     peaks = limit.peaks(placement)
     reason = out_of_memory(problem.machine, peaks, problem.capacities)
     fits = not score.lacking_bytes and np.isfinite(score.value)
-    found = MethodResult(
+    result = MethodResult(
         seconds=score.value if fits else None,
         reason="" if fits else reason or f"infeasible: {score.value} s",
         peak_memory_bytes=dict(zip(problem.machine.device_names, peaks.tolist(), strict=True)),
         search_seconds=limit.spent_seconds,
     )
-    return found, placement
+    return result, placement
 
 
 def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:

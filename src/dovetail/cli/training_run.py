@@ -183,13 +183,13 @@ class TrainingProgress:
         return f"{seen} of {self.total:,} samples ({share:.0f} %)"
 
     def _numbers(self) -> dict[str, float]:
-        found = {
+        numbers = {
             "commits/s": self.all.commits_per_second,
             "loss": self.all.loss,
             "staleness": self.all.staleness,
         }
-        found |= {f"validation {name}": value for name, value in self.figures.items()}
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        numbers |= {f"validation {name}": value for name, value in self.figures.items()}
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
 def said(event: Event) -> str:
@@ -225,7 +225,7 @@ class TrainingOutputs:
 
 @dataclass
 class _RunSoFar:
-    """What the run said so far, in case that it fails."""
+    """The rows and events of a run so far, which are kept if it fails."""
 
     progress: TrainingProgress
     rows: list[Row] = field(default_factory=list)
@@ -248,7 +248,7 @@ class _RunSoFar:
         return False
 
     def history(self, setup: Setup, error: DovetailError) -> History:
-        """Of a run that failed."""
+        """The history of a run that failed."""
         rows = tuple(self.rows)
         trainer = setup.trainer
         meta = {
@@ -288,7 +288,7 @@ def train_and_write(function: str, setup: Setup, outputs: TrainingOutputs, as_js
     say(f"training {function} by {rule} with {trainer.workers} workers on {_name(trainer.backend)}")
     try:
         with drawn(progress), _warnings_said():
-            found = trainer.fit(setup.dataset, setup.validation, watcher=kept.watcher)
+            history = trainer.fit(setup.dataset, setup.validation, watcher=kept.watcher)
     except DovetailError as error:
         if kept.rows or kept.events:
             failed = kept.history(setup, error)
@@ -296,17 +296,17 @@ def train_and_write(function: str, setup: Setup, outputs: TrainingOutputs, as_js
             if as_json:
                 show_json(summary(function, failed, outputs, str(error)))
         raise
-    _write(found, outputs, trainer.model)
+    _write(history, outputs, trainer.model)
     if as_json:
-        show_json(summary(function, found, outputs))
+        show_json(summary(function, history, outputs))
     else:
-        show(Text(found.summary()))
-    if found.interrupted:
+        show(Text(history.summary()))
+    if history.interrupted:
         say("interrupted: this is the best so far")
 
 
 def load(path: Path) -> History:
-    """What `train --history` wrote. Raises `FileFormatError`."""
+    """Reads what `train --history` wrote. Raises `FileFormatError`."""
     return History.from_csv(path) if path.suffix == ".csv" else History.load(path)
 
 
@@ -354,7 +354,7 @@ def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
 def summary(
     function: str, history: History, outputs: TrainingOutputs, error: str | None = None
 ) -> dict[str, Any]:
-    """What `train --json` prints. Its keys are stable; what is not known is null."""
+    """The object that `train --json` prints. Its keys are stable; what is not known is null."""
     outcome = history.outcome
     last = outcome.evaluations[-1].figures if outcome.evaluations else {}
     best = {name: history.best(name) for name in history.figures}
@@ -413,7 +413,8 @@ def _text(path: Path | None) -> str | None:
 
 
 CHOSEN = ("function", "rule", "option", "workers", "window", "suggest", "budget", "as_json")
-"""Of `dovetail train`: what the advice says itself, and what is not for the run."""
+"""The suggested command leaves these typed options out: the advice sets them, or the run has no use
+for them."""
 
 
 def suggest_and_show(
@@ -426,25 +427,25 @@ def suggest_and_show(
     trainer = replace(setup.trainer, folder=None, resume=False)
     prepared = prepare(trainer, setup.dataset, setup.validation)
     with progress_bar() as bar:
-        found = _advice(
+        suggested = _advice(
             trainer, prepared, budget_seconds, lambda what, share: bar(what, share, None)
         )
     rule = setup.trainer.rule
     given = rule if isinstance(rule, str) else rule.name
-    options = typed_options(context, with_rule=found.chosen.rule == given)
+    options = typed_options(context, with_rule=suggested.chosen.rule == given)
     if as_json:
-        show_json(advice_summary(function, found, options))
+        show_json(advice_summary(function, suggested, options))
         return
-    measured = found.measured
+    measured = suggested.measured
     say(
         f"measured: a step takes {format_seconds(measured.mean_seconds)}, a transfer "
         f"{format_seconds(measured.transfer_seconds)}"
     )
-    show(_table(found))
-    for reason in _reasons(found):
+    show(_table(suggested))
+    for reason in _reasons(suggested):
         show(Text(reason, style="dim"))
-    show(Text(f"{advice.describe(found.chosen)}: {found.why}"))
-    show(Text(printable(command(function, found, options))))
+    show(Text(f"{advice.describe(suggested.chosen)}: {suggested.why}"))
+    show(Text(printable(command(function, suggested, options))))
 
 
 def _advice(
@@ -493,13 +494,13 @@ def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
         if value is True:
             words.append(parameter.opts[0])
         else:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [parameter.opts[0], str(one)]
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(item)]
     return words
 
 
 def command(function: str, found: Advice, options: Sequence[str]) -> str:
-    """What to run."""
+    """The command to run."""
     chosen = found.chosen
     words = ["dovetail", "train", function, "--rule", chosen.rule]
     words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
@@ -507,7 +508,7 @@ def command(function: str, found: Advice, options: Sequence[str]) -> str:
 
 
 def advice_summary(function: str, found: Advice, options: Sequence[str]) -> dict[str, Any]:
-    """What `train --suggest --json` prints. Its keys are stable; what is not known is null."""
+    """The object of `train --suggest --json`. Its keys are stable; what is not known is null."""
     measured, chosen = found.measured, found.chosen
     return {
         "function": function,
@@ -524,15 +525,15 @@ def advice_summary(function: str, found: Advice, options: Sequence[str]) -> dict
         "level": _number(found.level),
         "evidence": [
             {
-                **vars(one.candidate),
-                "samples_per_second": _number(one.samples_per_second),
-                "staleness": _number(one.staleness),
-                "loss": _number(one.loss),
-                "seconds": _number(one.seconds),
-                "diverged": one.diverged or None,
-                "limit": one.limit or None,
+                **vars(evidence.candidate),
+                "samples_per_second": _number(evidence.samples_per_second),
+                "staleness": _number(evidence.staleness),
+                "loss": _number(evidence.loss),
+                "seconds": _number(evidence.seconds),
+                "diverged": evidence.diverged or None,
+                "limit": evidence.limit or None,
             }
-            for one in found.evidence
+            for evidence in found.evidence
         ],
     }
 
@@ -541,18 +542,18 @@ def _table(found: Advice) -> Table:
     """Candidates, the chosen first, then by time."""
     level = "time" if math.isnan(found.level) else f"to {found.level:.3g}"
     table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
-    for one in sorted(found.evidence, key=lambda one: _place(one, found)):
-        is_chosen = one.candidate == found.chosen
+    for evidence in sorted(found.evidence, key=lambda evidence: _place(evidence, found)):
+        is_chosen = evidence.candidate == found.chosen
         table.add_row(
-            one.candidate.rule,
-            str(one.candidate.workers),
-            str(one.candidate.window),
-            _shown(one.samples_per_second, format_count),
-            _shown(one.staleness, "{:.3g}".format),
-            _shown(one.loss, "{:.4g}".format),
-            _shown(one.seconds, format_seconds),
-            "use" if is_chosen else "" if one.stable else "no",
-            style="bold" if is_chosen else "" if one.stable else "dim",
+            evidence.candidate.rule,
+            str(evidence.candidate.workers),
+            str(evidence.candidate.window),
+            _shown(evidence.samples_per_second, format_count),
+            _shown(evidence.staleness, "{:.3g}".format),
+            _shown(evidence.loss, "{:.4g}".format),
+            _shown(evidence.seconds, format_seconds),
+            "use" if is_chosen else "" if evidence.stable else "no",
+            style="bold" if is_chosen else "" if evidence.stable else "dim",
         )
     return table
 
@@ -560,19 +561,19 @@ def _table(found: Advice) -> Table:
 def _reasons(found: Advice) -> list[str]:
     """Why candidates are not to be used."""
     lines = []
-    for one in found.evidence:
-        what = advice.describe(one.candidate)
-        if one.diverged:
-            lines.append(f"{what}: diverges: {one.diverged}")
-        elif one.limit:
-            lines.append(f"{what}: {one.limit}, which is known to diverge in longer runs")
+    for evidence in found.evidence:
+        what = advice.describe(evidence.candidate)
+        if evidence.diverged:
+            lines.append(f"{what}: diverges: {evidence.diverged}")
+        elif evidence.limit:
+            lines.append(f"{what}: {evidence.limit}, which is known to diverge in longer runs")
     return lines
 
 
-def _place(one: Evidence, found: Advice) -> tuple[bool, bool, float, float]:
-    seconds = one.seconds if math.isfinite(one.seconds) else math.inf
-    rate = one.samples_per_second if math.isfinite(one.samples_per_second) else 0.0
-    return one.candidate != found.chosen, not one.stable, seconds, -rate
+def _place(evidence: Evidence, found: Advice) -> tuple[bool, bool, float, float]:
+    seconds = evidence.seconds if math.isfinite(evidence.seconds) else math.inf
+    rate = evidence.samples_per_second if math.isfinite(evidence.samples_per_second) else 0.0
+    return evidence.candidate != found.chosen, not evidence.stable, seconds, -rate
 
 
 def _shown(value: float, form: Any) -> str:
