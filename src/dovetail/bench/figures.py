@@ -49,7 +49,7 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Box:
-    """Where a cell is drawn."""
+    """The rectangle of a drawn cell."""
 
     x: float
     y: float
@@ -68,7 +68,7 @@ class _Box:
 def work_of(
     graph: Graph, machine: Machine, costs: Costs, groups: Groups, placement: Int32
 ) -> PlanWork:
-    """What each device and channel does in a step of `placement` [ops], simulated, and a picture.
+    """Simulates a step of `placement` [ops]: seconds of each device and channel, and a picture.
 
     Raises what `Simulator.timeline` raises.
     """

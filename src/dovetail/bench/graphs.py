@@ -16,7 +16,7 @@ from dovetail.graph.files import load_graph, save_graph
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """What a row says of its graph.
+    """The sizes of a row's graph.
 
     graph     its fingerprint
     seconds   that the capture took
@@ -40,7 +40,7 @@ def _fingerprint(case: Case) -> str:
 
 
 def known(store: Store, case: Case) -> CapturedGraph | None:
-    """What was written of the case's graph; None where it is yet to be captured."""
+    """The stored sizes of the case's graph; None if it is yet to be captured."""
     name = name_of(case)
     value = store.get(name, _fingerprint(case))
     if value is None or not _file(store, name).exists():

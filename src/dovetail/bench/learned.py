@@ -43,14 +43,15 @@ TellTraining = Callable[[int, float], None]
 RL17_METHODS = ("seq2seq",)
 """They place the groups of RL17's rule, as every planner does."""
 FEWEST_GROUPS, MOST_GROUPS = 500, 1000
-"""Of GDP and HDP: what two cores train on."""
+"""GDP and HDP train on this many groups, which two cores can do."""
 IDLE_UPDATES = 50
-"""That draw nothing new: the policy has made up its mind, and what is left would be repeats."""
+"""A training ends after this many updates in a row that draw nothing new: the policy is sure by
+then, and all further placements would be repeats."""
 _FINEST_SHARE = 2.0**-12
 
 
 def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Task, str]:
-    """What a method is trained on, and how its groups came about."""
+    """The task a method is trained on, and how its groups came about."""
     task = by_rule(name, graph, machine)
     if method in RL17_METHODS:
         return task, "RL17's rule"
@@ -110,14 +111,14 @@ class Tally:
         for key, row in zip(keys, placements, strict=True):
             self._enter(key, row)
         self._tell(self.trials, self.best_seconds)
-        found = [self._known[key] for key in keys]
-        valid = np.array([fits for _, fits in found], dtype=bool)
-        seconds = np.where(valid, [seconds for seconds, _ in found], np.inf)
+        outcomes = [self._known[key] for key in keys]
+        valid = np.array([fits for _, fits in outcomes], dtype=bool)
+        seconds = np.where(valid, [seconds for seconds, _ in outcomes], np.inf)
         return Trials(seconds, valid, np.ones(len(keys), dtype=bool))
 
     @property
     def best_seconds(self) -> float:
-        """inf where nothing fits yet."""
+        """Seconds of the best placement so far; inf if nothing fits yet."""
         return self.bests[-1].seconds if self.bests else np.inf
 
     def _enter(self, key: bytes, row: GroupPlacement) -> None:
@@ -133,16 +134,16 @@ class Tally:
         if not rows:
             return
         problem = self.problem
-        found = problem.evaluate(problem.spread(placements[list(rows.values())]))
-        over = found.peak_memory_bytes - problem.capacities
-        fits = found.feasible & (over <= 0).all(axis=1)
+        evaluated = problem.evaluate(problem.spread(placements[list(rows.values())]))
+        over = evaluated.peak_memory_bytes - problem.capacities
+        fits = evaluated.feasible & (over <= 0).all(axis=1)
         for i, key in enumerate(rows):
-            self._known[key] = (float(found.values[i]), bool(fits[i]))
+            self._known[key] = (float(evaluated.values[i]), bool(fits[i]))
         if not fits.any():
             worst = int(over[0].argmax())
             self.reason = (
                 f"OOM: {problem.machine.device_names[worst]} needs "
-                f"{format_bytes(found.peak_memory_bytes[0, worst])} of "
+                f"{format_bytes(evaluated.peak_memory_bytes[0, worst])} of "
                 f"{format_bytes(problem.capacities[worst])}"
             )
 
@@ -194,10 +195,10 @@ def drive(
     try:
         for first in range(0, trials, settings.trials):
             samples = np.arange(first, min(first + settings.trials, trials))
-            known = sum(tally.distinct for tally in tallies)
-            found = learner.gradient(theta, samples, 0)
-            theta += learner.update(theta, found.vector, 0.0)
-            idle = 0 if sum(tally.distinct for tally in tallies) > known else idle + 1
+            distinct = sum(tally.distinct for tally in tallies)
+            gradient = learner.gradient(theta, samples, 0)
+            theta += learner.update(theta, gradient.vector, 0.0)
+            idle = 0 if sum(tally.distinct for tally in tallies) > distinct else idle + 1
             if idle == IDLE_UPDATES:
                 break
     finally:
@@ -224,12 +225,12 @@ def run_learned(
 def run_of(
     method: str, seed: int, grouping: str, tally: Tally, updates: int, seconds: float
 ) -> LearnedRun:
-    """What a tally saw of a training that took so long, as it is kept."""
+    """The record of a training from its tally and its duration."""
     problem, peaks = tally.problem, {}
     if tally.placement is not None:
-        found = problem.evaluate(problem.spread(tally.placement[None]))
+        evaluated = problem.evaluate(problem.spread(tally.placement[None]))
         names = problem.machine.device_names
-        peaks = dict(zip(names, found.peak_memory_bytes[0].tolist(), strict=True))
+        peaks = dict(zip(names, evaluated.peak_memory_bytes[0].tolist(), strict=True))
     best = tally.bests[-1].seconds if tally.bests else None
     return LearnedRun(
         method=method,
@@ -261,7 +262,7 @@ def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
 
 
 def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, int]]:
-    """Those that are yet to be run."""
+    """(method, seed) of the trainings that are yet to be run."""
     return [
         (method, seed)
         for method, seed in trainings(settings)
@@ -307,9 +308,9 @@ def with_trainings(
         if run is not None:
             runs.setdefault(method, []).append(run)
             seconds += run.found.search_seconds
-    found = {method: middle(of).found for method, of in runs.items()}
+    medians = {method: middle(of).found for method, of in runs.items()}
     learned = {method: tuple(of) for method, of in runs.items()}
-    column = replace(column, methods={**column.methods, **found}, learned=learned)
+    column = replace(column, methods={**column.methods, **medians}, learned=learned)
     return replace(row, columns={**row.columns, PLAIN: column}, seconds=row.seconds + seconds)
 
 

@@ -110,7 +110,7 @@ two, and `latency_search` is for another objective."""
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """What all methods of a column stand on.
+    """The problem and the bound that all methods of a column share.
 
     permitted   [ops, devices] where an op may be, whatever group it is in
     """
@@ -161,7 +161,7 @@ def first_of(machine: Machine, kind: str) -> int:
 def run_method(
     ground: Ground, name: str, budget: str
 ) -> tuple[MethodResult, GroupPlacement | None]:
-    """What a method finds, and its placement [groups], None where it refuses the problem.
+    """Runs a method: its result, and its placement [groups], None if it refuses the problem.
 
     budget   text of the budget for a search; one in evaluations holds for every method
     """
@@ -177,13 +177,13 @@ def run_method(
     peaks = limit.peaks(placement)
     reason = out_of_memory(problem.machine, peaks, problem.capacities)
     fits = not score.lacking_bytes and np.isfinite(score.value)
-    found = MethodResult(
+    result = MethodResult(
         seconds=score.value if fits else None,
         reason="" if fits else reason or f"infeasible: {score.value} s",
         peak_memory_bytes=dict(zip(problem.machine.device_names, peaks.tolist(), strict=True)),
         search_seconds=limit.spent_seconds,
     )
-    return found, placement
+    return result, placement
 
 
 def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:

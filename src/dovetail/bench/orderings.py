@@ -56,7 +56,7 @@ class Ordering:
 
 @dataclass(frozen=True)
 class _Ground:
-    """What reasons are read off."""
+    """The row, column and machine that reasons are read off."""
 
     case: Case
     row: CaseResult
@@ -100,7 +100,7 @@ def orderings_of(case: Case, row: CaseResult, name: str, machine: Machine) -> tu
 
 
 def relation(a_seconds: float | None, b_seconds: float | None) -> str:
-    """How a stands to b: "faster than", "slower than" or "as fast as"; None: out of memory."""
+    """Compares a with b: "faster than", "slower than" or "as fast as"; None: out of memory."""
     a, b = (math.inf if seconds is None else seconds for seconds in (a_seconds, b_seconds))
     if a == b or abs(a - b) <= TIE * min(a, b):
         return "as fast as"
@@ -118,17 +118,20 @@ def _pair(ground: _Ground, a: str, b: str) -> Ordering:
     wanted = relation(*theirs)
     published = " against ".join(format_step(seconds) for seconds in theirs)
     statement = f"{a} is {wanted} {b}"
-    mine = [ground.found(column) for column in (a, b)]
-    present = [found for found in mine if found is not None]
-    lacking = next((f.reason for f in present if f.seconds is None and not is_oom(f)), None)
+    results = [ground.found(column) for column in (a, b)]
+    present = [result for result in results if result is not None]
+    lacking = next(
+        (result.reason for result in present if result.seconds is None and not is_oom(result)),
+        None,
+    )
     if len(present) < 2 or lacking is not None:
         return Ordering(statement, published, "", None, lacking or "not run")
-    ours = [found.seconds for found in present]
+    ours = [result.seconds for result in present]
     text = " against ".join(format_step(seconds) for seconds in ours)
     names = f"{METHOD_OF[a]} against {METHOD_OF[b]}: "
     if relation(*ours) == wanted:
         return Ordering(statement, published, names + text, True, _remark(ground, a, b))
-    oom = next((f"Ours: {found.reason}." for found in present if found.seconds is None), None)
+    oom = next((f"Ours: {result.reason}." for result in present if result.seconds is None), None)
     return Ordering(statement, published, names + text, False, oom or _why(ground, a, b))
 
 
@@ -138,34 +141,34 @@ def _remark(ground: _Ground, a: str, b: str) -> str:
 
 
 def _memory(ground: _Ground, column: str) -> Ordering | None:
-    """Whether a column's out of memory is ours too; None where neither has it."""
+    """The ordering of a column and memory; None if it is out of memory neither there nor here."""
     assert ground.case.published is not None
-    theirs, found = ground.case.published.seconds[column], ground.found(column)
-    ours_oom = found is not None and is_oom(found)
+    theirs, result = ground.case.published.seconds[column], ground.found(column)
+    ours_oom = result is not None and is_oom(result)
     if theirs is not None and not ours_oom:
         return None
     statement = f"{column} fits into memory" if theirs is not None else f"{column} is out of memory"
-    if found is None or (found.seconds is None and not ours_oom):
-        reason = found.reason if found else "not run"
+    if result is None or (result.seconds is None and not ours_oom):
+        reason = result.reason if result else "not run"
         return Ordering(statement, format_step(theirs), "", None, reason)
     holds = (theirs is None) == ours_oom
-    text = f"{METHOD_OF[column]}: " + (found.reason if ours_oom else _peak(ground, found))
-    why = "" if holds else _why_memory(ground, found)
+    text = f"{METHOD_OF[column]}: " + (result.reason if ours_oom else _peak(ground, result))
+    why = "" if holds else _why_memory(ground, result)
     return Ordering(statement, format_step(theirs), text, holds, why)
 
 
-def _peak(ground: _Ground, found: MethodResult) -> str:
+def _peak(ground: _Ground, result: MethodResult) -> str:
     """The device that is fullest: "3.5 GiB of 11.2 GiB on k80:0"."""
     capacities = {device.name: device.memory_bytes for device in ground.machine.devices}
     shares = {
         name: size / capacities[name]
-        for name, size in found.peak_memory_bytes.items()
+        for name, size in result.peak_memory_bytes.items()
         if capacities.get(name)
     }
     if not shares:
-        return format_step(found.seconds)
+        return format_step(result.seconds)
     name = max(shares, key=lambda name: shares[name])
-    size, capacity = found.peak_memory_bytes[name], capacities[name]
+    size, capacity = result.peak_memory_bytes[name], capacities[name]
     return f"{format_bytes(size)} of {format_bytes(capacity)} on {name}"
 
 
@@ -236,7 +239,7 @@ def _why_single_learned(ground: _Ground, a: str, b: str) -> str:
 
 
 def _why_learned(ground: _Ground, a: str, b: str) -> str:
-    """What it found, beside the best that was found without learning."""
+    """Compares a learned method with the best method that does not learn."""
     text = _against(ground, a, b)
     best = ground.column.methods.get(ground.column.best)
     if best is not None and best.seconds:
@@ -254,15 +257,15 @@ def _against(ground: _Ground, a: str, b: str) -> str:
     return f"{METHOD_OF[a]} takes {_ratio(learned, other)} of the time of {whose}"
 
 
-def _why_memory(ground: _Ground, found: MethodResult) -> str:
-    if is_oom(found):
+def _why_memory(ground: _Ground, result: MethodResult) -> str:
+    if is_oom(result):
         return (
             "Ours needs more than there is. "
             + (f"Of its sizes: {ground.case.ours.rstrip('.')}. " if ground.case.ours else "")
             + "When an op runs, and with it how long its tensors live, is our schedule's, not the "
             "paper's."
         ).strip()
-    text = f"By our count it needs {_peak(ground, found)}. "
+    text = f"By our count it needs {_peak(ground, result)}. "
     if ground.case.ours:
         text += f"Of its sizes: {ground.case.ours.rstrip('.')}. "
     return text + (
@@ -280,15 +283,15 @@ def _values(ground: _Ground, a: str, b: str) -> tuple[float, float]:
 
 
 def _step_of(ground: _Ground) -> str:
-    """What the step on one GPU is made of: overheads and the rest."""
-    found = ground.found("1 GPU")
+    """Says how much of the step on one GPU is overhead."""
+    single = ground.found("1 GPU")
     overhead = ground.gpu.op_overhead_seconds * ground.row.ops
     text = (
         f"{ground.row.ops:,} ops at {format_seconds(ground.gpu.op_overhead_seconds)} each are "
         f"{format_seconds(overhead)} of overhead"
     )
-    if found is not None and found.seconds:
-        text += f", {100 * overhead / found.seconds:.0f} % of the step on one GPU"
+    if single is not None and single.seconds:
+        text += f", {100 * overhead / single.seconds:.0f} % of the step on one GPU"
     return text
 
 

@@ -221,13 +221,13 @@ def _cards(results: Results, shown: Sequence[_CaseShown]) -> list[Card]:
 
 
 def gap(column: Column) -> float | None:
-    """How far the best is above the bound, as a share of the bound."""
+    """The distance of the best from the bound, as a share of the bound."""
     best = _seconds_of(column, column.best)
     return best / column.bound - 1 if best is not None and column.bound > 0 else None
 
 
 def over_expert(column: Column) -> float | None:
-    """How many times as long the expert's step takes as the best; None if either is lacking."""
+    """The expert's seconds over the best's; None if either is lacking."""
     best, expert = _seconds_of(column, column.best), _seconds_of(column, EXPERT)
     return expert / best if best and expert else None
 
@@ -257,22 +257,22 @@ def _theirs(case: Case, name: str) -> str:
 
 def _ours(case: Case, column: Column, name: str) -> str:
     method = METHOD_OF[name]
-    found = column.methods.get(method)
-    if found is None or found.seconds is None:
-        return _lack(found)
+    result = column.methods.get(method)
+    if result is None or result.seconds is None:
+        return _lack(result)
     published = case.published.seconds.get(name) if case.published else None
-    remarks = [f"{found.seconds / published:.2f} x"] if published else []
+    remarks = [f"{result.seconds / published:.2f} x"] if published else []
     runs = column.learned.get(method, ())
     if len(runs) > 1:
         remarks.append(format_span(runs))
-    return remarked(format_step(found.seconds), *remarks)
+    return remarked(format_step(result.seconds), *remarks)
 
 
-def _lack(found: MethodResult | None) -> str:
+def _lack(result: MethodResult | None) -> str:
     """Why there are no seconds."""
-    if found is None:
+    if result is None:
         return NOT_RUN
-    return OOM if is_oom(found) else "none"
+    return OOM if is_oom(result) else "none"
 
 
 def _ends(column: Column) -> list[str]:
@@ -341,8 +341,14 @@ def _case(results: Results, case: Case, row: CaseResult) -> _CaseShown:
     for name, column in row.columns.items():
         orderings = orderings_of(case, row, name, machine)
         lines = [
-            (one.statement, one.published, one.found, OUTCOMES[one.holds], one.why)
-            for one in orderings
+            (
+                ordering.statement,
+                ordering.published,
+                ordering.found,
+                OUTCOMES[ordering.holds],
+                ordering.why,
+            )
+            for ordering in orderings
         ]
         head = ("the paper's ordering", "its seconds", "ours", "holds", "why, or a remark")
         columns.append(
@@ -372,17 +378,17 @@ def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
     """Every method: seconds, memory, how long it searched."""
     best = _seconds_of(column, column.best)
     rows = []
-    for method, found in column.methods.items():
-        peaks = found.peak_memory_bytes
+    for method, result in column.methods.items():
+        peaks = result.peak_memory_bytes
         fullest = max(peaks, key=lambda name: peaks[name], default="")
-        ratio = f"{found.seconds / best:.3f} x" if best and found.seconds is not None else ""
+        ratio = f"{result.seconds / best:.3f} x" if best and result.seconds is not None else ""
         rows.append((
             method + (" (best)" if method == column.best else ""),
-            _or(found.seconds, _lack(found)),
+            _or(result.seconds, _lack(result)),
             ratio,
             f"{format_bytes(peaks[fullest])} on {fullest}" if fullest else "",
-            format_seconds(found.search_seconds),
-            found.reason,
+            format_seconds(result.search_seconds),
+            result.reason,
         ))  # fmt: skip
     rows += [(name, NOT_RUN, "", "", "", "") for name in learned if name not in column.methods]
     head = ("method", "seconds of a step", "to the best", "fullest device", "search took", "")
@@ -390,8 +396,8 @@ def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
 
 
 def _seconds_of(column: Column, method: str) -> float | None:
-    found = column.methods.get(method)
-    return None if found is None else found.seconds
+    result = column.methods.get(method)
+    return None if result is None else result.seconds
 
 
 def _or(seconds: float | None, text: str) -> str:
@@ -567,7 +573,7 @@ class _CurvesShown:
 
 @dataclass(frozen=True)
 class _Residuals:
-    """What a fit leaves over."""
+    """Seconds that a fit was made to, beside those that it gives."""
 
     text: str
     table: PageTable
@@ -657,7 +663,7 @@ def _losses(curves: Sequence[LossCurve]) -> PageTable:
 
 
 def _convergence(curves: Sequence[LossCurve]) -> str:
-    """Whether asynchronous towers converge slower, step by step, as the paper says."""
+    """Compares the losses of both kinds of towers; "" if a kind is lacking."""
     after = {
         curve.name: _mean(curve.losses)
         for curve in curves
@@ -702,7 +708,7 @@ def _fit(name: str, cases: Sequence[Case]) -> _FitShown:
 
 
 def _fitted(name: str) -> dict[str, Any]:
-    """What the file of fits says of a paper; {} where it says nothing that can be read."""
+    """A paper's entry in the file of fits; {} if there is none that can be read."""
     try:
         fits = json.loads(FITTED.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What one method found.
+    """The result of one method.
 
     seconds   of one step; None: nothing that fits, or the method cannot do this graph
     reason    why there are no seconds: "OOM: k80:0 needs 13.1 GB of 12.0 GB", or the refusal

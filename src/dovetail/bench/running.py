@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What a table is computed with.
+    """The settings of a table.
 
     name     "rl17" or "gdp"
     out      folder of the page; results go to `rows` in it
@@ -62,7 +62,7 @@ class BenchSettings:
     code: dict[str, str] = field(default_factory=all_code)
 
     def trials_of(self, method: str) -> int:
-        """Of each training of a learned method."""
+        """Placements of each training of a learned method."""
         return self.learn_of.get(method, self.learn)
 
     @property
@@ -73,7 +73,7 @@ class BenchSettings:
         return (self.methods or METHODS)[column]
 
     def store(self, complain: Callable[[str], None], kind: str = PLANNED) -> Store:
-        """Where results are kept. Raises `UnwritableError`, or `RunError` where the code of that
+        """The store of results. Raises `UnwritableError`, or `RunError` if the code of that
         kind of result is other."""
         if self.code.get(kind) != code_fingerprint(kind):
             raise RunError("the code changed since the command began; start it again")
@@ -191,12 +191,12 @@ class _StoredParts:
         self._ground = {"graph": graph, "machine": machine, "column": column}
 
     def get(self, part: str) -> Any:
-        found = self._part(part)
-        return self._store.get(found.name, found.fingerprint)
+        stored = self._part(part)
+        return self._store.get(stored.name, stored.fingerprint)
 
     def put(self, part: str, value: dict[str, Any]) -> None:
-        found = self._part(part)
-        self._store.put(found.name, found.fingerprint, value)
+        stored = self._part(part)
+        self._store.put(stored.name, stored.fingerprint, value)
 
     def values(self) -> dict[str, dict[str, Any]]:
         """method -> what is kept of it, in the order of the table."""
@@ -219,7 +219,7 @@ class _StoredParts:
         )
 
     def wall_seconds(self) -> float:
-        """What all parts took."""
+        """The wall-clock seconds of all parts."""
         parts = [self.get(BOUND) or {}, self.get(WORK) or {}, *self.values().values()]
         return float(sum(part.get("wall_seconds", 0.0) for part in parts))
 
@@ -237,15 +237,17 @@ class _StoredParts:
 
 def best_of(methods: dict[str, MethodResult]) -> str:
     """The method of least seconds; ties: the first; "" where nothing fits."""
-    fitting = {name: found.seconds for name, found in methods.items() if found.seconds is not None}
+    fitting = {
+        name: result.seconds for name, result in methods.items() if result.seconds is not None
+    }
     return min(fitting, key=lambda name: fitting[name]) if fitting else ""
 
 
 def shown_of(values: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     """Methods whose plans are drawn: the expert's and the best, where they fit."""
-    found = {name: MethodResult(**value["found"]) for name, value in values.items()}
-    names = dict.fromkeys((EXPERT, best_of(found)))
-    return tuple(name for name in names if name in found and found[name].seconds is not None)
+    results = {name: MethodResult(**value["found"]) for name, value in values.items()}
+    names = dict.fromkeys((EXPERT, best_of(results)))
+    return tuple(name for name in names if name in results and results[name].seconds is not None)
 
 
 def _name(case: Case, column: str, part: str) -> str:
@@ -254,9 +256,9 @@ def _name(case: Case, column: str, part: str) -> str:
 
 def _run(ground: Ground, method: str, budget: str) -> dict[str, Any]:
     began = time.perf_counter()
-    found, placement = run_method(ground, method, budget)
+    result, placement = run_method(ground, method, budget)
     return {
-        "found": asdict(found),
+        "found": asdict(result),
         "placement": None if placement is None else placement.tolist(),
         "wall_seconds": time.perf_counter() - began,
     }

@@ -63,7 +63,7 @@ class Store:
             self._complain(text)
 
     def path(self, name: str) -> Path:
-        """Where the value of that name is, or will be."""
+        """The file of the value of that name."""
         return self.folder / f"{name}.json"
 
     def get(self, name: str, fingerprint: str) -> Any:
@@ -119,8 +119,8 @@ def code_fingerprint(kind: str) -> str:
 
 def _files(root: Path, names: Iterable[str], without: Iterable[str]) -> Iterator[Path]:
     """Modules of those names, folders as a whole, but for those of the others."""
-    others = [root / name for name in without]
+    left_out = [root / name for name in without]
     for path in (root / name for name in names):
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            if not any(file.is_relative_to(other) for other in others):
+            if not any(file.is_relative_to(other) for other in left_out):
                 yield file

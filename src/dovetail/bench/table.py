@@ -139,7 +139,7 @@ def work_off(
                     worker.send((task.function, task.arguments))
             at_work = [workers[slot] for slot in queue.running]
             for worker in ready(at_work) if at_work else ():  # none: what waited was dropped
-                slot = next(s for s, one in workers.items() if one is worker)
+                slot = next(s for s, other in workers.items() if other is worker)
                 if queue.hear(worker, slot):
                     workers.pop(slot).close(kill=True)
     return queue.failed
@@ -206,7 +206,7 @@ def _launch(slot: int, jobs: int) -> Worker:
 
 @dataclass(frozen=True)
 class BenchTable:
-    """What there is of a paper's table.
+    """A paper's table as far as it is computed.
 
     rows       those that are done, in the order of `cases`
     computed   tasks that this call ran; 0: all was kept from before
@@ -234,15 +234,15 @@ def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
     """
     cases = list(cases)
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
-    found = [
+    matches = [
         case
         for case in cases
         if not wanted or any(fnmatchcase(case.key, pattern) for pattern in wanted)
     ]
-    if not found:
-        known = ", ".join(case.key for case in cases)
-        raise UsageError("--rows", f"{patterns!r} matches none of {known}")
-    return found
+    if not matches:
+        keys = ", ".join(case.key for case in cases)
+        raise UsageError("--rows", f"{patterns!r} matches none of {keys}")
+    return matches
 
 
 _Lack = tuple[str, Case | None, str, tuple[Any, ...]]
@@ -253,9 +253,10 @@ _COMPILE = BenchTask("compile kernels", "dovetail.bench.table:compile_kernels", 
 def tasks_of(
     settings: BenchSettings, store: Store, cases: Iterable[Case], *, towers: bool, jobs: int
 ) -> list[BenchTask]:
-    """What these rows lack, and the towers and curves if they are wanted: captures first, each
-    network once, while one of several workers compiles what the others load then; then columns
-    as the graphs come, and then trainings, those of the first seed first."""
+    """The tasks that these rows lack, with towers and curves if they are wanted.
+
+    Captures come first, each network once, while one of several workers compiles what the others
+    load then. Columns follow as the graphs come, and then trainings, the first seed's first."""
     lacks: list[_Lack] = []
     if towers:
         for name, (of, function) in lacking(settings, store).items():
@@ -328,12 +329,12 @@ def run_table(
         tell(said, done / max(1, len(tasks)))
 
     failures = work_off(tasks, jobs, heard, complain)
-    found = [row for case in cases if (row := _row(settings, store, case)) is not None]
+    results = [row for case in cases if (row := _row(settings, store, case)) is not None]
     return BenchTable(
         cases=cases,
-        rows=tuple(found),
+        rows=tuple(results),
         towers=tuple(read_towers(store) if extras else ()),
-        curves=tuple(read_curves(settings, store, found) if extras else ()),
+        curves=tuple(read_curves(settings, store, results) if extras else ()),
         computed=len(tasks),
         failures=failures,
     )

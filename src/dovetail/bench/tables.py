@@ -107,23 +107,23 @@ def _not_run(
             yield head | {"method": method, "reason": NOT_RUN} | _theirs(given, paper, None)
 
 
-def _ours(found: MethodResult) -> Line:
-    peaks = found.peak_memory_bytes
+def _ours(result: MethodResult) -> Line:
+    peaks = result.peak_memory_bytes
     return {
-        "seconds": _or_empty(found.seconds),
-        "reason": found.reason,
+        "seconds": _or_empty(result.seconds),
+        "reason": result.reason,
         "peak_memory_bytes": max(peaks.values(), default=""),
         "peak_memory_by_device_bytes": ";".join(f"{device}={n}" for device, n in peaks.items()),
-        "search_seconds": found.search_seconds,
+        "search_seconds": result.search_seconds,
     }
 
 
-def _theirs(given: dict[str, float | None], paper: str, found: MethodResult | None) -> Line:
+def _theirs(given: dict[str, float | None], paper: str, result: MethodResult | None) -> Line:
     seconds = given.get(paper)
     line: Line = {"paper_column": paper}
     line["paper_seconds"] = (OOM if seconds is None else seconds) if paper in given else ""
-    if seconds and found is not None and found.seconds is not None:
-        line["ratio_to_paper"] = found.seconds / seconds
+    if seconds and result is not None and result.seconds is not None:
+        line["ratio_to_paper"] = result.seconds / seconds
     return line
 
 
@@ -138,7 +138,7 @@ def _or_empty(value: float | int | None) -> str | int | float:
 
 CLOSE = 1 + 1e-9
 BASELINES = ("1 CPU", "1 GPU", "Scotch", "MinCut", "expert")
-"""What RL17 compares its learned placements with."""
+"""RL17 compares its learned placements with these columns."""
 HEAD_ROOM_SHARE = 0.8
 
 
@@ -149,8 +149,8 @@ def middle(runs: Sequence[LearnedRun]) -> LearnedRun:
 
 def span(runs: Sequence[LearnedRun]) -> tuple[float, float]:
     """(best, worst) seconds; inf for a run that found nothing."""
-    found = [_seconds(run) for run in runs]
-    return min(found), max(found)
+    seconds = [_seconds(run) for run in runs]
+    return min(seconds), max(seconds)
 
 
 def _seconds(run: LearnedRun) -> float:
@@ -193,7 +193,7 @@ class SearchEffort:
 
 
 def effort(run: LearnedRun, other: LearnedRun) -> SearchEffort:
-    """Of `run` against `other`."""
+    """The search effort of `run` against `other`."""
     last = other.bests[-1] if other.bests else BestSoFar(other.trials, other.distinct, math.inf)
     hit = reached(run, last.seconds)
     limit = "" if other.bests else "at least"
@@ -215,7 +215,7 @@ def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[Sea
 
 @dataclass(frozen=True)
 class LearningTarget:
-    """What RL17's learned placement was to reach on a row.
+    """The seconds that RL17's learned placement was to reach on a row.
 
     baseline      of least seconds, and its seconds
     head_room     baseline over `auto`, less 1: what there is to be gained
@@ -232,7 +232,7 @@ class LearningTarget:
 
 
 def target_of(case: Case, column: Column) -> LearningTarget | None:
-    """None where no baseline of ours fits, or `auto` was not run."""
+    """The target of a row; None if no baseline of ours fits, or `auto` was not run."""
     ours = {
         name: found.seconds
         for name in BASELINES
@@ -260,7 +260,7 @@ def _margin(case: Case) -> float | None:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """None of none."""
+    """The geometric mean of the values; None if there are none."""
     logarithms = [math.log(value) for value in values]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
@@ -285,13 +285,13 @@ NOTHING = "-"
 def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
     """(title, table) of every table that has rows."""
     trained = [(case, row.columns[PLAIN]) for case, row in done if row.columns[PLAIN].learned]
-    found = [("How they were trained", _trainings(name, trained))]
+    titled = [("How they were trained", _trainings(name, trained))]
     if name == "rl17":
-        found.insert(0, ("Against the best baseline", _rl17(trained)))
+        titled.insert(0, ("Against the best baseline", _rl17(trained)))
     else:
-        found.insert(0, ("Against human, HDP and auto", _gdp(trained)))
-        found.insert(1, ("Search effort", _efforts(trained)))
-    return [(title, table) for title, table in found if table[1]]
+        titled.insert(0, ("Against human, HDP and auto", _gdp(trained)))
+        titled.insert(1, ("Search effort", _efforts(trained)))
+    return [(title, table) for title, table in titled if table[1]]
 
 
 def verdicts(name: str, done: Done) -> list[tuple[str, str, str]]:
@@ -330,18 +330,18 @@ def _rl17(trained: _Trained) -> TextTable:
 
 
 def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
-    known = [
+    rows = [
         (target, middle(column.learned["seq2seq"]).found.seconds)
         for case, column in trained
         if (target := target_of(case, column)) and "seq2seq" in column.learned
     ]
-    if not known:
+    if not rows:
         return
-    better = sum(_at_most(seconds, target.baseline_seconds) for target, seconds in known)
-    met = sum(_met(target, seconds) for target, seconds in known)
-    yield "seq2seq at or below the best baseline", f"{better} of {len(known)}", "rows, by median"
+    better = sum(_at_most(seconds, target.baseline_seconds) for target, seconds in rows)
+    met = sum(_met(target, seconds) for target, seconds in rows)
+    yield "seq2seq at or below the best baseline", f"{better} of {len(rows)}", "rows, by median"
     yield (
-        "seq2seq reaches its target", f"{met} of {len(known)}",
+        "seq2seq reaches its target", f"{met} of {len(rows)}",
         "the paper's margin, or 80 % of the head room if that is less",
     )  # fmt: skip
     runs = [run for _, column in trained for run in column.learned.get("seq2seq", ())]
@@ -421,20 +421,20 @@ def _efforts(trained: _Trained) -> TextTable:
     )  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for case, column in trained:
-        found = efforts(column)
-        if not found:
+        of_seed = efforts(column)
+        if not of_seed:
             continue
         seeds = {run.seed for run in column.learned["gdp"]}
-        others = [run for run in column.learned["hdp"] if run.seed in seeds]
-        theirs = [run.bests[-1].trial if run.bests else run.trials for run in others]
-        ours = [them / effort.ratio for them, effort in zip(theirs, found, strict=True)]
+        hdp_runs = [run for run in column.learned["hdp"] if run.seed in seeds]
+        theirs = [run.bests[-1].trial if run.bests else run.trials for run in hdp_runs]
+        ours = [them / effort.ratio for them, effort in zip(theirs, of_seed, strict=True)]
         hours = case.published.hours.get("GDP-one", "") if case.published else ""
-        distinct = geometric_mean(max(effort.distinct_ratio, 1e-9) for effort in found)
+        distinct = geometric_mean(max(effort.distinct_ratio, 1e-9) for effort in of_seed)
         rows.append((
             case.title,
             ", ".join(f"{n:,}" for n in theirs),
-            ", ".join(_said(n, effort) for n, effort in zip(ours, found, strict=True)),
-            f"{of_row(found):.1f} x",
+            ", ".join(_said(n, effort) for n, effort in zip(ours, of_seed, strict=True)),
+            f"{of_row(of_seed):.1f} x",
             f"{distinct:.1f} x",
             hours.replace(" times faster than HDP", " x"),
         ))  # fmt: skip
@@ -513,8 +513,8 @@ def _line(case: Case, run: LearnedRun) -> dict[str, str | int | float]:
 
 
 def _median(column: Column, method: str) -> float | None:
-    found = column.methods.get(method)
-    return None if found is None else found.seconds
+    result = column.methods.get(method)
+    return None if result is None else result.seconds
 
 
 def _median_and_span(column: Column, method: str) -> tuple[str, str]:
@@ -532,7 +532,7 @@ def _met(target: LearningTarget, seconds: float | None) -> bool:
 
 
 def _at_most(ours: float | None, theirs: float | None) -> bool:
-    """What does not fit is slower than anything."""
+    """True if ours is no slower; a placement that does not fit is slower than anything."""
     return ours is not None and (theirs is None or ours <= theirs * CLOSE)
 
 

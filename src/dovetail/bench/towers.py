@@ -39,7 +39,7 @@ from dovetail.simulator import Simulator
 
 REPLICAS, BATCH = 4, 32
 TOWER = next(case for case in RL17_CASES if case.key == "inception-v3-4gpu")
-"""Of one replica: its batch is `BATCH`."""
+"""The case of one replica, whose batch is `BATCH`."""
 WHOLE = replace(
     TOWER,
     key="inception-v3-128-4gpu",
@@ -47,7 +47,7 @@ WHOLE = replace(
     model=f"zoo:inception_v3?batch={REPLICAS * BATCH}",
     published=None,
 )
-"""What the towers are compared with: one step of all their examples."""
+"""The case that towers are compared with: one step of all their examples."""
 TRANSLATION = "nmt-4gpu"
 KINDS = {True: "synchronous", False: "asynchronous"}
 _METHODS = {PLAIN: (EXPERT, "local_search", "auto"), HYPOTHESIS: ()}
@@ -115,8 +115,8 @@ def read_towers(store: Store) -> list[TowerResult]:
     captured = graphs.known(store, TOWER)
     if captured is None:
         return []
-    found = {kind: store.get(*_tower(kind, captured.graph)) for kind in KINDS.values()}
-    if None in found.values():
+    stored = {kind: store.get(*_tower(kind, captured.graph)) for kind in KINDS.values()}
+    if None in stored.values():
         return []
     return [
         TowerResult(
@@ -127,7 +127,7 @@ def read_towers(store: Store) -> list[TowerResult]:
             batch=BATCH,
             **value,
         )
-        for kind, value in found.items()
+        for kind, value in stored.items()
     ]
 
 
@@ -146,11 +146,11 @@ def read_curves(
         INCEPTION: _planned(whole) | of_towers,
         NMT: _planned(translation),
     }
-    known = {
+    available = {
         title: {name: value for name, value in of.items() if value is not None}
         for title, of in seconds.items()
     }
-    return curves(known, losses)
+    return curves(available, losses)
 
 
 def forget_towers(settings: BenchSettings, store: Store) -> None:
@@ -232,7 +232,7 @@ Losses = dict[str, dict[str, list[float]]]
 
 @dataclass(frozen=True)
 class CurveTask:
-    """What is learned, and how.
+    """A network that is trained for the curves, and how.
 
     options    of the network; "batch" is a tower's
     batch_axis of inputs and targets
@@ -288,13 +288,13 @@ def losses_of(task: CurveTask, way: str, seed: int) -> list[float]:
         module, _, loss, _ = NETWORKS[task.network].build(**task.options)
         module.train()
         optimizer = task.optimizer(list(module.parameters()))
-        found = []
+        losses = []
         for step in range(task.steps):
             of_step = parts[step * task.towers : (step + 1) * task.towers]
             if way == ONE_BATCH:
                 of_step = [_joined(of_step, task.batch_axis)]
-            found.append(_step(module, loss, optimizer, of_step, way == ASYNCHRONOUS))
-    return found
+            losses.append(_step(module, loss, optimizer, of_step, way == ASYNCHRONOUS))
+    return losses
 
 
 def _step(
@@ -335,7 +335,7 @@ def _digits(options: Options, count: int, generator: torch.Generator) -> list[Pa
         from sklearn.datasets import load_digits
     except ImportError:
         raise MissingLibraryError("scikit-learn", "pip install 'dovetail[bench]'") from None
-    images, labels = (torch.from_numpy(found) for found in load_digits(return_X_y=True))
+    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     images = images.float().reshape(-1, 1, 8, 8)
     images = (images - images.mean()) / images.std()
     size, batch = int(options["size"]), int(options["batch"])

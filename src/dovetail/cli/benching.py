@@ -20,7 +20,7 @@ PAGE, CSV, TRAININGS = "index.html", "rows.csv", "trainings.csv"
 
 
 class Paper(StrEnum):
-    """Whose table."""
+    """The papers whose tables there are."""
 
     RL17 = "rl17"
     GDP = "gdp"
@@ -120,8 +120,8 @@ def _learning(paper: str, text: str) -> tuple[int, dict[str, int]]:
         elif method.strip() in LEARNED[paper]:
             of[method.strip()] = _trials(number)
         else:
-            known = ", ".join(LEARNED[paper])
-            raise UsageError("--learn", f"{method!r} is not one of {known}, which learn here")
+            methods = ", ".join(LEARNED[paper])
+            raise UsageError("--learn", f"{method!r} is not one of {methods}, which learn here")
     return trials, of
 
 
@@ -134,7 +134,7 @@ def _trials(text: str) -> int:
 
 
 def _made(command: str) -> list[tuple[str, str]]:
-    """What the page says of how it was made."""
+    """The lines of the page about how it was made."""
     import os
     from importlib.metadata import version
 
@@ -149,7 +149,7 @@ def _made(command: str) -> list[tuple[str, str]]:
 
 
 def _summary(paper: str, table: "BenchTable", page: Path, csv: Path) -> dict[str, Any]:
-    """What `bench --json` prints."""
+    """The object that `bench --json` prints."""
     return {
         "table": paper,
         "rows": [_row_summary(row) for row in table.rows],
@@ -206,8 +206,8 @@ def _rows_table(table: "BenchTable") -> "RichTable":
             expert = column.methods.get("expert")
             best = column.methods.get(column.best)
             times = [
-                "-" if found is None or found.seconds is None else format_seconds(found.seconds)
-                for found in (expert, best)
+                "-" if result is None or result.seconds is None else format_seconds(result.seconds)
+                for result in (expert, best)
             ]
             shown.add_row(
                 titles[row.key],

@@ -148,19 +148,19 @@ class LearningProgress:
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     """The values as blocks, their means where there are more than `width`; what is not finite is
     left out."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return ""
-    count = min(width, len(known))
-    bounds = [len(known) * i // count for i in range(count + 1)]
-    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    count = min(width, len(finite))
+    bounds = [len(finite) * i // count for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(bounds)]
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
 def _told(points: Sequence[Point]) -> str:
-    """Of the last update of each controller of a task."""
+    """Sums up the last update of each controller of a task."""
     best = min(point.best for point in points)
     means = [point.mean for point in points if math.isfinite(point.mean)]
     invalid = sum(point.invalid for point in points) / len(points)
@@ -223,7 +223,7 @@ class Events:
         self._writers: dict[int, Any] = {}
 
     def add(self, point: "Point") -> None:
-        """Its figures, at the trials of its controller."""
+        """Write a point's figures, at the trials of its controller."""
         from dovetail.training.tensorboard import Scalars
 
         if point.controller not in self._writers:
@@ -309,11 +309,11 @@ def _task_summary(
 ) -> dict[str, Any]:
     plan, learned = result.plans[index], result.learned
     measured = result.measured[0] if result.measured else None
-    known = plan is not None
+    is_feasible = plan is not None
     return {
         "task": name,
         "machine": plan.machine.name if plan is not None else None,
-        "feasible": known,
+        "feasible": is_feasible,
         "value": plan.value if plan is not None else None,
         "lower_bound": plan.lower_bound if plan is not None else None,
         "baselines": plan.baselines if plan is not None else None,
@@ -321,7 +321,7 @@ def _task_summary(
         "found": learned.found.get(name),
         "measured_seconds": None if measured is None else measured.median_seconds,
         "measured_spread": None if measured is None else measured.spread,
-        "plan": _text(path) if known else None,
+        "plan": _text(path) if is_feasible else None,
     }
 
 
@@ -367,8 +367,8 @@ def _show(result: "LearningResult", tasks: "Sequence[TaskRequest]") -> None:
 
     learned = result.learned
     for task, plan in zip(tasks, result.plans, strict=True):
-        found = learned.found.get(task.name)
-        after = "nothing fits" if found is None else f"the best after {found:,} trials"
+        trials = learned.found.get(task.name)
+        after = "nothing fits" if trials is None else f"the best after {trials:,} trials"
         show(Text(printable(f"{task.name}: {after}")))
         if plan is not None:
             show(methods_table(plan))

@@ -183,13 +183,13 @@ class TrainingProgress:
         return f"{seen} of {self.total:,} samples ({share:.0f} %)"
 
     def _numbers(self) -> dict[str, float]:
-        found = {
+        numbers = {
             "commits/s": self.all.commits_per_second,
             "loss": self.all.loss,
             "staleness": self.all.staleness,
         }
-        found |= {f"validation {name}": value for name, value in self.figures.items()}
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        numbers |= {f"validation {name}": value for name, value in self.figures.items()}
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
 def said(event: Event) -> str:
@@ -225,7 +225,7 @@ class TrainingOutputs:
 
 @dataclass
 class _RunSoFar:
-    """What the run said so far, in case that it fails."""
+    """The rows and events of a run so far, which are kept if it fails."""
 
     progress: TrainingProgress
     rows: list[Row] = field(default_factory=list)
@@ -248,7 +248,7 @@ class _RunSoFar:
         return False
 
     def history(self, setup: Setup, error: DovetailError) -> History:
-        """Of a run that failed."""
+        """The history of a run that failed."""
         rows = tuple(self.rows)
         request = setup.request
         meta = {
@@ -308,7 +308,7 @@ def train_and_write(function: str, setup: Setup, outputs: TrainingOutputs, as_js
 
 
 def load(path: Path) -> History:
-    """What `train --history` wrote. Raises `FileFormatError`."""
+    """Reads what `train --history` wrote. Raises `FileFormatError`."""
     return History.from_csv(path) if path.suffix == ".csv" else History.load(path)
 
 
@@ -356,7 +356,7 @@ def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
 def summary(
     function: str, history: History, outputs: TrainingOutputs, error: str | None = None
 ) -> dict[str, Any]:
-    """What `train --json` prints. Its keys are stable; what is not known is null."""
+    """The object that `train --json` prints. Its keys are stable; what is not known is null."""
     outcome = history.outcome
     last = outcome.evaluations[-1].figures if outcome.evaluations else {}
     best = {name: history.best(name) for name in history.figures}
@@ -415,7 +415,8 @@ def _text(path: Path | None) -> str | None:
 
 
 CHOSEN = ("function", "rule", "option", "workers", "window", "suggest", "budget", "as_json")
-"""Of `dovetail train`: what the advice says itself, and what is not for the run."""
+"""The suggested command leaves these typed options out: the advice sets them, or the run has no use
+for them."""
 
 
 def suggest_and_show(

@@ -59,7 +59,7 @@ class Folds:
     parameter_bytes: NDArray[np.float64]
 
     def depth(self, fold: int) -> int:
-        """How many folds a fold is within."""
+        """The number of folds around a fold."""
         return len(list(self.around(fold))) - 1
 
     def around(self, fold: int) -> Iterator[int]:
@@ -70,9 +70,9 @@ class Folds:
 
     def shown(self, opened: Sequence[int]) -> NDArray[np.int32]:
         """[leaves] the fold that a leaf is drawn in: the outermost closed one around it."""
-        known = set(opened)
+        open_folds = set(opened)
         drawn = [
-            next((f for f in reversed(list(self.around(fold))) if f not in known), fold)
+            next((f for f in reversed(list(self.around(fold))) if f not in open_folds), fold)
             for fold in range(len(self.labels))
         ]
         return np.array(drawn, dtype=np.int32)[self.leaf_folds]
@@ -178,23 +178,23 @@ def _numbered(
     fold_of: dict[Path, int] = {(): 0}
     waiting = [(node, 0, 0) for node in reversed(_grouped(top))]
     while waiting:
-        node, parent, known = waiting.pop()
-        mine = len(labels)
+        node, parent, inherited = waiting.pop()
+        index = len(labels)
         parents.append(parent)
         if node.members:
-            runs.append(mine)
+            runs.append(index)
             first, last = node.members[0].path, node.members[-1].path
-            labels.append(f"{'.'.join(first[known:])}-{last[-1]}")
+            labels.append(f"{'.'.join(first[inherited:])}-{last[-1]}")
             full.append(f"{'.'.join(first)}-{last[-1]}")
-            waiting += [(member, mine, known) for member in reversed(node.members)]
+            waiting += [(member, index, inherited) for member in reversed(node.members)]
             continue
-        fold_of[node.path] = mine
+        fold_of[node.path] = index
         while len(node.children) == 1 and not node.own:  # it holds nothing but the next
             node = next(iter(node.children.values()))
-            fold_of[node.path] = mine
-        labels.append(".".join(node.path[known:]))
+            fold_of[node.path] = index
+        labels.append(".".join(node.path[inherited:]))
         full.append(".".join(node.path))
-        waiting += [(inner, mine, len(node.path)) for inner in reversed(_grouped(node))]
+        waiting += [(inner, index, len(node.path)) for inner in reversed(_grouped(node))]
     return labels, full, parents, runs, fold_of
 
 

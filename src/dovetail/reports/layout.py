@@ -30,7 +30,7 @@ Int32 = NDArray[np.int32]
 
 
 class PricedPlacement(Protocol):
-    """What a picture needs of a `Plan`: placement [ops], compute_seconds [ops, devices]."""
+    """What of a `Plan` a picture needs: placement [ops], compute_seconds [ops, devices]."""
 
     @property
     def machine(self) -> Machine: ...
@@ -146,11 +146,11 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
         if columns[node] == 0 and reader < len(graph):
             columns[node] = reader - 1  # what waits for nothing stands beside what reads it
     anchors = _anchors(graph)
-    found: dict[int, list[int]] = defaultdict(list)
+    anchored: dict[int, list[int]] = defaultdict(list)
     for op in np.flatnonzero((of_op >= 0) & (anchors >= 0)).tolist():
         if not forward[of_op[op]] and settled[of_op[anchors[op]]]:
-            found[int(of_op[op])].append(columns[of_op[anchors[op]]])
-    for node, places in found.items():
+            anchored[int(of_op[op])].append(columns[of_op[anchors[op]]])
+    for node, places in anchored.items():
         columns[node] = round(median(places))
         settled[node] = True
     return _beside_their_module(graph, of_op, np.array(columns, dtype=np.int32), settled)
@@ -191,9 +191,9 @@ def _anchors(graph: Graph) -> Int32:
         if anchors[op] < 0:
             inputs = makers[offsets[op] : offsets[op + 1]]
             inputs.sort(key=lambda maker: graph.kinds[maker] != "parameter")
-            found = [anchors[maker] for maker in inputs if anchors[maker] >= 0]
-            mine = (a for a in found if graph.modules[a] == graph.modules[op])
-            anchors[op] = next(mine, found[0] if found else -1)
+            reached = [anchors[maker] for maker in inputs if anchors[maker] >= 0]
+            in_module = (a for a in reached if graph.modules[a] == graph.modules[op])
+            anchors[op] = next(in_module, reached[0] if reached else -1)
     return np.array(anchors, dtype=np.int32)
 
 

@@ -1,4 +1,4 @@
-"""What bounds a plan: the chain of events that makes the step as long as it is.
+"""Finds what bounds a plan: the chain of events that makes the step as long as it is.
 
 From the last event back to 0, each event is explained by the one that it waited for:
 
@@ -79,7 +79,7 @@ def find_limits(timeline: Timeline, graph: Graph) -> StepLimits:
 
 
 class _Events:
-    """Who can have held up whom, of one timeline."""
+    """The events of one timeline, and for each those that can have held it up."""
 
     def __init__(self, timeline: Timeline, graph: Graph) -> None:
         self.timeline = timeline
@@ -138,34 +138,34 @@ class _Events:
         starts, start = self.starts[device], float(self.timeline.op_starts[span])
         first, last = bisect_left(starts, start), bisect_right(starts, start)
         together = self.on_device[device][first:last].tolist()
-        found: list[Event] = [(OP, s) for s in together if s < span]
+        events: list[Event] = [(OP, s) for s in together if s < span]
         if first > 0:
-            found.append((OP, int(self.on_device[device][first - 1])))
-        found += self._carried_by(device, start)
+            events.append((OP, int(self.on_device[device][first - 1])))
+        events += self._carried_by(device, start)
         for mate in together:
             op = int(self.timeline.ops[mate])
             for tensor in self.graph.inputs_of(op).tolist():
-                found += self._made(int(self.graph.producers[tensor]), device)
-                found += self._arrived((tensor, -1, device))
+                events += self._made(int(self.graph.producers[tensor]), device)
+                events += self._arrived((tensor, -1, device))
             for earlier in self.control_before.get(op, []):
-                found += self._made(earlier, device)
-                found += self._arrived((-1, earlier, device))
-        return found
+                events += self._made(earlier, device)
+                events += self._arrived((-1, earlier, device))
+        return events
 
     def _before_transfer(self, transfer: int) -> list[Event]:
         source = int(self.timeline.transfer_sources[transfer])
-        found = self._made(int(self.timeline.transfer_ops[transfer]), source)
-        found += self._arrived(self._cargo(transfer, self.timeline.transfer_sources))
+        events = self._made(int(self.timeline.transfer_ops[transfer]), source)
+        events += self._arrived(self._cargo(transfer, self.timeline.transfer_sources))
         if transfer in self.channel_before:
-            found.append((TRANSFER, self.channel_before[transfer]))
+            events.append((TRANSFER, self.channel_before[transfer]))
         channel = self.timeline.channels[int(self.timeline.transfer_channels[transfer])]
         if channel in self.timeline.devices:
             device = self.timeline.devices.index(channel)
             start = float(self.timeline.transfer_starts[transfer])
             first = bisect_left(self.starts[device], start)
             if first > 0:
-                found.append((OP, int(self.on_device[device][first - 1])))
-        return found
+                events.append((OP, int(self.on_device[device][first - 1])))
+        return events
 
     def _carried_by(self, device: int, start: float) -> list[Event]:
         """The last transfer before `start` that the device itself carried."""
@@ -223,7 +223,7 @@ def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
 
 
 def _proven(plan: Plan) -> str:
-    """What the bound says of all other plans. The share is rounded down: it must stay true."""
+    """Says what the bound proves of other plans. The share is rounded down, to stay true."""
     if plan.lower_bound <= 0:
         return ""
     which = "contiguous plan" if plan.contiguous else "plan"

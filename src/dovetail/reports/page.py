@@ -286,7 +286,7 @@ def _reads(plan: Plan, graph: Graph, stages: set[int]) -> dict[int, set[int]]:
 
 
 def throughput(plan: Plan) -> tuple[str, str]:
-    """What leaves the full pipeline: ("579 samples/s", "18.1 steps a second of 32"). A step's first
+    """The rate of the full pipeline: ("579 samples/s", "18.1 steps a second of 32"). A step's first
     input says how many samples it has, by its first dimension; ("", "") for a plan of no length."""
     if plan.value <= 0:
         return "", ""

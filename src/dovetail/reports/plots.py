@@ -121,9 +121,9 @@ def averaged(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats
     if len(x) <= points:
         return x, y
     starts = np.linspace(0, len(x), points, endpoint=False).astype(np.int64)
-    known = np.isfinite(y)
-    counts = np.add.reduceat(known.astype(np.float64), starts)
-    sums = np.add.reduceat(np.where(known, y, 0.0), starts)
+    finite = np.isfinite(y)
+    counts = np.add.reduceat(finite.astype(np.float64), starts)
+    sums = np.add.reduceat(np.where(finite, y, 0.0), starts)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = sums / counts
     return x[np.append(starts[1:], len(x)) - 1], means

@@ -28,7 +28,7 @@ def sequential_of(scheduled: Scheduled) -> Candidate | None:
 
 
 def ratio_of(scheduled: Scheduled, candidate: Candidate) -> Ratio | None:
-    """How many times as fast as sequential; None where that is not known."""
+    """Sequential's seconds over the schedule's; None if that is not known."""
     base = sequential_of(scheduled)
     if base is None:
         return None
@@ -47,7 +47,7 @@ def measured_text(candidate: Candidate) -> str:
 
 
 def stages_text(candidate: Candidate) -> str:
-    """How many stages, or streams where there are none."""
+    """The number of stages, or of streams if there are no stages."""
     if candidate.stages or not candidate.streams.orders:
         return f"{len(candidate.stages):,}"
     streams = len(candidate.streams.orders)
@@ -63,7 +63,7 @@ def largest_text(candidate: Candidate) -> str:
 def overview_rows(
     scheduled: Scheduled,
 ) -> tuple[tuple[str, ...], list[tuple[tuple[str, ...], bool]]]:
-    """(titles, (cells, chosen?) of each scheduler). What was left out only where something was."""
+    """(titles, (cells, chosen?) of each scheduler), with a column "left out" if anything was."""
     head = ("scheduler", "predicted", "measured (spread)", "speed-up", "stages", "largest",
             "stages measured", "search")  # fmt: skip
     pruned = any(candidate.pruning for candidate in scheduled.candidates)
@@ -124,14 +124,14 @@ def answer(scheduled: Scheduled, costs_source: str) -> str:
 
 
 def _faster_by_prediction(scheduled: Scheduled) -> list[Candidate]:
-    """Those with less predicted seconds than the chosen one, the least first."""
+    """The schedules with less predicted seconds than the chosen one, the least first."""
     limit = scheduled.best.predicted_seconds
     faster = [c for c in scheduled.candidates if c.predicted_seconds < limit]
     return sorted(faster, key=lambda c: c.predicted_seconds)
 
 
 def _predicted_place(scheduled: Scheduled) -> str:
-    """What the prediction says of the chosen schedule, among those it can be compared with."""
+    """Says how the prediction ranks the chosen schedule, among those it can be compared with."""
     faster = _faster_by_prediction(scheduled)
     if not faster:
         return "is predicted to be fastest"
@@ -168,5 +168,5 @@ def _next(scheduled: Scheduled) -> Candidate | None:
     """The fastest that was measured beside the chosen one; none that runs as that one does, for
     its seconds are the same."""
     best = scheduled.best
-    others = [c for c in scheduled.candidates if c.seconds and c.seconds != best.seconds]
-    return min(others, key=lambda c: c.median_seconds, default=None)
+    compared = [c for c in scheduled.candidates if c.seconds and c.seconds != best.seconds]
+    return min(compared, key=lambda c: c.median_seconds, default=None)

@@ -75,7 +75,7 @@ COLOURS = 8  # of the palette in page.css
 
 @dataclass(frozen=True)
 class Place:
-    """Where a kernel's box stands, its colour, and what its title says of where it runs."""
+    """A kernel's box: its corner, its colour, and where the kernel runs as its title says it."""
 
     x: int
     y: int
@@ -446,14 +446,14 @@ def _matrix(matrix: Specialisation) -> _Matrix:
     """Seconds, and what is lost against the schedule that was made for the row."""
     rows = []
     for i, (name, seconds) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
-        own = _own(matrix, i)
-        base = seconds[own] if own is not None else 0.0
+        diagonal = _own(matrix, i)
+        base = seconds[diagonal] if diagonal is not None else 0.0
         cells: list[tuple[str, str]] = []
         for j, value in enumerate(seconds):
             loss = value / base - 1 if base > 0 else math.nan
             text = format_seconds(value) if math.isfinite(value) else "-"
-            style = "own" if j == own else f"heat{sum(loss >= heat for heat in HEATS)}"
-            if math.isfinite(loss) and j != own:
+            style = "own" if j == diagonal else f"heat{sum(loss >= heat for heat in HEATS)}"
+            if math.isfinite(loss) and j != diagonal:
                 text = remarked(text, f"{100 * loss:+.1f} %")
             cells.append((style, text))
         rows.append((name, cells))
@@ -751,7 +751,7 @@ def _work(scheduled: Scheduled) -> PageTable | None:
 
 
 def _search(scheduled: Scheduled) -> PageTable | None:
-    """What finding each schedule took (table 4)."""
+    """The effort of finding each schedule (table 4)."""
     if all(candidate.effort == Effort() for candidate in scheduled.candidates):
         return None
     rows = [

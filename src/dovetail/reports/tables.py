@@ -35,7 +35,7 @@ from dovetail.units import (
 )
 
 LEAST_SHARE = 0.001
-"""Of the critical chain: what has less is summed up."""
+"""Parts of the critical chain with a smaller share are summed up."""
 
 
 def escape(text: str) -> str:
@@ -78,9 +78,9 @@ def emulation_notes(machine: Machine, graph: Graph) -> list[str]:
     used = set(graph.dtypes)
     return [
         f"a {model} has no fast units for {' and '.join(dtypes)}: costed as computed in float32"
-        for model, known in emulated.items()
+        for model, emulated_of in emulated.items()
         # Integer tensors are mostly indices and flags, which nothing multiplies.
-        if (dtypes := [dtype for dtype in known if dtype in used and dtype != "int8"])
+        if (dtypes := [dtype for dtype in emulated_of if dtype in used and dtype != "int8"])
     ]
 
 
@@ -121,14 +121,16 @@ def phases_table(
     for device in dict.fromkeys(devices.values()):
         paths = [path or "(the model itself)" for path, where in devices.items() if where == device]
         modules.add_row(escape(device), escape(", ".join(paths)))
-    others = _table("placement", "weighted seconds", "against the plan", title="Placements tried")
+    placements = _table(
+        "placement", "weighted seconds", "against the plan", title="Placements tried"
+    )
     for name, seconds in candidates.items():
         if seconds is None:
-            others.add_row(escape(name), "infeasible", "", style="dim")
+            placements.add_row(escape(name), "infeasible", "", style="dim")
         else:
             ratio = f"{seconds / total:.3f} x" if total else ""
-            others.add_row(escape(name), format_seconds(seconds), ratio)
-    return Group(phases, Text(), modules, Text(), others)
+            placements.add_row(escape(name), format_seconds(seconds), ratio)
+    return Group(phases, Text(), modules, Text(), placements)
 
 
 def methods_table(plan: Plan) -> Table:
@@ -206,8 +208,8 @@ def run_table(
     """Predicted beside measured: the step, then per device how long it computes."""
     seconds = np.asarray(measured_seconds, dtype=np.float64)
     step = _table("", "predicted", "measured", "error", title=f"{len(seconds)} measured steps")
-    for label, mine, found in run_rows(predicted, seconds, measured):
-        step.add_row(escape(label), *_compared(mine, found))
+    for label, mine, measured_value in run_rows(predicted, seconds, measured):
+        step.add_row(escape(label), *_compared(mine, measured_value))
     return step
 
 
@@ -223,8 +225,8 @@ def run_rows(
     else:
         lone = None if measured is None else measured.step_seconds
         rows.append(("step", predicted.step_seconds, lone))
-    found = [None] * len(predicted.devices) if measured is None else measured.busy_seconds.tolist()
-    for name, mine, theirs in zip(predicted.devices, predicted.busy_seconds, found, strict=True):
+    busy = [None] * len(predicted.devices) if measured is None else measured.busy_seconds.tolist()
+    for name, mine, theirs in zip(predicted.devices, predicted.busy_seconds, busy, strict=True):
         rows.append((f"{name} computes", float(mine), theirs))
     carried = None if measured is None else float(measured.channel_seconds.sum())
     rows.append(("channels carry", float(predicted.channel_seconds.sum()), carried))
@@ -243,7 +245,7 @@ def _compared(
 
 
 def limits_table(limits: StepLimits, timeline: Timeline, plan: Plan) -> RenderableType:
-    """What bounds the plan: the sentence, and the critical chain by share."""
+    """Shows what bounds the plan: the sentence, and the critical chain by share."""
     sentences = Text(printable(explain(limits, timeline, plan)))
     parts = shares(limits, timeline)
     if not parts:
@@ -329,7 +331,7 @@ def networks_table(rows: Sequence[Mapping[str, object]]) -> Table:
 def network_table(
     facts: Sequence[tuple[str, object]], options: Mapping[str, object]
 ) -> RenderableType:
-    """What a network is, whole numbers in full, and its options with their defaults."""
+    """A network's facts, whole numbers in full, and its options with their defaults."""
     shown = Table.grid(padding=(0, 2))
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")

@@ -61,7 +61,7 @@ class Lane:
         return float((self.begins[1:] - self.answers[:-1]).sum())
 
     def spans_of(self, kind: str) -> tuple[Floats, Floats]:
-        """Where its spans of one kind begin and end."""
+        """The begins and ends of its spans of one kind."""
         if kind == "compute":
             return self.begins, self.ends
         if kind == "exchange":
@@ -144,7 +144,7 @@ def _spans(lane: Lane, y: float, end: float) -> str:
 
 
 def _shares(lane: Lane, y: float, end: float) -> str:
-    """What share of each piece of time was computed (from below), exchanged and waited."""
+    """Draws the share of each piece of time that was compute (lowest), exchange and wait."""
     edges = np.linspace(0.0, end, PIECES + 1)
     piece = end / PIECES
     drawn, floor = [], np.zeros(PIECES)
@@ -389,7 +389,7 @@ def runs_table(runs: Sequence[ShownRun]) -> PageTable:
 
 
 def ended(history: History) -> str:
-    """How a run ended, in a word or two."""
+    """The way a run ended, in a word or two."""
     if history.divergence is not None:
         return "diverged"
     if history.outcome.meta.get("failed"):
@@ -552,7 +552,7 @@ def _ranks(history: History) -> Column:
 
 
 def events(runs: Sequence[ShownRun]) -> _ShownEvents | None:
-    """How often each event happened, why commits were refused, and each event; None of none."""
+    """Counts of events, reasons of refused commits, and each event; None if nothing happened."""
     kinds = list(dict.fromkeys(e.kind for run in runs for e in run.history.outcome.events))
     if not kinds:
         return None
