@@ -1,5 +1,6 @@
 """`benchmarks/stages/cpu.py` and `additivity.py` on tiny networks."""
 
+import importlib
 import json
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dovetail.schedulers.records import Block
-from tests.support.benchmark_scripts import benchmark_scripts
+from tests.support.benchmark_scripts import BENCHMARKS, benchmark_scripts
 
 TINY = "zoo:squeezenet_1_1?batch=1&size=64&classes=10"
 OURS = ["sequential", "greedy", "merge", "dos", "ios", "dataflow"]
@@ -156,7 +157,7 @@ def test_what_is_wrong_is_named(scripts, given, said, capsys):
 
 def test_the_tables_have_their_places(scripts, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text((SCRIPTS / "README.md").read_text("utf-8"))
+    readme.write_text((BENCHMARKS / "stages" / "README.md").read_text("utf-8"))
     for name in ("cpu.py", "additivity.py"):
         scripts.markdown.fill(readme, f"table of {name}", f"figures of {name}")
         assert f"figures of {name}" in readme.read_text()

@@ -21,8 +21,7 @@ from tests.support.placing import plan_for, random_order, random_placement
 
 STEPS = 3
 PLACEMENTS = {"rnnlm": 20, "inception": 3}
-"""Random ones of each model: a run of the large one takes seconds, and its graph has many more edges
-to cross devices."""
+"""Random ones of each model: a run of the large one takes seconds, and has more edges to cut."""
 MODELS = {
     "rnnlm": "zoo:rnnlm?layers=2&hidden=16&steps=3&batch=4&vocabulary=50",
     "inception": "zoo:inception_v3?width=0.0625&size=75&batch=2&dropout=0",
