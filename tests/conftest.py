@@ -1,8 +1,15 @@
+import gc
 import os
 import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Threads of OpenMP that wait sleep, and there is one of them: several tests run side by side, and
+# threads that spin on a core that another test needs make both a hundred times as slow. It is read
+# when torch is imported, which no line above this one may do.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No example fails for being slow: how long it takes is the machine's business.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,6 +31,14 @@ def _undisturbed():
     quiet, neighbours.BUSY_CORES = neighbours.BUSY_CORES, float("inf")
     yield
     neighbours.BUSY_CORES = quiet
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections():
+    """Leaves what earlier modules have kept, such as captured graphs, out of garbage collections:
+    going through all of it takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

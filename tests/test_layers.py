@@ -1,9 +1,16 @@
 """Data flows one way: a package may import only from the lines above its own."""
 
 import ast
-from pathlib import Path
 
 import pytest
+
+from tests.support.source_files import (
+    SRC,
+    circles,
+    classes_defined_twice,
+    imported_names,
+    imports_of_files,
+)
 
 LAYERS = [
     {"units"},
@@ -23,24 +30,25 @@ LAYERS = [
 ]
 # Names on one level do not import each other, but for this: a Captured carries its plan's Source.
 SIDEWAYS = {("frontends", "plans")}
-SRC = Path(__file__).parents[1] / "src" / "dovetail"
+DEFINED_TWICE = {
+    "Adam", "AdamW", "Attention", "Auxiliary", "Best", "Block", "Candidate", "Captured",
+    "Center", "Copies", "Crew", "Curve", "Edges", "Effort", "Entry", "Evaluation", "Flat",
+    "Found", "Gate", "Layer", "Limits", "Link", "Measured", "Node", "Options", "Outcome",
+    "Outputs", "Payload", "Phase", "Placed", "Policy", "Prepared", "Problem", "Progress",
+    "Raised", "Record", "Report", "Row", "Run", "SGD", "Schedule", "ServerPlan", "Slot",
+    "Source", "Stage", "State", "Table", "Target", "Task", "Threads", "Timing", "Tower",
+    "TransformerXL", "View", "Wait", "Walk", "Wanted", "Work", "Worker", "WorkerPlan", "_Head",
+    "_Kept", "_Layer", "_Link", "_Loop", "_Member", "_Op", "_Part", "_Run", "_Search", "_Seen",
+    "_Supervisor", "_Tensors", "_Units", "_Work", "_Worker",
+}  # fmt: skip
+"""Class names that several files define. The list may only become shorter."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-
-
-def imported(text, package):
-    """Full names of what a module in `package` imports, wherever in the text it does."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            around = package[: len(package) - (node.level - 1)] if node.level else ()
-            base = ".".join((*around, *filter(None, [node.module])))
-            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def imports(text, package=("dovetail",)):
     """Names right below `dovetail` that a module imports; "" for the package as a whole."""
-    parts = [name.split(".") for name in imported(text, package)]
+    names = imported_names(ast.parse(text), package, typing=True)
+    parts = [name.split(".") for name in names]
     return {(*name, "")[1] for name in parts if name[0] == "dovetail"}
 
 
@@ -76,3 +84,35 @@ def test_the_package_as_a_whole_and_siblings_are_told_apart():
     assert imports("import dovetail", ("dovetail", "graph")) == {""}
     assert imports("from . import files", ("dovetail", "graph")) == {"graph"}
     assert imports("import numpy.typing\nfrom numpy import nan") == set()
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports within functions count; those for type checkers alone do not."""
+    assert circles(imports_of_files()) == []
+
+
+def test_a_circle_of_imports_is_found_wherever_they_stand(tmp_path):
+    root = tmp_path / "dovetail"
+    texts = {
+        "__init__.py": "",
+        "a/__init__.py": "from dovetail.a.first import run",
+        "a/first.py": "def run():\n    from dovetail.b import second",
+        "b/__init__.py": "",
+        "b/second.py": "from .. import a\nfrom . import third",
+        "b/third.py": "if TYPE_CHECKING:\n    from dovetail.b.second import Second",
+    }
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert circles(imports_of_files(root)) == [["a/__init__.py", "a/first.py", "b/second.py"]]
+
+
+def test_no_class_name_is_defined_twice_in_the_package():
+    twice = classes_defined_twice()
+    new = {name: files for name, files in twice.items() if name not in DEFINED_TWICE}
+    assert new == {}
+
+
+def test_class_names_that_are_defined_once_are_off_the_list():
+    gone = sorted(DEFINED_TWICE - classes_defined_twice().keys())
+    assert gone == [], f"take {', '.join(gone)} off DEFINED_TWICE"

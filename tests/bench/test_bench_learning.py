@@ -34,7 +34,7 @@ def repeated(options, count, generator):
 
 @pytest.mark.parametrize("way", IMAGES.ways)
 def test_inception_learns_a_few_digits_in_every_way(way):
-    losses = losses_of(replace(few(IMAGES, 5, batch=4), data=repeated), way, 0)
+    losses = losses_of(replace(few(IMAGES, 5, batch=4, width=0.0625), data=repeated), way, 0)
     assert losses[-1] < losses[0] - 0.2
 
 
@@ -52,7 +52,7 @@ def test_synchronous_towers_without_batch_norm_are_one_large_batch():
 
 
 def test_batch_norm_sees_a_towers_batch_alone():
-    task = few(IMAGES, 1, batch=3)
+    task = few(IMAGES, 1, batch=3, width=0.0625)
     assert losses_of(task, SYNCHRONOUS, 0) != pytest.approx(losses_of(task, ONE_BATCH, 0), rel=1e-4)
 
 

@@ -3,7 +3,6 @@
 import importlib
 import json
 import signal
-import sys
 import time
 from math import comb
 from pathlib import Path
@@ -13,29 +12,18 @@ import pytest
 import torch
 
 from dovetail.schedulers.records import Block
+from tests.support.benchmark_scripts import BENCHMARKS, benchmark_scripts
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "stages"
 TINY = "zoo:squeezenet_1_1?batch=1&size=64&classes=10"
 OURS = ["sequential", "greedy", "merge", "dos", "ios", "dataflow"]
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    """Their modules; some have names that others may have too."""
-    names = ("markdown", "children", "cpu_peers", "cpu", "additivity")
-    path, before = list(sys.path), {name: sys.modules.pop(name, None) for name in names}
-    sys.path.insert(0, str(SCRIPTS))
-    yield SimpleNamespace(
-        **{name: importlib.import_module(name) for name in ("cpu", "additivity")},
-        peers=importlib.import_module("cpu_peers"),
-        children=importlib.import_module("children"),
-        markdown=importlib.import_module("markdown"),
-    )
-    sys.path[:] = path
-    for name, module in before.items():
-        del sys.modules[name]
-        if module is not None:
-            sys.modules[name] = module
+    with benchmark_scripts(
+        "stages", "cpu", "additivity", "cpu_peers", "children", "markdown"
+    ) as modules:
+        yield modules
 
 
 def test_a_network_is_measured_once_and_kept(scripts, tmp_path, capsys, monkeypatch):
@@ -140,15 +128,15 @@ def is_missing(_given):
     ],
 )
 def test_peers_that_cannot_be_had_are_absent(scripts, monkeypatch, peer, reason):
-    monkeypatch.setitem(scripts.peers.PEERS, "tried", peer)
+    monkeypatch.setitem(scripts.cpu_peers.PEERS, "tried", peer)
     inputs = (torch.ones(3),)
     before = signal.getsignal(signal.SIGALRM)
-    given = scripts.peers.Given(torch.nn.Identity(), inputs, torch.get_num_threads(), Path())
-    found = scripts.peers.prepared("tried", given, list(inputs), 1.0)
+    given = scripts.cpu_peers.Given(torch.nn.Identity(), inputs, torch.get_num_threads(), Path())
+    found = scripts.cpu_peers.prepared("tried", given, list(inputs), 1.0)
     assert found.run is None
     assert found.reason.startswith(reason)
     assert signal.getsignal(signal.SIGALRM) == before
-    assert scripts.peers.prepared("eager", given, list(inputs), 1.0).run() is inputs[0]
+    assert scripts.cpu_peers.prepared("eager", given, list(inputs), 1.0).run() is inputs[0]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +157,7 @@ def test_what_is_wrong_is_named(scripts, given, said, capsys):
 
 def test_the_tables_have_their_places(scripts, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text((SCRIPTS / "README.md").read_text("utf-8"))
+    readme.write_text((BENCHMARKS / "stages" / "README.md").read_text("utf-8"))
     for name in ("cpu.py", "additivity.py"):
         scripts.markdown.fill(readme, f"table of {name}", f"figures of {name}")
         assert f"figures of {name}" in readme.read_text()

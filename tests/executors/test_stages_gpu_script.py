@@ -1,24 +1,19 @@
 """What can be run of `benchmarks/stages/gpu.py` without a GPU."""
 
-import importlib.util
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
 
 from dovetail.executors.stages.cuda import StageClock
+from tests.support.benchmark_scripts import benchmark_scripts
 from tests.support.fake_cuda import FakeCuda
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "stages" / "gpu.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("stages_gpu_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with benchmark_scripts("stages", "gpu") as scripts:
+        yield scripts.gpu
 
 
 def test_arguments(script, monkeypatch):

@@ -30,19 +30,19 @@ def _quick_costs():
 
 
 @pytest.fixture(scope="module")
-def request():
+def learn_request():
     return TaskRequest(
         "m", resolve_model("tests.support.small_models:trained", "adam"), local_machine(2)
     )
 
 
 @pytest.fixture(scope="module")
-def task(request):
-    return task_of(request)
+def task(learn_request):
+    return task_of(learn_request)
 
 
 @pytest.fixture
-def fake(monkeypatch, task, request):
+def fake(monkeypatch, task, learn_request):
     """fake(seconds of a placement's step, or an error to raise) -> trials that run nothing."""
 
     def make(seconds_of, steps=10, of=task):
@@ -53,7 +53,7 @@ def fake(monkeypatch, task, request):
             return Loaded(seconds_of(plan.placement, len(runs)), steps)
 
         monkeypatch.setattr(learning, "execute", loaded)
-        trials = MeasuredTrials(request.step, of, steps=steps)
+        trials = MeasuredTrials(learn_request.step, of, steps=steps)
         trials.runs_made = runs
         return trials
 
@@ -86,7 +86,7 @@ def placements(trials, count, seed=0):
 
 
 def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
-    request, task, monkeypatch
+    learn_request, task, monkeypatch
 ):
     made, pids = [], []
 
@@ -103,7 +103,7 @@ def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
     monkeypatch.setattr(learning, "MeasuredTrials", Kept)
     monkeypatch.setattr(learning, "FINAL_RUNS", 2)
     result = learn(
-        request.step, task.machine, method="seq2seq", measured=True, trials=12,
+        learn_request.step, task.machine, method="seq2seq", measured=True, trials=12,
         settings={"trials": 4}, progress=heard,
     )  # fmt: skip
     assert len(pids[0]) == 2
@@ -179,11 +179,13 @@ def test_long_runs_are_repeated_less_often_and_failures_drop_out(fake):
     assert [len(one.run_seconds) for one in timed] == [LONG_RUNS]
 
 
-def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(fake, request, task):
+def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(
+    fake, learn_request, task
+):
     trials = fake(lambda _placement, _run: 0.1)
     points = []
     result = learn(
-        request.step, task.machine, measured=True, trials=4, simulated_first=12,
+        learn_request.step, task.machine, measured=True, trials=4, simulated_first=12,
         settings={"trials": 4}, progress=points.append,
     )  # fmt: skip
     assert [point.trials for point in points] == [4, 8, 12, 4]
@@ -197,7 +199,7 @@ def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(f
 
 
 def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
-    fake, request, task, monkeypatch
+    fake, learn_request, task, monkeypatch
 ):
     def seconds_of(_placement, run):
         if run == 6:
@@ -206,14 +208,16 @@ def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
 
     fake(seconds_of)
     monkeypatch.setattr(learning, "FINAL_RUNS", 2)
-    result = learn(request.step, task.machine, measured=True, trials=400, settings={"trials": 4})
+    result = learn(
+        learn_request.step, task.machine, measured=True, trials=400, settings={"trials": 4}
+    )
     assert result.learned.interrupted
     assert result.plan.interrupted
     assert len(result.measured) == 5
 
 
 def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_best(
-    fake, request, task
+    fake, learn_request, task
 ):
     trials = fake(lambda _placement, _run: 0.1)
 
@@ -222,7 +226,7 @@ def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_
             signal.raise_signal(signal.SIGINT)
 
     result = learn(
-        request.step, task.machine, measured=True, trials=4, simulated_first=400,
+        learn_request.step, task.machine, measured=True, trials=4, simulated_first=400,
         settings={"trials": 4}, progress=press,
     )  # fmt: skip
     assert trials.runs == 0
@@ -232,8 +236,8 @@ def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_
     assert result.plan.value == min(point.best for point in result.learned.points)
 
 
-def test_only_devices_of_this_machine_can_measure(request):
+def test_only_devices_of_this_machine_can_measure(learn_request):
     with pytest.raises(UsageError, match="here/2"):
-        learn(request.step, "2 x p100", measured=True, trials=16)
+        learn(learn_request.step, "2 x p100", measured=True, trials=16)
     with pytest.raises(UsageError, match="only a network can run"):
-        learn(request.step.graph, "here/2", measured=True, trials=16)
+        learn(learn_request.step.graph, "here/2", measured=True, trials=16)

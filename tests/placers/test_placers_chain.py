@@ -79,7 +79,7 @@ def used(plan):
 
 def test_more_devices_that_gain_too_little_are_not_used():
     step = dt.capture(Decoder(8), tokens())
-    options = {"objective": "load", "budget": "3000e"}
+    options = {"objective": "load", "budget": "300e"}
     free = dt.plan(step, "4 x p100", min_gain=0, **options)
     assert used(free) > 1
     simple = dt.plan(step, "4 x p100", min_gain=0.9, **options)

@@ -1,28 +1,18 @@
 """`benchmarks/stages/counts.py` counts what was published, and a small network."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
 from dovetail.schedulers.blocks import cut
 from dovetail.schedulers.dos import dos
+from tests.support.benchmark_scripts import benchmark_scripts
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "stages"
 INCEPTION = "zoo:inception_v3?batch=1&size=80"
 
 
 @pytest.fixture(scope="module")
 def counts():
-    path, before = list(sys.path), sys.modules.pop("markdown", None)
-    sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module("counts")
-    sys.path[:] = path
-    del sys.modules["counts"]
-    del sys.modules["markdown"]
-    if before is not None:
-        sys.modules["markdown"] = before
+    with benchmark_scripts("stages", "counts") as scripts:
+        yield scripts.counts
 
 
 def test_inception_v3_has_the_states_and_transitions_of_the_published_graph(counts):

@@ -1,31 +1,26 @@
 """benchmarks/data_parallel: its network, its readers of a user's files, and runs that go on."""
 
 import gzip
-import importlib
 import math
-import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from dovetail.errors import FileFormatError
-
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "data_parallel"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def path():
-    sys.path.insert(0, str(BENCHMARK))
-    yield
-    sys.path.remove(str(BENCHMARK))
+from tests.support.benchmark_scripts import benchmark_scripts
 
 
-def test_its_network_has_the_gradient_and_the_steps_of_torch():
-    mlp = importlib.import_module("mlp")
+@pytest.fixture(scope="module")
+def benchmark():
+    with benchmark_scripts("data_parallel", "mlp", "tasks", "cells") as modules:
+        yield modules
+
+
+def test_its_network_has_the_gradient_and_the_steps_of_torch(benchmark):
+    mlp = benchmark.mlp
     rng = np.random.default_rng(3)
     inputs, labels = rng.random((40, 6), dtype=np.float32), rng.integers(0, 4, 40)
     task = mlp.Task("t", inputs, labels, inputs, labels, (8, 5))
@@ -74,8 +69,8 @@ def mnist_folder(folder):
     return folder
 
 
-def test_mnist_is_read_from_a_folder_of_idx_files_gzipped_or_not(tmp_path):
-    tasks = importlib.import_module("tasks")
+def test_mnist_is_read_from_a_folder_of_idx_files_gzipped_or_not(benchmark, tmp_path):
+    tasks = benchmark.tasks
     task = tasks.mnist(mnist_folder(tmp_path), (5,))
     assert (task.inputs.shape, task.test_inputs.shape) == ((6, 784), (3, 784))
     assert task.labels.tolist() == [0, 1, 2, 3, 4, 5]
@@ -86,8 +81,8 @@ def test_mnist_is_read_from_a_folder_of_idx_files_gzipped_or_not(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"not an idx file", idx(np.zeros((6, 28, 28)))[:-1], b"\0\0\x0d\1\0\0\0\0"]
 )
-def test_a_file_that_is_no_idx_file_is_refused_by_name(tmp_path, content):
-    tasks = importlib.import_module("tasks")
+def test_a_file_that_is_no_idx_file_is_refused_by_name(benchmark, tmp_path, content):
+    tasks = benchmark.tasks
     broken = mnist_folder(tmp_path) / "train-images-idx3-ubyte"
     broken.write_bytes(content)
     with pytest.raises(FileFormatError) as caught:
@@ -95,8 +90,8 @@ def test_a_file_that_is_no_idx_file_is_refused_by_name(tmp_path, content):
     assert caught.value.path == str(broken)
 
 
-def test_higgs_is_read_from_a_csv_file_whose_label_comes_first(tmp_path):
-    tasks = importlib.import_module("tasks")
+def test_higgs_is_read_from_a_csv_file_whose_label_comes_first(benchmark, tmp_path):
+    tasks = benchmark.tasks
     path = tmp_path / "higgs.csv"
     path.write_text("".join(f"{i % 2}.0,{i},{-i / 3:.2f},7\n" for i in range(20)))
     task = tasks.higgs(path, rows=10)
@@ -109,8 +104,8 @@ def test_higgs_is_read_from_a_csv_file_whose_label_comes_first(tmp_path):
             tasks.higgs(path)
 
 
-def test_a_killed_series_of_runs_goes_on_where_it_was(tmp_path):
-    cells = importlib.import_module("cells")
+def test_a_killed_series_of_runs_goes_on_where_it_was(benchmark, tmp_path):
+    cells = benchmark.cells
     store = cells.Store(tmp_path / "rows.csv")
     first = cells.Cell("t", "digits", "agn", 10, 20, rate=1e-3)
     result = cells.Result(0.9, 0.95, 0.3, 100.0, math.nan, 19.0, 22.0, 500, 1.5)

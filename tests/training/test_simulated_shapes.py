@@ -1,33 +1,28 @@
 """What the thesis' rules do to a real network, in virtual time: scikit-learn's digits, one seed."""
 
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
 from dovetail.training.analysis import staleness
-
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "data_parallel"
+from tests.support.benchmark_scripts import benchmark_scripts
 
 
 @pytest.fixture(scope="module")
 def benchmark():
     """The benchmark's modules: its network and its runs."""
-    sys.path.insert(0, str(BENCHMARK))
-    yield importlib.import_module("cells")
-    sys.path.remove(str(BENCHMARK))
+    with benchmark_scripts("data_parallel", "cells", "tasks") as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")
 def accuracy(benchmark):
     """rule, n -> validation % and the commits of a run at window 10."""
-    task = importlib.import_module("tasks").digits()
+    task = benchmark.tasks.digits()
 
     def ran(rule, workers):
-        cell = benchmark.Cell("t", "digits", rule, 10, workers)
-        result, outcome = benchmark.run_cell(cell, task)
+        cell = benchmark.cells.Cell("t", "digits", rule, 10, workers)
+        result, outcome = benchmark.cells.run_cell(cell, task)
         return 100 * result.accuracy, outcome.rows
 
     return ran

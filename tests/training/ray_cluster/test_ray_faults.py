@@ -130,7 +130,8 @@ def test_a_hung_worker_loses_its_lease(doors):
             return Squares(64, 8, does={1: "hang"}, hold=lambda _: doors.open("hangs"))
         return Squares(64, 8, hold=lambda _: doors.wait("hangs"))
 
-    policy = FailurePolicy(lease_seconds=2.0)
+    # A busy machine may keep a worker that is well silent for as long: it may be replaced.
+    policy = FailurePolicy(lease_seconds=2.0, worker_restarts=50)
     outcome = run(assign(run="hung", learner=hangs_once, policy=policy), Watcher())
     assert outcome.samples == counted(outcome) == 128
     assert 1 in [event.worker for event in outcome.events if event.kind == "lost"]
