@@ -9,7 +9,11 @@ import dovetail
 from dovetail.runtime import torch_versions
 
 SRC = Path(dovetail.__file__).parent
-PRIVATE_BY_NAME = ("torch.__version__", "torch.__file__")
+PRIVATE_BY_NAME = (
+    "torch.__version__",
+    "torch.__file__",
+    "torch.nn.modules.batchnorm._NormBase",  # the only name for all batch normalisations there are
+)
 
 
 def dotted(node):

@@ -27,7 +27,7 @@ from dovetail.frontends.transformers_configs import (
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.records import load_sizes
 from dovetail.runtime.functions import call_function, names_function
-from dovetail.runtime.torch_versions import FakeTensorMode, pytree
+from dovetail.runtime.torch_versions import FakeTensorMode, open_archive, pytree
 
 # Exported programs: FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
 #
@@ -71,12 +71,11 @@ def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]
     `FileFormatError` for a file that is no such archive, for one without example inputs, and for
     what could run code.
     """
-    from torch.export.pt2_archive._package import PT2ArchiveReader
 
     if not Path(path).is_file():
         raise FileFormatError(path, "there is no such file")
     try:
-        with PT2ArchiveReader(path) as archive:
+        with open_archive(path) as archive:
             _check(path, archive)
         exported = torch.export.load(path)
         module = exported.module()

@@ -47,6 +47,7 @@ __all__ = [
     "inline_calls",
     "is_traceable_wrapper_subclass",
     "jit_optimizes",
+    "open_archive",
     "pytree",
     "run_backward",
     "script_list",
@@ -107,6 +108,15 @@ def without_fused_kernels() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+def open_archive(path: Any) -> Any:
+    """The reader of an archive that `torch.export.save` wrote, a context manager: it reads what
+    `torch.export.load` would, and loads nothing."""
+    # Imported where it is used: it brings along much that nothing else here needs.
+    from torch.export.pt2_archive._package import PT2ArchiveReader
+
+    return PT2ArchiveReader(path)
 
 
 # Scaled losses: the ops of `torch.amp.GradScaler`, which has no functional form.

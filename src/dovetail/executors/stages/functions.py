@@ -148,4 +148,4 @@ class quiet(warnings.catch_warnings):
     def __enter__(self) -> None:
         super().__enter__()
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
