@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dovetail.schedulers.records import Block
+from dovetail.schedulers.records import KernelBlock
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "stages"
 TINY = "zoo:squeezenet_1_1?batch=1&size=64&classes=10"
@@ -75,7 +75,7 @@ def test_random_schedules_are_predicted_and_run(scripts):
 
 
 def test_a_narrow_network_has_fewer_schedules(scripts):
-    chain = SimpleNamespace(block=Block((0, 1)))
+    chain = SimpleNamespace(block=KernelBlock((0, 1)))
     arguments = scripts.additivity.parse(["--schedules", "9", "--out", "unused"])
     assert sorted(scripts.additivity.draws(chain, arguments)) == [(1, 2), (3,)]
 

@@ -11,7 +11,7 @@ from dovetail.errors import InfeasibleError, UsageError, WorkerDiedError, Worker
 from dovetail.machine.local import local_machine
 from dovetail.pipeline import Subject, learn, learning, planning, resolve_model
 from dovetail.pipeline.learning import FINAL_RUNS, LONG_RUNS, MOST_RUNS, MeasuredTrials, task_of
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
@@ -132,7 +132,7 @@ def test_a_placement_that_fails_is_invalid_and_no_more(fake):
 
 def test_what_is_predicted_not_to_fit_is_not_run(fake, task):
     caps = tuple((name, 1024) for name in task.machine.device_names)
-    tight = Task(**{**vars(task), "caps": caps})
+    tight = PlacementTask(**{**vars(task), "caps": caps})
     trials = fake(lambda *_: pytest.fail("it ran"), of=tight)
     assert not trials.judge(placements(trials, 2)).valid.any()
     with pytest.raises(InfeasibleError, match="predicted to fit"):

@@ -172,7 +172,7 @@ def _axes(end_seconds: float, top: float) -> list[str]:
 # The notes on the page: towers, training curves, the machine's fit, what is ours, how made.
 
 
-SYNCHRONOUS, ASYNCHRONOUS = "synchronous towers", "asynchronous towers"  # as `Curve.name` says
+SYNCHRONOUS, ASYNCHRONOUS = "synchronous towers", "asynchronous towers"  # `LearningCurve.name`
 TOWERS_TEXT = (
     "The paper compares its placement with data parallelism on Inception-V3 (section 4.4): batch "
     "128 as 4 towers of 32, parameters and data reading on the CPU. Its placement trains 19.7 % "

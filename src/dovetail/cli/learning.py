@@ -19,7 +19,7 @@ from dovetail.errors import UsageError
 
 
 if TYPE_CHECKING:
-    from dovetail.placers.learned.pretraining import Progress, Recipe
+    from dovetail.placers.learned.pretraining import PretrainingProgress, Recipe
     from dovetail.placers.learned.records import Point
 
 KEYS = ("trained_on", "held_out", "seed", "updates", "trials", "seconds", "versions")
@@ -70,7 +70,7 @@ def pretrain(  # noqa: PLR0913  one argument an option
         where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bar = stack.enter_context(progress_bar())
 
-        def heard(news: "Progress") -> None:
+        def heard(news: "PretrainingProgress") -> None:
             share = news.done / news.of if news.of else 0.0
             point = news.point
             bar(f"{news.stage} {news.text}", share, None if point is None else point.best)

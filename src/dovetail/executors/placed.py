@@ -29,7 +29,7 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.shares import Send, Share, distinct, ops_of, share_out, tensor_at
+from dovetail.executors.shares import SendTensor, Share, distinct, ops_of, share_out, tensor_at
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import Workers
 from dovetail.frontends.interpret import example_values, held_values, source_value
@@ -64,7 +64,7 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
         stamps = block.view(share.stamps, shape, np.int64).tolist()
         for instruction, (start, stop) in zip(share.instructions, stamps, strict=True):
             spans += [(start, op, share.device, stop) for op in ops_of(instruction)]
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendTensor):
                 to = instruction.destination
                 channel = _channel(machine, share.device, to)
                 row = (instruction.tensor, instruction.op, share.device, to)
@@ -188,7 +188,7 @@ def _check_steps(steps: int) -> None:
 DRAIN_SECONDS = 10.0
 
 
-class Placed:
+class PlacedNetwork:
     """A loaded plan; a context manager. Made by `executors.run`.
 
     After a failed step it is closed, and says so.
@@ -448,7 +448,9 @@ class Placed:
         return self.captured.graph.names[op] if op >= 0 else ""
 
 
-def run(plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None) -> Placed:
+def run(
+    plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None
+) -> PlacedNetwork:
     """Load the plan on this machine's CPU devices.
 
     `seed` draws the weights where the captured module is fake, and the numbers of random ops.
@@ -459,11 +461,11 @@ def run(plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | Non
     """
     check(plan, captured.graph)
     if workers is None:
-        return Placed(plan, captured, Workers(plan.machine), True, seed)
+        return PlacedNetwork(plan, captured, Workers(plan.machine), True, seed)
     if not workers.serves(plan.machine):
         raise UsageError("workers", f"are for other devices than {plan.machine.name}'s")
     workers.check_open()
-    return Placed(plan, captured, workers, False, seed)
+    return PlacedNetwork(plan, captured, workers, False, seed)
 
 
 def _source_tensors(captured: Captured) -> dict[str, int]:

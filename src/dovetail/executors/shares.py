@@ -46,8 +46,8 @@ from dovetail.units import DTYPE_BYTES
 #     lanes  ├─ a ─┤├─ b ─┤├─ c ─┤        on two cores, the longest group first
 #            ├─── d ───┤├── e ──┤
 #
-# Torch's threads are set per thread: those of a `Team` give each op one, and never change, so that
-# the thread that runs everything else keeps all of the device's.
+# Torch's number of threads is a setting of each thread: `LaneThreads` give each op one thread and
+# never change that, so the thread that runs everything else keeps all threads of the device.
 
 
 Lane = Callable[[], None]
@@ -83,7 +83,7 @@ def groups_of(stages: Sequence[Stages], graph: Graph) -> NDArray[np.int32]:
     return labels
 
 
-class Team:
+class LaneThreads:
     """Threads that run lanes at the same time, one a lane. They start with the first lanes that
     need them, and end with the process."""
 
@@ -119,7 +119,7 @@ LINE_BYTES = ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where a tensor lies in the block: `bytes` from `offset` on, gaps of its strides included."""
 
     offset: int
@@ -130,7 +130,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOp:
     """Call the op; then forget tensors `frees`."""
 
     op: int
@@ -138,7 +138,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Together:
+class RunLanes:
     """Call the ops of each lane one after another, all lanes at the same time; then forget `frees`.
 
     lanes   none empty, and none needs what another makes
@@ -154,7 +154,7 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Send:
+class SendTensor:
     """Copy `tensor` to its slot for `destination` and raise the flag; then forget `frees`.
 
     tensor -1: a control edge, the flag alone. `op` made the tensor, or has ended.
@@ -164,21 +164,21 @@ class Send:
     tensor: int
     destination: int
     flag: int
-    slot: Slot | None
+    slot: TensorSlot | None
     frees: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Wait:
+class AwaitFlag:
     """Before `op`, wait for the flag; then `tensor` is in `slot` (-1, None: a control edge)."""
 
     op: int
     tensor: int
     flag: int
-    slot: Slot | None
+    slot: TensorSlot | None
 
 
-Instruction = Run | Together | Send | Wait
+Instruction = RunOp | RunLanes | SendTensor | AwaitFlag
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Share:
     barrier: int
     abort: int
     instructions: tuple[Instruction, ...]
-    sources: tuple[tuple[int, Slot], ...]
-    outputs: tuple[tuple[int, Slot], ...]
+    sources: tuple[tuple[int, TensorSlot], ...]
+    outputs: tuple[tuple[int, TensorSlot], ...]
     progress: int
     stamps: int
 
@@ -219,8 +219,8 @@ class Shares:
     shares: tuple[Share, ...]
     size_bytes: int
     abort: int
-    sources: dict[int, Slot]
-    outputs: dict[int, Slot]
+    sources: dict[int, TensorSlot]
+    outputs: dict[int, TensorSlot]
 
 
 def share_out(plan: Plan, graph: Graph) -> Shares:
@@ -282,7 +282,7 @@ class _Cut:
             EVERYWHERE if graph.residences[op] == EVERYWHERE else self.placement[op]
             for op in graph.producers.tolist()
         ]
-        self.flags: dict[tuple[int, int, int], tuple[int, Slot | None]] = {}
+        self.flags: dict[tuple[int, int, int], tuple[int, TensorSlot | None]] = {}
         self.after: dict[int, set[int]] = defaultdict(set)  # op -> devices that wait for its end
         self.before: dict[int, list[int]] = defaultdict(list)
         for before, op in graph.control.tolist():
@@ -294,14 +294,14 @@ class _Cut:
         """The device where the tensor is made; of what lives everywhere, a reader of it."""
         return int(self.placement[self.graph.producers[tensor]])
 
-    def slot(self, tensor: int, slack_bytes: int = 0) -> Slot:
+    def slot(self, tensor: int, slack_bytes: int = 0) -> TensorSlot:
         """A fresh slot for the tensor, which may start up to `slack_bytes` later."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
         extent = extent_of(shape, strides) * DTYPE_BYTES[dtype]
-        return Slot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
+        return TensorSlot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
 
-    def flag(self, op: int, tensor: int, destination: int) -> tuple[int, Slot | None]:
+    def flag(self, op: int, tensor: int, destination: int) -> tuple[int, TensorSlot | None]:
         """Flag and slot of the tensor, or of the op's end (tensor -1), for the destination."""
         key = (op, tensor, destination)
         if key not in self.flags:
@@ -334,11 +334,11 @@ class _Cut:
             if home not in (device, EVERYWHERE) and tensor not in arrived:
                 arrived.add(tensor)
                 flag = self.flag(int(self.graph.producers[tensor]), tensor, device)
-                found.append(Wait(op, tensor, *flag))
+                found.append(AwaitFlag(op, tensor, *flag))
         for before in self.before[op]:
             if ~before not in arrived:
                 arrived.add(~before)
-                found.append(Wait(op, -1, *self.flag(before, -1, device)))
+                found.append(AwaitFlag(op, -1, *self.flag(before, -1, device)))
         return found
 
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
@@ -348,8 +348,8 @@ class _Cut:
             seconds = self.plan.compute_seconds[:, device]
             lanes = lanes_of(stage, self.groups, seconds, cores)
             if len(lanes) > 1:
-                return [Together(lanes)]
-        return [Run(op) for op in stage]
+                return [RunLanes(lanes)]
+        return [RunOp(op) for op in stage]
 
     def sends(self, op: int) -> list[Instruction]:
         """What follows an op: its outputs to whom they are missing, then word of its end."""
@@ -357,9 +357,9 @@ class _Cut:
         for tensor in self.graph.outputs_of(op):
             readers = {self.placement[c] for c in self.graph.consumers_of(tensor).tolist()}
             for to in sorted(readers - {self.placement[op]}):
-                found.append(Send(op, tensor, to, *self.flag(op, tensor, to)))
+                found.append(SendTensor(op, tensor, to, *self.flag(op, tensor, to)))
         for to in sorted(self.after[op]):
-            found.append(Send(op, -1, to, *self.flag(op, -1, to)))
+            found.append(SendTensor(op, -1, to, *self.flag(op, -1, to)))
         return found
 
     def with_frees(self, device: int, instructions: list[Instruction]) -> list[Instruction]:
@@ -367,7 +367,7 @@ class _Cut:
         graph = self.graph
         last: dict[int, int] = {}
         for index, instruction in enumerate(instructions):
-            used = [instruction.tensor] if isinstance(instruction, Send) else []
+            used = [instruction.tensor] if isinstance(instruction, SendTensor) else []
             for op in ops_of(instruction):
                 used += [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
             last |= dict.fromkeys(used, index)
@@ -378,7 +378,7 @@ class _Cut:
                 frees[index].append(tensor)
         return [
             instruction
-            if index not in frees or isinstance(instruction, Wait)
+            if index not in frees or isinstance(instruction, AwaitFlag)
             else replace(instruction, frees=tuple(frees[index]))
             for index, instruction in enumerate(instructions)
         ]
@@ -387,9 +387,9 @@ class _Cut:
 def ops_of(instruction: Instruction) -> tuple[int, ...]:
     """The ops that it calls."""
     match instruction:
-        case Run(op=op):
+        case RunOp(op=op):
             return (op,)
-        case Together(lanes=lanes):
+        case RunLanes(lanes=lanes):
             return tuple(chain.from_iterable(lanes))
     return ()
 
@@ -417,7 +417,7 @@ def extent_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 # Tensors that lie in a block of shared memory.
 
 
-def tensor_at(block: Block, slot: Slot, skew_bytes: int = 0) -> Tensor:
+def tensor_at(block: Block, slot: TensorSlot, skew_bytes: int = 0) -> Tensor:
     """The slot as a tensor of its shape and strides, `skew_bytes` into the slot.
 
     Each has a torch storage of its own, as ops that address storage expect.

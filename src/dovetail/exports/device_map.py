@@ -242,13 +242,13 @@ def module_units(graph: Graph, whole: Sequence[str]) -> tuple[Units, NDArray[np.
     together, as accelerate keeps a tied one on one device. Raises `ExportError` for towers.
     """
     check_one_replica(graph, FORMAT)
-    search = _Units(graph, set(whole))
+    search = _ModuleUnits(graph, set(whole))
     search.descend(module_tree(graph))
     search.tie_readers()
     return units_of(graph, search.roots, search.ties), search.main
 
 
-class _Units:
+class _ModuleUnits:
     """The modules that are units so far, and what is tied together between them."""
 
     def __init__(self, graph: Graph, whole: set[str]) -> None:

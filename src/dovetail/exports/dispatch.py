@@ -77,7 +77,7 @@ def dispatch(
     for path, module in modules.items():
         home = _home(path, homes) or (None if path else main)
         if home is not None:
-            entry = _Entry(home, skipped)
+            entry = _ArgumentMover(home, skipped)
             handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
     # Prepended after the model's own entry, so that it comes before it.
     handles.append(model.register_forward_pre_hook(_begin, prepend=True))
@@ -199,7 +199,7 @@ def _placed(
     return placed
 
 
-def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Borrowed"]:
+def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_LentTensor"]:
     """Every tensor to the device of its first owner; what owners on other devices borrow."""
     import torch
 
@@ -212,7 +212,7 @@ def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Bo
         if tensor.device != home:
             tensor = _moved_in_place(tensor, home, [owner for _, _, owner in shared])
         borrowed += [
-            _Borrowed(*owner, tensor, device) for _, device, owner in shared if device != home
+            _LentTensor(*owner, tensor, device) for _, device, owner in shared if device != home
         ]
     return borrowed
 
@@ -237,7 +237,7 @@ def _moved_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner])
 
 
 @dataclass
-class _Borrowed:
+class _LentTensor:
     """A tensor that a module has and another device holds: lent for the time of its forward."""
 
     module: "nn.Module"
@@ -265,7 +265,7 @@ class _Borrowed:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ArgumentMover:
     """Moves what a module is called with to its device, but for keyword arguments in `skipped`:
     a cache of keys and values holds each layer's where the layer is."""
 
@@ -318,20 +318,20 @@ def _like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 @dataclass
-class _Sent:
+class _ForwardCopies:
     """Copies made in one forward of a whole model: (tensor, device, with gradients) -> the tensor,
     its version then, and its copy. It holds the tensor, so that no other gets its id."""
 
-    around: "_Sent | None"
+    around: "_ForwardCopies | None"
     copies: dict[tuple[int, "torch.device", bool], tuple["Tensor", int, "Tensor"]]
 
 
 # Per thread and per nested call.
-_SENT: ContextVar[_Sent | None] = ContextVar("dovetail_sent", default=None)
+_SENT: ContextVar[_ForwardCopies | None] = ContextVar("dovetail_sent", default=None)
 
 
 def _begin(_module: "nn.Module", _args: object) -> None:
-    _SENT.set(_Sent(_SENT.get(), {}))
+    _SENT.set(_ForwardCopies(_SENT.get(), {}))
 
 
 def _end(_module: "nn.Module", _args: object, _output: object) -> None:

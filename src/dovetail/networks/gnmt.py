@@ -29,9 +29,9 @@ from dovetail.networks.lstm import (
     AdditiveAttention,
     ContextCell,
     LSTMCell,
+    LSTMState,
     Memory,
     Softmax,
-    State,
     steps_loss,
     translation_examples,
     zero_state,
@@ -51,7 +51,7 @@ class BidirectionalLayer(nn.Module):
         self.forwards = LSTMCell(inputs, hidden)
         self.backwards = LSTMCell(inputs, hidden)
 
-    def forward(self, words: Tensor) -> tuple[list[Tensor], State]:
+    def forward(self, words: Tensor) -> tuple[list[Tensor], LSTMState]:
         """(per step [batch, 2 hidden], last state of the backward cell) of words
         [steps, batch, inputs]."""
         xs = words.unbind(0)
@@ -127,7 +127,7 @@ class GNMT(nn.Module):
             outputs.append(self.softmax(x))
         return tuple(outputs)
 
-    def _encode(self, words: Tensor) -> tuple[list[Tensor], list[State]]:
+    def _encode(self, words: Tensor) -> tuple[list[Tensor], list[LSTMState]]:
         """(the top layer's output per step, the last state per layer)."""
         bottom, *above = self.encoder_lstm
         xs, last = bottom(words)

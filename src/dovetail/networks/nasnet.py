@@ -126,7 +126,7 @@ class ReductionCell(nn.Module):
         return torch.cat([second, third, fourth, fifth], 1)
 
 
-class Auxiliary(nn.Module):
+class NASNetAuxiliary(nn.Module):
     """The second classifier, on the grid before the last reduction, of `grid` a side."""
 
     def __init__(self, inputs: int, grid: int, classes: int) -> None:
@@ -199,7 +199,7 @@ class NASNetA(nn.Module):
                 widths.append(made[-1].outputs)
             self.stages.append(nn.ModuleList(made))
         grid = _halved((size - 1) // 2, 3)
-        self.aux = Auxiliary(6 * channels // 2, grid, classes) if aux else None
+        self.aux = NASNetAuxiliary(6 * channels // 2, grid, classes) if aux else None
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(filters, classes)
 

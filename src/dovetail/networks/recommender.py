@@ -25,7 +25,7 @@ from dovetail.networks.records import Examples, Network
 TEMPERATURE = 0.05
 
 
-class Tower(nn.Module):
+class FeatureTower(nn.Module):
     """Unit vectors [batch, last width] of inputs [batch, inputs]."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
@@ -52,8 +52,8 @@ class TwoTower(nn.Module):
         for table in (self.items, self.words):
             nn.init.normal_(table.weight, std=embedding**-0.5)
         widths = (width, max(1, width // 2), vector)
-        self.user = Tower(2 * embedding + features, widths)
-        self.item = Tower(embedding, widths)
+        self.user = FeatureTower(2 * embedding + features, widths)
+        self.item = FeatureTower(embedding, widths)
 
     def forward(self, watches: Tensor, searches: Tensor, features: Tensor, item: Tensor) -> Tensor:
         """watches and searches [batch, history], features [batch, features], item [batch]."""

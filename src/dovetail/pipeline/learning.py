@@ -36,15 +36,15 @@ from dovetail.pipeline.sources import (
     machine_of,
     silent,
 )
-from dovetail.placers import GroupPlacement, Problem, permitted
+from dovetail.placers import GroupPlacement, PlacementProblem, permitted
 from dovetail.placers.learned.records import (
     BASELINES,
     OBJECTIVES,
     Judge,
     Learned,
     LearningSettings,
+    PlacementTask,
     Point,
-    Task,
     Trials,
 )
 from dovetail.plans import Plan, Source, normalise
@@ -299,9 +299,11 @@ class MeasuredTrials:
     task   of `step`, on a machine whose devices are cores of this one, else `UsageError`
     """
 
-    def __init__(self, step: Captured, task: Task, *, steps: int = STEPS, seed: int = 0) -> None:
+    def __init__(
+        self, step: Captured, task: PlacementTask, *, steps: int = STEPS, seed: int = 0
+    ) -> None:
         self.step, self.task, self.steps, self.seed = step, task, steps, seed
-        self.problem: Problem = task.problem(threads=1)
+        self.problem: PlacementProblem = task.problem(threads=1)
         self.failures: list[str] = []
         self._tallies: dict[bytes, _Tally] = {}
         self._workers = Workers(task.machine)
@@ -400,7 +402,7 @@ class MeasuredTrials:
             return None
 
 
-def loadable(problem: Problem, placement: NDArray[np.int32]) -> Plan:
+def loadable(problem: PlacementProblem, placement: NDArray[np.int32]) -> Plan:
     """A plan of this placement [ops] that can be run: in the simulator's orders, with no promise
     but its predicted step and memory."""
     if problem.trace is None:
@@ -517,13 +519,13 @@ def learn_all(
     return _learn_measured(subjects[0], tasks[0], (start, card), settings, course, progress, doing)
 
 
-def task_of(subject: Subject, progress: TellProgress = silent) -> Task:
+def task_of(subject: Subject, progress: TellProgress = silent) -> PlacementTask:
     """The task, its machine probed and its costs measured where that is this one."""
     step = subject.known
     graph, machine = graph_of(step), machine_of(step, subject.machine, progress)
     permitted(graph, machine, subject.pins)
     objective = subject.objective or default_objective(step)
-    return Task(
+    return PlacementTask(
         subject.name,
         graph,
         machine,
@@ -537,7 +539,7 @@ def task_of(subject: Subject, progress: TellProgress = silent) -> Task:
 
 
 def _starting_policy(
-    method: str, tasks: Sequence[Task], seed: int, path: str | Path | None
+    method: str, tasks: Sequence[PlacementTask], seed: int, path: str | Path | None
 ) -> tuple["Policy", dict[str, object]]:
     """A new policy, or the file's, and the card it brings. Raises `PolicyMismatchError` for one
     that was made for another graph."""
@@ -551,7 +553,9 @@ def _starting_policy(
     return (policy.alone(view) if len(tasks) == 1 else policy), card
 
 
-def _loaded(method: str, task: Task, path: str | Path) -> tuple["Policy", dict[str, object]]:
+def _loaded(
+    method: str, task: PlacementTask, path: str | Path
+) -> tuple["Policy", dict[str, object]]:
     from dovetail.placers.learned.files import load_policy
 
     policy, card = load_policy(path, method)
@@ -565,13 +569,13 @@ def _loaded(method: str, task: Task, path: str | Path) -> tuple["Policy", dict[s
     return policy, card
 
 
-def _sizes(task: Task) -> list[object]:
+def _sizes(task: PlacementTask) -> list[object]:
     """What a policy of one graph must agree with."""
     return [task.graph.fingerprint, task.groups.count, len(task.machine.devices)]
 
 
 def _learn(
-    tasks: Sequence[Task],
+    tasks: Sequence[PlacementTask],
     policy: "Policy",
     settings: LearningSettings,
     course: Course,
@@ -605,7 +609,7 @@ def _trials(course: Course) -> int:
 
 def _learn_measured(
     subject: Subject,
-    task: Task,
+    task: PlacementTask,
     start: tuple["Policy", dict[str, object]],
     settings: LearningSettings,
     course: Course,
@@ -640,7 +644,7 @@ def _learn_measured(
 
 def _finish(
     subjects: Sequence[Subject],
-    tasks: Sequence[Task],
+    tasks: Sequence[PlacementTask],
     chosen: Sequence[GroupPlacement | None],
     policy: "Policy",
     card: dict[str, object],
@@ -654,7 +658,7 @@ def _finish(
 
 
 def _plan_of(
-    subject: Subject, task: Task, placement: GroupPlacement, method: str, learned: Learned
+    subject: Subject, task: PlacementTask, placement: GroupPlacement, method: str, learned: Learned
 ) -> Plan:
     """The plan of what was learned, among the cheap methods' baselines and above a bound."""
     found = plan(
@@ -680,7 +684,7 @@ def _plan_of(
 
 
 def _card(
-    tasks: Sequence[Task], policy: "Policy", course: Course, learned: Learned
+    tasks: Sequence[PlacementTask], policy: "Policy", course: Course, learned: Learned
 ) -> dict[str, object]:
     """What the policy file says of its making; an earlier card's counts are not added up."""
     return {
@@ -711,7 +715,7 @@ if TYPE_CHECKING:
 
 def train_here(
     policy: "Policy",
-    task: Task,
+    task: PlacementTask,
     judge: Judge,
     settings: LearningSettings,
     course: "Course",

@@ -43,9 +43,9 @@ from dovetail.pipeline.sources import (
 from dovetail.placers import (
     PLACERS,
     Budget,
-    Outcome,
+    PlacementProblem,
     Placer,
-    Problem,
+    PlacerOutcome,
     keeping_interrupts,
     make_problem,
     parse_budget,
@@ -664,7 +664,9 @@ def _limit(budget: str | float, gap: float) -> Budget:
     return limit
 
 
-def to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: LowerBound) -> Plan:
+def to_plan(
+    problem: PlacementProblem, outcome: PlacerOutcome, simulator: Simulator, bound: LowerBound
+) -> Plan:
     """The plan but for what the problem does not know: where its graph came from, pins and caps."""
     graph, machine, costs = problem.graph, problem.machine, problem.costs
     timeline = simulator.timeline(outcome.placement)

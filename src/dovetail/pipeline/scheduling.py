@@ -18,7 +18,12 @@ from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
 from dovetail.executors.stages.choosing import fastest, measure
 from dovetail.executors.stages.preparing import draws_nothing, prepare
-from dovetail.executors.stages.targets import Target, analytic_target, cpu_target, cuda_target
+from dovetail.executors.stages.targets import (
+    ScheduleTarget,
+    analytic_target,
+    cpu_target,
+    cuda_target,
+)
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.models import parse_zoo
@@ -33,15 +38,15 @@ from dovetail.schedulers.dataflow import replayed
 from dovetail.schedulers.records import OpSet, groups_of, members
 from dovetail.schedulers.results import (
     SEQUENTIAL,
-    Candidate,
-    Effort,
     KernelStage,
     KernelWork,
+    ScheduleCandidate,
     Scheduled,
     Schedules,
+    SearchEffort,
     Specialisation,
 )
-from dovetail.schedulers.scheduling import SCHEDULERS, Schedule
+from dovetail.schedulers.scheduling import SCHEDULERS, SchedulerResult
 
 CPU = "cpu"
 ROUNDS = 15
@@ -60,7 +65,7 @@ def target_of(
     seed: int = 0,
     cache: CostCache | None = None,
     progress: TellProgress = silent,
-) -> Target:
+) -> ScheduleTarget:
     """The step's kernels on a device, prepared and timed by themselves.
 
     device   "cpu": this machine's cores; "cuda" or "cuda:1"; or a preset such as "v100", which is
@@ -144,7 +149,7 @@ def schedule(
 
 
 def find(
-    target: Target,
+    target: ScheduleTarget,
     schedulers: Sequence[str] = (),
     *,
     rounds: int = ROUNDS,
@@ -173,8 +178,8 @@ def find(
 
 
 def _scheduled(
-    target: Target,
-    candidates: Mapping[str, Candidate],
+    target: ScheduleTarget,
+    candidates: Mapping[str, ScheduleCandidate],
     seconds: Mapping[str, tuple[float, ...]],
     chosen: str,
 ) -> Scheduled:
@@ -196,13 +201,13 @@ def check_schedulers(names: Sequence[str]) -> None:
             raise UsageError("scheduler", f"{name!r} is not one of {', '.join(SCHEDULERS)}")
 
 
-def search(target: Target, name: str) -> Candidate:
+def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
     """One scheduler's schedule, and what it took to find."""
     costs = target.costs
     before, began = (costs.asked, costs.timed, costs.seconds), clock()
     found = SCHEDULERS[name](target.problem)
     measuring = costs.seconds - before[2]
-    effort = Effort(
+    effort = SearchEffort(
         found.states,
         found.transitions,
         costs.asked - before[0],
@@ -210,7 +215,7 @@ def search(target: Target, name: str) -> Candidate:
         clock() - began - measuring,
         measuring,
     )
-    return Candidate(
+    return ScheduleCandidate(
         name,
         found.stages,
         found.streams or target.streams(found.stages),
@@ -221,14 +226,14 @@ def search(target: Target, name: str) -> Candidate:
     )
 
 
-def reseen(target: Target, candidate: Candidate) -> Candidate:
+def reseen(target: ScheduleTarget, candidate: ScheduleCandidate) -> ScheduleCandidate:
     """A schedule that was made for another target of the same kernels, as this one runs it: what is
     merged is this one's choice."""
     if not candidate.stages:
         seconds = replayed(
             target.block, candidate.streams, target.problem.seconds, target.problem.wait_seconds
         )
-        found = Schedule(seconds, streams=candidate.streams)
+        found = SchedulerResult(seconds, streams=candidate.streams)
         total = target.predicted(candidate.scheduler, found)
         return replace(candidate, predicted_seconds=total, seconds=())
     asked = [sum(1 << kernel for kernel in stage.kernels) for stage in candidate.stages]
@@ -243,7 +248,11 @@ def reseen(target: Target, candidate: Candidate) -> Candidate:
 
 
 def sample(
-    target: Target, count: int, rng: random.Random, rounds: int, progress: TellProgress = silent
+    target: ScheduleTarget,
+    count: int,
+    rng: random.Random,
+    rounds: int,
+    progress: TellProgress = silent,
 ) -> list[tuple[float, float]]:
     """(predicted, measured) seconds of random schedules; measured side by side."""
     groups, ops = target.problem.groups, target.problem.group_ops
@@ -262,7 +271,9 @@ def sample(
     ]
 
 
-def as_candidate(target: Target, stages: Sequence[OpSet], scheduler: str = RANDOM) -> Candidate:
+def as_candidate(
+    target: ScheduleTarget, stages: Sequence[OpSet], scheduler: str = RANDOM
+) -> ScheduleCandidate:
     """Any stages, as they would run, each by its faster strategy, and what they are predicted to
     take."""
     own = []
@@ -271,12 +282,12 @@ def as_candidate(target: Target, stages: Sequence[OpSet], scheduler: str = RANDO
         if timing.merged:
             groups = (tuple(kernel for group in groups for kernel in group),)
         own.append(KernelStage(groups, timing.seconds, timing.merged))
-    schedule = Schedule(sum(stage.seconds for stage in own), tuple(own))
+    schedule = SchedulerResult(sum(stage.seconds for stage in own), tuple(own))
     total = target.predicted(scheduler, schedule)
-    return Candidate(scheduler, tuple(own), target.streams(own), total)
+    return ScheduleCandidate(scheduler, tuple(own), target.streams(own), total)
 
 
-def check_equal(target: Target, steps: Mapping[str, Step]) -> None:
+def check_equal(target: ScheduleTarget, steps: Mapping[str, Step]) -> None:
     """Raise `UnequalError` for a schedule whose outputs are not the sequential one's."""
     wanted = _outputs(steps[SEQUENTIAL](*target.inputs))
     for name, step in steps.items():
@@ -416,7 +427,7 @@ def _step(model: str, progress: TellProgress) -> Captured:
     return step
 
 
-def _found(target: Target, wanted: Wanted, progress: TellProgress) -> Scheduled:
+def _found(target: ScheduleTarget, wanted: Wanted, progress: TellProgress) -> Scheduled:
     found, step = find(target, wanted.schedulers, rounds=wanted.rounds, progress=progress)
     if wanted.sampled and step is not None:
         rng = random.Random(wanted.seed)
@@ -426,7 +437,7 @@ def _found(target: Target, wanted: Wanted, progress: TellProgress) -> Scheduled:
 
 
 def _over_batches(
-    targets: Sequence[Target], results: Sequence[Scheduled], rounds: int
+    targets: Sequence[ScheduleTarget], results: Sequence[Scheduled], rounds: int
 ) -> list[Specialisation]:
     """Each batch size by the schedules made for each; measured where the device is here."""
     if len(targets) < 2 or len({target.block for target in targets}) > 1:
@@ -436,7 +447,7 @@ def _over_batches(
     return [Specialisation("batch sizes", names, names, tuple(rows))]
 
 
-def _row(target: Target, results: Sequence[Scheduled], rounds: int) -> tuple[float, ...]:
+def _row(target: ScheduleTarget, results: Sequence[Scheduled], rounds: int) -> tuple[float, ...]:
     steps = [target.step(reseen(target, result.best)) for result in results]
     running = [step for step in steps if step is not None]
     if len(running) < len(steps):
@@ -447,7 +458,7 @@ def _row(target: Target, results: Sequence[Scheduled], rounds: int) -> tuple[flo
 
 
 def _over_devices(
-    targets: Sequence[Sequence[Target]], found: Sequence[Schedules]
+    targets: Sequence[Sequence[ScheduleTarget]], found: Sequence[Schedules]
 ) -> list[Specialisation]:
     """Per batch size each device by the schedules made for each, as predicted."""
     if len(found) < 2:

@@ -39,7 +39,7 @@ from dovetail.placers.local_search import local_search
 from dovetail.placers.m_topo import m_topo
 from dovetail.placers.metis import metis
 from dovetail.placers.multilevel import multilevel
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.placers.scotch import mincut, scotch
 from dovetail.placers.sct import sct
 
@@ -86,7 +86,7 @@ IMPROVING: dict[str, dict[str, Placer]] = {
 }
 
 
-def auto(problem: Problem, budget: Budget) -> GroupPlacement:
+def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement of all methods; ties: of the first one."""
     try_baselines(problem, budget)
     if can_enumerate(problem, budget):
@@ -97,7 +97,7 @@ def auto(problem: Problem, budget: Budget) -> GroupPlacement:
     return min(budget.found.values(), key=lambda pair: pair[0])[1]
 
 
-def _construct(problem: Problem, budget: Budget) -> None:
+def _construct(problem: PlacementProblem, budget: Budget) -> None:
     methods = CONSTRUCTIVE[problem.objective]
     if LEARNED and problem.objective == "step":
         methods = {**methods, "gdp": _zero_shot}
@@ -110,13 +110,13 @@ def _construct(problem: Problem, budget: Budget) -> None:
         _attempt(name, method, problem, _part(budget, left / 4))
 
 
-def _zero_shot(problem: Problem, budget: Budget) -> GroupPlacement:
+def _zero_shot(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     from dovetail.placers.learned.placing import gdp  # imports torch
 
     return gdp(problem, budget)
 
 
-def _improve(problem: Problem, budget: Budget) -> None:
+def _improve(problem: PlacementProblem, budget: Budget) -> None:
     arms = [_Arm(name, method) for name, method in IMPROVING[problem.objective].items()]
     if problem.objective == "step" and len(problem.free) > MOST_EXACT_GROUPS:
         arms = [arm for arm in arms if arm.method is not exact]
@@ -137,7 +137,7 @@ def _improve(problem: Problem, budget: Budget) -> None:
             arms.remove(arm)
 
 
-def _is_large(problem: Problem) -> bool:
+def _is_large(problem: PlacementProblem) -> bool:
     return len(problem.graph) > LARGE_OPS
 
 
@@ -152,7 +152,7 @@ class _Arm:
     gains: float = 0.0
 
 
-def _attempt(name: str, method: Placer, problem: Problem, budget: Budget) -> bool:
+def _attempt(name: str, method: Placer, problem: PlacementProblem, budget: Budget) -> bool:
     """Run it; False where it refuses this problem (a library is absent, a limit exceeded)."""
     try:
         attempt(name, method, problem, budget)

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from dovetail.placers.budget import UNKNOWN, Budget, Score
 from dovetail.placers.etf import etf
 from dovetail.placers.expert import expert
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 # Everything on one device: the best of them. What is pinned elsewhere stays there.
 
 
-def single(problem: Problem, budget: Budget) -> GroupPlacement:
+def single(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best of one placement per device; ties: the first device.
 
     A group that may not be on the device goes to its fastest one, as RL17 puts ops without a GPU
@@ -49,7 +49,7 @@ MAX_CELLS = 512
 MEMORY_ATTEMPTS = 4
 
 
-def balanced(problem: Problem, budget: Budget) -> GroupPlacement:
+def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The better of runs over all devices and runs over the fastest model of device only.
 
     Memory is estimated while cutting. Where the evaluator then finds a device over its capacity,
@@ -72,7 +72,7 @@ def balanced(problem: Problem, budget: Budget) -> GroupPlacement:
 
 
 def runs(
-    problem: Problem,
+    problem: PlacementProblem,
     devices: list[int],
     group_bytes: NDArray[np.int64],
     room_bytes: NDArray[np.float64],
@@ -92,7 +92,7 @@ def runs(
 
 
 def _cuts(
-    problem: Problem,
+    problem: PlacementProblem,
     devices: list[int],
     bounds: NDArray[np.int_],
     memory: tuple[NDArray[np.int64], NDArray[np.float64]],
@@ -128,7 +128,7 @@ def _spans(values: NDArray[np.float64], bounds: NDArray[np.int_]) -> NDArray[np.
     return np.asarray(sums[None, :] - sums[:, None])
 
 
-Placer = Callable[[Problem, Budget], GroupPlacement]
+Placer = Callable[[PlacementProblem, Budget], GroupPlacement]
 BASELINES: dict[str, Placer] = {
     "single": single,
     "expert": expert,
@@ -137,14 +137,14 @@ BASELINES: dict[str, Placer] = {
 }
 
 
-def try_baselines(problem: Problem, budget: Budget) -> None:
+def try_baselines(problem: PlacementProblem, budget: Budget) -> None:
     """Note in `budget.found` what each of them finds, even beyond the budget."""
     for name, method in BASELINES.items():
         if name not in budget.found:
             attempt(name, method, problem, budget)
 
 
-def attempt(name: str, method: Placer, problem: Problem, budget: Budget) -> None:
+def attempt(name: str, method: Placer, problem: PlacementProblem, budget: Budget) -> None:
     """Note in `budget.found` what a method finds, if that is better than what stands there; a
     Ctrl-C leaves it out.
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import working_clock
 from dovetail.simulator.bounds import LowerBound
 
@@ -221,7 +221,7 @@ class Budget:
         return self._shared.entries[_digest(placement)][1]
 
     def score(
-        self, problem: Problem, placements: NDArray[np.int32], *, always: bool = False
+        self, problem: PlacementProblem, placements: NDArray[np.int32], *, always: bool = False
     ) -> list[Score]:
         """The score of each group placement [batch, groups]; `UNKNOWN` where the budget is out.
 
@@ -242,7 +242,7 @@ class Budget:
                 self.interrupted = True
         return [entries[key][0] if key in entries else UNKNOWN for key in keys]
 
-    def _buy(self, problem: Problem, placements: NDArray[np.int32]) -> None:
+    def _buy(self, problem: PlacementProblem, placements: NDArray[np.int32]) -> None:
         began = self.clock()
         found = problem.evaluate(problem.spread(placements))
         self.charge(len(placements))

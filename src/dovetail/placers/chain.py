@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 Float64 = NDArray[np.float64]
 ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
@@ -46,7 +46,7 @@ class _Stages(NamedTuple):
     devices: tuple[int, ...]
 
 
-def chain(problem: Problem, budget: Budget) -> GroupPlacement:
+def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best that was found; ties: the fewest devices. `problem.chain` must be there."""
     order = ordered_groups(problem)
     candidates: dict[_Stages, Score] = {}
@@ -65,7 +65,7 @@ def chain(problem: Problem, budget: Budget) -> GroupPlacement:
     return _placement(problem, order, best)
 
 
-def ordered_groups(problem: Problem) -> NDArray[np.int64]:
+def ordered_groups(problem: PlacementProblem) -> NDArray[np.int64]:
     """[units] the groups that have a place in the order, along it."""
     assert problem.chain is not None, "only where an order is asked for"
     placed = np.flatnonzero(problem.chain >= 0)
@@ -73,7 +73,7 @@ def ordered_groups(problem: Problem) -> NDArray[np.int64]:
 
 
 def _improve(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     order: NDArray[np.int64],
     candidates: dict[_Stages, Score],
@@ -102,7 +102,7 @@ def _moved(stages: _Stages, units: int) -> list[_Stages]:
 
 
 def _judge(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     order: NDArray[np.int64],
     candidates: dict[_Stages, Score],
@@ -120,7 +120,9 @@ def _judge(
             candidates[one] = score
 
 
-def _placement(problem: Problem, order: NDArray[np.int64], stages: _Stages) -> GroupPlacement:
+def _placement(
+    problem: PlacementProblem, order: NDArray[np.int64], stages: _Stages
+) -> GroupPlacement:
     placement = problem.fastest.copy()
     ends = (0, *stages.cuts, len(order))
     for device, (start, end) in zip(stages.devices, pairwise(ends), strict=True):
@@ -128,7 +130,7 @@ def _placement(problem: Problem, order: NDArray[np.int64], stages: _Stages) -> G
     return placement
 
 
-def _best_stages(problem: Problem, order: NDArray[np.int64], room: float) -> list[_Stages]:
+def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: float) -> list[_Stages]:
     """The best by the estimate for each number of devices, the fewest first."""
     kinds = _kinds(problem)
     seconds = [_run_seconds(problem, order, kind[0], room) for kind in kinds]
@@ -182,12 +184,12 @@ def _walk_back(
     return _Stages(tuple(reversed(cuts[:-1])), tuple(next(left[k]) for k in reversed(chosen)))
 
 
-def _one_stage(problem: Problem, order: NDArray[np.int64]) -> _Stages:
+def _one_stage(problem: PlacementProblem, order: NDArray[np.int64]) -> _Stages:
     """One stage on the device that may run most units: evaluating it names what does not fit."""
     return _Stages((), (int(problem.allowed[order].sum(axis=0).argmax()),))
 
 
-def _kinds(problem: Problem) -> list[list[int]]:
+def _kinds(problem: PlacementProblem) -> list[list[int]]:
     """Devices that are alike for the estimate: in work, in what may be there, and in memory."""
     alike: dict[tuple[bytes, bytes, int], list[int]] = {}
     for device in range(problem.devices):
@@ -202,7 +204,9 @@ def _kinds(problem: Problem) -> list[list[int]]:
     return kinds
 
 
-def _run_seconds(problem: Problem, order: NDArray[np.int64], device: int, room: float) -> Float64:
+def _run_seconds(
+    problem: PlacementProblem, order: NDArray[np.int64], device: int, room: float
+) -> Float64:
     """[units + 1, units + 1] seconds of units i to j on the device, with what it reads over the cut
     before i; inf where that may not be or does not fit."""
     units = len(order)
@@ -220,7 +224,7 @@ def _run_seconds(problem: Problem, order: NDArray[np.int64], device: int, room: 
     return np.where(fits & ahead & clear, seconds, np.inf)
 
 
-def _slowest_link(problem: Problem, device: int) -> tuple[float, float]:
+def _slowest_link(problem: PlacementProblem, device: int) -> tuple[float, float]:
     """(seconds per tensor, seconds per byte) of the slowest way to the device."""
     name = problem.machine.device_names[device]
     links = [link for link in problem.machine.links if link.destination == name]
@@ -230,7 +234,7 @@ def _slowest_link(problem: Problem, device: int) -> tuple[float, float]:
     return slowest.latency_seconds, 1 / slowest.bandwidth_bytes_per_second
 
 
-def _cut_bytes(problem: Problem, order: NDArray[np.int64]) -> Float64:
+def _cut_bytes(problem: PlacementProblem, order: NDArray[np.int64]) -> Float64:
     """[units + 1] bytes that go over the cut before each unit, in either direction."""
     place = np.full(problem.groups.count, -1)
     place[order] = np.arange(len(order))

@@ -37,7 +37,7 @@ from dovetail.errors import NoPlanFitsError, TooManyIntervalsError
 from dovetail.graph import HOST, Graph, Phase
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, every_placement
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.latency import LatencyModel, latency_model
 
 # What both CP-SAT models share: who is where, devices that are alike, memory, what is ruled out.
@@ -80,7 +80,7 @@ class Master:
     terms       most durations that add up to the objective
     """
 
-    problem: Problem
+    problem: PlacementProblem
     model: cp_model.CpModel
     at: list[dict[int, cp_model.IntVar]]
     objective: cp_model.IntVar
@@ -145,7 +145,7 @@ class Hop:
         return here and any(int(placement[t]) in self.destinations for t in self.targets)
 
 
-def new_master(problem: Problem, scale_seconds: float) -> Master:
+def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """A model with placements, memory and symmetry, and an objective that nothing binds yet.
 
     scale_seconds   about what a good plan takes: `SCALE_UNITS` units
@@ -192,7 +192,7 @@ def _break_symmetry(master: Master) -> None:
                     used.append(literals[before])
 
 
-def alike_devices(problem: Problem) -> list[list[int]]:
+def alike_devices(problem: PlacementProblem) -> list[list[int]]:
     """Classes of two or more devices that may be swapped."""
     devices = list(range(problem.devices))
     classes: list[list[int]] = []
@@ -206,7 +206,7 @@ def alike_devices(problem: Problem) -> list[list[int]]:
     return [of_class for of_class in classes if len(of_class) > 1]
 
 
-def _swappable(problem: Problem, a: int, b: int) -> bool:
+def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
     load, host = problem.load, problem.load.host
     if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
         return False
@@ -222,7 +222,7 @@ def _swappable(problem: Problem, a: int, b: int) -> bool:
     return bool(same and load.counted[a] == load.counted[b] and _channels_swap(problem, a, b))
 
 
-def _channels_swap(problem: Problem, a: int, b: int) -> bool:
+def _channels_swap(problem: PlacementProblem, a: int, b: int) -> bool:
     """Swapping two devices permutes the channels, and no channel serves both of them: where one
     does, it serves the device of lower index first, which makes them unlike."""
     machine = problem.machine
@@ -266,7 +266,7 @@ def _limit_memory(master: Master) -> None:
 Int64 = NDArray[np.int64]
 
 
-def necessary_bytes(problem: Problem) -> tuple[Int64, Int64, Int64]:
+def necessary_bytes(problem: PlacementProblem) -> tuple[Int64, Int64, Int64]:
     """[groups] bytes that are on a group's device from begin to end; at the end, with the outputs
     of the graph; and besides the first while the neediest op of the group runs."""
     graph, of_op, count = problem.graph, problem.groups.of_op, problem.groups.count
@@ -391,7 +391,7 @@ Call = tuple[int, int]  # (device, 0: forward or 1: backward)
 
 
 @dataclass(eq=False)
-class _Calls:
+class _CallModel:
     """A model under construction.
 
     carries     what a call's seconds are the sum of
@@ -409,11 +409,11 @@ class _Calls:
     sum_units: int = 0
 
 
-def latency_master(problem: Problem, scale_seconds: float) -> Master:
+def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """The model; O(reads x devices) literals."""
     master = new_master(problem, scale_seconds)
     model = latency_model(problem.graph, problem.machine, problem.costs)
-    calls = _Calls(master, model)
+    calls = _CallModel(master, model)
     ops = [op for op in range(model.ops) if not model.is_source[op]]
     for op in ops:
         calls.ends[op] = _time(calls)
@@ -438,17 +438,17 @@ def latency_master(problem: Problem, scale_seconds: float) -> Master:
     return master
 
 
-def _time(calls: _Calls) -> cp_model.IntVar:
+def _time(calls: _CallModel) -> cp_model.IntVar:
     calls.times.append(calls.master.model.new_int_var(0, HORIZON_UNITS, ""))
     return calls.times[-1]
 
 
-def _carry(calls: _Calls, call: Call, units: int, literal: cp_model.IntVar) -> None:
+def _carry(calls: _CallModel, call: Call, units: int, literal: cp_model.IntVar) -> None:
     calls.carries[call].append(units * literal)
     calls.sum_units += units
 
 
-def _add_call(calls: _Calls, op: int) -> None:
+def _add_call(calls: _CallModel, op: int) -> None:
     """What the op costs where, and when it ends there."""
     master, model = calls.master, calls.model
     for device, here in _at(calls, op).items():
@@ -463,7 +463,7 @@ def _add_call(calls: _Calls, op: int) -> None:
             master.terms += 1
 
 
-def _add_reads(calls: _Calls, op: int) -> None:
+def _add_reads(calls: _CallModel, op: int) -> None:
     """The users of what `op` makes wait for it, and where they are elsewhere it is moved."""
     master, model = calls.master, calls.model
     group = int(master.problem.groups.of_op[op])
@@ -502,11 +502,11 @@ def _add_reads(calls: _Calls, op: int) -> None:
                 _carry(calls, (device, int(model.late[op])), units, out)
 
 
-def _at(calls: _Calls, op: int) -> dict[int, cp_model.IntVar]:
+def _at(calls: _CallModel, op: int) -> dict[int, cp_model.IntVar]:
     return calls.master.at[int(calls.master.problem.groups.of_op[op])]
 
 
-def _groups(calls: _Calls, users: list[int], late: int) -> list[int]:
+def _groups(calls: _CallModel, users: list[int], late: int) -> list[int]:
     """Groups of the users that run forward, or backward."""
     of_op = calls.master.problem.groups.of_op
     return sorted({int(of_op[user]) for user in users if calls.model.late[user] == late})
@@ -533,7 +533,7 @@ def _groups(calls: _Calls, users: list[int], late: int) -> list[int]:
 Terms = defaultdict[int, list[cp_model.LinearExprT]]
 
 
-def load_master(problem: Problem, scale_seconds: float) -> Master:
+def load_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """The model; O(nets x devices^2) literals at most."""
     master = new_master(problem, scale_seconds)
     load = problem.load
@@ -633,7 +633,7 @@ Float64 = NDArray[np.float64]
 
 
 @dataclass
-class _Rows:
+class _SparseRows:
     """A sparse system lower <= A v <= upper under construction, rows of (column, value)."""
 
     rows: list[int] = field(default_factory=list)
@@ -654,12 +654,12 @@ class _Rows:
         return coo_array((self.values, (self.rows, self.columns)), shape=shape)
 
 
-def share_bound(problem: Problem, budget: Budget) -> None:
+def share_bound(problem: PlacementProblem, budget: Budget) -> None:
     """Prove what can be proven within `budget`, each bound as it is found.
 
     A budget in evaluations pays `NODE_EVALUATIONS` a node of the search trees.
     """
-    shares = _Shares(problem)
+    shares = _ShareModel(problem)
     if not shares.kinds or shares.sum_seconds <= 0:
         return
     weights = shares.seconds / shares.sum_seconds
@@ -698,20 +698,20 @@ def _interval(budget: Budget) -> tuple[float, float]:
     return 0.0 if bound is None else bound.seconds, high
 
 
-class _Shares:
+class _ShareModel:
     """The mixed-integer programme, whatever the weights.
 
     seconds    [groups] on the device that takes each fastest; `sum_seconds` is the unit of load
     first      first column of each kind; column 0 is L
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.kinds = [_Kind(problem, of_kind) for of_kind in _kinds(problem)]
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.kinds = [_DeviceKind(problem, of_kind) for of_kind in _kinds(problem)]
         seconds = np.where(problem.allowed, problem.load.work_seconds, np.inf).min(axis=1)
         self.seconds, self.sum_seconds = seconds, float(seconds.sum())
         self.groups = problem.groups.count
         self.first: list[int] = []
-        self._system = _Rows()
+        self._system = _SparseRows()
         columns = 1
         for kind in self.kinds if self.sum_seconds > 0 else []:
             self.first.append(columns)
@@ -797,14 +797,14 @@ class _Shares:
         return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, found.x
 
 
-class _Kind:
+class _DeviceKind:
     """Devices that the bound does not tell apart.
 
     enters, leaves   [nets] seconds at least, if it is made elsewhere and read here, or the reverse
     whole, most      [columns] of its variables: is it an integer, and its upper bound
     """
 
-    def __init__(self, problem: Problem, devices: list[int]) -> None:
+    def __init__(self, problem: PlacementProblem, devices: list[int]) -> None:
         self.problem, self.device, self.count = problem, devices[0], len(devices)
         self.enters, self.leaves = _crossings(problem, self.device)
         groups, nets = problem.groups.count, len(self.enters)
@@ -813,7 +813,7 @@ class _Kind:
         self.most = np.concatenate([may, np.ones(2 * nets)])
 
 
-def _add_kind(kind: _Kind, first: int, sum_seconds: float, system: _Rows) -> int:
+def _add_kind(kind: _DeviceKind, first: int, sum_seconds: float, system: _SparseRows) -> int:
     """Rows of one kind's set, whose columns begin at `first`; return how many it has."""
     load, groups, device = kind.problem.load, kind.problem.groups.count, kind.device
     into = first + groups
@@ -842,7 +842,7 @@ def _add_kind(kind: _Kind, first: int, sum_seconds: float, system: _Rows) -> int
     return len(kind.most)
 
 
-def _kinds(problem: Problem) -> list[list[int]]:
+def _kinds(problem: PlacementProblem) -> list[list[int]]:
     """Devices that count, the alike together; none where a device that does not count may be
     used, since what it holds nobody pays for."""
     counted = problem.load.counted.astype(bool)
@@ -857,7 +857,7 @@ def _kinds(problem: Problem) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _crossings(problem: Problem, device: int) -> tuple[Float64, Float64]:
+def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64]:
     """[nets] seconds that `device` pays at least for a net that enters it, and for one that leaves
     it."""
     load = problem.load
@@ -902,7 +902,7 @@ Spot = tuple[int, int]  # (unit, device): a tensor, or tensors + op for a contro
 
 
 @dataclass(eq=False)
-class _Shop:
+class _JobShopModel:
     """What a model under construction consists of.
 
     ends      [ops] 0 for sources
@@ -926,7 +926,7 @@ class _Shop:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _SentUnit:
     """What is sent: a tensor, or the end of an op that others wait for."""
 
     index: int
@@ -937,21 +937,21 @@ class _Unit:
     targets: tuple[int, ...]
 
 
-def intervals_needed(problem: Problem) -> int:
+def intervals_needed(problem: PlacementProblem) -> int:
     """How many intervals the model has at most."""
     graph, devices = problem.graph, problem.devices
     return int((~graph.is_source).sum()) * devices + _sends(problem) * devices * devices
 
 
-def _sends(problem: Problem) -> int:
+def _sends(problem: PlacementProblem) -> int:
     """Tensors and ends of ops that go between groups."""
     return sum(bool(unit.targets) for unit in _units(problem))
 
 
-def step_master(problem: Problem, scale_seconds: float) -> Master:
+def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """The model; see `intervals_needed` for its size."""
     master = new_master(problem, scale_seconds)
-    shop = _Shop(master)
+    shop = _JobShopModel(master)
     for op in range(len(problem.graph)):
         _add_job(shop, op)
     for unit in _units(problem):
@@ -966,7 +966,7 @@ def step_master(problem: Problem, scale_seconds: float) -> Master:
     return master
 
 
-def _add_job(shop: _Shop, op: int) -> None:
+def _add_job(shop: _JobShopModel, op: int) -> None:
     master, problem = shop.master, shop.master.problem
     if problem.graph.is_source[op]:
         shop.ends.append(0)
@@ -985,7 +985,7 @@ def _add_job(shop: _Shop, op: int) -> None:
     model.add(start + duration <= master.objective)
 
 
-def _units(problem: Problem) -> list[_Unit]:
+def _units(problem: PlacementProblem) -> list[_SentUnit]:
     """Everything that ops wait for."""
     graph, of_op = problem.graph, problem.groups.of_op
     units = []
@@ -1012,14 +1012,14 @@ def _units(problem: Problem) -> list[_Unit]:
 
 
 def _unit(
-    problem: Problem, key: tuple[int, int, int], size_bytes: float, readers: list[int]
-) -> _Unit:
+    problem: PlacementProblem, key: tuple[int, int, int], size_bytes: float, readers: list[int]
+) -> _SentUnit:
     index, producer, group = key
     targets = {int(problem.groups.of_op[op]) for op in readers} - {group}
-    return _Unit(index, producer, group, size_bytes, tuple(readers), tuple(sorted(targets)))
+    return _SentUnit(index, producer, group, size_bytes, tuple(readers), tuple(sorted(targets)))
 
 
-def _add_unit(shop: _Shop, unit: _Unit) -> None:
+def _add_unit(shop: _JobShopModel, unit: _SentUnit) -> None:
     """Sends of a unit, and the waiting of its readers for it."""
     master, load = shop.master, shop.master.problem.load
     host = load.host
@@ -1040,7 +1040,7 @@ def _add_unit(shop: _Shop, unit: _Unit) -> None:
         _wait_for(shop, unit, op)
 
 
-def _wait_for(shop: _Shop, unit: _Unit, op: int) -> None:
+def _wait_for(shop: _JobShopModel, unit: _SentUnit, op: int) -> None:
     """An op starts when what it reads has been made and, if that was elsewhere, has arrived."""
     master, start = shop.master, shop.starts[op]
     group = int(master.problem.groups.of_op[op])
@@ -1058,8 +1058,8 @@ def _wait_for(shop: _Shop, unit: _Unit, op: int) -> None:
 
 
 def _add_send(
-    shop: _Shop,
-    unit: _Unit,
+    shop: _JobShopModel,
+    unit: _SentUnit,
     link: Spot,
     when: tuple[set[int], set[int]],
     ready: cp_model.LinearExprT,
@@ -1124,7 +1124,7 @@ POLL_SECONDS = 0.05
 
 
 def exact(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     *,
     enumerate_after: int = 0,
@@ -1137,7 +1137,7 @@ def exact(
     into memory, which is then proven, and `TooManyIntervalsError` for a model of more than
     `MOST_INTERVALS` or `MOST_HOPS`.
     """
-    search = _Search(problem, budget)
+    search = _ExactSearch(problem, budget)
     budget.score(problem, problem.fastest[None], always=True)
     if not enumerate_after and search.enumerate():
         return search.answer()
@@ -1161,7 +1161,7 @@ def exact(
     return search.answer()
 
 
-def _builder(problem: Problem) -> Callable[[Problem, float], Master]:
+def _builder(problem: PlacementProblem) -> Callable[[PlacementProblem, float], Master]:
     if problem.objective == "load":
         hops = len(problem.load.net_sources) * problem.devices
         if hops > MOST_HOPS:
@@ -1175,7 +1175,7 @@ def _builder(problem: Problem) -> Callable[[Problem, float], Master]:
 
 
 @dataclass(eq=False)
-class _Search:
+class _ExactSearch:
     """What a call of `exact` knows.
 
     master    the model, once it is built
@@ -1185,7 +1185,7 @@ class _Search:
     proof     why no placement fits, where that is proven
     """
 
-    problem: Problem
+    problem: PlacementProblem
     budget: Budget
     master: Master | None = None
     scale_seconds: float = np.inf
@@ -1203,7 +1203,7 @@ class _Search:
         gap_seconds = self.limit_seconds - self.budget.bound.seconds
         return gap_seconds <= self.master.resolution_seconds + ROUNDING * self.limit_seconds
 
-    def prepare(self, build: Callable[[Problem, float], Master]) -> None:
+    def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
         """Build the model, again where the best value is far from what it was built for."""
         known = self.budget.score(self.problem, self.problem.fastest[None])[0].value
         scale_seconds = self.limit_seconds if np.isfinite(self.limit_seconds) else known
@@ -1256,7 +1256,7 @@ class _Search:
         assert self.master is not None, "built before the first round"
         master, budget = self.master, self.budget
         self._tighten(master)
-        seen = _Seen(master)
+        seen = _SolutionCollector(master)
         solver = _solver(self.problem, budget, most_evaluations)
         status: list[cp_model.CpSolverStatus] = []
         in_background(
@@ -1296,7 +1296,7 @@ class _Search:
         return any(np.isfinite(score.lacking_bytes) for score in scores)
 
 
-class _Seen(cp_model.CpSolverSolutionCallback):
+class _SolutionCollector(cp_model.CpSolverSolutionCallback):
     """Keeps the placement of every solution, in the order found."""
 
     def __init__(self, master: Master) -> None:
@@ -1313,7 +1313,9 @@ class _Seen(cp_model.CpSolverSolutionCallback):
         self.placements.append(placement)
 
 
-def _solver(problem: Problem, budget: Budget, most_evaluations: float) -> cp_model.CpSolver:
+def _solver(
+    problem: PlacementProblem, budget: Budget, most_evaluations: float
+) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.random_seed = problem.seed % 2**31

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 RESTARTS = 6
 MOST_HOPS = 100
@@ -25,7 +25,7 @@ MOST_UNITS = 512
 """Beyond it a sweep over all units and devices costs too much, and only the start is scored."""
 
 
-def families(problem: Problem, budget: Budget) -> GroupPlacement:
+def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement of whole families that some descents find."""
     units = family_of(problem)
     count = int(units.max(initial=-1)) + 1
@@ -48,7 +48,7 @@ def families(problem: Problem, budget: Budget) -> GroupPlacement:
     return chosen
 
 
-def family_of(problem: Problem) -> NDArray[np.int32]:
+def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
     """[groups] the unit of each group, numbered by first group. O(reads x log reads)."""
     graph, of_op = problem.graph, problem.groups.of_op
     reads = np.flatnonzero(graph.is_source[graph.producers[graph.input_tensors]])
@@ -69,7 +69,7 @@ def family_of(problem: Problem) -> NDArray[np.int32]:
     return rank[inverse.ravel()]
 
 
-def _follow_neighbours(problem: Problem, family: NDArray[np.int64]) -> None:
+def _follow_neighbours(problem: PlacementProblem, family: NDArray[np.int64]) -> None:
     """Groups without a family, up to `MOST_HOPS` from one, join that of the neighbour they
     exchange most bytes with. O(edges x hops)."""
     sources, destinations, sizes = problem.edges
@@ -84,7 +84,7 @@ def _follow_neighbours(problem: Problem, family: NDArray[np.int64]) -> None:
 
 
 def _majority(
-    problem: Problem, units: NDArray[np.int32], placement: GroupPlacement
+    problem: PlacementProblem, units: NDArray[np.int32], placement: GroupPlacement
 ) -> GroupPlacement:
     """Each unit whole, on the device where most of its work is in `placement`."""
     work = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0).min(axis=1)
@@ -94,7 +94,7 @@ def _majority(
 
 
 def _descend(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     units: NDArray[np.int32],
     placement: GroupPlacement,
@@ -119,6 +119,6 @@ def _descend(
 
 
 def _score(
-    problem: Problem, budget: Budget, placement: GroupPlacement, *, always: bool = False
+    problem: PlacementProblem, budget: Budget, placement: GroupPlacement, *, always: bool = False
 ) -> Score:
     return budget.score(problem, placement[None], always=always)[0]

@@ -26,9 +26,9 @@ from dovetail.errors import TooManyIdealsError
 from dovetail.placers.budget import Budget
 from dovetail.placers.contiguity import (
     MOST_ENTRIES,
-    Chain,
+    ElementOrder,
     Lattice,
-    Order,
+    StageChain,
     best_chain,
     elements_of,
     forward_order,
@@ -36,7 +36,7 @@ from dovetail.placers.contiguity import (
     order_of,
 )
 from dovetail.placers.linear_dp import (
-    Task,
+    StageLimits,
     along_orders,
     fitted,
     is_exact,
@@ -44,7 +44,7 @@ from dovetail.placers.linear_dp import (
     step_evaluations,
     to_placement,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Int32, Int64
 
@@ -54,7 +54,7 @@ _SHAVED = 1e-12
 """Relative: what the same sums in another order may differ by."""
 
 
-def ideal_dp(problem: Problem, budget: Budget) -> GroupPlacement:
+def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best contiguous plan; where the budget ends first, the best along the orders of
     `linear_dp`. Each step of the programme is charged as one op of an evaluation.
 
@@ -69,7 +69,7 @@ def ideal_dp(problem: Problem, budget: Budget) -> GroupPlacement:
 
     proven: list[float] = []
 
-    def search(task: Task) -> list[GroupPlacement]:
+    def search(task: StageLimits) -> list[GroupPlacement]:
         chain, element_of, complete = best_stages(problem, budget, (order, lattice, orders), task)
         # What groups hold for sure, and all the room there is: later searches have less.
         relaxed = task.strict and task.group_bytes is problem.load.resident_bytes
@@ -87,12 +87,12 @@ def ideal_dp(problem: Problem, budget: Budget) -> GroupPlacement:
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _prove_without_orphans(problem: Problem, budget: Budget, plain: Order) -> None:
+def _prove_without_orphans(problem: PlacementProblem, budget: Budget, plain: ElementOrder) -> None:
     """Hand the budget a lower bound on contiguous plans: groups without forward ops, which
     contiguity says nothing of, are left out."""
     kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
     orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
-    task = Task(kinds, problem.load.resident_bytes)
+    task = StageLimits(kinds, problem.load.resident_bytes)
     space = (plain, ideals_of(plain), orders)
     chain, _, complete = best_stages(problem, budget, space, task)
     if complete and chain is not None:
@@ -100,8 +100,11 @@ def _prove_without_orphans(problem: Problem, budget: Budget, plain: Order) -> No
 
 
 def best_stages(
-    problem: Problem, budget: Budget, space: tuple[Order, Lattice, list[Int32]], task: Task
-) -> tuple[Chain | None, Int32, bool]:
+    problem: PlacementProblem,
+    budget: Budget,
+    space: tuple[ElementOrder, Lattice, list[Int32]],
+    task: StageLimits,
+) -> tuple[StageChain | None, Int32, bool]:
     """The best chain, what [groups] is its element, and whether it is known to be the best."""
     order, lattice, orders = space
     states = np.prod([len(members) + 1.0 for members in task.kinds.members])
@@ -122,7 +125,7 @@ def best_stages(
     return best, order.element_of, complete
 
 
-def ideals_of(order: Order, most: int = MOST_IDEALS) -> Lattice:
+def ideals_of(order: ElementOrder, most: int = MOST_IDEALS) -> Lattice:
     """Every ideal, by size. Raises `TooManyIdealsError` beyond `most`. O(ideals x elements)."""
     before_offsets, befores = _csr(order.elements, order.edges[:, ::-1])
     after_offsets, afters = _csr(order.elements, order.edges)

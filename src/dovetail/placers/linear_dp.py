@@ -27,10 +27,10 @@ from dovetail.placers.budget import Budget, Score
 from dovetail.placers.contiguity import (
     LOOSE,
     MOST_ENTRIES,
-    Chain,
-    Kinds,
+    DeviceKinds,
+    ElementOrder,
     Lattice,
-    Order,
+    StageChain,
     best_chain,
     elements_of,
     is_star,
@@ -38,7 +38,7 @@ from dovetail.placers.contiguity import (
     order_of,
     topological,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator import group_loads
 from dovetail.simulator.flat import Float64, Int32
 
@@ -53,7 +53,7 @@ ORDER_STEPS = 1_000_000
 """Orders are made for as long as all together take no more steps (elements and edges)."""
 
 
-class Task(NamedTuple):
+class StageLimits(NamedTuple):
     """What a search for stages is handed.
 
     kinds        devices, and their room
@@ -61,21 +61,21 @@ class Task(NamedTuple):
     strict       a group is only where it may be
     """
 
-    kinds: Kinds
+    kinds: DeviceKinds
     group_bytes: Float64
     strict: bool = True
 
 
-Search = Callable[[Task], list[GroupPlacement]]
+Search = Callable[[StageLimits], list[GroupPlacement]]
 
 
-def linear_dp(problem: Problem, budget: Budget) -> GroupPlacement:
+def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best plan of all orders by the evaluator; ties: of the first. The fixed orders are tried
     even beyond the budget; each step of the programme is charged as one op of an evaluation."""
     order = order_of(problem)
     orders = list(orders_of(order, np.random.default_rng([problem.seed, budget.next_round()])))
 
-    def search(task: Task) -> list[GroupPlacement]:
+    def search(task: StageLimits) -> list[GroupPlacement]:
         found = along_orders(problem, budget, (order, orders), task)
         found = found[:1] if is_exact(problem) else found
         return [to_placement(problem, chain, element_of) for chain, element_of in found]
@@ -88,13 +88,13 @@ def linear_dp(problem: Problem, budget: Budget) -> GroupPlacement:
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def is_exact(problem: Problem) -> bool:
+def is_exact(problem: PlacementProblem) -> bool:
     """The loads of stages are the objective."""
     return problem.objective == "load" and is_star(problem)
 
 
 def fitted(
-    problem: Problem, budget: Budget, where: tuple[list[int], bool], search: Search
+    problem: PlacementProblem, budget: Budget, where: tuple[list[int], bool], search: Search
 ) -> list[tuple[Score, GroupPlacement]]:
     """What `search` finds. Where the evaluator then finds a device over its capacity, again with
     less room, and again with more of what groups make counted as theirs. Never nothing: where no
@@ -109,7 +109,7 @@ def fitted(
         room = problem.capacities.astype(np.float64)
         for _ in range(SHRINKS):
             kinds = usable_kinds(problem, devices, room)
-            placements = search(Task(kinds, np.asarray(sizes, np.float64), strict))
+            placements = search(StageLimits(kinds, np.asarray(sizes, np.float64), strict))
             if not placements:
                 break
             scores = budget.score(problem, placements[0][None], always=True)
@@ -124,7 +124,7 @@ def fitted(
                     room[members] *= 0.95 * share[members].min()
     if not found:
         unlimited = usable_kinds(problem, devices, np.full(problem.devices, np.inf))
-        placements = search(Task(unlimited, problem.load.resident_bytes, False))[:1]
+        placements = search(StageLimits(unlimited, problem.load.resident_bytes, False))[:1]
         placements = placements or [problem.fastest]
         found += zip(
             budget.score(problem, placements[0][None], always=True), placements, strict=True
@@ -132,7 +132,7 @@ def fitted(
     return found
 
 
-def usable_kinds(problem: Problem, devices: list[int], room_bytes: Float64) -> Kinds:
+def usable_kinds(problem: PlacementProblem, devices: list[int], room_bytes: Float64) -> DeviceKinds:
     """Kinds of device; where the table would be too large, every device one of its own."""
     kinds = kinds_of(problem, devices, room_bytes)
     if np.prod([len(members) + 1.0 for members in kinds.members]) > MOST_ENTRIES // MAX_CELLS:
@@ -140,21 +140,24 @@ def usable_kinds(problem: Problem, devices: list[int], room_bytes: Float64) -> K
     return kinds
 
 
-def step_evaluations(problem: Problem) -> float:
+def step_evaluations(problem: PlacementProblem) -> float:
     """What a step of a programme costs: an evaluation takes about one for every op and read."""
     return 1 / (len(problem.graph) + len(problem.graph.input_tensors))
 
 
 def along_orders(
-    problem: Problem, budget: Budget, space: tuple[Order, list[Int32]], task: Task
-) -> list[tuple[Chain, Int32]]:
+    problem: PlacementProblem,
+    budget: Budget,
+    space: tuple[ElementOrder, list[Int32]],
+    task: StageLimits,
+) -> list[tuple[StageChain, Int32]]:
     """The best chain of each order with what [groups] is its element, best first: of orders better
     than those before, or where loads of stages are an estimate, not much worse. Random orders end
     with the budget."""
     order, orders = space
     exact = is_exact(problem)
     whole = elements_of(problem, order.element_of, task.kinds, task.group_bytes, task.strict)
-    found: list[tuple[Chain, Int32]] = []
+    found: list[tuple[StageChain, Int32]] = []
     ceiling = np.inf
     for number, sequence in enumerate(orders):
         if number >= FIXED_ORDERS and budget.exhausted:
@@ -180,7 +183,7 @@ def along_orders(
     return sorted(found, key=lambda pair: pair[0].value)[:MOST_CANDIDATES]
 
 
-def to_placement(problem: Problem, chain: Chain, element_of: Int32) -> GroupPlacement:
+def to_placement(problem: PlacementProblem, chain: StageChain, element_of: Int32) -> GroupPlacement:
     """Groups on the devices of their stages; loose ones, in descending work, each where the largest
     load is then least and what they hold fits; ties: the lowest device."""
     placement = problem.fastest.copy()
@@ -207,7 +210,7 @@ def to_placement(problem: Problem, chain: Chain, element_of: Int32) -> GroupPlac
     return placement
 
 
-def orders_of(order: Order, rng: np.random.Generator) -> Iterator[Int32]:
+def orders_of(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
     """Topological orders of the elements, within `ORDER_STEPS` but at least two: six fixed ones,
     then random ones."""
     steps = order.elements + len(order.edges)
@@ -215,7 +218,7 @@ def orders_of(order: Order, rng: np.random.Generator) -> Iterator[Int32]:
     yield from itertools.islice(_endless_orders(order, rng), most)
 
 
-def _endless_orders(order: Order, rng: np.random.Generator) -> Iterator[Int32]:
+def _endless_orders(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
     edges, turned = order.edges, order.edges[:, ::-1]
     ascending = np.arange(order.elements)
     yield topological(order.elements, edges, ascending)

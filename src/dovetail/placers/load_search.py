@@ -17,7 +17,8 @@ Differences: the energy is a power of the loads, not the largest load, on which 
 difference; the gain of every proposed move is computed when it is proposed, not kept in buckets.
 
 Memory: walks see the bytes that groups always occupy. Where the evaluator finds a plan over
-capacity, sizes become `Problem.group_bytes` and the room of that device shrinks by as much.
+capacity, the walks count `PlacementProblem.group_bytes` instead, and the room of that device
+shrinks by what was over.
 
 Budget: one evaluation buys as many proposed moves as there are groups. Under a budget of
 evaluations there are `WALKS` walks on however many cores, and no decision looks at a clock, so the
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from dovetail.placers.baselines import try_baselines
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator import LoadModel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
@@ -86,11 +87,11 @@ def exponential(random: UInt64) -> float:
 # and never if it makes memory lack more bytes. Temperature falls geometrically, call by call.
 
 
-# Where `Walk.scalars` keeps what a walk carries from call to call.
+# Where `AnnealingState.scalars` keeps what a walk carries from call to call.
 WORST, ENERGY, LACKING, BEST = range(4)
 
 
-class Field(NamedTuple):
+class LoadTables(NamedTuple):
     """What does not change: groups, nets and links. Shapes as in `LoadModel`, and
 
     free                 groups that have a choice
@@ -126,7 +127,7 @@ class Field(NamedTuple):
     reads: Int32
 
 
-class Walk(NamedTuple):
+class AnnealingState(NamedTuple):
     """One annealing walk.
 
     placement, best      [groups] where it stands, and the best that it has seen
@@ -154,7 +155,7 @@ class Walk(NamedTuple):
     random: UInt64
 
 
-class Heat(NamedTuple):
+class Temperature(NamedTuple):
     """temperature   relative, of the energy; `scale_seconds` is the load whose power is 1"""
 
     temperature: float
@@ -163,7 +164,7 @@ class Heat(NamedTuple):
 
 
 @kernel
-def start(field: Field, walk: Walk, heat: Heat) -> None:
+def start(field: LoadTables, walk: AnnealingState, heat: Temperature) -> None:
     """Counts, loads and energy of `walk.placement` from scratch; `best` is not touched."""
     walk.loads[:] = 0.0
     walk.used_bytes[:] = 0.0
@@ -184,7 +185,7 @@ def start(field: Field, walk: Walk, heat: Heat) -> None:
 
 
 @kernel
-def anneal(field: Field, walk: Walk, heat: Heat, moves: int) -> int:
+def anneal(field: LoadTables, walk: AnnealingState, heat: Temperature, moves: int) -> int:
     """Propose `moves` times, and accept or undo each change; number of changes, of each of which
     the exact loads were computed. The others were none, as from a device to itself."""
     made = 0
@@ -236,7 +237,7 @@ def keep(source: Float64, destination: Float64) -> None:
 
 
 @inlined
-def propose(field: Field, walk: Walk, move: int) -> int:
+def propose(field: LoadTables, walk: AnnealingState, move: int) -> int:
     """Fill `moved` and `ends` with a change; number of its groups, 0 where none was found.
 
     Half of the changes begin on the device with the largest load. Half go where a neighbour is.
@@ -279,7 +280,7 @@ def pick_size(random: UInt64) -> int:
 
 
 @inlined
-def pick_on(field: Field, walk: Walk, device: int, group: int) -> int:
+def pick_on(field: LoadTables, walk: AnnealingState, device: int, group: int) -> int:
     """A group on the device, at random; any, where eight draws after `group` meet none."""
     for _ in range(8):
         if walk.placement[group] == device:
@@ -289,7 +290,7 @@ def pick_on(field: Field, walk: Walk, device: int, group: int) -> int:
 
 
 @inlined
-def pick_choice(field: Field, walk: Walk, group: int) -> int:
+def pick_choice(field: LoadTables, walk: AnnealingState, group: int) -> int:
     """A device where the group may be, at random."""
     first, last = field.choice_offsets[group], field.choice_offsets[group + 1]
     return int(field.choices[first + below(walk.random, last - first)])
@@ -297,7 +298,12 @@ def pick_choice(field: Field, walk: Walk, group: int) -> int:
 
 @inlined
 def grow(
-    field: Field, walk: Walk, step: tuple[int, int, int], count: int, size: int, move: int
+    field: LoadTables,
+    walk: AnnealingState,
+    step: tuple[int, int, int],
+    count: int,
+    size: int,
+    move: int,
 ) -> int:
     """Append a cluster around `group` that goes from `here` to `there`: mostly neighbours, and
     some that merely balance work or bytes. Its end of `moved`."""
@@ -326,7 +332,7 @@ def grow(
 
 
 @inlined
-def neighbour(field: Field, walk: Walk, group: int) -> int:
+def neighbour(field: LoadTables, walk: AnnealingState, group: int) -> int:
     """A group that shares a net with `group`, at random; -1: none was met."""
     first, reads = field.read_offsets[group], field.read_offsets[group + 1]
     made = field.made_offsets[group]
@@ -346,7 +352,7 @@ def allowed(work_seconds: Float64, group: int, device: int) -> bool:
 
 
 @inlined
-def shift(field: Field, walk: Walk, group: int, here: int, there: int) -> None:
+def shift(field: LoadTables, walk: AnnealingState, group: int, here: int, there: int) -> None:
     """Move one group: loads, bytes, counts and relays."""
     walk.placement[group] = there
     walk.loads[here] -= field.work_seconds[group, here]
@@ -372,7 +378,7 @@ def shift(field: Field, walk: Walk, group: int, here: int, there: int) -> None:
 
 
 @inlined
-def turn_hops(field: Field, walk: Walk, net: int, here: int, there: int) -> None:
+def turn_hops(field: LoadTables, walk: AnnealingState, net: int, here: int, there: int) -> None:
     """The maker of a net moves in a star: its readers elsewhere notice nothing."""
     if walk.relays[net] > 0:
         walk.loads[here] -= price(field, net, here, field.host)
@@ -387,20 +393,22 @@ def turn_hops(field: Field, walk: Walk, net: int, here: int, there: int) -> None
 
 
 @inlined
-def home_of(field: Field, walk: Walk, net: int) -> int:
+def home_of(field: LoadTables, walk: AnnealingState, net: int) -> int:
     source = field.net_sources[net]
     return int(field.host if source < 0 else walk.placement[source])
 
 
 @inlined
-def add_all_hops(field: Field, walk: Walk, net: int, home: int, sign: int) -> None:
+def add_all_hops(field: LoadTables, walk: AnnealingState, net: int, home: int, sign: int) -> None:
     for device in range(field.devices):
         if walk.counts[net, device] > 0 and device != home:
             add_hop(field, walk, net, home, device, sign)
 
 
 @inlined
-def add_hop(field: Field, walk: Walk, net: int, home: int, device: int, sign: int) -> None:
+def add_hop(
+    field: LoadTables, walk: AnnealingState, net: int, home: int, device: int, sign: int
+) -> None:
     """The hops of a net from `home` to one destination come, or go: the first one through the
     host, or the last, pays the way to the host."""
     if field.direct[home, device]:
@@ -421,7 +429,7 @@ def add_hop(field: Field, walk: Walk, net: int, home: int, device: int, sign: in
 
 
 @inlined
-def price(field: Field, net: int, source: int, destination: int) -> float:
+def price(field: LoadTables, net: int, source: int, destination: int) -> float:
     """Seconds of one hop; 0 where there is no link."""
     return float(
         field.net_sends[net] * field.latency_seconds[source, destination]
@@ -430,7 +438,7 @@ def price(field: Field, net: int, source: int, destination: int) -> float:
 
 
 @inlined
-def energy(field: Field, walk: Walk, heat: Heat) -> float:
+def energy(field: LoadTables, walk: AnnealingState, heat: Temperature) -> float:
     """The sum of powers of loads; notes the worst device, of equal ones the first."""
     total, largest, worst = 0.0, -1.0, 0
     for device in range(field.devices):
@@ -447,7 +455,7 @@ def energy(field: Field, walk: Walk, heat: Heat) -> float:
 
 
 @inlined
-def lacking_bytes(field: Field, walk: Walk) -> float:
+def lacking_bytes(field: LoadTables, walk: AnnealingState) -> float:
     total = 0.0
     for device in range(field.devices):
         total += max(0.0, walk.used_bytes[device] - field.capacities[device])
@@ -467,12 +475,12 @@ PATIENCE = 30
 """Cycles without a new best, where nothing limits the search."""
 
 
-def load_search(problem: Problem, budget: Budget) -> GroupPlacement:
+def load_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement found until the budget is spent; never worse than what was known."""
     try_baselines(problem, budget)
     if len(problem.free) and problem.load.counted.any():
         try:
-            _Search(problem, budget).run()
+            _LoadSearch(problem, budget).run()
         except KeyboardInterrupt:
             budget.interrupted = True
     assert budget.best is not None, "the baselines were evaluated"
@@ -480,18 +488,18 @@ def load_search(problem: Problem, budget: Budget) -> GroupPlacement:
 
 
 @dataclass
-class _Search:
+class _LoadSearch:
     """The moving parts of one search.
 
     pool    (score, placement), best first
     pace    moves per second of one walk, measured; looked at only under a clock
     """
 
-    problem: Problem
+    problem: PlacementProblem
     budget: Budget
     pool: list[tuple[Score, GroupPlacement]] = field(default_factory=list)
     pace: float = 5e5
-    terrain: Field = field(init=False)
+    terrain: LoadTables = field(init=False)
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -515,7 +523,7 @@ class _Search:
                 if stalled >= PATIENCE and not limited:
                     return
 
-    def _cycle(self, walks: list[Walk], executor: ThreadPoolExecutor) -> None:
+    def _cycle(self, walks: list[AnnealingState], executor: ThreadPoolExecutor) -> None:
         moves = self._cycle_moves(len(walks))
         began = self.budget.clock()
         tasks = []
@@ -523,7 +531,7 @@ class _Search:
             base = self._start(walk, i)
             walk.random[0] = np.uint64(self.rng.integers(1, 2**63))
             hot = float(np.exp(self.rng.uniform(*np.log(HOT))))
-            cycle = _Cycle(self.terrain, walk, base, hot, moves)
+            cycle = _CoolingCycle(self.terrain, walk, base, hot, moves)
             tasks.append(executor.submit(cycle.run, self.budget))
         made = [task.result() for task in tasks]
         if self.budget.timed:
@@ -542,7 +550,7 @@ class _Search:
         evaluations = left if left < 2 * shortest else min(max(left / 3, shortest), longest)
         return max(1, int(evaluations * self.terrain.groups))
 
-    def _start(self, walk: Walk, index: int) -> float:
+    def _start(self, walk: AnnealingState, index: int) -> float:
         """Set a walk on a plan of the pool, the first one mostly on the best; its value."""
         pick = 0
         if index or self.rng.random() < 0.25:
@@ -574,11 +582,11 @@ class _Search:
 
 
 @dataclass
-class _Cycle:
+class _CoolingCycle:
     """One walk from hot to cold. `scale_seconds` is the value that it starts from."""
 
-    terrain: Field
-    walk: Walk
+    terrain: LoadTables
+    walk: AnnealingState
     scale_seconds: float
     hot: float
     moves: int
@@ -599,21 +607,21 @@ class _Cycle:
             self.walk.best[:] = self.walk.placement
         return made
 
-    def _heat(self, share: float) -> Heat:
+    def _heat(self, share: float) -> Temperature:
         doublings = (2 if self.hot > 0.02 else 3) + int(3 * share)
         temperature = self.hot * COLD**share * 2.0**doublings
         best = float(self.walk.scalars[BEST])
         scale = best if np.isfinite(best) else self.scale_seconds
-        return Heat(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
+        return Temperature(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
 
 
-def chunk_moves(field: Field) -> int:
+def chunk_moves(field: LoadTables) -> int:
     """Moves of one call of the kernel, the fewer the more nets groups have."""
     nets = len(field.reads) + len(field.net_sources) * field.devices
     return max(1000, int(CHUNK_WORK / (100 + 10 * nets / max(field.groups, 1))))
 
 
-def make_field(problem: Problem) -> Field:
+def make_field(problem: PlacementProblem) -> LoadTables:
     """The kernel's view of the problem; groups without a choice may only be where they settle."""
     model: LoadModel = problem.load
     work = model.work_seconds.copy()
@@ -627,7 +635,7 @@ def make_field(problem: Problem) -> Field:
     made_offsets = np.searchsorted(model.net_sources, np.arange(model.groups + 1))
     direct = model.linked.copy()
     direct[:, model.host] = 0
-    return Field(
+    return LoadTables(
         groups=model.groups,
         devices=model.devices,
         host=model.host,
@@ -653,10 +661,10 @@ def make_field(problem: Problem) -> Field:
     )
 
 
-def make_walk(field: Field) -> Walk:
+def make_walk(field: LoadTables) -> AnnealingState:
     """A walk's arrays, not yet on any placement."""
     groups, devices, nets = field.groups, field.devices, len(field.net_sources)
-    return Walk(
+    return AnnealingState(
         placement=np.zeros(groups, np.int32),
         best=np.zeros(groups, np.int32),
         counts=np.zeros((nets, devices), np.int32),

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dovetail.placers.baselines import try_baselines
 from dovetail.placers.budget import UNKNOWN, Budget, Score
 from dovetail.placers.load_search import load_search
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.timeline import Timeline
 
 # The critical path of a simulated step: what local search should move.
@@ -56,16 +56,16 @@ class CriticalPath:
     crowded: NDArray[np.float64]
 
 
-def critical_path(problem: Problem, timeline: Timeline) -> CriticalPath:
+def critical_path(problem: PlacementProblem, timeline: Timeline) -> CriticalPath:
     """Walk back from the end. O(spans + transfers), ties: by the order of inputs."""
-    walk = _Walk(problem, timeline)
+    walk = _PathTracer(problem, timeline)
     return walk.run()
 
 
-class _Walk:
+class _PathTracer:
     """Spans come first, transfers after them: event i is span i, or transfer i - spans."""
 
-    def __init__(self, problem: Problem, timeline: Timeline) -> None:
+    def __init__(self, problem: PlacementProblem, timeline: Timeline) -> None:
         self.problem, self.timeline = problem, timeline
         self.spans = len(timeline.ops)
         self.starts = np.concatenate([timeline.op_starts, timeline.transfer_starts]).tolist()
@@ -166,7 +166,7 @@ CLUSTER_EDGES = 20_000
 
 
 @dataclass(frozen=True, eq=False)
-class Landscape:
+class MoveTables:
     """What moves look things up in.
 
     neighbours       per group, the groups with a choice that it exchanges tensors with
@@ -177,7 +177,7 @@ class Landscape:
     path             critical path of the placement that moves start from, if it is known
     """
 
-    problem: Problem
+    problem: PlacementProblem
     free: GroupSet
     neighbours: tuple[GroupSet, ...]
     edges: NDArray[np.int32]  # [edges, 2]
@@ -187,11 +187,11 @@ class Landscape:
     path: CriticalPath | None = None
 
 
-Move = Callable[[GroupPlacement, Landscape, np.random.Generator], GroupPlacement | None]
+Move = Callable[[GroupPlacement, MoveTables, np.random.Generator], GroupPlacement | None]
 
 
 @lru_cache(maxsize=1)
-def landscape(problem: Problem) -> Landscape:
+def landscape(problem: PlacementProblem) -> MoveTables:
     """Built once a problem. O(ops x module depth + reads)."""
     sources, destinations, sizes = problem.edges
     can = np.zeros(problem.groups.count, dtype=bool)
@@ -202,7 +202,7 @@ def landscape(problem: Problem) -> Landscape:
         near[b].add(a)
     kept = can[sources] | can[destinations]
     weights = sizes[kept] + sizes.mean() if len(sizes) else sizes
-    return Landscape(
+    return MoveTables(
         problem=problem,
         free=problem.free,
         neighbours=tuple(
@@ -216,7 +216,7 @@ def landscape(problem: Problem) -> Landscape:
 
 
 def relocate(
-    placement: GroupPlacement, groups: GroupSet, device: int, problem: Problem
+    placement: GroupPlacement, groups: GroupSet, device: int, problem: PlacementProblem
 ) -> GroupPlacement:
     """`groups` on `device`, but for those that may not be there."""
     moved = placement.copy()
@@ -225,7 +225,7 @@ def relocate(
 
 
 def one_group(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One group to another device."""
     group = land.free[rng.integers(len(land.free))]
@@ -233,7 +233,7 @@ def one_group(
 
 
 def with_neighbours(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One group and some of its neighbours to one device."""
     group = land.free[rng.integers(len(land.free))]
@@ -244,7 +244,7 @@ def with_neighbours(
 
 
 def swap(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """Two groups change places."""
     a, b = land.free[rng.integers(len(land.free), size=2)]
@@ -257,7 +257,7 @@ def swap(
 
 
 def window(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A run of groups, in order of their first ops, to one device."""
     count = len(land.free)
@@ -268,7 +268,7 @@ def window(
 
 
 def boundary(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One side of a boundary between two devices grows over the other, along the order."""
     here = placement[land.free]
@@ -285,7 +285,7 @@ def boundary(
 
 
 def module(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """All groups of one module to one device."""
     if not land.modules:
@@ -295,7 +295,7 @@ def module(
 
 
 def cluster(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """All groups that heavy tensors join to one device, e.g. the sums of one gradient."""
     if not land.clusters:
@@ -305,7 +305,7 @@ def cluster(
 
 
 def follow(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """Some groups each to the device that they exchange most bytes with."""
     if not len(land.edges):
@@ -321,7 +321,7 @@ def follow(
 
 
 def cut_edge(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One end of an edge that crosses devices joins the other; heavy edges first."""
     crosses = placement[land.edges[:, 0]] != placement[land.edges[:, 1]]
@@ -339,7 +339,7 @@ def cut_edge(
 
 
 def unload(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group of the busiest device to the least busy one."""
     problem = land.problem
@@ -354,7 +354,7 @@ def unload(
 
 
 def critical_group(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group of the critical path to another device, the longest ones first."""
     group = _critical(land, rng)
@@ -365,7 +365,7 @@ def critical_group(
 
 
 def critical_send(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One end of a send on the critical path joins the other, perhaps with its neighbours."""
     path = land.path
@@ -382,7 +382,7 @@ def critical_send(
 
 
 def make_room(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group that is not on the critical path leaves the device that the path waits for."""
     path = land.path
@@ -398,7 +398,7 @@ def make_room(
 
 
 def critical_swap(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, land: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group of the critical path changes places with a group of another device."""
     a = _critical(land, rng)
@@ -416,7 +416,7 @@ def critical_swap(
     return moved
 
 
-def _critical(land: Landscape, rng: np.random.Generator) -> np.int32 | None:
+def _critical(land: MoveTables, rng: np.random.Generator) -> np.int32 | None:
     """A group with a choice on the critical path, drawn by its seconds there."""
     if land.path is None:
         return None
@@ -446,7 +446,7 @@ MOVES: tuple[Move, ...] = (
 
 
 def _other(
-    placement: GroupPlacement, group: np.int32, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, group: np.int32, land: MoveTables, rng: np.random.Generator
 ) -> int:
     """Another device that `group` may be on."""
     options = land.problem.allowed[group].copy()
@@ -454,7 +454,7 @@ def _other(
     return int(rng.choice(np.flatnonzero(options)))
 
 
-def _module_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
+def _module_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
     """Distinct sets of 2 groups or more that lie in one module, outermost first."""
     inside: dict[str, set[int]] = {}
     pairs = dict.fromkeys(zip(problem.graph.modules, problem.groups.of_op.tolist(), strict=True))
@@ -467,7 +467,7 @@ def _module_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, ..
     return tuple(np.array(groups, dtype=np.int32) for groups in sorted(sets))
 
 
-def _cluster_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
+def _cluster_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
     """Kruskal's unions of 2 to `CLUSTER_GROUPS` groups, in order of making."""
     sources, destinations, sizes = problem.edges
     clusters: list[list[int]] = [[group] for group in range(len(can))]
@@ -498,7 +498,7 @@ GIVE_UP = 20
 """Restarts in a row without anything new to evaluate before the search counts as complete."""
 
 
-def local_search(problem: Problem, budget: Budget) -> GroupPlacement:
+def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement found until the budget is spent, or until nothing new is found.
 
     For `load` that is `load_search`, which needs no evaluator on the way.
@@ -512,24 +512,24 @@ def local_search(problem: Problem, budget: Budget) -> GroupPlacement:
     starts = list({placement.tobytes(): placement for placement in found}.values())
     if len(problem.free):
         try:
-            _Search(problem, budget, np.stack(starts)).run()
+            _LocalSearch(problem, budget, np.stack(starts)).run()
         except KeyboardInterrupt:
             budget.interrupted = True
     return budget.best[1] if budget.best is not None else starts[0]
 
 
 @dataclass
-class _Search:
+class _LocalSearch:
     """The moving parts of one search.
 
     starts   [starts, groups] best first
     wins     [moves] how often each kind was accepted, fading; likewise `tries`
     """
 
-    problem: Problem
+    problem: PlacementProblem
     budget: Budget
     starts: NDArray[np.int32]
-    land: Landscape = field(init=False)
+    land: MoveTables = field(init=False)
     rng: np.random.Generator = field(init=False)
     wins: NDArray[np.float64] = field(init=False)
     tries: NDArray[np.float64] = field(init=False)

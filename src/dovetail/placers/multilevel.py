@@ -40,7 +40,7 @@ from dovetail.graph.records import csr_offsets
 from dovetail.placers.baselines import BASELINES, try_baselines
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.local_search import local_search
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator import Simulator
 
@@ -81,7 +81,7 @@ MOST_WINDOWS, FEWER_WINDOWS = 512, 8
 """Windows that are tried first, and how many times fewer next."""
 
 
-def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
+def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> PlacementProblem:
     """The problem of placing units on a graph of about `most_ops` merged ops.
 
     `unit_of` [groups] numbers units from 0 in the order of their first groups. A placement of
@@ -97,7 +97,7 @@ def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
         capacities=problem.capacities,
         ranked=problem.ranked,
     )
-    return Problem(
+    return PlacementProblem(
         graph=merged.graph,
         machine=problem.machine,
         costs=merged.costs,
@@ -112,14 +112,14 @@ def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
     )
 
 
-def under_units(problem: Problem, unit_of: Int32) -> Problem:
+def under_units(problem: PlacementProblem, unit_of: Int32) -> PlacementProblem:
     """The problem of placing units on the same graph; `unit_of` [groups] as above."""
     allowed = _allowed(problem, unit_of)
     groups = Groups(unit_of[problem.groups.of_op], len(allowed))
     return replace(problem, groups=groups, allowed=allowed)
 
 
-def _allowed(problem: Problem, unit_of: Int32) -> NDArray[np.bool_]:
+def _allowed(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bool_]:
     """[units, devices] where all groups of each may go."""
     allowed = np.ones((int(unit_of.max()) + 1, problem.devices), dtype=bool)
     np.logical_and.at(allowed, unit_of, problem.allowed)
@@ -127,7 +127,7 @@ def _allowed(problem: Problem, unit_of: Int32) -> NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Merged:
+class _MergedGraph:
     """units [ops] of the merged graph; a source has that of an op that reads it."""
 
     graph: Graph
@@ -136,7 +136,7 @@ class _Merged:
 
 
 @dataclass(frozen=True, eq=False)
-class _Nodes:
+class _MergedNodes:
     """The merged ops, in topological order; among those that are ready, by first op.
 
     of_op   [ops] node of each op; -1: a source
@@ -151,7 +151,7 @@ class _Nodes:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tensors:
+class _MergedTensors:
     """What goes between nodes, those of sources first, then by node.
 
     owners     [tensors] node that makes it; for sources see `_owners`
@@ -166,7 +166,7 @@ class _Tensors:
     readers: Int64
 
 
-def _merge(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Merged:
+def _merge(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedGraph:
     graph = problem.graph
     nodes = _nodes(problem, unit_of_op, most_ops)
     tensors = _tensors(problem, nodes)
@@ -210,11 +210,14 @@ def _merge(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Merged:
         sources + tensors.readers[::-1, 0][tensors.readers[::-1, 1] < sources]
     ]
     units[written] = units[sources + writers]
-    return _Merged(merged, Costs(seconds, "given", sent), units)
+    return _MergedGraph(merged, Costs(seconds, "given", sent), units)
 
 
 def _graph(
-    graph: Graph, nodes: _Nodes, tensors: _Tensors, columns: dict[str, NDArray[np.generic]]
+    graph: Graph,
+    nodes: _MergedNodes,
+    tensors: _MergedTensors,
+    columns: dict[str, NDArray[np.generic]],
 ) -> Graph:
     """The merged graph: sources, then nodes."""
     count = len(nodes)
@@ -248,7 +251,7 @@ def _graph(
     )
 
 
-def _nodes(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Nodes:
+def _nodes(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedNodes:
     """As many windows as keep the nodes to `most_ops`; at least one."""
     graph = problem.graph
     real = np.flatnonzero(~graph.is_source)
@@ -279,7 +282,7 @@ def _nodes(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Nodes:
     of_op[real] = rank[of_op[real]]
     ordered = np.empty(len(first), np.int64)
     ordered[rank] = real[first]
-    return _Nodes(of_op, ordered)
+    return _MergedNodes(of_op, ordered)
 
 
 @kernel
@@ -358,7 +361,7 @@ def _topological(graph: Graph, of_op: Int64, first: Int64) -> Int64:
     return rank
 
 
-def _owners(graph: Graph, nodes: _Nodes) -> Int64:
+def _owners(graph: Graph, nodes: _MergedNodes) -> Int64:
     """[tensors of the graph] node that makes it; of a source: nodes + 0 for inputs, + 1 for what
     is resident everywhere, + 2 + writer for what is written."""
     homes = graph.residences[graph.producers].astype(np.int64)
@@ -367,7 +370,7 @@ def _owners(graph: Graph, nodes: _Nodes) -> Int64:
     return np.where(graph.is_source[graph.producers], sources, nodes.of_op[graph.producers])
 
 
-def _tensors(problem: Problem, nodes: _Nodes) -> _Tensors:
+def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
     """Tensors of one owner with the same readers are one."""
     graph, count = problem.graph, len(nodes)
     owners = _owners(graph, nodes)
@@ -400,7 +403,7 @@ def _tensors(problem: Problem, nodes: _Nodes) -> _Tensors:
     several = (np.bincount(of[kept]) - 1) * (float(np.mean(beyond)) if beyond else 0.0)
     sent = several + np.bincount(of[kept], weights=problem.sent_bytes[kept])
     reads = np.unique(readers * len(first) + of[tensors])
-    return _Tensors(
+    return _MergedTensors(
         owners=owners[first],
         occupied_bytes=occupied.astype(np.int64),
         sent_bytes=sent.astype(np.float64),
@@ -454,7 +457,9 @@ LOOSE = -2
 _REPEATED = re.compile(r"^(.*\.)?\d+(?=\.|$)")
 
 
-def coarsen(problem: Problem, most: int, labels: NDArray[np.integer] | None = None) -> list[Int32]:
+def coarsen(
+    problem: PlacementProblem, most: int, labels: NDArray[np.integer] | None = None
+) -> list[Int32]:
     """Ever coarser units, each [groups] the unit of every group, numbered by first group: from
     every group its own to at most `most` units, or as few as can be.
 
@@ -464,7 +469,7 @@ def coarsen(problem: Problem, most: int, labels: NDArray[np.integer] | None = No
     _, choice = np.unique(problem.allowed, axis=0, return_inverse=True)
     if labels is not None:
         _, choice = np.unique([choice.reshape(-1), labels], axis=1, return_inverse=True)
-    units = _Units.of(problem, choice.reshape(-1), most)
+    units = _UnitGraph.of(problem, choice.reshape(-1), most)
     levels = [np.arange(groups, dtype=np.int32)]
     strict = True
     while units.count > most:
@@ -479,7 +484,7 @@ def coarsen(problem: Problem, most: int, labels: NDArray[np.integer] | None = No
     return levels
 
 
-def by_modules(problem: Problem) -> Int32:
+def by_modules(problem: PlacementProblem) -> Int32:
     """[groups] unit: groups whose heaviest op lies in the same repetition of a repeated module are
     one; others stay apart, and so do those with different choices of devices."""
     graph, of_op = problem.graph, problem.groups.of_op
@@ -496,7 +501,7 @@ def by_modules(problem: Problem) -> Int32:
 
 
 @dataclass(frozen=True, eq=False)
-class _Units:
+class _UnitGraph:
     """The graph of units of one round.
 
     ends, weights    [edges, 2], [edges] distinct pairs with a < b, and bytes between them
@@ -519,7 +524,7 @@ class _Units:
         return len(self.choice)
 
     @staticmethod
-    def of(problem: Problem, choice: NDArray[np.integer], most: int) -> "_Units":
+    def of(problem: PlacementProblem, choice: NDArray[np.integer], most: int) -> "_UnitGraph":
         befores, afters, weights = problem.edges
         links = problem.machine.links
         beyond = [link.latency_seconds * link.bandwidth_bytes_per_second for link in links]
@@ -528,7 +533,7 @@ class _Units:
         seconds = np.nan_to_num(np.nanmin(work[:, real], axis=1))
         sizes = problem.group_bytes.astype(np.float64)
         roomy = problem.capacities[real]
-        return _Units(
+        return _UnitGraph(
             *_summed(befores, afters, weights + (np.mean(beyond) if beyond else 0.0)),
             problem.load.edges,
             choice,
@@ -566,14 +571,14 @@ class _Units:
         first = np.where((mates >= 0) & (mates < own), mates, own)
         return (np.cumsum(first == own) - 1).astype(np.int32)[first]
 
-    def under(self, joined: Int32) -> "_Units":
+    def under(self, joined: Int32) -> "_UnitGraph":
         """The units that they become."""
         count = int(joined.max()) + 1
         choice = np.empty(count, self.choice.dtype)
         choice[joined] = self.choice
         forward = joined[self.forward]
         forward = np.unique(forward[forward[:, 0] != forward[:, 1]], axis=0)
-        return _Units(
+        return _UnitGraph(
             *_summed(joined[self.ends[:, 0]], joined[self.ends[:, 1]], self.weights),
             forward,
             choice,
@@ -700,30 +705,30 @@ MOST_CYCLES = 3
 OBJECTIVES = ("step", "load")
 
 
-def multilevel(problem: Problem, budget: Budget) -> GroupPlacement:
+def multilevel(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement found; where only convex placements are feasible, or there are no more
     than `COARSEST` groups, local search's."""
     small = len(problem.free) <= COARSEST
     if problem.contiguous or problem.objective not in OBJECTIVES or small:
         return local_search(problem, budget)
-    levels = _Levels(problem, budget)
+    levels = _MultilevelSearch(problem, budget)
     best = levels.plan() if budget.best is None else budget.best[1]
     while not budget.exhausted and levels.cycles < MOST_CYCLES:
         best = levels.cycle(best, CYCLE_SHARE)
     return best if budget.exhausted else local_search(problem, budget)
 
 
-class _Levels:
+class _MultilevelSearch:
     """The way down and up, again and again.
 
     shifts   [devices] bytes by which merged graphs underestimated peaks
     """
 
-    def __init__(self, problem: Problem, budget: Budget) -> None:
+    def __init__(self, problem: PlacementProblem, budget: Budget) -> None:
         self.problem, self.budget = problem, budget
         self.shifts = np.zeros(problem.devices)
         self.cycles = self.refined = 0
-        self._finest: Problem | None = None
+        self._finest: PlacementProblem | None = None
 
     def plan(self) -> GroupPlacement:
         """The best of the baselines of all levels, and with repeated modules as units."""
@@ -755,7 +760,7 @@ class _Levels:
     def _score(self, placement: GroupPlacement) -> Score:
         return self.budget.score(self.problem, placement[None], always=True)[0]
 
-    def _merged(self, units: NDArray[np.int32]) -> Problem:
+    def _merged(self, units: NDArray[np.int32]) -> PlacementProblem:
         """The finest merged graph where that is small, since it is the truest, else one of these
         units."""
         if self._finest is None:
@@ -790,7 +795,7 @@ class _Levels:
             self.shifts = np.maximum(self.shifts, under)
         return placement
 
-    def _part(self, share: float, small: Problem) -> Budget:
+    def _part(self, share: float, small: PlacementProblem) -> Budget:
         """A budget of its own, since its placements are others; interrupted with the whole."""
         whole = self.budget
         evaluations = share * whole.evaluations * len(self.problem.graph) / len(small.graph)
@@ -807,7 +812,7 @@ class _Levels:
         part.progress = relay
         return part
 
-    def _charge(self, part: Budget, small: Problem) -> None:
+    def _charge(self, part: Budget, small: PlacementProblem) -> None:
         self.budget.charge(part.spent * len(small.graph) / len(self.problem.graph))
         self.budget.interrupted |= part.interrupted
 

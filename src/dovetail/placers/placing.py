@@ -21,7 +21,7 @@ from dovetail.placers.local_search import local_search
 from dovetail.placers.m_topo import m_topo
 from dovetail.placers.metis import metis
 from dovetail.placers.multilevel import multilevel
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.placers.scotch import mincut, scotch
 from dovetail.placers.sct import sct
 from dovetail.plans import Placement, normalise
@@ -48,7 +48,7 @@ EMPTIED = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Simplest:
+class SimplestPlan:
     """score, placement   of the plan that is returned
     devices   it uses
     best      value and number of devices of the best plan of all
@@ -61,8 +61,8 @@ class Simplest:
 
 
 def simplest(
-    problem: Problem, budget: Budget, best: tuple[Score, GroupPlacement], min_gain: float
-) -> Simplest:
+    problem: PlacementProblem, budget: Budget, best: tuple[Score, GroupPlacement], min_gain: float
+) -> SimplestPlan:
     """The plan to return instead of `best`, which may be itself. One that does not fit is none."""
     by_count = _emptied(problem, budget, best)
     if problem.chain is None and not budget.interrupted:
@@ -76,18 +76,20 @@ def simplest(
         if score.lacking_bytes:
             continue
         if kept is None or score.value < kept.score.value * (1 - min_gain):
-            kept = Simplest(score, placement, count, (best[0].value, devices_of(problem, best[1])))
+            kept = SimplestPlan(
+                score, placement, count, (best[0].value, devices_of(problem, best[1]))
+            )
     assert kept is not None, "the best plan fits"
     return kept
 
 
-def devices_of(problem: Problem, placement: GroupPlacement) -> int:
+def devices_of(problem: PlacementProblem, placement: GroupPlacement) -> int:
     """Number of devices that run something."""
     return len(np.unique(placement[problem.running]))
 
 
 def _emptied(
-    problem: Problem, budget: Budget, best: tuple[Score, GroupPlacement]
+    problem: PlacementProblem, budget: Budget, best: tuple[Score, GroupPlacement]
 ) -> dict[int, tuple[Score, GroupPlacement]]:
     """number of devices -> a plan, from that of `best` down to 1."""
     by_count = {devices_of(problem, best[1]): best}
@@ -110,7 +112,7 @@ def _emptied(
     return by_count
 
 
-def _with_one_less(problem: Problem, placement: GroupPlacement) -> NDArray[np.int32]:
+def _with_one_less(problem: PlacementProblem, placement: GroupPlacement) -> NDArray[np.int32]:
     """[candidates, groups] each with all of a device that does little on another one."""
     groups = np.flatnonzero(problem.running)
     used = np.unique(placement[groups])
@@ -126,7 +128,7 @@ def _with_one_less(problem: Problem, placement: GroupPlacement) -> NDArray[np.in
 
 
 def _improve(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     by_count: dict[int, tuple[Score, GroupPlacement]],
     best_value: float,
@@ -163,25 +165,25 @@ def _improve(
             by_count[count] = (better, found)
 
 
-def _seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
+def _seq2seq(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     from dovetail.placers.learned.placing import seq2seq
 
     return seq2seq(problem, budget)
 
 
-def _hdp(problem: Problem, budget: Budget) -> GroupPlacement:
+def _hdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     from dovetail.placers.learned.placing import hdp
 
     return hdp(problem, budget)
 
 
-def _gdp(problem: Problem, budget: Budget) -> GroupPlacement:
+def _gdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     from dovetail.placers.learned.placing import gdp
 
     return gdp(problem, budget)
 
 
-def _gdp_search(problem: Problem, budget: Budget) -> GroupPlacement:
+def _gdp_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     from dovetail.placers.learned.placing import gdp_search
 
     return gdp_search(problem, budget)
@@ -218,7 +220,7 @@ FEWER = "fewer_devices"
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class PlacerOutcome:
     """What a placer found.
 
     placement           [ops], source entries filled in
@@ -248,13 +250,13 @@ class Outcome:
 
 
 def place(
-    problem: Problem,
+    problem: PlacementProblem,
     placer_name: str,
     budget: Budget,
     progress: Callable[[float, float], None] | None = None,
     method: Placer | None = None,
     min_gain: float = 0.0,
-) -> Outcome:
+) -> PlacerOutcome:
     """Run one method, and the cheap ones to compare it with.
 
     budget     of the search; the four baselines are always evaluated, and count
@@ -296,12 +298,12 @@ ALONG = {"single": single, "chain": chain}
 
 
 def _place_along(
-    problem: Problem,
+    problem: PlacementProblem,
     placer_name: str,
     budget: Budget,
     progress: Callable[[float, float], None] | None,
     min_gain: float,
-) -> Outcome:
+) -> PlacerOutcome:
     """As `place`, of a problem with a chain."""
     if placer_name not in (*ALONG, "auto"):
         detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single or chain"
@@ -314,12 +316,12 @@ def _place_along(
 
 
 def _outcome(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     chosen: str,
     progress: Callable[[float, float], None] | None,
     min_gain: float,
-) -> Outcome:
+) -> PlacerOutcome:
     """What the method `chosen` found, beside all others; or, where more devices gain too little,
     the best plan with fewer. Raises `InfeasibleError`."""
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
@@ -337,7 +339,7 @@ def _outcome(
         notes = _why(problem, kept, min_gain)
     if progress is not None:
         progress(1.0, score.value)
-    return Outcome(
+    return PlacerOutcome(
         placement=normalise(problem.spread(placement), problem.graph, problem.machine),
         value=score.value,
         peak_memory_bytes=budget.peaks(placement),
@@ -361,7 +363,7 @@ def _name_of(found: Mapping[str, tuple[Score, GroupPlacement]], placement: Group
     return next(same, FEWER)
 
 
-def _why(problem: Problem, kept: Simplest, min_gain: float) -> tuple[str, ...]:
+def _why(problem: PlacementProblem, kept: SimplestPlan, min_gain: float) -> tuple[str, ...]:
     """What to tell of the number of devices."""
     notes = []
     value, devices = kept.best
@@ -385,7 +387,7 @@ def _count(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
-def _infeasible(problem: Problem, peaks: NDArray[np.int64]) -> InfeasibleError:
+def _infeasible(problem: PlacementProblem, peaks: NDArray[np.int64]) -> InfeasibleError:
     """The error that names the device that lacks most, or says that memory is not what lacks."""
     device = int((peaks - problem.capacities).argmax())
     if peaks[device] <= problem.capacities[device]:

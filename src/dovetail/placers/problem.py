@@ -32,7 +32,7 @@ Trace = Callable[[NDArray[np.int32]], Timeline]  # [ops] -> Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class PlacementProblem:
     """A graph to place on a machine.
 
     allowed      [groups, devices] where each group may go: kinds, costs and pins together
@@ -203,14 +203,14 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     ranked: bool = False,
     may_run: NDArray[np.bool_] | None = None,
     chain: NDArray[np.int32] | None = None,
-) -> Problem:
+) -> PlacementProblem:
     """Build the problem that placers solve.
 
     pins   (pattern, device name): glob on op names and module paths; a module's path, or a glob
            that matches it, pins everything inside
     caps   (device name, bytes) the device may use at most
     may_run   [ops, devices] where each op may go besides; None: anywhere
-    chain  [ops] place of each op's group in an order, as in `Problem`; -1: none
+    chain  [ops] place of each op's group in an order, as in `PlacementProblem`; -1: none
 
     Raises `PinError` (a pin that matches nothing, or against another pin), `UnknownDeviceError`,
     `NoDeviceError` (an op that no device may run) and `CostError`.
@@ -236,7 +236,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
         places = np.full(groups.count, -1, dtype=np.int32)
         np.maximum.at(places, groups.of_op, chain)
         evaluate = _only_runs(evaluate, groups, places)
-    return Problem(
+    return PlacementProblem(
         graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
         contiguous, trace, ranked, places,
     )  # fmt: skip

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from dovetail.errors import MissingLibraryError
 from dovetail.placers.budget import Budget
 from dovetail.placers.partitioning import (
-    Candidate,
-    Net,
-    Parts,
+    GroupNetwork,
+    PartitionCandidate,
+    PartitionProblem,
     best_fitting,
     has_empty_part,
     integers,
@@ -43,7 +43,7 @@ from dovetail.placers.partitioning import (
     placed,
     trivial_labels,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.flat import Int64
 
 # The Scotch library through ctypes: one call, which maps a graph onto another.
@@ -193,7 +193,7 @@ MOST_DISTANCE = 32
 SPEEDS = 1000
 
 
-def scotch(problem: Problem, budget: Budget) -> GroupPlacement:
+def scotch(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best mapping on all devices. Ties: the smaller imbalance.
 
     Raises `MissingLibraryError`.
@@ -201,7 +201,7 @@ def scotch(problem: Problem, budget: Budget) -> GroupPlacement:
     return map_within(problem, budget, problem.device_sets[0])
 
 
-def map_within(problem: Problem, budget: Budget, within: list[int]) -> GroupPlacement:
+def map_within(problem: PlacementProblem, budget: Budget, within: list[int]) -> GroupPlacement:
     """The best mapping on some devices; groups that may not be there go to their fastest."""
     library = load_scotch()
     net = net_of(problem)
@@ -212,7 +212,7 @@ def map_within(problem: Problem, budget: Budget, within: list[int]) -> GroupPlac
     return best_fitting(problem, net, budget, candidates)
 
 
-def distances(problem: Problem, devices: list[int], transfer_bytes: float) -> Int64:
+def distances(problem: PlacementProblem, devices: list[int], transfer_bytes: float) -> Int64:
     """[devices, devices] of a transfer, 4 for the nearest pair, at most `MOST_DISTANCE`."""
     machine, index = problem.machine, problem.machine.link_index
     host = machine.host_index
@@ -230,7 +230,9 @@ def distances(problem: Problem, devices: list[int], transfer_bytes: float) -> In
     return np.clip(scaled, 1, MOST_DISTANCE).astype(np.int64)
 
 
-def _mappings(problem: Problem, net: Net, parts: Parts, library: Scotch) -> list[Candidate]:
+def _mappings(
+    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, library: Scotch
+) -> list[PartitionCandidate]:
     labels = trivial_labels(parts)
     if labels is not None:
         return [placed(problem, net, parts, labels, reorder=True)]
@@ -260,7 +262,7 @@ def _mappings(problem: Problem, net: Net, parts: Parts, library: Scotch) -> list
 # https://arxiv.org/abs/1706.04972, section 4.2. Differences: as in `scotch`.
 
 
-def mincut(problem: Problem, budget: Budget) -> GroupPlacement:
+def mincut(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best mapping on the devices that are no CPU. Raises `MissingLibraryError`."""
     devices = problem.device_sets[0]
     within = [d for d in devices if problem.machine.devices[d].kind != "cpu"]

@@ -17,7 +17,7 @@ from importlib import resources
 
 import numpy as np
 
-from dovetail.placers.learned.curves import Curve, Floats, curves_of
+from dovetail.placers.learned.curves import Floats, LearningCurve, curves_of
 from dovetail.placers.learned.records import Learned
 from dovetail.plans import Plan
 from dovetail.reports.markup import Markup, cards, details, policy, table
@@ -98,7 +98,9 @@ def _head(learned: Learned, method: str) -> Markup:
     ])  # fmt: skip
 
 
-def _tasks(learned: Learned, curves: Sequence[Curve], plans: Mapping[str, Plan | None]) -> Markup:
+def _tasks(
+    learned: Learned, curves: Sequence[LearningCurve], plans: Mapping[str, Plan | None]
+) -> Markup:
     names = list(dict.fromkeys(curve.task for curve in curves))
     baselines = list(
         dict.fromkeys(name for plan in plans.values() if plan for name in plan.baselines)
@@ -117,7 +119,7 @@ def _tasks(learned: Learned, curves: Sequence[Curve], plans: Mapping[str, Plan |
     return table(["task", "best tried", "after trials", *baselines, "bound"], rows)
 
 
-def _charts(curves: Sequence[Curve]) -> Markup:
+def _charts(curves: Sequence[LearningCurve]) -> Markup:
     drawn = curves[:MOST_CURVES]
     pieces = []
     for field, title in _SHOWN:

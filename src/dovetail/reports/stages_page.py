@@ -37,12 +37,12 @@ from dovetail.runtime.timers import summarise
 from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.records import members
 from dovetail.schedulers.results import (
-    Candidate,
-    Effort,
     KernelStage,
     KernelWork,
+    ScheduleCandidate,
     Scheduled,
     Schedules,
+    SearchEffort,
     Specialisation,
 )
 from dovetail.units import format_bytes, format_count, format_seconds
@@ -107,13 +107,13 @@ class Picture:
     waits: dict[int, set[int]] = field(default_factory=dict)
 
 
-def effort_of(scheduled: Scheduled, candidate: Candidate) -> int:
+def effort_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
     """Boxes and lines that a picture of it has."""
     reads = sum(before.bit_count() for before in scheduled.block.predecessors)
     return len(scheduled.kernels) + reads + len(candidate.stages)
 
 
-def draw_schedule(scheduled: Scheduled, candidate: Candidate) -> Markup:
+def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> Markup:
     """All kernels of a schedule, each once. O(kernels + edges)."""
     if not candidate.stages:
         lines = render(scheduled, streamed(scheduled, candidate))
@@ -133,7 +133,7 @@ def draw_schedule(scheduled: Scheduled, candidate: Candidate) -> Markup:
     return Markup("".join(drawn))
 
 
-def pieces(scheduled: Scheduled, candidate: Candidate) -> list[range]:
+def pieces(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[range]:
     """Stages by number that are drawn together, all of them in running order."""
     block_of = {k: b for b, kernels in enumerate(scheduled.blocks) for k in kernels}
     blocks = [block_of.get(min(stage.kernels, default=-1), -1) for stage in candidate.stages]
@@ -174,7 +174,7 @@ def staged(stages: Sequence[KernelStage], first: int) -> Picture:
     return Picture(places, tuple(bands))
 
 
-def streamed(scheduled: Scheduled, candidate: Candidate) -> Picture:
+def streamed(scheduled: Scheduled, candidate: ScheduleCandidate) -> Picture:
     """Streams side by side; each kernel in the row below the last that it waits for."""
     streams = candidate.streams
     before: dict[int, set[int]] = {
@@ -307,7 +307,7 @@ def _end(name: str, most: int) -> str:
     return name if len(name) <= most else "…" + name[1 - most :]
 
 
-def _piece_title(scheduled: Scheduled, candidate: Candidate, piece: range) -> str:
+def _piece_title(scheduled: Scheduled, candidate: ScheduleCandidate, piece: range) -> str:
     stages = [candidate.stages[i] for i in piece]
     kernels = {k for stage in stages for k in stage.kernels}
     total = sum(stage.seconds for stage in candidate.stages)
@@ -333,7 +333,7 @@ HEATS = (0.005, 0.02, 0.05, 0.10)
 """Losses from which on a cell is hotter."""
 
 
-def latency_chart(candidates: Sequence[Candidate], chosen: str) -> Markup:
+def latency_chart(candidates: Sequence[ScheduleCandidate], chosen: str) -> Markup:
     """A row for each schedule: predicted above measured, with the middle half of the rounds."""
     ends = [c.predicted_seconds for c in candidates]
     ends += [_quartiles(c)[1] for c in candidates if c.seconds]
@@ -373,7 +373,7 @@ def _bar(
     )
 
 
-def _quartiles(candidate: Candidate) -> tuple[float, float]:
+def _quartiles(candidate: ScheduleCandidate) -> tuple[float, float]:
     ordered = sorted(candidate.seconds)
     last = len(ordered) - 1
     return ordered[round(last / 4)], ordered[round(3 * last / 4)]
@@ -465,7 +465,7 @@ def _own(matrix: Specialisation, row: int) -> int | None:
     return row if len(matrix.rows) == len(matrix.columns) else None
 
 
-def noise_of(candidates: Sequence[Candidate]) -> float:
+def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
     """Interquartile range over median of the measured rounds: the middle schedule's."""
     spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
     return spreads[len(spreads) // 2] if spreads else 0.0
@@ -528,12 +528,12 @@ def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
     return found
 
 
-def _by_choice(scheduled: Scheduled) -> list[Candidate]:
+def _by_choice(scheduled: Scheduled) -> list[ScheduleCandidate]:
     """The chosen one first."""
     return sorted(scheduled.candidates, key=lambda c: c.scheduler != scheduled.chosen)
 
 
-def _same_as(scheduled: Scheduled, candidate: Candidate) -> str | None:
+def _same_as(scheduled: Scheduled, candidate: ScheduleCandidate) -> str | None:
     """An earlier scheduler that found the same stages."""
     for other in _by_choice(scheduled):
         if other is candidate:
@@ -543,7 +543,7 @@ def _same_as(scheduled: Scheduled, candidate: Candidate) -> str | None:
     return None
 
 
-def _form(candidate: Candidate) -> object:
+def _form(candidate: ScheduleCandidate) -> object:
     return [(stage.groups, stage.merged) for stage in candidate.stages] or candidate.streams
 
 
@@ -677,7 +677,7 @@ def work(scheduled: Scheduled) -> Markup:
 
 def search(scheduled: Scheduled) -> Markup:
     """What finding each schedule took (table 4)."""
-    if all(candidate.effort == Effort() for candidate in scheduled.candidates):
+    if all(candidate.effort == SearchEffort() for candidate in scheduled.candidates):
         return Markup("")
     rows = [
         (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 
 def pairs_ordered_right(
@@ -42,7 +42,9 @@ def pairs_ordered_right(
 # Schedules drawn at random, to see how well sums over stages predict them.
 
 
-def random_stages(block: Block, rng: random.Random, most_groups: int, most_ops: int) -> list[OpSet]:
+def random_stages(
+    block: KernelBlock, rng: random.Random, most_groups: int, most_ops: int
+) -> list[OpSet]:
     """Stages of a block in running order: at most so many groups a stage and ops a group.
 
     How wide and how deep its stages tend to be is drawn once a schedule, so that schedules reach
@@ -67,7 +69,9 @@ def _upto(most: int, share: float, rng: random.Random) -> int:
     return 1 + sum(rng.random() < share for _ in range(most - 1))
 
 
-def _stage(block: Block, done: OpSet, rng: random.Random, most_groups: int, most_ops: int) -> OpSet:
+def _stage(
+    block: KernelBlock, done: OpSet, rng: random.Random, most_groups: int, most_ops: int
+) -> OpSet:
     """One stage, after the ops that are done."""
     ready = [
         op

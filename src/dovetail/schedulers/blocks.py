@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dovetail.errors import TooManyStatesError
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 from dovetail.schedulers.states import states_of
 
 
@@ -24,10 +24,10 @@ class Part:
     """A block of a block. ops: of the whole, ascending; op i of `block` is `ops[i]`."""
 
     ops: tuple[int, ...]
-    block: Block
+    block: KernelBlock
 
 
-def cut(block: Block, crossing: int = 0) -> list[Part]:
+def cut(block: KernelBlock, crossing: int = 0) -> list[Part]:
     """The parts, in running order; `crossing` 0: lossless cuts only. O(ops²) bits."""
     parts = []
     done = 0
@@ -38,7 +38,7 @@ def cut(block: Block, crossing: int = 0) -> list[Part]:
     return parts
 
 
-def prefixes(block: Block, crossing: int) -> list[OpSet]:
+def prefixes(block: KernelBlock, crossing: int) -> list[OpSet]:
     """Sets of ops that a part may end with, each within the next."""
     chosen: list[OpSet] = []
     ancestors: list[OpSet] = []
@@ -58,13 +58,13 @@ def prefixes(block: Block, crossing: int) -> list[OpSet]:
     return chosen
 
 
-def part_of(block: Block, ops: OpSet) -> Part:
+def part_of(block: KernelBlock, ops: OpSet) -> Part:
     """Some ops as a block of their own; what they read from elsewhere is there."""
     chosen = tuple(members(ops))
     place = {op: i for i, op in enumerate(chosen)}
     return Part(
         chosen,
-        Block(
+        KernelBlock(
             tuple(
                 sum(1 << place[p] for p in members(block.predecessors[op] & ops)) for op in chosen
             )
@@ -102,7 +102,7 @@ class Narrowed:
     pruning: str = ""
 
 
-def narrowed(block: Block, most: int) -> Narrowed:
+def narrowed(block: KernelBlock, most: int) -> Narrowed:
     """Parts of at most `most` states each. O(parts x most x ready ops)."""
     parts: list[Part] = []
     crossings, windows = [0], []
@@ -129,7 +129,7 @@ def narrowed(block: Block, most: int) -> Narrowed:
     return Narrowed(tuple(parts), tuple(windows), " and ".join(said))
 
 
-def _longest(block: Block, crossing: int, most: int) -> list[Part]:
+def _longest(block: KernelBlock, crossing: int, most: int) -> list[Part]:
     """Parts that end at such cuts, each as long as fits; empty where one does not fit."""
     ends = [*prefixes(block, crossing), block.everything]
     parts: list[Part] = []
@@ -155,7 +155,7 @@ def _within(outer: Part, inner: Part) -> Part:
     return Part(tuple(outer.ops[op] for op in inner.ops), inner.block)
 
 
-def _window(block: Block, most: int) -> int:
+def _window(block: KernelBlock, most: int) -> int:
     """The widest window that leaves no more than `most` states."""
     window = 1
     while _fits(block, most, window + 1):
@@ -164,7 +164,7 @@ def _window(block: Block, most: int) -> int:
 
 
 @lru_cache(maxsize=4096)  # networks repeat their cells
-def _fits(block: Block, most: int, window: int = 0) -> bool:
+def _fits(block: KernelBlock, most: int, window: int = 0) -> bool:
     try:
         states_of(block, window, most)
     except TooManyStatesError:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Streams:
 
 
 def dataflow(
-    block: Block, seconds: Sequence[float], streams: int, wait_seconds: float = 0.0
+    block: KernelBlock, seconds: Sequence[float], streams: int, wait_seconds: float = 0.0
 ) -> tuple[Streams, float]:
     """Orders and waits for at most `streams` streams, and the seconds that they take if ops take
     `seconds` [ops] and an event of another stream comes `wait_seconds` after its op.
@@ -60,7 +60,7 @@ def dataflow(
 
 
 def replayed(
-    block: Block, streams: Streams, seconds: Sequence[float], wait_seconds: float = 0.0
+    block: KernelBlock, streams: Streams, seconds: Sequence[float], wait_seconds: float = 0.0
 ) -> float:
     """Seconds that streams take, as `dataflow` counts them."""
     stream_of = {op: s for s, order in enumerate(streams.orders) for op in order}
@@ -78,7 +78,7 @@ def replayed(
     return max(ended.values(), default=0.0)
 
 
-def with_waits(block: Block, orders: Sequence[Sequence[int]]) -> Streams:
+def with_waits(block: KernelBlock, orders: Sequence[Sequence[int]]) -> Streams:
     """Streams of these orders with the fewest waits that keep every edge of the block.
 
     Raises ValueError for orders that deadlock, or do not name every op once.
@@ -105,7 +105,7 @@ def with_waits(block: Block, orders: Sequence[Sequence[int]]) -> Streams:
     return Streams(tuple(tuple(order) for order in orders if order), tuple(sorted(waits)))
 
 
-def _sequence(block: Block, orders: Sequence[Sequence[int]]) -> list[int]:
+def _sequence(block: KernelBlock, orders: Sequence[Sequence[int]]) -> list[int]:
     """The ops in an order that keeps both edges and streams."""
     done, sequence = 0, []
     heads = [0] * len(orders)
@@ -129,7 +129,7 @@ def _sequence(block: Block, orders: Sequence[Sequence[int]]) -> list[int]:
     return sequence
 
 
-def _ranks(block: Block, seconds: Sequence[float]) -> list[float]:
+def _ranks(block: KernelBlock, seconds: Sequence[float]) -> list[float]:
     """[ops] seconds of the longest way from each op's start to the end."""
     ranks = list(seconds)
     for op in reversed(range(len(block))):

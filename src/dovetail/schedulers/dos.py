@@ -17,11 +17,20 @@ window. O(sum over states of 2^sinks).
 
 from collections.abc import Iterator
 
-from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, members, subsets_of
-from dovetail.schedulers.states import MOST_STATES, State, states_of, trace
+from dovetail.schedulers.records import (
+    BlockSchedule,
+    KernelBlock,
+    OpSet,
+    StageTimer,
+    members,
+    subsets_of,
+)
+from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
 
 
-def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_STATES) -> Found:
+def dos(
+    block: KernelBlock, timer: StageTimer, *, window: int = 0, most: int = MOST_STATES
+) -> BlockSchedule:
     """The best stages of independent ops. Raises `TooManyStatesError`."""
     states = states_of(block, window, most)
     stages = list(dict.fromkeys(e for state in states for e in endings_of(state, window)))
@@ -32,7 +41,7 @@ def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_ST
     transitions = 0
     for ops, sinks in states:
         least, chosen = float("inf"), 0
-        for ending in endings_of(State(ops, sinks), window):
+        for ending in endings_of(BlockState(ops, sinks), window):
             transitions += 1
             total = best[ops ^ ending] + seconds[ending]
             if total < least:
@@ -41,7 +50,7 @@ def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_ST
     return trace(block, last, timings, (len(states), transitions))
 
 
-def endings_of(state: State, window: int = 0) -> Iterator[OpSet]:
+def endings_of(state: BlockState, window: int = 0) -> Iterator[OpSet]:
     """Every non-empty set of sinks; with a window, those whose rest is a state.
 
     With its lowest op m, an ending must hold all that is `window` or more places after m: else what

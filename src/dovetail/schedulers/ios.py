@@ -19,22 +19,22 @@ many states, and is timed once.
 
 from collections.abc import Iterator
 
-from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, members
-from dovetail.schedulers.states import MOST_STATES, State, states_of, trace
+from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTimer, members
+from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
 
 GROUP_OPS = 3
 GROUPS = 8
 
 
 def ios(
-    block: Block,
+    block: KernelBlock,
     timer: StageTimer,
     *,
     group_ops: int = GROUP_OPS,
     groups: int = GROUPS,
     window: int = 0,
     most: int = MOST_STATES,
-) -> Found:
+) -> BlockSchedule:
     """The best stages of at most `groups` groups (the paper's s) of at most `group_ops` ops (its
     r). Raises `TooManyStatesError`."""
     states = states_of(block, window, most)
@@ -63,7 +63,9 @@ def ios(
     return trace(block, last, timings, (len(states), sum(map(len, endings))))
 
 
-def endings_of(block: Block, state: State, group_ops: int, groups: int) -> Iterator[OpSet]:
+def endings_of(
+    block: KernelBlock, state: BlockState, group_ops: int, groups: int
+) -> Iterator[OpSet]:
     """Every ending of a state of at most `groups` groups of at most `group_ops` ops, once."""
     found = _groups(block, state, group_ops)
     # By the lowest sink that a group holds: an ending's groups are taken in that order.
@@ -79,7 +81,7 @@ def endings_of(block: Block, state: State, group_ops: int, groups: int) -> Itera
                 stack.append((ending | found[place], taken + 1, place + 1))
 
 
-def _groups(block: Block, state: State, group_ops: int) -> list[OpSet]:
+def _groups(block: KernelBlock, state: BlockState, group_ops: int) -> list[OpSet]:
     """The connected subsets of at most `group_ops` ops that no edge leaves within the state."""
     closures = _closures(block, state, group_ops)
     found = dict.fromkeys(closures)
@@ -97,7 +99,7 @@ def _groups(block: Block, state: State, group_ops: int) -> list[OpSet]:
     return list(found)
 
 
-def _closures(block: Block, state: State, group_ops: int) -> list[OpSet]:
+def _closures(block: KernelBlock, state: BlockState, group_ops: int) -> list[OpSet]:
     """Each op of the state with all that waits for it there, where that is `group_ops` at most."""
     ops, found, fresh = state.ops, [], state.sinks
     seen = fresh

@@ -15,11 +15,11 @@ found by a programme over their subsets:
 from collections.abc import Hashable, Sequence
 
 from dovetail.schedulers.records import (
-    Block,
-    Found,
+    BlockSchedule,
+    KernelBlock,
     OpSet,
     StageTimer,
-    Timing,
+    StageTiming,
     members,
     subsets_of,
 )
@@ -33,7 +33,7 @@ def can_merge(keys: Sequence[Hashable | None], ops: Sequence[int]) -> bool:
     return len(ops) > 1 and len({keys[op] for op in ops}) == 1 and keys[ops[0]] is not None
 
 
-def merge(block: Block, timer: StageTimer, keys: Sequence[Hashable | None]) -> Found:
+def merge(block: KernelBlock, timer: StageTimer, keys: Sequence[Hashable | None]) -> BlockSchedule:
     """keys [ops]: None for an op that merges with none. O(3^`MOST_MERGED`) a key."""
     alike: dict[Hashable, list[int]] = {}
     for op, key in enumerate(keys):
@@ -56,12 +56,12 @@ def merge(block: Block, timer: StageTimer, keys: Sequence[Hashable | None]) -> F
             del chosen[1 << op]
         chosen |= {part: timings[part] for part in parts}
     order = sorted(chosen, key=lambda stage: stage & -stage)
-    return Found(
+    return BlockSchedule(
         tuple(order), tuple(chosen[s] for s in order), len(sets), transitions, len(timings)
     )
 
 
-def _partition(whole: OpSet, timings: dict[OpSet, Timing]) -> tuple[list[OpSet], int]:
+def _partition(whole: OpSet, timings: dict[OpSet, StageTiming]) -> tuple[list[OpSet], int]:
     """(the sets of least total seconds, how many were compared)."""
     best: dict[OpSet, tuple[float, OpSet]] = {0: (0.0, 0)}
     compared = 0

@@ -13,19 +13,19 @@ OpSet = int
 
 
 @dataclass(frozen=True)
-class Timing:
+class StageTiming:
     """seconds of a stage; merged: as one op in place of all of its ops."""
 
     seconds: float
     merged: bool = False
 
 
-StageTimer = Callable[[Sequence[OpSet]], Sequence[Timing]]
+StageTimer = Callable[[Sequence[OpSet]], Sequence[StageTiming]]
 """Stages of a block -> how long each takes, by the faster of its strategies."""
 
 
 @dataclass(frozen=True)
-class Block:
+class KernelBlock:
     """Ops of one device that are scheduled together, in topological order.
 
     predecessors   [ops] the ops whose outputs each reads, or that it otherwise waits for
@@ -67,7 +67,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockSchedule:
     """Stages of a block in running order, and the effort.
 
     seconds       the sum over the stages
@@ -77,7 +77,7 @@ class Found:
     """
 
     stages: tuple[OpSet, ...]
-    timings: tuple[Timing, ...]
+    timings: tuple[StageTiming, ...]
     states: int
     transitions: int
     timed: int
@@ -103,7 +103,7 @@ def subsets_of(ops: OpSet) -> Iterator[OpSet]:
         subset = (subset - 1) & ops
 
 
-def groups_of(block: Block, stage: OpSet) -> list[OpSet]:
+def groups_of(block: KernelBlock, stage: OpSet) -> list[OpSet]:
     """The connected components of a stage, by first op."""
     groups = []
     while stage:

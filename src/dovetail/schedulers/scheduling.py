@@ -9,16 +9,24 @@ from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import GROUP_OPS, GROUPS, ios
 from dovetail.schedulers.merge import merge
-from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, Timing, groups_of, members
+from dovetail.schedulers.records import (
+    BlockSchedule,
+    KernelBlock,
+    OpSet,
+    StageTimer,
+    StageTiming,
+    groups_of,
+    members,
+)
 from dovetail.schedulers.results import KernelStage
 
 # One op a stage, in the order of the block: what runs without a scheduler.
 
 
-def sequential(block: Block, timer: StageTimer) -> Found:
+def sequential(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
     """Every op by itself. O(ops)."""
     stages = tuple(1 << op for op in range(len(block)))
-    return Found(stages, tuple(timer(stages)), 0, 0, len(stages))
+    return BlockSchedule(stages, tuple(timer(stages)), 0, 0, len(stages))
 
 
 # All that is ready, at once: what parallel executors of common frameworks do.
@@ -27,7 +35,7 @@ def sequential(block: Block, timer: StageTimer) -> Found:
 # MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
 
 
-def greedy(block: Block, timer: StageTimer) -> Found:
+def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
     """Stages of all ops whose predecessors ran in earlier ones. O(ops x stages)."""
     stages: list[OpSet] = []
     done = 0
@@ -39,7 +47,7 @@ def greedy(block: Block, timer: StageTimer) -> Found:
         )
         stages.append(stage)
         done |= stage
-    return Found(tuple(stages), tuple(timer(stages)), 0, 0, len(stages))
+    return BlockSchedule(tuple(stages), tuple(timer(stages)), 0, 0, len(stages))
 
 
 MOST_STATES = {"dos": 50_000, "ios": 5_000}
@@ -47,7 +55,7 @@ MOST_STATES = {"dos": 50_000, "ios": 5_000}
 
 
 @dataclass(frozen=True)
-class Problem:
+class StageProblem:
     """What is to be scheduled, and what it costs.
 
     signatures     [kernels] equal for kernels that cost the same
@@ -61,7 +69,7 @@ class Problem:
     group_ops, groups   what `ios` prunes to: the paper's r and s
     """
 
-    block: Block
+    block: KernelBlock
     signatures: Sequence[str]
     timer: StageTimer
     bounded: StageTimer
@@ -74,7 +82,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SchedulerResult:
     """stages in running order, or streams without barriers.
 
     blocks          kernels of each part that was scheduled on its own
@@ -91,45 +99,45 @@ class Schedule:
     pruning: str = ""
 
 
-Scheduler = Callable[[Problem], Schedule]
+Scheduler = Callable[[StageProblem], SchedulerResult]
 
 
-def _sequential(problem: Problem) -> Schedule:
+def _sequential(problem: StageProblem) -> SchedulerResult:
     return _by_parts(problem, _lossless(problem), lambda part, t, _: sequential(part.block, t))
 
 
-def _greedy(problem: Problem) -> Schedule:
+def _greedy(problem: StageProblem) -> SchedulerResult:
     return _by_parts(problem, _lossless(problem), lambda part, t, _: greedy(part.block, t))
 
 
-def _merge(problem: Problem) -> Schedule:
-    def search(part: Part, timer: StageTimer, _window: int) -> Found:
+def _merge(problem: StageProblem) -> SchedulerResult:
+    def search(part: Part, timer: StageTimer, _window: int) -> BlockSchedule:
         return merge(part.block, timer, [problem.keys[op] for op in part.ops])
 
     return _by_parts(problem, _lossless(problem), search)
 
 
-def _dos(problem: Problem) -> Schedule:
+def _dos(problem: StageProblem) -> SchedulerResult:
     kept = narrowed(problem.block, MOST_STATES["dos"])
     compared = replace(problem, timer=problem.bounded)
     return _by_parts(compared, kept, lambda part, t, w: dos(part.block, t, window=w))
 
 
-def _ios(problem: Problem) -> Schedule:
+def _ios(problem: StageProblem) -> SchedulerResult:
     kept = narrowed(problem.block, MOST_STATES["ios"])
     search = partial(ios, group_ops=problem.group_ops, groups=problem.groups)
     compared = replace(problem, timer=problem.bounded)
     return _by_parts(compared, kept, lambda part, t, w: search(part.block, t, window=w))
 
 
-def _lossless(problem: Problem) -> Narrowed:
+def _lossless(problem: StageProblem) -> Narrowed:
     parts = tuple(cut(problem.block))
     return Narrowed(parts, (0,) * len(parts))
 
 
-def _dataflow(problem: Problem) -> Schedule:
+def _dataflow(problem: StageProblem) -> SchedulerResult:
     found, seconds = dataflow(problem.block, problem.seconds, problem.streams, problem.wait_seconds)
-    return Schedule(seconds, streams=found)
+    return SchedulerResult(seconds, streams=found)
 
 
 SCHEDULERS: dict[str, Scheduler] = {
@@ -143,10 +151,10 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 
 def _by_parts(
-    problem: Problem, kept: Narrowed, search: Callable[[Part, StageTimer, int], Found]
-) -> Schedule:
+    problem: StageProblem, kept: Narrowed, search: Callable[[Part, StageTimer, int], BlockSchedule]
+) -> SchedulerResult:
     """The parts' schedules one after another; parts that are equal are searched once."""
-    known: dict[Hashable, Found] = {}
+    known: dict[Hashable, BlockSchedule] = {}
     stages: list[KernelStage] = []
     seconds = []
     states = transitions = 0
@@ -164,7 +172,7 @@ def _by_parts(
             if timing.merged:
                 own = (tuple(kernel for group in own for kernel in group),)
             stages.append(KernelStage(own, timing.seconds, timing.merged))
-    return Schedule(
+    return SchedulerResult(
         sum(seconds),
         tuple(stages),
         None,
@@ -176,11 +184,11 @@ def _by_parts(
     )
 
 
-def _time(timer: StageTimer, part: Part, stages: Sequence[OpSet]) -> Sequence[Timing]:
+def _time(timer: StageTimer, part: Part, stages: Sequence[OpSet]) -> Sequence[StageTiming]:
     return timer([whole(part, stage) for stage in stages])
 
 
-def _alike(problem: Problem, part: Part) -> Hashable:
+def _alike(problem: StageProblem, part: Part) -> Hashable:
     """Equal for parts of one shape whose stages cost the same."""
     first: dict[Hashable, int] = {}
     merging = [

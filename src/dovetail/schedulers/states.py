@@ -13,24 +13,24 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from dovetail.errors import TooManyStatesError
-from dovetail.schedulers.records import Block, Found, OpSet, Timing, members
+from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTiming, members
 
 MOST_STATES = 1_000_000
 _PROBES = 2_000
 
 
-class State(NamedTuple):
+class BlockState(NamedTuple):
     ops: OpSet
     sinks: OpSet
     """Of `ops`, those that none of them waits for."""
 
 
-def states_of(block: Block, window: int = 0, most: int = MOST_STATES) -> list[State]:
+def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> list[BlockState]:
     """Every state but the empty one, smaller sets first; `window` 0: no window.
 
     Raises `TooManyStatesError` as soon as there are more than `most`. O(states x ready ops).
     """
-    found: list[State] = []
+    found: list[BlockState] = []
     level = [(0, 0, _ready(block, 0))]
     while level:
         grown: list[_Grown] = []
@@ -39,12 +39,12 @@ def states_of(block: Block, window: int = 0, most: int = MOST_STATES) -> list[St
             if len(found) + len(grown) > most:
                 states = max(estimate(block, window), most)
                 raise TooManyStatesError(len(block), states, most)
-        found.extend(State(ops, sinks) for ops, sinks, _ in grown)
+        found.extend(BlockState(ops, sinks) for ops, sinks, _ in grown)
         level = grown
     return found
 
 
-def estimate(block: Block, window: int = 0, seed: int = 0) -> float:
+def estimate(block: KernelBlock, window: int = 0, seed: int = 0) -> float:
     """About how many states there are: the mean of unbiased random probes (D. E. Knuth, "Estimating
     the Efficiency of Backtrack Programs", Mathematics of Computation 29, 1975).
 
@@ -76,7 +76,7 @@ def estimate(block: Block, window: int = 0, seed: int = 0) -> float:
 _Grown = tuple[OpSet, OpSet, OpSet]
 
 
-def _grown(block: Block, state: _Grown, window: int) -> Iterator[_Grown]:
+def _grown(block: KernelBlock, state: _Grown, window: int) -> Iterator[_Grown]:
     """(ops, sinks, ready ops) of each state that has one op more, after the last of this one."""
     ops, sinks, ready = state
     later = ready >> ops.bit_length() << ops.bit_length()
@@ -92,7 +92,7 @@ def _grown(block: Block, state: _Grown, window: int) -> Iterator[_Grown]:
         yield with_op, sinks & ~block.predecessors[op] | 1 << op, ready & ~(1 << op) | freed
 
 
-def _ready(block: Block, ops: OpSet) -> OpSet:
+def _ready(block: KernelBlock, ops: OpSet) -> OpSet:
     return sum(
         1 << op
         for op, before in enumerate(block.predecessors)
@@ -104,11 +104,11 @@ def _ready(block: Block, ops: OpSet) -> OpSet:
 
 
 def trace(
-    block: Block,
+    block: KernelBlock,
     last: Mapping[OpSet, OpSet],
-    timings: Mapping[OpSet, Timing],
+    timings: Mapping[OpSet, StageTiming],
     effort: tuple[int, int],
-) -> Found:
+) -> BlockSchedule:
     """The schedule whose last stage is `last` [state] at every state; effort: (states,
     transitions)."""
     stages = []
@@ -117,4 +117,4 @@ def trace(
         stages.append(last[ops])
         ops ^= last[ops]
     stages.reverse()
-    return Found(tuple(stages), tuple(timings[s] for s in stages), *effort, len(timings))
+    return BlockSchedule(tuple(stages), tuple(timings[s] for s in stages), *effort, len(timings))

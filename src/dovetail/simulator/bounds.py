@@ -34,7 +34,7 @@ from dovetail.simulator.critical_path import (
     longest_seconds,
     without_sends,
 )
-from dovetail.simulator.flat import Flat, Float64, Int8, Int32, Int64, flatten
+from dovetail.simulator.flat import Float64, Int8, Int32, Int64, StepModel, flatten
 from dovetail.simulator.loads import LoadModel, load_model, resident_bytes
 
 # Earliest ends that count sends: what arrives too late from elsewhere was computed here.
@@ -70,7 +70,7 @@ from dovetail.simulator.loads import LoadModel, load_model, resident_bytes
 MOST_FORCED = 64
 
 
-class Edges(NamedTuple):
+class WaitEdges(NamedTuple):
     """Who waits for whom, with each op after those it waits for. CSR by op.
 
     offsets             [ops + 1] into befores and sizes
@@ -89,7 +89,7 @@ class Edges(NamedTuple):
     twins: Int32
 
 
-class _Found(NamedTuple):
+class _AncestorWorkspace(NamedTuple):
     """What was seen of the ancestors of one op.
 
     stamps, away, path       [ops] `stamps` says whether the others are of this op
@@ -108,7 +108,7 @@ class _Found(NamedTuple):
     order: Int32
 
 
-def forced_ends(flat: Flat, seconds: Float64) -> Float64:
+def forced_ends(flat: StepModel, seconds: Float64) -> Float64:
     """[ops, devices] earliest end of each op there, all but rounding."""
     ends = np.zeros((flat.ops, flat.devices))
     inputs = flat.sources[flat.source_homes == HOST]
@@ -119,13 +119,13 @@ def forced_ends(flat: Flat, seconds: Float64) -> Float64:
     return ends
 
 
-def forced_tails(flat: Flat, seconds: Float64) -> Float64:
+def forced_tails(flat: StepModel, seconds: Float64) -> Float64:
     """[ops, devices] least seconds from each op's end there to the step's end, all but rounding:
     the earliest starts of the step run backwards."""
     edges = _edges(flat, seconds)
     owners = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(edges.offsets))
     order = np.argsort(flat.ops - 1 - edges.befores, kind="stable")
-    backwards = Edges(
+    backwards = WaitEdges(
         csr_offsets(flat.ops - 1 - edges.befores, flat.ops),
         np.asarray(flat.ops - 1 - owners[order], np.int32),
         edges.sizes[order],
@@ -141,8 +141,8 @@ def forced_tails(flat: Flat, seconds: Float64) -> Float64:
         return np.where(np.isfinite(seconds), ends[::-1] - seconds, np.inf)
 
 
-def _room(ops: int) -> _Found:
-    return _Found(
+def _room(ops: int) -> _AncestorWorkspace:
+    return _AncestorWorkspace(
         np.full(ops, -1, np.int64),
         np.zeros(ops),
         np.zeros(ops),
@@ -154,7 +154,7 @@ def _room(ops: int) -> _Found:
     )
 
 
-def _edges(flat: Flat, seconds: Float64) -> Edges:
+def _edges(flat: StepModel, seconds: Float64) -> WaitEdges:
     read = flat.input_tensors
     readers = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.input_offsets))
     moves = flat.resident[read] == 0
@@ -166,7 +166,7 @@ def _edges(flat: Flat, seconds: Float64) -> Edges:
     latency, per_byte = (
         _by_pair(flat, of_link) for of_link in (flat.link_latencies, 1 / flat.link_bandwidths)
     )
-    return Edges(
+    return WaitEdges(
         csr_offsets(afters, flat.ops),
         np.asarray(befores[order], np.int32),
         sizes[order],
@@ -194,7 +194,7 @@ def _twins(host: int, seconds: Float64, *of_pairs: Float64) -> Int32:
     return twins
 
 
-def _by_pair(flat: Flat, of_link: Float64) -> Float64:
+def _by_pair(flat: StepModel, of_link: Float64) -> Float64:
     """[devices, devices] sums of `of_link` over the hops from row to column; 0 to oneself."""
     found = np.zeros((flat.devices, flat.devices))
     for source in range(flat.devices):
@@ -210,11 +210,11 @@ def _by_pair(flat: Flat, of_link: Float64) -> Float64:
 
 @kernel
 def _fill(
-    edges: Edges,
+    edges: WaitEdges,
     is_source: Int8,
     seconds: Float64,
     least: Float64,
-    found: _Found,
+    found: _AncestorWorkspace,
     ends: Float64,
 ) -> None:
     """Fill `ends` [ops, devices] of ops that are no sources; `least` [ops] seconds anywhere."""
@@ -232,7 +232,7 @@ def _fill(
 
 
 @inlined
-def _arrival(edges: Edges, ends: Float64, edge: int, device: int) -> float:
+def _arrival(edges: WaitEdges, ends: Float64, edge: int, device: int) -> float:
     """Earliest time that what an edge carries is on `device` if it was made elsewhere."""
     before, size = edges.befores[edge], edges.sizes[edge]
     earliest = np.inf
@@ -245,10 +245,10 @@ def _arrival(edges: Edges, ends: Float64, edge: int, device: int) -> float:
 
 @kernel
 def _start(
-    edges: Edges,
+    edges: WaitEdges,
     seconds: Float64,
     least: Float64,
-    found: _Found,
+    found: _AncestorWorkspace,
     ends: Float64,
     op: int,
     device: int,
@@ -282,7 +282,9 @@ def _start(
 
 
 @inlined
-def _note(found: _Found, stamp: int, op: int, away: float, path: float, waiting: int) -> int:
+def _note(
+    found: _AncestorWorkspace, stamp: int, op: int, away: float, path: float, waiting: int
+) -> int:
     """Keep the most of `away` and `path`; a new op enters the front. Returns the front's length."""
     if found.stamps[op] == stamp:
         found.away[op] = max(found.away[op], away)
@@ -299,7 +301,9 @@ def _note(found: _Found, stamp: int, op: int, away: float, path: float, waiting:
 
 
 @inlined
-def _insert(found: _Found, count: int, away: float, start: float, seconds: float) -> None:
+def _insert(
+    found: _AncestorWorkspace, count: int, away: float, start: float, seconds: float
+) -> None:
     """Keep the `count` ops by falling `of_away`."""
     place = count
     while place > 0 and found.of_away[place - 1] < away:
@@ -311,7 +315,7 @@ def _insert(found: _Found, count: int, away: float, start: float, seconds: float
 
 
 @kernel
-def _crossing(found: _Found, count: int) -> float:
+def _crossing(found: _AncestorWorkspace, count: int) -> float:
     """Least over k of the larger of what the first k take here and when the next arrives."""
     earliest = np.inf
     for k in range(count + 1):
@@ -368,7 +372,7 @@ class Prices(NamedTuple):
     seconds_per_byte: Float64
 
 
-class _Types(NamedTuple):
+class _DeviceTypes(NamedTuple):
     """Devices that are alike: first [types] an example, counts [types], of_device [devices]."""
 
     first: Int64
@@ -460,14 +464,14 @@ def load_balance_prices(
     return Prices((weights / total)[types.of_device], per_byte[types.of_device])
 
 
-def _types(seconds: Float64, capacities: Float64) -> _Types:
+def _types(seconds: Float64, capacities: Float64) -> _DeviceTypes:
     index: dict[tuple[bytes, float], int] = {}
     of_device = [
         index.setdefault((column.tobytes(), float(room)), len(index))
         for column, room in zip(seconds.T, capacities, strict=True)
     ]
     first = [of_device.index(t) for t in range(len(index))]
-    return _Types(np.array(first), np.bincount(of_device), np.array(of_device))
+    return _DeviceTypes(np.array(first), np.bincount(of_device), np.array(of_device))
 
 
 def _duals(
@@ -714,7 +718,7 @@ class LowerBound:
 
 
 @dataclass(frozen=True, eq=False)
-class _Case:
+class _BoundProblem:
     """What the bounds of one call look at: seconds [ops, devices] where each op may be, else inf;
     of_op [ops] its class; classes [classes, devices] seconds, sizes [classes] bytes, capacities
     [devices] bytes."""
@@ -722,7 +726,7 @@ class _Case:
     graph: Graph
     machine: Machine
     costs: Costs
-    flat: Flat
+    flat: StepModel
     seconds: Float64
     of_op: Int64
     classes: Float64
@@ -769,7 +773,7 @@ def lower_bounds(
     if stuck.any():
         raise NoDeviceError(graph.names[int(np.flatnonzero(stuck)[0])])
     memory = [device.memory_bytes for device in machine.devices]
-    case = _Case(
+    case = _BoundProblem(
         graph, machine, costs, flat, seconds, of_op, classes,
         resident_bytes(graph, of_op, len(classes)),
         np.array(memory if capacities is None else capacities, np.float64),
@@ -781,7 +785,7 @@ def lower_bounds(
     return bounds + (_of_step(case) if objective == "step" else _of_load(case, bounds))
 
 
-def _load_balance(case: _Case) -> list[LowerBound]:
+def _load_balance(case: _BoundProblem) -> list[LowerBound]:
     plain = load_balance_prices(case.classes)
     bounds = [LowerBound(proven_seconds(case.classes, plain), "load balance (LP)")]
     if case.sizes.sum() > case.capacities.min():
@@ -792,7 +796,7 @@ def _load_balance(case: _Case) -> list[LowerBound]:
     return bounds
 
 
-def _of_step(case: _Case) -> list[LowerBound]:
+def _of_step(case: _BoundProblem) -> list[LowerBound]:
     path = longest_seconds(case.flat, earliest_ends(case.flat, case.seconds))
     ops = np.flatnonzero(case.flat.is_source == 0)
     seconds = case.seconds[ops]
@@ -810,7 +814,7 @@ def _of_step(case: _Case) -> list[LowerBound]:
     ]
 
 
-def _of_load(case: _Case, bounds: list[LowerBound]) -> list[LowerBound]:
+def _of_load(case: _BoundProblem, bounds: list[LowerBound]) -> list[LowerBound]:
     largest = float(case.classes.min(axis=1).max(initial=0.0)) * (1 - ROUNDING)
     if len(case.classes) > MOST_CLOSURE_CLASSES:
         return [LowerBound(largest, "largest op")]

@@ -55,7 +55,7 @@ class LatencyModel(NamedTuple):
     users: Int32
 
 
-class LatencyWork(NamedTuple):
+class LatencyWorkspace(NamedTuple):
     """What the walk writes. Calls are numbered 2 x device, + 1 for the backward one, and after
     those every op on a CPU is its own call.
 
@@ -108,10 +108,10 @@ def latency_model(graph: Graph, machine: Machine, costs: Costs) -> LatencyModel:
     )
 
 
-def latency_work(model: LatencyModel) -> LatencyWork:
+def latency_work(model: LatencyModel) -> LatencyWorkspace:
     """Room for one walk at a time."""
     calls = 2 * len(model.accelerator) + model.ops
-    return LatencyWork(
+    return LatencyWorkspace(
         call_of=np.zeros(model.ops, np.int32),
         heads=np.zeros(calls, np.int32),
         nexts=np.zeros(model.ops, np.int32),
@@ -123,7 +123,7 @@ def latency_work(model: LatencyModel) -> LatencyWork:
     )
 
 
-def latencies(model: LatencyModel, work: LatencyWork, placements: Int32) -> Float64:
+def latencies(model: LatencyModel, work: LatencyWorkspace, placements: Int32) -> Float64:
     """[batch] latency in seconds of placements [batch, ops]; inf where a call waits for itself or
     an op is where it cannot run. O(batch x (ops + reads))."""
     values = np.empty(len(placements))
@@ -132,14 +132,16 @@ def latencies(model: LatencyModel, work: LatencyWork, placements: Int32) -> Floa
 
 
 @kernel
-def _walk_all(model: LatencyModel, work: LatencyWork, placements: Int32, values: Float64) -> None:
+def _walk_all(
+    model: LatencyModel, work: LatencyWorkspace, placements: Int32, values: Float64
+) -> None:
     for row in range(len(placements)):
         latency = walk(model, work, placements[row])
         values[row] = latency if latency >= 0 else np.inf
 
 
 @inlined
-def walk(model: LatencyModel, work: LatencyWork, placement: Int32) -> float:
+def walk(model: LatencyModel, work: LatencyWorkspace, placement: Int32) -> float:
     """The latency of one placement [ops]; minus the number of calls that never start, if any."""
     devices = len(model.accelerator)
     work.heads[:] = -1
@@ -168,7 +170,7 @@ def walk(model: LatencyModel, work: LatencyWork, placement: Int32) -> float:
 
 
 @inlined
-def _count_reads(model: LatencyModel, work: LatencyWork, placement: Int32, op: int) -> None:
+def _count_reads(model: LatencyModel, work: LatencyWorkspace, placement: Int32, op: int) -> None:
     """Note who waits for what `op` makes, and what moving it costs."""
     call, device = work.call_of[op], placement[op]
     first, last = model.user_offsets[op], model.user_offsets[op + 1]
@@ -191,7 +193,7 @@ def _count_reads(model: LatencyModel, work: LatencyWork, placement: Int32, op: i
 
 
 @inlined
-def _run_calls(model: LatencyModel, work: LatencyWork) -> float:
+def _run_calls(model: LatencyModel, work: LatencyWorkspace) -> float:
     """The last end of all calls; minus the number of those that never start, if any."""
     devices = len(model.accelerator)
     left, ready, latest = 0, 0, 0.0

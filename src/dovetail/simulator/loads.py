@@ -17,7 +17,7 @@ from dovetail.graph import EVERYWHERE, HOST, Graph, Phase
 from dovetail.machine import Machine
 from dovetail.plans import Placement
 from dovetail.runtime.compiling import inlined, kernel
-from dovetail.simulator.flat import Flat, Float64, Int8, Int32, Int64, flatten, homes_of
+from dovetail.simulator.flat import Float64, Int8, Int32, Int64, StepModel, flatten, homes_of
 
 
 def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placement) -> Float64:
@@ -29,7 +29,7 @@ def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placem
 
 
 @kernel
-def sum_loads(flat: Flat, placed: Int32, stamps: Int64, loads: Float64) -> None:
+def sum_loads(flat: StepModel, placed: Int32, stamps: Int64, loads: Float64) -> None:
     """Fill `loads` for `placed`, sources filled in. `stamps` [devices] is scratch."""
     loads[:] = 0.0
     stamps[:] = -1
@@ -52,7 +52,7 @@ def sum_loads(flat: Flat, placed: Int32, stamps: Int64, loads: Float64) -> None:
 
 @inlined
 def add_sends(  # noqa: PLR0913 (kernel)
-    flat: Flat,
+    flat: StepModel,
     placed: Int32,
     stamps: Int64,
     loads: Float64,
@@ -77,7 +77,9 @@ def add_sends(  # noqa: PLR0913 (kernel)
 
 
 @inlined
-def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_bytes: float) -> None:
+def add_hop(
+    flat: StepModel, loads: Float64, source: int, destination: int, size_bytes: float
+) -> None:
     link = flat.link_of[source, destination]
     seconds = flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
     loads[source] += seconds

@@ -16,11 +16,11 @@ from dovetail.machine import Machine
 from dovetail.plans import OBJECTIVES, Placement, Schedule
 from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import (
-    Flat,
+    DispatchRules,
     Float64,
     Int64,
-    Rules,
-    Work,
+    StepModel,
+    StepWorkspace,
     check_slots,
     flatten,
     free_rules,
@@ -80,7 +80,7 @@ class Simulator:
         self._choices = [free_rules(self._flat)]
         if ranked:
             self._choices.append(free_rules(self._flat, upward_ranks(self._flat)))
-        self._works: list[Work] = []
+        self._works: list[StepWorkspace] = []
         self._latency: LatencyModel | None = None
 
     def evaluate(
@@ -161,7 +161,7 @@ class Simulator:
         return _timeline(self.machine, flat, work, float(values[0]))
 
     def _simulate_all(
-        self, batch: NDArray[np.int32], rules: Rules, threads: int
+        self, batch: NDArray[np.int32], rules: DispatchRules, threads: int
     ) -> tuple[Float64, Int64]:
         """(values, peaks). Threads take small runs of rows until none is left."""
         values, peaks = np.empty(len(batch)), np.zeros((len(batch), self._flat.devices), np.int64)
@@ -172,7 +172,7 @@ class Simulator:
             self._works.append(workspace(self._flat))
         taken = itertools.count()
 
-        def simulate_some(work: Work) -> None:
+        def simulate_some(work: StepWorkspace) -> None:
             while (turn := next(taken)) < len(firsts):
                 part = slice(firsts[turn], firsts[turn] + rows)
                 simulate_batch(
@@ -219,7 +219,7 @@ class Simulator:
         priorities: Float64 | None,
         orders: Sequence[tuple[int, ...] | None] | None,
         schedules: Sequence[Schedule | None] | None,
-    ) -> Rules:
+    ) -> DispatchRules:
         flat = self._flat
         if orders is None and schedules is None and priorities is None:
             return self._chosen(placement)
@@ -236,7 +236,7 @@ class Simulator:
             every.append(slots)
         return ordered_rules(flat, rules, every)
 
-    def _chosen(self, placement: Placement) -> Rules:
+    def _chosen(self, placement: Placement) -> DispatchRules:
         """The choice that counts for this placement."""
         batch = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
         chosen, found = self._choices[0], None
@@ -246,14 +246,14 @@ class Simulator:
                 chosen, found = choice, other
         return chosen
 
-    def _blocked(self, rules: Rules, work: Work, device: int) -> str:
+    def _blocked(self, rules: DispatchRules, work: StepWorkspace, device: int) -> str:
         slot = work.next_slots[device]
         ops = rules.slot_ops[rules.op_offsets[slot] : rules.op_offsets[slot + 1]]
         waiting = [self.graph.names[op] for op in ops.tolist() if work.pending[op] > 0]
         return f"op {waiting[0]!r} waits for what can never start before it"
 
 
-def _timeline(machine: Machine, flat: Flat, work: Work, seconds: float) -> Timeline:
+def _timeline(machine: Machine, flat: StepModel, work: StepWorkspace, seconds: float) -> Timeline:
     unordered = np.flatnonzero(flat.is_source == 0)
     turns, starts = work.span_turns[unordered], work.span_starts[unordered]
     ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)

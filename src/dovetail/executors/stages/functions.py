@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dovetail.errors import UsageError
 from dovetail.executors.stages.merging import merged_function
-from dovetail.executors.stages.preparing import Prepared
+from dovetail.executors.stages.preparing import PreparedKernels
 
 Values = Any
 """A `torch.ScriptList` [tensors] of a step: what Python and TorchScript functions share."""
@@ -56,7 +56,7 @@ class Functions:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedKernels,
         example: Mapping[int, Tensor],
         merges: Sequence[tuple[int, ...]] = (),
     ) -> None:
