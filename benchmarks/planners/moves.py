@@ -22,8 +22,8 @@ from dovetail.placers.load_search import (
     Temperature,
     anneal,
     chunk_moves,
-    make_field,
-    make_walk,
+    load_tables,
+    new_walk,
     start,
 )
 from dovetail.simulator import Simulator
@@ -46,8 +46,8 @@ def problem_of(path: Path) -> PlacementProblem:
 
 
 def moves_per_second(problem: PlacementProblem, seed: int) -> float:
-    field = make_field(problem)
-    walk = make_walk(field)
+    field = load_tables(problem)
+    walk = new_walk(field)
     budget = Budget()
     placement = linear_dp(problem, budget)
     value = budget.score(problem, placement[None])[0].value

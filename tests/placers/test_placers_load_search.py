@@ -15,8 +15,8 @@ from dovetail.placers.load_search import (
     Temperature,
     anneal,
     load_search,
-    make_field,
-    make_walk,
+    load_tables,
+    new_walk,
     start,
 )
 from dovetail.simulator import group_loads
@@ -87,8 +87,8 @@ def random_load_problem(rng, *, host_counts=False, share=0.5, groups=14, work=1.
 
 
 def walk_on(problem, placement, *, seed=1):
-    terrain = make_field(problem)
-    walk = make_walk(terrain)
+    terrain = load_tables(problem)
+    walk = new_walk(terrain)
     walk.placement[:] = placement
     walk.random[0] = seed
     return terrain, walk

@@ -46,11 +46,10 @@ from dovetail.runtime.timers import summarise
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
 
-# From the stamps that a timed step leaves in shared memory to a Timeline.
-
 
 def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Timeline:
-    """What the last step did, which must have been a timed one, from the stamps in the block.
+    """The timeline of the last step, which must have been a timed one, from its stamps in the
+    block.
 
     A transfer's span is the copy by the sending device; where the machine has no link, it is on
     the channel of its first hop. Ops that ran together have the span of all, as where a stage is
@@ -110,15 +109,8 @@ def _channel(machine: Machine, source: int, destination: int) -> int:
     return machine.channels.index(machine.links[link].channel)
 
 
-# Measuring plans at work.
-#
-# The protocol is RL17's (Mirhoseini et al., "Device Placement Optimization with Reinforcement
-# Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4): warm up, run some steps, drop
-# the first, report the rest. Differences: the median, as identical runs differ on a shared machine.
-# The steps that count are not stamped; a few more are, for the timeline.
-
-
 TIMED_STEPS = 3
+"""Steps that are stamped for the timeline, after those that count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +148,12 @@ def measure_steps(
     warmup: int,
     others_cores: Callable[[], float | None] = lambda: None,
 ) -> Measurement:
-    """Warm up, run `steps` (at least 2) steps, drop the first; then stamped ones.
+    """Warm up, run `steps` (at least 2) steps, drop the first; then run the stamped ones.
+
+    Paper: the protocol of RL17 (Mirhoseini et al., "Device Placement Optimization with
+    Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4). Differences:
+    the median is reported, because identical runs differ on a shared machine. Steps that count are
+    not stamped, since stamping takes time.
 
     `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's;
     `others_cores()` says what other programs used since this was called.
@@ -186,6 +183,7 @@ def _check_steps(steps: int) -> None:
 
 
 DRAIN_SECONDS = 10.0
+"""After a failed step, borrowed workers have this long to answer before they are given up."""
 
 
 class PlacedNetwork:
@@ -422,11 +420,11 @@ class PlacedNetwork:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
 
     def _results(self) -> Any:
-        found = {
+        values = {
             tensor: distinct(tensor_at(self._block, slot), slot.strides).expand(slot.shape).clone()
             for tensor, slot in self._shares.outputs.items()
         }
-        return substitute(self.captured.program.outputs, Ref, lambda ref: found[ref.tensor])
+        return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
 
     def _value_of(self, name: str) -> Tensor:
         """The parameter or buffer itself, by any of its names."""

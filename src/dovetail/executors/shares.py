@@ -1,7 +1,7 @@
 """A plan's shares: what each device's process does in one step, as flat lists of instructions.
 
     device 0                          device 1
-    Run a                             Wait x       flag of (x, device 1) ≥ this step
+    Run a                             Await x      flag of (x, device 1) ≥ this step
     Send x -> 1   ── slot of x ──►    Run b        reads the slot itself, nothing is copied again
     Run c         ◄── flag only ──    Send -> 0    a control edge
 
@@ -13,8 +13,8 @@ simulator frees after their last use, all stand in the block at once.
 A stage waits for all it needs from other devices, runs, and then sends. Where a device has cores
 for it, the groups of a stage run at the same time:
 
-    Wait x, Wait y ── Together ┬ a, b ┬── Send a, Send c
-                               └ c    ┘
+    Await x, Await y ── RunLanes ┬ a, b ┬── Send a, Send c
+                                 └ c    ┘
 
 Takes O(ops + tensors + reads).
 """
@@ -40,7 +40,7 @@ from dovetail.runtime.setup import set_up_thread
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 from dovetail.units import DTYPE_BYTES
 
-# Stages whose groups run at the same time, one lane of groups a core.
+# ── Lanes: the groups of a stage run at the same time, one lane of groups for each core ──────────
 #
 #     stage  a ─► b   c   d ─► e          groups: ab, c, de
 #     lanes  ├─ a ─┤├─ b ─┤├─ c ─┤        on two cores, the longest group first
@@ -94,21 +94,21 @@ class LaneThreads:
     def run(self, lanes: Sequence[Lane]) -> None:
         """Run the lanes; once all have ended, raise what one of them has raised."""
         while len(self._waiting) < len(lanes):
-            own: SimpleQueue[Lane] = SimpleQueue()
-            self._waiting.append(own)
-            Thread(target=self._serve, args=(own,), daemon=True).start()
-        for own, lane in zip(self._waiting, lanes, strict=False):
-            own.put(lane)
+            queue: SimpleQueue[Lane] = SimpleQueue()
+            self._waiting.append(queue)
+            Thread(target=self._serve, args=(queue,), daemon=True).start()
+        for queue, lane in zip(self._waiting, lanes, strict=False):
+            queue.put(lane)
         raised = [error for _ in lanes if (error := self._ended.get()) is not None]
         if raised:
             raise raised[0]
 
-    def _serve(self, own: SimpleQueue[Lane]) -> None:
+    def _serve(self, queue: SimpleQueue[Lane]) -> None:
         set_up_thread(1)
         with torch.inference_mode():
             while True:
                 try:
-                    own.get()()  # and keep nothing of it
+                    queue.get()()  # and keep nothing of it
                 except BaseException as error:  # the thread that waits raises it
                     self._ended.put(error)
                 else:
@@ -313,33 +313,33 @@ class _Cut:
 
     def instructions(self, device: int, stages: Stages) -> list[Instruction]:
         graph = self.graph
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         for op in np.flatnonzero(graph.is_source).tolist():
             if graph.residences[op] != EVERYWHERE and self.placement[op] == device:
-                found += self.sends(op)
+                instructions += self.sends(op)
         arrived: set[int] = set()
         for stage in stages:
             for op in stage:
-                found += self.waits(device, op, arrived)
-            found += self.runs(device, stage)
+                instructions += self.waits(device, op, arrived)
+            instructions += self.runs(device, stage)
             for op in stage:
-                found += self.sends(op)
-        return self.with_frees(device, found)
+                instructions += self.sends(op)
+        return self.with_frees(device, instructions)
 
     def waits(self, device: int, op: int, arrived: set[int]) -> list[Instruction]:
         """What goes before an op: what it needs of other devices and has not `arrived` yet."""
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         for tensor in self.graph.inputs_of(op).tolist():
             home = self.homes[tensor]
             if home not in (device, EVERYWHERE) and tensor not in arrived:
                 arrived.add(tensor)
                 flag = self.flag(int(self.graph.producers[tensor]), tensor, device)
-                found.append(AwaitFlag(op, tensor, *flag))
+                instructions.append(AwaitFlag(op, tensor, *flag))
         for before in self.before[op]:
             if ~before not in arrived:
                 arrived.add(~before)
-                found.append(AwaitFlag(op, -1, *self.flag(before, -1, device)))
-        return found
+                instructions.append(AwaitFlag(op, -1, *self.flag(before, -1, device)))
+        return instructions
 
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
         """The ops of a stage: its groups together, if there are several and cores for them."""
@@ -353,14 +353,14 @@ class _Cut:
 
     def sends(self, op: int) -> list[Instruction]:
         """What follows an op: its outputs to whom they are missing, then word of its end."""
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         for tensor in self.graph.outputs_of(op):
             readers = {self.placement[c] for c in self.graph.consumers_of(tensor).tolist()}
             for to in sorted(readers - {self.placement[op]}):
-                found.append(SendTensor(op, tensor, to, *self.flag(op, tensor, to)))
+                instructions.append(SendTensor(op, tensor, to, *self.flag(op, tensor, to)))
         for to in sorted(self.after[op]):
-            found.append(SendTensor(op, -1, to, *self.flag(op, -1, to)))
-        return found
+            instructions.append(SendTensor(op, -1, to, *self.flag(op, -1, to)))
+        return instructions
 
     def with_frees(self, device: int, instructions: list[Instruction]) -> list[Instruction]:
         """The same, each tensor made here forgotten after the last instruction that needs it."""
@@ -412,9 +412,6 @@ def extent_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     if math.prod(shape) == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-# Tensors that lie in a block of shared memory.
 
 
 def tensor_at(block: Block, slot: TensorSlot, skew_bytes: int = 0) -> Tensor:

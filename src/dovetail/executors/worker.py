@@ -211,8 +211,8 @@ class _Loaded:
     def _meet(self, value: int) -> None:
         share = self.share
         flags, spin_ns = self.base + share.barrier, self.spin_ns[0]
-        found = barrier(flags, share.seats, share.seat, value, self.abort, spin_ns)
-        if found == ABORTED:
+        reached = barrier(flags, share.seats, share.seat, value, self.abort, spin_ns)
+        if reached == ABORTED:
             raise Aborted
 
     def _current_op(self) -> int:
@@ -320,12 +320,12 @@ class _Loaded:
 
         def run() -> None:
             nonlocal skew
-            found = wait(flag, now[0], abort, spin_ns[0])
-            if found != now[0] + skew:
-                if found == ABORTED:
+            reached = wait(flag, now[0], abort, spin_ns[0])
+            if reached != now[0] + skew:
+                if reached == ABORTED:
                     raise Aborted
                 assert slot is not None
-                skew = found & SKEW
+                skew = reached & SKEW
                 values[tensor] = tensor_at(block, slot, skew)
 
         return run

@@ -17,6 +17,7 @@ from dovetail.machine import Device, Machine
 from dovetail.runtime.processes import Worker, launch
 
 ENTRY = "dovetail.executors.worker:serve"
+"""What a device's process runs."""
 
 
 class Workers:

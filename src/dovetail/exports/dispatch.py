@@ -101,18 +101,18 @@ def _of_plan(
 ) -> tuple[dict[str, "torch.device"], "torch.device"]:
     """Path -> torch device, and the device that the model's inputs go to."""
     check_one_replica(graph, FORMAT)
-    found, main = module_devices(plan, graph), first_device(plan, graph)
-    if set(found) != {""}:
-        check_glue(plan, graph, found, main, FORMAT)
+    module_homes, main = module_devices(plan, graph), first_device(plan, graph)
+    if set(module_homes) != {""}:
+        check_glue(plan, graph, module_homes, main, FORMAT)
     kinds = [device.kind for device in plan.machine.devices]
     real: dict[int, torch.device] = {}
-    for device in sorted({*found.values(), main}):
+    for device in sorted({*module_homes.values(), main}):
         name = plan.machine.device_names[device]
         if devices is not None and name not in devices:
             raise UsageError("devices", f"does not say which torch device {name} is")
         usual = kinds[:device].count("gpu") if kinds[device] == "gpu" else "cpu"
         real[device] = _torch_device(usual if devices is None else devices[name], name)
-    return {path: real[device] for path, device in found.items()}, real[main]
+    return {path: real[device] for path, device in module_homes.items()}, real[main]
 
 
 def _of_map(
@@ -159,10 +159,10 @@ def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> Non
     """Raise `UsageError` for a path that the model does not have, and `ExportError` for one module
     under two paths on two devices."""
     first: dict[int, str] = {}
-    known = set()
+    paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        known.add(path)
-        known.update(f"{path}.{name}" if path else name for name in _own(module))
+        paths.add(path)
+        paths.update(f"{path}.{name}" if path else name for name in _own(module))
         other = first.setdefault(id(module), path)
         if _home(path, homes) != _home(other, homes):
             raise ExportError(
@@ -172,7 +172,7 @@ def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> Non
                 "to one device",
             )
     for path in homes:
-        if path not in known:
+        if path not in paths:
             raise UsageError("plan", f"places {path!r}, which the model does not have")
 
 
@@ -276,8 +276,8 @@ class _ArgumentMover:
         self, _module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         move = self._move
-        kept = {k: v if k in self.skipped else move(v) for k, v in kwargs.items()}
-        return tuple(move(value) for value in args), kept
+        moved_kwargs = {k: v if k in self.skipped else move(v) for k, v in kwargs.items()}
+        return tuple(move(value) for value in args), moved_kwargs
 
     def _move(self, value: Any) -> Any:
         return _moved(value, self.device)
@@ -311,10 +311,10 @@ def _like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
     if type(value) is dict:
         return items
-    made = copy(value)
+    alike = copy(value)
     for key, item in items.items():
-        made[key] = item
-    return made
+        alike[key] = item
+    return alike
 
 
 @dataclass
@@ -350,7 +350,7 @@ def _copied(tensor: "Tensor", device: "torch.device") -> "Tensor":
     if sent is None or tensor.is_inference():  # which count no versions
         return copy()
     key = (id(tensor), device, torch.is_grad_enabled())
-    known = sent.copies.get(key)
-    if known is None or known[1] != tensor._version:
-        known = sent.copies[key] = (tensor, tensor._version, copy())
-    return known[2]
+    entry = sent.copies.get(key)
+    if entry is None or entry[1] != tensor._version:
+        entry = sent.copies[key] = (tensor, tensor._version, copy())
+    return entry[2]

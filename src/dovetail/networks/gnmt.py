@@ -39,7 +39,7 @@ from dovetail.networks.lstm import (
 from dovetail.networks.records import Examples, Network
 
 FIRST_RESIDUAL = 2
-"""The third layer from the bottom."""
+"""Index of the first layer with a residual connection: the third from the bottom."""
 
 
 class BidirectionalLayer(nn.Module):
@@ -121,9 +121,9 @@ class GNMT(nn.Module):
         for x in given.unbind(0):
             context = self.attention(states[0][0], *memory)
             for layer, cell in enumerate(self.decoder_lstm):
-                made = cell(x, context, *states[layer])
-                states[layer] = made[-2:]
-                x = made[0]
+                state = cell(x, context, *states[layer])
+                states[layer] = state[-2:]
+                x = state[0]
             outputs.append(self.softmax(x))
         return tuple(outputs)
 
@@ -135,9 +135,9 @@ class GNMT(nn.Module):
         tops = []
         for x in xs:
             for layer, cell in enumerate(above, 1):
-                made = cell(x, *states[layer])
-                states[layer] = made[-2:]
-                x = made[0]
+                state = cell(x, *states[layer])
+                states[layer] = state[-2:]
+                x = state[0]
             tops.append(x)
         return tops, states
 

@@ -1,7 +1,7 @@
-"""What the recurrent networks share: an LSTM cell, its attention and its softmax, step by step.
+"""Common parts of the recurrent networks: an LSTM cell, attention and softmax, step by step.
 
-Every cell of every step is its own ops, as a placer of ops wants them: a fused LSTM kernel would
-hide from it that layer 0 can be at step 5 while layer 1 is at step 4. Sequences are time-major,
+Every cell of every step has its own ops, so that a placer can place them: a fused LSTM kernel would
+hide that layer 0 can be at step 5 while layer 1 is at step 4. Sequences are time-major,
 [steps, batch], so that what a step reads is contiguous.
 
 Papers: Hochreiter and Schmidhuber, "Long Short-Term Memory", Neural Computation 1997,

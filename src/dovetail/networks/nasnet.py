@@ -192,12 +192,12 @@ class NASNetA(nn.Module):
                 self.reductions.append(ReductionCell(widths[-2], widths[-1], channels))
                 beside = widths[-2] if skip else widths[-1]
                 widths.append(4 * channels)
-            made = []
+            stage_cells = []
             for n in range(cells):
                 before = widths[-2] if n else beside
-                made.append(NormalCell(before, widths[-1], channels, reduced=n == 0))
-                widths.append(made[-1].outputs)
-            self.stages.append(nn.ModuleList(made))
+                stage_cells.append(NormalCell(before, widths[-1], channels, reduced=n == 0))
+                widths.append(stage_cells[-1].outputs)
+            self.stages.append(nn.ModuleList(stage_cells))
         grid = _halved((size - 1) // 2, 3)
         self.aux = NASNetAuxiliary(6 * channels // 2, grid, classes) if aux else None
         self.dropout = nn.Dropout(dropout)

@@ -99,11 +99,11 @@ class RandWireStage(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for node, reads in zip(self.nodes, self.reads, strict=True):
-            made.append(node(*(made[v] for v in reads)) if reads else node(x))
-        first, *others = (made[v] for v in self.last)
-        for other in others:
+            outputs.append(node(*(outputs[v] for v in reads)) if reads else node(x))
+        first, *further = (outputs[v] for v in self.last)
+        for other in further:
             first = first + other
         return first / len(self.last)
 

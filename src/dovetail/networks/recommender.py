@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from dovetail.networks.records import Examples, Network
 
 TEMPERATURE = 0.05
+"""Scores are divided by this before the softmax of the loss."""
 
 
 class FeatureTower(nn.Module):
@@ -67,8 +68,8 @@ def in_batch_loss(scores: Tensor, log_probabilities: Tensor) -> Tensor:
     """Mean cross entropy of each user with its own item among the batch's, scores corrected by the
     items' log-probabilities [batch] of being in it."""
     corrected = scores - log_probabilities
-    own = torch.arange(len(scores), device=scores.device)
-    return F.cross_entropy(corrected, own)
+    matches = torch.arange(len(scores), device=scores.device)
+    return F.cross_entropy(corrected, matches)
 
 
 def _module(*, batch: int, history: int, **sizes: Any) -> nn.Module:

@@ -154,8 +154,8 @@ class TransformerXL(nn.Module):
         positions = (self.positions.R, self.positions.u, self.positions.v)
         following = []
         for layer, memory in zip(self.layers, memories, strict=True):
-            x, kept = layer(x, memory, positions)
-            following.append(kept)
+            x, cached = layer(x, memory, positions)
+            following.append(cached)
         return self.softmax(x), tuple(following)
 
 

@@ -45,8 +45,8 @@ class FirstConv(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         """[batch, channels, length] of samples [batch, length]."""
         before = F.pad(self.before(samples[:, :-1]), (0, 0, 1, 0))
-        made: Tensor = self.here(samples) + before
-        return made.transpose(1, 2)
+        convolved: Tensor = self.here(samples) + before
+        return convolved.transpose(1, 2)
 
 
 class WaveNetLayer(nn.Module):

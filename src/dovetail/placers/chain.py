@@ -8,8 +8,8 @@ A dynamic programme over prefixes of the order and over how many devices of each
     best(prefix j, used + k)  =  min over i < j of  best(prefix i, used) (+) seconds of i..j on k
 
 where (+) is the sum for the objective `step`, one stage after another, and the maximum for `load`.
-It yields the best estimate for every number of devices. The evaluator judges these, and each cut is
-then moved while that makes the plan better.
+It yields the best plan by estimate for every number of devices. The evaluator judges these plans,
+and each of their cuts is then moved while that makes the plan better.
 
 PipeDream's planner (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
 Training", SOSP 2019, https://doi.org/10.1145/3341301.3359646, section 3.1) has the recurrence for
@@ -29,10 +29,12 @@ from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 Float64 = NDArray[np.float64]
 ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
-"""Shares of memory that stages may fill by the estimate, tried until a plan fits."""
+"""Shares of each device's memory that stages may fill by the estimate: tried in turn until the
+evaluator finds that a plan fits."""
 SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)
+"""Units by which a cut is moved when a plan is improved."""
 MOST_STATES = 2048
-"""Beyond it kinds of devices are merged with those that are most like them in speed."""
+"""Where there are more states, kinds of devices that follow each other are merged into one."""
 
 
 class _Stages(NamedTuple):
@@ -47,21 +49,22 @@ class _Stages(NamedTuple):
 
 
 def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best that was found; ties: the fewest devices. `problem.chain` must be there."""
+    """The best plan along `problem.chain`, which must be given; ties: the fewest devices."""
     order = ordered_groups(problem)
     candidates: dict[_Stages, Score] = {}
     for room in ROOMS:
         stages = _best_stages(problem, order, room)
         _judge(problem, budget, order, candidates, stages, always=True)
-        if any(not candidates[one].lacking_bytes for one in stages):
+        if any(not candidates[candidate].lacking_bytes for candidate in stages):
             break
-    # The simpler plans are improved too: what a plan with more devices gains is measured by them.
+    # Plans with fewer devices are improved as well: `auto` compares plans with more devices to
+    # them.
     by_count: dict[int, _Stages] = {}
-    for one in sorted(candidates, key=lambda one: candidates[one]):
-        by_count.setdefault(len(one.devices), one)
+    for candidate in sorted(candidates, key=lambda candidate: candidates[candidate]):
+        by_count.setdefault(len(candidate.devices), candidate)
     for count in sorted(by_count, key=lambda count: candidates[by_count[count]]):
         _improve(problem, budget, order, candidates, by_count[count])
-    best = min(candidates, key=lambda one: (candidates[one], len(one.devices)))
+    best = min(candidates, key=lambda candidate: (candidates[candidate], len(candidate.devices)))
     return _placement(problem, order, best)
 
 
@@ -84,7 +87,9 @@ def _improve(
         near = [moved for moved in _moved(best, len(order)) if moved not in candidates]
         _judge(problem, budget, order, candidates, near)
         better = min(
-            (one for one in near if one in candidates), key=candidates.__getitem__, default=best
+            (candidate for candidate in near if candidate in candidates),
+            key=candidates.__getitem__,
+            default=best,
         )
         if candidates[better] >= candidates[best]:
             return
@@ -92,13 +97,13 @@ def _improve(
 
 
 def _moved(stages: _Stages, units: int) -> list[_Stages]:
-    found = []
+    neighbours = []
     for i, cut in enumerate(stages.cuts):
         for shift in SHIFTS:
             cuts = (*stages.cuts[:i], cut + shift, *stages.cuts[i + 1 :])
             if all(a < b for a, b in pairwise((0, *cuts, units))):
-                found.append(_Stages(cuts, stages.devices))
-    return found
+                neighbours.append(_Stages(cuts, stages.devices))
+    return neighbours
 
 
 def _judge(
@@ -111,13 +116,13 @@ def _judge(
     always: bool = False,
 ) -> None:
     """Enter the score of each that can be afforded."""
-    new = [one for one in dict.fromkeys(stages) if one not in candidates]
+    new = [candidate for candidate in dict.fromkeys(stages) if candidate not in candidates]
     if not new:
         return
-    placements = np.stack([_placement(problem, order, one) for one in new])
-    for one, score in zip(new, budget.score(problem, placements, always=always), strict=True):
+    placements = np.stack([_placement(problem, order, candidate) for candidate in new])
+    for candidate, score in zip(new, budget.score(problem, placements, always=always), strict=True):
         if np.isfinite(score.lacking_bytes):
-            candidates[one] = score
+            candidates[candidate] = score
 
 
 def _placement(
@@ -139,7 +144,7 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
     start = np.full(units + 1, np.inf)
     start[0] = 0.0
     layer: dict[tuple[int, ...], Float64] = {(0,) * len(kinds): start}
-    found: list[_Stages] = []
+    best_of_counts: list[_Stages] = []
     cells: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
     for _ in range(sum(map(len, kinds))):
         following: dict[tuple[int, ...], Float64] = {}
@@ -162,8 +167,8 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
         ends = [used for used in layer if np.isfinite(layer[used][units])]
         if ends:
             best_used = min(ends, key=lambda used: layer[used][units])
-            found.append(_walk_back(kinds, cells, best_used, units))
-    return found or [_one_stage(problem, order)]
+            best_of_counts.append(_walk_back(kinds, cells, best_used, units))
+    return best_of_counts or [_one_stage(problem, order)]
 
 
 def _walk_back(

@@ -1,4 +1,4 @@
-"""What it means that a plan is contiguous, and a problem as stages of devices see it.
+"""Contiguous plans: what they are, a problem contracted for them, and the best chain of stages.
 
 A placement is *contiguous* when its devices can be put in an order in which no forward edge goes
 back. Every device's forward part is then convex (no path leaves it and comes back), and each device
@@ -28,8 +28,10 @@ from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 from dovetail.simulator.loads import HOST_SOURCE, LoadModel
 
 LOOSE = -1
-"""`element_of` a group that is in no element: it has no forward op, and goes where it fits last."""
+"""`element_of` a group that is in no element: it has no forward op, and is placed last, where it
+fits."""
 _DROPPED = -2
+"""Source of a net that a loose group makes: such nets are left out."""
 
 
 class DeviceKinds(NamedTuple):
@@ -200,14 +202,14 @@ def elements_of(
     )
     nets = np.repeat(np.arange(len(sources)), np.diff(model.net_offsets))
     targets = element_of[model.net_targets]
-    kept = (targets != LOOSE) & (targets != sources[nets]) & (sources[nets] != _DROPPED)
-    pairs = _distinct(np.stack([nets[kept], targets[kept]], axis=1), count)
+    is_read = (targets != LOOSE) & (targets != sources[nets]) & (sources[nets] != _DROPPED)
+    pairs = _distinct(np.stack([nets[is_read], targets[is_read]], axis=1), count)
     used, net = np.unique(pairs[:, 0], return_inverse=True)
     sources = sources[used].astype(np.int32)
     amounts = np.stack([model.net_sends[used], model.net_bytes[used]], axis=1)
-    made = np.flatnonzero(sources >= 0)
-    owners = np.concatenate([pairs[:, 1], sources[made]])
-    touches = np.concatenate([net, ~made])
+    inner_nets = np.flatnonzero(sources >= 0)
+    owners = np.concatenate([pairs[:, 1], sources[inner_nets]])
+    touches = np.concatenate([net, ~inner_nets])
     by_owner = np.argsort(owners, kind="stable")
     return Elements(
         work_seconds=work,
@@ -238,8 +240,8 @@ def _mirrored(problem: PlacementProblem) -> Int32:
     graph, of_op = problem.graph, problem.groups.of_op
     before, after = graph.producers[graph.input_tensors], graph.readers
     backward = graph.phases == Phase.BACKWARD
-    kept = backward[before] & backward[after]
-    ends = np.stack([of_op[after[kept]], of_op[before[kept]]], axis=1)
+    is_backward = backward[before] & backward[after]
+    ends = np.stack([of_op[after[is_backward]], of_op[before[is_backward]]], axis=1)
     orphaned = problem.load.forward[ends] == 0
     ends = ends[orphaned.any(axis=1) & (ends[:, 0] != ends[:, 1])]
     return _distinct(ends, problem.groups.count)
@@ -258,10 +260,10 @@ def _idle_leaves(problem: PlacementProblem, edges: Int32) -> Int32:
     sources = np.repeat(model.net_sources, np.diff(model.net_offsets))
     ends = np.concatenate([edges, np.stack([sources, model.net_targets], axis=1)])
     neighbours: list[set[int]] = [set() for _ in range(model.groups)]
-    for one, other in ends.tolist():
-        neighbours[other].add(one)
-        if one != HOST_SOURCE:
-            neighbours[one].add(other)
+    for source, target in ends.tolist():
+        neighbours[target].add(source)
+        if source != HOST_SOURCE:
+            neighbours[source].add(target)
     pairs: list[tuple[int, int]] = []
     waiting = np.flatnonzero(idle & (model.forward == 1)).tolist()
     while waiting:
@@ -269,8 +271,8 @@ def _idle_leaves(problem: PlacementProblem, edges: Int32) -> Int32:
         if len(neighbours[group]) != 1:
             continue
         (beside,) = neighbours[group]
-        kept = (problem.allowed[group] | ~problem.allowed[beside]).all()
-        if beside != HOST_SOURCE and model.forward[beside] and kept:
+        may_join = (problem.allowed[group] | ~problem.allowed[beside]).all()
+        if beside != HOST_SOURCE and model.forward[beside] and may_join:
             pairs.append((group, beside))
             neighbours[group].clear()
             neighbours[beside].remove(group)
@@ -282,25 +284,24 @@ def _idle_leaves(problem: PlacementProblem, edges: Int32) -> Int32:
 def _hop(model: LoadModel, device: int) -> tuple[float, float, float, float]:
     """Seconds of a hop from and to the host, each per tensor and per byte; without such a link,
     or on the host itself, the mean of the device's links."""
-    others = [model.host] if device != model.host and model.linked[device, model.host] else None
-    if others is None:
-        others = np.flatnonzero(model.linked[device] * model.counted).tolist()
-        others = [other for other in others if other != device]
-    if not others:
+    neighbours = [model.host] if device != model.host and model.linked[device, model.host] else None
+    if neighbours is None:
+        neighbours = np.flatnonzero(model.linked[device] * model.counted).tolist()
+        neighbours = [neighbour for neighbour in neighbours if neighbour != device]
+    if not neighbours:
         return (0.0, 0.0, 0.0, 0.0)
     return (
-        float(model.latency_seconds[others, device].mean()),
-        float(model.seconds_per_byte[others, device].mean()),
-        float(model.latency_seconds[device, others].mean()),
-        float(model.seconds_per_byte[device, others].mean()),
+        float(model.latency_seconds[neighbours, device].mean()),
+        float(model.seconds_per_byte[neighbours, device].mean()),
+        float(model.latency_seconds[device, neighbours].mean()),
+        float(model.seconds_per_byte[device, neighbours].mean()),
     )
 
 
-# The walks up a lattice of ideals, that `stages.best_chain` spends its time in.
-
+# ── The walk up a lattice of ideals: the kernels in which `best_chain` spends its time ───────────
 
 STEPS = 2_000_000
-"""Of the walks between two looks at the budget: about .1 s."""
+"""Steps of the walks between two looks at the budget: they take about .1 s."""
 
 
 class Lattice(NamedTuple):
@@ -393,7 +394,7 @@ def push(
 
 @inlined
 def _alive(table: StageTable, walk: StageWorkspace, ideal: int) -> int:
-    """How many states of the ideal may still lead below the ceiling; they stand in `walk`."""
+    """Number of states of the ideal that may still lead below the ceiling; fills `walk.states`."""
     ceiling, alive = table.ceiling[0], 0
     for kind in range(len(walk.kinds)):
         walk.kinds[kind] = 0
@@ -438,7 +439,7 @@ def _climb(
     alive: int,
     steps: Int64,
 ) -> None:
-    """Visit every ideal above, and note what a stage from the bottom to there gives."""
+    """Visit every ideal above, and note the value of a stage from the bottom to there."""
     depth = 0
     while depth >= 0:
         edge = walk.next_add[depth]
@@ -549,8 +550,9 @@ def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bo
     return grows
 
 
-# The best chain of stages through a lattice of ideals: the programme that `ideal_dp` and
-# `linear_dp` share.
+# ── The best chain of stages through a lattice of ideals ────────────────────────────────────────
+#
+# `ideal_dp` and `linear_dp` share this dynamic programme.
 #
 # An ideal is a set of elements that holds all predecessors of its members. With f(I, c) the least
 # possible largest load of stages that make up I on devices c (a count of each kind),
@@ -558,18 +560,16 @@ def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bo
 #     f({}, none) = 0
 #     f(I, c) = min over ideals J below I and kinds k in c of   max(f(J, c - k), load(k, I \ J))
 #
-# From every J that is reached, a depth-first walk up adds elements in ascending rank, which meets
-# each I above it exactly once: the walk to I adds the elements of I \ J in the order of their
-# ranks,
-# and every prefix of that is an ideal with J. Along the walk loads follow from counts per net.
+# From every J that is reached, a depth-first walk up adds elements in ascending rank. It meets each
+# I above J exactly once: the walk to I adds the elements of I \ J in the order of their ranks, and
+# every prefix of that, with J, is an ideal. Loads along the walk follow from counts per net.
 #
-# Only plans below a known value (`ceiling`) are looked for, so most of it is cut off:
-# * the walk, where work, bytes and those transfers that more elements cannot undo reach it for
-# every
-#   kind of device that is left;
-# * the states (I, c), where what is left of the work is more than the devices that are left can do:
-#   sum of lambda_k x devices left of k x ceiling < sum over elements left of min_k lambda_k x
-# work_k.
+# Only plans below a known value (`ceiling`) are searched for, which cuts off most of the walk:
+# * a stage ends where its work, its bytes and those transfers that more elements cannot undo reach
+#   the ceiling for every kind of device that is left;
+# * a state (I, c) is skipped where the devices that are left cannot do the work that is left:
+#   sum over k of lambda_k x devices left of k x ceiling
+#                                           < sum over elements left of min_k lambda_k x work_k
 #
 # Exact for any weights lambda. O(ideals x ideals above) steps at most, each O(nets of an element x
 # kinds + states).
@@ -578,7 +578,7 @@ def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bo
 MOST_ENTRIES = 2**24
 """Largest table, in ideals x states: 13 bytes each."""
 _ROUNDING = 1e-9
-"""Share of all work that sums in another order must not cut a plan off for."""
+"""Share of all work by which sums in another order may differ: no plan is cut off for less."""
 
 
 class StageChain(NamedTuple):

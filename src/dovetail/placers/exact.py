@@ -7,10 +7,10 @@ no placement beats, and the two meet by logic-based Benders decomposition:
             infeasible: the best so far is optimal; none so far: no placement fits
             evaluate the placement, and rule it out
 
-`load`: `exact_load`, whose relaxation is the objective itself but for memory, and, where a first
-round leaves a gap, the bound of `exact_share`. `step`: `exact_step`, where ops and transfers are
-intervals. `latency`: `exact_latency`. Where placements are few (`can_enumerate`), evaluating every
-one is the faster proof, and is used if the budget reaches for it.
+`load`: `load_master`, whose relaxation is the objective itself but for memory, and, where a first
+round leaves a gap, the bound of `share_bound`. `step`: `step_master`, where ops and transfers are
+intervals. `latency`: `latency_master`. Where placements are few (`can_enumerate`), evaluating every
+one is the faster proof, and is used if the budget is large enough.
 
 Papers: Hooker & Ottosson, "Logic-based Benders decomposition", Mathematical Programming 96 (2003),
 https://doi.org/10.1007/s10107-003-0375-9, section 3; Perron & Didier, CP-SAT,
@@ -40,11 +40,14 @@ from dovetail.placers.exhaustive import can_enumerate, every_placement
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.latency import LatencyModel, latency_model
 
-# What both CP-SAT models share: who is where, devices that are alike, memory, what is ruled out.
+# ── The master problem: parts that the CP-SAT models of all objectives share ────────────────────
+#
+# These are literals for where each group is, devices that are alike, memory, and placements that
+# are ruled out.
 #
 # Symmetry. Devices are alike if swapping them changes neither costs, links, memory nor what is
-# allowed. Of the placements that only swap alike devices one is kept: going through the groups, the
-# heaviest first, device k of a class is used only after device k - 1 of the class.
+# allowed. Of the placements that only swap alike devices the model keeps one: going through the
+# groups, the heaviest first, device k of a class is used only after device k - 1 of the class.
 #
 # Memory. A placement is judged by its simulated peak, which no linear rule gives. The model holds
 # what every placement needs, whatever the order of its ops: on each device
@@ -52,8 +55,7 @@ from dovetail.simulator.latency import LatencyModel, latency_model
 #     sum of resident and output bytes of its groups <= capacity
 #     sum of resident bytes of its groups + what one op of them reads and makes <= capacity
 #
-# and what fits by these rules and lacks memory in truth is ruled out one placement at a time.
-
+# A placement that fits by these rules but lacks memory when it is simulated is ruled out by itself.
 
 SCALE_UNITS = 2**26
 """Units of time that a step or load of the size expected has: durations are rounded down to whole
@@ -65,7 +67,7 @@ HORIZON_UNITS = 2**46
 """Above the sum of the durations of every model that there is memory for: no plan is cut off,
 however much slower than expected."""
 ROOM_UNITS = 2**26
-"""Units of memory that a device's capacity has, for the same reason."""
+"""Units of memory that a device's capacity is counted in: few, for the same reason."""
 
 
 @dataclass(eq=False)
@@ -210,8 +212,8 @@ def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
     load, host = problem.load, problem.load.host
     if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
         return False
-    one, other = problem.machine.devices[a], problem.machine.devices[b]
-    same = one.kind == other.kind  # `latency` tells accelerators from CPUs
+    first_device, second_device = problem.machine.devices[a], problem.machine.devices[b]
+    same = first_device.kind == second_device.kind  # `latency` tells accelerators from CPUs
     same &= (problem.allowed[:, a] == problem.allowed[:, b]).all()
     seconds = problem.costs.compute_seconds
     same &= (seconds[:, a] == seconds[:, b]).all()
@@ -271,22 +273,22 @@ def necessary_bytes(problem: PlacementProblem) -> tuple[Int64, Int64, Int64]:
     of the graph; and besides the first while the neediest op of the group runs."""
     graph, of_op, count = problem.graph, problem.groups.of_op, problem.groups.count
     stay = problem.load.resident_bytes.astype(np.int64)
-    own = graph.bases < 0
+    is_base = graph.bases < 0
     end = stay.copy()
     for tensor in np.unique(graph.outputs).tolist():
-        if own[tensor] and not graph.is_source[graph.producers[tensor]]:
+        if is_base[tensor] and not graph.is_source[graph.producers[tensor]]:
             end[of_op[graph.producers[tensor]]] += graph.tensor_bytes[tensor]
     passing = np.zeros(count, np.int64)
-    np.maximum.at(passing, of_op, _bytes_while_running(graph, own))
+    np.maximum.at(passing, of_op, _bytes_while_running(graph, is_base))
     return stay, end, passing
 
 
-def _bytes_while_running(graph: Graph, own: NDArray[np.bool_]) -> Int64:
+def _bytes_while_running(graph: Graph, is_base: NDArray[np.bool_]) -> Int64:
     """[ops] what an op reads and makes, without views and what is resident."""
-    made = own & ~graph.is_source[graph.producers]
+    is_made = is_base & ~graph.is_source[graph.producers]
     needed = np.zeros(len(graph), np.int64)
-    np.add.at(needed, graph.producers, np.where(made, graph.tensor_bytes, 0))
-    passes = made | (own & (graph.residences[graph.producers] == HOST))
+    np.add.at(needed, graph.producers, np.where(is_made, graph.tensor_bytes, 0))
+    passes = is_made | (is_base & (graph.residences[graph.producers] == HOST))
     reads = np.stack([graph.readers, graph.input_tensors], axis=1)
     reads = np.unique(reads[passes[graph.input_tensors]], axis=0)
     np.add.at(needed, reads[:, 0], graph.tensor_bytes[reads[:, 1]])
@@ -356,8 +358,8 @@ def add_hop(
         elsewhere = _none_of(master.at[target], destinations)
         master.model.add_bool_or([literal, *not_there, *elsewhere])
     if literal is not None:
-        known = Hop(literal, source, targets, frozenset(sources), frozenset(destinations))
-        master.hops.append(known)
+        hop = Hop(literal, source, targets, frozenset(sources), frozenset(destinations))
+        master.hops.append(hop)
     return literal
 
 
@@ -369,7 +371,7 @@ def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model
     return [literal for d, literal in at.items() if d not in devices]
 
 
-# The `latency` of one sample as a CP-SAT model.
+# ── `latency`: the time of one sample as a CP-SAT model ─────────────────────────────────────────
 #
 #     min T   with, for every accelerator d and each of its calls (forward ops, backward ops) S,
 #     start(S) >= end(u)                         for every u elsewhere that an op of S reads
@@ -379,13 +381,12 @@ def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model
 #     end(v)   >= end(S) on an accelerator,      end(u) + w(v) for all u that v reads on a CPU
 #     T        >= end(v)
 #
-# where placements, memory and the order of alike accelerators are those of `exact_master`. Parts
-# that wait for each other are ruled out by the times, as far as these are not 0.
+# Placements, memory and the order of alike accelerators are those of the master problem. The times
+# rule out parts that wait for each other, unless their durations are 0.
 #
 # Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4. Differences: a second call for backward
 # ops, as in `simulator.latency`; integers, rounded down, so that the bound holds.
-
 
 Call = tuple[int, int]  # (device, 0: forward or 1: backward)
 
@@ -432,7 +433,8 @@ def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
         took = cp_model.LinearExpr.sum(terms)
         master.model.add(calls.call_ends[call] >= calls.starts[call] + took)
         master.terms += len(terms)
-    # Parts that wait for each other creep towards the horizon, one duration at a time.
+    # Without this limit, propagation over parts that wait for each other would creep towards the
+    # horizon, one duration at a time.
     for moment in [master.objective, *calls.times]:
         master.model.add(moment <= calls.sum_units)
     return master
@@ -485,8 +487,8 @@ def _add_reads(calls: _CallModel, op: int) -> None:
     for device in everywhere:
         if not model.accelerator[device]:
             continue
-        others = everywhere - {device}
-        into = [add_hop(master, group, targets[late], others, {device}) for late in (0, 1)]
+        elsewhere = everywhere - {device}
+        into = [add_hop(master, group, targets[late], elsewhere, {device}) for late in (0, 1)]
         units = master.units(model.in_seconds[op, device])
         if into[0] is not None:
             _carry(calls, (device, 0), units, into[0])
@@ -496,7 +498,7 @@ def _add_reads(calls: _CallModel, op: int) -> None:
             master.model.add_bool_or([fetched, ~into[1], *forward])
             _carry(calls, (device, 1), units, fetched)
         if device in _at(calls, op):
-            out = add_hop(master, group, targets[0] + targets[1], {device}, others)
+            out = add_hop(master, group, targets[0] + targets[1], {device}, elsewhere)
             if out is not None:
                 units = master.units(model.out_seconds[op, device])
                 _carry(calls, (device, int(model.late[op])), units, out)
@@ -512,14 +514,13 @@ def _groups(calls: _CallModel, users: list[int], late: int) -> list[int]:
     return sorted({int(of_op[user]) for user in users if calls.model.late[user] == late})
 
 
-# The `load` objective as a CP-SAT model.
+# ── `load`: the largest load of a device as a CP-SAT model ──────────────────────────────────────
 #
 #     min L   with, for every device d that counts,
 #     L >= sum_g work(g, d) x(g, d) + sum of its hops
 #     hop(net, from a to d) >= x(source, a) + x(target, d) - 1                 linked devices
-#     hop(net, from a to host) >= x(source, a) + x(target, d) - 1              for every d that a
-# has
-#     hop(net, from host to d) >= x(source, a) + x(target, d) - 1              no link to
+#     hop(net, from a to host) >= x(source, a) + x(target, d) - 1          for every d without a
+#     hop(net, from host to d) >= x(source, a) + x(target, d) - 1          link from a
 #
 # where x(g, d) says that group g is on device d. Sources that reach d through the host alike share
 # their last hop, so a machine whose accelerators meet at the host only needs two literals a net and
@@ -528,7 +529,6 @@ def _groups(calls: _CallModel, users: list[int], late: int) -> list[int]:
 # Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423. Differences: any links; alike devices ordered;
 # integers, rounded down, so that the bound holds.
-
 
 Terms = defaultdict[int, list[cp_model.LinearExprT]]
 
@@ -561,7 +561,8 @@ def _add_net(master: Master, net: int, terms: Terms) -> None:
         for d in sorted(direct):
             _add(master, net, (a, d), ({a}, {d}), terms)
         if a != host:
-            # Once, however many lie behind it, and whether it stays or goes on.
+            # The net goes to the host once, however many devices behind the host read it, and
+            # whether it stays there or goes on.
             _add(master, net, (a, host), ({a}, ends - direct - {a}), terms)
     for d in sorted(ends - {host}):
         relayed = {a for a in homes - {d} if not load.linked[a, d]}
@@ -593,7 +594,7 @@ def _add(
             terms[device].append(units * literal)
 
 
-# A bound on `load` from one device of each kind: what the best of them may do.
+# ── A lower bound on `load` from one device of each kind ────────────────────────────────────────
 #
 # Let every group have a weight p(g) >= 0, of sum 1. In a plan of largest load L the devices of kind
 # c, k(c) of them and alike, hold disjoint sets of groups; take of each kind the set that weighs
@@ -602,15 +603,16 @@ def _add(
 #     share(p, L) = max sum_c k(c) p(S(c))    with disjoint sets S(c), load(S(c)) <= L,
 #                                             bytes(S(c)) <= capacity(c)
 #
-# is less than 1. That has one device where the whole problem has k: nothing is symmetric, and a
-# mixed-integer solver proves much in it. `load` counts a net that enters or leaves the set at its
-# cheapest hop. First p are seconds, and L the least that makes share(p, L) >= 1. Then p is bettered
-# for an L half way to the best plan: the sets found so far give the linear programme
+# is less than 1. This programme has one device where the whole problem has k: nothing in it is
+# symmetric, and a mixed-integer solver proves much in it. `load` counts a net that enters or leaves
+# the set at its cheapest hop. First p are seconds, and L the least that makes share(p, L) >= 1.
+# Then p is bettered for an L half way to the best plan: the sets found so far give the linear
+# programme
 #
 #     min sum_c k(c) s(c)    with p(S) <= s(c) for each set S of kind c found so far, sum p = 1
 #
-# whose p are mixed half and half with the best so far; where its optimum is 1 or more no p refutes
-# L.
+# whose p are mixed half and half with the best so far. Where its optimum is 1 or more, no p can
+# refute L.
 #
 # This is the dual of the formulation by sets of groups, solved by cutting planes: Vanderbeck, "On
 # Dantzig-Wolfe decomposition in integer programming and ways to perform branching", Operations
@@ -618,16 +620,16 @@ def _add(
 # Differences: no branching; stabilised by mixing, within a box about the best p.
 # HiGHS solves in floating point to a feasibility of 1e-6; bounds are lowered by `MARGIN`.
 
-
 MARGIN = 2e-6
+"""Bounds are lowered by this share, twice HiGHS's feasibility tolerance of 1e-6."""
 NODE_EVALUATIONS = 10.0
 """Evaluations of a budget that one node of a search tree costs."""
 CLOSE_ENOUGH = 1e-3
-"""Relative gap that weights are not bettered for."""
+"""Relative gap between bound and value at which weights are no longer improved."""
 BOX = 0.8
 """How far weights may move at once, relative to themselves and to an equal share."""
 RELATIVE_GAP = 1e-3
-"""Of the solver: what is left open is lost to the bound."""
+"""Relative gap at which the solver stops; the bound is weaker by this gap."""
 
 Float64 = NDArray[np.float64]
 
@@ -655,7 +657,7 @@ class _SparseRows:
 
 
 def share_bound(problem: PlacementProblem, budget: Budget) -> None:
-    """Prove what can be proven within `budget`, each bound as it is found.
+    """Search for lower bounds within `budget`, and hand it each as it is found.
 
     A budget in evaluations pays `NODE_EVALUATIONS` a node of the search trees.
     """
@@ -747,15 +749,17 @@ class _ShareModel:
             for sets in pool
             for c, of_kind in enumerate(sets)
         ])  # fmt: skip
-        one = np.concatenate([np.ones(self.groups), np.zeros(count)])[None]
+        sum_row = np.concatenate([np.ones(self.groups), np.zeros(count)])[None]
         free = [(0.0, None)] * (self.groups + count)
         width = BOX * centre
         box = [*zip(centre - width, centre + width + BOX / self.groups, strict=True)]
-        found = [
-            linprog(objective, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=one, b_eq=[1], bounds=b)
+        solutions = [
+            linprog(
+                objective, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=sum_row, b_eq=[1], bounds=b
+            )
             for b in (free, box + free[:count])
         ]
-        least, moved = found[0].fun, found[1].x
+        least, moved = solutions[0].fun, solutions[1].x
         assert least is not None and moved is not None, "bounded, and the centre is feasible"
         return float(least), (centre + moved[: self.groups]) / 2
 
@@ -778,7 +782,7 @@ class _ShareModel:
             constraints.append(LinearConstraint(share[None], 1.0, np.inf))
         most = np.concatenate([[limits[1]], *(kind.most for kind in self.kinds)])
         nodes = int(min(budget.left / NODE_EVALUATIONS, 10**9)) if not budget.timed else 10**9
-        found = milp(
+        solution = milp(
             objective,
             integrality=np.concatenate([[0], *(kind.whole for kind in self.kinds)]),
             bounds=Bounds(np.zeros(self._columns), most),
@@ -790,11 +794,11 @@ class _ShareModel:
             },
         )
         if not budget.timed:
-            budget.charge(NODE_EVALUATIONS * (1 + int(found.mip_node_count or 0)))
-        bound = found.mip_dual_bound
-        if bound is None and found.status == 0:
-            bound = found.fun
-        return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, found.x
+            budget.charge(NODE_EVALUATIONS * (1 + int(solution.mip_node_count or 0)))
+        bound = solution.mip_dual_bound
+        if bound is None and solution.status == 0:
+            bound = solution.fun
+        return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, solution.x
 
 
 class _DeviceKind:
@@ -843,8 +847,8 @@ def _add_kind(kind: _DeviceKind, first: int, sum_seconds: float, system: _Sparse
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:
-    """Devices that count, the alike together; none where a device that does not count may be
-    used, since what it holds nobody pays for."""
+    """Devices whose load counts, alike ones together. The result is empty where ops may also run
+    on a device whose load does not count: no set of groups is then a load of someone."""
     counted = problem.load.counted.astype(bool)
     if problem.allowed[:, ~counted].any():
         return []
@@ -865,21 +869,22 @@ def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64
         load.net_sends[:, None, None] * load.latency_seconds
         + load.net_bytes[:, None, None] * load.seconds_per_byte
     )
-    hops[hops < 1e-18] = 0.0  # links that cost nothing have a bandwidth nevertheless
-    others = [d for d in range(load.devices) if d != device]
+    # Links of instances that cost nothing are given a huge bandwidth, not an infinite one.
+    hops[hops < 1e-18] = 0.0
+    elsewhere = [d for d in range(load.devices) if d != device]
     enters, leaves = np.zeros(len(hops)), np.zeros(len(hops))
     for net in range(len(hops)):
         source = int(load.net_sources[net])
-        homes = [load.host] if source < 0 else others
+        homes = [load.host] if source < 0 else elsewhere
         into = [a if load.linked[a, device] else load.host for a in homes]
         enters[net] = min((float(hops[net, a, device]) for a in into), default=0.0)
-        away = [d if load.linked[device, d] else load.host for d in others]
+        away = [d if load.linked[device, d] else load.host for d in elsewhere]
         if source >= 0:
             leaves[net] = min((float(hops[net, device, d]) for d in away), default=0.0)
     return enters, leaves
 
 
-# The seconds of a step as a CP-SAT model: a job shop with a choice of machines.
+# ── `step`: the seconds of a step as a CP-SAT model, a job shop with a choice of machines ───────
 #
 #     min T   with, where x(g, d) says that group g is on device d,
 #     one interval (o, d) for each op, present if x(group of o, d)
@@ -895,8 +900,7 @@ def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64
 #
 # Source: optional intervals and `NoOverlap` of the OR-tools manual, "Scheduling",
 # https://developers.google.com/optimization/scheduling/job_shop; the rules are those of section 3
-# of docs/design.md. Differences: memory is what `exact_master` says, not a peak over time.
-
+# of docs/design.md. Differences: memory is that of the master problem, not a peak over time.
 
 Spot = tuple[int, int]  # (unit, device): a tensor, or tensors + op for a control edge, arriving
 
@@ -1105,22 +1109,27 @@ def _add_work(master: Master) -> None:
             master.model.add(sum(terms) <= master.objective)
 
 
+# ── The search: rounds of CP-SAT and evaluations ────────────────────────────────────────────────
+
 MOST_INTERVALS = 40_000
-"""Of the `step` model: beyond it CP-SAT spends minutes before its first bound."""
+"""Largest `step` model: with more intervals CP-SAT spends minutes before its first bound."""
 MOST_HOPS = 60_000
-"""Of the `load` model, nets x devices: building it takes no more than some 20 s, which no budget
-cuts short."""
+"""Largest `load` model, in nets x devices: building it takes up to about 20 s, and no budget cuts
+that short."""
 DETERMINISTIC_SECONDS = 1e-3
 """CP-SAT's deterministic seconds that one evaluation of a budget buys."""
 FIRST_EVALUATIONS = 2000.0
-"""What CP-SAT may spend on `load` before `exact_share`: what is easy needs no more."""
+"""Evaluations that CP-SAT may spend on `load` before `share_bound`: easy problems need no more."""
 SHARE_OF_SHARE = 0.6
-"""Share of the budget that `exact_share` may have."""
+"""Share of the budget that `share_bound` may spend."""
 NEVER = 2**31
-"""Rounds that no search has."""
+"""A number of rounds that no search reaches."""
 ROUNDING = 1e-9
-"""Relative: what sums in another order may differ by."""
+"""Relative difference that sums may have in another order."""
 POLL_SECONDS = 0.05
+"""The main thread looks this often whether a Ctrl-C has arrived."""
+PATIENCE_POLLS = 40
+"""After a Ctrl-C the main thread waits this many polls for the solver to stop."""
 
 
 def exact(
@@ -1176,7 +1185,7 @@ def _builder(problem: PlacementProblem) -> Callable[[PlacementProblem, float], M
 
 @dataclass(eq=False)
 class _ExactSearch:
-    """What a call of `exact` knows.
+    """The state of one call of `exact`.
 
     master    the model, once it is built
     scale_seconds   the value that it was built for
@@ -1205,8 +1214,8 @@ class _ExactSearch:
 
     def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
         """Build the model, again where the best value is far from what it was built for."""
-        known = self.budget.score(self.problem, self.problem.fastest[None])[0].value
-        scale_seconds = self.limit_seconds if np.isfinite(self.limit_seconds) else known
+        fastest_value = self.budget.score(self.problem, self.problem.fastest[None])[0].value
+        scale_seconds = self.limit_seconds if np.isfinite(self.limit_seconds) else fastest_value
         far = max(scale_seconds, self.scale_seconds) > 2 * min(scale_seconds, self.scale_seconds)
         if self.master is None or far:
             self.scale_seconds = scale_seconds
@@ -1256,11 +1265,11 @@ class _ExactSearch:
         assert self.master is not None, "built before the first round"
         master, budget = self.master, self.budget
         self._tighten(master)
-        seen = _SolutionCollector(master)
+        collector = _SolutionCollector(master)
         solver = _solver(self.problem, budget, most_evaluations)
         status: list[cp_model.CpSolverStatus] = []
         in_background(
-            budget, lambda: status.append(solver.solve(master.model, seen)), solver.stop_search
+            budget, lambda: status.append(solver.solve(master.model, collector)), solver.stop_search
         )
         if not status:
             return False
@@ -1273,7 +1282,7 @@ class _ExactSearch:
         bound_seconds = solver.best_objective_bound * master.unit_seconds * (1 - ROUNDING)
         if bound_seconds > 0:
             budget.prove(min(bound_seconds, self.limit_seconds), "CP-SAT")
-        return self._rule_out(seen.placements)
+        return self._rule_out(collector.placements)
 
     def _tighten(self, master: Master) -> None:
         """Look only for what is better than the best, and start from it."""
@@ -1330,9 +1339,9 @@ def _solver(
 
 
 def in_background(budget: Budget, work: Callable[[], object], stop: Callable[[], object]) -> None:
-    """Run `work` in a thread, so that a Ctrl-C is seen here and `stop`s it.
+    """Run `work` in a thread, so that this thread sees a Ctrl-C and calls `stop`.
 
-    What cannot be stopped is left behind, to end at its own limit.
+    Work that does not stop is left behind; it ends at its own limit.
     """
     failures: list[BaseException] = []
 
@@ -1344,7 +1353,7 @@ def in_background(budget: Budget, work: Callable[[], object], stop: Callable[[],
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    patience = 40
+    patience = PATIENCE_POLLS
     while thread.is_alive() and patience > 0:
         try:
             thread.join(POLL_SECONDS)

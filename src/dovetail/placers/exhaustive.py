@@ -7,8 +7,9 @@ from dovetail.placers.budget import UNKNOWN, Budget
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 MOST_PLACEMENTS = 20_000
+"""Placements up to which all of them may be evaluated."""
 MOST_ENTRIES = 2**27
-"""Of all placements, in groups x placements: half a GiB."""
+"""Most groups x placements in one array of all placements: half a GiB."""
 
 
 def can_enumerate(problem: PlacementProblem, budget: Budget) -> bool:

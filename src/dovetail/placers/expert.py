@@ -1,4 +1,4 @@
-"""What an expert does by hand: layers of an RNN on devices of their own, else runs of layers.
+"""The expert's placement by hand: each layer of an RNN on its own device, else runs of layers.
 
 Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 https://arxiv.org/abs/1706.04972, section 4.1 and table 2: each LSTM layer on its own device,
@@ -74,9 +74,9 @@ def _by_layer(graph: Graph, layers: dict[str, _StackLayer | None], devices: int)
         if layer is not None:
             stacks.setdefault(layer.stack, []).append(layer.index)
     ranks = {
-        _StackLayer(stack, index): (rank, len(set(found)))
-        for stack, found in stacks.items()
-        for rank, index in enumerate(sorted(set(found)))
+        _StackLayer(stack, index): (rank, len(set(indices)))
+        for stack, indices in stacks.items()
+        for rank, index in enumerate(sorted(set(indices)))
     }
 
     def part(rank: int, count: int) -> int:
@@ -126,14 +126,14 @@ def _vote(problem: PlacementProblem, part_of_op: NDArray[np.int_], parts: int) -
         undecided = ~votes.any(axis=1)
         votes[undecided] = of_phase[undecided]
     sources, destinations, one_way = problem.edges
-    ends, others = np.append(sources, destinations), np.append(destinations, sources)
+    ends, far_ends = np.append(sources, destinations), np.append(destinations, sources)
     sizes = np.append(one_way, one_way)
     while True:
         decided = np.asarray(votes.any(axis=1))
         pulled = np.zeros_like(votes)
-        known = decided[others]
-        parts_there = votes.argmax(axis=1)[others[known]]
-        np.add.at(pulled, (ends[known], parts_there), sizes[known] + 1)
+        is_decided = decided[far_ends]
+        parts_there = votes.argmax(axis=1)[far_ends[is_decided]]
+        np.add.at(pulled, (ends[is_decided], parts_there), sizes[is_decided] + 1)
         follows = ~decided & pulled.any(axis=1)
         if not follows.any():
             return np.asarray(votes.argmax(axis=1))

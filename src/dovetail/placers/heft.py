@@ -46,7 +46,7 @@ from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int32, Int64
 
 MOST_GAPS = 256
-"""Gaps that a device remembers: the latest."""
+"""A device remembers this many of its latest gaps."""
 
 
 class _HeftSchedule(NamedTuple):
@@ -95,8 +95,8 @@ def upward_ranks(tasks: Tasks, limits: GroupLimits) -> Float64:
     """[ops] seconds. An op is never ranked above one before it."""
     latency, per_byte = mean_transfer(tasks, limits)
     ranks = np.zeros(len(tasks.of_op))
-    own = mean_seconds(tasks, limits)
-    longest_paths(tasks, own, latency + per_byte * tasks.before_bytes, ranks)
+    op_seconds = mean_seconds(tasks, limits)
+    longest_paths(tasks, op_seconds, latency + per_byte * tasks.before_bytes, ranks)
     return ranks
 
 
@@ -133,7 +133,8 @@ def find_gap(work: _HeftSchedule, device: int, ready: float, seconds: float) -> 
     """The first gap that holds an op that is ready then; the number of gaps: behind the last op."""
     low, count = 0, work.gap_counts[device]
     high = count
-    while low < high:  # gaps that end too soon for certain
+    # Gaps do not overlap and stand in order of time: bisection skips those that end too soon.
+    while low < high:
         middle = (low + high) >> 1
         if work.gap_ends[device, middle] < ready + seconds:
             low = middle + 1
@@ -167,7 +168,8 @@ def fill_gap(work: _HeftSchedule, device: int, gap: int, start: float, end: floa
             work.gap_ends[device, i] = work.gap_ends[device, i + 1]
     else:
         work.tails[device] = end
-    for part in range(2):  # the later first, so that the earlier goes before it
+    # The later rest is inserted first, so that the earlier one, at the same index, goes before it.
+    for part in range(2):
         first, last = (end, after) if part == 0 else (before, start)
         if first < last:
             add_gap(work, device, gap, first, last)

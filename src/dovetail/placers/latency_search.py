@@ -6,10 +6,10 @@ groups in topological order, depth first, and puts as many as fit into the memor
 accelerator, then of the second, and so on; what is left goes to a CPU. Groups that wait for each
 other are one block.
 
-Differences: four orders instead of one, and from the best placement known, `latency_kernel`'s
-annealing with restarts, at geometrically falling temperatures, where the paper solves an integer
-programme. Only for the objective `latency`; elsewhere it returns the best that is known, or else
-the fastest devices.
+Differences: four orders instead of one; then annealing with restarts from the best placement so
+far, at geometrically falling temperatures, where the paper solves an integer programme. Only for
+the objective `latency`: for another one it returns the best placement so far, or else the fastest
+devices.
 """
 
 from typing import NamedTuple
@@ -32,11 +32,12 @@ from dovetail.simulator.latency import (
     walk,
 )
 
-# Annealing of the latency: one proposed change after the other, each walked through in full.
+# ── Annealing of the latency: kernels over flat arrays ──────────────────────────────────────────
 #
-# A change moves a group, two groups past each other, or what is on a device from one group on, in
-# topological order, to another device. A full walk takes O(ops + reads), some microseconds for the
-# published instances, so nothing is kept between changes but the placement and the bytes used. With
+# One change is proposed after the other, and each is walked through in full. A change moves a
+# group, two groups past each other, or what is on a device from one group on, in topological order,
+# to another device. A full walk takes O(ops + reads), some microseconds for the published
+# instances, so nothing is kept between changes but the placement and the bytes used. With
 #
 #     energy = latency + penalty x (calls that wait for themselves, and all that wait for those
 #                                   + share by which devices exceed their capacities, 1 + at least)
@@ -47,7 +48,9 @@ from dovetail.simulator.latency import (
 
 
 UInt64 = NDArray[np.uint64]
-ENERGY, BEST, PENALTY = range(3)  # in `LatencyAnnealing.scalars`
+
+# Where `LatencyAnnealing.scalars` keeps what a search carries from call to call.
+ENERGY, BEST, PENALTY = range(3)
 
 
 class LatencyAnnealing(NamedTuple):
@@ -133,7 +136,8 @@ def target(search: LatencyAnnealing, group: int) -> int:
 
 @inlined
 def change(search: LatencyAnnealing, group: int, old: int, new: int) -> None:
-    """One in eight a swap, two in eight what is later or earlier on the same device moves too."""
+    """Move the group. In one case of eight another group comes back in exchange; in two of eight
+    the later, or the earlier, groups of the same device move too."""
     kind = draw(search, 8)
     shift(search, group, new)
     if kind == 0:
@@ -158,7 +162,8 @@ def accept(search: LatencyAnnealing, after: float) -> None:
 
 @inlined
 def energy(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing) -> float:
-    """Does not walk what does not fit: the larger part of a walk's price is saved."""
+    """The energy of the current placement. A placement that does not fit is not walked through,
+    which saves most of the time."""
     excess = 0.0
     for device in range(len(search.used_bytes)):
         over = search.used_bytes[device] - search.capacities[device]
@@ -175,10 +180,10 @@ def energy(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing
 
 @inlined
 def may(search: LatencyAnnealing, group: int, device: int) -> bool:
-    found = False
+    allowed = False
     for i in range(search.choice_offsets[group], search.choice_offsets[group + 1]):
-        found = found or search.choices[i] == device
-    return found
+        allowed = allowed or search.choices[i] == device
+    return allowed
 
 
 @inlined
@@ -231,17 +236,19 @@ def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
     fastest, and all on CPUs."""
     edges = _group_edges(problem)
     blocks = _blocks(problem, edges)
-    found = []
+    placements = []
     for depth_first in (True, False):
         for ascending in (True, False):
             order = _order(blocks, edges, depth_first, ascending)
-            found.append(_fill(problem, blocks, order))
-    return [*found, problem.fastest, problem.settle(_on_cpus(problem))]
+            placements.append(_fill(problem, blocks, order))
+    return [*placements, problem.fastest, problem.settle(_on_cpus(problem))]
 
 
 def _fill(problem: PlacementProblem, blocks: NDArray[np.int32], order: list[int]) -> GroupPlacement:
     """Blocks [groups] in turn onto the accelerators; what fits none, to the CPU that is best."""
-    accelerators = [d for d, one in enumerate(problem.machine.devices) if one.kind == "gpu"]
+    accelerators = [
+        index for index, device in enumerate(problem.machine.devices) if device.kind == "gpu"
+    ]
     placement = _on_cpus(problem)
     sizes = problem.load.resident_bytes
     turn, used = 0, 0.0

@@ -1,4 +1,4 @@
-"""What the list schedulers share: the problem as flat arrays, and how memory is respected.
+"""Common parts of the list schedulers: the problem as flat arrays, memory, and heaps of ready ops.
 
 A list scheduler takes the ops one after another, in an order of its own, and gives each a device
 and a time there. Its picture of the machine is that of the papers: a device runs one op at a time,
@@ -8,8 +8,9 @@ links are never busy, and what an op reads from another device arrives at
                                                            + bytes x seconds_per_byte(b's d, d)
 
 with the bytes of all that op reads of b, each tensor once. Where there is no link, latencies and
-seconds per byte of the two hops through the host add. A source op is no op: what it holds is there.
-Order without data is an empty send. A group goes where the first of its ops goes.
+seconds per byte of the two hops through the host are summed. Source ops are not scheduled: what
+they hold is there from the start. A control edge is an empty send. A group goes where the first of
+its ops goes.
 """
 
 from collections.abc import Callable
@@ -100,20 +101,20 @@ def tasks_of(problem: PlacementProblem) -> Tasks:
 def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler) -> GroupPlacement:
     """The better of schedules over all devices and over the fastest model of device only.
 
-    Starting early says nothing of ending: idle slow devices draw ops that fast ones should run.
-    Memory is estimated while scheduling. Where the evaluator then finds a device over its capacity,
-    the same is done again as if all that a group makes stayed, and then with that much less room.
-    Ties: the earlier attempt, the larger set.
+    A set of only the fast devices helps because starting early does not mean ending early: idle
+    slow devices draw ops that fast ones should run. Memory is estimated while scheduling. Where the
+    evaluator then finds a device over its capacity, the same is done again as if all that a group
+    makes stayed, and then with that much less room. Ties: the earlier attempt, the larger set.
     """
     open_sets = {i: problem.capacities.astype(np.int64) for i in range(len(problem.device_sets))}
-    found: list[tuple[Score, GroupPlacement]] = []
+    scored_placements: list[tuple[Score, GroupPlacement]] = []
     for attempt in range(MEMORY_ATTEMPTS):
         placements = [
             problem.settle(schedule(limits_of(problem, i, room, made=attempt > 0)))
             for i, room in open_sets.items()
         ]
         scores = budget.score(problem, np.stack(placements), always=True)
-        found += zip(scores, placements, strict=True)
+        scored_placements += zip(scores, placements, strict=True)
         for i, score, placement in zip(list(open_sets), scores, placements, strict=True):
             if not 0 < score.lacking_bytes < np.inf:
                 del open_sets[i]
@@ -121,7 +122,7 @@ def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler)
                 open_sets[i] = _less_room(problem, open_sets[i], budget.peaks(placement))
         if not open_sets:
             break
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
 def limits_of(

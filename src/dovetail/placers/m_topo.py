@@ -30,9 +30,11 @@ from dovetail.simulator.flat import Float64, Int32, Int64
 def m_topo(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The better of runs over all devices and over the fastest model of device only. O(groups x
     devices)."""
-    made = problem.made_bytes.astype(np.int64)
+    made_bytes = problem.made_bytes.astype(np.int64)
     return best_of_sets(
-        problem, budget, lambda limits: runs(limits._replace(group_bytes=made), problem.capacities)
+        problem,
+        budget,
+        lambda limits: runs(limits._replace(group_bytes=made_bytes), problem.capacities),
     )
 
 

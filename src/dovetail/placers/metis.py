@@ -52,9 +52,9 @@ def metis(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     net = net_of(problem)
     candidates = []
     for within in problem.device_sets:
-        found = _cuts(problem, net, parts_of(problem, net, within))
-        candidates += found
-        if any(overflows(problem, candidate.placement) for candidate in found):
+        cuts = _cuts(problem, net, parts_of(problem, net, within))
+        candidates += cuts
+        if any(overflows(problem, candidate.placement) for candidate in cuts):
             candidates += _cuts(problem, net, parts_of(problem, net, within, memory=True))
     return best_fitting(problem, net, budget, candidates)
 

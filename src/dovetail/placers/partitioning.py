@@ -1,5 +1,5 @@
-"""What the partitioners share: a problem as an undirected graph with weights, and its parts back as
-a placement that respects memory.
+"""Common parts of the partitioners: a problem as a weighted undirected graph, and its parts turned
+back into a placement that respects memory.
 
 Vertices are groups with a choice, weighed by the seconds of the fastest device that they may use.
 Groups without one stay where they must and are left out; their work lowers the share of their
@@ -30,6 +30,7 @@ MOST_WEIGHT = 2**28
 MIN_SHARE = 1e-3
 """A device that should get less than this gets no part: partitioners cannot cut one so small."""
 MEMORY_ATTEMPTS = 4
+"""Times that groups are moved: once, and three more where memory turns out short."""
 HEAVY = 1.1
 """Groups that must move avoid devices that have this much more than their share of the work."""
 
@@ -123,12 +124,12 @@ def parts_of(
         weights = _normal(weights) + _normal(sizes)
         room = problem.capacities[within] - _held(problem, fixed, choices > 1)[within]
         shares = _normal(np.minimum(shares, np.maximum(room, 0) / max(1.0, sizes.sum())))
-    kept = shares >= min(MIN_SHARE, shares.max())
+    has_part = shares >= min(MIN_SHARE, shares.max())
     offsets, neighbours, edge_bytes = _induced(net, groups)
     return PartitionProblem(
         within=within,
-        devices=[device for device, keep in zip(within, kept, strict=True) if keep],
-        shares=_normal(shares[kept]),
+        devices=[device for device, keep in zip(within, has_part, strict=True) if keep],
+        shares=_normal(shares[has_part]),
         fixed=fixed,
         groups=groups,
         weights=integers(weights),
@@ -198,7 +199,7 @@ def best_fitting(
     Ties: the earlier attempt, the earlier candidate.
     """
     rooms = dict.fromkeys(range(len(candidates)), problem.capacities.astype(np.int64))
-    found: list[tuple[Score, GroupPlacement]] = []
+    scored_placements: list[tuple[Score, GroupPlacement]] = []
     for attempt in range(MEMORY_ATTEMPTS):
         sizes = problem.made_bytes if attempt == 1 else problem.group_bytes
         placements = [
@@ -206,7 +207,7 @@ def best_fitting(
             for i, room in rooms.items()
         ]
         scores = budget.score(problem, np.stack(placements), always=True)
-        found += zip(scores, placements, strict=True)
+        scored_placements += zip(scores, placements, strict=True)
         for i, score, placement in zip(list(rooms), scores, placements, strict=True):
             if not 0 < score.lacking_bytes < np.inf:
                 del rooms[i]
@@ -215,7 +216,7 @@ def best_fitting(
                 rooms[i] = (rooms[i] * np.where(share < 1, 0.95 * share, 1.0)).astype(np.int64)
         if not rooms:
             break
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
 def overflows(problem: PlacementProblem, placement: GroupPlacement) -> bool:
@@ -321,8 +322,10 @@ def _work_shares(
     seconds = np.where(allowed, problem.work_seconds[groups][:, within], 0.0)
     fastest = np.where(allowed, seconds, np.inf).min(axis=1, initial=np.inf)
     reachable = np.where(allowed, fastest[:, None], 0.0).sum(axis=0)
-    own = seconds.sum(axis=0)
-    speeds = np.divide(reachable, own, out=np.ones(len(within)), where=own > 0)
+    device_seconds = seconds.sum(axis=0)
+    speeds = np.divide(
+        reachable, device_seconds, out=np.ones(len(within)), where=device_seconds > 0
+    )
     elsewhere = np.ones(problem.groups.count, dtype=bool)
     elsewhere[groups] = False
     there = fixed[elsewhere]
@@ -383,9 +386,11 @@ def _talk(
     """[parts, devices] bytes between each part and the groups that are fixed on each device."""
     part_of = np.full(problem.groups.count, -1, np.int64)
     part_of[parts.groups] = labels
-    rows = np.repeat(np.arange(len(part_of)), np.diff(net.offsets))
-    kept = (part_of[rows] >= 0) & (part_of[net.neighbours] < 0)
-    cells = part_of[rows[kept]] * problem.devices + parts.fixed[net.neighbours[kept]]
+    vertices = np.repeat(np.arange(len(part_of)), np.diff(net.offsets))
+    is_boundary = (part_of[vertices] >= 0) & (part_of[net.neighbours] < 0)
+    cells = (
+        part_of[vertices[is_boundary]] * problem.devices + parts.fixed[net.neighbours[is_boundary]]
+    )
     shape = (len(parts.devices), problem.devices)
-    sums = np.bincount(cells, weights=net.edge_bytes[kept], minlength=shape[0] * shape[1])
+    sums = np.bincount(cells, weights=net.edge_bytes[is_boundary], minlength=shape[0] * shape[1])
     return sums.reshape(shape).astype(np.float64)

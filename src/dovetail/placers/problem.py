@@ -1,6 +1,6 @@
-"""Problem: what a placer is handed, with what all of them derive from it.
+"""PlacementProblem: what a placer is given, with the figures that all placers derive from it.
 
-Placers decide per *group* [groups]; `spread` turns that into a placement [ops].
+Placers decide for each *group* [groups]; `spread` turns that into a placement [ops].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PlacementProblem:
     evaluate     placements [batch, ops] -> Evaluation of the objective
     trace        placement [ops] -> Timeline of the step; None: nobody simulates it
     contiguous   only placements whose devices can be ordered are feasible: `graph.convexity`
-    ranked       `evaluate` tries upward ranks as well: `Simulator`
+    ranked       `evaluate` also tries devices that choose by upward rank: see `Simulator`
     chain        [groups] place in an order of which each device has one run or none, -1: no place;
                  None: there is no such order
     """
@@ -91,24 +91,25 @@ class PlacementProblem:
     def group_bytes(self) -> NDArray[np.int64]:
         """[groups] bytes that stay for long: parameters and state, and what backward reads later.
 
-        An estimate that guides; whether a placement fits is for `evaluate` to say.
+        Searches are guided by this estimate; only `evaluate` says whether a placement fits.
         """
         graph = self.graph
         producers, readers = graph.producers, graph.readers
         source = graph.is_source[producers]
         lives = self._lives
         late = np.isin(graph.phases[readers], (Phase.BACKWARD, Phase.UPDATE))
-        kept = np.zeros(graph.tensors, dtype=bool)
-        kept[graph.input_tensors[late]] = True
-        kept[graph.outputs] = True
-        kept &= ~source & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
-        weights = np.where(lives | kept, graph.tensor_bytes, 0)
+        is_kept = np.zeros(graph.tensors, dtype=bool)
+        is_kept[graph.input_tensors[late]] = True
+        is_kept[graph.outputs] = True
+        is_kept &= ~source & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
+        weights = np.where(lives | is_kept, graph.tensor_bytes, 0)
         owners = self.groups.of_op[producers]
         return np.bincount(owners, weights=weights, minlength=self.groups.count).astype(np.int64)
 
     @cached_property
     def made_bytes(self) -> NDArray[np.int64]:
-        """[groups] bytes if all that a group makes stayed: parameters, state, every output."""
+        """[groups] bytes of all that a group makes, as if it all stayed: parameters, state,
+        outputs."""
         graph = self.graph
         made = self._lives | (~graph.is_source[graph.producers] & (graph.bases < 0))
         weights = np.where(made, graph.tensor_bytes, 0)
@@ -117,7 +118,8 @@ class PlacementProblem:
 
     @property
     def _lives(self) -> NDArray[np.bool_]:
-        """[tensors] there before the step, on a device of our choice."""
+        """[tensors] True for tensors that are there before the step, on a device that a plan
+        chooses."""
         graph = self.graph
         home = graph.residences[graph.producers]
         used = (home >= 0) | ((home != HOST) & (np.diff(graph.consumer_offsets) > 0))
@@ -145,7 +147,8 @@ class PlacementProblem:
 
     @cached_property
     def device_sets(self) -> list[list[int]]:
-        """All devices; and where they are unlike, those of the model that works fastest."""
+        """All devices; and, if they are unlike, a second set: those of the model that is
+        fastest."""
         devices = [d for d, device in enumerate(self.machine.devices) if device.kind != "host"]
         models = [self.machine.devices[d].model for d in devices]
         if len(set(models)) == 1:
@@ -249,12 +252,12 @@ def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> 
     along = first[placed[np.argsort(chain[placed], kind="stable")]]
 
     def evaluate_runs(placements: NDArray[np.int32]) -> Evaluation:
-        found = evaluate(placements)
+        evaluation = evaluate(placements)
         runs = [
             int((row[1:] != row[:-1]).sum()) + 1 <= len(set(row.tolist()))
             for row in placements[:, along]
         ]
-        return replace(found, feasible=found.feasible & np.array(runs, dtype=bool))
+        return replace(evaluation, feasible=evaluation.feasible & np.array(runs, dtype=bool))
 
     return evaluate_runs
 
@@ -263,9 +266,9 @@ def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
     """`evaluate`, but a placement whose devices cannot be ordered is infeasible."""
 
     def evaluate_contiguous(placements: NDArray[np.int32]) -> Evaluation:
-        found = evaluate(placements)
+        evaluation = evaluate(placements)
         contiguous = [find_return(graph, placement) is None for placement in placements]
-        return replace(found, feasible=found.feasible & np.array(contiguous, dtype=bool))
+        return replace(evaluation, feasible=evaluation.feasible & np.array(contiguous, dtype=bool))
 
     return evaluate_contiguous
 
@@ -307,15 +310,15 @@ def _pinned(
 
 
 def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
-    """[ops, devices] where kinds of device and pins let each op run, whatever group it is in: what
-    holds for every plan that the user permits, not only for those that a placer looks at.
+    """[ops, devices] where kinds of device and pins let each op run, whatever its group. This holds
+    for every plan that the user permits; lower bounds need that.
 
     Raises `PinError` and `UnknownDeviceError`.
     """
     allowed = np.stack([graph.runs_on(device.kind) for device in machine.devices], axis=1)
     for pattern, name in pins:
         pinned = np.arange(allowed.shape[1]) == machine.device_index(name)
-        # What is updated lives with its update.
+        # A parameter is where its update runs, so a pin on the one is a pin on the other.
         allowed[graph.residences[_choosable(graph, pattern)]] &= pinned
     return allowed
 

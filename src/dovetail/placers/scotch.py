@@ -46,7 +46,7 @@ from dovetail.placers.partitioning import (
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.flat import Int64
 
-# The Scotch library through ctypes: one call, which maps a graph onto another.
+# ── The Scotch library through ctypes: one call, which maps a graph onto another ────────────────
 #
 # Objects of Scotch are opaque: it allocates them itself, since their sizes differ between versions.
 # Its integers have 32 or 64 bits (`SCOTCH_numSizeof`). Since version 7 it works on all cores, and
@@ -65,6 +65,7 @@ _FOLDERS = (
     *map(Path, ("/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/homebrew/lib")),
 )
 _QUALITY = 1
+"""`SCOTCH_STRATQUALITY`: prefer good mappings to fast ones."""
 _LOCK = threading.Lock()
 
 
@@ -140,20 +141,20 @@ class Scotch:
         """A new object, which goes with the stack."""
         allocate = self._function(f"{kind}Alloc")
         allocate.restype = ctypes.c_void_p
-        made = ctypes.c_void_p(allocate())
-        assert made.value, f"Scotch found no memory for a {kind}"
-        stack.callback(self._function("memFree"), made)
-        self._call(f"{kind}Init", made)
-        stack.callback(self._function(f"{kind}Exit"), made)
-        return made
+        handle = ctypes.c_void_p(allocate())
+        assert handle.value, f"Scotch found no memory for a {kind}"
+        stack.callback(self._function("memFree"), handle)
+        self._call(f"{kind}Init", handle)
+        stack.callback(self._function(f"{kind}Exit"), handle)
+        return handle
 
     def _call(self, name: str, *arguments: object) -> None:
         status = self._function(name)(*arguments)
         assert status == 0, f"SCOTCH_{name} failed; it wrote why to stderr"
 
     def _function(self, name: str) -> "ctypes._NamedFuncPointer":
-        found: ctypes._NamedFuncPointer = getattr(self._library, f"SCOTCH_{name}")
-        return found
+        function: ctypes._NamedFuncPointer = getattr(self._library, f"SCOTCH_{name}")
+        return function
 
 
 def load_scotch(open_library: Callable[..., ctypes.CDLL] = ctypes.CDLL) -> Scotch:
@@ -187,10 +188,14 @@ def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
+# ── The placers ─────────────────────────────────────────────────────────────────────────────────
+
 IMBALANCES = (0.01, 0.05, 0.2)
+"""Shares by which a device may have more than its part; each is tried."""
 MOST_DISTANCE = 32
 """Distances are integers, the shortest link is 4: no link counts as more than 8 times as long."""
 SPEEDS = 1000
+"""Sum of the integer speeds of the devices, for each device."""
 
 
 def scotch(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
@@ -238,32 +243,30 @@ def _mappings(
         return [placed(problem, net, parts, labels, reorder=True)]
     mean_bytes = float(problem.edges[2].mean()) if len(problem.edges[2]) else 0.0
     lengths = distances(problem, parts.devices, mean_bytes)
-    others = ~np.eye(len(parts.devices), dtype=bool)
+    is_pair = ~np.eye(len(parts.devices), dtype=bool)
     target = Csr(
-        offsets=np.arange(len(others) + 1) * (len(others) - 1),
-        neighbours=np.nonzero(others)[1],
-        weights=integers(parts.shares, SPEEDS * len(others)),
-        edge_weights=lengths[others],
+        offsets=np.arange(len(is_pair) + 1) * (len(is_pair) - 1),
+        neighbours=np.nonzero(is_pair)[1],
+        weights=integers(parts.shares, SPEEDS * len(is_pair)),
+        edge_weights=lengths[is_pair],
     )
     shrunk = np.maximum(parts.edge_weights // MOST_DISTANCE, 1)
     source = Csr(parts.offsets, parts.neighbours, parts.weights, shrunk)
     tried = [library.map(source, target, imbalance, problem.seed) for imbalance in IMBALANCES]
     full = [labels for labels in tried if not has_empty_part(parts, labels)]
     # A swap of parts costs nothing only where all links are alike.
-    uniform = len(np.unique(lengths[others])) == 1
+    uniform = len(np.unique(lengths[is_pair])) == 1
     return [placed(problem, net, parts, labels, reorder=uniform) for labels in full or tried]
 
 
-# MinCut: Scotch's mapping on all devices but the CPU.
-#
-# Ops that only a CPU can run stay there; where a machine has nothing but CPUs, this is `scotch`.
-#
-# Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
-# https://arxiv.org/abs/1706.04972, section 4.2. Differences: as in `scotch`.
-
-
 def mincut(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best mapping on the devices that are no CPU. Raises `MissingLibraryError`."""
+    """Scotch's best mapping on all devices but the CPUs. Raises `MissingLibraryError`.
+
+    Ops that only a CPU can run stay there; where a machine has only CPUs, this is `scotch`.
+
+    Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML
+    2017, https://arxiv.org/abs/1706.04972, section 4.2. Differences: as in `scotch`.
+    """
     devices = problem.device_sets[0]
     within = [d for d in devices if problem.machine.devices[d].kind != "cpu"]
     return map_within(problem, budget, within or devices)

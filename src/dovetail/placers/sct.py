@@ -76,9 +76,9 @@ def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGE
     sends = latency + per_byte * tasks.before_bytes
     ops = np.arange(len(tasks.of_op), dtype=np.int32)
     afters = np.repeat(ops, np.diff(tasks.before_offsets))
-    groups, others = tasks.of_op[tasks.befores], tasks.of_op[afters]
-    sends[groups == others] = 0.0
-    together = (limits.choices[groups] & limits.choices[others]).any(axis=1)
+    before_groups, after_groups = tasks.of_op[tasks.befores], tasks.of_op[afters]
+    sends[before_groups == after_groups] = 0.0
+    together = (limits.choices[before_groups] & limits.choices[after_groups]).any(axis=1)
     may = together & (sends > 0)
     chosen = None
     if may.any() and may.sum() <= most_edges:
@@ -94,15 +94,15 @@ def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGE
 
 
 def _solve(
-    tasks: Tasks, own: Float64, sends: Float64, afters: Int32, may: NDArray[np.bool_]
+    tasks: Tasks, op_seconds: Float64, sends: Float64, afters: Int32, may: NDArray[np.bool_]
 ) -> NDArray[np.intp] | None:
     """Indices of the sends to favourite children, by the linear programme; None: not solved.
 
     Columns: x of the sends that `may`, then s of the ops, then w; times over the longest path.
     """
-    paths = np.zeros(len(own))
-    longest_paths(tasks, own, sends, paths)
-    span, befores, ops = paths.max(), tasks.befores, len(own)
+    paths = np.zeros(len(op_seconds))
+    longest_paths(tasks, op_seconds, sends, paths)
+    span, befores, ops = paths.max(), tasks.befores, len(op_seconds)
     edges = np.flatnonzero(may)
     count, columns = len(edges), len(edges) + ops + 1
     x, s, w = np.arange(count), count + np.arange(ops), np.full(ops, columns - 1)
@@ -122,13 +122,15 @@ def _solve(
     ends = block(ops, (ones(ops), each, s), (-ones(ops), each, w))
     children = block(ops, (-ones(count), befores[edges], x))
     parents = block(ops, (-ones(count), afters[edges], x))
-    waits = own[befores] + np.where(may, 0.0, sends)
+    waits = op_seconds[befores] + np.where(may, 0.0, sends)
     most = [1.0 - np.bincount(by[edges], minlength=ops) for by in (befores, afters)]
     solve: Any = linprog  # its stubs know no sparse matrices
     solved = solve(
         np.concatenate([SAVING_WEIGHT * sends[edges] / sends[edges].sum(), np.zeros(ops), [1.0]]),
         A_ub=sparse.vstack([order, ends, children, parents]).tocsr(),
-        b_ub=np.concatenate([-waits / span, -own / span, *(np.minimum(m, 0.0) for m in most)]),
+        b_ub=np.concatenate(
+            [-waits / span, -op_seconds / span, *(np.minimum(m, 0.0) for m in most)]
+        ),
         bounds=np.stack([np.zeros(columns), np.repeat([1.0, np.inf], [count, ops + 1])], axis=1),
         method="highs-ds",
         options={"maxiter": MOST_ITERATIONS},

@@ -73,9 +73,3 @@ def _compiler() -> _Compiler:
     listener = _Compiler()
     event.register("numba:compiler_lock", listener)  # type: ignore[no-untyped-call]
     return listener
-
-
-# How kernels are compiled: see `dovetail.runtime.compiling`.
-
-
-__all__ = ["inlined", "kernel"]

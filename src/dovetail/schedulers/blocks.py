@@ -6,8 +6,9 @@ Nothing is lost where stages hold independent ops: an op that all others precede
 stage by itself. Where groups are chains, those that would cross a cut are.
 
 Where cells read the two cells before (NASNet), no op is passed by all paths, and the papers cut by
-hand between cells. Ours does it by `crossing`: after an op and all that it needs, where at most so
-many of these ops are read later. That is pruning: what could run beside another block does not.
+hand between cells. This module cuts by `crossing`: after an op and all that it needs, where at most
+so many of these ops are read later. That is pruning: ops of different blocks never run side by
+side.
 """
 
 from collections.abc import Sequence
@@ -82,14 +83,14 @@ def joined(parts: Sequence[tuple[Part, Sequence[OpSet]]]) -> list[OpSet]:
     return [whole(part, stage) for part, stages in parts for stage in stages]
 
 
-# What is left out where a block is too wide to be searched whole, by name.
+# ── Narrowing: pruning of blocks that are too wide to be searched whole ─────────────────────────
 #
-# First blocks are cut where nothing is lost. One that still has too many states is cut where few of
-# its ops are read later, after as long a part as can be searched; where no such cut helps, states
-# are kept within a window, the widest that can be searched.
-
+# First blocks are cut where nothing is lost. A block that still has too many states is cut where
+# few of its ops are read later, after as long a part as can be searched. Where no such cut helps,
+# the search keeps states within a window, the widest that can be searched.
 
 MOST_CROSSING = 4
+"""Most ops that are read after a cut, when a block is cut where something is lost."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Streams with events: no stages, so no op waits for one that it does not need.
+"""Streams with events instead of stages: an op waits only for the ops whose outputs it reads.
 
 List scheduling by critical path: of the ops that are ready, the one with the longest way to the end
 goes first, to the stream where it can start earliest. R. L. Graham, "Bounds on Multiprocessing
-Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969. Neither paper on stages has it.
+Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969. Differences: an event of another
+stream comes later than its op. The papers on stages (`dos`, `ios`) have no such schedule.
 
 An op that reads what another stream makes waits for an event there. Waits that others imply, by
 the order of a stream or through other waits, are left out.
@@ -45,8 +46,8 @@ def dataflow(
             max([free[s], *(ended[p] + wait_seconds * (stream_of[p] != s) for p in producers)])
             for s in range(streams)
         ]
-        # Where two streams could start as early, that of the op whose output came last needs no
-        # event.
+        # Of streams that could start equally early, the one of the producer that ended last is
+        # taken, because there the op needs no event.
         near = stream_of[max(producers, key=lambda p: ended[p])] if producers else 0
         stream = min(range(streams), key=lambda s: (starts[s], s != near, s))
         stream_of[op] = stream
@@ -91,17 +92,18 @@ def with_waits(block: KernelBlock, orders: Sequence[Sequence[int]]) -> Streams:
     waits = []
     happened: dict[int, OpSet] = {}  # op -> all that has ended for sure when it starts
     for op in _sequence(block, orders):
-        known = 0
+        ended = 0
         if op in previous:
-            known = happened[previous[op]] | 1 << previous[op]
-        others = [p for p in members(block.predecessors[op]) if stream_of[p] != stream_of[op]]
-        # The latest of a stream, and what happened before it, come with one wait.
-        others.sort(key=lambda p: happened[p].bit_count(), reverse=True)
-        for producer in others:
-            if not known >> producer & 1:
+            ended = happened[previous[op]] | 1 << previous[op]
+        awaited = [p for p in members(block.predecessors[op]) if stream_of[p] != stream_of[op]]
+        # A wait for one op also covers all that happened before that op, so the ops with the
+        # longest history are waited for first.
+        awaited.sort(key=lambda p: happened[p].bit_count(), reverse=True)
+        for producer in awaited:
+            if not ended >> producer & 1:
                 waits.append((producer, op))
-                known |= happened[producer] | 1 << producer
-        happened[op] = known
+                ended |= happened[producer] | 1 << producer
+        happened[op] = ended
     return Streams(tuple(tuple(order) for order in orders if order), tuple(sorted(waits)))
 
 

@@ -25,7 +25,7 @@ from dovetail.schedulers.records import (
 )
 
 MOST_MERGED = 8
-"""Ops of one key that are partitioned together; more are taken so many at a time."""
+"""Ops of one key that are partitioned together; where there are more, so many at a time."""
 
 
 def can_merge(keys: Sequence[Hashable | None], ops: Sequence[int]) -> bool:
@@ -34,7 +34,10 @@ def can_merge(keys: Sequence[Hashable | None], ops: Sequence[int]) -> bool:
 
 
 def merge(block: KernelBlock, timer: StageTimer, keys: Sequence[Hashable | None]) -> BlockSchedule:
-    """keys [ops]: None for an op that merges with none. O(3^`MOST_MERGED`) a key."""
+    """The stages of one op or one merged set each, in the order of their first ops.
+
+    keys [ops]: None for an op that merges with none. O(3^`MOST_MERGED`) for each key.
+    """
     alike: dict[Hashable, list[int]] = {}
     for op, key in enumerate(keys):
         if key is not None:
@@ -68,8 +71,8 @@ def _partition(whole: OpSet, timings: dict[OpSet, StageTiming]) -> tuple[list[Op
     for ops in sorted(subsets_of(whole)):  # every subset of a set is a smaller number
         first = ops & -ops
         choices = []
-        for others in (*subsets_of(ops ^ first), 0):
-            part = first | others
+        for rest_of_part in (*subsets_of(ops ^ first), 0):
+            part = first | rest_of_part
             if part == first or timings[part].merged:
                 compared += 1
                 choices.append((timings[part].seconds + best[ops ^ part][0], part))

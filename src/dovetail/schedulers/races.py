@@ -61,18 +61,18 @@ def check_races(
 
 def happens_before(block: KernelBlock, streams: Streams) -> list[OpSet]:
     """[ops] all that has ended for sure when each starts. Raises `RaceError` for rules 1 and 2."""
-    seen = 0
+    named = 0
     before: list[OpSet] = [0] * len(block)
     for order in streams.orders:
         last = None
         for op in order:
-            if not 0 <= op < len(block) or seen >> op & 1:
+            if not 0 <= op < len(block) or named >> op & 1:
                 raise RaceError(1, op, op, "it is named twice, or is no op of the block")
-            seen |= 1 << op
+            named |= 1 << op
             if last is not None:
                 before[op] |= 1 << last
             last = op
-    for op in members(block.everything & ~seen):
+    for op in members(block.everything & ~named):
         raise RaceError(1, op, op, "no stream runs it")
     for event, waiting in streams.waits:
         before[waiting] |= 1 << event

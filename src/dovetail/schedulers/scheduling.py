@@ -20,23 +20,20 @@ from dovetail.schedulers.records import (
 )
 from dovetail.schedulers.results import KernelStage
 
-# One op a stage, in the order of the block: what runs without a scheduler.
-
 
 def sequential(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
-    """Every op by itself. O(ops)."""
+    """One op a stage, in the order of the block, as a network runs without a scheduler. O(ops)."""
     stages = tuple(1 << op for op in range(len(block)))
     return BlockSchedule(stages, tuple(timer(stages)), 0, 0, len(stages))
 
 
-# All that is ready, at once: what parallel executors of common frameworks do.
-#
-# The baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN Acceleration",
-# MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
-
-
 def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
-    """Stages of all ops whose predecessors ran in earlier ones. O(ops x stages)."""
+    """Stages of all ops whose predecessors ran in earlier stages, as parallel executors of common
+    frameworks run them. O(ops x stages).
+
+    Paper: the baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN
+    Acceleration", MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
+    """
     stages: list[OpSet] = []
     done = 0
     while done != block.everything:
@@ -51,7 +48,8 @@ def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
 
 
 MOST_STATES = {"dos": 50_000, "ios": 5_000}
-"""Of a part: `dos` compares some 40 endings a state here, `ios` hundreds."""
+"""Most states of a part, by scheduler: `dos` compares some 40 endings for each state, `ios`
+hundreds."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +116,16 @@ def _merge(problem: StageProblem) -> SchedulerResult:
 
 
 def _dos(problem: StageProblem) -> SchedulerResult:
-    kept = narrowed(problem.block, MOST_STATES["dos"])
+    parts = narrowed(problem.block, MOST_STATES["dos"])
     compared = replace(problem, timer=problem.bounded)
-    return _by_parts(compared, kept, lambda part, t, w: dos(part.block, t, window=w))
+    return _by_parts(compared, parts, lambda part, t, w: dos(part.block, t, window=w))
 
 
 def _ios(problem: StageProblem) -> SchedulerResult:
-    kept = narrowed(problem.block, MOST_STATES["ios"])
+    parts = narrowed(problem.block, MOST_STATES["ios"])
     search = partial(ios, group_ops=problem.group_ops, groups=problem.groups)
     compared = replace(problem, timer=problem.bounded)
-    return _by_parts(compared, kept, lambda part, t, w: search(part.block, t, window=w))
+    return _by_parts(compared, parts, lambda part, t, w: search(part.block, t, window=w))
 
 
 def _lossless(problem: StageProblem) -> Narrowed:
@@ -136,8 +134,10 @@ def _lossless(problem: StageProblem) -> Narrowed:
 
 
 def _dataflow(problem: StageProblem) -> SchedulerResult:
-    found, seconds = dataflow(problem.block, problem.seconds, problem.streams, problem.wait_seconds)
-    return SchedulerResult(seconds, streams=found)
+    streams, seconds = dataflow(
+        problem.block, problem.seconds, problem.streams, problem.wait_seconds
+    )
+    return SchedulerResult(seconds, streams=streams)
 
 
 SCHEDULERS: dict[str, Scheduler] = {
@@ -151,36 +151,38 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 
 def _by_parts(
-    problem: StageProblem, kept: Narrowed, search: Callable[[Part, StageTimer, int], BlockSchedule]
+    problem: StageProblem,
+    division: Narrowed,
+    search: Callable[[Part, StageTimer, int], BlockSchedule],
 ) -> SchedulerResult:
     """The parts' schedules one after another; parts that are equal are searched once."""
-    known: dict[Hashable, BlockSchedule] = {}
+    by_key: dict[Hashable, BlockSchedule] = {}
     stages: list[KernelStage] = []
     seconds = []
     states = transitions = 0
-    for part, window in zip(kept.parts, kept.windows, strict=True):
+    for part, window in zip(division.parts, division.windows, strict=True):
         alike = (part.block, _alike(problem, part))
-        if alike not in known:
-            known[alike] = search(part, partial(_time, problem.timer, part), window)
-            states += known[alike].states
-            transitions += known[alike].transitions
-        found = known[alike]
-        seconds.append(found.seconds)
-        for stage, timing in zip(found.stages, found.timings, strict=True):
+        if alike not in by_key:
+            by_key[alike] = search(part, partial(_time, problem.timer, part), window)
+            states += by_key[alike].states
+            transitions += by_key[alike].transitions
+        schedule = by_key[alike]
+        seconds.append(schedule.seconds)
+        for stage, timing in zip(schedule.stages, schedule.timings, strict=True):
             groups = groups_of(part.block, stage)
-            own = tuple(tuple(part.ops[op] for op in members(group)) for group in groups)
+            stage_groups = tuple(tuple(part.ops[op] for op in members(group)) for group in groups)
             if timing.merged:
-                own = (tuple(kernel for group in own for kernel in group),)
-            stages.append(KernelStage(own, timing.seconds, timing.merged))
+                stage_groups = (tuple(kernel for group in stage_groups for kernel in group),)
+            stages.append(KernelStage(stage_groups, timing.seconds, timing.merged))
     return SchedulerResult(
         sum(seconds),
         tuple(stages),
         None,
-        tuple(part.ops for part in kept.parts),
+        tuple(part.ops for part in division.parts),
         tuple(seconds),
         states,
         transitions,
-        kept.pruning,
+        division.pruning,
     )
 
 

@@ -16,13 +16,17 @@ from dovetail.errors import TooManyStatesError
 from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTiming, members
 
 MOST_STATES = 1_000_000
+"""States of a block, unless told: more would not fit into memory."""
 _PROBES = 2_000
+"""Random probes of `estimate`."""
 
 
 class BlockState(NamedTuple):
+    """A set of ops that holds all predecessors of its members; `sinks` are those of its ops that
+    no other of them waits for."""
+
     ops: OpSet
     sinks: OpSet
-    """Of `ops`, those that none of them waits for."""
 
 
 def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> list[BlockState]:
@@ -30,18 +34,18 @@ def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> l
 
     Raises `TooManyStatesError` as soon as there are more than `most`. O(states x ready ops).
     """
-    found: list[BlockState] = []
+    states_found: list[BlockState] = []
     level = [(0, 0, _ready(block, 0))]
     while level:
         grown: list[_Grown] = []
         for state in level:
             grown.extend(_grown(block, state, window))
-            if len(found) + len(grown) > most:
+            if len(states_found) + len(grown) > most:
                 states = max(estimate(block, window), most)
                 raise TooManyStatesError(len(block), states, most)
-        found.extend(BlockState(ops, sinks) for ops, sinks, _ in grown)
+        states_found.extend(BlockState(ops, sinks) for ops, sinks, _ in grown)
         level = grown
-    return found
+    return states_found
 
 
 def estimate(block: KernelBlock, window: int = 0, seed: int = 0) -> float:
@@ -100,17 +104,17 @@ def _ready(block: KernelBlock, ops: OpSet) -> OpSet:
     )
 
 
-# What the dynamic programmes share: reading the schedule off the last stages.
-
-
 def trace(
     block: KernelBlock,
     last: Mapping[OpSet, OpSet],
     timings: Mapping[OpSet, StageTiming],
     effort: tuple[int, int],
 ) -> BlockSchedule:
-    """The schedule whose last stage is `last` [state] at every state; effort: (states,
-    transitions)."""
+    """The schedule that the dynamic programmes found, read backwards from the last stages.
+
+    last     state -> the last stage of its best schedule
+    effort   (states, transitions)
+    """
     stages = []
     ops = block.everything
     while ops:

@@ -1,4 +1,4 @@
-"""Each distinct stage is timed once, however many states and blocks it comes up in.
+"""Stage timers that time each distinct stage once, in however many states and blocks it occurs.
 
 Two stages are equal if their groups are, in any order, and if both or neither can run merged; two
 groups if their ops are equal one by one and read each other in the same way. Ops are equal if their
@@ -50,16 +50,16 @@ def signatures_of(graph: Graph, kernels: Kernels) -> list[str]:
 
 def key_of(block: KernelBlock, stage: OpSet, signatures: Sequence[Hashable]) -> StageKey:
     """What the stage's seconds depend on. `signatures` [ops] must be comparable."""
-    found = []
+    group_keys = []
     for group in groups_of(block, stage):
         place = {op: i for i, op in enumerate(members(group))}
-        found.append(
+        group_keys.append(
             tuple(
                 (signatures[op], tuple(place[p] for p in members(block.predecessors[op] & group)))
                 for op in place
             )
         )
-    return tuple(sorted(found))
+    return tuple(sorted(group_keys))
 
 
 class OnceTimer:

@@ -1,4 +1,4 @@
-"""Critical path, and what heads and tails say together with load balance.
+"""Critical path, and the bound from heads, tails and load balance together.
 
 The earliest end of op o on device d, if every predecessor were wherever suits o best and no device
 or channel were ever busy:
@@ -62,10 +62,10 @@ def longest_seconds(flat: StepModel, ends: Float64) -> float:
 
 def without_sends(flat: StepModel, seconds: Float64) -> tuple[StepModel, Float64]:
     """The same ops on one device that is the best of all for each, and never busy."""
-    one = flat._replace(
+    one_device = flat._replace(
         devices=1, host=0, link_of=np.full((1, 1), -1, np.int32), compute_seconds=seconds
     )
-    return one, np.ascontiguousarray(seconds.min(axis=1, keepdims=True))
+    return one_device, np.ascontiguousarray(seconds.min(axis=1, keepdims=True))
 
 
 def head_load_tail(heads: Float64, loads: Float64, tails: Float64) -> float:
@@ -152,7 +152,7 @@ def _best_window(
     below it got at once. Thresholds above every tail that entered stay at -inf: no op is there."""
     size = len(best) // 2
     entered = -1
-    found = 0.0
+    largest = 0.0
     for i in range(len(order)):
         op = order[i]
         while entered < ranks[op]:
@@ -167,8 +167,8 @@ def _best_window(
                 added[node - 1] += loads[op]
             node //= 2
             best[node] = max(best[2 * node], best[2 * node + 1]) + added[node]
-        found = max(found, heads[op] + best[1])
-    return found
+        largest = max(largest, heads[op] + best[1])
+    return largest
 
 
 @inlined

@@ -24,7 +24,7 @@ from dovetail.graph import EVERYWHERE, HOST
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import DispatchRules, Float64, Int32, Int64, StepModel, StepWorkspace
 
-# What waits in a simulation: ready ops, work to end, and transfers in their channels' queues.
+# ── Queues of a simulation: ready ops, work by its end, and transfers of each channel ───────────
 
 
 # Where `StepWorkspace.counts` keeps the scalars of one simulation.

@@ -86,7 +86,7 @@ def add_hop(
     loads[destination] += seconds
 
 
-# The `load` objective as a small hypergraph: what searches over groups work on.
+# ── The `load` objective as a small hypergraph, for searches over groups ────────────────────────
 #
 # Ops contract to their groups, and tensors to *nets*: one net per (source group, set of other
 # groups that read), the tensors of which always move together. For a placement of the groups
@@ -94,7 +94,7 @@ def add_hop(
 #     load(device) = work of its groups + hops out of it + hops into it
 #
 # where a net makes one hop per destination device, or, where there is no link, one hop to the host
-# (once per net) and one from there. These are the loads of `simulator.loads`, up to the rounding of
+# (once per net) and one from there. These are the loads of `device_loads`, up to the rounding of
 # sums taken in another order: a published instance, whose accelerators reach each other through the
 # host only, pays for a tensor once on the way out and once per device on the way in.
 
@@ -228,12 +228,12 @@ def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: 
 
 @inlined
 def _seen(model: LoadModel, placement: Int32, first: int, i: int, there: int) -> bool:
-    found = False
+    seen = False
     for j in range(first, i):
         if placement[model.net_targets[j]] == there:
-            found = True
+            seen = True
             break
-    return found
+    return seen
 
 
 @inlined

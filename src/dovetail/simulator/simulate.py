@@ -107,23 +107,24 @@ class Simulator:
             self._replace_by_loads(batch, values)
         elif objective == "latency" and self._latency is not None:
             values[:] = latencies(self._latency, latency_work(self._latency), batch)
-        found = self._evaluation(values, peaks)
+        best = self._evaluation(values, peaks)
         for choice in self._choices[1:] if objective == "step" else ():
-            other = self._evaluation(*self._simulate_all(batch, choice, threads))
-            takes = self._is_better(found, other)
-            found = Evaluation(
-                np.where(takes, other.values, found.values),
-                np.where(takes[:, None], other.peak_memory_bytes, found.peak_memory_bytes),
-                np.where(takes, other.feasible, found.feasible),
+            ranked = self._evaluation(*self._simulate_all(batch, choice, threads))
+            takes = self._is_better(best, ranked)
+            best = Evaluation(
+                np.where(takes, ranked.values, best.values),
+                np.where(takes[:, None], ranked.peak_memory_bytes, best.peak_memory_bytes),
+                np.where(takes, ranked.feasible, best.feasible),
             )
-        return found
+        return best
 
-    def _is_better(self, one: Evaluation, other: Evaluation) -> Bool:
+    def _is_better(self, current: Evaluation, other: Evaluation) -> Bool:
         """[batch] True where `other` lacks less memory than `one`, or as much and is quicker."""
         lacks, other_lacks = (
-            np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1) for e in (one, other)
+            np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1)
+            for e in (current, other)
         )
-        quicker = (other_lacks == lacks) & (other.values < one.values)
+        quicker = (other_lacks == lacks) & (other.values < current.values)
         return np.asarray((other_lacks < lacks) | quicker)
 
     def _evaluation(self, values: Float64, peaks: Int64) -> Evaluation:
@@ -239,11 +240,11 @@ class Simulator:
     def _chosen(self, placement: Placement) -> DispatchRules:
         """The choice that counts for this placement."""
         batch = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
-        chosen, found = self._choices[0], None
+        chosen, best = self._choices[0], None
         for choice in self._choices if len(self._choices) > 1 else ():
             other = self._evaluation(*self._simulate_all(batch, choice, 1))
-            if found is None or self._is_better(found, other)[0]:
-                chosen, found = choice, other
+            if best is None or self._is_better(best, other)[0]:
+                chosen, best = choice, other
         return chosen
 
     def _blocked(self, rules: DispatchRules, work: StepWorkspace, device: int) -> str:
