@@ -1,4 +1,4 @@
-"""A plan at work: its parameters in shared memory, its devices' processes ready for steps.
+"""A loaded plan: its parameters are in shared memory, and its devices' processes run its steps.
 
     parent                   shared block                       worker of a device
     step(*inputs) ─ copy ──► inputs                             reads its sources in place

@@ -1,4 +1,4 @@
-"""A plan's shares: what each device's process does in one step, as flat lists of instructions.
+"""A plan's shares: for each device's process, the flat list of instructions of one step.
 
     device 0                          device 1
     Run a                             Await x      flag of (x, device 1) ≥ this step
@@ -230,7 +230,7 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
     layout = Layout()
     abort, barrier = layout.reserve(8), layout.reserve(LINE_BYTES * len(devices))
     outputs = tuple(dict.fromkeys(graph.outputs.tolist()))
-    cut = _Cut(plan, graph, stages, layout, outputs)
+    cut = _InstructionBuilder(plan, graph, stages, layout, outputs)
     lists = [tuple(cut.instructions(device, stages[device])) for device in devices]
     sources = {
         tensor: cut.slot(tensor)
@@ -261,8 +261,8 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
     return Shares(shares, layout.size_bytes, abort, sources, copied)
 
 
-class _Cut:
-    """Finds the instructions of every device; hands out flags and slots on the way."""
+class _InstructionBuilder:
+    """Builds the instructions of every device, and hands out flags and slots for them."""
 
     def __init__(
         self,
@@ -327,7 +327,7 @@ class _Cut:
         return self.with_frees(device, instructions)
 
     def waits(self, device: int, op: int, arrived: set[int]) -> list[Instruction]:
-        """What goes before an op: what it needs of other devices and has not `arrived` yet."""
+        """The waits before an op: for what it needs from other devices and has not `arrived`."""
         instructions: list[Instruction] = []
         for tensor in self.graph.inputs_of(op).tolist():
             home = self.homes[tensor]
@@ -352,7 +352,8 @@ class _Cut:
         return [RunOp(op) for op in stage]
 
     def sends(self, op: int) -> list[Instruction]:
-        """What follows an op: its outputs to whom they are missing, then word of its end."""
+        """The sends after an op: its outputs to each device that reads them, then flags of its end
+        for the devices that wait for it."""
         instructions: list[Instruction] = []
         for tensor in self.graph.outputs_of(op):
             readers = {self.placement[c] for c in self.graph.consumers_of(tensor).tolist()}
@@ -394,7 +395,7 @@ def ops_of(instruction: Instruction) -> tuple[int, ...]:
     return ()
 
 
-def _sources_read(graph: Graph, cut: _Cut, device: int, stages: Stages) -> set[int]:
+def _sources_read(graph: Graph, cut: _InstructionBuilder, device: int, stages: Stages) -> set[int]:
     """Tensors of sources that the device needs in place: those that live here, or are read here
     and live everywhere."""
     ops = chain.from_iterable(stages)

@@ -79,12 +79,14 @@ def device_map(
     graph = graph_behind(plan, graph, FORMAT)
     check_one_replica(graph, FORMAT)
     named = _named(plan, graph, names)
-    main = _main_device(plan, graph, named)
+    on_cpu = [device for device, name in named.items() if name == "cpu"]
+    main = on_cpu[0] if on_cpu else first_device(plan, graph)
     devices = module_devices(plan, graph)
     if set(devices) == {""}:
         return DeviceMap({"": named[devices[""]]}, named[devices[""]])
+    outer_tensors = {graph.names[op] for op in module_tree(graph).held}
     for path in devices:
-        if "." not in path and path in _own_tensors(graph):
+        if "." not in path and path in outer_tensors:
             devices[path] = main
     _check_tied(plan, graph, devices)
     check_glue(plan, graph, devices, main)
@@ -115,20 +117,9 @@ def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[i
     return {d: "cpu" if kinds[d] == "cpu" else kinds[:d].count("gpu") for d in used}
 
 
-def _main_device(plan: Plan, graph: Graph, named: dict[int, Name]) -> int:
-    """The CPU if it has a part, else the device of the first forward op."""
-    on_cpu = [device for device, name in named.items() if name == "cpu"]
-    return on_cpu[0] if on_cpu else first_device(plan, graph)
-
-
 def first_device(plan: Plan, graph: Graph) -> int:
     """The device of the model's first forward op."""
     return int(plan.placement[placed_ops(graph)[0]])
-
-
-def _own_tensors(graph: Graph) -> set[str]:
-    """Names of the outermost module's own parameters and buffers."""
-    return {graph.names[op] for op in module_tree(graph).held}
 
 
 def _check_tied(plan: Plan, graph: Graph, homes: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""A model put to work where a plan says, by hooks of PyTorch alone.
+"""Runs a model on the devices that a plan says, by hooks of PyTorch alone.
 
     model = dispatch(model, plan)            the same object
     loss = model(**batch).loss               each module computes on its device, the CPU's there
@@ -238,7 +238,8 @@ def _moved_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner])
 
 @dataclass
 class _LentTensor:
-    """A tensor that a module has and another device holds: lent for the time of its forward."""
+    """A tensor of a module that lives on another device: the module gets a copy for the time of its
+    forward."""
 
     module: "nn.Module"
     name: str

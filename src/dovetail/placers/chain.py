@@ -168,7 +168,10 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
         if ends:
             best_used = min(ends, key=lambda used: layer[used][units])
             best_of_counts.append(_walk_back(kinds, cells, best_used, units))
-    return best_of_counts or [_one_stage(problem, order)]
+    # Nothing fits: one stage on the device that may run most units, whose evaluation then says what
+    # does not fit.
+    most_units = int(problem.allowed[order].sum(axis=0).argmax())
+    return best_of_counts or [_Stages((), (most_units,))]
 
 
 def _walk_back(
@@ -187,11 +190,6 @@ def _walk_back(
         at = before
     left = [iter(kind) for kind in kinds]
     return _Stages(tuple(reversed(cuts[:-1])), tuple(next(left[k]) for k in reversed(chosen)))
-
-
-def _one_stage(problem: PlacementProblem, order: NDArray[np.int64]) -> _Stages:
-    """One stage on the device that may run most units: evaluating it names what does not fit."""
-    return _Stages((), (int(problem.allowed[order].sum(axis=0).argmax()),))
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:

@@ -944,12 +944,8 @@ class _SentUnit:
 def intervals_needed(problem: PlacementProblem) -> int:
     """How many intervals the model has at most."""
     graph, devices = problem.graph, problem.devices
-    return int((~graph.is_source).sum()) * devices + _sends(problem) * devices * devices
-
-
-def _sends(problem: PlacementProblem) -> int:
-    """Tensors and ends of ops that go between groups."""
-    return sum(bool(unit.targets) for unit in _units(problem))
+    sends = sum(bool(unit.targets) for unit in _units(problem))  # those between groups
+    return int((~graph.is_source).sum()) * devices + sends * devices * devices
 
 
 def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:

@@ -119,7 +119,10 @@ def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler)
             if not 0 < score.lacking_bytes < np.inf:
                 del open_sets[i]
             elif attempt:
-                open_sets[i] = _less_room(problem, open_sets[i], budget.peaks(placement))
+                # Less by the share that each device's peak is above its capacity, and a little.
+                share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+                room = np.where(share < 1, 0.95 * share * open_sets[i], open_sets[i])
+                open_sets[i] = np.asarray(room, np.int64)
         if not open_sets:
             break
     return min(scored_placements, key=lambda pair: pair[0])[1]
@@ -145,12 +148,6 @@ def limits_of(
     return GroupLimits(
         np.array(choices, np.int8, order="C"), np.array(sizes, np.int64), np.array(room, np.int64)
     )
-
-
-def _less_room(problem: PlacementProblem, room: Int64, peaks: Int64) -> Int64:
-    """`room`, less by the share that each device's peak is above its capacity, and a little."""
-    share = problem.capacities / np.maximum(peaks, 1)
-    return np.asarray(np.where(share < 1, 0.95 * share * room, room), np.int64)
 
 
 def _edges(problem: PlacementProblem) -> tuple[NDArray[np.int64], NDArray[np.int64], Float64]:

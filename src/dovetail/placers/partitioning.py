@@ -122,7 +122,9 @@ def parts_of(
     if memory:
         sizes = problem.group_bytes[groups].astype(np.float64)
         weights = _normal(weights) + _normal(sizes)
-        room = problem.capacities[within] - _held(problem, fixed, choices > 1)[within]
+        fixed_bytes = np.where(choices > 1, 0, problem.group_bytes)
+        held = np.bincount(fixed, weights=fixed_bytes, minlength=problem.devices)
+        room = problem.capacities[within] - held.astype(np.float64)[within]
         shares = _normal(np.minimum(shares, np.maximum(room, 0) / max(1.0, sizes.sum())))
     has_part = shares >= min(MIN_SHARE, shares.max())
     offsets, neighbours, edge_bytes = _induced(net, groups)
@@ -340,12 +342,6 @@ def _normal(values: Float64) -> Float64:
     """Scaled to a sum of 1; all alike where there is nothing to scale."""
     total = float(values.sum())
     return values / total if total > 0 else np.full(len(values), 1 / max(1, len(values)))
-
-
-def _held(problem: PlacementProblem, fixed: GroupPlacement, vertex: NDArray[np.bool_]) -> Float64:
-    """[devices] bytes of the groups that are no vertices."""
-    sizes = np.where(vertex, 0, problem.group_bytes)
-    return np.bincount(fixed, weights=sizes, minlength=problem.devices).astype(np.float64)
 
 
 def _induced(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:

@@ -116,7 +116,9 @@ def narrowed(block: KernelBlock, most: int) -> Narrowed:
             finer = _longest(part.block, crossing, most)
             if finer:
                 crossings.append(crossing)
-                parts += [_within(part, inner) for inner in finer]
+                parts += [
+                    Part(tuple(part.ops[op] for op in inner.ops), inner.block) for inner in finer
+                ]
                 windows += [0] * len(finer)
                 break
         else:
@@ -150,10 +152,6 @@ def _longest(block: KernelBlock, crossing: int, most: int) -> list[Part]:
         parts.append(part_of(block, ends[fits] & ~done))
         done, first = ends[fits], fits + 1
     return [part for part in parts if part.ops]
-
-
-def _within(outer: Part, inner: Part) -> Part:
-    return Part(tuple(outer.ops[op] for op in inner.ops), inner.block)
 
 
 def _window(block: KernelBlock, most: int) -> int:

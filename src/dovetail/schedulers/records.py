@@ -1,4 +1,4 @@
-"""What schedulers are given and what they find.
+"""Records of schedulers: the block of kernels that they are given and the stages that they find.
 
 A *stage* is a set of ops that run together; its *groups* are its connected components: groups run
 at the same time, the ops of a group one after another. Sets of ops are bit masks: bit i is op i of
@@ -14,7 +14,7 @@ OpSet = int
 
 @dataclass(frozen=True)
 class StageTiming:
-    """seconds of a stage; merged: as one op in place of all of its ops."""
+    """The seconds of a stage; `merged`: it runs as one op in place of all of its ops."""
 
     seconds: float
     merged: bool = False

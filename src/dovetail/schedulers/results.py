@@ -1,4 +1,4 @@
-"""What a search for stages found: schedules of one network on one device, and their figures.
+"""Results of a search for stages: schedules of one network on one device, and their figures.
 
 Kernels are what a device runs: ops, fused where it fuses them. Their numbers are those of
 `graph.kernels.Kernels`, which are topological.
@@ -42,7 +42,10 @@ class KernelStage:
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """asked, timed    distinct stages that came up; those of them that had to be measured"""
+    """What a search took.
+
+    asked, timed    distinct stages that came up; those of them that had to be measured
+    """
 
     states: int = 0
     transitions: int = 0

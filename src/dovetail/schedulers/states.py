@@ -35,7 +35,8 @@ def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> l
     Raises `TooManyStatesError` as soon as there are more than `most`. O(states x ready ops).
     """
     states_found: list[BlockState] = []
-    level = [(0, 0, _ready(block, 0))]
+    first_ready = sum(1 << op for op, before in enumerate(block.predecessors) if not before)
+    level: list[_Grown] = [(0, 0, first_ready)]
     while level:
         grown: list[_Grown] = []
         for state in level:
@@ -94,14 +95,6 @@ def _grown(block: KernelBlock, state: _Grown, window: int) -> Iterator[_Grown]:
             if not block.predecessors[consumer] & ~with_op:
                 freed |= 1 << consumer
         yield with_op, sinks & ~block.predecessors[op] | 1 << op, ready & ~(1 << op) | freed
-
-
-def _ready(block: KernelBlock, ops: OpSet) -> OpSet:
-    return sum(
-        1 << op
-        for op, before in enumerate(block.predecessors)
-        if not before & ~ops and not ops >> op & 1
-    )
 
 
 def trace(

@@ -24,7 +24,7 @@ Float64 = NDArray[np.float64]
 
 
 class StepModel(NamedTuple):
-    """What stays the same from placement to placement.
+    """The arrays of a simulation that are the same for every placement.
 
     sources, source_homes   [sources] source ops, ascending, and their `residences`
     is_source          [ops] 1 for source ops
@@ -96,7 +96,7 @@ class DispatchRules(NamedTuple):
 
 
 class StepWorkspace(NamedTuple):
-    """What one thread writes while it simulates.
+    """The arrays that one thread writes while it simulates.
 
     homes      [tensors] device where each tensor is made
     roots      [tensors] tensor whose memory it uses there; -1: memory that lives to the end

@@ -22,11 +22,11 @@ backward ops and lets an accelerator have q calls; here q = 1.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import UsageError
 from dovetail.graph import Graph, Phase
+from dovetail.graph.records import csr_offsets
 from dovetail.machine import Machine
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32
@@ -56,8 +56,8 @@ class LatencyModel(NamedTuple):
 
 
 class LatencyWorkspace(NamedTuple):
-    """What the walk writes. Calls are numbered 2 x device, + 1 for the backward one, and after
-    those every op on a CPU is its own call.
+    """The arrays that one walk writes. Calls are numbered 2 x device, + 1 for the backward one, and
+    after those every op on a CPU is its own call.
 
     call_of                [ops]
     heads, nexts           first op of each call, next op of the same call; -1: none
@@ -103,7 +103,7 @@ def latency_model(graph: Graph, machine: Machine, costs: Costs) -> LatencyModel:
         work_seconds=np.ascontiguousarray(seconds),
         in_seconds=incoming,
         out_seconds=outgoing,
-        user_offsets=_offsets(edges[:, 0], len(graph)),
+        user_offsets=csr_offsets(edges[:, 0], len(graph)),
         users=edges[:, 1].astype(np.int32),
     )
 
@@ -248,8 +248,3 @@ def _check(graph: Graph, machine: Machine) -> None:
         raise UsageError(
             "objective", f"latency is defined for published instances alone, and here {reason}"
         )
-
-
-def _offsets(owners: NDArray[np.integer], count: int) -> Int32:
-    """CSR [count + 1]"""
-    return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count))]).astype(np.int32)

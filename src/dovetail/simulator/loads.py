@@ -104,7 +104,7 @@ HOST_SOURCE = -1
 
 
 class LoadModel(NamedTuple):
-    """Flat arrays, so that kernels take it as it is.
+    """The `load` objective of one problem as flat arrays, which kernels take as they are.
 
     groups, devices, host   counts, and the index of the host among the devices
     counted            [devices] 1: its load counts; 0: a host that is no device, only memory

@@ -24,7 +24,7 @@ network's features do not tell apart. How trials are drawn: `exploring`.
 
 `SETTINGS` differ from the paper's in what is ours: advantages by the batch's own mean and spread,
 where its bias is the mean of all trials before, and the best placement so far in every batch
-(`ppo.with_elite`). Rate, trials, passes and entropy are not in the paper.
+(`losses.with_elite`). Rate, trials, passes and entropy are not in the paper.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ Device Placement", ICLR 2018, https://openreview.net/forum?id=Hkc-TeZ0W, section
 of its authors' open version, TensorFlow's python/grappler/hierarchical_controller.py.
 
     ops ──► grouper ──► a group each ──► embeddings of the groups ──► placer ──► a device each
-            softmax(W2 relu(W1 x))       kinds, sizes, adjacency      `hdp_placer`
+            softmax(W2 relu(W1 x))       kinds, sizes, adjacency      `HdpPlacer`
 
 Both are drawn from, both are trained at once by REINFORCE: log π is the sum over ops and groups.
 
@@ -285,7 +285,7 @@ class Hdp(Policy):
     kinds          buckets of the kinds that have a vector; others have none
     groups         learned groups
     hidden         of the placer's LSTMs; `grouper_hidden`: of the grouper's layer
-    bound, temperature   of the placer's logits: `hdp_placer`
+    bound, temperature   of the placer's logits: `HdpPlacer`
     noise          share of the logits' size that is added to both networks' logits, until
                    update `noise_until`
     greedy_from    update from which on the placer takes the likeliest device; None: never

@@ -114,7 +114,8 @@ class Baseline:
 #
 # Differences: an entropy term, for exploration (R. J. Williams and J. Peng, "Function optimization
 # using connectionist reinforcement learning algorithms", Connection Science 3, 1991), of weight
-# `Settings.entropy` as a mean over decisions and `Settings.entropy_each` as their sum.
+# `LearningSettings.entropy` as a mean over decisions and `LearningSettings.entropy_each` as their
+# sum.
 
 
 def reinforce(

@@ -23,7 +23,7 @@ adjacency the embedding adds the other numbers of the `ProblemView`, and g_t say
 worth by where the group's positions lie to it (`features.cuts`), from the start by module and
 parameter;
 without those of either that are another method's advice. The best placement so far is one more
-trial of every batch (`Settings.elite`).
+trial of every batch (`LearningSettings.elite`).
 """
 
 from typing import Any, ClassVar, Self
