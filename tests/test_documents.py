@@ -1,17 +1,36 @@
-"""What the documents show works as shown."""
+"""What the documents show works as shown, and what they name is there."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 ROOT = Path(__file__).parents[1]
-
+README = ROOT / "README.md"
+GUIDES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = sorted({*GUIDES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*/*.md")})
 
 # The demo runs plans on this machine, and what it prints depends on that.
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
+
+
+def _name(path):
+    return str(path.relative_to(ROOT))
+
+
+def _python_blocks(document):
+    """The Python blocks of a document, each with the text block that follows it as its output."""
+    pattern = r"^```python\n(.*?)^```(?:\n+[^\n]+\n*\n```text\n(.*?)^```)?"
+    return re.findall(pattern, document.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def _commands(document):
+    """The command lines of `dovetail` that stand in indented blocks."""
+    return re.findall(r"^ {4}(dovetail \S.*)$", document.read_text("utf-8"), re.MULTILINE)
 
 
 def test_there_are_examples_to_run():
@@ -24,13 +43,76 @@ def test_an_example_prints_what_stands_beside_it(script):
     assert printed == script.with_suffix(".txt").read_text()
 
 
-def test_the_readmes_python_runs(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        subprocess.run([sys.executable, "-c", block], check=True, cwd=tmp_path)
-    assert (tmp_path / "plan.json").exists()
-    assert (tmp_path / "plan.html").exists()
+def test_the_readme_has_python_with_its_output():
+    ((code, output),) = _python_blocks(README)
+    assert code and output
+
+
+@pytest.mark.parametrize(
+    "document", [path for path in GUIDES if _python_blocks(path)], ids=lambda p: p.stem
+)
+def test_the_python_of_a_document_runs_and_prints_what_stands_below_it(document, tmp_path):
+    for code, output in _python_blocks(document):
+        printed = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=tmp_path)
+        if output:
+            assert printed == output
+
+
+def test_the_readme_has_at_most_120_lines():
+    assert len(README.read_text("utf-8").splitlines()) <= 120
+
+
+def test_every_command_in_the_guides_has_the_options_it_is_shown_with():
+    from dovetail.cli import app
+
+    checked = 0
+    for document in GUIDES:
+        for line in _commands(document):
+            words = shlex.split(line)[1:]
+            command = typer.main.get_command(app)
+            while words and hasattr(command, "commands"):
+                assert words[0] in command.commands, f"{_name(document)}: {line}"
+                command = command.commands[words.pop(0)]
+            options = {
+                name
+                for parameter in command.params
+                for name in (*parameter.opts, *parameter.secondary_opts, "--help")
+            }
+            for word in words:
+                if word.startswith("--"):
+                    assert word in options, f"{_name(document)}: {line}"
+            checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_what_a_document_links_to_is_there(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text("utf-8")):
+        if not target.startswith(("http://", "https://", "#")):
+            path = document.parent / target.partition("#")[0]
+            assert path.exists(), f"{_name(document)} links to {target}"
+
+
+@pytest.mark.parametrize("name", ["design.md", "papers.md"])
+def test_every_path_that_a_document_names_is_in_the_tree(name):
+    # A path ends in a suffix of ours, or is a folder with its slash: `placers/exact.py`, `costs/`.
+    # It stands in backquotes or at the beginning of a line of a block.
+    text = (ROOT / "docs" / name).read_text("utf-8")
+    path = r"((?:[\w.-]+/)*[\w-]+\.(?:py|json|md)|(?:[\w.-]+/)+)"
+    named = {
+        *re.findall(rf"`{path}`", text),
+        *re.findall(rf"^ *{path}(?:\s|$)", text, re.MULTILINE),
+    }
+    assert named
+    for each in sorted(named):
+        places = [ROOT / each, ROOT / "src" / "dovetail" / each]
+        assert any(place.exists() for place in places), f"{name} names {each}"
+
+
+def test_every_document_that_the_source_names_is_there():
+    for source in sorted((ROOT / "src").rglob("*.py")):
+        for document in re.findall(r"\bdocs/[\w-]+\.md", source.read_text("utf-8")):
+            assert (ROOT / document).exists(), f"{_name(source)} names {document}"
 
 
 def test_every_term_of_an_error_is_in_the_tree_on_top():
@@ -43,3 +125,8 @@ def test_every_term_of_an_error_is_in_the_tree_on_top():
     ]
     for name in classes:
         assert name in (errors.__doc__ or ""), f"{name} is not in the tree of errors"
+
+
+def test_the_glossary_is_sorted_and_has_each_word_once():
+    words = re.findall(r"^\| \*\*(.+?)\*\*", (ROOT / "docs/glossary.md").read_text("utf-8"), re.M)
+    assert words == sorted(set(words))

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dovetail.training.backends.contract import Assignment, Policy, Watcher
+from dovetail.training.backends.contract import Assignment, FailurePolicy, Watcher
 from dovetail.training.backends.processes import run
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
 
-WORKER, SERVER = "connecting", "serving"
+WORKER, SERVER = "processes.worker", "processes.server"
 WORKERS, BATCH, SAMPLES = 4, 8, 4000
 
 
@@ -87,7 +87,7 @@ def measure(entry, options):
             return Steps(f"{folder}/{worker}-{os.getpid()}", options.size, options.step_seconds)
 
         job = Job("faults", options.size, SAMPLES, 10**6, BATCH, 1, WORKERS)
-        policy = Policy(worker_restarts=10**6, server_restarts=10**6)
+        policy = FailurePolicy(worker_restarts=10**6, server_restarts=10**6)
         start = np.zeros(options.size, np.float32)
         assignment = Assignment(job, make_rule("downpour"), start, make, policy=policy)
         watcher = Watcher(

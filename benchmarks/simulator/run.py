@@ -26,7 +26,7 @@ import numpy as np
 from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.machine import Device, Link, Machine
-from dovetail.simulator import Evaluation, Simulator
+from dovetail.simulator import BatchEvaluation, Simulator
 from dovetail.simulator.flat import StepModel, flatten
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -116,7 +116,7 @@ class Port:
         subprocess.run(command, check=True)
         write_port_input(folder / "in", flat, placements)
 
-    def check(self, ours: Evaluation) -> None:
+    def check(self, ours: BatchEvaluation) -> None:
         """Raise `AssertionError` unless every value and peak is ours, bit for bit."""
         _, values, peaks = self.run()
         assert (values == ours.values).all() and (peaks == ours.peak_memory_bytes).all()

@@ -39,10 +39,10 @@ from markdown import fill, table
 from dovetail.executors.stages.choosing import fastest, measure, ratios_of, timed
 from dovetail.executors.stages.targets import ONE_THREAD, CpuTarget
 from dovetail.frontends import Captured
+from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import check_equal, search, target_of
 from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate
-from dovetail.schedulers.scheduling import SCHEDULERS
 
 README = Path(__file__).parent / "README.md"
 OURS = (*SCHEDULERS, ONE_THREAD)

@@ -74,11 +74,11 @@ class Paced:
     worker waited for the answer to its commit."""
 
     def __init__(self, size: int, address: str) -> None:
-        from dovetail.training.backends.processes.connecting import Link
+        from dovetail.training.backends.processes.worker import WorkerLink
 
         self._update = vector(size)
         self._line = Client(address, "AF_UNIX")
-        line, ask = self._line, Link.ask
+        line, ask = self._line, WorkerLink.ask
 
         def timed(link: Any, asked: Any) -> Any:
             began = time.perf_counter()
@@ -87,7 +87,7 @@ class Paced:
                 line.send(time.perf_counter() - began)
             return told
 
-        Link.ask = timed  # type: ignore[method-assign]
+        WorkerLink.ask = timed  # type: ignore[method-assign]
 
     def gradient(self, _theta: Vector, indices: NDArray[np.int64], _epoch: int) -> Any:
         from dovetail.training.learner import Gradient
@@ -117,7 +117,7 @@ def shared_memory(
     size: int, count: int, rule: str = "downpour", log: bool = False
 ) -> Iterator[Peer]:
     """Our `processes` backend, one worker. `count` exchanges must be made."""
-    from dovetail.training.backends.contract import Assignment, Policy, Storage, Watcher
+    from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
     from dovetail.training.backends.processes import run
     from dovetail.training.records import Job
     from dovetail.training.rules import make_rule
@@ -129,7 +129,7 @@ def shared_memory(
             make_rule(rule),
             vector(size),
             MakePaced(size, address),
-            policy=Policy(lease_seconds=WAIT_SECONDS),
+            policy=FailurePolicy(lease_seconds=WAIT_SECONDS),
             storage=Storage(Path(folder, "run"), log=log, snapshot_commits=8 if log else 10**9),
         )
         failures: list[BaseException] = []

@@ -64,8 +64,6 @@ DovetailError
 
 from dovetail.units import format_bytes
 
-# The exceptions of everything but training; the whole tree stands in the package.
-
 
 class DovetailError(Exception):
     """Base class: `except DovetailError` catches everything we raise on purpose."""
@@ -426,7 +424,7 @@ class WorkerDiedError(RunError):
         self.status = status
 
 
-# What learned placers raise.
+# Learned placers.
 
 
 class PolicyFileError(FileFormatError):
@@ -451,7 +449,7 @@ class EvaluatorsLostError(RunError):
         self.status = status
 
 
-# What goes wrong where stages of one device are looked for.
+# Stage schedules.
 
 
 class TooManyStatesError(InvalidError):
@@ -489,7 +487,7 @@ class RaceError(InvalidError):
         self.second = second
 
 
-# What training by a parameter server raises.
+# Training by a parameter server.
 
 
 class UnknownRuleError(InvalidError):

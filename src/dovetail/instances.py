@@ -30,26 +30,23 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dovetail.costs import Costs
 from dovetail.errors import CycleError, ExportError, FileFormatError
 from dovetail.graph import HOST, Graph, Phase, colocate
-from dovetail.graph.files import first_complaint
 from dovetail.machine import Device, Link, Machine
 from dovetail.runtime.files import read_json, write_atomically
+from dovetail.runtime.formats import first_complaint
 from dovetail.units import UNLIMITED_BYTES
-
-# Instance: what a published file holds, as records, and the constants of that reading.
-
 
 MILLISECOND = 1e-3
 LINK_BYTES_PER_SECOND = 1e9
-"""Of an accelerator's links. Any figure would do: bytes to send are derived from it."""
+"""Bandwidth of an accelerator's links. Any figure would do: bytes to send are derived from it."""
 FREE_BYTES_PER_SECOND = 1e300
-"""Of a CPU's links: host memory is its own."""
+"""Bandwidth of a CPU's links, which cost nothing: host memory is the CPU's own."""
 MOST_DEVICES = 1024
-"""Of a kind. A file that names more means to say: any number."""
+"""The most devices of a kind that we make; a file that names more means any number."""
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What a file holds. `name` is the file's, without folder and ending."""
+    """The records of a published file. `name` is the file's, without folder and ending."""
 
     name: str
     graph: Graph
@@ -57,17 +54,18 @@ class Instance:
     costs: Costs
 
 
-# The file's shape: what may stand in it, and complaints that name the node.
+# The file's fields, and complaints that name the node. These names are the published format's.
 
 
 COST_TOLERANCE_MS = 1e-6
-"""By which costs on the edges of one source may differ, as the authors' own programs allow."""
+"""Costs on the edges of one source may differ by this much, as in the authors' own programs."""
 MOST_MILLISECONDS = 1e15
+"""The longest latency or move that is read, 30,000 years: sums of it stay finite."""
 _IGNORING = ConfigDict(extra="ignore", allow_inf_nan=False)
 _Milliseconds = Field(default=None, ge=0, le=MOST_MILLISECONDS)
 
 
-class Node(BaseModel):
+class InstanceNode(BaseModel):
     """A node. A latency may be absent where no device could make use of it."""
 
     model_config = _IGNORING
@@ -81,27 +79,28 @@ class Node(BaseModel):
     size: float = Field(default=0.0, ge=0)
 
 
-class Edge(BaseModel):
+class InstanceEdge(BaseModel):
     model_config = _IGNORING
     sourceId: int
     destId: int
     cost: float = Field(default=0.0, ge=0, le=MOST_MILLISECONDS)
 
 
-class File(BaseModel):
+class InstanceFile(BaseModel):
     model_config = _IGNORING
     maxSizePerFPGA: float = Field(ge=0)
     maxFPGAs: int = Field(ge=0, le=MOST_DEVICES)
     maxCPUs: int = Field(ge=0, le=MOST_DEVICES)
-    nodes: list[Node]
-    edges: list[Edge]
+    nodes: list[InstanceNode]
+    edges: list[InstanceEdge]
 
 
-def parse(raw: Any, path: str) -> File:
+def parse(raw: Any, path: str) -> InstanceFile:
     """The file, checked but for cycles. Raises `FileFormatError` that names node or edge."""
     try:
-        file = File.model_validate(raw)
-        _check_machine(file)
+        file = InstanceFile.model_validate(raw)
+        if file.maxFPGAs + file.maxCPUs < 1:
+            raise ValueError("maxFPGAs and maxCPUs are 0: no device")
         _check_nodes(file)
         _check_edges(file)
     except ValidationError as error:
@@ -111,8 +110,8 @@ def parse(raw: Any, path: str) -> File:
     return file
 
 
-def label(node: Node) -> str:
-    """How an error names a node."""
+def label(node: InstanceNode) -> str:
+    """The name of a node in errors."""
     return f"node {node.id}" + (f" ({node.name})" if node.name else "")
 
 
@@ -129,12 +128,7 @@ def _complaint(error: ValidationError, raw: Any) -> str:
     return text
 
 
-def _check_machine(file: File) -> None:
-    if file.maxFPGAs + file.maxCPUs < 1:
-        raise ValueError("maxFPGAs and maxCPUs are 0: no device")
-
-
-def _check_nodes(file: File) -> None:
+def _check_nodes(file: InstanceFile) -> None:
     if not file.nodes:
         raise ValueError("nodes: there are none")
     double = [i for i, count in Counter(node.id for node in file.nodes).items() if count > 1]
@@ -151,22 +145,22 @@ def _check_nodes(file: File) -> None:
             raise ValueError(f"{label(node)} has no fpgaLatency, and may be on an accelerator")
 
 
-def _check_edges(file: File) -> None:
-    known = {node.id: node for node in file.nodes}
+def _check_edges(file: InstanceFile) -> None:
+    node_of = {node.id: node for node in file.nodes}
     costs: dict[int, float] = {}
     for edge in file.edges:
         for end in (edge.sourceId, edge.destId):
-            if end not in known:
+            if end not in node_of:
                 raise ValueError(f"edges: {edge.sourceId} -> {edge.destId}: no node {end}")
         cost = costs.setdefault(edge.sourceId, edge.cost)
         if abs(cost - edge.cost) > COST_TOLERANCE_MS:
             raise ValueError(
-                f"{label(known[edge.sourceId])}: its edges cost {cost} and {edge.cost}; cost "
+                f"{label(node_of[edge.sourceId])}: its edges cost {cost} and {edge.cost}; cost "
                 "moves the whole output, and must be the same on all of them"
             )
 
 
-# Files -> records. Nodes may stand in any order, fields that nobody needs are ignored.
+# Reading: files -> records. Nodes may stand in any order; unknown fields are ignored.
 
 
 def is_instance(raw: object) -> bool:
@@ -189,7 +183,7 @@ def instance_from(raw: Any, path: str) -> Instance:
     return Instance(machine.name, graph, machine, costs)
 
 
-def _ordered(file: File) -> list[Node]:
+def _ordered(file: InstanceFile) -> list[InstanceNode]:
     """Nodes in topological order; of those that are free the first of the file comes first."""
     position = {node.id: i for i, node in enumerate(file.nodes)}
     after: list[list[int]] = [[] for _ in file.nodes]
@@ -211,7 +205,7 @@ def _ordered(file: File) -> list[Node]:
     return [file.nodes[i] for i in order]
 
 
-def _cycle(file: File, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
+def _cycle(file: InstanceFile, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
     """Every node that is left has one before it that is left; going back must close a circle."""
     before = {b: a for a in sorted(left) for b in after[a] if b in left}
     path = [min(left)]
@@ -221,7 +215,7 @@ def _cycle(file: File, after: list[list[int]], left: set[int]) -> tuple[str, ...
     return tuple(file.nodes[i].name or str(file.nodes[i].id) for i in circle)
 
 
-def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
+def _graph(file: InstanceFile, nodes: list[InstanceNode]) -> tuple[Graph, NDArray[np.float64]]:
     """The graph, and [tensors] bytes that a send moves."""
     costs = {edge.sourceId: edge.cost for edge in reversed(file.edges)}  # the first one counts
     inputs: dict[int, dict[int, None]] = {node.id: {} for node in nodes}
@@ -252,17 +246,13 @@ def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
         tensor_of[node.id] = len(sizes)
         sizes.append(0)
         sent.append(costs.get(node.id, 0.0) * MILLISECOND * LINK_BYTES_PER_SECOND)
-    ops, tensors = len(rows), len(sizes)
+    tensors = len(sizes)
     graph = Graph(
         names=tuple(row[0] for row in rows),
         kinds=tuple(row[1] for row in rows),
         signatures=tuple(row[0] for row in rows),
-        modules=("",) * ops,
         phases=np.array([row[2] for row in rows]),
-        flops=np.zeros(ops, np.int64),
-        accessed_bytes=np.zeros(ops, np.int64),
         colocation=np.array([row[3] for row in rows]),
-        gradient_of=np.full(ops, -1),
         device_kinds=tuple(row[4] for row in rows),
         producers=np.arange(tensors, dtype=np.int32),
         shapes=((),) * tensors,
@@ -270,30 +260,27 @@ def _graph(file: File, nodes: list[Node]) -> tuple[Graph, NDArray[np.float64]]:
         dtypes=("uint8",) * tensors,
         tensor_bytes=np.array(sizes),
         storages=np.arange(tensors, dtype=np.int32),
-        overwrites=np.zeros(tensors, bool),
         input_offsets=np.cumsum([0] + [len(of_op) for of_op in reads]),
         input_tensors=np.array([tensor for of_op in reads for tensor in of_op], np.int32),
-        outputs=np.zeros(0, np.int32),
-        control=np.zeros((0, 2), np.int32),
     )
     return graph, np.array(sent)
 
 
-def _unique_names(nodes: list[Node]) -> list[str]:
+def _unique_names(nodes: list[InstanceNode]) -> list[str]:
     """A node's own name where no other has it, else with its id; only ids where names would still
     be mistaken for one another or for a node's size."""
     count: dict[str, int] = {}
     for node in nodes:
         count[node.name] = count.get(node.name, 0) + 1
-    own = [n.name if n.name and count[n.name] == 1 else f"{n.name}#{n.id}" for n in nodes]
-    for names in (own, [f"{n.name}#{n.id}" for n in nodes]):
+    short = [n.name if n.name and count[n.name] == 1 else f"{n.name}#{n.id}" for n in nodes]
+    for names in (short, [f"{n.name}#{n.id}" for n in nodes]):
         taken = {*names, *(f"{name}.size" for name in names)}
         if len(taken) == 2 * len(names):
             return names
     return [f"#{n.id}" for n in nodes]
 
 
-def _machine(name: str, file: File) -> Machine:
+def _machine(name: str, file: InstanceFile) -> Machine:
     size = min(int(file.maxSizePerFPGA), UNLIMITED_BYTES)
     devices = [_device(f"acc{i}", "gpu", size) for i in range(file.maxFPGAs)]
     devices += [_device(f"cpu{i}", "cpu", UNLIMITED_BYTES) for i in range(file.maxCPUs)]
@@ -312,7 +299,7 @@ def _device(name: str, kind: str, memory_bytes: int) -> Device:
     return Device(name, kind, model, memory_bytes, {"float32": 1e12}, 1e12, 0.0)
 
 
-def _seconds(graph: Graph, machine: Machine, nodes: list[Node]) -> NDArray[np.float64]:
+def _seconds(graph: Graph, machine: Machine, nodes: list[InstanceNode]) -> NDArray[np.float64]:
     """[ops, devices]"""
     by_kind = {
         "gpu": [n.fpgaLatency if n.supportedOnFpga else np.inf for n in nodes],
@@ -325,18 +312,17 @@ def _seconds(graph: Graph, machine: Machine, nodes: list[Node]) -> NDArray[np.fl
     return seconds
 
 
-# Records -> files of published instances.
+# Writing: records -> files.
 #
-# Of an imported instance nothing is lost but what it does not hold: every placement has the same
-# value in the file that is written. Of another graph on another machine this is lost:
+# An instance that was read loses nothing: every placement has the same value in the file that is
+# written. Another graph on another machine loses:
 #
-# * links between accelerators: there everything goes through the host;
+# * links between accelerators: in the format everything goes through the host;
 # * what CPUs pay for transfers, limits of CPU memory, and the order of links' channels;
 # * memory that is only occupied for a while: a node's size is its parameters, state and buffers,
-# and
-#   what of its output is kept for backward; what several nodes read is counted at the first;
-# * one output of several that is moved alone: a node's cost is that of all its outputs that are
-# read; * control edges are edges like others, and updates are backward nodes.
+#   and what of its output is kept for backward; what several nodes read is counted at the first;
+# * moving one output of several: a node's cost is that of all its outputs that are read;
+# * the kinds of edges and phases: control edges become edges, and updates backward nodes.
 #
 # Inputs become nodes without latency that only a CPU may run.
 
@@ -358,8 +344,8 @@ def instance_to_dict(graph: Graph, machine: Machine, costs: Costs) -> dict[str, 
     accelerators alone.
     """
     costs.check(graph)
-    accelerators = [d for d, one in enumerate(machine.devices) if one.kind == "gpu"]
-    cpus = [d for d, one in enumerate(machine.devices) if one.kind == "cpu"]
+    accelerators = [d for d, device in enumerate(machine.devices) if device.kind == "gpu"]
+    cpus = [d for d, device in enumerate(machine.devices) if device.kind == "cpu"]
     memory = _memory(machine, accelerators)
     to_ms = 1 / MILLISECOND
     on_accelerator = _column(graph, machine, costs, accelerators) * to_ms

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MOST_BYTES = 2**62
-"""Sizes are kept as int64; half of its range leaves room to add two."""
+"""The largest size. Sizes are kept as int64; half of its range leaves room to add two."""
 UNLIMITED_BYTES = MOST_BYTES // 2
-"""Of a memory without a limit."""
+"""Size of a memory without a limit."""
 BEYOND_ANY_BYTES = 2**50
-"""A memory of so many bytes or more stands for one without a limit."""
+"""A memory of this many bytes or more stands for one without a limit."""
 UNLIMITED_RATE = 1e30
-"""A bandwidth of so many bytes per second or more is one that costs nothing."""
+"""At this bandwidth, in bytes per second, or a higher one, a transfer costs nothing."""
 DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,

@@ -11,6 +11,8 @@ from dovetail.bench import cases, table
 from dovetail.bench.methods import METHODS, PLAIN
 from tests.support.tiny_tables import CASES
 
+GDP = ("gdp", "--out", "benchmarks/gdp")
+
 
 @pytest.fixture
 def bench(monkeypatch, capsys, tmp_path):
@@ -29,7 +31,7 @@ def bench(monkeypatch, capsys, tmp_path):
 
 
 def test_bench_writes_page_and_csv_prints_one_object_and_continues_what_is_kept(bench, tmp_path):
-    one_row = ("gdp", "--rows", "tiny-2gpu", "--budget", "20e", "--jobs", 1, "--learn", "")
+    one_row = (*GDP, "--rows", "tiny-2gpu", "--budget", "20e", "--jobs", 1, "--learn", "")
     status, out, err = bench(*one_row, "--json")
     assert status == 0, err
     printed = json.loads(out)
@@ -53,7 +55,7 @@ def test_bench_writes_page_and_csv_prints_one_object_and_continues_what_is_kept(
 
 def test_a_row_that_fails_is_told_of_and_ends_with_status_1(bench, monkeypatch):
     monkeypatch.setattr(table, "work_off", lambda *_: {"tiny-2gpu plain": "a traceback"})
-    status, out, err = bench("gdp", "--json")
+    status, out, err = bench(*GDP, "--json")
     assert status == 1
     assert "a traceback" in err
     assert json.loads(out)["missing"] == ["tiny-2gpu", "tiny-4gpu"]
@@ -64,7 +66,7 @@ def test_an_interrupt_ends_with_status_130(bench, monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(table, "work_off", interrupted)
-    status, _, err = bench("gdp")
+    status, _, err = bench(*GDP)
     assert status == 130
     assert "interrupted" in err
     assert not (tmp_path / "benchmarks" / "gdp" / "index.html").exists()
@@ -83,6 +85,7 @@ def test_an_interrupt_ends_with_status_130(bench, monkeypatch, tmp_path):
         (("gdp", "--jobs", "0"), "--jobs"),
         (("alphago",), "alphago"),
         (("gdp", "--out", "file"), "is a file"),
+        (("gdp",), "name the folder"),
     ],
 )
 def test_wrong_input_ends_with_status_2_before_the_long_work(

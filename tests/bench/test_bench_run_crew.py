@@ -9,7 +9,7 @@ from dovetail.bench.table import Task, work_off
 
 
 def task(name, function, *arguments, after=(), alone=False):
-    return Task(name, f"tiny_tasks:{function}", arguments or (name,), after, alone)
+    return Task(name, f"tests.support.tiny_tasks:{function}", arguments or (name,), after, alone)
 
 
 def run(tasks, jobs=1):

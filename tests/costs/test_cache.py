@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from dovetail.costs.cache import PACE_LASTS_SECONDS, CostCache, Measured
+from dovetail.costs.cache import PACE_LASTS_SECONDS, CostCache, MeasuredCost
 from dovetail.errors import FileFormatError, UnwritableError
 
 
 def test_what_is_added_is_found_by_device_and_signature(tmp_path):
     cache = CostCache(tmp_path / "new" / "costs.sqlite")
-    cache.add_costs("cpu", {"mm": Measured(1.0, 0.1), "add": Measured(2.0, 0.2)})
-    assert cache.costs("cpu", ["mm", "tanh"]) == {"mm": Measured(1.0, 0.1)}
+    cache.add_costs("cpu", {"mm": MeasuredCost(1.0, 0.1), "add": MeasuredCost(2.0, 0.2)})
+    assert cache.costs("cpu", ["mm", "tanh"]) == {"mm": MeasuredCost(1.0, 0.1)}
     assert cache.costs("gpu", ["mm"]) == {}
-    cache.add_costs("cpu", {"mm": Measured(3.0, 0.1)})
+    cache.add_costs("cpu", {"mm": MeasuredCost(3.0, 0.1)})
     assert cache.costs("cpu", ["mm"])["mm"].seconds == 3.0
 
 
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 def test_rows_survive_a_reader_that_dies_in_a_transaction(tmp_path):
     path = tmp_path / "costs.sqlite"
     cache = CostCache(path)
-    cache.add_costs("cpu", {"mm": Measured(1.0, 0.0)})
+    cache.add_costs("cpu", {"mm": MeasuredCost(1.0, 0.0)})
     open_transaction = sqlite3.connect(path)
     open_transaction.execute("BEGIN")
     open_transaction.execute("SELECT * FROM costs").fetchall()

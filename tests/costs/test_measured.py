@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.costs import CostCache, measured, measured_costs
-from dovetail.costs.measured import Entry, FailedCall, copies_for, time_calls
+from dovetail.costs.measured import FailedCall, TimedEntry, copies_for, time_calls
 from dovetail.errors import CostError
 from dovetail.frontends import Call, Ref, capture
 from dovetail.machine import Link, Machine, local_machine
@@ -150,7 +150,7 @@ class _Outputs:
 
 def entry_of(target, shape=(4,), cold=()):
     strides = tuple(torch.empty(shape).stride())
-    return Entry(Call(target, (Ref(0),), {}, (1,)), {0: (shape, strides, "float32")}, cold)
+    return TimedEntry(Call(target, (Ref(0),), {}, (1,)), {0: (shape, strides, "float32")}, cold)
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_disturbed_rounds_do_not_count_once_there_are_others(quick, monkeypatch)
 def test_indices_lie_within_what_they_index_though_that_holds_integers_too(quick):
     layouts = {0: ((1, 1), (1, 1), "int64"), 1: ((5,), (1,), "int64")}
     call = Call(torch.ops.aten.index.Tensor, (Ref(0), [None, Ref(1)]), results=(2,))
-    found = time_calls([Entry(call, layouts, frozenset())], 0.0, 0.0)
+    found = time_calls([TimedEntry(call, layouts, frozenset())], 0.0, 0.0)
     assert not isinstance(found, FailedCall)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dovetail.costs import CostCache
-from dovetail.costs.cache import Measured
+from dovetail.costs.cache import MeasuredCost
 from dovetail.executors.stages import choosing, measuring
 from dovetail.executors.stages.measuring import CpuStages
 from dovetail.schedulers.dos import dos
@@ -61,11 +61,11 @@ class Stages(CpuStages):
         found = {}
         for signature in dict.fromkeys(self._signatures):
             share = 1 if threads == 1 or signature in self.whole else 1 / threads
-            found[signature] = Measured(self.one[signature] * share, 0.0)
+            found[signature] = MeasuredCost(self.one[signature] * share, 0.0)
         return found
 
     def _switching(self):
-        return Measured(0.01, 0.0)
+        return MeasuredCost(0.01, 0.0)
 
     def measure_stages(self, stages):
         return [self._measure(*stage) for stage in stages]
@@ -75,8 +75,8 @@ class Stages(CpuStages):
         kernels = [k for group in groups for k in group]
         seconds = self._of(kernels)
         if len(kernels) == 1:
-            return Measured(seconds / self.cold, 0.0)
-        return Measured(seconds * (self.merged_share if merged else self.overlap), 0.0)
+            return MeasuredCost(seconds / self.cold, 0.0)
+        return MeasuredCost(seconds * (self.merged_share if merged else self.overlap), 0.0)
 
 
 class Whole(Stages):

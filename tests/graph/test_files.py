@@ -49,6 +49,12 @@ def test_a_size_that_is_not_finite_names_its_op(tmp_path, value):
         (lambda raw: raw["ops"]["flops"].__setitem__(1, 10**400), "int"),
         (lambda raw: raw.update(surprise=1), "surprise"),
         (lambda raw: raw.update(version=2), "version"),
+        (lambda raw: raw.update(version=True), "version: Input should be a number"),
+        (lambda raw: raw["ops"]["flops"].__setitem__(1, True), "ops.flops: .* not true or false"),
+        (lambda raw: raw["ops"]["kinds"]["index"].__setitem__(0, True), "ops.kinds.index: "),
+        (lambda raw: raw["tensors"]["shapes"]["values"].append([True]), "tensors.shapes.values"),
+        (lambda raw: raw["ops"]["phases"].__setitem__(0, 4), "ops.phases.0"),
+        (lambda raw: raw.update(control=[[False, True]]), "control.0.0: .* not true or false"),
     ],
 )
 def test_a_file_of_the_wrong_shape_says_where(tmp_path, change, complaint):

@@ -11,7 +11,7 @@ from dovetail.errors import (
     InvalidSizeError,
     UnknownProducerError,
 )
-from dovetail.graph import EVERYWHERE, HOST, Phase
+from dovetail.graph import EVERYWHERE, HOST, Graph, Phase
 from tests.support.builders import Op, graph_of, source
 
 
@@ -31,6 +31,17 @@ def training_graph():
         outputs=("loss",),
         control=(("mm", "update"),),
     )
+
+
+def test_a_column_that_is_left_out_is_neutral():
+    graph = graph_of(source("w"), Op("a", ("w",)))
+    optional = ("colocation", "gradient_of", "device_kinds", "overwrites", "control")
+    columns = {
+        field.name: getattr(graph, field.name)
+        for field in fields(graph)
+        if field.name not in optional
+    }
+    assert Graph(**columns).fingerprint == graph.fingerprint
 
 
 def test_a_view_has_the_base_its_op_reads_and_fresh_memory_has_none():

@@ -197,7 +197,12 @@ def test_an_impossible_device_is_refused(change):
     ("text", "complaint"),
     [
         ("name = ", "not TOML"),
-        ('name = "m"', "host: Field required"),
+        (
+            'name = "m"\nhost = "a"\n[[devices]]\nname = "a"\nkind = "cpu"\nmodel = "m"\n'
+            "memory_bytes = true",
+            "devices.0.memory_bytes: .* not true or false",
+        ),
+        ('name = "m"\ndevices = []', "host: Field required"),
         ('name = "m"\nhost = "a"\nsurprise = 1\n[[devices]]\nname = "a"', "devices.0.kind"),
     ],
 )

@@ -111,8 +111,10 @@ def test_a_training_plan_runs_here_and_is_reported(dovetail, here, tmp_path):
     }  # fmt: skip
     assert printed["median_seconds"] > 0
     assert "measured" in page.read_text()
-    assert dovetail("report", path, "tests.support.small_models:trained")[0] == 0
-    assert path.with_suffix(".html").exists()
+    plan_page = tmp_path / "plan.html"
+    report = ("report", path, "tests.support.small_models:trained")
+    assert dovetail(*report, "--out", plan_page)[0] == 0
+    assert plan_page.exists()
 
 
 def test_a_plan_imports_no_function_by_itself(dovetail, tmp_path):
@@ -312,3 +314,34 @@ def test_foreign_names_cannot_style_the_terminal(dovetail):
     status, _, err = dovetail("plan", "zoo:[red]x", *TWO_GPUS)
     assert status == 2
     assert "zoo:[red]x" in err
+
+
+def test_commands_write_files_only_where_they_are_told_to(dovetail, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = "tests.support.small_models:branches"
+    dovetail("plan", model, *TWO_GPUS, "--placer", "single", "--out", "plan.json")
+    commands = (
+        ("plan", model, *TWO_GPUS, "--placer", "single"),
+        ("report", "plan.json", model),
+        ("export", "plan.json", model),
+        ("schedule", "zoo:squeezenet_1_1?size=64&batch=1", "--device", "v100"),
+    )
+    for command in commands:
+        status, _, err = dovetail(*command)
+        assert status == 0, err
+        assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert "--report schedule.html" in err
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-1", "much"])
+def test_a_bad_gap_is_refused_in_one_line(dovetail, number):
+    status, out, err = dovetail("plan", "tests.support.small_models:branches", "--gap", number)
+    assert status == 2
+    (line,) = [line for line in err.splitlines() if "importing torch" not in line]
+    assert "gap" in line
+    assert out == ""
+
+
+def test_the_package_runs_as_a_module():
+    printed = subprocess.check_output([sys.executable, "-m", "dovetail", "--help"], text=True)
+    assert "schedule" in printed

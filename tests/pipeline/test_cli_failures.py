@@ -110,9 +110,10 @@ def test_a_plan_of_a_saved_graph_is_reported_by_itself(dovetail, tmp_path):
     source = json.loads(path.read_text())["source"]
     assert source["model"] == str(graph)
     assert source["torch_version"].startswith("2.")
-    status, _, err = dovetail("report", path, "--trace", trace)
+    page = tmp_path / "plan.html"
+    status, _, err = dovetail("report", path, "--out", page, "--trace", trace)
     assert status == 0, err
-    assert path.with_suffix(".html").exists()
+    assert page.exists()
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
 
@@ -188,7 +189,7 @@ def test_a_function_in_the_current_folder_is_found_by_an_installed_script(tmp_pa
             sys.executable,
             "-P",
             "-m",
-            "dovetail.cli",
+            "dovetail",
             "capture",
             "my_models:build",
             "--out",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dovetail.cli import learning
-from dovetail.pipeline import Course, learn, open_plan, resolve_model
+from dovetail.pipeline import LearnRequest, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
 from dovetail.placers.learned.catalog import settings_of
 from dovetail.placers.learned.pretraining import ExampleSpec, Recipe
@@ -38,9 +38,9 @@ def policies(tmp_path_factory):
     step = resolve_model("tests.support.small_models:trained", "adam")
     found = {}
     for method in ("seq2seq", "gdp"):
-        lesson = learn(step, "2 x p100 + haswell", method=method, trials=16, settings={"trials": 8})
+        result = learn(step, "2 x p100 + haswell", method=method, trials=16, settings={"trials": 8})
         found[method] = folder / f"{method}.safetensors"
-        lesson.save_policy(found[method])
+        result.save_policy(found[method])
     return found
 
 
@@ -452,13 +452,13 @@ def test_wrong_pretraining_exits_with_2(dovetail, monkeypatch, tmp_path, argumen
 def test_learning_in_python_gives_a_plan_a_policy_and_its_curves():
     step = resolve_model("tests.support.small_models:branches")
     points = []
-    lesson = learn(
+    result = learn(
         step, "2 x p100 + haswell", method="gdp", trials=16, settings={"trials": 8}, per_op=True,
         progress=points.append,
     )  # fmt: skip
-    assert lesson.plan.value == lesson.learned.values["tests.support.small_models:branches"]
+    assert result.plan.value == result.learned.values["tests.support.small_models:branches"]
     assert [point.update for point in points] == [0, 1]
-    assert lesson.learned.points == tuple(points)
-    assert lesson.policy.name == "gdp"
-    assert np.isfinite(lesson.learned.theta).all()
-    assert Course().trials is None
+    assert result.learned.points == tuple(points)
+    assert result.policy.name == "gdp"
+    assert np.isfinite(result.learned.theta).all()
+    assert LearnRequest().trials is None

@@ -9,7 +9,7 @@ import pytest
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, UsageError, WorkerDiedError, WorkerError
 from dovetail.machine.local import local_machine
-from dovetail.pipeline import Subject, learn, learning, planning, resolve_model
+from dovetail.pipeline import TaskRequest, learn, learning, planning, resolve_model
 from dovetail.pipeline.learning import FINAL_RUNS, LONG_RUNS, MOST_RUNS, MeasuredTrials, task_of
 from dovetail.placers.learned.records import PlacementTask
 
@@ -30,19 +30,19 @@ def _quick_costs():
 
 
 @pytest.fixture(scope="module")
-def subject():
-    return Subject(
+def request():
+    return TaskRequest(
         "m", resolve_model("tests.support.small_models:trained", "adam"), local_machine(2)
     )
 
 
 @pytest.fixture(scope="module")
-def task(subject):
-    return task_of(subject)
+def task(request):
+    return task_of(request)
 
 
 @pytest.fixture
-def fake(monkeypatch, task, subject):
+def fake(monkeypatch, task, request):
     """fake(seconds of a placement's step, or an error to raise) -> trials that run nothing."""
 
     def make(seconds_of, steps=10, of=task):
@@ -53,7 +53,7 @@ def fake(monkeypatch, task, subject):
             return Loaded(seconds_of(plan.placement, len(runs)), steps)
 
         monkeypatch.setattr(learning, "execute", loaded)
-        trials = MeasuredTrials(subject.step, of, steps=steps)
+        trials = MeasuredTrials(request.step, of, steps=steps)
         trials.runs_made = runs
         return trials
 
@@ -86,7 +86,7 @@ def placements(trials, count, seed=0):
 
 
 def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
-    subject, task, monkeypatch
+    request, task, monkeypatch
 ):
     made, pids = [], []
 
@@ -102,22 +102,22 @@ def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
 
     monkeypatch.setattr(learning, "MeasuredTrials", Kept)
     monkeypatch.setattr(learning, "FINAL_RUNS", 2)
-    lesson = learn(
-        subject.step, task.machine, method="seq2seq", measured=True, trials=12,
+    result = learn(
+        request.step, task.machine, method="seq2seq", measured=True, trials=12,
         settings={"trials": 4}, progress=heard,
     )  # fmt: skip
     assert len(pids[0]) == 2
     assert pids[0] == pids[1], "the processes are kept from trial to trial"
     assert set(pids[1]).isdisjoint(pids[2]), "and new ones take the place of those that died"
-    assert len(lesson.failures) == 1
-    assert lesson.learned.trials == 12
-    assert lesson.card["reward"] == "measured"
-    assert (lesson.plan.placer, lesson.plan.machine) == ("seq2seq", task.machine)
-    medians = [timed.median_seconds for timed in lesson.measured]
+    assert len(result.failures) == 1
+    assert result.learned.trials == 12
+    assert result.card["reward"] == "measured"
+    assert (result.plan.placer, result.plan.machine) == ("seq2seq", task.machine)
+    medians = [timed.median_seconds for timed in result.measured]
     assert medians == sorted(medians)
-    spread = task.problem().spread(lesson.measured[0].placement)
+    spread = task.problem().spread(result.measured[0].placement)
     choices = ~task.graph.is_source
-    assert (lesson.plan.placement[choices] == spread[choices]).all()
+    assert (result.plan.placement[choices] == spread[choices]).all()
 
 
 def test_a_placement_that_fails_is_invalid_and_no_more(fake):
@@ -179,25 +179,25 @@ def test_long_runs_are_repeated_less_often_and_failures_drop_out(fake):
     assert [len(one.run_seconds) for one in timed] == [LONG_RUNS]
 
 
-def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(fake, subject, task):
+def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(fake, request, task):
     trials = fake(lambda _placement, _run: 0.1)
     points = []
-    lesson = learn(
-        subject.step, task.machine, measured=True, trials=4, simulated_first=12,
+    result = learn(
+        request.step, task.machine, measured=True, trials=4, simulated_first=12,
         settings={"trials": 4}, progress=points.append,
     )  # fmt: skip
     assert [point.trials for point in points] == [4, 8, 12, 4]
     best = min(point.best for point in points[:3])
     values = [
         float(trials.problem.evaluate(trials.problem.spread(timed.placement[None])).values[0])
-        for timed in lesson.measured
+        for timed in result.measured
     ]
     assert best in values
-    assert lesson.learned.trials == 4
+    assert result.learned.trials == 4
 
 
 def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
-    fake, subject, task, monkeypatch
+    fake, request, task, monkeypatch
 ):
     def seconds_of(_placement, run):
         if run == 6:
@@ -206,14 +206,14 @@ def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
 
     fake(seconds_of)
     monkeypatch.setattr(learning, "FINAL_RUNS", 2)
-    lesson = learn(subject.step, task.machine, measured=True, trials=400, settings={"trials": 4})
-    assert lesson.learned.interrupted
-    assert lesson.plan.interrupted
-    assert len(lesson.measured) == 5
+    result = learn(request.step, task.machine, measured=True, trials=400, settings={"trials": 4})
+    assert result.learned.interrupted
+    assert result.plan.interrupted
+    assert len(result.measured) == 5
 
 
 def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_best(
-    fake, subject, task
+    fake, request, task
 ):
     trials = fake(lambda _placement, _run: 0.1)
 
@@ -221,19 +221,19 @@ def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_
         if point.trials == 8:
             signal.raise_signal(signal.SIGINT)
 
-    lesson = learn(
-        subject.step, task.machine, measured=True, trials=4, simulated_first=400,
+    result = learn(
+        request.step, task.machine, measured=True, trials=4, simulated_first=400,
         settings={"trials": 4}, progress=press,
     )  # fmt: skip
     assert trials.runs == 0
-    assert lesson.measured == ()
-    assert lesson.plan.interrupted
-    assert lesson.card["reward"] == "simulated"
-    assert lesson.plan.value == min(point.best for point in lesson.learned.points)
+    assert result.measured == ()
+    assert result.plan.interrupted
+    assert result.card["reward"] == "simulated"
+    assert result.plan.value == min(point.best for point in result.learned.points)
 
 
-def test_only_devices_of_this_machine_can_measure(subject):
+def test_only_devices_of_this_machine_can_measure(request):
     with pytest.raises(UsageError, match="here/2"):
-        learn(subject.step, "2 x p100", measured=True, trials=16)
+        learn(request.step, "2 x p100", measured=True, trials=16)
     with pytest.raises(UsageError, match="only a network can run"):
-        learn(subject.step.graph, "here/2", measured=True, trials=16)
+        learn(request.step.graph, "here/2", measured=True, trials=16)

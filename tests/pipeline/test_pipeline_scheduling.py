@@ -13,9 +13,10 @@ from dovetail.executors.stages import choosing, measuring
 from dovetail.frontends import capture
 from dovetail.graph.files import save_graph
 from dovetail.machine.local import local_machine
+from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import resolve_model, scheduling
 from dovetail.pipeline.scheduling import (
-    Wanted,
+    ScheduleRequest,
     check_equal,
     find,
     schedule,
@@ -27,7 +28,6 @@ from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.races import check_races
 from dovetail.schedulers.records import StageTiming, members
 from dovetail.schedulers.results import SEQUENTIAL
-from dovetail.schedulers.scheduling import SCHEDULERS
 
 
 @pytest.fixture(params=[1, 2], ids=["one core", "two cores"])
@@ -252,7 +252,7 @@ def test_requests_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="1 or more"):
         schedule(step, rounds=0)
     with pytest.raises(UsageError, match="1 or more"):
-        Wanted(rounds=0)
+        ScheduleRequest("zoo:rnnlm", rounds=0)
     with pytest.raises((UsageError, MachineError)):
         schedule(step, "cuda:99")
     with pytest.raises(MachineError):
@@ -261,7 +261,7 @@ def test_requests_that_make_no_sense_are_refused():
 
 def test_random_schedules_are_not_measured_where_no_device_is():
     with pytest.raises(UsageError, match="measured, which v100, p100 cannot be"):
-        schedules("zoo:squeezenet_1_1?size=64&batch=1", ["v100", "p100"], Wanted(sampled=3))
+        schedules("zoo:squeezenet_1_1?size=64&batch=1", ["v100", "p100"], sampled=3)
 
 
 def test_a_kernel_that_cannot_be_traced_is_named(cores, monkeypatch):

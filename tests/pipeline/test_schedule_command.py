@@ -4,18 +4,22 @@ import json
 
 import pytest
 
-from dovetail.cli.scheduling import SCHEDULERS_HELP
 from dovetail.executors.stages.targets import AnalyticTarget
 from dovetail.frontends import resolve
-from dovetail.pipeline import Wanted, schedules
+from dovetail.methods import SCHEDULERS
+from dovetail.pipeline import schedules
 from dovetail.pipeline.scheduling import as_candidate, reseen, search, target_of, with_batch
-from dovetail.schedulers.scheduling import SCHEDULERS
 
 TINY = "zoo:squeezenet_1_1?size=64&batch=1"
 
 
-def test_the_help_names_every_scheduler():
-    assert tuple(SCHEDULERS_HELP.split(", ")) == tuple(SCHEDULERS)
+def test_the_help_and_the_error_for_an_unknown_name_list_every_scheduler(dovetail):
+    status, out, _ = dovetail("schedule", "--help")
+    assert status == 0
+    assert all(f"{name}:" in out for name in SCHEDULERS)
+    status, _, err = dovetail("schedule", TINY, "--scheduler", "magic")
+    assert status == 2
+    assert all(name in err for name in SCHEDULERS)
 
 
 def test_json_has_its_stable_keys_and_the_page_is_written(dovetail, tmp_path):
@@ -64,7 +68,7 @@ def test_presets_are_predicted_and_compared(dovetail, tmp_path):
 
 
 def test_schedules_made_elsewhere_are_no_better_than_a_devices_own():
-    found = schedules(TINY, ("v100", "k80"), Wanted(("dos",), (1, 8)))
+    found = schedules(TINY, ("v100", "k80"), schedulers=("dos",), batches=(1, 8))
     for place, one in enumerate(found):
         batches, *devices = one.specialisations
         assert batches.title == "batch sizes"

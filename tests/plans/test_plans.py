@@ -253,6 +253,13 @@ def test_backward_ops_may_come_back_to_a_contiguous_device():
         (lambda raw: raw["placement"].append(2**40), "int"),
         (lambda raw: raw["machine"].update(host="nobody"), "nobody"),
         (lambda raw: raw.update(extra=1), "extra"),
+        (lambda raw: raw.update(seed=True), "seed: .* not true or false"),
+        (lambda raw: raw.update(value=True), "value: .* not true or false"),
+        (lambda raw: raw.update(placement=[True] * 6), "placement: .* not true or false"),
+        (lambda raw: raw.update(orders=[[True, 4], [5]]), "orders.0.0: .* not true or false"),
+        (lambda raw: raw["costs"]["rows"][0].__setitem__(0, True), "costs.rows.0.0: "),
+        (lambda raw: raw.update(objective="speed"), "objective"),
+        (lambda raw: raw.update(made_for="a toaster"), "made_for"),
     ],
 )
 def test_a_plan_file_of_the_wrong_shape_says_where(tmp_path, change, complaint):

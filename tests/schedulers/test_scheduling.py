@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from dovetail.graph.kernels import fuse
+from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import resolve_model
 from dovetail.schedulers.blocks import cut, narrowed
 from dovetail.schedulers.dataflow import dataflow, replayed
@@ -11,7 +12,7 @@ from dovetail.schedulers.dos import endings_of
 from dovetail.schedulers.ios import ios
 from dovetail.schedulers.races import check_races
 from dovetail.schedulers.records import KernelBlock, StageTiming, groups_of, members
-from dovetail.schedulers.scheduling import MOST_STATES, SCHEDULERS, StageProblem, sequential
+from dovetail.schedulers.scheduling import MOST_STATES, StageProblem, sequential
 from dovetail.schedulers.states import states_of
 from dovetail.schedulers.timing import block_of, key_of, signatures_of
 from tests.support.dags import random_block

@@ -3,15 +3,18 @@
 import os
 import signal
 import time
+from contextlib import ExitStack
 from functools import cache, partial
 
 import numpy as np
 import ray
 
 from dovetail.training.backends.contract import Assignment, Watcher
+from dovetail.training.backends.ray import server
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
+from tests.support.server_faults import Lives, faulty, faulty_files
 
 SMALL = {"worker_cores": 0.1, "server_cores": 0.1}
 
@@ -169,6 +172,21 @@ def in_turn(assignment):
     turns = 2 if assignment.rule.pulls_first else 1
     ends = (0,) * turns + (1,) * turns
     return (0, 1) + ends * (windows // 2)
+
+
+def dying_server(path):
+    """The server's actor, of which each life ends as the `Lives` in that file say."""
+
+    class DyingServer(server.ParameterServer):
+        def __init__(self, *fields):
+            crash = Lives.begin(path)
+            server.Server = faulty(server.Server, crash)
+            server.ShardedServer = faulty(server.ShardedServer, crash)
+            self.faults = ExitStack()  # kept open: the process is this actor's alone
+            self.faults.enter_context(faulty_files(crash))
+            super().__init__(*fields)
+
+    return DyingServer
 
 
 def once(rows, action):

@@ -4,33 +4,16 @@ A worker's vector depends on the center that it pulled and on its commit's numbe
 that goes wrong anywhere ends elsewhere.
 """
 
+from contextlib import nullcontext
+
 import numpy as np
 
 from dovetail.training.records import Commit, Job, Turn
 from dovetail.training.rules import make_rule
 from dovetail.training.server import Server
+from tests.support.server_faults import Crash, faulty, faulty_files
 
 SIZE = 40
-
-
-class Crash(Exception):
-    pass
-
-
-class CrashEvery:
-    """Raises each `every`-th time that `point` is passed, across restarts."""
-
-    def __init__(self, point, every=3, most=8):
-        self.point, self.every, self.most = point, every, most
-        self.passed = self.crashes = 0
-
-    def __call__(self, point):
-        if point != self.point or self.crashes == self.most:
-            return
-        self.passed += 1
-        if self.passed % self.every == 0:
-            self.crashes += 1
-            raise Crash(point)
 
 
 def job(workers=3, samples=60, **fields):
@@ -42,10 +25,12 @@ def start():
     return np.random.default_rng(7).standard_normal(SIZE).astype(np.float32)
 
 
-def serve(name, resume=False, of=None, **options):
-    """A server of the rule `name`, at `start()` where it does not resume."""
+def serve(name, resume=False, of=None, crash=None, **options):
+    """A server of the rule `name`, at `start()` where it does not resume; `crash` is called with
+    each point that its steps pass."""
     options = {"clock": lambda: 0.0} | options
-    make = Server.resume if resume else Server
+    server_class = Server if crash is None else faulty(Server, crash)
+    make = server_class.resume if resume else server_class
     return make(of or job(), make_rule(name), start(), **options)
 
 
@@ -131,9 +116,10 @@ def run(name, storage=None, crash=None, **options):
         return serve(name, resume, crash=crash, **kept, **options)
 
     workers = [Worker(index) for index in range(3)]
-    first = None if storage and crash else made(resume=False)
-    server = _revived(first, workers, lambda: made(resume=True))
-    return finish(server, workers, lambda: made(resume=True))
+    with faulty_files(crash) if crash else nullcontext():
+        first = None if storage and crash else made(resume=False)
+        server = _revived(first, workers, lambda: made(resume=True))
+        return finish(server, workers, lambda: made(resume=True))
 
 
 def state_of(server):

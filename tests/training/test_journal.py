@@ -10,7 +10,7 @@ import pytest
 from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
 from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
-from dovetail.training.journal import Journal, nothing, stored_identity
+from dovetail.training.journal import Journal, stored_identity
 from dovetail.training.rules import make_rule
 from tests.support.serving import job
 
@@ -20,7 +20,7 @@ VECTOR = np.random.default_rng(1).standard_normal(5).astype(np.float32)
 
 def opened(folder, *, resume=True, of=None, rule=None, **options):
     storage = Storage(folder, **options)
-    return Journal(storage, of or job(), rule or make_rule(RULE), nothing, resume=resume)
+    return Journal(storage, of or job(), rule or make_rule(RULE), resume=resume)
 
 
 def append(journal, number):

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dovetail.errors import UsageError
-from dovetail.training.leases import Leases
-from dovetail.training.ledger import Ledger
+from dovetail.training.ledger import Leases, Ledger
 from dovetail.training.records import Commit, Job, Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.rules import make_rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read

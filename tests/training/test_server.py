@@ -13,19 +13,9 @@ from dovetail.training.backends.contract import Guard, Storage
 from dovetail.training.checks import checksum
 from dovetail.training.records import Job, Refusal, Turn, Verdict
 from dovetail.training.rules import make_rule
-from dovetail.training.server import CRASH_POINTS, Server
-from tests.support.serving import (
-    SIZE,
-    Crash,
-    CrashEvery,
-    Worker,
-    finish,
-    job,
-    run,
-    serve,
-    start,
-    state_of,
-)
+from dovetail.training.server import Server
+from tests.support.server_faults import CRASH_POINTS, Crash, CrashEvery, faulty_files
+from tests.support.serving import SIZE, Worker, finish, job, run, serve, start, state_of
 
 # An asynchronous rule, one that remembers bases, one that gathers, and one with slots and counts.
 RULES = ("downpour", "adag", "sync", "async-diloco")
@@ -338,12 +328,11 @@ def test_a_shards_failure_is_raised_where_its_commit_was_taken(monkeypatch):
 
 def test_the_crash_hook_sees_every_point_in_order(tmp_path):
     seen = []
-    with serve(
-        "downpour",
-        of=job(1),
-        storage=Storage(tmp_path / "run", snapshot_commits=1),
-        crash=seen.append,
-    ) as server:
+    storage = Storage(tmp_path / "run", snapshot_commits=1)
+    with (
+        faulty_files(seen.append),
+        serve("downpour", of=job(1), storage=storage, crash=seen.append) as server,
+    ):
         worker = Worker(0)
         worker.join(server)
         worker.answered(server.take(worker.turn)[0])

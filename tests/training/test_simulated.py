@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageError
 from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Assignment, Policy, Storage, Watcher
+from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
 from dovetail.training.backends.simulated import run
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Job
@@ -73,7 +73,7 @@ def assigned(rule="downpour", learner=Regression, size=5, order=None, policy=Non
         np.zeros(size, np.float32),
         lambda worker: learner(),
         order=order,
-        policy=policy or Policy(),
+        policy=policy or FailurePolicy(),
     )
 
 
@@ -161,7 +161,7 @@ def test_a_slow_worker_trains_less_and_its_commits_are_staler():
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0, 7.3])
 def test_a_dead_workers_samples_are_trained_by_others_exactly_once(seconds):
-    policy = Policy(worker_restarts=0, worker_losses=1)
+    policy = FailurePolicy(worker_restarts=0, worker_losses=1)
     outcome = run(counted(policy), Watcher(), times=EXPONENTIAL, deaths={1: seconds})
     assert (outcome.theta == 2).all()
     assert outcome.samples == sum(row.samples for row in outcome.rows) == 120
@@ -179,7 +179,7 @@ def test_a_killed_worker_is_started_anew_and_goes_on():
 
 
 def test_a_round_does_not_wait_for_the_dead():
-    policy = Policy(worker_restarts=0, worker_losses=1)
+    policy = FailurePolicy(worker_restarts=0, worker_losses=1)
     outcome = run(assigned("sync", policy=policy), Watcher(), deaths={2: 2.5})
     assert outcome.samples == 120
 
@@ -194,15 +194,15 @@ def test_a_late_worker_joins_and_every_sample_counts_once():
 
 def test_deaths_beyond_the_policy_end_the_run():
     with pytest.raises(NoWorkersError) as caught:
-        run(counted(Policy(worker_restarts=0)), Watcher(), deaths={0: 1.0})
+        run(counted(FailurePolicy(worker_restarts=0)), Watcher(), deaths={0: 1.0})
     assert caught.value.lost == 1
     with pytest.raises(NoWorkersError):
-        policy = Policy(worker_restarts=0, worker_losses=9)
+        policy = FailurePolicy(worker_restarts=0, worker_losses=9)
         run(counted(policy, workers=1), Watcher(), deaths={0: 1.0})
 
 
 def test_a_hung_worker_loses_its_lease_and_its_late_commit_is_refused():
-    policy = Policy(lease_seconds=3.0)
+    policy = FailurePolicy(lease_seconds=3.0)
     outcome = run(counted(policy, epochs=4), Watcher(), slow={2: 20.0})
     assert (outcome.theta == 4).all()
     assert ("lost", 3.0) in [(e.kind, e.seconds) for e in outcome.events if e.worker == 2]
@@ -212,7 +212,7 @@ def test_a_hung_worker_loses_its_lease_and_its_late_commit_is_refused():
 
 def test_a_run_whose_workers_are_all_hung_ends():
     with pytest.raises(NoWorkersError) as caught:
-        run(counted(Policy(lease_seconds=3.0)), Watcher(), times=StepTimes(mean_seconds=4.0))
+        run(counted(FailurePolicy(lease_seconds=3.0)), Watcher(), times=StepTimes(mean_seconds=4.0))
     assert caught.value.lost == 3
 
 
@@ -282,7 +282,7 @@ def test_an_exception_counts_as_a_death_where_the_policy_says_so():
         made.append(worker)
         return Failing() if len(made) == 1 else Tally()
 
-    job = counted(Policy(worker_errors=1))
+    job = counted(FailurePolicy(worker_errors=1))
     outcome = run(Assignment(job.job, job.rule, job.theta, learner, policy=job.policy), Watcher())
     assert made == [0, 1, 2, 0]
     assert (outcome.theta == 2).all()
@@ -297,7 +297,7 @@ def test_refused_commits_end_the_run_once_there_are_too_many_and_change_nothing(
     seen = []
     watcher = Watcher(event=seen.append)
     with pytest.raises(DivergedError) as caught:
-        run(assigned("agn", Diverging, 60, policy=Policy(refusals=5)), watcher)
+        run(assigned("agn", Diverging, 60, policy=FailurePolicy(refusals=5)), watcher)
     assert caught.value.rule == "agn"
     assert "not finite" in caught.value.detail
 
@@ -415,7 +415,7 @@ MOMENTS = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.7, 6.0, 9.9, 15.0])
 def test_every_sample_counts_once_an_epoch_whatever_befalls_the_workers(
     rule, job, restarts, lease_seconds, world
 ):
-    policy = Policy(worker_restarts=restarts, worker_losses=4, lease_seconds=lease_seconds)
+    policy = FailurePolicy(worker_restarts=restarts, worker_losses=4, lease_seconds=lease_seconds)
     job = assigned(rule, Tally, 60, policy=policy, **job)
     outcome = run(job, Watcher(), **world)
     assert outcome.samples == 60 * job.job.epochs

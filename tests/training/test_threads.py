@@ -11,15 +11,15 @@ import pytest
 
 from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageError
 from dovetail.training.backends import threads
-from dovetail.training.backends.contract import Assignment, Guard, Policy, Storage, Watcher
+from dovetail.training.backends.contract import Assignment, FailurePolicy, Guard, Storage, Watcher
 from dovetail.training.backends.simulated import run as simulate
 from dovetail.training.backends.threads import run
-from dovetail.training.backends.watching import Watching
 from dovetail.training.liveness import alive
 from dovetail.training.records import Turn
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.server import Server
 from dovetail.training.step_times import StepTimes
+from dovetail.training.supervisor import RunProgress, report_of
 from tests.support.least_squares import LeastSquares, a_job, start
 
 WINDOWS = {"one-shot": None, "sync": 1, "dc-asgd": 1, "dc-asgd-adaptive": 1}
@@ -191,7 +191,7 @@ def test_a_learner_that_cannot_be_made_ends_the_run():
 def test_a_worker_that_is_started_again_loses_no_sample(rule):
     job = a_job(samples=58, epochs=2, workers=2)
     crew = Crew(job, Fragile, breaks={3, 11}, numbers=itertools.count(1))
-    policy = Policy(worker_errors=2, worker_restarts=2)
+    policy = FailurePolicy(worker_errors=2, worker_restarts=2)
     outcome = run(an_assignment(job, rule, crew, policy=policy), Watcher())
     assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 2
     assert len(crew.lives) == 4
@@ -201,7 +201,7 @@ def test_a_worker_that_is_started_again_loses_no_sample(rule):
 def test_the_samples_of_a_worker_that_stays_away_are_trained_by_the_others():
     job = a_job(samples=58, epochs=2, workers=3)
     crew = Crew(job, Fragile, breaks={3}, numbers=itertools.count(1))
-    policy = Policy(worker_errors=1, worker_restarts=0, worker_losses=1)
+    policy = FailurePolicy(worker_errors=1, worker_restarts=0, worker_losses=1)
     outcome = run(an_assignment(job, "averaging", crew, policy=policy), Watcher())
     assert outcome.samples == sum(row.samples for row in outcome.rows) == 58 * 2
     assert len(crew.lives) == 3
@@ -211,7 +211,7 @@ def test_the_samples_of_a_worker_that_stays_away_are_trained_by_the_others():
 def test_more_losses_than_the_policy_allows_end_the_run(workers, losses):
     job = a_job(workers=workers)
     crew = Crew(job, Fragile, breaks={3}, numbers=itertools.count(1))
-    policy = Policy(worker_errors=1, worker_restarts=0, worker_losses=losses)
+    policy = FailurePolicy(worker_errors=1, worker_restarts=0, worker_losses=losses)
     with pytest.raises(NoWorkersError) as caught:
         run(an_assignment(job, "downpour", crew, policy=policy), Watcher())
     assert caught.value.lost == 1
@@ -236,7 +236,7 @@ def test_a_hung_workers_samples_go_to_the_others_and_the_run_ends_without_it(rul
     job = a_job(samples=58, workers=3)
     gate = threading.Event()
     crew = Crew(job, Hanging, gate=gate, first=threading.Semaphore(1))
-    policy = Policy(lease_seconds=2.0)
+    policy = FailurePolicy(lease_seconds=2.0)
     try:
         outcome = run(an_assignment(job, rule, crew, policy=policy), Watcher())
     finally:
@@ -250,7 +250,9 @@ def test_a_run_whose_every_worker_hangs_ends():
     gate = threading.Event()
     crew = Crew(job, Hanging, gate=gate, first=threading.Semaphore(2))
     with pytest.raises(NoWorkersError, match=r"2 workers were lost.*hung for 1 s"):
-        run(an_assignment(job, "downpour", crew, policy=Policy(lease_seconds=1.0)), Watcher())
+        run(
+            an_assignment(job, "downpour", crew, policy=FailurePolicy(lease_seconds=1.0)), Watcher()
+        )
     gate.set()
 
 
@@ -263,7 +265,7 @@ def test_no_worker_is_hung_because_the_whole_process_stood_still(monkeypatch):
     class Stopped(LeastSquares):
         def gradient(self, theta, indices, epoch):
             if first.acquire(blocking=False):
-                leaps[0] = 2 * Policy().lease_seconds
+                leaps[0] = 2 * FailurePolicy().lease_seconds
                 leapt.set()
                 told.wait()
             leapt.wait()
@@ -286,7 +288,7 @@ def test_a_long_step_with_signs_of_life_is_not_hung():
             return super().gradient(theta, indices, epoch)
 
     job = a_job(samples=8)
-    policy = Policy(lease_seconds=1.0)
+    policy = FailurePolicy(lease_seconds=1.0)
     outcome = run(an_assignment(job, "downpour", Crew(job, Long), policy=policy), Watcher())
     assert "lost" not in [event.kind for event in outcome.events]
 
@@ -299,7 +301,7 @@ class Poisoned(LeastSquares):
 def test_commits_that_are_not_finite_are_refused_until_the_run_counts_as_diverged():
     job = a_job(workers=2)
     crew = Crew(job, Poisoned)
-    policy = Policy(refusals=5)
+    policy = FailurePolicy(refusals=5)
     with pytest.raises(DivergedError, match="not finite") as caught:
         run(an_assignment(job, "downpour", crew, policy=policy), Watcher())
     assert caught.value.rule == "downpour"
@@ -465,11 +467,11 @@ def test_what_happens_while_the_watcher_is_told_is_told_next_time():
         if len(events) < 3:
             server.events.append("another thread's")
 
-    watch = Watching(Watcher(rows=tell_rows, event=tell_event), server, 0.0)
+    progress = RunProgress(Watcher(rows=tell_rows, event=tell_event))
     server.rows.append("first")
     server.events.append("first")
     for _ in range(3):
-        watch.flush()
+        progress.add(report_of(server, progress.known, done=False))
     assert rows == server.rows
     assert events == server.events
 

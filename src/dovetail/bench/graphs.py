@@ -67,7 +67,7 @@ def graph_for(store: Store, case: Case) -> Graph:
 
 
 def _capture(store: Store, case: Case, name: str) -> Graph:
-    from dovetail.pipeline import graph_of, resolve_model  # torch, which only captures need
+    from dovetail.pipeline.sources import graph_of, resolve_model  # torch, which only captures need
 
     began = time.perf_counter()
     graph = graph_of(resolve_model(case.model, case.train))

@@ -18,6 +18,7 @@ from dovetail.cli.showing import capture, machine, networks
 from dovetail.cli.training import EPILOG, train, train_report
 from dovetail.cli.using import export, report, run
 from dovetail.errors import DovetailError, InfeasibleError, InvalidError
+from dovetail.methods import PLACERS, SCHEDULERS, listing
 
 INTERRUPTED = 130
 """Exit status of a Ctrl-C outside a search: as a shell reports SIGINT."""
@@ -28,8 +29,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (machine, networks, capture, plan, run, report, export, schedule, bench):
+for command in (machine, networks, capture, run, report, export, bench):
     app.command()(command)
+app.command(epilog=listing("Placers:", PLACERS))(plan)
+app.command(epilog=listing("Schedulers:", SCHEDULERS))(schedule)
 app.command(epilog=EPILOG)(train)
 app.command("train-report")(train_report)
 app.add_typer(learn, name="learn")
@@ -52,10 +55,14 @@ def main() -> None:
     except DovetailError as error:
         say(f"error: {error}")
         sys.exit(1)
-    except Exception as error:  # click's own usage errors know how to show themselves
-        if not hasattr(error, "show"):
+    except Exception as error:
+        # typer's usage errors, whose base class typer does not export.
+        if not hasattr(error, "format_message"):
             raise
-        error.show()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+        else:
+            say(f"error: {error.format_message()}")
         sys.exit(getattr(error, "exit_code", 2))
     if status == INTERRUPTED:
         say("interrupted")

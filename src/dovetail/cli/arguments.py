@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dovetail.cli.output import progress_bar, say
 from dovetail.errors import UnwritableError, UsageError
+from dovetail.pipeline.requests import field_help
 from dovetail.units import parse_bytes
 
 if TYPE_CHECKING:
     from dovetail.frontends import Captured
-    from dovetail.pipeline import Step
+    from dovetail.pipeline.sources import Step
     from dovetail.plans import Plan
 
 MODEL_HELP = (
@@ -25,12 +26,6 @@ MACHINE_HELP = (
     'here, here/1, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: '
     "rl17/2, rl17/4, gdp/2 to gdp/8"
 )
-PLACERS_HELP = (
-    "single, expert, balanced, etf, m_topo, heft, sct, metis, scotch, mincut, linear_dp, "
-    "ideal_dp, families, local_search, latency_search, multilevel, exact, seq2seq, hdp, gdp, "
-    "gdp+search, or auto: all that suit"
-)
-"""A test holds it against `PLACERS`, whose import takes seconds."""
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 PlanModel = Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
 PlanFile = Annotated[Path, typer.Argument(help="A plan that `dovetail plan --out` wrote")]
@@ -54,11 +49,19 @@ Shape = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
+def option(request: type, name: str, *flags: str, before: str = "", **options: Any) -> Any:
+    """A typer option for a field of a request: its help is what the record says of the field.
+
+    before   stands before that help, for the syntax of an option that is a text here
+    """
+    return typer.Option(*flags, help=before + field_help(request, name), **options)
+
+
 def resolve(model: str, train: str = "", shape: Sequence[str] | None = None) -> "Step":
     """What MODEL names, captured or loaded; says which ops have no rule for their FLOPs."""
     from dovetail.frontends.onnx import parse_shapes, unknown_flops
     from dovetail.graph import Graph
-    from dovetail.pipeline import resolve_model
+    from dovetail.pipeline.sources import resolve_model
 
     shapes = parse_shapes(shape or ())
     with progress_bar() as progress:

@@ -33,9 +33,7 @@ def bench(  # noqa: PLR0913  one argument an option
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help=f"Folder of {PAGE}, {CSV} and the results", show_default="benchmarks/PAPER"
-        ),
+        typer.Option(help=f"Folder of {PAGE}, {CSV} and the results; needed"),
     ] = None,
     budget: Annotated[str, typer.Option(help="Of each search: 20s, or evaluations (5000e)")] = (
         "20s"
@@ -63,14 +61,16 @@ def bench(  # noqa: PLR0913  one argument an option
     from dovetail.bench.running import BenchSettings
     from dovetail.bench.table import matching, run_table
     from dovetail.bench.tables import write_csv, write_trainings
-    from dovetail.pipeline.opening import check_seed
+    from dovetail.pipeline.requests import check_seed
     from dovetail.placers import parse_budget
 
     parse_budget(budget)
     trials, trials_of = _learning(paper.value, learn)
     check_seed(seed)
     matching(CASES[paper.value], rows)
-    folder = out or Path("benchmarks") / paper.value
+    if out is None:
+        raise UsageError("--out", f"name the folder of the table, such as benchmarks/{paper.value}")
+    folder = out
     if folder.exists() and not folder.is_dir():
         raise UsageError("--out", f"{folder} is a file; name a folder")
     settings = BenchSettings(

@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli import arguments
-from dovetail.cli.arguments import MACHINE_HELP, MODEL_HELP, Json, Model, Shape, check_outputs
+from dovetail.cli.arguments import (
+    MACHINE_HELP,
+    MODEL_HELP,
+    Json,
+    Model,
+    Shape,
+    check_outputs,
+    option,
+)
 from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
-
-# `dovetail learn pretrain`: the recipe of the shipped policy, as one command.
-
+from dovetail.pipeline.requests import HERE, LEARNERS, TRIALS, LearnRequest, TaskRequest
 
 if TYPE_CHECKING:
+    from dovetail.cli.learning_run import Outputs
+    from dovetail.pipeline.sources import Step
     from dovetail.placers.learned.pretraining import PretrainingProgress, Recipe
     from dovetail.placers.learned.records import Point
+
+# --- `dovetail learn pretrain`: the recipe of the shipped policy, as one command ---
 
 KEYS = ("trained_on", "held_out", "seed", "updates", "trials", "seconds", "versions")
 
@@ -142,10 +152,7 @@ def _tell(card: dict[str, Any], out: Path, as_json: bool) -> None:
     say(f"{len(card['trained_on'])} tasks, {card['trials']:,} trials of PPO")
 
 
-if TYPE_CHECKING:
-    from dovetail.cli.learning_run import Outputs
-    from dovetail.pipeline import Step
-    from dovetail.pipeline.learning import Course, Subject
+# --- `dovetail learn one`, `batch` and `finetune` ---
 
 learn = typer.Typer(
     help="Learn to place: seq2seq (RL17), hdp, or gdp, trained on simulated or measured trials.",
@@ -155,36 +162,27 @@ learn = typer.Typer(
 
 SHOWN = 6
 """Entries of a list in a card; the rest is counted."""
-Method = Annotated[str, typer.Option(help="seq2seq, hdp or gdp", show_default="seq2seq")]
-Machine = Annotated[str, typer.Option(help=MACHINE_HELP, show_default="here")]
+Method = Annotated[str, option(LearnRequest, "method", show_default=LEARNERS[0])]
+Machine = Annotated[str, typer.Option(help=MACHINE_HELP, show_default=HERE)]
 Optimizer = Annotated[
     str, typer.Option("--train", help="A whole training step: sgd, momentum, rmsprop, adam, adamw")
 ]
-Trials = Annotated[
-    int | None, typer.Option(min=1, help="Placements to try, in all", show_default="2000")
-]
-Time = Annotated[str, typer.Option("--budget", help="Instead of trials: 60s, 5m")]
-Controllers = Annotated[int, typer.Option(min=1, help="That learn side by side, asynchronously")]
-Evaluators = Annotated[int, typer.Option(min=1, help="Of each controller")]
+Trials = Annotated[int | None, option(LearnRequest, "trials", show_default=str(TRIALS))]
+Time = Annotated[str, option(LearnRequest, "seconds", "--budget", before="60s, 5m. ")]
+Controllers = Annotated[int, option(LearnRequest, "controllers")]
+Evaluators = Annotated[int, option(LearnRequest, "evaluators")]
 Backend = Annotated[
     str,
-    typer.Option(
-        help="processes, ray, threads or simulated",
-        show_default="threads for one controller, else processes",
-    ),
+    option(LearnRequest, "backend", show_default="threads for one controller, else processes"),
 ]
 Setting = Annotated[
     list[str] | None,
-    typer.Option(
-        help="KEY=VALUE in place of the method's own: rate=0.001, trials=16, entropy=0.01"
-    ),
+    option(LearnRequest, "settings", before="KEY=VALUE: rate=0.001, trials=16, entropy=0.01. "),
 ]
-PerOp = Annotated[bool, typer.Option("--per-op/--groups", help="gdp: place every op by itself")]
-Seed = Annotated[int, typer.Option(min=0, help="Same seed and trials, one controller: same result")]
-Folder = Annotated[
-    Path | None, typer.Option(help="Keep the run's state there: nothing is lost with a process")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --folder")]
+PerOp = Annotated[bool, option(TaskRequest, "per_op", "--per-op/--groups")]
+Seed = Annotated[int, option(LearnRequest, "seed")]
+Folder = Annotated[Path | None, option(LearnRequest, "folder")]
+Resume = Annotated[bool, option(LearnRequest, "resume", "--resume")]
 PolicyOut = Annotated[Path | None, typer.Option(help="Write the policy (.safetensors)")]
 Curves = Annotated[Path | None, typer.Option(help="Write the learning curves (CSV)")]
 Report = Annotated[Path | None, typer.Option(help="Write the run's page (HTML)")]
@@ -197,28 +195,28 @@ Start = Annotated[Path, typer.Argument(help="A policy file to start from")]
 @learn.command("one")
 def learn_one(  # noqa: PLR0913  one argument an option
     model: Model,
-    method: Method = "",
+    method: Method = LearnRequest.method,
     machine: Machine = "",
     train: Optimizer = "",
     shape: Shape = None,
     trials: Trials = None,
     budget: Time = "",
-    controllers: Controllers = 1,
-    evaluators: Evaluators = 1,
-    backend: Backend = "",
+    controllers: Controllers = LearnRequest.controllers,
+    evaluators: Evaluators = LearnRequest.evaluators,
+    backend: Backend = LearnRequest.backend,
     measured: Annotated[
-        bool, typer.Option("--measured", help="Trials run on this machine's devices: here/2")
-    ] = False,
+        bool, option(LearnRequest, "measured", "--measured")
+    ] = LearnRequest.measured,
     simulated_first: Annotated[
-        int, typer.Option(min=0, help="Simulated trials before the measured ones")
-    ] = 0,
+        int, option(LearnRequest, "simulated_first")
+    ] = LearnRequest.simulated_first,
     setting: Setting = None,
-    per_op: PerOp = False,
+    per_op: PerOp = TaskRequest.per_op,
     pin: Annotated[list[str] | None, typer.Option(help="PATTERN=DEVICE, as in plan")] = None,
     cap: Annotated[list[str] | None, typer.Option(help="DEVICE=BYTES, as in plan")] = None,
-    seed: Seed = 0,
+    seed: Seed = LearnRequest.seed,
     folder: Folder = None,
-    resume: Resume = False,
+    resume: Resume = LearnRequest.resume,
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     policy_out: PolicyOut = None,
     curves: Curves = None,
@@ -230,15 +228,16 @@ def learn_one(  # noqa: PLR0913  one argument an option
     from dovetail.cli.learning_run import Outputs
 
     outputs = Outputs(out, policy_out, curves, report, tensorboard)
-    course = _course(
-        trials, budget, setting, controllers=controllers, evaluators=evaluators, backend=backend,
-        measured=measured, simulated_first=simulated_first, seed=seed, folder=folder, resume=resume,
+    request = _request(
+        trials, budget, setting, method=method, controllers=controllers, evaluators=evaluators,
+        backend=backend, measured=measured, simulated_first=simulated_first, seed=seed,
+        folder=folder, resume=resume,
     )  # fmt: skip
     pins = [arguments.split_pair("--pin", text) for text in pin or []]
     pairs = [arguments.split_pair("--cap", text) for text in cap or []]
     caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
     given = [_Given(model, machine, train, shape, pins, caps, per_op)]
-    _learn(given, course, outputs, method=method, policy=None, as_json=as_json)
+    _learn(given, request, outputs, as_json=as_json)
 
 
 @learn.command("batch")
@@ -255,14 +254,14 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     policy: Annotated[Path | None, typer.Option(help="A gdp policy to start from")] = None,
     trials: Trials = None,
     budget: Time = "",
-    controllers: Controllers = 1,
-    evaluators: Evaluators = 1,
-    backend: Backend = "",
+    controllers: Controllers = LearnRequest.controllers,
+    evaluators: Evaluators = LearnRequest.evaluators,
+    backend: Backend = LearnRequest.backend,
     setting: Setting = None,
-    per_op: PerOp = False,
-    seed: Seed = 0,
+    per_op: PerOp = TaskRequest.per_op,
+    seed: Seed = LearnRequest.seed,
     folder: Folder = None,
-    resume: Resume = False,
+    resume: Resume = LearnRequest.resume,
     out: Annotated[Path | None, typer.Option(help="Folder: write a plan for each model")] = None,
     policy_out: PolicyOut = None,
     curves: Curves = None,
@@ -274,16 +273,17 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     from dovetail.cli.learning_run import Outputs
 
     outputs = Outputs(out, policy_out, curves, report, tensorboard)
-    course = _course(
-        trials, budget, setting, controllers=controllers, evaluators=evaluators, backend=backend,
-        seed=seed, folder=folder, resume=resume,
+    request = _request(
+        trials, budget, setting, method="gdp", policy=policy, controllers=controllers,
+        evaluators=evaluators, backend=backend, seed=seed, folder=folder, resume=resume,
     )  # fmt: skip
     machines = _each("--machine", machine, models)
     optimizers = [text if text != "-" else "" for text in _each("--train", train, models)]
     given = [
-        _Given(*one, None, (), (), per_op) for one in zip(models, machines, optimizers, strict=True)
+        _Given(*texts, None, (), (), per_op)
+        for texts in zip(models, machines, optimizers, strict=True)
     ]
-    _learn(given, course, outputs, method="gdp", policy=policy, as_json=as_json)
+    _learn(given, request, outputs, as_json=as_json)
 
 
 @learn.command("finetune")
@@ -295,8 +295,8 @@ def finetune(  # noqa: PLR0913  one argument an option
     shape: Shape = None,
     updates: Annotated[int, typer.Option(min=1, help="Of the policy, a batch of trials each")] = 50,
     setting: Setting = None,
-    per_op: PerOp = False,
-    seed: Seed = 0,
+    per_op: PerOp = TaskRequest.per_op,
+    seed: Seed = LearnRequest.seed,
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
     policy_out: PolicyOut = None,
     curves: Curves = None,
@@ -306,16 +306,12 @@ def finetune(  # noqa: PLR0913  one argument an option
 ) -> None:
     """Go on from a policy, on one network. Ctrl-C keeps the best so far."""
     from dovetail.cli.learning_run import Outputs
-    from dovetail.pipeline import settings_for
-    from dovetail.placers.learned.files import load_policy
 
-    method = load_policy(policy)[0].name
     outputs = Outputs(out, policy_out, curves, report, tensorboard)
-    course = _course(None, "", setting, seed=seed)
-    trials = settings_for(method, course, finetuned=True).trials
-    course = replace(course, trials=updates * trials)
+    request = _request(None, "", setting, policy=policy, seed=seed)
+    request = replace(request, trials=updates * request.learning_settings.trials)
     given = [_Given(model, machine, train, shape, (), (), per_op)]
-    _learn(given, course, outputs, method=method, policy=policy, as_json=as_json)
+    _learn(given, request, outputs, as_json=as_json)
 
 
 learn.command("pretrain")(pretrain)
@@ -351,7 +347,7 @@ def show_card(
 
 @dataclass(frozen=True)
 class _Given:
-    """What the command line says of one subject."""
+    """What the command line says of one task."""
 
     model: str
     machine: str
@@ -361,56 +357,46 @@ class _Given:
     caps: Sequence[tuple[str, int]]
     per_op: bool
 
-    def subject(self, name: str, step: "Step | None") -> "Subject":
-        """As the pipeline wants it; without its step before it is captured."""
-        from dovetail.pipeline import Subject
-
-        return Subject(name, step, self.machine, "", self.pins, self.caps, self.per_op, self.file)
+    def task(self, name: str, step: "Step | None") -> TaskRequest:
+        """The task; without its step before it is captured."""
+        return TaskRequest(
+            name, step, self.machine, "", self.pins, self.caps, self.per_op, self.file
+        )
 
     @property
     def file(self) -> str:
         """MODEL where it is a file's name."""
-        from dovetail.pipeline import names_file
+        from dovetail.pipeline.sources import names_file
 
         return self.model if names_file(self.model) else ""
 
 
 def _learn(
-    given: "list[_Given]",
-    course: "Course",
-    outputs: "Outputs",
-    *,
-    method: str,
-    policy: Path | None,
-    as_json: bool,
+    given: "list[_Given]", request: LearnRequest, outputs: "Outputs", *, as_json: bool
 ) -> None:
     """Check all that can be known, resolve the models, learn, write."""
-    from dovetail import pipeline
     from dovetail.cli.learning_run import learn_and_write
     from dovetail.cli.training import check_folder
 
     batch = len(given) > 1
     files = (outputs.policy, outputs.curves, outputs.report)
-    read = [policy or "", *(word for one in given for word in (one.model, one.machine))]
+    read = [request.policy or "", *(word for one in given for word in (one.model, one.machine))]
     arguments.check_outputs(*files, None if batch else outputs.plans, inputs=read)
-    for path in (outputs.tensorboard, course.folder, outputs.plans if batch else None):
+    for path in (outputs.tensorboard, request.folder, outputs.plans if batch else None):
         check_folder(None if path is None else Path(path))
     if outputs.tensorboard is not None:
         from dovetail.training.tensorboard import check_installed
 
         check_installed()
-    method = pipeline.check_course(course, method, policy, subjects=len(given))
-    for one in given:
-        pipeline.check_subject(one.subject("", None), course, method)
     names = _names(given)
-    subjects = []
+    replace(request, tasks=[one.task(name, None) for name, one in zip(names, given, strict=True)])
+    tasks = []
     for name, one in zip(names, given, strict=True):
-        step = arguments.resolve(one.model, one.train, one.shape)
-        subjects.append(one.subject(name, step))
-        pipeline.check_subject(subjects[-1], course, method)
+        tasks.append(one.task(name, arguments.resolve(one.model, one.train, one.shape)))
+        request = replace(request, tasks=tasks)
     if batch and outputs.plans is not None:
         outputs.plans.mkdir(parents=True, exist_ok=True)
-    learn_and_write(subjects, course, outputs, method=method, policy=policy, as_json=as_json)
+    learn_and_write(request, outputs, as_json=as_json)
 
 
 def _names(given: "Sequence[_Given]") -> list[str]:
@@ -434,12 +420,12 @@ def _each(option: str, texts: Sequence[str] | None, models: Sequence[str]) -> li
     return found
 
 
-def _course(
-    trials: int | None, budget: str, setting: Sequence[str] | None, **fields: Any
-) -> "Course":
+def _request(
+    trials: int | None, budget: str, setting: Sequence[str] | None, **options: Any
+) -> LearnRequest:
+    """The request without its tasks. `options`: fields of `LearnRequest`."""
     from dovetail.cli.training import parse_options, parse_seconds
-    from dovetail.pipeline import Course
 
     seconds = parse_seconds("--budget", budget) if budget else None
     settings = parse_options("--setting", setting or ())
-    return Course(trials=trials, seconds=seconds, settings=settings, **fields)
+    return LearnRequest(trials=trials, seconds=seconds, settings=settings, **options)

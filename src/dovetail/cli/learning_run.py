@@ -23,7 +23,7 @@ from dovetail.cli.training_run import typed
 from dovetail.placers.learned.records import Point
 from dovetail.units import format_seconds, printable
 
-# A policy that learns, on standard error: a table that changes, or lines.
+# --- Progress on standard error: a table that changes, or lines ---
 #
 #     zoo:rnnlm by gdp  ━━━━━━━━━━━╺━━━━━━━  1,104 of 2,000 trials   72 trials/s   15.3 s
 #
@@ -194,11 +194,15 @@ def _progress_text(text: str) -> str:
     return escape(printable(text))
 
 
+# --- A run: its files, its summary ---
+
 if TYPE_CHECKING:
-    from dovetail.pipeline.learning import Course, Lesson, Subject
+    from dovetail.pipeline.learning import LearningResult
+    from dovetail.pipeline.requests import LearnRequest, TaskRequest
     from dovetail.pipeline.sources import TellProgress
 
 FIGURES = ("best", "mean", "invalid", "entropy", "loss")
+"""The fields of `Point` that TensorBoard shows."""
 
 
 @dataclass(frozen=True)
@@ -243,25 +247,17 @@ class Events:
         self._stack.close()
 
 
-def learn_and_write(
-    subjects: "list[Subject]",
-    course: "Course",
-    outputs: Outputs,
-    *,
-    method: str,
-    policy: Path | None,
-    as_json: bool,
-) -> None:
+def learn_and_write(request: "LearnRequest", outputs: Outputs, *, as_json: bool) -> None:
     """Learn; write what was asked for; print the summary, or one JSON object.
 
     Raises `InfeasibleError` where nothing that was tried fits, after the policy is written.
     """
-    from dovetail.pipeline.learning import TRIALS, learn_all
+    from dovetail.pipeline.learning import learn_all
 
-    total = course.trials if course.trials or course.seconds else TRIALS
-    title = f"{_named(subjects)} by {method}"
-    progress = LearningProgress(title, total, course.seconds)
-    say(f"learning {title}, {'measured' if course.measured else 'simulated'} trials")
+    total = request.trials if request.seconds else request.most_trials
+    title = f"{_named(request.tasks)} by {request.method}"
+    progress = LearningProgress(title, total, request.seconds)
+    say(f"learning {title}, {'measured' if request.measured else 'simulated'} trials")
     with ExitStack() as stack:
         events = None
         if outputs.tensorboard is not None:
@@ -273,25 +269,25 @@ def learn_and_write(
             if events is not None:
                 events.add(point)
 
-        lesson = learn_all(
-            subjects, course, method=method, policy=policy, progress=heard, doing=_doing()
-        )
-    _write(lesson, subjects, outputs)
+        result = learn_all(request, heard, _doing())
+    _write(result, request.tasks, outputs)
     if as_json:
-        show_json(summary(lesson, subjects, outputs))
+        show_json(summary(result, request.tasks, outputs))
     else:
-        _show(lesson, subjects)
-    if lesson.learned.interrupted:
+        _show(result, request.tasks)
+    if result.learned.interrupted:
         say("interrupted: this is the best so far")
-    if not any(lesson.plans):
-        lesson.plan  # noqa: B018  raises what says that nothing fits
-    if lesson.failures:
-        say(f"{len(lesson.failures)} trials failed, the last one: {lesson.failures[-1]}")
+    if not any(result.plans):
+        result.plan  # noqa: B018  raises what says that nothing fits
+    if result.failures:
+        say(f"{len(result.failures)} trials failed, the last one: {result.failures[-1]}")
 
 
-def summary(lesson: "Lesson", subjects: "list[Subject]", outputs: Outputs) -> dict[str, Any]:
+def summary(
+    result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: Outputs
+) -> dict[str, Any]:
     """What `learn --json` prints. Its keys are stable; what is not known is null."""
-    learned, card = lesson.learned, lesson.card
+    learned, card = result.learned, result.card
     return {
         "method": card["method"],
         "reward": card["reward"],
@@ -301,10 +297,10 @@ def summary(lesson: "Lesson", subjects: "list[Subject]", outputs: Outputs) -> di
         "updates": learned.updates,
         "seconds": learned.seconds,
         "interrupted": learned.interrupted,
-        "failures": len(lesson.failures),
+        "failures": len(result.failures),
         "tasks": [
-            _task_summary(lesson, i, subject.name, plan_path(outputs, subjects, i))
-            for i, subject in enumerate(subjects)
+            _task_summary(result, i, task.name, plan_path(outputs, tasks, i))
+            for i, task in enumerate(tasks)
         ],
         "policy": _text(outputs.policy),
         "curves": _text(outputs.curves),
@@ -313,9 +309,11 @@ def summary(lesson: "Lesson", subjects: "list[Subject]", outputs: Outputs) -> di
     }
 
 
-def _task_summary(lesson: "Lesson", index: int, name: str, path: Path | None) -> dict[str, Any]:
-    plan, learned = lesson.plans[index], lesson.learned
-    measured = lesson.measured[0] if lesson.measured else None
+def _task_summary(
+    result: "LearningResult", index: int, name: str, path: Path | None
+) -> dict[str, Any]:
+    plan, learned = result.plans[index], result.learned
+    measured = result.measured[0] if result.measured else None
     known = plan is not None
     return {
         "task": name,
@@ -332,54 +330,54 @@ def _task_summary(lesson: "Lesson", index: int, name: str, path: Path | None) ->
     }
 
 
-def _write(lesson: "Lesson", subjects: "list[Subject]", outputs: Outputs) -> None:
+def _write(result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: Outputs) -> None:
     written = []
     if outputs.policy is not None:
-        lesson.save_policy(outputs.policy)
+        result.save_policy(outputs.policy)
         written.append(outputs.policy)
-    for i, plan in enumerate(lesson.plans):
-        path = plan_path(outputs, subjects, i)
+    for i, plan in enumerate(result.plans):
+        path = plan_path(outputs, tasks, i)
         if path is not None and plan is not None:
             plan.save(path)
             written.append(path)
     if outputs.curves is not None:
         from dovetail.placers.learned.curves import save_points
 
-        save_points(lesson.learned.points, outputs.curves)
+        save_points(result.learned.points, outputs.curves)
         written.append(outputs.curves)
     if outputs.report is not None:
         from dovetail.reports.learning_page import write_learning_page
 
-        names = [subject.name for subject in subjects]
-        plans = dict(zip(names, lesson.plans, strict=True))
-        write_learning_page(lesson.learned, lesson.card, outputs.report, plans=plans, made=typed())
+        names = [task.name for task in tasks]
+        plans = dict(zip(names, result.plans, strict=True))
+        write_learning_page(result.learned, result.card, outputs.report, plans=plans, made=typed())
         written.append(outputs.report)
     for path in (*written, outputs.tensorboard):
         if path is not None:
             say(f"wrote {path}")
 
 
-def plan_path(outputs: Outputs, subjects: "list[Subject]", index: int) -> Path | None:
-    """Where the plan of a subject goes: the file, or of several one each in the folder."""
-    if outputs.plans is None or len(subjects) == 1:
+def plan_path(outputs: Outputs, tasks: "Sequence[TaskRequest]", index: int) -> Path | None:
+    """Where the plan of a task goes: the file, or of several one each in the folder."""
+    if outputs.plans is None or len(tasks) == 1:
         return outputs.plans
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", subjects[index].name).strip("-.")[:80]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", tasks[index].name).strip("-.")[:80]
     return outputs.plans / f"{index}-{name}.json"
 
 
-def _show(lesson: "Lesson", subjects: "list[Subject]") -> None:
+def _show(result: "LearningResult", tasks: "Sequence[TaskRequest]") -> None:
     from dovetail.reports.tables import methods_table
 
-    learned = lesson.learned
-    for subject, plan in zip(subjects, lesson.plans, strict=True):
-        found = learned.found.get(subject.name)
+    learned = result.learned
+    for task, plan in zip(tasks, result.plans, strict=True):
+        found = learned.found.get(task.name)
         after = "nothing fits" if found is None else f"the best after {found:,} trials"
-        show(Text(printable(f"{subject.name}: {after}")))
+        show(Text(printable(f"{task.name}: {after}")))
         if plan is not None:
             show(methods_table(plan))
-    if lesson.measured:
+    if result.measured:
         table = Table("measured again, in turns", "median step", "spread", "runs")
-        for i, timed in enumerate(lesson.measured):
+        for i, timed in enumerate(result.measured):
             spread = f"{100 * timed.spread:.2g} %"
             row = ("the plan" if i == 0 else f"next best {i}", format_seconds(timed.median_seconds))
             table.add_row(*row, spread, str(len(timed.run_seconds)))
@@ -393,10 +391,10 @@ def _show(lesson: "Lesson", subjects: "list[Subject]") -> None:
     )
 
 
-def _named(subjects: "list[Subject]") -> str:
-    if len(subjects) == 1:
-        return subjects[0].name
-    return f"{subjects[0].name} and {len(subjects) - 1} more"
+def _named(tasks: "Sequence[TaskRequest]") -> str:
+    if len(tasks) == 1:
+        return tasks[0].name
+    return f"{tasks[0].name} and {len(tasks) - 1} more"
 
 
 def _doing() -> "TellProgress":

@@ -10,115 +10,22 @@ import typer
 from dovetail.cli import arguments
 from dovetail.cli.arguments import (
     MACHINE_HELP,
-    PLACERS_HELP,
     Asynchronous,
     Json,
     Model,
     Replicas,
     Shape,
     Train,
+    option,
 )
 from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
 from dovetail.errors import InfeasibleError, UsageError
-
-# `dovetail plan --phases`: one placement for several phases of a model.
-
-
-if TYPE_CHECKING:
-    from dovetail.pipeline import PhasesPlan
-
-
-def plan_phases(
-    model: str,
-    text: str,
-    machine: str,
-    refused: Sequence[str],
-    options: dict[str, Any],
-    outputs: tuple[Path | None, Path | None, bool],
-) -> None:
-    """text     of --phases: "prefill=1,decode=128"; without a number, the default counts
-    refused  options that were given and do not go with phases
-    options  of `pipeline.plan_phases`
-    outputs  the plans' name, the pages' name, and whether to print one JSON object
-    """
-    from dovetail import pipeline
-    from dovetail.frontends import resolve_phases
-
-    out, report, as_json = outputs
-    if refused:
-        raise UsageError("--phases", f"does not go with {', '.join(refused)}; leave it out")
-    given = _parse(text)
-    plan_files = pipeline.phase_paths(out, given) if out else {}
-    pages = pipeline.phase_paths(report, given) if report else {}
-    arguments.check_outputs(*plan_files.values(), *pages.values(), inputs=[model, machine])
-    with progress_bar() as progress:
-        progress(f"capturing {model}", 0.0, None)
-        known = resolve_phases(model)
-        for name in given:
-            if name not in known:
-                raise UsageError("--phases", f"{name!r} is not one of {', '.join(known)}")
-        steps = {name: known[name] for name in given}
-        weights = {name: times for name, times in given.items() if times is not None}
-        found = pipeline.plan_phases(steps, machine, weights=weights, **options, progress=progress)
-    if out is not None:
-        found.save(out)
-        for path in plan_files.values():
-            say(f"wrote {path}")
-    for name, path in pages.items():
-        pipeline.report(found.plans[name], steps[name], path)
-        say(f"wrote {path}")
-    if as_json:
-        show_json(_json(model, found, plan_files))
-    else:
-        from dovetail.reports import phases_table
-
-        show(phases_table(found.plans, found.weights, found.devices, found.candidates))
-    if found.interrupted:
-        say("interrupted: these are the best plans so far")
-
-
-def _parse(text: str) -> dict[str, float | None]:
-    """Phase -> how many times it runs, None where that is not said. Raises `UsageError`."""
-    found: dict[str, float | None] = {}
-    for part in text.split(","):
-        name, equals, number = (piece.strip() for piece in part.partition("="))
-        try:
-            times = float(number) if equals else None
-        except ValueError:
-            times = -1.0
-        if not name or name in found or not (times is None or 0 < times < float("inf")):
-            raise UsageError("--phases", f"{part!r} is not PHASE=TIMES; write prefill=1,decode=128")
-        found[name] = times
-    return found
-
-
-def _json(model: str, found: "PhasesPlan", files: dict[str, Path]) -> dict[str, Any]:
-    """What `plan --phases --json` prints; its keys are stable."""
-    return {
-        "model": model,
-        "machine": next(iter(found.plans.values())).machine.name,
-        "value": found.value,
-        "phases": {
-            name: {
-                "value": plan.value,
-                "times": found.weights[name],
-                "share": found.weights[name] * plan.value / found.value if found.value else 0.0,
-                "lower_bound": plan.lower_bound,
-                "peak_memory_bytes": dict(
-                    zip(plan.machine.device_names, plan.peak_memory_bytes, strict=True)
-                ),
-                "plan": str(files[name]) if files else None,
-            }
-            for name, plan in found.plans.items()
-        },
-        "devices": found.devices,
-        "candidates": found.candidates,
-        "interrupted": found.interrupted,
-    }
-
+from dovetail.methods import PLACERS
+from dovetail.pipeline.requests import OF_PHASES, PlanRequest
 
 if TYPE_CHECKING:
-    from dovetail.pipeline import Step
+    from dovetail.pipeline.phases import PhasesPlan
+    from dovetail.pipeline.sources import Step
     from dovetail.plans import Plan
 
 
@@ -131,57 +38,33 @@ def plan(  # noqa: PLR0913  one argument an option
     machine: Annotated[
         str, typer.Option(help=f"{MACHINE_HELP}; an instance brings its own", show_default="here")
     ] = "",
-    placer: Annotated[str, typer.Option(help=PLACERS_HELP)] = "auto",
+    placer: Annotated[
+        str, typer.Option(help=f"{', '.join(PLACERS)}; see below")
+    ] = PlanRequest.placer,
     objective: Annotated[
-        str,
-        typer.Option(
-            help="step: seconds of one step; load: the busiest device's, for pipelines; latency: "
-            "of one sample, for instances",
-            show_default="step; load for an instance",
-        ),
-    ] = "",
+        str, option(PlanRequest, "objective", show_default="step; load for an instance")
+    ] = PlanRequest.objective,
     contiguous: Annotated[
-        bool,
-        typer.Option("--contiguous", help="Whole stages only: no path leaves a device and returns"),
-    ] = False,
-    budget: Annotated[str, typer.Option(help="Seconds (10, 10s) or evaluations (5000e)")] = "10s",
-    gap: Annotated[
-        float, typer.Option(min=0, help="Stop at a plan proven within this of the best: .02 is 2 %")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same plan")] = 0,
-    pin: Annotated[
-        list[str] | None, typer.Option(help="PATTERN=DEVICE: ops or modules that stay there")
-    ] = None,
+        bool, option(PlanRequest, "contiguous", "--contiguous")
+    ] = PlanRequest.contiguous,
+    budget: Annotated[str, option(PlanRequest, "budget")] = str(PlanRequest.budget),
+    gap: Annotated[float, option(PlanRequest, "gap")] = PlanRequest.gap,
+    seed: Annotated[int, option(PlanRequest, "seed")] = PlanRequest.seed,
+    pin: Annotated[list[str] | None, option(PlanRequest, "pins", before="PATTERN=DEVICE: ")] = None,
     cap: Annotated[
-        list[str] | None, typer.Option(help="DEVICE=BYTES: memory it may use, e.g. cpu0=2GiB")
+        list[str] | None,
+        option(PlanRequest, "caps", before="DEVICE=BYTES, e.g. cpu0=2GiB: "),
     ] = None,
     policy: Annotated[
-        Path | None,
-        typer.Option(help="Of gdp and gdp+search: a policy file", show_default="the shipped one"),
+        Path | None, option(PlanRequest, "policy", show_default="the shipped one")
     ] = None,
-    finetune: Annotated[
-        int, typer.Option(min=0, help="Updates of the policy on this graph; 0: zero-shot")
-    ] = 0,
-    per_op: Annotated[
-        bool, typer.Option("--per-op", help="Of gdp and gdp+search: place every op by itself")
-    ] = False,
-    whole: Annotated[
-        list[str] | None,
-        typer.Option(help="PATTERN of modules that are each placed as one, e.g. 'layers.*'"),
-    ] = None,
-    made_for: Annotated[
-        str, typer.Option("--for", help="Only plans that export as device-map or split-points")
-    ] = "",
-    place: Annotated[
-        Path | None,
-        typer.Option(help="Price this placement beside ours: a device map or a plan (JSON)"),
-    ] = None,
+    finetune: Annotated[int, option(PlanRequest, "finetune")] = PlanRequest.finetune,
+    per_op: Annotated[bool, option(PlanRequest, "per_op", "--per-op")] = PlanRequest.per_op,
+    whole: Annotated[list[str] | None, option(PlanRequest, "whole")] = None,
+    made_for: Annotated[str, option(PlanRequest, "format", "--for")] = PlanRequest.format,
+    place: Annotated[Path | None, option(PlanRequest, "place")] = None,
     min_gain: Annotated[
-        str,
-        typer.Option(
-            help="More devices only where they gain as much: 2%, .02",
-            show_default="2%; 0 for an instance",
-        ),
+        str, option(PlanRequest, "min_gain", show_default="2%; 0 for an instance")
     ] = "",
     phases: Annotated[
         str,
@@ -197,64 +80,92 @@ def plan(  # noqa: PLR0913  one argument an option
     """Find where each operation should run. Ctrl-C keeps the best plan so far."""
     with progress_bar() as progress:
         progress("importing torch", 0.0, None)
-        from dovetail import pipeline
+        from dovetail import frontends  # noqa: F401  imported here, so that it is said
 
     arguments.check_outputs(out, report, inputs=[model, machine, policy or "", place or ""])
-    pins = [arguments.split_pair("--pin", text) for text in pin or []]
-    pairs = [arguments.split_pair("--cap", text) for text in cap or []]
-    caps = [(device, arguments.size_of("--cap", size)) for device, size in pairs]
-    least = arguments.share_of("--min-gain", min_gain)
-    if phases:
-        given = {
-            "--train": train, "--replicas": replicas > 1, "--asynchronous": asynchronous,
-            "--shape": shape, "--objective": objective not in ("", "step"), "--gap": gap,
-            "--contiguous": contiguous, "--policy": policy, "--finetune": finetune,
-            "--per-op": per_op, "--for": made_for, "--place": place,
-        }  # fmt: skip
-        plan_phases(
-            model, phases, machine, [name for name, is_given in given.items() if is_given],
-            {"placer": placer, "budget": budget, "seed": seed, "pins": pins, "caps": caps,
-             "whole": tuple(whole or ()), "min_gain": least},
-            (out, report, as_json),
-        )  # fmt: skip
-        return
-    search: dict[str, Any] = {
-        "placer": placer, "objective": objective, "budget": budget, "seed": seed,
-        "contiguous": contiguous, "whole": tuple(whole or ()), "format": made_for,
+    options: dict[str, Any] = {
+        "machine": machine, "placer": placer, "objective": objective, "contiguous": contiguous,
+        "budget": budget, "gap": gap, "seed": seed, "pins": _pins(pin), "caps": _caps(cap),
+        "policy": policy, "finetune": finetune, "per_op": per_op, "whole": tuple(whole or ()),
+        "format": made_for, "min_gain": arguments.share_of("--min-gain", min_gain), "place": place,
     }  # fmt: skip
-    named = [device for _, device in pins] + [device for device, _ in caps]
-    file = model if pipeline.names_file(model) else ""
-    pipeline.check_replicas(replicas, asynchronous)
-    step = arguments.resolve(model, train, shape) if file else None
-    pipeline.check_request(machine, **search, devices=named, step=step)
-    learned: dict[str, Any] = {"policy": policy, "finetune": finetune, "per_op": per_op}
-    pipeline.check_policy(placer, **learned)
+    if phases:
+        of_step = {
+            "--train": train, "--replicas": replicas > 1, "--asynchronous": asynchronous,
+            "--shape": shape,
+        }  # fmt: skip
+        refused = [name for name, is_given in of_step.items() if is_given]
+        _plan_phases(model, phases, options, refused, (out, report, as_json))
+        return
+    request = _request(model, train, shape, options, (replicas, asynchronous))
     try:
         with progress_bar() as progress:
             progress(f"capturing {model}", 0.0, None)
-            step = pipeline.replicated(
-                step or arguments.resolve(model, train, shape), replicas, asynchronous
-            )
-            found = pipeline.plan(
-                step,
-                machine,
-                **search,
-                **learned,
-                gap=gap,
-                min_gain=least,
-                place=place,
-                pins=pins,
-                caps=caps,
-                model=file,
-                progress=progress,
-            )
+            request = _captured(request, model, train, shape, (replicas, asynchronous))
+            from dovetail.pipeline.planning import find_plan
+
+            found = find_plan(request, progress)
     except InfeasibleError as error:
-        if as_json and step is not None:
-            show_json(_infeasible(model, step, machine, search, error))
+        if as_json and request.step is not None:
+            show_json(_infeasible(model, request, error))
         raise
     # A graph from a file does not say whether we replicated it.
     source = replace(found.source, replicas=replicas, asynchronous=asynchronous)
-    found = replace(found, source=source)
+    _write(model, replace(found, source=source), request.planned_step, (out, report, as_json))
+
+
+def _pins(texts: Sequence[str] | None) -> list[tuple[str, str]]:
+    return [arguments.split_pair("--pin", text) for text in texts or []]
+
+
+def _caps(texts: Sequence[str] | None) -> list[tuple[str, int]]:
+    pairs = [arguments.split_pair("--cap", text) for text in texts or []]
+    return [(device, arguments.size_of("--cap", size)) for device, size in pairs]
+
+
+def _request(
+    model: str,
+    train: str,
+    shape: Sequence[str] | None,
+    options: dict[str, Any],
+    towers: tuple[int, bool],
+) -> PlanRequest:
+    """The request, checked before the long work: with its step where a file holds it.
+
+    towers   (replicas, asynchronous)
+    """
+    from dovetail.pipeline.sources import check_replicas, names_file
+
+    file = model if names_file(model) else ""
+    check_replicas(*towers)
+    step = arguments.resolve(model, train, shape) if file else None
+    return PlanRequest(step, **options, model=file)
+
+
+def _captured(
+    request: PlanRequest,
+    model: str,
+    train: str,
+    shape: Sequence[str] | None,
+    towers: tuple[int, bool],
+) -> PlanRequest:
+    """The request with its step, captured and replicated."""
+    from dovetail.pipeline.sources import replicated
+
+    step = request.step or arguments.resolve(model, train, shape)
+    return replace(request, step=replicated(step, *towers))
+
+
+def _write(
+    model: str, found: "Plan", step: "Step", outputs: tuple[Path | None, Path | None, bool]
+) -> None:
+    """Write the plan and its page where that was asked for, and print the summary.
+
+    outputs   the plan's name, the page's name, and whether to print one JSON object
+    """
+    from dovetail import pipeline
+
+    out, report, as_json = outputs
     step = pipeline.planned(found, step)
     if out is not None:
         found.save(out)
@@ -310,32 +221,27 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
     }
 
 
-def _infeasible(
-    model: str,
-    step: "Step",
-    machine: str,
-    search: dict[str, Any],
-    error: InfeasibleError,
-) -> dict[str, Any]:
+def _infeasible(model: str, request: PlanRequest, error: InfeasibleError) -> dict[str, Any]:
     """The keys of `_found`, null where unknown, and the error's fields."""
-    from dovetail.pipeline import default_objective, graph_of, machine_of
+    from dovetail.pipeline.sources import graph_of, machine_of
 
     unknown = (
         "groups", "devices", "value", "lower_bound", "bound_proof", "gap", "interrupted",
         "planning_seconds", "peak_memory_bytes", "baselines", "found_seconds", "plan", "min_gain",
     )  # fmt: skip
+    step = request.planned_step
     return {
         **dict.fromkeys(unknown),
         "model": model,
         "ops": len(graph_of(step)),
-        "machine": machine or machine_of(step, machine).name,
-        "objective": search["objective"] or default_objective(step),
-        "contiguous": search["contiguous"],
-        "whole": list(search["whole"]),
-        "for": search["format"],
+        "machine": request.machine or machine_of(step, request.machine).name,
+        "objective": request.resolved_objective,
+        "contiguous": request.contiguous,
+        "whole": list(request.whole),
+        "for": request.format,
         "notes": [],
         "unit": _unit(step)[0],
-        "placer": search["placer"],
+        "placer": request.placer,
         "feasible": False,
         "error": str(error),
         **vars(error),
@@ -348,3 +254,108 @@ def _unit(step: "Step") -> tuple[str, float]:
     from dovetail.instances import Instance
 
     return ("ms", 1e3) if isinstance(step, Instance) else ("s", 1.0)
+
+
+# --- `dovetail plan --phases`: one placement for several phases of a model ---
+
+
+def _plan_phases(
+    model: str,
+    text: str,
+    options: dict[str, Any],
+    refused: Sequence[str],
+    outputs: tuple[Path | None, Path | None, bool],
+) -> None:
+    """text     of --phases: "prefill=1,decode=128"; without a number, the default counts
+    options  fields of `PlanRequest`
+    refused  options that were given and do not go with phases
+    outputs  the plans' name, the pages' name, and whether to print one JSON object
+    """
+    from dovetail import pipeline
+    from dovetail.frontends import resolve_phases
+
+    out, report, as_json = outputs
+    refused = [*refused, *_not_of_phases(options)]
+    if refused:
+        raise UsageError("--phases", f"does not go with {', '.join(refused)}; leave it out")
+    given = _parse(text)
+    plan_files = pipeline.phase_paths(out, given) if out else {}
+    pages = pipeline.phase_paths(report, given) if report else {}
+    machine = options["machine"]
+    arguments.check_outputs(*plan_files.values(), *pages.values(), inputs=[model, machine])
+    with progress_bar() as progress:
+        progress(f"capturing {model}", 0.0, None)
+        known = resolve_phases(model)
+        for name in given:
+            if name not in known:
+                raise UsageError("--phases", f"{name!r} is not one of {', '.join(known)}")
+        steps = {name: known[name] for name in given}
+        weights = {name: times for name, times in given.items() if times is not None}
+        shared = {name: options[name] for name in OF_PHASES}
+        found = pipeline.plan_phases(steps, **shared, weights=weights, progress=progress)
+    if out is not None:
+        found.save(out)
+        for path in plan_files.values():
+            say(f"wrote {path}")
+    for name, path in pages.items():
+        pipeline.report(found.plans[name], steps[name], path)
+        say(f"wrote {path}")
+    if as_json:
+        show_json(_json(model, found, plan_files))
+    else:
+        from dovetail.reports import phases_table
+
+        show(phases_table(found.plans, found.weights, found.devices, found.candidates))
+    if found.interrupted:
+        say("interrupted: these are the best plans so far")
+
+
+def _not_of_phases(options: dict[str, Any]) -> list[str]:
+    """The options that were given, and that phases do not take."""
+    flags = {"format": "--for"}
+    allowed = {"objective": ("", "step")}
+    return [
+        flags.get(name, f"--{name.replace('_', '-')}")
+        for name, value in options.items()
+        if name not in OF_PHASES and value not in allowed.get(name, (getattr(PlanRequest, name),))
+    ]
+
+
+def _parse(text: str) -> dict[str, float | None]:
+    """Phase -> how many times it runs, None where that is not said. Raises `UsageError`."""
+    found: dict[str, float | None] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        try:
+            times = float(number) if equals else None
+        except ValueError:
+            times = -1.0
+        if not name or name in found or not (times is None or 0 < times < float("inf")):
+            raise UsageError("--phases", f"{part!r} is not PHASE=TIMES; write prefill=1,decode=128")
+        found[name] = times
+    return found
+
+
+def _json(model: str, found: "PhasesPlan", files: dict[str, Path]) -> dict[str, Any]:
+    """What `plan --phases --json` prints; its keys are stable."""
+    return {
+        "model": model,
+        "machine": next(iter(found.plans.values())).machine.name,
+        "value": found.value,
+        "phases": {
+            name: {
+                "value": plan.value,
+                "times": found.weights[name],
+                "share": found.weights[name] * plan.value / found.value if found.value else 0.0,
+                "lower_bound": plan.lower_bound,
+                "peak_memory_bytes": dict(
+                    zip(plan.machine.device_names, plan.peak_memory_bytes, strict=True)
+                ),
+                "plan": str(files[name]) if files else None,
+            }
+            for name, plan in found.plans.items()
+        },
+        "devices": found.devices,
+        "candidates": found.candidates,
+        "interrupted": found.interrupted,
+    }

@@ -7,39 +7,31 @@ from typing import Annotated, Any
 
 import typer
 
-from dovetail.cli.arguments import MODEL_HELP, Json, check_outputs
+from dovetail.cli.arguments import MODEL_HELP, Json, check_outputs, option
 from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
-
-SCHEDULERS_HELP = "sequential, greedy, merge, dos, ios, dataflow"
-"""A test holds it against `SCHEDULERS`, whose import takes seconds."""
+from dovetail.methods import SCHEDULERS
+from dovetail.pipeline.requests import ScheduleRequest
 
 
 def schedule(  # noqa: PLR0913  one option each
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    device: Annotated[
-        str,
-        typer.Option(
-            help="cpu: the cores of this machine; cuda:0; or a preset such as v100 (predicted by "
-            "analytic costs). Several with commas are compared"
-        ),
-    ] = "cpu",
+    device: Annotated[str, option(ScheduleRequest, "devices", before="With commas. ")] = ",".join(
+        ScheduleRequest.devices
+    ),
     scheduler: Annotated[
-        str, typer.Option(help=f"{SCHEDULERS_HELP}, with commas; all by default")
+        str,
+        typer.Option(help=f"{', '.join(SCHEDULERS)}, with commas; see below", show_default="all"),
     ] = "",
     batch: Annotated[
-        str, typer.Option(help="Batch sizes with commas, e.g. 1,8,16, of a network of the zoo")
+        str, option(ScheduleRequest, "batches", before="With commas, e.g. 1,8,16. ")
     ] = "",
-    rounds: Annotated[
-        int, typer.Option(min=1, help="In which all schedules are measured, one after another")
-    ] = 15,
-    sampled: Annotated[
-        int, typer.Option(min=0, help="Random schedules to hold predictions against, e.g. 100")
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, inputs, random schedules")] = 0,
-    report: Annotated[Path, typer.Option(help="The page; of several devices, one each")] = Path(
-        "schedule.html"
-    ),
+    rounds: Annotated[int, option(ScheduleRequest, "rounds")] = ScheduleRequest.rounds,
+    sampled: Annotated[int, option(ScheduleRequest, "sampled")] = ScheduleRequest.sampled,
+    seed: Annotated[int, option(ScheduleRequest, "seed")] = ScheduleRequest.seed,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the page (HTML); of several devices, one each")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find what to run at the same time on one device, and measure it against one by one."""
@@ -47,24 +39,29 @@ def schedule(  # noqa: PLR0913  one option each
 
     spin_briefly()  # before torch is imported
     from dovetail.cli.training_run import typed
-    from dovetail.pipeline import Wanted, schedules
+    from dovetail.pipeline.scheduling import find_schedules
     from dovetail.reports import schedules_table
     from dovetail.reports.stages_page import write_stages_page
 
-    wanted = Wanted(_names(scheduler), _batches(batch), rounds, sampled, seed)
-    devices = _names(device) or ("cpu",)
-    pages = _pages(report, devices)
+    devices = _names(device) or ScheduleRequest.devices
+    request = ScheduleRequest(
+        model, devices, _names(scheduler), _batches(batch), rounds, sampled, seed
+    )
+    pages = [None] * len(devices) if report is None else _pages(report, devices)
     check_outputs(*pages, inputs=[model])
     with progress_bar() as progress:
-        found = schedules(model, devices, wanted, progress=progress)
-    for one, path in zip(found, pages, strict=True):
-        write_stages_page(one, path, made=typed())
-        say(f"wrote {path}")
+        found = find_schedules(request, progress=progress)
+    for of_device, path in zip(found, pages, strict=True):
+        if path is not None:
+            write_stages_page(of_device, path, made=typed())
+            say(f"wrote {path}")
         if not as_json:
-            show(schedules_table(one))
+            show(schedules_table(of_device))
     if as_json:
-        objects = [_object(one) for one in found]
+        objects = [_object(of_device) for of_device in found]
         show_json(objects[0] if len(objects) == 1 else {"model": model, "devices": objects})
+    if report is None:
+        say("for a page that draws the stages, add --report schedule.html")
 
 
 def _object(one: Any) -> dict[str, Any]:
@@ -92,7 +89,7 @@ def _object(one: Any) -> dict[str, Any]:
     }
 
 
-def _pages(report: Path, devices: Sequence[str]) -> list[Path]:
+def _pages(report: Path, devices: Sequence[str]) -> list[Path | None]:
     """The page of each device: devices' texts may hold what a file name cannot."""
     if len(devices) == 1:
         return [report]

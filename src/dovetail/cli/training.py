@@ -15,6 +15,7 @@ from rich.markup import escape
 from dovetail.cli.arguments import Json, check_outputs, split_pair
 from dovetail.cli.output import say, show, show_json
 from dovetail.errors import ModelError, UnwritableError, UsageError
+from dovetail.training.backends import BACKENDS
 
 EPILOG = """\
 Examples:
@@ -75,7 +76,7 @@ def train(  # noqa: PLR0913  one argument an option
     backend: Annotated[
         str,
         typer.Option(
-            help="processes: of this machine; ray: many machines; threads; simulated: virtual time",
+            help="; ".join(f"{entry.name}: {entry.help}" for entry in BACKENDS.values()),
             show_default="processes",
         ),
     ] = "",
@@ -245,12 +246,12 @@ class Setup:
 
 def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, Any]) -> Setup:
     """What the function returns, with `settings`, fields of `Trainer`, in place of its own, and
-    `policy`, fields of `Policy`.
+    `policy`, fields of `FailurePolicy`.
 
     Raises `ModelError`, or `UsageError` for a setting that the trainer cannot take.
     """
     from dovetail.runtime.functions import call_function, names_function
-    from dovetail.training.backends.contract import Policy
+    from dovetail.training.backends.contract import FailurePolicy
     from dovetail.training.trainer import Trainer
 
     if not names_function(function):
@@ -267,7 +268,7 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
     if not 4 <= len(returned) <= 5:
         raise ModelError(function, RETURNS)
     model, loss, optimizer, *data = returned
-    return Setup(Trainer(model, loss, optimizer, **settings, policy=Policy(**policy)), *data)
+    return Setup(Trainer(model, loss, optimizer, **settings, policy=FailurePolicy(**policy)), *data)
 
 
 def parse_rule(name: str, options: Sequence[str]) -> "Rule | str":

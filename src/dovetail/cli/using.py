@@ -62,22 +62,31 @@ def run(
 def report(
     plan: PlanFile,
     model: PlanModel = "",
-    out: Annotated[Path | None, typer.Option(help="Default: the plan's name with .html")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page (HTML)")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the predicted step as a Chrome trace, for Perfetto")
     ] = None,
 ) -> None:
-    """Write a plan's page: timeline, graph, methods, memory, and what bounds it."""
-    from dovetail import pipeline
+    """Write a plan's page: timeline, graph, methods, memory, and what bounds it.
 
-    path = out or plan.with_suffix(".html")
-    check_outputs(path, trace, inputs=[plan, model])
+    Without --out and --trace, print a summary.
+    """
+    from dovetail import pipeline
+    from dovetail.reports import plan_table
+
+    check_outputs(out, trace, inputs=[plan, model])
     opened, step = pipeline.open_plan(plan, model)
-    pipeline.report(opened, step, path)
-    say(f"wrote {path}")
+    if out is not None:
+        pipeline.report(opened, step, out)
+        say(f"wrote {out}")
     if trace is not None:
         pipeline.write_trace(opened, step, trace)
         say(f"wrote {trace}")
+    if out is None and trace is None:
+        graph = pipeline.graph_of(pipeline.planned(opened, step))
+        show(plan_table(opened, graph))
+        show_limits(opened, graph, pipeline.timeline_of(opened, graph))
+        say(f"for the page, add --out {plan.with_suffix('.html')}")
 
 
 def export(

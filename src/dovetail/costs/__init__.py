@@ -29,7 +29,8 @@ _MEASURING = {
 
 
 def __getattr__(name: str) -> Any:
-    """What measures imports torch, which takes seconds: only for who asks for it."""
+    """Imports the measuring modules when they are first used: they import torch, which takes
+    seconds."""
     if name not in _MEASURING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MEASURING[name]), name)

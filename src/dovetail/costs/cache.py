@@ -1,4 +1,4 @@
-"""What was measured, kept in SQLite under the user's cache folder.
+"""The cache of measured costs: SQLite under the user's cache folder.
 
 One row per (device key, signature). A device key says all that changes a measurement: processor,
 threads, torch version, and the version of the protocol. Processes may share the file: SQLite
@@ -35,11 +35,11 @@ CREATE TABLE IF NOT EXISTS paces (
 """
 _BUSY_SECONDS = 30.0
 PACE_LASTS_SECONDS = 7 * 24 * 3600.0
-"""A best pace that old is forgotten: a machine can become slower for good."""
+"""A best pace is forgotten after this time: a machine can become slower for good."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCost:
     """seconds of one call; spread: (third quartile - first) / median of its samples."""
 
     seconds: float
@@ -64,9 +64,9 @@ class CostCache:
         with self._connect() as db:
             db.executescript(_SCHEMA)
 
-    def costs(self, device: str, signatures: Iterable[str]) -> dict[str, Measured]:
+    def costs(self, device: str, signatures: Iterable[str]) -> dict[str, MeasuredCost]:
         """signature -> what was measured, for those that are known."""
-        found = {}
+        costs = {}
         with self._connect() as db:
             for signature in dict.fromkeys(signatures):
                 row = db.execute(
@@ -74,10 +74,10 @@ class CostCache:
                     (device, _digest(signature)),
                 ).fetchone()
                 if row is not None:
-                    found[signature] = Measured(*row)
-        return found
+                    costs[signature] = MeasuredCost(*row)
+        return costs
 
-    def add_costs(self, device: str, measured: dict[str, Measured]) -> None:
+    def add_costs(self, device: str, measured: dict[str, MeasuredCost]) -> None:
         """Keep these, replacing older ones of the same signature."""
         now = time.time()
         rows = [(device, _digest(s), m.seconds, m.spread, now) for s, m in measured.items()]

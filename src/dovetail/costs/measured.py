@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.costs.cache import CostCache, Measured
+from dovetail.costs.cache import CostCache, MeasuredCost
 from dovetail.costs.records import Costs
 from dovetail.errors import CostError, MachineError
 from dovetail.frontends import Program
@@ -36,7 +36,7 @@ from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import Timing, clock, summarise, time_call
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
-# The process that measures: pinned to a device's cores, set up as an executor's worker is.
+# The process that measures: it is pinned to a device's cores and set up like an executor's worker.
 #
 # Messages are tuples whose first element is a key of `_ANSWERS`; each is answered by one reply.
 
@@ -54,7 +54,7 @@ _FLAG_BYTES = 256  # two flags and an abort flag, a cache line each, before the 
 
 
 @dataclass(frozen=True)
-class Entry:
+class TimedEntry:
     """A call to time. layouts: of each tensor it reads; cold: those held from step to step."""
 
     call: Call
@@ -103,7 +103,7 @@ def set_up_device(threads: int) -> None:
 
 
 def time_calls(
-    entries: list[Entry], best_seconds: float, patience_seconds: float
+    entries: list[TimedEntry], best_seconds: float, patience_seconds: float
 ) -> TimedCalls | FailedCall:
     """Time calls in turn, round after round, on random inputs, bound as an executor binds them.
 
@@ -177,11 +177,12 @@ def pace_seconds() -> float:
 
 
 def copies_for(cold_bytes: int) -> int:
-    """How many copies of its cold tensors a call gets: as many as overflow the nearest caches."""
+    """The number of copies of its cold tensors that a call gets: as many as overflow the nearest
+    caches."""
     return max(1, min(_MOST_COPIES, _COLD_BYTES // cold_bytes)) if cold_bytes else 1
 
 
-def _prepared(entry: Entry) -> list[Callable[[], None]]:
+def _prepared(entry: TimedEntry) -> list[Callable[[], None]]:
     """The entry's call bound to its inputs, once for each copy of what is cold. As in an executor
     results are freed, which belongs to what is timed."""
     hot = {t: _random_tensor(x, entry.layouts) for t, x in entry.layouts.items()}
@@ -291,14 +292,14 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 PROTOCOL = 4
-"""Part of every cache key: raise it when what is measured changes."""
+"""Version of the measurement, part of every cache key. Raise it when measuring changes."""
 _BATCH_OPS = 64
 _BATCH_BYTES = 2**28
 _PATIENCE_SECONDS = 20.0
-"""How long a device waits, in all, for its core to be undisturbed."""
+"""The longest time, in all, that a device waits for its core to be undisturbed."""
 _NEIGHBOURS_SECONDS = 5.0
-"""How long a device measures batches again, in all, that other programs disturbed: who works for
-longer than that works on."""
+"""The longest time, in all, that a device spends on measuring disturbed batches again. A program
+that disturbs for longer than that goes on disturbing."""
 
 Progress = Callable[[float], None]
 
@@ -348,8 +349,8 @@ def measured_costs(
         if missing and program is not None:
             progress(1 - len(missing) / len(first))  # starting the workers takes a while
             entries = {op: _entry(graph, program, cold, op) for op in missing}
-            for found, others_cores in _measure(graph, entries, devices, cache, beside):
-                by_key = {_signature_key(graph, cold, op): cost for op, cost in found.items()}
+            for measured, others_cores in _measure(graph, entries, devices, cache, beside):
+                by_key = {_signature_key(graph, cold, op): cost for op, cost in measured.items()}
                 if not disturbs(others_cores):
                     cache.add_costs(device_name, by_key)
                 known |= by_key
@@ -380,11 +381,11 @@ def _kinds(machine: Machine) -> dict[tuple[str, int, int], list[Device]]:
 
 def _measure(
     graph: Graph,
-    entries: dict[int, Entry],
+    entries: dict[int, TimedEntry],
     devices: list[Device],
     cache: CostCache,
     beside: Callable[[float], None],
-) -> Iterator[tuple[dict[int, Measured], float]]:
+) -> Iterator[tuple[dict[int, MeasuredCost], float]]:
     """Time the entries of these ops, handing each worker the next batch as it comes free:
     (op -> what was measured, cores that other programs used meanwhile), batch by batch.
 
@@ -430,7 +431,7 @@ def _measure(
                         todo.insert(0, batch)
                         continue
                 measured = {
-                    op: Measured(timing.median_seconds, timing.spread)
+                    op: MeasuredCost(timing.median_seconds, timing.spread)
                     for op, timing in zip(batch, reply.timings, strict=True)
                 }
                 yield measured, reply.others_cores
@@ -447,7 +448,7 @@ def start_worker(device: Device) -> Worker:
     return worker
 
 
-def _batches(graph: Graph, entries: dict[int, Entry], workers: int) -> list[list[int]]:
+def _batches(graph: Graph, entries: dict[int, TimedEntry], workers: int) -> list[list[int]]:
     """Ops in graph order, cut where a batch grows too long or its tensors too large."""
     most = max(1, min(_BATCH_OPS, -(-len(entries) // workers)))
     batches: list[list[int]] = [[]]
@@ -462,8 +463,8 @@ def _batches(graph: Graph, entries: dict[int, Entry], workers: int) -> list[list
     return batches
 
 
-def _held_bytes(graph: Graph, op: int, entry: Entry) -> int:
-    """Of all tensors with which the op is timed: its inputs, their copies, its outputs."""
+def _held_bytes(graph: Graph, op: int, entry: TimedEntry) -> int:
+    """Bytes of all tensors with which the op is timed: its inputs, their copies, its outputs."""
     inputs = int(graph.tensor_bytes[graph.inputs_of(op)].sum())
     cold = int(graph.tensor_bytes[sorted(entry.cold)].sum())
     outputs = int(graph.tensor_bytes[list(graph.outputs_of(op))].sum())
@@ -471,7 +472,7 @@ def _held_bytes(graph: Graph, op: int, entry: Entry) -> int:
 
 
 def _core_key(device: Device) -> str:
-    """What the pace of an undisturbed core depends on: it runs a piece of Python."""
+    """A key of all that the pace of an undisturbed core depends on: it runs a piece of Python."""
     return f"{device.model} | {sys.implementation.name} {platform.python_version()}"
 
 
@@ -487,17 +488,17 @@ def _signature_key(graph: Graph, cold: NDArray[np.bool_], op: int) -> str:
     return graph.signatures[op] + (f" | cold {places}" if places else "")
 
 
-def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> Entry:
+def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> TimedEntry:
     call = program.calls[op]
     assert call is not None, graph.names[op]
     layouts = {
         t: (graph.shapes[t], graph.strides[t], graph.dtypes[t])
         for t in distinct_refs((call.args, call.kwargs))
     }
-    return Entry(call, layouts, frozenset(t for t in layouts if cold[t]))
+    return TimedEntry(call, layouts, frozenset(t for t in layouts if cold[t]))
 
 
-# The probe: what the devices of this machine, and the links between them, really do.
+# The probe measures the rates of this machine's devices and of the links between them.
 #
 # Takes a few seconds, most of them to start processes; the cache keeps what it finds.
 
@@ -535,8 +536,8 @@ def probed_machine(
 
 def _with_rates(machine: Machine, rates: dict[str, Any]) -> Machine:
     devices = tuple(
-        replace(device, **found)
-        for device, found in zip(machine.devices, rates["devices"], strict=True)
+        replace(device, **measured)
+        for device, measured in zip(machine.devices, rates["devices"], strict=True)
     )
     links = tuple(replace(link, **rates["link"]) for link in machine.links)
     return replace(machine, devices=devices, links=links)

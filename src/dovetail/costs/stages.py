@@ -31,16 +31,16 @@ from dovetail.graph import Graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, NORMALISATIONS, PRODUCTS, Kernels
 from dovetail.machine import Device
 
-# What kernels of a captured inference step do: arithmetic, memory traffic, parallelism.
+# The work of each kernel of a captured inference step: arithmetic, memory traffic, parallelism.
 #
 # A kernel is one or more *launches* in order. A convolution or a product is one, with the
 # normalisation and activation after it; what pointwise work stands before it is one:
 #
 #     mul, add, relu | convolution 3x3, depthwise | convolution 1x1, normalisation, relu
 #
-# What a launch writes and another reads is traffic, within a kernel too; what stays within a launch
-# is none. Views move nothing. What was folded (weights) is read by the launch that needs it; a
-# normalisation that goes into the convolution before it costs nothing.
+# A tensor that one launch writes and another reads is traffic, within a kernel too; a tensor that
+# stays within a launch is none. Views move nothing. Folded values (weights) are read by the launch
+# that needs them; a normalisation that goes into the convolution before it costs nothing.
 
 
 _HEADS = PRODUCTS | {CONVOLUTION}
@@ -58,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one kernel does.
+    """The work of one kernel.
 
     launches       one after another
     window         kernel size of the one convolution that it is; () for what does not merge
@@ -86,10 +86,10 @@ def kernel_works(graph: Graph, kernels: Kernels) -> list[StageWork]:
     for op, kernel in enumerate(kernels.of_op.tolist()):
         if kernel == FOLDED:
             continue
-        own = parts[kernel]
-        if not own or (graph.kinds[op] in _HEADS and not _moves_nothing(graph, own[-1])):
-            own.append([])
-        own[-1].append(op)
+        launches = parts[kernel]
+        if not launches or (graph.kinds[op] in _HEADS and not _moves_nothing(graph, launches[-1])):
+            launches.append([])
+        launches[-1].append(op)
     return [_work(graph, launches) for launches in parts]
 
 
@@ -108,18 +108,18 @@ def _work(graph: Graph, parts: list[list[int]]) -> StageWork:
 
 
 def _launch(graph: Graph, ops: list[int]) -> Launch:
-    own = set(ops)
+    members = set(ops)
     folded = {op for op in ops[1:] if graph.kinds[op] in NORMALISATIONS and _has_head(graph, ops)}
-    flops = sum(float(graph.flops[op]) for op in own - folded)
+    flops = sum(float(graph.flops[op]) for op in members - folded)
     read: dict[int, int] = {}
     written: dict[int, int] = {}
-    for op in sorted(own - folded):
+    for op in sorted(members - folded):
         for t in graph.inputs_of(op):
-            if int(graph.producers[t]) not in own:
+            if int(graph.producers[t]) not in members:
                 _largest(read, graph, int(t))
     for op in ops:
         for t in graph.outputs_of(op):
-            if graph.bases[t] < 0 and _leaves(graph, own, int(graph.storages[t]), t):
+            if graph.bases[t] < 0 and _leaves(graph, members, int(graph.storages[t]), t):
                 _largest(written, graph, t)
     elements = [float(math.prod(graph.shapes[t])) for op in ops for t in graph.outputs_of(op)]
     if not any(graph.kinds[op] == CONVOLUTION for op in ops):
@@ -128,17 +128,19 @@ def _launch(graph: Graph, ops: list[int]) -> Launch:
     return Launch(flops, moved, max(elements, default=1.0))
 
 
-def _largest(found: dict[int, int], graph: Graph, tensor: int) -> None:
+def _largest(largest: dict[int, int], graph: Graph, tensor: int) -> None:
     """A storage moves once, as far as any of its tensors reaches."""
     storage = int(graph.storages[tensor])
-    found[storage] = max(found.get(storage, 0), int(graph.tensor_bytes[tensor]))
+    largest[storage] = max(largest.get(storage, 0), int(graph.tensor_bytes[tensor]))
 
 
-def _leaves(graph: Graph, own: set[int], storage: int, tensor: int) -> bool:
+def _leaves(graph: Graph, members: set[int], storage: int, tensor: int) -> bool:
     """Is a tensor, or a view of it within the launch, read elsewhere or returned?"""
-    aliases = [t for op in own for t in graph.outputs_of(op) if int(graph.storages[t]) == storage]
+    aliases = [
+        t for op in members for t in graph.outputs_of(op) if int(graph.storages[t]) == storage
+    ]
     return any(
-        t in graph.outputs or any(int(reader) not in own for reader in graph.consumers_of(t))
+        t in graph.outputs or any(int(reader) not in members for reader in graph.consumers_of(t))
         for t in {tensor, *aliases}
     )
 
@@ -153,12 +155,12 @@ def _moves_nothing(graph: Graph, ops: list[int]) -> bool:
 
 
 FITTED = Path(__file__).with_name("stages.json")
-"""What `benchmarks/stages/fit_analytic.py` fitted, and to what."""
+"""Parameters that `benchmarks/stages/fit_analytic.py` fitted, and the measurements behind them."""
 RESIDENT_THREADS = {
     "k80": 13 * 2048, "p100": 56 * 2048, "v100": 80 * 2048, "titan_xp": 30 * 2048,
     "2080ti": 68 * 1024, "a100": 108 * 2048, "h100": 132 * 2048, "h200": 132 * 2048,
 }  # fmt: skip
-"""model -> multiprocessors x threads that each holds, by the vendor's tables."""
+"""Device model -> the threads it holds, multiprocessors x threads of each: the vendor's tables."""
 
 
 class Profile(NamedTuple):
@@ -170,7 +172,8 @@ class Profile(NamedTuple):
 
 
 class StageRates(Protocol):
-    """How a device runs launches. join_seconds: of a stage of several groups, apart from them."""
+    """The rates at which a device runs launches. join_seconds: of a stage of several groups, apart
+    from them."""
 
     @property
     def join_seconds(self) -> float: ...
@@ -260,7 +263,8 @@ class AnalyticStages:
         return self.rates.join_seconds + self._together(groups)
 
     def least_seconds(self) -> float:
-        """Of all kernels, however they run side by side: the device is shared by all."""
+        """The least seconds that all kernels can take, however they run side by side: all share the
+        device."""
         return sum(
             profile.seconds * max(profile.occupancy, profile.bandwidth) for profile in self._beside
         )
@@ -333,12 +337,12 @@ def fitted_parameters() -> dict[str, float]:
     """peak_share    of the peak rate, reached by a launch that fills the device
     full_share       elements that fill it, by the threads that it holds
     launch_seconds, join_seconds"""
-    found: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
-    return found
+    parameters: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
+    return parameters
 
 
 def _mean(profiles: Sequence[Profile]) -> Profile:
-    """Of launches one after another."""
+    """The profile of launches one after another: their time in all, and their mean use."""
     seconds = sum(p.seconds for p in profiles)
     if seconds == 0:
         return Profile(0.0, 0.0, 0.0)

@@ -119,7 +119,7 @@ LINE_BYTES = ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
-class TensorSlot:
+class BlockSlot:
     """Where a tensor lies in the block: `bytes` from `offset` on, gaps of its strides included."""
 
     offset: int
@@ -164,7 +164,7 @@ class SendTensor:
     tensor: int
     destination: int
     flag: int
-    slot: TensorSlot | None
+    slot: BlockSlot | None
     frees: tuple[int, ...] = ()
 
 
@@ -175,7 +175,7 @@ class AwaitFlag:
     op: int
     tensor: int
     flag: int
-    slot: TensorSlot | None
+    slot: BlockSlot | None
 
 
 Instruction = RunOp | RunLanes | SendTensor | AwaitFlag
@@ -198,8 +198,8 @@ class Share:
     barrier: int
     abort: int
     instructions: tuple[Instruction, ...]
-    sources: tuple[tuple[int, TensorSlot], ...]
-    outputs: tuple[tuple[int, TensorSlot], ...]
+    sources: tuple[tuple[int, BlockSlot], ...]
+    outputs: tuple[tuple[int, BlockSlot], ...]
     progress: int
     stamps: int
 
@@ -219,8 +219,8 @@ class Shares:
     shares: tuple[Share, ...]
     size_bytes: int
     abort: int
-    sources: dict[int, TensorSlot]
-    outputs: dict[int, TensorSlot]
+    sources: dict[int, BlockSlot]
+    outputs: dict[int, BlockSlot]
 
 
 def share_out(plan: Plan, graph: Graph) -> Shares:
@@ -282,7 +282,7 @@ class _InstructionBuilder:
             EVERYWHERE if graph.residences[op] == EVERYWHERE else self.placement[op]
             for op in graph.producers.tolist()
         ]
-        self.flags: dict[tuple[int, int, int], tuple[int, TensorSlot | None]] = {}
+        self.flags: dict[tuple[int, int, int], tuple[int, BlockSlot | None]] = {}
         self.after: dict[int, set[int]] = defaultdict(set)  # op -> devices that wait for its end
         self.before: dict[int, list[int]] = defaultdict(list)
         for before, op in graph.control.tolist():
@@ -294,14 +294,14 @@ class _InstructionBuilder:
         """The device where the tensor is made; of what lives everywhere, a reader of it."""
         return int(self.placement[self.graph.producers[tensor]])
 
-    def slot(self, tensor: int, slack_bytes: int = 0) -> TensorSlot:
+    def slot(self, tensor: int, slack_bytes: int = 0) -> BlockSlot:
         """A fresh slot for the tensor, which may start up to `slack_bytes` later."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
         extent = extent_of(shape, strides) * DTYPE_BYTES[dtype]
-        return TensorSlot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
+        return BlockSlot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
 
-    def flag(self, op: int, tensor: int, destination: int) -> tuple[int, TensorSlot | None]:
+    def flag(self, op: int, tensor: int, destination: int) -> tuple[int, BlockSlot | None]:
         """Flag and slot of the tensor, or of the op's end (tensor -1), for the destination."""
         key = (op, tensor, destination)
         if key not in self.flags:
@@ -415,7 +415,7 @@ def extent_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def tensor_at(block: Block, slot: TensorSlot, skew_bytes: int = 0) -> Tensor:
+def tensor_at(block: Block, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
     """The slot as a tensor of its shape and strides, `skew_bytes` into the slot.
 
     Each has a torch storage of its own, as ops that address storage expect.

@@ -18,6 +18,7 @@ import torch
 
 from dovetail.executors.shares import (
     AwaitFlag,
+    BlockSlot,
     Instruction,
     Lane,
     LaneThreads,
@@ -25,7 +26,6 @@ from dovetail.executors.shares import (
     RunOp,
     SendTensor,
     Share,
-    TensorSlot,
     distinct,
     tensor_at,
 )
@@ -227,7 +227,7 @@ class _Loaded:
                 return self._bind_together([self._bind_lane(ops, calls) for ops in lanes], frees)
             case SendTensor(slot=None) as send:
                 return self._bind_signal(send)
-            case SendTensor(slot=TensorSlot() as slot) as send:
+            case SendTensor(slot=BlockSlot() as slot) as send:
                 return self._bind_send(send, slot)
             case AwaitFlag() as waiting:
                 return self._bind_wait(waiting)
@@ -265,7 +265,7 @@ class _Loaded:
         flag, now = self.base + send.flag, self.now
         return lambda: publish(flag, now[0])
 
-    def _bind_send(self, send: SendTensor, slot: TensorSlot) -> Bound:
+    def _bind_send(self, send: SendTensor, slot: BlockSlot) -> Bound:
         copying = self._bind_copying_send(send, slot)
         if slot.bytes > _PLAIN_BYTES or not tensor_at(self.block, slot).is_contiguous():
             return copying
@@ -290,7 +290,7 @@ class _Loaded:
 
         return run
 
-    def _bind_copying_send(self, send: SendTensor, slot: TensorSlot) -> Bound:
+    def _bind_copying_send(self, send: SendTensor, slot: BlockSlot) -> Bound:
         """A send of any layout, by torch."""
         flag, now, frees = self.base + send.flag, self.now, send.frees
         values, tensor, block, strides = self.values, send.tensor, self.block, slot.strides

@@ -221,8 +221,10 @@ def _moved_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner])
     """The same tensor with its data moved; where its type forbids that, a new one in its place."""
     import torch
 
+    from dovetail.runtime.torch_versions import can_take_data_of
+
     data = tensor.detach().to(home)
-    if torch._has_compatible_shallow_copy_type(tensor, data):
+    if can_take_data_of(tensor, data):
         gradient = tensor.grad
         tensor.grad = None  # a gradient on another device than its tensor is refused
         tensor.data = data

@@ -36,7 +36,7 @@ from dovetail.frontends.structures import leaves, substitute
 from dovetail.frontends.tracing import Trace
 from dovetail.graph import Graph, Phase
 
-# Control edges: who must have read a value before it is written over.
+# Control edges: all ops that read a value come before the op that writes over it.
 
 
 def control_edges(
@@ -81,7 +81,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class _Op:
+class _CapturedOp:
     name: str
     kind: str
     signature: str
@@ -97,7 +97,7 @@ class _Op:
 
 
 @dataclass
-class _Tensor:
+class _CapturedTensor:
     producer: int
     value: Tensor  # fake: shape, strides, dtype
     storage: int
@@ -108,8 +108,8 @@ class _Builder:
     """Ops and tensors so far, and which graph tensor each node of the trace became."""
 
     def __init__(self) -> None:
-        self.ops: list[_Op] = []
-        self.tensors: list[_Tensor] = []
+        self.ops: list[_CapturedOp] = []
+        self.tensors: list[_CapturedTensor] = []
         self.names: dict[str, int] = {}
         self.tensor_of: dict[fx.Node, int] = {}
         self.op_of: dict[fx.Node, int] = {}
@@ -124,7 +124,7 @@ class _Builder:
         self.names[name] = count
         return self.unique(f"{name}_{count}") if count else name
 
-    def op(self, op: _Op) -> int:
+    def op(self, op: _CapturedOp) -> int:
         op.name = self.unique(op.name)
         self.ops.append(op)
         return len(self.ops) - 1
@@ -134,14 +134,14 @@ class _Builder:
         if storage < 0:
             storage = self.storages
             self.storages += 1
-        self.tensors.append(_Tensor(len(self.ops) - 1, value, storage, overwrites))
+        self.tensors.append(_CapturedTensor(len(self.ops) - 1, value, storage, overwrites))
         return len(self.tensors) - 1
 
     def source(self, source: SourceValue, value: Tensor) -> int:
         """A source op and its one tensor."""
         kind = source.role
         module = source.name.rpartition(".")[0] if kind in ("parameter", "buffer") else ""
-        self.op(_Op(source.name, kind, kind, module, Phase.SOURCE, source=source))
+        self.op(_CapturedOp(source.name, kind, kind, module, Phase.SOURCE, source=source))
         tensor = self.tensor(value)
         self.source_of[source.role, source.name] = tensor
         return tensor
@@ -172,10 +172,10 @@ def build(
     for node in trace.origins:
         _add_call(builder, trace, node)
     gradients = {name: builder.tensor_of[node] for name, node in trace.gradients.items()}
-    found = -1 if scaler is None else _add_scaler(builder, gradients, scaler)
+    skip_flag = -1 if scaler is None else _add_scaler(builder, gradients, scaler)
     for parameter, gradient in gradients.items():
         assert optimizer is not None
-        _add_update(builder, parameter, gradient, states[parameter], optimizer, found)
+        _add_update(builder, parameter, gradient, states[parameter], optimizer, skip_flag)
     for buffer in trace.written:
         _add_copy(builder, trace, buffer)
     results = substitute(trace.results, fx.Node, builder.ref)
@@ -249,7 +249,7 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
     forward = builder.op_of.get(origin.forward, -1) if origin.forward is not None else -1
     kind, module = kind_of(target), origin.module or _module_of_reads(builder, origin, reads)
     view = _is_view(builder, reads, result)
-    op = _Op(
+    op = _CapturedOp(
         name=f"{module}/{kind.rpartition('.')[2]}" if module else kind.rpartition(".")[2],
         kind=kind,
         signature=signature(str(target), fakes, fake_kwargs),
@@ -324,10 +324,10 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
         )
         gradients[parameter] = unscaled
         flags.append(not_finite)
-    (found,) = _add_plain(builder, "scaler/any_found", any_found, flags, [flag])
+    (skip_flag,) = _add_plain(builder, "scaler/any_found", any_found, flags, [flag])
     tracker_value = torch.empty((), dtype=torch.int32, device="meta")
     tracker = builder.source(SourceValue("state", TRACKER, fill=0.0), tracker_value)
-    op = _Op(
+    op = _CapturedOp(
         name="scaler/next_scale",
         kind="dovetail.next_scale",
         signature=signature("dovetail.next_scale", [flag, tracker_value], asdict(scaler)),
@@ -335,13 +335,13 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
         phase=Phase.UPDATE,
         flops=1,
         accessed_bytes=12,
-        reads=[scale, tracker, found],
+        reads=[scale, tracker, skip_flag],
     )
     _write(builder, op, [scale, tracker])
     last = len(builder.tensors)
-    args = (Ref(scale), Ref(tracker), Ref(found))
+    args = (Ref(scale), Ref(tracker), Ref(skip_flag))
     op.call = Call(next_scale, args, asdict(scaler), (last - 2, last - 1), in_place=True)
-    return found
+    return skip_flag
 
 
 def _add_plain(
@@ -350,7 +350,7 @@ def _add_plain(
     """An op of our own in the backward phase, which makes new tensors."""
     values = [builder.tensors[t].value for t in reads]
     kind = f"dovetail.{target.__name__}"
-    op = _Op(
+    op = _CapturedOp(
         name=name,
         kind=kind,
         signature=signature(kind, values, {}),
@@ -361,9 +361,9 @@ def _add_plain(
         reads=list(dict.fromkeys(reads)),
     )
     builder.op(op)
-    made = [builder.tensor(value) for value in results]
-    op.call = Call(target, tuple(map(Ref, reads)), {}, tuple(made))
-    return made
+    outputs = [builder.tensor(value) for value in results]
+    op.call = Call(target, tuple(map(Ref, reads)), {}, tuple(outputs))
+    return outputs
 
 
 def _add_update(
@@ -372,7 +372,7 @@ def _add_update(
     gradient: int,
     states: list[int],
     optimizer: Optimizer,
-    found: int,
+    skip_flag: int,
 ) -> None:
     """The update of one parameter. found: the tensor that says not to update; -1: there is none."""
     written = [builder.source_of["parameter", parameter], *states]
@@ -380,7 +380,7 @@ def _add_update(
     reads = [written[0], gradient, *states]
     values = [builder.tensors[t].value for t in reads]
     traffic = sum(tensor_bytes(v) for v in [*values, *values[:1], *values[2:]])
-    op = _Op(
+    op = _CapturedOp(
         name=f"{parameter}/{optimizer.name}",
         kind=f"dovetail.{optimizer.name}",
         signature=signature(f"dovetail.{optimizer.name}", values, options),
@@ -388,15 +388,15 @@ def _add_update(
         phase=Phase.UPDATE,
         flops=optimizer.flops_per_element * values[0].numel(),
         accessed_bytes=traffic,
-        reads=list(dict.fromkeys(reads if found < 0 else [*reads, found])),
+        reads=list(dict.fromkeys(reads if skip_flag < 0 else [*reads, skip_flag])),
     )
     _write(builder, op, written)
     args = tuple(Ref(t) for t in reads)
     results = tuple(range(len(builder.tensors) - len(written), len(builder.tensors)))
     target: Any = optimizer.update
-    if found >= 0:
+    if skip_flag >= 0:
         options |= {"update": target}
-        target, args = update_unless_found, (Ref(found), *args)
+        target, args = update_unless_found, (Ref(skip_flag), *args)
     op.call = Call(target, args, options, results, in_place=True)
 
 
@@ -404,7 +404,7 @@ def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
     role = "buffer" if ("buffer", buffer) in builder.source_of else "parameter"
     old, new = builder.source_of[role, buffer], builder.tensor_of[trace.written[buffer]]
     values = [builder.tensors[t].value for t in (old, new)]
-    op = _Op(
+    op = _CapturedOp(
         name=f"{buffer}/copy_",
         kind="aten.copy_",
         signature=signature("aten.copy_.default", values, {}),
@@ -418,7 +418,7 @@ def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
     op.call = Call(aten.copy_.default, (Ref(old), Ref(new)), {}, results, in_place=True)
 
 
-def _write(builder: _Builder, op: _Op, written: list[int]) -> None:
+def _write(builder: _Builder, op: _CapturedOp, written: list[int]) -> None:
     """Add an op that writes over these tensors, beside which it must run."""
     index = builder.op(op)
     for tensor in written:
@@ -448,7 +448,6 @@ def _graph(model: str, builder: _Builder, outputs: list[int]) -> Graph:
         accessed_bytes=np.array([op.accessed_bytes for op in ops]),
         colocation=np.array([op.colocation for op in ops]),
         gradient_of=np.array([op.gradient_of for op in ops]),
-        device_kinds=tuple(() for _ in ops),
         producers=np.array([t.producer for t in tensors]),
         shapes=tuple(tuple(v.shape) for v in values),
         strides=tuple(v.stride() for v in values),

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
@@ -25,10 +23,11 @@ from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.plans import Source
+from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
 
-# What models of transformers, and wrappers around a module, need before they are captured.
+# Preparing models of transformers, and unwrapping modules, before they are captured.
 #
-# transformers is not imported here: what its models are is told by the attributes they have.
+# transformers is not imported here: its models are recognised by their attributes.
 
 
 BATCHED = "batched_mm"
@@ -183,11 +182,11 @@ def capture_call(
         "that it is given as it is"
         for index in traced.written_inputs
     )
-    made = [weakref.ref(value) for value in traced.follow_from_constants]
-    if made:
+    cached_values = [weakref.ref(value) for value in traced.follow_from_constants]
+    if cached_values:
         forget(traced)
         del traced, request
-        _clear_caches(made)
+        _clear_caches(cached_values)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",
@@ -270,9 +269,9 @@ def _check_apart(
 ) -> None:
     """Raise `ModelError` for an example that shares memory with a parameter or buffer: what a run
     trains or writes is its own."""
-    own = {f"parameter {key}": value for key, value in parameters.items()}
-    own |= {f"buffer {key}": value for key, value in buffers.items()}
-    spans = [(memory_of(value), what) for what, value in own.items()]
+    kept = {f"parameter {key}": value for key, value in parameters.items()}
+    kept |= {f"buffer {key}": value for key, value in buffers.items()}
+    spans = [(memory_of(value), what) for what, value in kept.items()]
     for label, value in zip(signature.names, signature.inputs, strict=True):
         begin, end = memory_of(value)
         for (other_begin, other_end), what in spans:
@@ -313,23 +312,23 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _clear_caches(made: list["weakref.ref[Tensor]"]) -> None:
+def _clear_caches(cached_values: list["weakref.ref[Tensor]"]) -> None:
     """Clear the caches of functions (`functools.lru_cache`) that keep one of these fake tensors:
     the user's model would go on with it. A cache can always be cleared."""
-    if not _alive(made):
+    if not _alive(cached_values):
         return
     gc.collect()
-    if not (left := _alive(made)):
+    if not (left := _alive(cached_values)):
         return
-    for cached in [one for one in gc.get_objects() if type(one) is _LRU_CACHE]:
+    for cached in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
         inside = gc.get_referents(cached)
         inside += [value for part in inside if type(part) in (tuple, list) for value in part]
         if any(id(value) in left for value in inside):
             cached.cache_clear()
 
 
-def _alive(made: list["weakref.ref[Tensor]"]) -> set[int]:
-    return {id(tensor) for reference in made if (tensor := reference()) is not None}
+def _alive(cached_values: list["weakref.ref[Tensor]"]) -> set[int]:
+    return {id(tensor) for reference in cached_values if (tensor := reference()) is not None}
 
 
 _LRU_CACHE = type(functools.lru_cache(len))
@@ -344,7 +343,7 @@ _ADVICE = {
 
 
 def _advice(error: BaseException) -> str:
-    """What to do about an error of torch's, and what it said."""
+    """Advice for an error of torch's, followed by the error's own text."""
     said = str(error).strip().splitlines() or [""]
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:

@@ -30,7 +30,7 @@ _MOVES = {
         aten.repeat, aten.flip, aten.roll, aten.scalar_tensor, aten.fill, aten.scatter,
     )
 }  # fmt: skip
-# What reads only the rows it returns, not the whole of its first input.
+# These ops read only the rows that they return, not the whole of their first input.
 _GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 
 

@@ -14,13 +14,14 @@ from dovetail.frontends.program import Call, Captured, Ref, SourceValue, fill_re
 from dovetail.frontends.recording import is_fake
 from dovetail.frontends.structures import substitute
 from dovetail.graph import Graph
+from dovetail.runtime.torch_versions import OpOverload
 
 Values = dict[int, Tensor]
-"""Tensor of the graph -> its value; of source ops, inputs apart."""
+"""Tensor -> its value, for the tensors of source ops other than inputs."""
 
 
 def seed_for(seed: int, step: int, op: int) -> int:
-    """What to seed torch with before a random op: the same wherever the op runs."""
+    """The seed for torch before a random op: the same wherever the op runs."""
     digest = hashlib.blake2b(f"{seed} {step} {op}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -150,7 +151,7 @@ def _last_uses(graph: Graph) -> list[list[int]]:
     return uses
 
 
-# Calls bound to a table of values: an instruction becomes a function without arguments.
+# Binding calls to a table of values: each instruction becomes a function without arguments.
 #
 #     values   [ tensor 0 | tensor 1 | ... | constants of all calls ... ]
 #                   └──────── itemgetter ──────┘
@@ -165,7 +166,7 @@ Getter = Callable[[Cells], tuple[Any, ...]]
 Bound = Callable[[], None]
 
 _GENERATOR = Lock()
-"""Held from seeding torch's generator, which all threads share, until the op has drawn."""
+"""A thread holds this from seeding torch's generator, which all share, until its op has drawn."""
 
 
 def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], int]) -> Bound:
@@ -184,7 +185,7 @@ def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], i
 
 def _invocation(call: Call, values: Cells) -> Callable[[], Any]:
     target = call.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         target = target._op  # what calling it calls, less one Python frame
     names, keywords = tuple(call.kwargs), tuple(call.kwargs.values())
     get = _getter(call.args, values)
@@ -219,7 +220,7 @@ def _getter(args: tuple[Any, ...], values: Cells) -> Getter:
 
 
 def _place(arg: Any, values: Cells) -> int:
-    """Where the argument stands in the table; constants are added to it."""
+    """The argument's place in the table; constants are added to the table."""
     if isinstance(arg, Ref):
         return arg.tensor
     values.append(arg)
@@ -247,8 +248,8 @@ def _filing_one(
     invoke: Callable[[], Any], values: Cells, result: int, frees: tuple[int, ...]
 ) -> Bound:
     def run() -> None:
-        found = invoke()
-        values[result] = found if isinstance(found, Tensor) else found[0]
+        returned = invoke()
+        values[result] = returned if isinstance(returned, Tensor) else returned[0]
         for tensor in frees:
             values[tensor] = None
 
@@ -267,9 +268,9 @@ def _filing_many(
     frees: tuple[int, ...],
 ) -> Bound:
     def run() -> None:
-        found = invoke()
+        returned = invoke()
         for i, tensor in wanted:
-            values[tensor] = found[i]
+            values[tensor] = returned[i]
         for tensor in frees:
             values[tensor] = None
 

@@ -59,7 +59,7 @@ def _has_own_seed(layer: Any) -> bool:
     return hasattr(layer, "seed_generator") and getattr(layer, "seed", None) is not None
 
 
-class _Layer(nn.Module):
+class _KerasLayer(nn.Module):
     """One layer: its variables, and its calls under its name."""
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,14 +73,14 @@ class KerasModule(nn.Module):
         super().__init__()
         object.__setattr__(self, "keras_model", model)  # not a submodule: its state is ours
         self.names: dict[int, str] = {}
-        self.scopes: list[tuple[Any, _Layer]] = []
+        self.scopes: list[tuple[Any, _KerasLayer]] = []
         for layer in _sublayers(model):
             self._add_layer(self, layer)
         self._add_variables(self, "", model.variables)
 
     def _add_layer(self, parent: nn.Module, layer: Any, prefix: str = "") -> None:
         name = _free(parent, layer.name.replace(".", "_"))
-        scope, path = _Layer(), f"{prefix}{name}"
+        scope, path = _KerasLayer(), f"{prefix}{name}"
         parent.add_module(name, scope)
         self.scopes.append((layer, scope))
         for inner in _sublayers(layer):
@@ -99,7 +99,7 @@ class KerasModule(nn.Module):
                 scope.register_buffer(name, variable.value.detach())
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the model returns."""
+        """Returns the model's outputs."""
         model: Any = self.keras_model
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         trainable, others = (

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dovetail.errors import FileFormatError, ModelError, UnknownNetworkError
 from dovetail.frontends.capturing import capture, capture_call
@@ -29,16 +27,16 @@ from dovetail.frontends.transformers_configs import (
 from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.records import load_sizes
 from dovetail.runtime.functions import call_function, names_function
+from dovetail.runtime.torch_versions import FakeTensorMode, pytree
 
-# FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
+# Exported programs: FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
 #
 # `torch.export.load` by itself may run code that a file brings along: it unpickles example inputs
-# and
-# some weights without limits where the safe reader fails, evaluates expressions of dynamic shapes
-# and guards, calls any function below `torch` that a node names, imports modules that a structure
-# names,
-# and loads compiled libraries. So the archive is first read with torch's own reader, and refused by
-# name where it holds any of these. What passes are plain tensors and calls of torch's operators.
+# and some weights without limits where the safe reader fails, evaluates expressions of dynamic
+# shapes and guards, calls any function below `torch` that a node names, imports modules that a
+# structure names, and loads compiled libraries. So the archive is first read with torch's own
+# reader, and refused by name where it holds any of these. Plain tensors and calls of torch's
+# operators pass.
 
 
 PLAIN_FILES = (
@@ -51,7 +49,7 @@ PLAIN_FILES = (
     "data/weights/weight_",
     "data/constants/tensor_",
 )
-"""Beginnings of names in the archive whose content is raw bytes or text."""
+"""Files of the archive whose names begin so hold raw bytes or text."""
 CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 PROGRAM, EXAMPLES = "models/model.json", "data/sample_inputs/model.pt"
 OPERATORS = re.compile(
@@ -60,10 +58,10 @@ OPERATORS = re.compile(
     r"|torch\.ops\.higher_order\.wrap_with_(set_grad_enabled|autocast)"
     r"|_operator\.(getitem|add|sub|mul|floordiv|mod|neg)"
 )
-"""What a node may call. Not all below `torch.ops` is one: `torch.ops.load_library` is not."""
+"""The operators that a node may call. `torch.ops.load_library`, for one, is none."""
 STRUCTURES = ("in_spec", "out_spec")
 IMPORTING = ("__enum__", "default_factory_module")
-"""Keys of a structure by which a module is named that would be imported."""
+"""Under these keys a structure names a module that loading it would import."""
 
 
 def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -136,7 +134,8 @@ def _check_examples(path: str, content: bytes) -> None:
 
 
 def _problems(program: Any) -> Iterator[str]:
-    """What in a serialised program is evaluated, called or imported beyond torch's operators."""
+    """Lists all that loading a serialised program would evaluate, call or import beyond torch's
+    operators."""
     for key, value in _entries(program):
         if key == "expr_str":
             yield f"it has dynamic shapes ({value}); export it without dynamic_shapes"
@@ -268,15 +267,15 @@ def network_rows() -> list[dict[str, object]]:
     sizes = load_sizes()
     rows: list[dict[str, object]] = []
     for name, network in NETWORKS.items():
-        found = sizes.get(name)
+        size = sizes.get(name)
         rows.append(
             {
                 "network": f"zoo:{name}",
-                "parameters": found.parameters if found else "",
+                "parameters": size.parameters if size else "",
                 "batch": network.defaults["batch"],
-                "flops": found.flops if found else "",
-                "ops": found.ops if found else "",
-                "training_ops": found.training_ops if found else "",
+                "flops": size.flops if size else "",
+                "ops": size.ops if size else "",
+                "training_ops": size.training_ops if size else "",
                 "paper": network.paper.partition(", https://")[0],
             }
         )
@@ -331,36 +330,38 @@ def _resolve_zoo(model: str, train: Optimizer | None) -> Captured:
 
 
 def _resolve_transformers(model: str, train: Optimizer | None) -> Captured:
-    found = load_transformers(model)
+    network = load_transformers(model)
     training = train is not None
-    if found.phase:
+    if network.phase:
         if training:
-            raise ModelError(model, f"{found.phase} is a phase of inference; leave one of them out")
-        return _generation(model, found)[found.phase]
+            raise ModelError(
+                model, f"{network.phase} is a phase of inference; leave one of them out"
+            )
+        return _generation(model, network)[network.phase]
 
     def make() -> nn.Module:
-        return found.make().train(training)
+        return network.make().train(training)
 
     def examples() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        inputs = pytree.tree_leaves(found.draw(training))
+        inputs = pytree.tree_leaves(network.draw(training))
         return tuple(value for value in inputs if isinstance(value, Tensor)), ()
 
-    module, inputs = _on_meta(model, make, lambda: found.draw(training))
+    module, inputs = _on_meta(model, make, lambda: network.draw(training))
     captured = capture_call(module, (), inputs, loss=own_loss if training else None, train=train)
     return replace(captured, make=make, examples=examples)
 
 
-def _generation(model: str, found: TransformersModel) -> dict[str, Captured]:
+def _generation(model: str, network: TransformersModel) -> dict[str, Captured]:
     """prefill reads a prompt and returns its cache; decode reads one token and that cache."""
 
     def make() -> nn.Module:
-        return found.make().eval()
+        return network.make().eval()
 
-    module, prompt = _on_meta(model, make, lambda: found.draw(False))
+    module, prompt = _on_meta(model, make, lambda: network.draw(False))
     prefill = capture_call(module, (), {**prompt, "use_cache": True})
     returned = prefill.program.outputs
-    made = returned.get("past_key_values") if isinstance(returned, Mapping) else None
-    if made is None:
+    cache = returned.get("past_key_values") if isinstance(returned, Mapping) else None
+    if cache is None:
         raise ModelError(model, "returns no past_key_values with use_cache: nothing to decode with")
     graph = prefill.graph
 
@@ -370,10 +371,10 @@ def _generation(model: str, found: TransformersModel) -> dict[str, Captured]:
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
     token = {"input_ids": prompt["input_ids"][:, -1:], "use_cache": True}
-    decode = capture_call(module, (), {**token, "past_key_values": substitute(made, Ref, empty)})
+    decode = capture_call(module, (), {**token, "past_key_values": substitute(cache, Ref, empty)})
 
     def of_prompt() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return (found.draw(False)["input_ids"],), ()
+        return (network.draw(False)["input_ids"],), ()
 
     def of_token() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         drawn = [
@@ -419,7 +420,7 @@ def _resolve_function(model: str, function: str, phase: str, train: Optimizer | 
 
 
 def _capture_returned(model: str, returned: Any, train: Optimizer | None) -> Captured:
-    """What a function returned, captured."""
+    """Captures the module that a function returned."""
     module, inputs, loss, targets = _unpack(model, returned)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -17,10 +17,11 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from dovetail.errors import UsageError
+from dovetail.runtime.torch_versions import count_not_finite, update_scale
 
 
 @dataclass(frozen=True)
-class State:
+class OptimizerState:
     """Optimizer state of one parameter: all elements `fill` before the first step.
 
     scalar   one float32 number (a step count), else of the parameter's shape and dtype
@@ -57,11 +58,11 @@ class SGD:
             raise UsageError("nesterov", "needs momentum; give momentum=0.9, say")
 
     @property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[OptimizerState, ...]:
         # At the first step torch takes the gradient itself as the buffer. -0.0 is the number that
         # makes `buffer * momentum + gradient` the gradient, bit for bit: 0.0 would lose the sign
         # of a gradient of -0.0.
-        return (State("momentum_buffer", -0.0),) if self.momentum else ()
+        return (OptimizerState("momentum_buffer", -0.0),) if self.momentum else ()
 
     @property
     def flops_per_element(self) -> int:
@@ -89,12 +90,12 @@ class RMSProp:
         _check(self)
 
     @property
-    def states(self) -> tuple[State, ...]:
-        buffers = [State("step", scalar=True), State("square_avg")]
+    def states(self) -> tuple[OptimizerState, ...]:
+        buffers = [OptimizerState("step", scalar=True), OptimizerState("square_avg")]
         if self.momentum > 0:
-            buffers.append(State("momentum_buffer"))
+            buffers.append(OptimizerState("momentum_buffer"))
         if self.centered:
-            buffers.append(State("grad_avg"))
+            buffers.append(OptimizerState("grad_avg"))
         return tuple(buffers)
 
     @property
@@ -123,8 +124,12 @@ class Adam:
         _check(self)
 
     @property
-    def states(self) -> tuple[State, ...]:
-        return (State("step", scalar=True), State("exp_avg"), State("exp_avg_sq"))
+    def states(self) -> tuple[OptimizerState, ...]:
+        return (
+            OptimizerState("step", scalar=True),
+            OptimizerState("exp_avg"),
+            OptimizerState("exp_avg_sq"),
+        )
 
     @property
     def flops_per_element(self) -> int:
@@ -291,7 +296,7 @@ def unscale(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     unscaled = gradient.clone()
     found = torch.zeros((), dtype=torch.float32, device=gradient.device)
     inverse = scale.double().reciprocal().float()
-    torch._amp_foreach_non_finite_check_and_unscale_([unscaled], found, inverse)
+    count_not_finite([unscaled], found, inverse)
     return unscaled, found
 
 
@@ -304,10 +309,8 @@ def next_scale(
     scale: Tensor, tracker: Tensor, found: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """Write over the scale and the number of steps since it last changed; returns both."""
-    torch._amp_update_scale_(
-        scale, tracker, found, settings["growth_factor"], settings["backoff_factor"],
-        settings["growth_interval"],
-    )  # fmt: skip
+    growth, backoff = settings["growth_factor"], settings["backoff_factor"]
+    update_scale(scale, tracker, found, growth, backoff, settings["growth_interval"])
     return scale, tracker
 
 

@@ -7,15 +7,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from dovetail.errors import UsageError
 from dovetail.frontends.structures import Mismatch, constants, fill, flatten, matched, substitute
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate
 from dovetail.plans import Source
+from dovetail.runtime.torch_versions import OpOverload, pytree
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _call(target: Any, args: Any, kwargs: Any, *rest: Any) -> Call:
 
 @dataclass(frozen=True)
 class SourceValue:
-    """What a source op stands for.
+    """The origin of a source op's value.
 
     role   "input" | "parameter" | "state" | "buffer" | "constant"
     name   "input.0", "target.0", the name in the model's state_dict, or for optimizer state
@@ -118,7 +117,7 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """How a step is called: the model's own arguments, then what its loss takes.
+    """The arguments of a step: the model's own, then those of its loss.
 
     arguments          label -> argument, with a `Slot` for each tensor. A label is the name of the
                        parameter that takes it, or its number where it has none
@@ -162,7 +161,8 @@ class Signature:
         return tuple(kwargs.pop(label) for label in self.positional), kwargs
 
     def loss_arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """What the loss takes after the output, with these values in the place of its tensors."""
+        """The arguments of the loss after the output, with these values in the place of its
+        tensors."""
         return tuple(fill(self.target_structure, tensors))
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -231,7 +231,7 @@ class Captured:
         return self.signature.targets
 
 
-# Arguments of calls: what they refer to, and the signature that they add up to.
+# Arguments of calls: references in them to tensors, and the signature of a call.
 
 
 def replace_nodes(tree: Any, of_node: Callable[[fx.Node], Any]) -> Any:
@@ -306,38 +306,38 @@ def dtype_of(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-# Captured -> Captured: with copies of what several devices compute for themselves.
+# Copies of shared computations, which several devices then make for themselves.
 
 
 def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
     """The step with these copies: each copy makes its origin's call on its own tensors, so that the
     step gives the same bits."""
-    program, made = captured.program, duplicate(captured.graph, copies)
-    seen = [[Ref(int(tensor)) for tensor in row] for row in made.tensors]
-    reader_of = {op: i + 1 for i, one in enumerate(copies) for op in one.readers}
+    program, copied = captured.program, duplicate(captured.graph, copies)
+    seen = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
+    reader_of = {op: i + 1 for i, extra in enumerate(copies) for op in extra.readers}
     calls: list[Call | None] = []
-    for origin, copy in zip(made.origins.tolist(), made.copy_of.tolist(), strict=True):
+    for origin, copy in zip(copied.origins.tolist(), copied.copy_of.tolist(), strict=True):
         call = program.calls[origin]
         view = copy + 1 if copy >= 0 else reader_of.get(origin, 0)
-        own = seen[copy + 1]
+        results = seen[copy + 1]
         calls.append(
             call
             and replace(
                 call,
                 args=fill_refs(call.args, seen[view]),
                 kwargs=fill_refs(call.kwargs, seen[view]),
-                results=tuple(own[t].tensor if t >= 0 else -1 for t in call.results),
+                results=tuple(results[t].tensor if t >= 0 else -1 for t in call.results),
                 # Copies move ops to other indices; random numbers stay those of the old ones.
                 draws_of=call.seed_index(origin) if call.random else call.draws_of,
             )
         )
     return replace(
         captured,
-        graph=made.graph,
+        graph=copied.graph,
         program=replace(
             program,
             calls=tuple(calls),
-            sources=tuple(program.sources[origin] for origin in made.origins.tolist()),
+            sources=tuple(program.sources[origin] for origin in copied.origins.tolist()),
             loss=seen[0][program.loss].tensor if program.loss >= 0 else -1,
             outputs=substitute(program.outputs, Ref, lambda ref: seen[0][ref.tensor]),
         ),

@@ -19,16 +19,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
+
+from dovetail.runtime.torch_versions import (
     FakeTensor,
     FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    autograd_would_have_decomposed,
+    has_composite_kernel,
     in_kernel_invocation_manager,
+    pytree,
     unset_fake_temporarily,
+    without_dispatch,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 # Fake tensors: shape, strides and dtype without data.
 
@@ -328,15 +332,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return
         if known is None:
             return
-        made = tensors_of(result)
+        outputs = tensors_of(result)
         is_seed = func in (aten.lift_fresh.default, aten.arange.default, aten.arange.start)
-        if not made or not all(map(_may_be_known, made)):
+        if not outputs or not all(map(_may_be_known, outputs)):
             return
         if not is_seed and not tensors_of(args):
             return
         with unset_fake_temporarily():
             values = func(*known[0], **known[1])
-        for fake, value in zip(made, tensors_of(values), strict=True):
+        for fake, value in zip(outputs, tensors_of(values), strict=True):
             self.known[id(fake)] = fake, value
 
     def remembered(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -347,8 +351,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         key = _form((args, kwargs))
         form = None if key is None else self.forms.get((target, key))
         if form is not None:
-            made = [_made(*one) for one in form[1]]
-            return tuple(made) if form[0] else made[0]
+            outputs = [_new_fake(*item) for item in form[1]]
+            return tuple(outputs) if form[0] else outputs[0]
         result = target(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
         # A result may share memory with an argument although its schema does not say so. It must
@@ -420,7 +424,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
 
 
 MOST_KNOWN = 4096
-"""Elements of the largest integer tensor whose values are followed."""
+"""The most elements of an integer tensor whose values are followed."""
 
 
 def _may_be_known(value: Tensor) -> bool:
@@ -461,7 +465,7 @@ def _is_plain_fake(value: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """What a pure operator's result depends on, as a key; None where that is not known."""
+    """A key of all that a pure operator's result depends on; None where that is not known."""
     if isinstance(value, Tensor):
         if not _is_plain_fake(value):
             return None
@@ -479,15 +483,17 @@ def _form(value: Any) -> Any:
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _made(mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _new_fake(
+    mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """A new fake tensor."""
-    with torch._C._DisableTorchDispatch():
+    with without_dispatch():
         empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(mode, empty, device)
 
 
 class _Traits(NamedTuple):
-    """What there is to know of an operator.
+    """Properties of an operator, read from its schema once.
 
     is_composite   it is written in terms of others, for autograd to go through
     is_number      it returns what is inside a tensor
@@ -511,11 +517,7 @@ class _Traits(NamedTuple):
 
 @functools.cache
 def _traits(func: OpOverload) -> _Traits:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    composite = key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(),  # type: ignore[no-untyped-call]
-        key,
-    )
+    composite = has_composite_kernel(func)
     defaults: dict[int | str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
         if argument.has_default_value():
@@ -525,11 +527,11 @@ def _traits(func: OpOverload) -> _Traits:
     kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     factory = "dtype" in kinds and not any("Tensor" in kind for kind in kinds.values())
     aliases = any(a.alias_info is not None for a in (*schema.arguments, *schema.returns))
-    tensors = all(str(one.type) == "Tensor" for one in schema.returns)
+    tensors = all(str(item.type) == "Tensor" for item in schema.returns)
     pure = tensors and not (
         aliases or number or factory or torch.Tag.dynamic_output_shape in func.tags
     )
-    aliased = [index for index, one in enumerate(schema.arguments) if one.alias_info is not None]
+    aliased = [index for index, item in enumerate(schema.arguments) if item.alias_info is not None]
     view = tensors and len(schema.returns) == 1 and aliased == [0] and not schema.is_mutable
     if func is aten._unsafe_view.default:  # its schema does not say that it is one
         pure, view = False, True

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+from dovetail.runtime.torch_versions import pytree
 
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Stands in a template for the tensor of this index."""
 
     index: int
@@ -44,10 +45,10 @@ def flatten(tree: Any, path: Path = ()) -> tuple[list[Tensor], list[str], Any]:
     tensors: list[Tensor] = []
     names: list[str] = []
 
-    def take(tensor: Tensor, where: Path) -> Slot:
+    def take(tensor: Tensor, where: Path) -> TensorSlot:
         tensors.append(tensor)
         names.append(".".join(where))
-        return Slot(len(tensors) - 1)
+        return TensorSlot(len(tensors) - 1)
 
     template = _Substitution(Tensor, take).of(tree, path)
     return tensors, names, template
@@ -55,19 +56,19 @@ def flatten(tree: Any, path: Path = ()) -> tuple[list[Tensor], list[str], Any]:
 
 def fill(template: Any, values: Sequence[Any]) -> Any:
     """The structure that the template stands for, with these values in its slots."""
-    return substitute(template, Slot, lambda slot: values[slot.index])
+    return substitute(template, TensorSlot, lambda slot: values[slot.index])
 
 
 def leaves(tree: Any, leaf: type) -> list[Any]:
     """The values of type `leaf` in the structure, in order."""
-    found: list[Any] = []
+    values: list[Any] = []
 
     def take(value: Any, _path: Path) -> Any:
-        found.append(value)
+        values.append(value)
         return value
 
     _Substitution(leaf, take).of(tree, ())
-    return found
+    return values
 
 
 class Mismatch(Exception):
@@ -92,7 +93,7 @@ def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
     None, booleans, numbers and text."""
     if isinstance(template, (bool, int, float, str, type(None))):
         return [(".".join(path), template)]
-    opaque = isinstance(template, Slot) or is_plain_object(template)
+    opaque = isinstance(template, TensorSlot) or is_plain_object(template)
     inside = None if opaque else _children(template)
     if inside is None:
         return []
@@ -100,8 +101,8 @@ def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
 
 
 def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], tensors: Any) -> None:
-    if isinstance(template, Slot) or isinstance(given, Slot):
-        if not isinstance(template, Slot) or not isinstance(given, Slot):
+    if isinstance(template, TensorSlot) or isinstance(given, TensorSlot):
+        if not isinstance(template, TensorSlot) or not isinstance(given, TensorSlot):
             wanted, got = _said(template), _said(given)
             raise Mismatch(f"{name} is {got}, but the network was captured with {wanted}")
         of_slot[template.index] = tensors[given.index]
@@ -109,7 +110,7 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
     inside = _children(template)
     if template is given:
         return
-    if is_plain_object(template) and not leaves(template, Slot):
+    if is_plain_object(template) and not leaves(template, TensorSlot):
         inside = None  # somebody's object without tensors: it may refer to itself
     if inside is None or type(template) is not type(given):
         if not _same(template, given):
@@ -131,21 +132,21 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
         _match(value, here[key], f"{prefix}{key}", of_slot, tensors)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
         return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if type(one) is not type(other):
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if type(value) is not type(other):
         return False
     try:
-        return bool(one == other)
+        return bool(value == other)
     except Exception:  # what compares to something that is no truth value
         return False
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, Slot):
+    if isinstance(value, TensorSlot):
         return "a tensor"
     if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
         return repr(value)
@@ -176,7 +177,7 @@ _OPAQUE = (nn.Module, torch.Generator, torch.dtype, torch.device, torch.Size, ty
 def is_plain_object(tree: Any) -> bool:
     """Is it an object of somebody's class, whose attributes may hold tensors?"""
     return (
-        not isinstance(tree, (*_OPAQUE, Slot, Tensor))
+        not isinstance(tree, (*_OPAQUE, TensorSlot, Tensor))
         and not callable(tree)
         and hasattr(tree, "__dict__")
         and not isinstance(tree, type(torch))
@@ -221,16 +222,16 @@ def _rebuilt(tree: Any, keys: list[str], values: list[Any]) -> Any:
         return node.unflatten_fn(values, node.flatten_fn(tree)[1])
     if isinstance(tree, Mapping):
         # Subclasses of dict keep more than their items: copy them, then put the new items in.
-        made: Any = dict(tree) if kind is dict else copy.copy(tree)
+        built: Any = dict(tree) if kind is dict else copy.copy(tree)
         for key, value in zip(tree, values, strict=True):
-            made[key] = value
-        return made
+            built[key] = value
+        return built
     if isinstance(tree, tuple):
         return tuple.__new__(kind, values)
     if isinstance(tree, list):
         return values if kind is list else kind(values)
-    made = copy.copy(tree)
+    built = copy.copy(tree)
     for key, value in zip(keys, values, strict=True):
         # Frozen dataclasses forbid plain assignment.
-        object.__setattr__(made, key, value)
-    return made
+        object.__setattr__(built, key, value)
+    return built

@@ -17,7 +17,7 @@ from dovetail.frontends.program import (
     SourceValue,
     fill_refs,
 )
-from dovetail.frontends.structures import Slot
+from dovetail.frontends.structures import TensorSlot
 from dovetail.graph import Graph, Replicated, replicate
 
 Examples = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -80,12 +80,12 @@ def _program(captured: Captured, replicated: Replicated) -> Program:
 
 def _copy(captured: Captured, graph: Graph, op: int, origin: int) -> Call | None:
     """The origin's call, on the tensors of its copy."""
-    call, one = captured.program.calls[origin], captured.graph
+    call, single = captured.program.calls[origin], captured.graph
     if call is None:
         return None
-    reads = zip(one.inputs_of(origin).tolist(), graph.inputs_of(op).tolist(), strict=True)
+    reads = zip(single.inputs_of(origin).tolist(), graph.inputs_of(op).tolist(), strict=True)
     refs = {old: Ref(new) for old, new in reads}
-    moved = graph.outputs_of(op).start - one.outputs_of(origin).start
+    moved = graph.outputs_of(op).start - single.outputs_of(origin).start
     return replace(
         call,
         args=fill_refs(call.args, refs),
@@ -100,17 +100,17 @@ def _average(graph: Graph, op: int) -> Call:
     return Call(average, values, {"strides": graph.strides[result]}, (result,))
 
 
-def _signature(one: Signature, replicas: int) -> Signature:
+def _signature(signature: Signature, replicas: int) -> Signature:
     """Positional tensors alone: the inputs of each tower, then the targets of each."""
-    inputs, targets = one.inputs * replicas, one.targets * replicas
+    inputs, targets = signature.inputs * replicas, signature.targets * replicas
     return Signature(
-        {str(index): Slot(index) for index in range(len(inputs))},
+        {str(index): TensorSlot(index) for index in range(len(inputs))},
         tuple(map(str, range(len(inputs)))),
-        tuple(map(Slot, range(len(targets)))),
+        tuple(map(TensorSlot, range(len(targets)))),
         inputs,
         targets,
-        tuple(f"{tower}.{name}" for tower in range(replicas) for name in one.names),
-        tuple(f"{tower}.{name}" for tower in range(replicas) for name in one.target_names),
+        tuple(f"{tower}.{name}" for tower in range(replicas) for name in signature.names),
+        tuple(f"{tower}.{name}" for tower in range(replicas) for name in signature.target_names),
     )
 
 
@@ -128,6 +128,8 @@ def _drawn(draw: Callable[[], Examples] | None, replicas: int) -> Callable[[], E
     def draw_all() -> Examples:
         drawn = [draw() for _ in range(replicas)]
         inputs, targets = zip(*drawn, strict=True)
-        return tuple(x for one in inputs for x in one), tuple(x for one in targets for x in one)
+        return tuple(x for single in inputs for x in single), tuple(
+            x for single in targets for x in single
+        )
 
     return draw_all

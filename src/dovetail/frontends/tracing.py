@@ -12,11 +12,6 @@ graph: it would be stale from the second step on. Four things see to it:
 * `_Twins` puts a twin in the place of a parameter that is read past its module;
 * the recorder refuses every other tensor that shares memory with one of them, by its name;
 * where a step changes attributes of a module, a second step is traced and must be the same graph.
-
-Written against torch 2.13. `OpOverload`, `FakeTensorMode`, `TorchDispatchMode` and
-`torch.utils._pytree` are private by name only and used wherever they are needed. Other private
-names of torch: here, and in `recording`, `purifying`, `scaling`, `exported_programs`, `capturing`,
-`binding`, `building` and `exports.dispatch`.
 """
 
 import contextlib
@@ -31,14 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.autograd.graph import _engine_run_backward
 from torch.func import functionalize
 from torch.overrides import TorchFunctionMode
 
@@ -55,14 +42,26 @@ from dovetail.frontends.recording import (
     record,
     storage_of,
 )
-from dovetail.frontends.structures import Slot, fill, flatten, is_plain_object
+from dovetail.frontends.structures import TensorSlot, fill, flatten, is_plain_object
 from dovetail.graph import LOSS_MODULE, Phase
+from dovetail.runtime.torch_versions import (
+    FAKE_TENSOR_LOGGER,
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    run_backward,
+    sequence_number,
+    unset_fake_temporarily,
+    without_autocast,
+    without_fused_kernels,
+)
 
-# A recorded graph made pure: no op writes in place, none merely protects or renames a value.
+# Making a recorded graph pure: no op writes in place, and none merely protects or renames a value.
 #
 # A graph with ops that write in place is run and recorded anew through `functionalize`, which turns
-# them into pure ones. Then what moves no data goes: detach, alias, and clones that protected
-# something from an in-place op.
+# them into pure ones. Then the ops that move no data are removed: detach, alias, and clones that
+# protected something from an in-place op.
 
 
 aten = torch.ops.aten
@@ -134,7 +133,7 @@ def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:
 
     values = [n.meta["val"] for n in first.graph.nodes if n.op == "placeholder"]
     # The casts of autocast are ops of the first recording already.
-    with mode, torch.no_grad(), torch._C._DisableAutocast():
+    with mode, torch.no_grad(), without_autocast():
         return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
 
 
@@ -180,10 +179,10 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-# What a module's attributes were before a step, to be told from what the step made of them.
+# A module's attributes before a step, so that changes are noticed and put back afterwards.
 #
-# A traced step leaves fake tensors where a model keeps what it computes, and runs on what the model
-# kept before. So what changes is noticed, and put back afterwards.
+# A model may keep what it computes in attributes. A traced step would leave fake tensors there,
+# and would itself run on what an earlier step had kept.
 
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
@@ -191,11 +190,11 @@ _CONTAINERS = (dict, list, set, deque)
 # What nn.Module keeps of itself, but for its mode.
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
-"""Of these: its submodules, parameters, buffers and hooks."""
+"""Of these the dicts and sets: its submodules, parameters, buffers and hooks."""
 # Where recurrent layers of torch list their parameters, anew in each step where they are others.
 _OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 _DEPTH = 3
-"""How many objects and containers inside one another are looked into."""
+"""Attributes are looked into this many objects or containers deep."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,12 +290,12 @@ def _changed(saved: _Saved) -> list[str]:
     return [f"{saved.name}.{key}" if saved.name else str(key) for key in names]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
         return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+    if isinstance(value, Tensor) or isinstance(other, Tensor) or type(value) is not type(other):
         return False
-    return isinstance(one, (int, float, str, bytes)) and bool(one == other)
+    return isinstance(value, (int, float, str, bytes)) and bool(value == other)
 
 
 NO_SEQUENCE = -2
@@ -333,7 +332,7 @@ class Request:
 
 
 class Origin(NamedTuple):
-    """Where a node comes from; `forward` is the node whose gradient it computes, or None."""
+    """The origin of a node; `forward` is the node whose gradient it computes, or None."""
 
     phase: Phase
     module: str
@@ -370,8 +369,9 @@ class Trace:
 
 
 TRACED_TWICE = 2000
-"""A step of up to so many calls is traced a second time even if no attribute changed, since state
-may be in a closure, an iterator or a global variable as well. That takes up to about a second."""
+"""A step of at most this many calls is traced a second time even if no attribute changed, since
+state may be in a closure, an iterator or a global variable as well. That takes up to about a
+second."""
 
 
 def trace(request: Request) -> Trace:
@@ -426,10 +426,10 @@ def forget(traced: Trace) -> None:
 def _check_held(request: Request) -> None:
     """Raise `TracingError` if the step has made or removed a parameter or buffer."""
     held = {*request.module.parameters(), *request.module.buffers()}
-    known = set(request.originals.values())
+    originals = set(request.originals.values())
     now = [*request.module.named_parameters(), *request.module.named_buffers()]
     for name, value in now:
-        if value not in known:
+        if value not in originals:
             raise TracingError(
                 f"{name} is made while the model runs; make it in __init__, or run the model once "
                 "before"
@@ -494,7 +494,7 @@ def _placeholders(recording: Recording) -> list[fx.Node]:
 
 
 def _copies(placeholder: fx.Node) -> list[fx.Node]:
-    """What a step begins with instead of the value that it is given."""
+    """Nodes that a step begins with in place of the value that it is given."""
     return [user for user in placeholder.users if user.target is aten.clone.default]
 
 
@@ -516,13 +516,13 @@ def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
     memory with another input, as their copies do not."""
     written = _written_storages(first)
     before = len(request.parameters) + len(request.buffers)
-    found = [
+    indices = [
         index
         for index, node in enumerate(_placeholders(first)[before : before + len(request.inputs)])
         if any(storage_of(copy.meta["val"]) in written for copy in _copies(node))
     ]
     spans = {name: memory_of(value) for name, value in request.owners.items()}
-    for index in found:
+    for index in indices:
         name = f"input {request.signature.names[index]}"
         begin, end = spans[name]
         for other, (other_begin, other_end) in spans.items():
@@ -530,20 +530,20 @@ def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
                 raise TracingError(
                     f"{name} is written over and shares memory with {other}; give a clone of one"
                 )
-    return tuple(found)
+    return tuple(indices)
 
 
 def _follow_from_constants(recording: Recording, lasting: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Nodes whose values are the same in every step, as are the `lasting` given ones."""
-    found = set(lasting)
+    following = set(lasting)
     for node in recording.graph.nodes:
         if node.op == "get_attr":
-            found.add(node)
+            following.add(node)
         elif node.op == "call_function" and node not in recording.draws:
             writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-            if not writes and all(read in found for read in node.all_input_nodes):
-                found.add(node)
-    return found
+            if not writes and all(read in following for read in node.all_input_nodes):
+                following.add(node)
+    return following
 
 
 class _Numbers:
@@ -593,13 +593,13 @@ class _Numbers:
         return "constant", len(self.constants) - 1
 
 
-def _equal_constants(one: Tensor, other: Tensor) -> bool:
-    if one is other:
+def _equal_constants(value: Tensor, other: Tensor) -> bool:
+    if value is other:
         return True
-    if is_fake(one) or is_fake(other) or one.shape != other.shape or one.dtype != other.dtype:
+    if is_fake(value) or is_fake(other) or value.shape != other.shape or value.dtype != other.dtype:
         return False
     with unset_fake_temporarily():
-        return torch.equal(one, other)
+        return torch.equal(value, other)
 
 
 def _listed(names: list[str]) -> str:
@@ -608,7 +608,7 @@ def _listed(names: list[str]) -> str:
 
 @dataclass
 class _Position:
-    """Where the step is while it runs."""
+    """The place that the step has come to while it runs."""
 
     phase: Phase = Phase.FORWARD
     module: str = ""
@@ -618,8 +618,8 @@ class _Position:
         """(phase, module, sequence number of the autograd function that the op makes or is of)"""
         if self.phase == Phase.BACKWARD:
             return self.phase, self.module, self.sequence
-        made = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-        return self.phase, self.module, made
+        number = sequence_number() - 1
+        return self.phase, self.module, number
 
 
 def _batch_norm(
@@ -643,8 +643,9 @@ def _batch_norm(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What fails under fake tensors is raised; torch would log its traceback as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    """Silences torch's log of failures under fake tensors: they are raised, with their
+    traceback."""
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     disabled, logger.disabled = logger.disabled, True
     try:
         yield
@@ -667,7 +668,7 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
         grad = torch.enable_grad() if differentiated else torch.no_grad()
         # The twins stay in place until the backward pass has ended: what it computes anew
         # (checkpointing) reads them too.
-        with grad, _unfused(), _standing_in(request, leaves | buffers) as slots:
+        with grad, without_fused_kernels(), _standing_in(request, leaves | buffers) as slots:
             with _module_paths(at, request.module):
                 with _place(at, Phase.FORWARD):
                     output = request.module(*args, **kwargs)
@@ -681,7 +682,7 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
                 scale = None if request.scale is None else next(rest)
                 loss, gradients = _gradients(at, loss, scale, leaf_list, request)
             written = _written(slots, frozen | buffers)
-        layout.append((1, Slot(0)))
+        layout.append((1, TensorSlot(0)))
         return [loss.detach(), *gradients, *written]
 
     return step
@@ -694,8 +695,8 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
     encoders that follow others by momentum.
     """
     original = request.originals[name]
-    own = value.detach() if name in request.trainable else value.clone()
-    leaf = nn.Parameter(own, requires_grad=original.requires_grad)
+    start = value.detach() if name in request.trainable else value.clone()
+    leaf = nn.Parameter(start, requires_grad=original.requires_grad)
     if getattr(original, "_post_accumulate_grad_hooks", None):
         raise TracingError(
             f"parameter {name} has a hook that runs once its gradient is accumulated "
@@ -713,7 +714,7 @@ def _input(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _loss(request: Request, output: Any, targets: list[Tensor]) -> Any:
-    """What the loss function says; without one, what the model returns as its loss: `loss` of a
+    """The loss function's result; without one, what the model returns as its loss: `loss` of a
     mapping or an object that has it, or else the output itself."""
     if request.loss is not None:
         return request.loss(output, *request.signature.loss_arguments(targets))
@@ -765,14 +766,14 @@ class _Twins(TorchFunctionMode):
 
         def run(*given: Any, **options: Any) -> Any:
             with self:
-                return _engine_run_backward(*given, **options)
+                return run_backward(*given, **options)
 
-        before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        before = torch.autograd.run_backward  # type: ignore[attr-defined]
+        torch.autograd.run_backward = run  # type: ignore[attr-defined]
         try:
             return func(*self._of(args), **{key: self._of(value) for key, value in kwargs.items()})
         finally:
-            torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
+            torch.autograd.run_backward = before  # type: ignore[attr-defined]
 
     def _set_data(self, target: Tensor, value: Tensor) -> None:
         """`target.data = value` of a parameter or buffer of the same form, as a write in place."""
@@ -791,8 +792,8 @@ class _Twins(TorchFunctionMode):
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            made = [self._of(element) for element in value]
-            return made if isinstance(value, list) else tuple.__new__(type(value), made)
+            twins = [self._of(element) for element in value]
+            return twins if isinstance(value, list) else tuple.__new__(type(value), twins)
         return self.twins.get(id(value), value)
 
 
@@ -892,33 +893,19 @@ def _written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
     """What buffers and frozen parameters hold after the step, in their order: the tensors that they
     held before, perhaps written in place, or others that were assigned to them."""
     values: dict[str, Tensor] = {}
-    for one in held:
-        if one.name not in writable:
-            if one.now is not one.twin:
+    for slot in held:
+        if slot.name not in writable:
+            if slot.now is not slot.twin:
                 raise TracingError(
-                    f"parameter {one.path} is replaced while the model runs; write to a buffer"
+                    f"parameter {slot.path} is replaced while the model runs; write to a buffer"
                 )
-        elif one.now is None:
-            raise TracingError(f"{one.path} is removed while the model runs")
-        elif values.setdefault(one.name, one.now) is not one.now:
+        elif slot.now is None:
+            raise TracingError(f"{slot.path} is removed while the model runs")
+        elif values.setdefault(slot.name, slot.now) is not slot.now:
             raise TracingError(
-                f"{one.path} and {one.name} are one buffer, but are given different values"
+                f"{slot.path} and {slot.name} are one buffer, but are given different values"
             )
     return [values[name] for name in writable]
-
-
-@contextlib.contextmanager
-def _unfused() -> Iterator[None]:
-    """With oneDNN on, a float32 `nn.LSTM` would be one opaque op; with the fast path of attention,
-    an `nn.TransformerEncoderLayer` in evaluation mode."""
-    mkldnn, fastpath = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(mkldnn)
-        torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
 def _gradients(
@@ -942,13 +929,13 @@ def _gradients(
         with _place(at, Phase.FORWARD, LOSS_MODULE):
             loss = loss * scale
     # As users do: the backward pass runs outside of autocast.
-    with _place(at, Phase.BACKWARD), torch._C._DisableAutocast():
+    with _place(at, Phase.BACKWARD), without_autocast():
         others, is_custom = _mark_gradients(at, loss, request)
         if is_custom:
             # A reentrant checkpoint calls `backward` itself and refuses `torch.autograd.grad`.
             before = [(other, other.grad) for other in others]
             try:
-                _engine_run_backward(
+                run_backward(
                     (loss,), (torch.ones_like(loss),), False, False, (),
                     allow_unreachable=True, accumulate_grad=True,
                 )  # fmt: skip
@@ -961,7 +948,7 @@ def _gradients(
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             # What `torch.autograd.grad` calls. That one, like `Tensor.backward`, would switch off
             # `_Twins` for what the backward pass computes anew.
-            computed = _engine_run_backward(
+            computed = run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, tuple(wanted),
                 allow_unreachable=True, accumulate_grad=False,
             )  # fmt: skip
@@ -1150,7 +1137,7 @@ def _origins(recording: Recording, origins: dict[fx.Node, Origin]) -> dict[fx.No
     """Per call node that is left where it comes from; nodes of the first trace become those that
     are left of them."""
     left: dict[fx.Node | None, fx.Node] = {}
-    found: dict[fx.Node, Origin] = {}
+    origin_of: dict[fx.Node, Origin] = {}
     for node in recording.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
@@ -1158,5 +1145,5 @@ def _origins(recording: Recording, origins: dict[fx.Node, Origin]) -> dict[fx.No
         left.setdefault(first, node)
         origin = origins[first] if first is not None else Origin(Phase.FORWARD, "", None)
         forward = left.get(origin.forward) if origin.forward is not None else None
-        found[node] = origin._replace(forward=forward)
-    return found
+        origin_of[node] = origin._replace(forward=forward)
+    return origin_of

@@ -44,7 +44,7 @@ class TransformersModel:
 
 
 @dataclass(frozen=True)
-class Options:
+class TransformersOptions:
     """batch     samples at once
     tokens    of a sentence; 0: 512, or as many as the model has positions for
     samples   of a sound wave
@@ -67,7 +67,7 @@ PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
-class Task:
+class TransformersTask:
     """auto        the class of transformers that builds a model for it
     endings     of names of architectures that are for it
     draw        (config, options, training) -> inputs
@@ -75,7 +75,7 @@ class Task:
 
     auto: str
     endings: tuple[str, ...]
-    draw: Callable[[Any, Options, bool], Inputs]
+    draw: Callable[[Any, TransformersOptions, bool], Inputs]
 
 
 def load_transformers(model: str) -> TransformersModel:
@@ -139,12 +139,12 @@ def published() -> dict[str, dict[str, Any]]:
     return table
 
 
-def _parse(model: str, query: str) -> Options:
+def _parse(model: str, query: str) -> TransformersOptions:
     given: dict[str, Any] = {}
     for part in filter(None, query.split("&")):
         key, _, value = part.partition("=")
-        if key not in Options.__dataclass_fields__:
-            known = ", ".join(Options.__dataclass_fields__)
+        if key not in TransformersOptions.__dataclass_fields__:
+            known = ", ".join(TransformersOptions.__dataclass_fields__)
             raise ModelError(model, f"there is no option {key!r}; there are {known}")
         choices = {"task": tuple(TASKS), "dtype": DTYPES, "phase": PHASES}.get(key)
         if choices is not None:
@@ -155,7 +155,7 @@ def _parse(model: str, query: str) -> Options:
         if not value.isdecimal() or int(value) < 1:
             raise ModelError(model, f"{key} is a whole number of at least 1, not {value!r}")
         given[key] = int(value)
-    return Options(**given)
+    return TransformersOptions(**given)
 
 
 def _config(model: str, name: str) -> Any:
@@ -253,7 +253,7 @@ def _suited(config: Any) -> list[str]:
     ]
 
 
-def _with_tokens(model: str, config: Any, options: Options) -> Options:
+def _with_tokens(model: str, config: Any, options: TransformersOptions) -> TransformersOptions:
     """The options with a number of tokens that the model has positions for."""
     most = positions_of(config)
     if most is None:
@@ -264,72 +264,79 @@ def _with_tokens(model: str, config: Any, options: Options) -> Options:
         raise ModelError(
             model, f"tokens is {options.tokens}, but the model has {most} positions; use fewer"
         )
-    return Options(**{**vars(options), "tokens": options.tokens or min(512, most)})
+    return TransformersOptions(**{**vars(options), "tokens": options.tokens or min(512, most)})
 
 
-def _ids(config: Any, options: Options) -> Tensor:
+def _ids(config: Any, options: TransformersOptions) -> Tensor:
     vocabulary = config.get_text_config(decoder=True).vocab_size
     return torch.randint(0, vocabulary, (options.batch, options.tokens))
 
 
-def _text(config: Any, options: Options, training: bool) -> Inputs:
+def _text(config: Any, options: TransformersOptions, training: bool) -> Inputs:
     ids = _ids(config, options)
     return {"input_ids": ids, "labels": ids.clone()} if training else {"input_ids": ids}
 
 
-def _translation(config: Any, options: Options, training: bool) -> Inputs:
+def _translation(config: Any, options: TransformersOptions, training: bool) -> Inputs:
     answer = "labels" if training else "decoder_input_ids"
     return {"input_ids": _ids(config, options), answer: _ids(config, options)}
 
 
-def _transcription(config: Any, options: Options, training: bool) -> Inputs:
+def _transcription(config: Any, options: TransformersOptions, training: bool) -> Inputs:
     frames = 2 * config.max_source_positions  # the first convolution takes every other frame
     answer = "labels" if training else "decoder_input_ids"
     features = torch.randn(options.batch, config.num_mel_bins, frames)
     return {"input_features": features, answer: _ids(config, options)}
 
 
-def _pixels(config: Any, options: Options) -> Tensor:
+def _pixels(config: Any, options: TransformersOptions) -> Tensor:
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return torch.randn(options.batch, getattr(config, "num_channels", 3), height, width)
 
 
-def _image(config: Any, options: Options, training: bool) -> Inputs:
+def _image(config: Any, options: TransformersOptions, training: bool) -> Inputs:
     inputs: Inputs = {"pixel_values": _pixels(config, options)}
     return inputs | (_classes(config, options) if training else {})
 
 
-def _sound(config: Any, options: Options, training: bool) -> Inputs:
+def _sound(config: Any, options: TransformersOptions, training: bool) -> Inputs:
     inputs: Inputs = {"input_values": torch.randn(options.batch, options.samples)}
     return inputs | (_classes(config, options) if training else {})
 
 
-def _spelled_sound(config: Any, options: Options, training: bool) -> Inputs:
+def _spelled_sound(config: Any, options: TransformersOptions, training: bool) -> Inputs:
     inputs: Inputs = {"input_values": torch.randn(options.batch, options.samples)}
     return inputs | ({"labels": _ids(config, options)} if training else {})
 
 
-def _classes(config: Any, options: Options) -> Inputs:
+def _classes(config: Any, options: TransformersOptions) -> Inputs:
     return {"labels": torch.randint(0, config.num_labels, (options.batch,))}
 
 
-def _image_and_text(config: Any, options: Options, training: bool) -> Inputs:
+def _image_and_text(config: Any, options: TransformersOptions, training: bool) -> Inputs:
     pixels = _pixels(config.vision_config, options)
     inputs: Inputs = {"input_ids": _ids(config, options), "pixel_values": pixels}
     return inputs | ({"return_loss": True} if training else {})
 
 
-TASKS: Mapping[str, Task] = {
-    "image-text": Task("AutoModel", ("Model",), _image_and_text),
-    "seq2seq": Task(
+TASKS: Mapping[str, TransformersTask] = {
+    "image-text": TransformersTask("AutoModel", ("Model",), _image_and_text),
+    "seq2seq": TransformersTask(
         "AutoModelForSeq2SeqLM", ("ForConditionalGeneration", "ForSeq2SeqLM"), _translation
     ),
-    "speech": Task("AutoModelForSpeechSeq2Seq", ("ForConditionalGeneration",), _transcription),
-    "audio": Task("AutoModelForAudioClassification", ("ForSequenceClassification",), _sound),
-    "ctc": Task("AutoModelForCTC", ("ForCTC",), _spelled_sound),
-    "image": Task("AutoModelForImageClassification", ("ForImageClassification",), _image),
-    "masked-lm": Task("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), _text),
-    "causal-lm": Task("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), _text),
+    "speech": TransformersTask(
+        "AutoModelForSpeechSeq2Seq", ("ForConditionalGeneration",), _transcription
+    ),
+    "audio": TransformersTask(
+        "AutoModelForAudioClassification", ("ForSequenceClassification",), _sound
+    ),
+    "ctc": TransformersTask("AutoModelForCTC", ("ForCTC",), _spelled_sound),
+    "image": TransformersTask(
+        "AutoModelForImageClassification", ("ForImageClassification",), _image
+    ),
+    "masked-lm": TransformersTask("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), _text),
+    "causal-lm": TransformersTask("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), _text),
 }
-"""What a model can be for; where its architecture does not say, the first that there is counts."""
+"""Name -> task that a model can be for. Where its architecture does not say which, the first counts
+that it has a class for."""

@@ -56,7 +56,7 @@ def find_return(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int,
 
 
 def _first_path(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int, int, int] | None:
-    """As `find_return`, along edges only."""
+    """Returns what `find_return` does, for paths along edges only."""
     placed = placement.tolist()
     befores: list[list[int]] = [[] for _ in placed]
     for before, after in graph.forward_edges.tolist():

@@ -4,16 +4,18 @@
     d1                  └─► layer 1          d1   arange/copy.1 ─► cos/copy.1 ─► layer 1
 
 A copy has its origin's name with "/copy.N" behind it, and its kind, module and phase: so a graph
-from a file tells it too. Only what `graph.sharing` says may be copied.
+from a file shows it too. Only what `shareable` names may be copied.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase
+from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase, select_columns
 
 _COPY = re.compile(r"(.*)/copy\.\d+$", re.DOTALL)
 
@@ -26,8 +28,8 @@ class Copies:
     readers   ascending: ops that read the copies in the place of the origins
     """
 
-    ops: tuple[int, ...]
-    readers: tuple[int, ...]
+    ops: tuple[Annotated[int, Field(ge=0)], ...]
+    readers: tuple[Annotated[int, Field(ge=0)], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,7 @@ class Duplicated:
 def duplicate(graph: Graph, copies: Sequence[Copies]) -> Duplicated:
     """The graph with these copies, each right behind its origin. O((1 + copies) x tensors)."""
     rows = [(op, -1) for op in range(len(graph))]
-    rows += [(op, i) for i, one in enumerate(copies) for op in one.ops]
+    rows += [(op, i) for i, copy in enumerate(copies) for op in copy.ops]
     rows.sort()
     origins, copy_of = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
     counts = np.diff(graph.output_offsets)[origins]
@@ -65,11 +67,10 @@ def duplicate(graph: Graph, copies: Sequence[Copies]) -> Duplicated:
     for i in range(len(copies)):
         mine = copy_of[producers] == i
         tensors[i + 1, origin_tensors[mine]] = np.flatnonzero(mine)
-    view = np.zeros(
-        len(graph), dtype=np.int64
-    )  # which row of `tensors` each op without copies sees
-    for i, one in enumerate(copies):
-        view[list(one.readers)] = i + 1
+    # Which row of `tensors` each op of the graph without copies sees.
+    view = np.zeros(len(graph), dtype=np.int64)
+    for i, copy in enumerate(copies):
+        view[list(copy.readers)] = i + 1
     views = np.where(copy_of < 0, view[origins], copy_of + 1)
     place = np.flatnonzero(copy_of < 0)  # of each op without copies
     return Duplicated(
@@ -89,37 +90,27 @@ def _graph(
     place: Int64,
 ) -> Graph:
     (origins, copy_of, views), (producers, origin_tensors) = rows, of_tensors
+    columns = select_columns(graph, origins, origin_tensors)
     reads = [
         tensors[view, graph.inputs_of(op)]
         for op, view in zip(origins.tolist(), views.tolist(), strict=True)
     ]
     gradients = graph.gradient_of[origins]
-    return Graph(
+    columns |= dict(
         names=tuple(
             graph.names[op] if copy < 0 else f"{graph.names[op]}/copy.{copy + 1}"
             for op, copy in zip(origins.tolist(), copy_of.tolist(), strict=True)
         ),
-        kinds=tuple(graph.kinds[op] for op in origins.tolist()),
-        signatures=tuple(graph.signatures[op] for op in origins.tolist()),
-        modules=tuple(graph.modules[op] for op in origins.tolist()),
-        phases=graph.phases[origins],
-        flops=graph.flops[origins],
-        accessed_bytes=graph.accessed_bytes[origins],
         colocation=np.where(copy_of < 0, graph.colocation[origins], -1),
         gradient_of=np.where(gradients < 0, -1, place[gradients]).astype(np.int32),
-        device_kinds=tuple(graph.device_kinds[op] for op in origins.tolist()),
         producers=producers.astype(np.int32),
-        shapes=tuple(graph.shapes[t] for t in origin_tensors.tolist()),
-        strides=tuple(graph.strides[t] for t in origin_tensors.tolist()),
-        dtypes=tuple(graph.dtypes[t] for t in origin_tensors.tolist()),
-        tensor_bytes=graph.tensor_bytes[origin_tensors],
         storages=_storages(graph, views, copy_of, of_tensors, tensors),
-        overwrites=graph.overwrites[origin_tensors],
         input_offsets=np.cumsum([0, *map(len, reads)]).astype(np.int32),
         input_tensors=np.concatenate([np.zeros(0, np.int64), *reads]).astype(np.int32),
         outputs=tensors[0, graph.outputs].astype(np.int32),
         control=place[graph.control].astype(np.int32).reshape(-1, 2),
     )
+    return Graph(**columns)
 
 
 def _storages(
@@ -127,14 +118,14 @@ def _storages(
 ) -> Int32:
     """[tensors] A copy's fresh memory is its own, and a view shares the memory of what it sees."""
     producers, origin_tensors = of_tensors
-    found = graph.storages[origin_tensors].astype(np.int64)
+    storages = graph.storages[origin_tensors].astype(np.int64)
     bases = graph.bases[origin_tensors]
     fresh = (bases < 0) & (copy_of[producers] >= 0)
-    found[fresh] = int(graph.storages.max(initial=0)) + 1 + np.arange(int(fresh.sum()))
+    storages[fresh] = int(graph.storages.max(initial=0)) + 1 + np.arange(int(fresh.sum()))
     bases = np.where(bases < 0, -1, tensors[views[producers], bases])
     for tensor in np.flatnonzero((bases >= 0) & ~graph.overwrites[origin_tensors]).tolist():
-        found[tensor] = found[bases[tensor]]
-    return np.unique(found, return_inverse=True)[1].reshape(-1).astype(np.int32)
+        storages[tensor] = storages[bases[tensor]]
+    return np.unique(storages, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
 
 def origins_in(graph: Graph) -> Int32:
@@ -148,8 +139,8 @@ def origins_in(graph: Graph) -> Int32:
     return origins
 
 
-# Computations that many parts of a network share and that anybody can repeat: positions, rotary
-# cosines, attention masks.
+# What may be copied: computations that many parts of a network share and that any device can
+# repeat, such as positions, rotary cosines and attention masks.
 #
 #     arange ─► cos ─┬─► layer 0          arange ─► cos ─► layer 0
 #                    └─► layer 1          arange ─► cos ─► layer 1
@@ -169,17 +160,17 @@ def shareable(graph: Graph) -> Bool:
     random = {kind for kind in set(graph.kinds) if _RANDOM.search(kind)}
     written = np.zeros(int(graph.storages.max(initial=-1)) + 1, dtype=bool)
     written[graph.storages[graph.overwrites]] = True
-    found = np.zeros(len(graph), dtype=bool)
+    may_be_copied = np.zeros(len(graph), dtype=bool)
     for op in range(len(graph)):
         if graph.is_source[op]:
-            found[op] = graph.kinds[op] not in _OWNED and not any(
+            may_be_copied[op] = graph.kinds[op] not in _OWNED and not any(
                 written[graph.storages[t]] for t in graph.outputs_of(op)
             )
         elif graph.phases[op] == Phase.FORWARD:
             makers = graph.producers[graph.inputs_of(op)]
             free = not has_gradient[op] and graph.kinds[op] not in random
-            found[op] = free and bool(found[makers].all())
-    return found & ~graph.is_source
+            may_be_copied[op] = free and bool(may_be_copied[makers].all())
+    return may_be_copied & ~graph.is_source
 
 
 def spread_out(graph: Graph) -> Bool:

@@ -10,31 +10,39 @@
      "outputs": [...], "control": [[before, after], ...]}
 
 A TABLE is {"values": [distinct values], "index": [one entry per op or tensor]}: signatures and
-shapes repeat, so this keeps 50,000 ops to a few megabytes. All fields are those of `Graph`.
+shapes repeat, so this keeps 50,000 ops to a few megabytes. The columns are the fields of `Graph`,
+each at the path that its `Column` names.
 """
 
 import gzip
 import json
 import math
 from collections.abc import Hashable, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError, create_model
 
 from dovetail.errors import FileFormatError, InvalidSizeError
-from dovetail.graph.records import Graph
+from dovetail.graph.records import COLUMNS, Graph
 from dovetail.runtime.files import read_json, write_atomically
+from dovetail.runtime.formats import (
+    STRICT,
+    Version1,
+    WholeNumbers,
+    array_type,
+    file_type,
+    first_complaint,
+)
 
 T = TypeVar("T", bound=Hashable)
-_STRICT = ConfigDict(extra="forbid")
 
 
 class _Table(BaseModel, Generic[T]):
-    model_config = _STRICT
+    model_config = STRICT
     values: list[T]
-    index: list[int]
+    index: WholeNumbers
 
     def column(self) -> tuple[T, ...]:
         values = self.values
@@ -43,81 +51,50 @@ class _Table(BaseModel, Generic[T]):
         return tuple(values[i] for i in self.index)
 
 
-class _Inputs(BaseModel):
-    model_config = _STRICT
-    offsets: list[int]
-    tensors: list[int]
+def _file_model() -> type[BaseModel]:
+    """The pydantic model of a graph's file: an object within an object for each dot of a path."""
+    entries = {"phases": Literal[0, 1, 2, 3], "control": file_type(tuple[int, int])}
+    tree: dict[str, Any] = {"format": Literal["dovetail.graph"], "version": Version1}
+    for name, (column, dtype, entry) in COLUMNS.items():
+        if column.table:
+            held = Annotated[_Table[file_type(entry)], AfterValidator(_Table.column)]  # type: ignore[misc]
+        elif dtype is not None:
+            held = array_type(dtype, entries.get(name))
+        else:
+            held = tuple[entry, ...]
+        _put(tree, column.path, held)
+    return _object_model("File", tree)
 
 
-class _Ops(BaseModel):
-    model_config = _STRICT
-    names: list[str]
-    kinds: _Table[str]
-    signatures: _Table[str]
-    modules: _Table[str]
-    phases: list[Literal[0, 1, 2, 3]]
-    flops: list[int]
-    accessed_bytes: list[int]
-    colocation: list[int]
-    gradient_of: list[int]
-    device_kinds: _Table[tuple[str, ...]]
-    inputs: _Inputs
+def _object_model(name: str, tree: dict[str, Any]) -> type[BaseModel]:
+    parts = {
+        key: (_object_model(key, held) if isinstance(held, dict) else held, ...)
+        for key, held in tree.items()
+    }
+    model: type[BaseModel] = create_model(name, __config__=STRICT, **parts)
+    return model
 
 
-class _Tensors(BaseModel):
-    model_config = _STRICT
-    producers: list[int]
-    shapes: _Table[tuple[int, ...]]
-    strides: _Table[tuple[int, ...]]
-    dtypes: _Table[str]
-    bytes: list[int]
-    storages: list[int]
-    overwrites: list[bool]
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *branches, leaf = path.split(".")
+    for branch in branches:
+        tree = tree.setdefault(branch, {})
+    tree[leaf] = value
 
 
-class _File(BaseModel):
-    model_config = _STRICT
-    format: Literal["dovetail.graph"]
-    version: Literal[1]
-    ops: _Ops
-    tensors: _Tensors
-    outputs: list[int]
-    control: list[tuple[int, int]]
+_File = _file_model()
 
 
 def save_graph(graph: Graph, path: str | Path) -> None:
     """Write the graph to `path`, whole or not at all. Raises `UnwritableError`."""
-    file = {
-        "format": "dovetail.graph",
-        "version": 1,
-        "ops": {
-            "names": graph.names,
-            "kinds": _table(graph.kinds),
-            "signatures": _table(graph.signatures),
-            "modules": _table(graph.modules),
-            "phases": graph.phases.tolist(),
-            "flops": graph.flops.tolist(),
-            "accessed_bytes": graph.accessed_bytes.tolist(),
-            "colocation": graph.colocation.tolist(),
-            "gradient_of": graph.gradient_of.tolist(),
-            "device_kinds": _table(graph.device_kinds),
-            "inputs": {
-                "offsets": graph.input_offsets.tolist(),
-                "tensors": graph.input_tensors.tolist(),
-            },
-        },
-        "tensors": {
-            "producers": graph.producers.tolist(),
-            "shapes": _table(graph.shapes),
-            "strides": _table(graph.strides),
-            "dtypes": _table(graph.dtypes),
-            "bytes": graph.tensor_bytes.tolist(),
-            "storages": graph.storages.tolist(),
-            "overwrites": graph.overwrites.tolist(),
-        },
-        "outputs": graph.outputs.tolist(),
-        "control": graph.control.tolist(),
-    }
+    file: dict[str, Any] = {"format": "dovetail.graph", "version": 1}
+    for name, (column, dtype, _) in COLUMNS.items():
+        values = getattr(graph, name)
+        if column.table:
+            values = _table(values)
+        elif dtype is not None:
+            values = values.tolist()
+        _put(file, column.path, values)
     data = json.dumps(file, separators=(",", ":")).encode()
     # mtime=0: the same graph gives the same file.
     packed = gzip.compress(data, 6, mtime=0) if str(path).endswith(".gz") else data
@@ -134,42 +111,16 @@ def graph_from(raw: Any, path: str) -> Graph:
     _check_sizes(raw)
     try:
         file = _File.model_validate(raw)
-        ops, tensors = file.ops, file.tensors
-        columns: dict[str, Any] = {
-            "kinds": ops.kinds.column(),
-            "signatures": ops.signatures.column(),
-            "modules": ops.modules.column(),
-            "device_kinds": ops.device_kinds.column(),
-            "shapes": tensors.shapes.column(),
-            "strides": tensors.strides.column(),
-            "dtypes": tensors.dtypes.column(),
-            "phases": np.array(ops.phases, dtype=np.int8),
-            "flops": np.array(ops.flops, dtype=np.int64),
-            "accessed_bytes": np.array(ops.accessed_bytes, dtype=np.int64),
-            "colocation": np.array(ops.colocation, dtype=np.int32),
-            "gradient_of": np.array(ops.gradient_of, dtype=np.int32),
-            "producers": np.array(tensors.producers, dtype=np.int32),
-            "tensor_bytes": np.array(tensors.bytes, dtype=np.int64),
-            "storages": np.array(tensors.storages, dtype=np.int32),
-            "overwrites": np.array(tensors.overwrites, dtype=np.bool_),
-            "input_offsets": np.array(ops.inputs.offsets, dtype=np.int32),
-            "input_tensors": np.array(ops.inputs.tensors, dtype=np.int32),
-            "outputs": np.array(file.outputs, dtype=np.int32),
-            "control": np.array(file.control, dtype=np.int32).reshape(-1, 2),
-        }
     except ValidationError as error:
         raise FileFormatError(path, first_complaint(error)) from None
-    except (ValueError, OverflowError) as error:
+    except OverflowError as error:
         raise FileFormatError(path, str(error)) from None
-    return Graph(names=tuple(ops.names), **columns)
-
-
-def first_complaint(error: ValidationError) -> str:
-    """What pydantic found first, as "ops.flops.3: Input should be a valid integer"."""
-    first = error.errors(include_url=False)[0]
-    if not first["loc"]:
-        return "it is no JSON object"
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return Graph(
+        **{
+            name: reduce(getattr, column.path.split("."), file)
+            for name, (column, _, _) in COLUMNS.items()
+        }
+    )
 
 
 def _table(values: Sequence[Hashable]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Two steps, each shrinking the problem that placers see:
 
 1. Colocation: what can only lose by being apart. A parameter, its optimizer state and its update;
    ops with the same colocation id; a view with its base, but for views of what any module could
-   compute for itself (`graph.sharing`); a gradient with its op. Modules kept whole are units.
+   compute for itself (`graph.duplicates`); a gradient with its op. Modules kept whole are units.
 2. RL17's rule (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning",
    ICML 2017, https://arxiv.org/abs/1706.04972, section 3.3): a group whose outputs have one
    consumer joins that consumer, repeated until nothing merges.
@@ -65,14 +65,14 @@ def colocate(graph: Graph, units: Units | None = None) -> Groups:
             one = np.array(storage_writers, dtype=np.int32)
             pairs.append((one, np.full_like(one, one[0])))
     aliases = np.flatnonzero((graph.bases >= 0) & ~graph.overwrites)
-    views, made = graph.producers[aliases], graph.producers[graph.bases[aliases]]
+    views, makers = graph.producers[aliases], graph.producers[graph.bases[aliases]]
     # A gradient's view of the gradient that arrives belongs to its own op: with its base it
     # would chain each layer to the next. So would a view of what all layers share.
-    joins = ~graph.is_source[made] & (graph.gradient_of[views] < 0) & ~spread_out(graph)[made]
+    joins = ~graph.is_source[makers] & (graph.gradient_of[views] < 0) & ~spread_out(graph)[makers]
     if units is not None:
-        joins &= units.of_op[views] == units.of_op[made]
+        joins &= units.of_op[views] == units.of_op[makers]
         pairs += _within_units(units)
-    pairs.append((views[joins], made[joins]))
+    pairs.append((views[joins], makers[joins]))
     gradients = ops[graph.gradient_of >= 0]
     pairs.append((gradients, graph.gradient_of[gradients]))
     befores, afters = (np.concatenate(ends) for ends in zip(*pairs, strict=True))

@@ -67,12 +67,12 @@ def _joined(graph: Graph, *, fused: bool) -> list[int]:
     for op in range(len(graph)):
         if roots[op] == FOLDED:
             continue
-        made = [int(graph.producers[t]) for t in graph.inputs_of(op)]
-        made = [producer for producer in made if not folded[producer]]
+        producers = [int(graph.producers[t]) for t in graph.inputs_of(op)]
+        producers = [producer for producer in producers if not folded[producer]]
         of_base = {int(graph.producers[bases[t]]) for t in graph.outputs_of(op) if bases[t] >= 0}
-        is_view = bool(of_base) and bool(made) and made[0] in of_base
-        if is_view or (fused and len(set(made)) == 1 and _continues(graph, made[0], op)):
-            roots[op] = roots[made[0]]
+        is_view = bool(of_base) and bool(producers) and producers[0] in of_base
+        if is_view or (fused and len(set(producers)) == 1 and _continues(graph, producers[0], op)):
+            roots[op] = roots[producers[0]]
     if fused:
         _join_prologues(graph, roots)
     return roots

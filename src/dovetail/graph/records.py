@@ -17,12 +17,12 @@ step: a parameter, optimizer state, a buffer, a constant or an input.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
-from graphlib import CycleError as _FoundCycle
+from graphlib import CycleError as _CycleFound
 from graphlib import TopologicalSorter
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,171 +35,52 @@ from dovetail.errors import (
     UnknownProducerError,
 )
 
-# What makes arrays a graph. Every failure is its own error and names the op.
-
-
-_PER_OP = (
-    "kinds", "signatures", "modules", "phases", "flops", "accessed_bytes", "colocation",
-    "gradient_of", "device_kinds",
-)  # fmt: skip
-SOURCE_KINDS = ("input", "parameter", "state", "buffer", "constant")
-_PER_TENSOR = ("shapes", "strides", "dtypes", "tensor_bytes", "storages", "overwrites")
-
-
-def validate(graph: Graph) -> None:
-    """Raise the `GraphError` of the first thing that is wrong; return nothing if all is well."""
-    _check_lengths(graph)
-    _check_names(graph)
-    _check_sizes(graph)
-    _check_reads(graph)
-    _check_order(graph)
-    _check_sources(graph)
-
-
-def _check_lengths(graph: Graph) -> None:
-    ops, tensors = len(graph.names), len(graph.producers)
-    for count, names in ((ops, _PER_OP), (tensors, _PER_TENSOR)):
-        for name in names:
-            if len(getattr(graph, name)) != count:
-                raise GraphError(f"{name} has {len(getattr(graph, name))} entries, not {count}")
-    offsets = graph.input_offsets
-    if len(offsets) != ops + 1 or offsets[0] != 0 or offsets[-1] != len(graph.input_tensors):
-        raise GraphError("input_offsets does not span input_tensors with one range per op")
-    if (np.diff(offsets) < 0).any():
-        op = int(np.flatnonzero(np.diff(offsets) < 0)[0])
-        raise InvalidSizeError(graph.names[op], "number of inputs", int(np.diff(offsets)[op]))
-
-
-def _check_names(graph: Graph) -> None:
-    if len(set(graph.names)) < len(graph.names):
-        seen: set[str] = set()
-        for name in graph.names:
-            if name in seen:
-                raise DuplicateOpError(name)
-            seen.add(name)
-
-
-def _check_sizes(graph: Graph) -> None:
-    for field in ("flops", "accessed_bytes"):
-        values = getattr(graph, field)
-        if (values < 0).any():
-            op = int(np.flatnonzero(values < 0)[0])
-            raise InvalidSizeError(graph.names[op], field, int(values[op]))
-    ops = len(graph.names)
-    unknown = (graph.producers < 0) | (graph.producers >= ops)
-    if unknown.any():
-        raise GraphError(f"tensor {int(np.flatnonzero(unknown)[0])} names an unknown producer")
-    if (np.diff(graph.producers) < 0).any():
-        tensor = int(np.flatnonzero(np.diff(graph.producers) < 0)[0]) + 1
-        raise GraphError(
-            f"tensors must stand in order of their producers; tensor {tensor} does not"
-        )
-    sizes = graph.tensor_bytes
-    if (sizes < 0).any():
-        tensor = int(np.flatnonzero(sizes < 0)[0])
-        name = graph.names[graph.producers[tensor]]
-        raise InvalidSizeError(name, "tensor_bytes", int(sizes[tensor]))
-    pairs = list(zip(graph.shapes, graph.strides, strict=True))
-    wrong = {
-        (shape, strides)
-        for shape, strides in set(pairs)
-        if min(shape, default=0) < 0 or len(shape) != len(strides)
-    }
-    if wrong:
-        tensor = next(tensor for tensor, pair in enumerate(pairs) if pair in wrong)
-        name = graph.names[graph.producers[tensor]]
-        raise InvalidSizeError(name, "shape", graph.shapes[tensor])
-
-
-def _check_reads(graph: Graph) -> None:
-    tensors = len(graph.producers)
-    unknown = (graph.input_tensors < 0) | (graph.input_tensors >= tensors)
-    if unknown.any():
-        read = int(np.flatnonzero(unknown)[0])
-        op = int(np.searchsorted(graph.input_offsets, read, side="right")) - 1
-        raise UnknownProducerError(graph.names[op], int(graph.input_tensors[read]))
-    if ((graph.outputs < 0) | (graph.outputs >= tensors)).any():
-        raise GraphError("a graph output is not a tensor of the graph")
-    ops = len(graph.names)
-    if ((graph.control < 0) | (graph.control >= ops)).any():
-        raise GraphError("a control edge names an unknown op")
-    if ((graph.gradient_of < -1) | (graph.gradient_of >= ops)).any():
-        raise GraphError("gradient_of names an unknown op")
-    storages = graph.storages
-    unknown = (storages < 0) | (storages >= tensors)
-    if unknown.any():
-        tensor = int(np.flatnonzero(unknown)[0])
-        raise GraphError(
-            f"tensor {tensor} has storage {int(storages[tensor])}, which is not below the number "
-            f"of tensors, {tensors}"
-        )
-
-
-def _check_order(graph: Graph) -> None:
-    readers = np.repeat(np.arange(len(graph.names)), np.diff(graph.input_offsets))
-    writers = graph.producers[graph.input_tensors]
-    edges = np.concatenate([np.stack([writers, readers], axis=1), graph.control])
-    backwards = edges[:, 0] >= edges[:, 1]
-    if not backwards.any():
-        return
-    sorter: TopologicalSorter[int] = TopologicalSorter()
-    for before, after in edges.tolist():
-        sorter.add(after, before)
-    try:
-        sorter.prepare()
-    except _FoundCycle as found:
-        # graphlib lists a cycle from each op to one that must come after it.
-        raise CycleError(tuple(graph.names[op] for op in found.args[1])) from None
-    before, after = edges[int(np.flatnonzero(backwards)[0])].tolist()
-    raise GraphError(
-        f"ops must stand in topological order: {graph.names[after]!r} needs "
-        f"{graph.names[before]!r}, which stands after it"
-    )
-
-
-def _check_sources(graph: Graph) -> None:
-    sources = np.flatnonzero(graph.phases == 0)
-    reading = sources[graph.input_offsets[sources] != graph.input_offsets[sources + 1]]
-    unknown = [op for op in sources.tolist() if graph.kinds[op] not in SOURCE_KINDS]
-    if len(reading) and (not unknown or reading[0] <= unknown[0]):
-        name = graph.names[reading[0]]
-        raise GraphError(f"source op {name!r} reads a tensor; sources have no inputs")
-    if unknown:
-        name, kind = graph.names[unknown[0]], graph.kinds[unknown[0]]
-        raise GraphError(f"source op {name!r} has the unknown kind {kind!r}")
-    if len(graph.control) and (graph.phases[graph.control] == 0).any():
-        raise GraphError("a control edge touches a source op, which occupies no device")
-    # A storage is shared along reads only: a tensor that aliases what its op does not read
-    # would have no copy to alias on its own device.
-    aliases = np.ones(len(graph.storages), dtype=bool)
-    aliases[np.unique(graph.storages, return_index=True)[1]] = False
-    unread = np.flatnonzero(aliases & (graph.bases < 0))
-    if len(unread):
-        name = graph.names[graph.producers[unread[0]]]
-        raise GraphError(f"op {name!r} returns an alias of a storage that it does not read")
-
-
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Int8 = NDArray[np.int8]
 Bool = NDArray[np.bool_]
 
+SOURCE_KINDS = ("input", "parameter", "state", "buffer", "constant")
 HOST = -1
-"""`residences` of a source that starts on the host: an input."""
+"""Entry of `residences` of a source that starts on the host: an input."""
 EVERYWHERE = -2
-"""`residences` of a source that is resident wherever it is read."""
+"""Entry of `residences` of a source that is resident wherever it is read."""
 LOSS_MODULE = "(loss)"
 """Module path of the ops of a captured loss; the brackets tell it from a submodule named loss."""
 
 
 class Phase(IntEnum):
+    """The part of a step that an op belongs to; a source op exists before the step."""
+
     SOURCE = 0
     FORWARD = 1
     BACKWARD = 2
     UPDATE = 3
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class GraphColumn:
+    """The length of a column of `Graph`, and its form in files.
+
+    per     "ops", "tensors", or "" for a column with a length of its own
+    path    place in a graph's file, as "ops.inputs.offsets"; "": under `per`, by the field's name
+    table   its entries repeat: files hold each distinct one once
+    neutral the entry of every op or tensor, where a graph is made without this column
+    """
+
+    per: str = ""
+    path: str = ""
+    table: bool = False
+    neutral: Any = None
+
+
+_PER_OP, _OP_TABLE = GraphColumn("ops"), GraphColumn("ops", table=True)
+_PER_TENSOR, _TENSOR_TABLE = GraphColumn("tensors"), GraphColumn("tensors", table=True)
+_ANY_KIND = GraphColumn("ops", table=True, neutral=())
+_LEFT_OUT: Any = object()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Graph:
     """A directed acyclic graph of ops and the tensors between them. Immutable.
 
@@ -223,40 +104,44 @@ class Graph:
     outputs            tensors that the step returns
     control            [edges, 2] (before, after): order without data
 
-    Raises a `GraphError` that names the offending op. Takes O(ops + tensors + reads).
+    A column that is left out holds its neutral entry: no FLOPs, free to be anywhere, overwriting
+    nothing. Raises a `GraphError` that names the offending op. Takes O(ops + tensors + reads).
     """
 
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
-    signatures: tuple[str, ...]
-    modules: tuple[str, ...]
-    phases: Int8
-    flops: Int64
-    accessed_bytes: Int64
-    colocation: Int32
-    gradient_of: Int32
-    device_kinds: tuple[tuple[str, ...], ...]
-    producers: Int32
-    shapes: tuple[tuple[int, ...], ...]
-    strides: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    tensor_bytes: Int64
-    storages: Int32
-    overwrites: Bool
-    input_offsets: Int32
-    input_tensors: Int32
-    outputs: Int32
-    control: Int32
+    names: Annotated[tuple[str, ...], _PER_OP]
+    kinds: Annotated[tuple[str, ...], _OP_TABLE]
+    signatures: Annotated[tuple[str, ...], _OP_TABLE]
+    modules: Annotated[tuple[str, ...], GraphColumn("ops", table=True, neutral="")] = _LEFT_OUT
+    phases: Annotated[Int8, _PER_OP]
+    flops: Annotated[Int64, GraphColumn("ops", neutral=0)] = _LEFT_OUT
+    accessed_bytes: Annotated[Int64, GraphColumn("ops", neutral=0)] = _LEFT_OUT
+    colocation: Annotated[Int32, GraphColumn("ops", neutral=-1)] = _LEFT_OUT
+    gradient_of: Annotated[Int32, GraphColumn("ops", neutral=-1)] = _LEFT_OUT
+    device_kinds: Annotated[tuple[tuple[str, ...], ...], _ANY_KIND] = _LEFT_OUT
+    producers: Annotated[Int32, _PER_TENSOR]
+    shapes: Annotated[tuple[tuple[int, ...], ...], _TENSOR_TABLE]
+    strides: Annotated[tuple[tuple[int, ...], ...], _TENSOR_TABLE]
+    dtypes: Annotated[tuple[str, ...], _TENSOR_TABLE]
+    tensor_bytes: Annotated[Int64, GraphColumn("tensors", path="tensors.bytes")]
+    storages: Annotated[Int32, _PER_TENSOR]
+    overwrites: Annotated[Bool, GraphColumn("tensors", neutral=False)] = _LEFT_OUT
+    input_offsets: Annotated[Int32, GraphColumn(path="ops.inputs.offsets")]
+    input_tensors: Annotated[Int32, GraphColumn(path="ops.inputs.tensors")]
+    outputs: Annotated[Int32, GraphColumn(path="outputs")] = _LEFT_OUT
+    control: Annotated[Int32, GraphColumn(path="control")] = _LEFT_OUT
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.ndarray):
-                frozen: NDArray[Any] = np.array(value, dtype=_DTYPES[field.name])
-                if field.name == "control":
-                    frozen = frozen.reshape(-1, 2)
-                frozen.flags.writeable = False
-                object.__setattr__(self, field.name, frozen)
+        lengths = {"ops": len(self.names), "tensors": len(self.producers), "": 0}
+        for name, (column, dtype, _) in COLUMNS.items():
+            value = getattr(self, name)
+            if value is _LEFT_OUT:
+                value = (column.neutral,) * lengths[column.per]
+            if dtype is not None:
+                value = np.array(value, dtype=dtype)
+                if name == "control":
+                    value = value.reshape(-1, 2)
+                value.flags.writeable = False
+            object.__setattr__(self, name, value)
         validate(self)
 
     def __len__(self) -> int:
@@ -349,8 +234,8 @@ class Graph:
         of_alias, entries = gather(self.input_offsets, self.producers[tensors])
         reads = self.input_tensors[entries]
         same = self.storages[reads] == self.storages[tensors[of_alias]]
-        found, first = np.unique(of_alias[same], return_index=True)
-        bases[tensors[found]] = reads[same][first]
+        aliasing, first = np.unique(of_alias[same], return_index=True)
+        bases[tensors[aliasing]] = reads[same][first]
         return bases
 
     @cached_property
@@ -393,21 +278,39 @@ class Graph:
         return digest.hexdigest()[:16]
 
 
-_DTYPES = {
-    "phases": np.int8,
-    "flops": np.int64,
-    "accessed_bytes": np.int64,
-    "colocation": np.int32,
-    "gradient_of": np.int32,
-    "producers": np.int32,
-    "tensor_bytes": np.int64,
-    "storages": np.int32,
-    "overwrites": np.bool_,
-    "input_offsets": np.int32,
-    "input_tensors": np.int32,
-    "outputs": np.int32,
-    "control": np.int32,
-}
+def _columns() -> dict[str, tuple[GraphColumn, Any, Any]]:
+    columns = {}
+    for name, hint in get_type_hints(Graph, include_extras=True).items():
+        held, column = get_args(hint)
+        path = column.path or f"{column.per}.{name}"
+        is_array = get_origin(held) is np.ndarray
+        dtype = get_args(get_args(held)[1])[0] if is_array else None
+        entry = None if is_array else get_args(held)[0]
+        columns[name] = (replace(column, path=path), dtype, entry)
+    return columns
+
+
+COLUMNS = _columns()
+"""Field of `Graph` -> (its `GraphColumn`, dtype of its array or None, type of its tuple's
+entries)."""
+
+
+def select_columns(
+    graph: Graph, ops: NDArray[np.integer], tensors: NDArray[np.integer]
+) -> dict[str, Any]:
+    """Field -> the entries of these ops, or of these tensors, of every column that has one each.
+
+    For a graph made from this one: what is the same there needs no mention.
+    """
+    rows = {"ops": ops, "tensors": tensors}
+    selected: dict[str, Any] = {}
+    for name, (column, dtype, _) in COLUMNS.items():
+        if column.per:
+            values, taken = getattr(graph, name), rows[column.per]
+            selected[name] = (
+                values[taken] if dtype is not None else tuple(values[row] for row in taken.tolist())
+            )
+    return selected
 
 
 def csr_offsets(owners: NDArray[np.integer], count: int) -> Int32:
@@ -431,3 +334,137 @@ def _repr(values: tuple[Any, ...]) -> str:
     if len(values) < 2 or len(texts) > len(values) / 2:
         return repr(values)
     return f"({', '.join([texts[value] for value in values])})"
+
+
+def validate(graph: Graph) -> None:
+    """Raise the `GraphError` of the first thing that is wrong; return nothing if all is well."""
+    _check_lengths(graph)
+    _check_names(graph)
+    _check_sizes(graph)
+    _check_reads(graph)
+    _check_order(graph)
+    _check_sources(graph)
+
+
+def _check_lengths(graph: Graph) -> None:
+    ops = len(graph.names)
+    lengths = {"ops": ops, "tensors": len(graph.producers)}
+    for name, (column, _, _) in COLUMNS.items():
+        length = len(getattr(graph, name))
+        if column.per and length != lengths[column.per]:
+            raise GraphError(f"{name} has {length} entries, not {lengths[column.per]}")
+    offsets = graph.input_offsets
+    if len(offsets) != ops + 1 or offsets[0] != 0 or offsets[-1] != len(graph.input_tensors):
+        raise GraphError("input_offsets does not span input_tensors with one range per op")
+    if (np.diff(offsets) < 0).any():
+        op = int(np.flatnonzero(np.diff(offsets) < 0)[0])
+        raise InvalidSizeError(graph.names[op], "number of inputs", int(np.diff(offsets)[op]))
+
+
+def _check_names(graph: Graph) -> None:
+    if len(set(graph.names)) < len(graph.names):
+        seen: set[str] = set()
+        for name in graph.names:
+            if name in seen:
+                raise DuplicateOpError(name)
+            seen.add(name)
+
+
+def _check_sizes(graph: Graph) -> None:
+    for field in ("flops", "accessed_bytes"):
+        values = getattr(graph, field)
+        if (values < 0).any():
+            op = int(np.flatnonzero(values < 0)[0])
+            raise InvalidSizeError(graph.names[op], field, int(values[op]))
+    ops = len(graph.names)
+    unknown = (graph.producers < 0) | (graph.producers >= ops)
+    if unknown.any():
+        raise GraphError(f"tensor {int(np.flatnonzero(unknown)[0])} names an unknown producer")
+    if (np.diff(graph.producers) < 0).any():
+        tensor = int(np.flatnonzero(np.diff(graph.producers) < 0)[0]) + 1
+        raise GraphError(
+            f"tensors must stand in order of their producers; tensor {tensor} does not"
+        )
+    sizes = graph.tensor_bytes
+    if (sizes < 0).any():
+        tensor = int(np.flatnonzero(sizes < 0)[0])
+        name = graph.names[graph.producers[tensor]]
+        raise InvalidSizeError(name, "tensor_bytes", int(sizes[tensor]))
+    pairs = list(zip(graph.shapes, graph.strides, strict=True))
+    wrong = {
+        (shape, strides)
+        for shape, strides in set(pairs)
+        if min(shape, default=0) < 0 or len(shape) != len(strides)
+    }
+    if wrong:
+        tensor = next(tensor for tensor, pair in enumerate(pairs) if pair in wrong)
+        name = graph.names[graph.producers[tensor]]
+        raise InvalidSizeError(name, "shape", graph.shapes[tensor])
+
+
+def _check_reads(graph: Graph) -> None:
+    tensors = len(graph.producers)
+    unknown = (graph.input_tensors < 0) | (graph.input_tensors >= tensors)
+    if unknown.any():
+        read = int(np.flatnonzero(unknown)[0])
+        op = int(np.searchsorted(graph.input_offsets, read, side="right")) - 1
+        raise UnknownProducerError(graph.names[op], int(graph.input_tensors[read]))
+    if ((graph.outputs < 0) | (graph.outputs >= tensors)).any():
+        raise GraphError("a graph output is not a tensor of the graph")
+    ops = len(graph.names)
+    if ((graph.control < 0) | (graph.control >= ops)).any():
+        raise GraphError("a control edge names an unknown op")
+    if ((graph.gradient_of < -1) | (graph.gradient_of >= ops)).any():
+        raise GraphError("gradient_of names an unknown op")
+    storages = graph.storages
+    unknown = (storages < 0) | (storages >= tensors)
+    if unknown.any():
+        tensor = int(np.flatnonzero(unknown)[0])
+        raise GraphError(
+            f"tensor {tensor} has storage {int(storages[tensor])}, which is not below the number "
+            f"of tensors, {tensors}"
+        )
+
+
+def _check_order(graph: Graph) -> None:
+    readers = np.repeat(np.arange(len(graph.names)), np.diff(graph.input_offsets))
+    writers = graph.producers[graph.input_tensors]
+    edges = np.concatenate([np.stack([writers, readers], axis=1), graph.control])
+    backwards = edges[:, 0] >= edges[:, 1]
+    if not backwards.any():
+        return
+    sorter: TopologicalSorter[int] = TopologicalSorter()
+    for before, after in edges.tolist():
+        sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except _CycleFound as error:
+        # graphlib lists a cycle from each op to one that must come after it.
+        raise CycleError(tuple(graph.names[op] for op in error.args[1])) from None
+    before, after = edges[int(np.flatnonzero(backwards)[0])].tolist()
+    raise GraphError(
+        f"ops must stand in topological order: {graph.names[after]!r} needs "
+        f"{graph.names[before]!r}, which stands after it"
+    )
+
+
+def _check_sources(graph: Graph) -> None:
+    sources = np.flatnonzero(graph.phases == 0)
+    reading = sources[graph.input_offsets[sources] != graph.input_offsets[sources + 1]]
+    unknown = [op for op in sources.tolist() if graph.kinds[op] not in SOURCE_KINDS]
+    if len(reading) and (not unknown or reading[0] <= unknown[0]):
+        name = graph.names[reading[0]]
+        raise GraphError(f"source op {name!r} reads a tensor; sources have no inputs")
+    if unknown:
+        name, kind = graph.names[unknown[0]], graph.kinds[unknown[0]]
+        raise GraphError(f"source op {name!r} has the unknown kind {kind!r}")
+    if len(graph.control) and (graph.phases[graph.control] == 0).any():
+        raise GraphError("a control edge touches a source op, which occupies no device")
+    # A storage is shared along reads only: a tensor that aliases what its op does not read
+    # would have no copy to alias on its own device.
+    aliases = np.ones(len(graph.storages), dtype=bool)
+    aliases[np.unique(graph.storages, return_index=True)[1]] = False
+    unread = np.flatnonzero(aliases & (graph.bases < 0))
+    if len(unread):
+        name = graph.names[graph.producers[unread[0]]]
+        raise GraphError(f"op {name!r} returns an alias of a storage that it does not read")

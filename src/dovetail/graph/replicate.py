@@ -31,10 +31,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import ReplicationError, UsageError
-from dovetail.graph.records import Bool, Graph, Int32, Int64, Phase, csr_offsets, gather
+from dovetail.graph.records import (
+    Bool,
+    Graph,
+    Int32,
+    Int64,
+    Phase,
+    csr_offsets,
+    gather,
+    select_columns,
+)
 
-# How the ops of a replicated graph are told apart, by their names and kinds alone, so that a graph
-# from a file tells it too.
+# Names and kinds tell the ops of a replicated graph apart, and nothing else does: so a graph that
+# was saved and read can be told apart too.
 #
 #     tower.2/lstm.0/addmm      module tower.2.lstm.0      what tower 2 runs for itself
 #     average/lstm.0.bias       kind "dovetail.average"    the mean of N tensors, one a tower
@@ -86,11 +95,11 @@ def update_towers_of(graph: Graph) -> Int32:
 def _numbers(graph: Graph, pattern: re.Pattern[str]) -> Int32:
     if AVERAGE not in graph.kinds:
         return np.full(len(graph), -1, dtype=np.int32)
-    found = map(pattern.match, graph.names)
-    return np.array([int(match[1]) if match else -1 for match in found], dtype=np.int32)
+    matches = map(pattern.match, graph.names)
+    return np.array([int(match[1]) if match else -1 for match in matches], dtype=np.int32)
 
 
-# One replica's training step: which of its ops are a tower's own, and which the towers share.
+# One replica's training step: each tower runs some ops for itself; the towers share the others.
 
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -210,10 +219,10 @@ class Replica:
                 raise ReplicationError(f"op {name!r} {what}", name)
 
     def _of_kinds(self, kind: str) -> Bool:
-        return np.array([found == kind for found in self.graph.kinds], dtype=bool)
+        return np.array([op_kind == kind for op_kind in self.graph.kinds], dtype=bool)
 
 
-# What each op and tensor of a replicated graph stands for, and what it reads and waits for.
+# The ops of the replicated graph: the op and tower that each stands for, its reads, its waits.
 
 
 class Rows(NamedTuple):
@@ -238,41 +247,44 @@ def _averages(tensors: Sequence[int], *, returned: bool = False) -> Rows:
     return Rows(none, none, np.array(tensors, np.int64), np.full(len(tensors), returned))
 
 
-def rows_of(one: Replica, replicas: int, synchronous: bool) -> Rows:
-    source, runs = one.graph.is_source, one.own & ~one.graph.is_source
-    parts = [_part(np.flatnonzero(source & ~one.own))]
-    parts += [_part(np.flatnonzero(source & one.own), tower) for tower in range(replicas)]
+def rows_of(replica: Replica, replicas: int, synchronous: bool) -> Rows:
+    source, runs = replica.graph.is_source, replica.own & ~replica.graph.is_source
+    parts = [_part(np.flatnonzero(source & ~replica.own))]
+    parts += [_part(np.flatnonzero(source & replica.own), tower) for tower in range(replicas)]
     parts.append(_part(np.flatnonzero(runs), 0))
-    fewer = np.flatnonzero(runs & ~one.only_for_buffers)
+    fewer = np.flatnonzero(runs & ~replica.only_for_buffers)
     parts += [_part(fewer, tower) for tower in range(1, replicas)]
-    parts.append(_averages(one.returned, returned=True))
+    parts.append(_averages(replica.returned, returned=True))
     if synchronous:
-        parts += _synchronous_updates(one)
+        parts += _synchronous_updates(replica)
     else:
-        updates = np.flatnonzero(one.updates)
+        updates = np.flatnonzero(replica.updates)
         parts.append(_part(updates, 0))
-        of_parameters = updates[~one.buffer_updates[updates]]
+        of_parameters = updates[~replica.buffer_updates[updates]]
         parts += [_part(of_parameters, tower) for tower in range(1, replicas)]
     return Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def _synchronous_updates(one: Replica) -> list[Rows]:
+def _synchronous_updates(replica: Replica) -> list[Rows]:
     """Each update, after the averages that it is the first to read."""
-    graph, done = one.graph, set()
+    graph, done = replica.graph, set()
     parts = []
-    for op in np.flatnonzero(one.updates).tolist():
-        reads = [] if one.buffer_updates[op] else graph.inputs_of(op).tolist()
-        gradients = [t for t in reads if one.own[graph.producers[t]] and t not in done]
+    for op in np.flatnonzero(replica.updates).tolist():
+        reads = [] if replica.buffer_updates[op] else graph.inputs_of(op).tolist()
+        gradients = [t for t in reads if replica.own[graph.producers[t]] and t not in done]
         done.update(gradients)
-        parts += [_averages(gradients), _part(np.array([op]), 0 if one.buffer_updates[op] else -1)]
+        parts += [
+            _averages(gradients),
+            _part(np.array([op]), 0 if replica.buffer_updates[op] else -1),
+        ]
     return parts
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """Where the ops and tensors of one replica are in the new graph."""
+class TowerCopies:
+    """The places that the ops and tensors of one replica have in the new graph."""
 
-    one: Replica
+    replica: Replica
     rows: Rows
     replicas: int
     synchronous: bool
@@ -286,7 +298,7 @@ class Copies:
     def places(self) -> Int64:
         """[replicas, ops of one] its place as each tower sees it; -1: left out there."""
         origins, towers = self.rows.origins, self.rows.towers
-        places = np.full((self.replicas, len(self.one.graph)), -1, dtype=np.int64)
+        places = np.full((self.replicas, len(self.replica.graph)), -1, dtype=np.int64)
         shared = np.flatnonzero((towers < 0) & (origins >= 0))
         copies = np.flatnonzero(towers >= 0)
         places[:, origins[shared]] = shared
@@ -296,7 +308,7 @@ class Copies:
     @cached_property
     def producers(self) -> Int64:
         """[tensors]"""
-        counts = np.diff(self.one.graph.output_offsets)[self.rows.origins]
+        counts = np.diff(self.replica.graph.output_offsets)[self.rows.origins]
         counts[self.rows.averaged >= 0] = 1
         return np.repeat(np.arange(len(counts)), counts)
 
@@ -305,7 +317,7 @@ class Copies:
         """[tensors] the tensor of one replica that it copies or is the mean of."""
         copies = self.rows.origins[self.rows.averaged < 0]
         tensors = self.rows.averaged[self.producers]
-        tensors[tensors < 0] = gather(self.one.graph.output_offsets, copies)[1]
+        tensors[tensors < 0] = gather(self.replica.graph.output_offsets, copies)[1]
         return tensors
 
     @cached_property
@@ -316,7 +328,7 @@ class Copies:
     @cached_property
     def tensors(self) -> Int64:
         """[replicas, tensors of one] the tensor that each tower sees in its place; -1: none."""
-        graph = self.one.graph
+        graph = self.replica.graph
         places = self.places[:, graph.producers]
         within = np.arange(graph.tensors) - graph.output_offsets[graph.producers]
         return np.where(places >= 0, self.first[places] + within, -1)
@@ -325,41 +337,41 @@ class Copies:
         """[tensors of one] its mean as the step returns it, or as an update reads it; -1: none."""
         averaged = self.rows.averaged
         ops = np.flatnonzero((averaged >= 0) & (self.rows.returned == returned))
-        means = np.full(self.one.graph.tensors, -1, dtype=np.int64)
+        means = np.full(self.replica.graph.tensors, -1, dtype=np.int64)
         means[averaged[ops]] = self.first[ops]
         return means
 
     @cached_property
     def reads(self) -> tuple[Int64, Int64]:
         """(offsets [ops + 1], tensors) that each op reads."""
-        graph, rows = self.one.graph, self.rows
+        graph, rows = self.replica.graph, self.rows
         averages = rows.averaged >= 0
         counts = np.where(averages, self.replicas, np.diff(graph.input_offsets)[rows.origins])
         offsets = np.append(0, np.cumsum(counts))
-        found = np.empty(offsets[-1], dtype=np.int64)
+        reads = np.empty(offsets[-1], dtype=np.int64)
         of_average = np.repeat(averages, counts)
-        found[of_average] = self.tensors[:, rows.averaged[averages]].T.ravel()
-        found[~of_average] = self._reads_of_copies(np.flatnonzero(~averages))
-        return offsets, found
+        reads[of_average] = self.tensors[:, rows.averaged[averages]].T.ravel()
+        reads[~of_average] = self._reads_of_copies(np.flatnonzero(~averages))
+        return offsets, reads
 
     def _reads_of_copies(self, copies: Int64) -> Int64:
         """What each copy's origin reads, as its tower sees it; but an update by gradients reads
         their means, or, where updates are chained, what the tower before has written."""
-        one, graph = self.one, self.one.graph
+        replica, graph = self.replica, self.replica.graph
         origins, views = self.rows.origins[copies], self.views[copies]
         places, entries = gather(graph.input_offsets, origins)
         tensors, view = graph.input_tensors[entries], views[places]
-        found = self.tensors[view, tensors]
-        updates = (one.updates & ~one.buffer_updates)[origins][places]
+        reads = self.tensors[view, tensors]
+        updates = (replica.updates & ~replica.buffer_updates)[origins][places]
         producers = graph.producers[tensors]
         if self.synchronous:
-            gradients = updates & one.own[producers]
-            found[gradients] = self.means(returned=False)[tensors[gradients]]
-            return found
-        written = one.latest[graph.storages[tensors]]
+            gradients = updates & replica.own[producers]
+            reads[gradients] = self.means(returned=False)[tensors[gradients]]
+            return reads
+        written = replica.latest[graph.storages[tensors]]
         chained = updates & (view > 0) & graph.is_source[producers] & (written >= 0)
-        found[chained] = self.tensors[view[chained] - 1, written[chained]]
-        return found
+        reads[chained] = self.tensors[view[chained] - 1, written[chained]]
+        return reads
 
     @cached_property
     def control(self) -> Int64:
@@ -368,9 +380,9 @@ class Copies:
         Where updates are chained, the first one waits for all towers to have read the old value;
         so does, in any case, tower 0's update of a buffer.
         """
-        one = self.one
-        before, after = one.graph.control.astype(np.int64).T
-        joins = one.own[before] & one.updates[after]
+        replica = self.replica
+        before, after = replica.graph.control.astype(np.int64).T
+        joins = replica.own[before] & replica.updates[after]
         pairs = [
             (self.places[tower, before], self.places[np.where(joins, 0, tower), after])
             for tower in range(self.replicas)
@@ -388,18 +400,19 @@ class Copies:
         A reader without a control edge stands before what the update reads. Where several readers
         do, the update waits for the makers of that in their stead: one edge, not forty.
         """
-        one, graph = self.one, self.one.graph
-        chained = one.buffer_updates if self.synchronous else one.updates
-        writers = one.first_writers[graph.storages[graph.input_tensors]]
-        waits = (writers >= 0) & chained[writers] & one.own[graph.readers]
-        found = np.stack([graph.readers[waits].astype(np.int64), writers[waits]], axis=1)
-        readers = _without(np.unique(found, axis=0), graph.control)
+        replica, graph = self.replica, self.replica.graph
+        chained = replica.buffer_updates if self.synchronous else replica.updates
+        writers = replica.first_writers[graph.storages[graph.input_tensors]]
+        waits = (writers >= 0) & chained[writers] & replica.own[graph.readers]
+        orders = np.stack([graph.readers[waits].astype(np.int64), writers[waits]], axis=1)
+        readers = _without(np.unique(orders, axis=0), graph.control)
         counts = np.bincount(readers[:, 1], minlength=len(graph))
-        updates = np.flatnonzero((counts > 1) & ~one.buffer_updates)
+        updates = np.flatnonzero((counts > 1) & ~replica.buffer_updates)
         places, entries = gather(graph.input_offsets, updates)
         makers = graph.producers[graph.input_tensors[entries]].astype(np.int64)
-        indirect = updates[places[one.updates[makers]]]  # another update reads the gradient for it
-        gradients = one.own[makers] & ~graph.is_source[makers]
+        # Another update reads the gradient for it.
+        indirect = updates[places[replica.updates[makers]]]
+        gradients = replica.own[makers] & ~graph.is_source[makers]
         ends = np.stack([makers, updates[places]], axis=1)[gradients]
         ends = ends[~np.isin(ends[:, 1], indirect)]
         return np.concatenate([readers[~np.isin(readers[:, 1], ends[:, 1])], ends])
@@ -443,9 +456,9 @@ def replicate(graph: Graph, replicas: int, *, synchronous: bool = True) -> Repli
     """
     if replicas < 2:
         raise UsageError("replicas", f"is {replicas}; use 2 or more")
-    one = Replica(graph)
-    one.check()
-    copies = Copies(one, rows_of(one, replicas, synchronous), replicas, synchronous)
+    replica = Replica(graph)
+    replica.check()
+    copies = TowerCopies(replica, rows_of(replica, replicas, synchronous), replicas, synchronous)
     return Replicated(
         graph=_graph(copies),
         replicas=replicas,
@@ -459,8 +472,8 @@ def replicate(graph: Graph, replicas: int, *, synchronous: bool = True) -> Repli
 Shape = tuple[int, ...]
 
 
-def _graph(copies: Copies) -> Graph:
-    graph, rows = copies.one.graph, copies.rows
+def _graph(copies: TowerCopies) -> Graph:
+    graph, rows = copies.replica.graph, copies.rows
     origins, averages = rows.origins, rows.averaged >= 0
     stands_for = copies.stands_for
     offsets, reads = copies.reads
@@ -469,7 +482,8 @@ def _graph(copies: Copies) -> Graph:
     strides = {t: _dense(graph.shapes[t], graph.strides[t]) for t in set(rows.averaged[averages])}
     owner = averages[copies.producers]
     gradients = graph.gradient_of[origins]
-    return Graph(
+    columns = select_columns(graph, origins, stands_for)
+    columns |= dict(
         names=names,
         kinds=tuple(AVERAGE if o < 0 else graph.kinds[o] for o in origins.tolist()),
         signatures=_signatures(copies, strides),
@@ -489,13 +503,10 @@ def _graph(copies: Copies) -> Graph:
         ),
         device_kinds=tuple(() if o < 0 else graph.device_kinds[o] for o in origins.tolist()),
         producers=copies.producers.astype(np.int32),
-        shapes=tuple(graph.shapes[t] for t in stands_for.tolist()),
         strides=tuple(
             strides[t] if mean else graph.strides[t]
             for t, mean in zip(stands_for.tolist(), owner.tolist(), strict=True)
         ),
-        dtypes=tuple(graph.dtypes[t] for t in stands_for.tolist()),
-        tensor_bytes=graph.tensor_bytes[stands_for],
         storages=_storages(copies).astype(np.int32),
         overwrites=graph.overwrites[stands_for] & ~owner,
         input_offsets=offsets.astype(np.int32),
@@ -503,18 +514,19 @@ def _graph(copies: Copies) -> Graph:
         outputs=_outputs(copies).astype(np.int32),
         control=copies.control.astype(np.int32),
     )
+    return Graph(**columns)
 
 
-def _names(copies: Copies) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _names(copies: TowerCopies) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """[ops] names and modules."""
-    one, graph = copies.one, copies.one.graph
-    labels = _labels(one)
+    replica, graph = copies.replica, copies.replica.graph
+    labels = _labels(replica)
     names, modules, taken = [], [], Counter(graph.names)
     columns = zip(*(column.tolist() for column in copies.rows), strict=True)
     for origin, tower, averaged, returned in columns:
         if origin >= 0:
             name, module = graph.names[origin], graph.modules[origin]
-            if tower >= 0 and (one.own[origin] or one.buffer_updates[origin]):
+            if tower >= 0 and (replica.own[origin] or replica.buffer_updates[origin]):
                 name, module = own_name(tower, name), own_module(tower, module)
             elif tower >= 0:
                 name = update_name(tower, name)
@@ -530,9 +542,9 @@ def _names(copies: Copies) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(names), tuple(modules)
 
 
-def _labels(one: Replica) -> dict[int, tuple[str, str]]:
+def _labels(replica: Replica) -> dict[int, tuple[str, str]]:
     """gradient -> (name of the parameter that is updated by it, module)"""
-    graph = one.graph
+    graph = replica.graph
     parameters = {
         int(graph.storages[t]): graph.names[op]
         for op in np.flatnonzero(graph.is_source).tolist()
@@ -540,7 +552,7 @@ def _labels(one: Replica) -> dict[int, tuple[str, str]]:
         for t in graph.outputs_of(op)
     }
     labels: dict[int, tuple[str, str]] = {}
-    for op in np.flatnonzero(one.updates & ~one.buffer_updates).tolist():
+    for op in np.flatnonzero(replica.updates & ~replica.buffer_updates).tolist():
         written = (parameters.get(int(graph.storages[t])) for t in graph.outputs_of(op))
         name = next(filter(None, written), graph.names[op])
         for tensor in graph.inputs_of(op).tolist():
@@ -560,12 +572,12 @@ def _dense(shape: Shape, strides: Shape) -> Shape:
     return strides
 
 
-def _signatures(copies: Copies, strides: dict[int, Shape]) -> tuple[str, ...]:
+def _signatures(copies: TowerCopies, strides: dict[int, Shape]) -> tuple[str, ...]:
     """[ops] An update whose gradient gets another layout by averaging is no longer the same."""
-    one, graph = copies.one, copies.one.graph
+    replica, graph = copies.replica, copies.replica.graph
     changed = [t for t, dense in strides.items() if dense != graph.strides[t]]
     readers = graph.readers[np.isin(graph.input_tensors, changed)]
-    relaid = set(readers[(one.updates & ~one.buffer_updates)[readers]].tolist())
+    relaid = set(readers[(replica.updates & ~replica.buffer_updates)[readers]].tolist())
     texts = {}
     for tensor in strides:
         shape, layout = (
@@ -578,48 +590,48 @@ def _signatures(copies: Copies, strides: dict[int, Shape]) -> tuple[str, ...]:
     )
 
 
-def _colocation(copies: Copies) -> Int64:
+def _colocation(copies: TowerCopies) -> Int64:
     """[ops] An id that something shared has is one for all towers, else each has its own. Updates
     of one parameter by several towers share one."""
-    one, graph, rows = copies.one, copies.one.graph, copies.rows
+    replica, graph, rows = copies.replica, copies.replica.graph, copies.rows
     given = graph.colocation.astype(np.int64)
     count = int(given.max(initial=-1)) + 1
     together = np.zeros(count + 1, dtype=bool)
-    together[given[(given >= 0) & ~one.own]] = True
+    together[given[(given >= 0) & ~replica.own]] = True
     if not copies.synchronous:
-        written = np.flatnonzero(graph.overwrites & one.updates[graph.producers])
+        written = np.flatnonzero(graph.overwrites & replica.updates[graph.producers])
         loose = written[given[graph.producers[written]] < 0]
-        given[graph.producers[loose]] = count + one.first_writers[graph.storages[loose]]
+        given[graph.producers[loose]] = count + replica.first_writers[graph.storages[loose]]
     ids = np.where(rows.origins < 0, -1, given[rows.origins])
-    apart = (ids >= 0) & one.own[rows.origins] & ~together[np.minimum(ids, count)]
+    apart = (ids >= 0) & replica.own[rows.origins] & ~together[np.minimum(ids, count)]
     ids[apart] += (count + len(graph)) * (1 + rows.towers[apart])
     _, compact = np.unique(ids, return_inverse=True)
     return np.where(ids < 0, -1, compact.reshape(-1))
 
 
-def _storages(copies: Copies) -> Int64:
+def _storages(copies: TowerCopies) -> Int64:
     """[tensors] What is shared has one storage, all else one for each tower."""
-    one, graph = copies.one, copies.one.graph
+    replica, graph = copies.replica, copies.replica.graph
     count = graph.tensors
     storages = graph.storages[copies.stands_for].astype(np.int64)
     views = copies.views[copies.producers]
     means = np.flatnonzero(copies.rows.averaged[copies.producers] >= 0)
-    storages += np.where(one.shared_storages[storages], 0, count * (1 + views))
+    storages += np.where(replica.shared_storages[storages], 0, count * (1 + views))
     storages[means] = count * (1 + copies.replicas) + np.arange(len(means))
     return np.unique(storages, return_inverse=True)[1].reshape(-1)
 
 
-def _outputs(copies: Copies) -> Int64:
+def _outputs(copies: TowerCopies) -> Int64:
     """The mean of a floating-point output, each tower's own of another, and of what an update
     made its last value."""
-    one, graph = copies.one, copies.one.graph
+    replica, graph = copies.replica, copies.replica.graph
     means = copies.means(returned=True)
-    found: list[int] = []
+    outputs: list[int] = []
     for tensor in graph.outputs.tolist():
         if means[tensor] >= 0:
-            found.append(int(means[tensor]))
-        elif one.own[graph.producers[tensor]]:
-            found += copies.tensors[:, tensor].tolist()
+            outputs.append(int(means[tensor]))
+        elif replica.own[graph.producers[tensor]]:
+            outputs += copies.tensors[:, tensor].tolist()
         else:
-            found.append(int(copies.tensors[:, tensor].max()))
-    return np.array(found, dtype=np.int64)
+            outputs.append(int(copies.tensors[:, tensor].max()))
+    return np.array(outputs, dtype=np.int64)

@@ -29,12 +29,12 @@ Ints = NDArray[np.int64]
 Value = TypeVar("Value")
 
 ROWS, FEATURES = 256, 256
-"""Shape of what goes from block to block."""
+"""Shape of the tensors that go from block to block."""
 WIDTHS = (32, 64, 128, 256, 512)
-"""What the inner features of each branch are drawn from, anew in each stage."""
+"""The numbers of inner features of a branch: one is drawn for each branch in each stage."""
 STAGES = 4
 SKIP_SHARE, LONGEST_SKIP = 0.25, 8
-"""Share of the branches that add what an earlier block made, and how many blocks before at most."""
+"""Share of branches that add an output of an earlier block, and the most blocks it goes back."""
 ITEM_BYTES = 4
 
 KINDS = ("mm", "relu", "add")
@@ -43,7 +43,8 @@ _MM, _RELU, _ADD = range(len(KINDS))
 
 @dataclass(frozen=True)
 class _Network:
-    """What stands where. Forward ops are [blocks, size] and gradients likewise, last block first.
+    """The indices of the network's ops. Forward ops are [blocks, size] and gradients likewise, last
+    block first.
 
     kinds, branches   [size] of each op of a block
     inner             [stages, width] features within a branch
@@ -156,9 +157,9 @@ def layered(
 
 def _skips(rng: np.random.Generator, blocks: int, width: int) -> Ints:
     """[blocks, width] what each branch adds beyond what it begins with, see `_Network`."""
-    own = np.arange(width)
+    column = np.arange(width)
     branches = rng.integers(width, size=(blocks, width))
-    back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (branches == own)
+    back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (branches == column)
     there = np.arange(blocks)[:, None] - back
     skipping = (rng.random((blocks, width)) < SKIP_SHARE) & (there >= 0)
     return np.where(skipping, there * width + branches, -1)
@@ -189,9 +190,7 @@ def _graph(net: _Network, ops: int) -> Graph:
         phases=phases.astype(np.int8),
         flops=_flops(net, rows * columns),
         accessed_bytes=accessed.astype(np.int64),
-        colocation=np.full(ops, -1, dtype=np.int32),
         gradient_of=gradient_of.astype(np.int32),
-        device_kinds=((),) * ops,
         producers=np.arange(ops, dtype=np.int32),
         shapes=_shared(shape_of, lambda op: (int(rows[op]), int(columns[op]))),
         strides=_shared(shape_of, lambda op: (int(columns[op]), 1)),

@@ -53,10 +53,12 @@ def matched_modules(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
     names = {path: _TOWER.sub("", path, count=1) for path in paths}
     matched: set[str] = set()
     for pattern in patterns:
-        found = [p for p in paths if p == pattern or (names[p] and fnmatchcase(names[p], pattern))]
-        if not found:
+        matching = [
+            p for p in paths if p == pattern or (names[p] and fnmatchcase(names[p], pattern))
+        ]
+        if not matching:
             raise UsageError("whole", f"{pattern!r} matches no module of this network")
-        matched.update(found)
+        matched.update(matching)
     return tuple(path for path in paths if path in matched and not _within(path, matched))
 
 

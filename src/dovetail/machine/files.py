@@ -1,4 +1,4 @@
-"""Machines as TOML.
+"""Machines as TOML. The tables and keys are the fields of `Machine`, `Device` and `Link`.
 
 name = "box"
 host = "cpu0"
@@ -26,79 +26,33 @@ channel = "pcie"                   # links with one channel take turns; default:
 """
 
 import tomllib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from dovetail.errors import FileFormatError
-from dovetail.machine.records import Device, Link, Machine
+from dovetail.machine.records import Machine
 from dovetail.runtime.files import write_atomically
+from dovetail.runtime.formats import file_type, first_complaint, to_file
 
-_STRICT = ConfigDict(extra="forbid")
-
-
-class _Device(BaseModel):
-    model_config = _STRICT
-    name: str = Field(min_length=1)
-    kind: str
-    model: str
-    memory_bytes: int
-    bandwidth_bytes_per_second: float = 0.0
-    op_overhead_seconds: float = 0.0
-    flops_per_second: dict[str, float] = {}
-    cores: tuple[int, ...] = ()
-    efficiencies: dict[str, float] = {}
-    threads: int = 0
-
-
-class _Link(BaseModel):
-    model_config = _STRICT
-    source: str
-    destination: str
-    bandwidth_bytes_per_second: float
-    latency_seconds: float
-    channel: str = ""
-
-
-class _Machine(BaseModel):
-    model_config = _STRICT
-    name: str
-    host: str
-    devices: list[_Device]
-    links: list[_Link] = []
+_FILE: TypeAdapter[Machine] = TypeAdapter(file_type(Machine))
 
 
 def machine_from_dict(raw: Any) -> Machine:
     """A machine from parsed TOML or JSON. Raises `MachineError` or pydantic's `ValidationError`."""
-    file = _Machine.model_validate(raw)
-    devices = tuple(Device(**device.model_dump()) for device in file.devices)
-    links = tuple(
-        Link(
-            **{**link.model_dump(), "channel": link.channel or f"{link.source}->{link.destination}"}
-        )
-        for link in file.links
-    )
-    return Machine(file.name, devices, file.host, links)
+    return _FILE.validate_python(raw)
 
 
 def machine_to_dict(machine: Machine) -> dict[str, Any]:
-    """What `machine_from_dict` reads back to an equal machine."""
-    return {
-        "name": machine.name,
-        "host": machine.host,
-        "devices": [_device_to_dict(device) for device in machine.devices],
-        "links": [asdict(link) for link in machine.links],
-    }
-
-
-def _device_to_dict(device: Device) -> dict[str, Any]:
-    raw = {**asdict(device), "cores": list(device.cores)}
-    for optional in ("efficiencies", "threads"):
-        if not raw[optional]:
-            del raw[optional]
+    """The machine as a dict that `machine_from_dict` reads back to an equal one."""
+    raw: dict[str, Any] = to_file(machine)
+    for device in raw["devices"]:
+        # Most devices have neither: a file without them is shorter, and means the same.
+        for optional in ("efficiencies", "threads"):
+            if not device[optional]:
+                del device[optional]
     return raw
 
 
@@ -112,9 +66,7 @@ def load_machine(path: Path | str) -> Machine:
     except tomllib.TOMLDecodeError as error:
         raise FileFormatError(str(path), f"not TOML: {error}") from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise FileFormatError(str(path), f"{where}: {first['msg']}") from None
+        raise FileFormatError(str(path), first_complaint(error)) from None
 
 
 def save_machine(machine: Machine, path: Path | str) -> None:

@@ -59,7 +59,7 @@ def _gpu(
 
 
 EMULATED_DTYPES = ("float16", "bfloat16", "int8")
-"""What is computed in float32 where a device has no arithmetic for it."""
+"""Dtypes that are computed in float32 where a device has no arithmetic for them."""
 
 
 def _with_emulated(flops_per_second: dict[str, float]) -> dict[str, float]:
@@ -224,7 +224,7 @@ def _links(devices: list[Device], host: str) -> list[Link]:
     return links
 
 
-# The machines of the papers: presets, with what was fitted to the papers' own figures.
+# The papers' machines: presets, and constants that were fitted to the papers' own figures.
 #
 #     rl17/2, rl17/4      1 Haswell, 2 or 4 dies of K80. A. Mirhoseini et al.: "Device Placement
 #                         Optimization with Reinforcement Learning", ICML 2017,
@@ -237,8 +237,7 @@ def _links(devices: list[Device], host: str) -> list[Link]:
 # them, so `fitted.json`, which `benchmarks/machines/fit.py` writes with all that it used, has
 #
 #     RL17    seconds per op and share of the peak, of the CPU and of the GPU, such that the times
-# on
-#             a single device come out; a share of their own for convolutions
+#             on a single device come out; a share of their own for convolutions
 #     GDP     one factor on all compute seconds, such that the human column comes out in the mean
 #
 # Differences: neither paper names its CPU beyond the generation. GDP says nothing of links; they
@@ -250,7 +249,7 @@ PAPER_MACHINES: dict[str, str] = {
     **{f"rl17/{gpus}": f"{gpus} x k80 + haswell" for gpus in (2, 4)},
     **{f"gdp/{gpus}": f"{gpus} x p100 + broadwell" for gpus in range(2, 9)},
 }
-"""MACHINE text -> the presets that it is made of."""
+"""MACHINE text -> the text of presets that it stands for."""
 
 
 def paper_machine(name: str) -> Machine:
@@ -286,8 +285,8 @@ def _refitted(device: Device, rates: Mapping[str, Any]) -> Device:
 
 @cache
 def _fitted() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(FITTED.read_text(encoding="utf-8"))
-    return found
+    fitted: dict[str, Any] = json.loads(FITTED.read_text(encoding="utf-8"))
+    return fitted
 
 
 # The machine that a MACHINE text names.
@@ -297,7 +296,7 @@ def parse_machine(text: str) -> Machine:
     """The machine that `text` names: "here", "here/1", "here/2", "FILE.toml", a paper's
     ("rl17/2"), or presets with counts.
 
-    The rates of `here` are typical ones until `costs.probe` measures them. Raises
+    The rates of `here` are typical ones until `costs.measured` measures them. Raises
     `UnknownPresetError`, or what loading the file raises.
     """
     if names_here(text):

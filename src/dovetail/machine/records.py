@@ -3,9 +3,11 @@
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from dovetail.errors import MachineError, NoRouteError, UnknownDeviceError
 from dovetail.units import MOST_BYTES
@@ -25,13 +27,13 @@ class Device:
                     longest that fits counts, and where none does, 1. "" fits every kind
     """
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     kind: str
     model: str
     memory_bytes: int
-    flops_per_second: dict[str, float] = field(hash=False)
-    bandwidth_bytes_per_second: float
-    op_overhead_seconds: float
+    flops_per_second: dict[str, float] = field(default_factory=dict, hash=False)
+    bandwidth_bytes_per_second: float = 0.0
+    op_overhead_seconds: float = 0.0
     cores: tuple[int, ...] = ()
     efficiencies: dict[str, float] = field(default_factory=dict, hash=False)
     threads: int = 0
@@ -73,8 +75,8 @@ class Device:
 
     def efficiency(self, kind: str) -> float:
         """Share of the peak rate that ops of this kind reach."""
-        found = [prefix for prefix in self.efficiencies if kind.startswith(prefix)]
-        return self.efficiencies[max(found, key=len)] if found else 1.0
+        prefixes = [prefix for prefix in self.efficiencies if kind.startswith(prefix)]
+        return self.efficiencies[max(prefixes, key=len)] if prefixes else 1.0
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,20 @@ class Link:
     """A directed link. Links with the same `channel` carry one transfer at a time between them.
 
     A channel that has the name of the links' source *is* that device: it makes the copies itself,
-    as a CPU does into shared memory, and runs no op meanwhile.
+    as a CPU does into shared memory, and runs no op meanwhile. A link without a channel gets one of
+    its own.
     """
 
     source: str
     destination: str
     bandwidth_bytes_per_second: float
     latency_seconds: float
-    channel: str
+    channel: str = ""
 
     def __post_init__(self) -> None:
-        ok = self.bandwidth_bytes_per_second > 0 and 0 <= self.latency_seconds < np.inf
-        if not ok:
+        if not self.channel:
+            object.__setattr__(self, "channel", f"{self.source}->{self.destination}")
+        if not (self.bandwidth_bytes_per_second > 0 and 0 <= self.latency_seconds < np.inf):
             raise MachineError(
                 f"link {self.source} -> {self.destination}: bandwidth must be positive and "
                 "latency finite and not negative"

@@ -1,92 +1,62 @@
-"""The flow: MODEL and MACHINE texts -> costs -> placement -> plan -> timeline, report, exports."""
+"""The flow: MODEL and MACHINE texts -> costs -> placement -> plan -> timeline, report, exports.
 
-from dovetail.pipeline.learning import (
-    Course,
-    Lesson,
-    Subject,
-    check_course,
-    check_subject,
-    learn,
-    learn_all,
-    settings_for,
-)
-from dovetail.pipeline.opening import open_plan, planned, timeline_of, verify, with_schedules
-from dovetail.pipeline.phases import PhasesPlan, phase_paths, plan_phases, weights_of
-from dovetail.pipeline.planning import check_policy, check_request, plan
-from dovetail.pipeline.scheduling import Wanted, schedule, schedules
-from dovetail.pipeline.sources import (
-    Notes,
-    Step,
-    TellProgress,
-    check_replicas,
-    costs_of,
-    default_objective,
-    graph_of,
-    groups_of,
-    machine_of,
-    names_file,
-    replicated,
-    resolve_machine,
-    resolve_model,
-    silent,
-)
-from dovetail.pipeline.using import (
-    EXPORTS,
-    FOLDERS,
-    check_export,
-    disturbance_of,
-    export,
-    make_folder,
-    report,
-    run,
-    write_trace,
-)
+Names are imported when they are first used: the records in `requests`, from which the command line
+takes its defaults and help, need none of the libraries that planning needs.
+"""
 
-__all__ = [
-    "EXPORTS",
-    "FOLDERS",
-    "Course",
-    "Lesson",
-    "Notes",
-    "PhasesPlan",
-    "Step",
-    "Subject",
-    "TellProgress",
-    "Wanted",
-    "check_course",
-    "check_export",
-    "check_policy",
-    "check_replicas",
-    "check_request",
-    "check_subject",
-    "costs_of",
-    "default_objective",
-    "disturbance_of",
-    "export",
-    "graph_of",
-    "groups_of",
-    "learn",
-    "learn_all",
-    "machine_of",
-    "make_folder",
-    "names_file",
-    "open_plan",
-    "phase_paths",
-    "plan",
-    "plan_phases",
-    "planned",
-    "replicated",
-    "report",
-    "resolve_machine",
-    "resolve_model",
-    "run",
-    "schedule",
-    "schedules",
-    "settings_for",
-    "silent",
-    "timeline_of",
-    "verify",
-    "weights_of",
-    "with_schedules",
-    "write_trace",
-]
+from importlib import import_module
+from typing import Any
+
+_NAMES = {
+    "learning": ("LearningResult", "learn", "learn_all"),
+    "opening": ("open_plan", "planned", "timeline_of", "verify", "with_schedules"),
+    "phases": ("PhasesPlan", "phase_paths", "plan_phases"),
+    "planning": ("find_plan", "plan"),
+    "requests": (
+        "LearnRequest",
+        "PhasesRequest",
+        "PlanRequest",
+        "ScheduleRequest",
+        "TaskRequest",
+        "default_objective",
+    ),
+    "scheduling": ("find_schedules", "schedule", "schedules"),
+    "sources": (
+        "Notes",
+        "Step",
+        "TellProgress",
+        "check_replicas",
+        "costs_of",
+        "graph_of",
+        "groups_of",
+        "machine_of",
+        "names_file",
+        "replicated",
+        "resolve_machine",
+        "resolve_model",
+        "silent",
+    ),
+    "using": (
+        "EXPORTS",
+        "FOLDERS",
+        "check_export",
+        "disturbance_of",
+        "export",
+        "make_folder",
+        "report",
+        "run",
+        "write_trace",
+    ),
+}
+"""Module of this package -> its names that stand here as well."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'dovetail.pipeline' has no attribute {name!r}")
+    return getattr(import_module(f"dovetail.pipeline.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

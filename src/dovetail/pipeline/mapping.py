@@ -21,7 +21,8 @@ from dovetail.frontends.transformers_configs import dtype_of, positions_of
 from dovetail.graph import Graph
 from dovetail.machine import Machine
 from dovetail.pipeline.planning import plan as find_plan
-from dovetail.pipeline.sources import HERE, resolve_machine
+from dovetail.pipeline.requests import HERE
+from dovetail.pipeline.sources import resolve_machine
 from dovetail.plans import Plan
 
 CONTEXT = 8192

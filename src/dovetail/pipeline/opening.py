@@ -238,12 +238,6 @@ def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
     return loose, replace(costs, compute_seconds=seconds)
 
 
-def check_seed(seed: int) -> None:
-    """Raise `UsageError` for a seed that a plan cannot keep."""
-    if not 0 <= seed < 2**63:
-        raise UsageError("seed", f"is {seed}; use a whole number from 0 to {2**63 - 1}")
-
-
 def check_machine(machine: Machine) -> None:
     """Raise `MachineMismatchError` for devices with cores that are not of this machine."""
     if not machine.local:

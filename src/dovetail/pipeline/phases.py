@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,41 +35,39 @@ from dovetail.frontends import Captured
 from dovetail.graph import Graph
 from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
+from dovetail.methods import PLACERS
 from dovetail.pipeline.opening import bound_of, with_copies
-from dovetail.pipeline.planning import (
-    check_request,
-    fixed_ops,
-    simulator_of,
-    smallest_gain,
-    to_plan,
+from dovetail.pipeline.planning import fixed_ops, problem_of, to_plan
+from dovetail.pipeline.requests import (
+    OF_PHASES,
+    PLAN_FIELDS,
+    PhasesRequest,
+    PlanRequest,
+    check_name,
+    with_fields_of,
 )
 from dovetail.pipeline.sources import (
     Notes,
     TellProgress,
     costs_of,
-    graph_of,
     groups_of,
     machine_of,
     silent,
     unsplit_modules,
 )
 from dovetail.placers import (
-    PLACERS,
     Budget,
     GroupPlacement,
     PlacementProblem,
     Placer,
     PlacerOutcome,
     keeping_interrupts,
-    make_problem,
     parse_budget,
 )
 from dovetail.placers import place as run_placer
 from dovetail.plans import Plan
 from dovetail.simulator import Simulator
 
-DEFAULT_WEIGHTS = {"decode": 128.0}
-"""How many times a phase runs where nobody says; one that is not listed runs once."""
 STARTS, CLIMB, UNDER_MAPS = 0.4, 0.3, 0.3
 """Shares of the budget: the phases by themselves, moves of blocks, and searches under each map."""
 TOGETHER = "moved together"
@@ -120,66 +119,49 @@ def phase_paths(path: str | Path, phases: Sequence[str] | Mapping[str, object]) 
     return {name: path.with_name(f"{path.stem}.{name}{path.suffix}") for name in phases}
 
 
-def weights_of(phases: Sequence[str], given: Mapping[str, float] | None) -> dict[str, float]:
-    """Phase -> how many times it runs. Raises `UsageError`."""
-    given = dict(given or {})
-    for name, weight in given.items():
-        if name not in phases:
-            raise UsageError("phases", f"{name!r} is not one of {', '.join(phases)}")
-        if not 0 < weight < float("inf"):
-            raise UsageError("phases", f"{name} runs {weight:g} times; use a number above 0")
-    return {name: float(given.get(name, DEFAULT_WEIGHTS.get(name, 1.0))) for name in phases}
-
-
-def plan_phases(  # noqa: PLR0913  all but two are keyword-only
+@with_fields_of(PlanRequest, skip=set(PLAN_FIELDS) - set(OF_PHASES))
+def plan_phases(
     steps: Mapping[str, Captured],
     machine: str | Machine = "",
     *,
     weights: Mapping[str, float] | None = None,
-    placer: str = "auto",
-    budget: str | float = "10s",
-    seed: int = 0,
-    pins: Sequence[tuple[str, str]] = (),
-    caps: Sequence[tuple[str, int]] = (),
-    whole: Sequence[str] = (),
-    min_gain: float | None = None,
     progress: TellProgress = silent,
+    **options: Any,
 ) -> PhasesPlan:
     """Find one placement of a model under which its phases together run fastest.
 
     steps     phase -> the same module, captured with that phase's inputs
     weights   how many times each phase runs; by default 128 for `decode`, and else 1
-    whole     patterns of modules that are placed as one; by default those that the model says not
-              to split. A module with parameters, and none below it with some, always is
-    pins      must match ops of every phase
-    min_gain  several devices must be better than one by this share; by default 2 %
+    options   the fields of `PlanRequest` in `requests.OF_PHASES`
 
-    The rest is as in `plan`. An input lives on the host, the cache that decode reads as well, as it
-    does where plans run here. Raises what `plan` raises, and `UsageError` for phases of different
-    modules, of training, or weights of phases that are not there.
+    `whole` names modules that are placed as one; by default those that the model says not to split.
+    A module with parameters is always whole, unless modules below it have some. `pins` must match
+    ops of every phase.
+
+    An input lives on the host, the cache that decode reads as well, as it does where plans run
+    here. Raises what `plan` raises, and `UsageError` for phases of different modules, of training,
+    or weights of phases that are not there.
     """
-    _check_steps(steps)
-    counts = weights_of(tuple(steps), weights)
-    check_request(
-        machine,
-        placer=placer,
-        objective="step",
-        budget=budget,
-        seed=seed,
-        devices=[name for _, name in pins] + [name for name, _ in caps],
-    )
-    gain = smallest_gain(next(iter(steps.values())), min_gain)
-    began, limit, notes = time.perf_counter(), parse_budget(str(budget)), Notes()
-    heaviest = max(steps, key=lambda name: counts[name])
-    where = machine_of(steps[heaviest], machine, progress, notes)
-    asked = _Asked(tuple(pins), tuple(caps), tuple(whole), placer, seed)
-    costs = {name: costs_of(step, where, progress, notes) for name, step in steps.items()}
-    found = _search(_joint(steps, where, costs, counts, asked), limit, gain, progress)
+    for name in options:
+        check_name("phases", name, OF_PHASES)
+    request = PhasesRequest(steps, dict(weights or {}), PlanRequest(None, machine, **options))
+    return find_phases_plan(request, progress)
+
+
+def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) -> PhasesPlan:
+    """`plan_phases`, of a request."""
+    steps, weights, options = request.steps, request.weights, request.options
+    began, limit, notes = time.perf_counter(), parse_budget(str(options.budget)), Notes()
+    heaviest = max(steps, key=lambda name: weights[name])
+    machine = machine_of(steps[heaviest], options.machine, progress, notes)
+    costs = {name: costs_of(step, machine, progress, notes) for name, step in steps.items()}
+    joint = _joint(request, machine, costs)
+    found = _search(joint, limit, progress)
     spent = time.perf_counter() - began
     plans = {
         name: replace(
             plan,
-            min_gain=gain,
+            min_gain=options.resolved_gain,
             planning_seconds=spent,
             interrupted=limit.interrupted,
             notes=(*notes.texts, *steps[name].notes, *plan.notes),
@@ -187,34 +169,6 @@ def plan_phases(  # noqa: PLR0913  all but two are keyword-only
         for name, plan in found.plans.items()
     }
     return replace(found, plans=plans, interrupted=limit.interrupted)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What the user asked for, as in `plan_phases`."""
-
-    pins: tuple[tuple[str, str], ...]
-    caps: tuple[tuple[str, int], ...]
-    whole: tuple[str, ...]
-    placer: str
-    seed: int
-
-
-def _check_steps(steps: Mapping[str, Captured]) -> None:
-    if not steps:
-        raise UsageError("phases", "there is none; give {name: captured step, ...}")
-    first = next(iter(steps))
-    for name, step in steps.items():
-        if not isinstance(step, Captured):
-            raise UsageError("phases", f"{name} is a {type(step).__name__}; capture it")
-        if step.graph.training:
-            raise UsageError("phases", f"{name} trains; phases are for inference")
-        if step.module is not steps[first].module:
-            raise UsageError(
-                "phases",
-                f"{name} and {first} are of different modules; capture one module object with "
-                "the inputs of each phase",
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +235,7 @@ class _Joint:
     phases: tuple[_Phase, ...]
     blocks: tuple[tuple[str, ...], ...]
     allowed: NDArray[np.bool_]
-    asked: _Asked
+    options: PlanRequest
 
     def evaluate(self, maps: Maps) -> list[tuple[float, float]]:
         """Of each map the bytes by which peaks exceed the capacities, and the weighted seconds."""
@@ -301,19 +255,20 @@ class _Joint:
         return np.where(ok, map_, self.allowed.argmax(axis=1)).astype(np.int32)
 
 
-def _joint(
-    steps: Mapping[str, Captured],
-    machine: Machine,
-    costs: Mapping[str, Costs],
-    weights: Mapping[str, float],
-    asked: _Asked,
-) -> _Joint:
-    """Raises `UsageError` for phases without parameters, and what `make_problem` raises."""
-    patterns = _patterns(steps, asked.whole)
+def _joint(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs]) -> _Joint:
+    """What the joint search searches. Raises `UsageError` for phases without parameters, and what
+    `make_problem` raises."""
+    steps, options = request.steps, request.options
+    patterns = _patterns(steps, options.whole)
     modules = {name: matched_modules(step.graph, patterns[name]) for name, step in steps.items()}
     units = {name: units_of(step.graph, modules[name]) for name, step in steps.items()}
     built = {
-        name: _problem(step, machine, costs[name], units[name], asked)
+        name: problem_of(
+            replace(options, step=step, whole=()),
+            machine,
+            costs[name],
+            groups_of(step, units[name]),
+        )
         for name, step in steps.items()
     }
     keys = {name: _keys(step.graph, modules[name]) for name, step in steps.items()}
@@ -343,7 +298,7 @@ def _joint(
         for pair in union.keys() - parameters[name].keys():
             unread[block_of_key[pair[0]]] += union[pair]
         phase = _Phase(
-            name, step, weights[name], problem, simulator, patterns[name], units[name], own,
+            name, step, request.weights[name], problem, simulator, patterns[name], units[name], own,
             _followed(problem, own), readers, tuple(pins.items()), unread,
         )  # fmt: skip
         phases.append(phase)
@@ -352,27 +307,7 @@ def _joint(
         raise UsageError(
             "pin", f"no device is left for {blocks[block][0] or 'the model'} in every phase"
         )
-    return _Joint(machine, tuple(phases), blocks, allowed, asked)
-
-
-def _problem(
-    step: Captured, machine: Machine, costs: Costs, units: Units, asked: _Asked
-) -> tuple[PlacementProblem, Simulator]:
-    graph = graph_of(step)
-    simulator = simulator_of(graph, machine, costs, "step", asked.caps)
-    problem = make_problem(
-        graph,
-        machine,
-        costs,
-        lambda placements: simulator.evaluate(placements, "step"),
-        groups=groups_of(step, units),
-        pins=asked.pins,
-        caps=asked.caps,
-        seed=asked.seed,
-        trace=simulator.timeline,
-        ranked=simulator.ranked,
-    )
-    return problem, simulator
+    return _Joint(machine, tuple(phases), blocks, allowed, options)
 
 
 def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -461,7 +396,7 @@ def _followed(problem: PlacementProblem, own: NDArray[np.int32]) -> NDArray[np.i
     return np.maximum(found, 0)
 
 
-def _search(joint: _Joint, limit: Budget, gain: float, progress: TellProgress) -> PhasesPlan:
+def _search(joint: _Joint, limit: Budget, progress: TellProgress) -> PhasesPlan:
     """The best of all maps, with a plan for each phase."""
     maps = _by_themselves(joint, limit, progress)
     names = joint.machine.device_names
@@ -478,7 +413,8 @@ def _search(joint: _Joint, limit: Budget, gain: float, progress: TellProgress) -
         progress(f"planning all phases under one map: {name}", i / len(tried), None)
         try:
             outcomes[name] = {
-                phase.name: _under(phase, map_, joint.asked, limit, share) for phase in joint.phases
+                phase.name: _under(phase, map_, joint.options, limit, share)
+                for phase in joint.phases
             }
         except InfeasibleError as error:
             lacking = error
@@ -492,7 +428,7 @@ def _search(joint: _Joint, limit: Budget, gain: float, progress: TellProgress) -
     chosen = min(values, key=lambda name: values[name])
     alone = [name for name in values if len(set(tried[name].tolist())) == 1]
     simplest = min(alone, key=lambda name: values[name], default=chosen)
-    if values[chosen] > values[simplest] * (1 - gain):
+    if values[chosen] > values[simplest] * (1 - joint.options.resolved_gain):
         chosen = simplest
     map_ = tried[chosen]
     return PhasesPlan(
@@ -513,7 +449,7 @@ def _by_themselves(joint: _Joint, limit: Budget, progress: TellProgress) -> dict
     for i, phase in enumerate(joint.phases):
         progress(f"planning {phase.name} by itself", i / len(joint.phases), None)
         share = STARTS / len(joint.phases)
-        outcome = _interruptible(phase.problem, joint.asked.placer, limit, share)
+        outcome = _interruptible(phase.problem, joint.options.placer, limit, share)
         placed = outcome.placement[phase.reader_of]
         found[f"{phase.name} by itself"] = np.where(phase.reader_of < 0, -1, placed)
     for name, own in found.items():
@@ -550,18 +486,20 @@ def _climbed(
     return best
 
 
-def _under(phase: _Phase, map_: Maps, asked: _Asked, limit: Budget, share: float) -> PlacerOutcome:
+def _under(
+    phase: _Phase, map_: Maps, options: PlanRequest, limit: Budget, share: float
+) -> PlacerOutcome:
     """The phase under the map. Raises `InfeasibleError`."""
     start = phase.placements(map_[None])
 
     def method(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         (score,) = budget.score(problem, start, always=True)
         budget.note(FOLLOWING, score, start[0])
-        PLACERS[asked.placer](problem, budget)
+        PLACERS[options.placer](problem, budget)
         assert budget.best is not None  # it has scored one
         return budget.best[1]
 
-    return _interruptible(phase.under(map_), asked.placer, limit, share, method)
+    return _interruptible(phase.under(map_), options.placer, limit, share, method)
 
 
 def _interruptible(
@@ -585,9 +523,9 @@ def _plan(joint: _Joint, phase: _Phase, map_: Maps, outcome: PlacerOutcome) -> P
     """The phase's plan, its modules pinned to the map."""
     graph, machine, costs = phase.problem.graph, joint.machine, phase.problem.costs
     names = machine.device_names
-    pins = (*joint.asked.pins, *((pattern, names[map_[block]]) for pattern, block in phase.pins))
+    pins = (*joint.options.pins, *((pattern, names[map_[block]]) for pattern, block in phase.pins))
     beside = phase.beside(map_)
-    caps = dict(joint.asked.caps)
+    caps = dict(joint.options.caps)
     for device in np.flatnonzero(beside).tolist():
         caps[names[device]] = int(phase.problem.capacities[device] - beside[device])
     bound = bound_of(graph, machine, costs, "step", pins, tuple(caps.items()))

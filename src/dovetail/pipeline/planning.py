@@ -1,4 +1,8 @@
-"""From a step to its plan, on one screen: machine -> costs -> problem -> placement -> plan."""
+"""From a step to its plan: machine -> costs -> groups -> problem -> placement -> plan.
+
+`find_plan` is the whole flow. The functions below it stand in the order in which it calls them;
+prices of other placements, a device map or another plan, come last.
+"""
 
 import logging
 import time
@@ -19,20 +23,20 @@ from dovetail.errors import (
     UsageError,
 )
 from dovetail.exports import DeviceMap
-from dovetail.exports.rules import check_format, rules_for
+from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
-from dovetail.graph import EVERYWHERE, Graph
+from dovetail.graph import EVERYWHERE, Graph, Groups
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
-from dovetail.machine import Machine, check_local, names_here, parse_machine
-from dovetail.pipeline.opening import bound_of, check_seed, with_copies
+from dovetail.machine import Machine, names_here
+from dovetail.methods import PLACERS, imported
+from dovetail.pipeline.opening import bound_of, with_copies
+from dovetail.pipeline.requests import HERE, PlanRequest, with_fields_of
 from dovetail.pipeline.sources import (
-    HERE,
     Notes,
     Step,
     TellProgress,
     costs_of,
-    default_objective,
     graph_of,
     groups_of,
     machine_of,
@@ -41,7 +45,6 @@ from dovetail.pipeline.sources import (
     unsplit_modules,
 )
 from dovetail.placers import (
-    PLACERS,
     Budget,
     PlacementProblem,
     Placer,
@@ -53,7 +56,6 @@ from dovetail.placers import (
 )
 from dovetail.placers import place as run_placer
 from dovetail.plans import (
-    OBJECTIVES,
     Placement,
     Plan,
     Source,
@@ -65,18 +67,341 @@ from dovetail.plans import (
 from dovetail.runtime.files import read_json
 from dovetail.simulator import LowerBound, Simulator
 
-# What somebody else's placement costs: a device map, or another plan, priced as one of ours.
+GivenMap = Mapping[str, int | str]
+"""Module or parameter path -> device; a `DeviceMap` says the main device as well."""
+
+# --- The flow ---
+
+
+@with_fields_of(PlanRequest)
+def plan(
+    step: Step, machine: str | Machine = "", *, progress: TellProgress = silent, **options: Any
+) -> Plan:
+    """Find how to run `step` fastest on `machine`.
+
+    machine    a `Machine`, or its text: "here", "here/1", "here/2", "box.toml", "4 x k80 +
+               haswell". By default an instance's own, and else "here", of whose cores an op uses as
+               many as are measured to be best for this step
+    options    fields of `PlanRequest`, whose docstring says what each means
+    progress   is told what is being done
+
+    Without pins and caps, a plan on the text here/n has `here`, all cores as one device, among its
+    baselines. If that is faster than what `auto` found, it is the plan that is returned, and its
+    machine is `here`. A machine with cores that was described otherwise keeps its rates.
+
+    From the start of the search on, a first Ctrl-C ends it with the best plan so far,
+    `interrupted`. Raises `InvalidError`, or `InfeasibleError` if nothing fits.
+    """
+    return find_plan(PlanRequest(step, machine, **options), progress)
+
+
+def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
+    """`plan`, of a request."""
+    began, step, notes = time.perf_counter(), request.planned_step, Notes()
+    for note in step.notes if isinstance(step, Captured) else ():
+        notes.say(note)
+    theirs = _given_place(request)
+    machine = machine_of(step, request.machine, progress, notes)
+    kept = _kept(request, machine)
+    costs = costs_of(step, machine, progress, notes)
+    progress("grouping ops", 0.0, None)
+    groups = groups_of(step, kept.units, per_op=request.per_op or bool(request.format))
+    problem, simulator = problem_of(request, machine, costs, groups, kept)
+    budget = _budget_of(request)
+    found: Plan | None = None
+    try:
+        with keeping_interrupts(budget):
+            bound = _proven_bound(request, problem, budget, progress)
+            progress("preparing the search (compiled once a machine)", 0.0, None)
+            method, gain = _method_of(request), request.resolved_gain
+            outcome = run_placer(
+                problem, request.placer, budget, _of_search(progress), method, gain
+            )
+            found = to_plan(problem, outcome, simulator, _stronger(bound, outcome, step))
+            found = _signed(found, request, kept, notes, outcome, began)
+        found = _with_copies(found, request, kept)
+        found = _beside_others(found, request, theirs, costs)
+        found = replace(found, interrupted=budget.interrupted)
+        found = _or_all_cores(found, request, progress)
+    except KeyboardInterrupt:
+        if found is None:
+            raise
+        found = replace(found, interrupted=True)
+    return found
+
+
+def problem_of(
+    request: PlanRequest,
+    machine: Machine,
+    costs: Costs,
+    groups: Groups,
+    kept: "_Kept | None" = None,
+) -> tuple[PlacementProblem, Simulator]:
+    """What placers search, and the simulator that values each placement."""
+    kept = kept or _Kept(())
+    graph, objective = graph_of(request.planned_step), request.resolved_objective
+    capacities = capacities_of(machine, dict(request.caps))
+    simulator = Simulator(graph, machine, costs, capacities=capacities, ranked=objective == "step")
+    problem = make_problem(
+        graph,
+        machine,
+        costs,
+        lambda placements: simulator.evaluate(placements, objective),
+        groups=groups,
+        objective=objective,
+        pins=request.pins,
+        caps=request.caps,
+        seed=request.seed,
+        contiguous=request.contiguous,
+        trace=simulator.timeline,
+        ranked=simulator.ranked,
+        may_run=kept.may_run,
+        chain=kept.chain,
+    )
+    return problem, simulator
+
+
+def to_plan(
+    problem: PlacementProblem, outcome: PlacerOutcome, simulator: Simulator, bound: LowerBound
+) -> Plan:
+    """The plan but for what the problem does not know: its graph's source, pins and caps."""
+    graph, machine, costs = problem.graph, problem.machine, problem.costs
+    timeline = simulator.timeline(outcome.placement)
+    return Plan(
+        source=Source("", "", (), ""),
+        graph_fingerprint=graph.fingerprint,
+        machine=machine,
+        placement=normalise(outcome.placement, graph, machine),
+        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+        compute_seconds=costs.compute_seconds,
+        costs_source=costs.source,
+        placer=outcome.placer,
+        seed=problem.seed,
+        objective=problem.objective,
+        value=outcome.value,
+        lower_bound=bound.seconds,
+        bound_proof=bound.proof,
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        groups=problem.groups.count,
+        planning_seconds=outcome.seconds,
+        baselines=outcome.baselines,
+        found_seconds=outcome.found_seconds,
+        contiguous=problem.contiguous,
+        sent_bytes=costs.sent_bytes,
+        graph=graph,
+    )
+
+
+# --- The steps of the flow, in its order ---
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """What must stay together, and where.
+
+    patterns   of the modules kept whole, the user's and the model's own
+    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
+    notes      what to tell the user of it
+    """
+
+    patterns: tuple[str, ...]
+    units: Units | None = None
+    may_run: NDArray[np.bool_] | None = None
+    chain: NDArray[np.int32] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
+    """Row -> the placement that is given to be priced, if one is."""
+    if request.place is None:
+        return {}
+    if isinstance(request.place, (str, Path)):
+        return {Path(request.place).name: read_place(request.place)}
+    return {"given map": request.place}
+
+
+def _kept(request: PlanRequest, machine: Machine) -> _Kept:
+    """What pins, `whole` and `format` ask for. Raises `PinError`, `UsageError` and `ExportError`,
+    before any costs are measured."""
+    graph, format = graph_of(request.planned_step), request.format
+    permitted(graph, machine, request.pins)
+    if not (request.whole or format):
+        return _Kept(())
+    unsplit = unsplit_modules(request.planned_step) if format else {}
+    patterns = tuple(dict.fromkeys([*request.whole, *unsplit]))
+    modules = matched_modules(graph, patterns)
+    if not format:
+        return _Kept(patterns, units_of(graph, modules))
+    rules = rules_for(format, graph, machine, modules)
+    for pattern, device in request.pins:
+        if not rules.devices[machine.device_index(device)]:
+            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
+    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
+    kinds = [device.kind for device in machine.devices]
+    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
+    may_run[rules.main] = np.arange(len(kinds)) == first
+    notes = tuple(
+        f"kept whole: {pattern}, as the model says not to split {name}"
+        for pattern, name in unsplit.items()
+    )
+    return _Kept(patterns, rules.units, may_run, rules.chain, notes)
+
+
+def _budget_of(request: PlanRequest) -> Budget:
+    """The budget of the search, with the gap at which it may stop."""
+    budget = parse_budget(str(request.budget))
+    budget.gap = max(budget.gap, request.gap)
+    return budget
+
+
+def _proven_bound(
+    request: PlanRequest, problem: PlacementProblem, budget: Budget, progress: TellProgress
+) -> LowerBound:
+    """A lower bound of every plan that pins and caps permit. The search knows it, too."""
+    progress("proving a bound", 0.0, None)
+    graph, machine, costs = problem.graph, problem.machine, problem.costs
+    bound = bound_of(graph, machine, costs, problem.objective, request.pins, request.caps)
+    budget.prove(bound.seconds, bound.proof)
+    return bound
+
+
+def _method_of(request: PlanRequest) -> Placer | None:
+    """The method that runs in place of the placer's own function: the one that is given, or the
+    placer with a policy file or updates; None: its own."""
+    if request.method is not None or (request.policy is None and not request.finetune):
+        return request.method
+    path = None if request.policy is None else Path(request.policy)
+    make = imported(PLACERS[request.placer].with_policy)
+    placer: Placer = make(path, request.finetune)
+    return placer
+
+
+def _of_search(progress: TellProgress) -> Callable[[float, float], None]:
+    """What the search calls as it goes on."""
+    return lambda done, best: progress("planning", done, best if best < np.inf else None)
+
+
+def _stronger(bound: LowerBound, outcome: PlacerOutcome, step: Step) -> LowerBound:
+    """The search's bound if it is better and the step is an instance: only its groups never part,
+    so only there a bound for whole groups holds for every plan."""
+    if isinstance(step, Instance) and outcome.bound is not None:
+        return max(bound, outcome.bound, key=lambda one: one.seconds)
+    return bound
+
+
+def _signed(
+    found: Plan,
+    request: PlanRequest,
+    kept: "_Kept",
+    notes: Notes,
+    outcome: PlacerOutcome,
+    began: float,
+) -> Plan:
+    """The plan with what its file says of the request."""
+    return replace(
+        found,
+        source=source_of(request.planned_step, request.model),
+        pins=tuple(request.pins),
+        caps=tuple(request.caps),
+        whole=kept.patterns,
+        made_for=request.format,
+        min_gain=request.resolved_gain,
+        planning_seconds=time.perf_counter() - began,
+        notes=notes.texts + kept.notes + outcome.notes,
+    )
+
+
+def _with_copies(found: Plan, request: PlanRequest, kept: "_Kept") -> Plan:
+    """The plan with copies of shared computations, if they help and its format can say so."""
+    step = request.planned_step
+    if request.format or isinstance(step, Instance):
+        return found
+    fixed = fixed_ops(graph_of(step), found.machine, request.pins, kept.units)
+    return with_copies(found, step, fixed)
+
+
+def fixed_ops(
+    graph: Graph, machine: Machine, pins: Sequence[tuple[str, str]], units: Units | None
+) -> NDArray[np.bool_]:
+    """[ops] True for ops that pins or units hold to a place of their own."""
+    free = permitted(graph, machine, ()).sum(axis=1)
+    held = permitted(graph, machine, pins).sum(axis=1) < free
+    return np.asarray(held if units is None else held | (units.of_op >= 0))
+
+
+def _beside_others(
+    found: Plan, request: PlanRequest, theirs: Mapping[str, Plan | GivenMap], costs: Costs
+) -> Plan:
+    """The plan with other placements among its baselines: those that are given, and, for a device
+    map, the one that accelerate makes."""
+    if not theirs and request.place is None and request.format != "device-map":
+        return found
+    step = request.planned_step
+    pricing = Pricing(graph_of(step), found.machine, costs, found.objective, tuple(request.caps))
+    rows = _others(step, pricing, theirs)
+    return replace(found, baselines={**found.baselines, **rows})
+
+
+def _or_all_cores(found: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
+    """`found` with `here`, all cores as one device, among its baselines, None if that cannot be; or
+    the plan for it, if `auto` chose and it is faster. `found` itself if it has no cores to compare
+    with: it is not on a text here/n, or pins or caps name its devices."""
+    named = request.pins or request.caps or found.interrupted
+    here = isinstance(request.machine, str) and names_here(request.machine)
+    if named or not here or len(found.machine.devices) == 1:
+        return found
+    step = request.planned_step
+    try:
+        all_cores = find_plan(
+            PlanRequest(
+                step,
+                HERE,
+                placer="single",
+                objective=found.objective,
+                contiguous=found.contiguous,
+                seed=found.seed,
+                whole=request.whole,
+                format=found.made_for,
+                model=found.source.model,
+            ),
+            progress,
+        )
+    except (InfeasibleError, CostError):  # it does not fit, or a saved graph was never measured so
+        return replace(found, baselines={**found.baselines, HERE: None})
+    chosen = replace(
+        found,
+        baselines={**found.baselines, HERE: all_cores.value},
+        interrupted=all_cores.interrupted,
+    )
+    several = sum(map(bool, found.orders or ())) > 1
+    worth = all_cores.value * (1 - found.min_gain) if several else all_cores.value
+    if request.placer != "auto" or found.value <= worth:
+        return chosen
+    # The weaker bound holds on both machines.
+    weaker = min((found, all_cores), key=lambda one: one.lower_bound)
+    return replace(
+        all_cores,
+        placer=HERE,
+        baselines=chosen.baselines,
+        found_seconds=found.found_seconds,
+        planning_seconds=found.planning_seconds,
+        lower_bound=weaker.lower_bound,
+        bound_proof=weaker.bound_proof,
+    )
+
+
+# --- Prices of other placements ---
+#
+# A device map, or another plan, is priced as one of our own placements:
 #
 #     {"model.embed": 0, "model.layers.0": 0, "model.layers.1": "cpu", "lm_head": 1}
 #
-# accelerate computes modules that a map has on "cpu" on an accelerator and copies their weights
-# there
-# at every forward, before the module runs. So such a map has two prices: where the map says, and as
-# accelerate runs it.
+# If a map has a module on "cpu", accelerate copies its weights to an accelerator at every forward
+# pass and computes there. So such a map has two prices: computed where the map says, and computed
+# as accelerate runs it.
 
-
-GivenMap = Mapping[str, int | str]
-"""Module or parameter path -> device; a `DeviceMap` says the main device as well."""
+ACCELERATE = "accelerate auto"
+"""Baseline row of the device map that accelerate makes by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,288 +654,6 @@ def accelerates_own(
     return found
 
 
-MIN_GAIN = 0.02
-"""Share by which a plan on more devices must be better, where nobody says."""
-ACCELERATE = "accelerate auto"
-"""Row of the device map that accelerate makes by itself."""
-WITH_POLICY = ("gdp", "gdp+search")
-
-
-def plan(  # noqa: PLR0913  all but two are keyword-only
-    step: Step,
-    machine: str | Machine = "",
-    *,
-    placer: str = "auto",
-    objective: str = "",
-    contiguous: bool = False,
-    budget: str | float = "10s",
-    gap: float = 0.0,
-    seed: int = 0,
-    pins: Sequence[tuple[str, str]] = (),
-    caps: Sequence[tuple[str, int]] = (),
-    policy: str | Path | None = None,
-    finetune: int = 0,
-    per_op: bool = False,
-    whole: Sequence[str] = (),
-    format: str = "",
-    min_gain: float | None = None,
-    place: Mapping[str, int | str] | str | Path | None = None,
-    method: Placer | None = None,
-    model: str = "",
-    progress: TellProgress = silent,
-) -> Plan:
-    """Find how to run `step` fastest on `machine`.
-
-    machine     a `Machine`, or its text: "here", "here/1", "here/2", "box.toml", "4 x k80 +
-                haswell"; by default an instance's own, and else "here", of whose cores an op uses
-                as many as are measured to be best for this step
-    objective   "step", "load" or "latency" (of instances); by default an instance's is "load",
-                and else it is "step"
-    contiguous  only plans whose devices can be ordered so that no forward edge goes back; for
-                "load"
-    budget      seconds (10 or "10s") or evaluations ("5000e"), for the search alone
-    gap         a plan proven to be within this of the best is good enough: .02 is 2 %
-    pins        (pattern of op or module names, device name)
-    caps        (device name, bytes) it may use
-    policy      file of a policy for `gdp` and `gdp+search`; by default the one that is shipped
-    finetune    updates of that policy on this graph before it counts; 0: zero-shot
-    per_op      for those two: every op is placed by itself, but for what must stay together
-    whole       patterns of modules, each of which is placed as one, with what is within
-    format      "device-map" or "split-points": only plans that can be exported as that. What the
-                model says not to split (`_no_split_modules` of transformers) is then whole as well
-    min_gain    of `auto`: a plan on more devices must be better by this share than one on fewer; by
-                default 2 %, and 0 for a published instance
-    place       somebody else's placement, priced among the baselines: a device map, or a file that
-                holds one or a plan. So is the map that accelerate makes by itself, with `place` or
-                for a device map, where accelerate is installed
-    method      what runs under the name `placer`, in place of our own
-    model       of a graph or an instance from a file: that file's name, which the plan keeps
-
-    Without pins and caps a plan on the text here/n has `here`, all cores as one device, among its
-    baselines; where that is faster than what `auto` found, it is the plan that is returned, whose
-    machine is `here`. A machine with cores that was described otherwise keeps its rates.
-
-    From the start of the search on, a first Ctrl-C ends it with the best plan so far,
-    `interrupted`. Raises `InvalidError`, or `InfeasibleError` when nothing fits.
-    """
-    began = time.perf_counter()
-    objective = objective or default_objective(step)
-    check_request(
-        machine,
-        placer=placer,
-        objective=objective,
-        budget=budget,
-        gap=gap,
-        seed=seed,
-        contiguous=contiguous,
-        devices=[name for _, name in pins] + [name for name, _ in caps],
-        step=step,
-        whole=whole,
-        format=format,
-    )
-    gain = smallest_gain(step, min_gain)
-    theirs = read_place(place) if isinstance(place, (str, Path)) else place
-    if method is None:
-        check_policy(placer, policy, finetune, per_op)
-    notes = Notes()
-    for note in step.notes if isinstance(step, Captured) else ():
-        notes.say(note)
-    graph, where = graph_of(step), machine_of(step, machine, progress, notes)
-    permitted(graph, where, pins)  # a wrong pin is reported before the costs are measured
-    kept = _kept(step, where, whole, format, pins)
-    costs = costs_of(step, where, progress, notes)
-    progress("grouping ops", 0.0, None)
-    simulator = simulator_of(graph, where, costs, objective, caps)
-    problem = make_problem(
-        graph,
-        where,
-        costs,
-        lambda placements: simulator.evaluate(placements, objective),
-        groups=groups_of(step, kept.units, per_op=per_op or bool(format)),
-        objective=objective,
-        pins=pins,
-        caps=caps,
-        seed=seed,
-        contiguous=contiguous,
-        trace=simulator.timeline,
-        ranked=simulator.ranked,
-        may_run=kept.may_run,
-        chain=kept.chain,
-    )
-    limit = _limit(budget, gap)
-    found: Plan | None = None
-    try:
-        with keeping_interrupts(limit):
-            progress("proving a bound", 0.0, None)
-            bound = bound_of(graph, where, costs, objective, pins, caps)
-            progress("preparing the search (compiled once a machine)", 0.0, None)
-            limit.prove(bound.seconds, bound.proof)
-            method = method or _with_policy(placer, policy, finetune)
-            outcome = run_placer(problem, placer, limit, _of_search(progress), method, gain)
-            if isinstance(step, Instance) and outcome.bound is not None:  # its groups must not part
-                bound = max(bound, outcome.bound, key=lambda one: one.seconds)
-            found = replace(
-                to_plan(problem, outcome, simulator, bound),
-                source=source_of(step, model),
-                pins=tuple(pins),
-                caps=tuple(caps),
-                whole=kept.patterns,
-                made_for=format,
-                min_gain=gain,
-                planning_seconds=time.perf_counter() - began,
-                notes=notes.texts + kept.notes + outcome.notes,
-            )
-        if not (format or isinstance(step, Instance)):
-            found = with_copies(found, step, fixed_ops(graph, where, pins, kept.units))
-        if theirs is not None or format == "device-map":
-            pricing = Pricing(graph, where, costs, objective, tuple(caps))
-            name = Path(place).name if isinstance(place, (str, Path)) else "given map"
-            rows = _others(step, pricing, {} if theirs is None else {name: theirs})
-            found = replace(found, baselines={**found.baselines, **rows})
-        found = replace(found, interrupted=limit.interrupted)
-        free = not (pins or caps or found.interrupted) and len(where.devices) > 1
-        if free and isinstance(machine, str) and names_here(machine):
-            found = _or_all_cores(step, found, placer, whole, progress)
-    except KeyboardInterrupt:
-        if found is None:
-            raise
-        found = replace(found, interrupted=True)
-    return found
-
-
-def check_request(  # noqa: PLR0913  keyword-only but one
-    machine: str | Machine = "",
-    *,
-    placer: str,
-    objective: str,
-    budget: str | float,
-    seed: int,
-    gap: float = 0.0,
-    contiguous: bool = False,
-    devices: Sequence[str] = (),
-    step: Step | None = None,
-    whole: Sequence[str] = (),
-    format: str = "",
-) -> None:
-    """Raise the `InvalidError` of `plan` that can be known before the long work.
-
-    objective   "" where the step's default is meant
-    devices     those that pins and caps name
-    step        where it is known already, as what a file holds
-    """
-    for option, text, known in (("placer", placer, PLACERS), ("objective", objective, OBJECTIVES)):
-        if text not in known and (text or option == "placer"):
-            raise UsageError(option, f"{text!r} is not one of {', '.join(known)}")
-    parse_budget(str(budget))
-    check_seed(seed)
-    if not gap >= 0:
-        raise UsageError("gap", f"is {gap}; use a share from 0 on: .02 is 2 %")
-    _check_objective(step, objective, contiguous)
-    check_format(format)
-    if isinstance(step, Instance) and (whole or format):
-        raise UsageError("whole" if whole else "for", "an instance has no modules; leave it out")
-    if isinstance(step, Instance):
-        where = machine_of(step, machine)
-    else:
-        where = parse_machine(machine or HERE) if isinstance(machine, str) else machine
-    if where.local:
-        check_local(where)
-    for name in devices:
-        where.device_index(name)
-
-
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """What must stay together, and where.
-
-    patterns   of the modules kept whole, the user's and the model's own
-    units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
-    notes      what to tell the user of it
-    """
-
-    patterns: tuple[str, ...]
-    units: Units | None = None
-    may_run: NDArray[np.bool_] | None = None
-    chain: NDArray[np.int32] | None = None
-    notes: tuple[str, ...] = ()
-
-
-def _kept(
-    step: Step,
-    machine: Machine,
-    whole: Sequence[str],
-    format: str,
-    pins: Sequence[tuple[str, str]],
-) -> _Kept:
-    """What `whole` and `format` ask for. Raises `UsageError` and `ExportError`."""
-    if not (whole or format):
-        return _Kept(())
-    graph = graph_of(step)
-    unsplit = unsplit_modules(step) if format else {}
-    patterns = tuple(dict.fromkeys([*whole, *unsplit]))
-    modules = matched_modules(graph, patterns)
-    if not format:
-        return _Kept(patterns, units_of(graph, modules))
-    rules = rules_for(format, graph, machine, modules)
-    for pattern, device in pins:
-        if not rules.devices[machine.device_index(device)]:
-            raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
-    may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
-    kinds = [device.kind for device in machine.devices]
-    first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
-    may_run[rules.main] = np.arange(len(kinds)) == first
-    notes = tuple(
-        f"kept whole: {pattern}, as the model says not to split {name}"
-        for pattern, name in unsplit.items()
-    )
-    return _Kept(patterns, rules.units, may_run, rules.chain, notes)
-
-
-def check_policy(placer: str, policy: str | Path | None, finetune: int, per_op: bool) -> None:
-    """Raise `UsageError` for what only placers with a policy take, and `PolicyFileError` for a
-    file that is none."""
-    if finetune < 0:
-        raise UsageError("finetune", f"is {finetune}; use a number of updates, or 0 for none")
-    given = {"policy": policy is not None, "finetune": finetune > 0, "per_op": per_op}
-    for option in (name for name, there in given.items() if there):
-        if placer not in WITH_POLICY:
-            raise UsageError(option, f"is for {' and '.join(WITH_POLICY)}, not for {placer}")
-    if placer in WITH_POLICY:
-        from dovetail.placers.learned.files import load_policy, shipped
-
-        load_policy(shipped() if policy is None else policy, "gdp")
-
-
-def _with_policy(placer: str, policy: str | Path | None, finetune: int) -> Placer | None:
-    """The method where it is given a policy or updates; None: the one of that name."""
-    path = None if policy is None else Path(policy)
-    if path is None and not finetune:
-        return None
-    if placer == "gdp":
-        from dovetail.placers.learned.placing import make_gdp
-
-        return make_gdp(path, finetune)
-    from dovetail.placers.learned.placing import make_gdp_search
-
-    return make_gdp_search(path, finetune)
-
-
-def _check_objective(step: Step | None, objective: str, contiguous: bool) -> None:
-    is_instance = isinstance(step, Instance)
-    if objective == "latency" and not is_instance:
-        raise UsageError(
-            "objective",
-            "latency is defined for published instances alone, whose accelerators run their part "
-            "in one call; for a network use step, the seconds of one step",
-        )
-    if contiguous and (objective or ("load" if is_instance else "step")) != "load":
-        raise UsageError(
-            "contiguous",
-            "is for objective load; a step has no stages, and for the latency an "
-            "accelerator runs its part in one call in any case",
-        )
-
-
 def _others(
     step: Step, pricing: Pricing, places: Mapping[str, Plan | Mapping[str, int | str]]
 ) -> dict[str, float | None]:
@@ -627,110 +670,3 @@ def _others(
     if streamed or "disk" in own.values():
         return rows | {ACCELERATE: None}
     return rows | priced(ACCELERATE, own, step, pricing)
-
-
-def fixed_ops(
-    graph: Graph, machine: Machine, pins: Sequence[tuple[str, str]], units: Units | None
-) -> NDArray[np.bool_]:
-    """[ops] True for what pins or units hold to a place of its own."""
-    free = permitted(graph, machine, ()).sum(axis=1)
-    held = permitted(graph, machine, pins).sum(axis=1) < free
-    return np.asarray(held if units is None else held | (units.of_op >= 0))
-
-
-def simulator_of(
-    graph: Graph, machine: Machine, costs: Costs, objective: str, caps: Sequence[tuple[str, int]]
-) -> Simulator:
-    capacities = capacities_of(machine, dict(caps))
-    return Simulator(graph, machine, costs, capacities=capacities, ranked=objective == "step")
-
-
-def _of_search(progress: TellProgress) -> Callable[[float, float], None]:
-    return lambda done, best: progress("planning", done, best if best < np.inf else None)
-
-
-def smallest_gain(step: Step, given: float | None) -> float:
-    """The share that is meant. Raises `UsageError` for one that is none."""
-    if given is None:
-        return 0.0 if isinstance(step, Instance) else MIN_GAIN
-    if not 0 <= given < 1:
-        raise UsageError("min_gain", f"is {given}; use a share from 0 to below 1: .02 is 2 %")
-    return given
-
-
-def _limit(budget: str | float, gap: float) -> Budget:
-    limit = parse_budget(str(budget))
-    limit.gap = max(limit.gap, gap)
-    return limit
-
-
-def to_plan(
-    problem: PlacementProblem, outcome: PlacerOutcome, simulator: Simulator, bound: LowerBound
-) -> Plan:
-    """The plan but for what the problem does not know: where its graph came from, pins and caps."""
-    graph, machine, costs = problem.graph, problem.machine, problem.costs
-    timeline = simulator.timeline(outcome.placement)
-    return Plan(
-        source=Source("", "", (), ""),
-        graph_fingerprint=graph.fingerprint,
-        machine=machine,
-        placement=normalise(outcome.placement, graph, machine),
-        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
-        compute_seconds=costs.compute_seconds,
-        costs_source=costs.source,
-        placer=outcome.placer,
-        seed=problem.seed,
-        objective=problem.objective,
-        value=outcome.value,
-        lower_bound=bound.seconds,
-        bound_proof=bound.proof,
-        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        groups=problem.groups.count,
-        planning_seconds=outcome.seconds,
-        baselines=outcome.baselines,
-        found_seconds=outcome.found_seconds,
-        contiguous=problem.contiguous,
-        sent_bytes=costs.sent_bytes,
-        graph=graph,
-    )
-
-
-def _or_all_cores(
-    step: Step, found: Plan, placer: str, whole: Sequence[str], progress: TellProgress
-) -> Plan:
-    """`found` with `here`, all cores as one device, among its baselines, None where that cannot
-    be; or, where `auto` chose and it is faster, the plan for it."""
-    try:
-        all_cores = plan(
-            step,
-            HERE,
-            placer="single",
-            objective=found.objective,
-            contiguous=found.contiguous,
-            seed=found.seed,
-            whole=whole,
-            format=found.made_for,
-            model=found.source.model,
-            progress=progress,
-        )
-    except (InfeasibleError, CostError):  # it does not fit, or a saved graph was never measured so
-        return replace(found, baselines={**found.baselines, HERE: None})
-    chosen = replace(
-        found,
-        baselines={**found.baselines, HERE: all_cores.value},
-        interrupted=all_cores.interrupted,
-    )
-    several = sum(map(bool, found.orders or ())) > 1
-    worth = all_cores.value * (1 - found.min_gain) if several else all_cores.value
-    if placer != "auto" or found.value <= worth:
-        return chosen
-    weaker = min((found, all_cores), key=lambda one: one.lower_bound)  # it holds on both machines
-    return replace(
-        all_cores,
-        placer=HERE,
-        baselines=chosen.baselines,
-        found_seconds=found.found_seconds,
-        planning_seconds=found.planning_seconds,
-        lower_bound=weaker.lower_bound,
-        bound_proof=weaker.bound_proof,
-    )

@@ -6,12 +6,11 @@ step ──► kernels ──► stage costs ──► schedules ──► check
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from dovetail.costs import CostCache
@@ -31,8 +30,11 @@ from dovetail.graph import Graph
 from dovetail.graph.kernels import CONVOLUTION, FOLDED, Kernels, fuse, written_sources
 from dovetail.machine import Device, parse_machine
 from dovetail.machine.local import local_machine
+from dovetail.methods import SCHEDULERS
+from dovetail.pipeline.requests import CPU, ScheduleRequest, is_cuda, runs_here, with_fields_of
 from dovetail.pipeline.sources import TellProgress, resolve_model, silent
 from dovetail.runtime.timers import clock
+from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import replayed
 from dovetail.schedulers.records import OpSet, groups_of, members
@@ -46,10 +48,8 @@ from dovetail.schedulers.results import (
     SearchEffort,
     Specialisation,
 )
-from dovetail.schedulers.scheduling import SCHEDULERS, SchedulerResult
+from dovetail.schedulers.scheduling import SchedulerResult
 
-CPU = "cpu"
-ROUNDS = 15
 RANDOM = "random"
 """In place of a scheduler's name."""
 _ROUND_OFF = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -89,7 +89,7 @@ def target_of(
         inputs, _ = example_values(step, seed)
         here = local_machine().devices[0]
         return cpu_target(step, kernels, prepared, inputs, here, known, told)
-    if _is_cuda(device):
+    if is_cuda(device):
         inputs, _ = example_values(step, seed)
         return cuda_target(step, kernels, prepared, inputs, device, known, told)
     return analytic_target(step, kernels, prepared, _one_device(device))
@@ -113,46 +113,33 @@ def _one_device(text: str) -> Device:
     return devices[0]
 
 
-def runs_here(device: str) -> bool:
-    """Is it measured, and not predicted?"""
-    return device == CPU or _is_cuda(device)
-
-
-def _is_cuda(device: str) -> bool:
-    return device.split(":")[0] == "cuda"
-
-
+@with_fields_of(ScheduleRequest, skip=("model", "devices", "batches", "sampled"))
 def schedule(
     step: Captured,
     device: str = CPU,
-    schedulers: Sequence[str] = (),
     *,
-    seed: int = 0,
-    rounds: int = ROUNDS,
     cache: CostCache | None = None,
     progress: TellProgress = silent,
+    **options: Any,
 ) -> tuple[Scheduled, Step | None]:
     """Find the fastest stages of an inference step on one device.
 
-    schedulers   names of `SCHEDULERS`; by default all
-    rounds       in which all schedules are measured, one after another
+    options   fields of `ScheduleRequest`: schedulers, rounds, seed
 
-    Returns what was found, and the chosen schedule at work: step(*inputs) -> outputs; None where
-    the device is not here. Where it is, a schedule is chosen only if it was measured to be faster
-    than sequential.
+    Returns what was found, and the chosen schedule at work: step(*inputs) -> outputs; None if the
+    device is not here. If it is, a schedule is chosen only if it was measured to be faster than
+    sequential.
     """
-    check_schedulers(schedulers)
-    if rounds < 1:
-        raise UsageError("rounds", "there must be 1 or more")
-    target = target_of(step, device, seed=seed, cache=cache, progress=progress)
-    return find(target, schedulers, rounds=rounds, progress=progress)
+    request = ScheduleRequest(step, (device,), **options)
+    target = target_of(step, device, seed=request.seed, cache=cache, progress=progress)
+    return find(target, request.schedulers, rounds=request.rounds, progress=progress)
 
 
 def find(
     target: ScheduleTarget,
     schedulers: Sequence[str] = (),
     *,
-    rounds: int = ROUNDS,
+    rounds: int = ScheduleRequest.rounds,
     progress: TellProgress = silent,
 ) -> tuple[Scheduled, Step | None]:
     """`schedule` on a target."""
@@ -192,13 +179,6 @@ def _scheduled(
         chosen,
         peak_bytes=target.peak_bytes(candidates[chosen]),
     )
-
-
-def check_schedulers(names: Sequence[str]) -> None:
-    """Raise `UsageError` for a name that is no scheduler's."""
-    for name in names:
-        if name not in SCHEDULERS:
-            raise UsageError("scheduler", f"{name!r} is not one of {', '.join(SCHEDULERS)}")
 
 
 def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
@@ -344,66 +324,54 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
     return tuple(found)
 
 
-# Schedules of a network over batch sizes and devices: each found on its own, then each run where
-# it was not made for.
-
+# --- Several batch sizes and devices ---
+#
+# Schedules are found for each of them, then run at sizes and on devices they were not made for.
 
 _ZOO = "zoo:"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What is looked for.
-
-    schedulers   names of `SCHEDULERS`; () for all
-    batches      of a network of the zoo; () for the one that MODEL says
-    rounds       in which all schedules are measured, one after another
-    sampled      random schedules whose predicted and measured seconds are compared
-    """
-
-    schedulers: tuple[str, ...] = ()
-    batches: tuple[int, ...] = ()
-    rounds: int = ROUNDS
-    sampled: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_schedulers(self.schedulers)
-        if any(batch < 1 for batch in self.batches):
-            raise UsageError("batch", "batch sizes are 1 or more")
-        if self.rounds < 1:
-            raise UsageError("rounds", "there must be 1 or more")
+def find_schedules(
+    request: ScheduleRequest, *, cache: CostCache | None = None, progress: TellProgress = silent
+) -> list[Schedules]:
+    """The fastest stages of a network: for each device, at each batch size."""
+    steps = [_step(request.model, batch, progress) for batch in request.batches or (0,)]
+    found, targets = [], []
+    for device in request.devices:
+        of_device = [
+            target_of(step, device, seed=request.seed, cache=cache, progress=progress)
+            for step in steps
+        ]
+        results = [_found(target, request, progress) for target in of_device]
+        targets.append(of_device)
+        matrix = _over_batches(of_device, results, request.rounds)
+        first = of_device[0]
+        found.append(
+            Schedules(_name(request), first.device, first.source, tuple(results), tuple(matrix))
+        )
+    across = _over_devices(targets, found)
+    return [replace(one, specialisations=(*one.specialisations, *across)) for one in found]
 
 
+@with_fields_of(ScheduleRequest)
 def schedules(
-    model: str,
+    model: str | Captured,
     devices: Sequence[str] = (CPU,),
-    wanted: Wanted | None = None,
     *,
     cache: CostCache | None = None,
     progress: TellProgress = silent,
+    **options: Any,
 ) -> list[Schedules]:
-    """Find the fastest stages of the network that MODEL names: per device, at each batch size.
+    """`find_schedules`, of a request with these fields of `ScheduleRequest`."""
+    return find_schedules(
+        ScheduleRequest(model, devices, **options), cache=cache, progress=progress
+    )
 
-    devices   "cpu": this machine's cores; "cuda:0"; or presets such as "v100", by analytic costs
-    """
-    wanted = wanted or Wanted()
-    if wanted.sampled and not any(map(runs_here, devices)):
-        names = ", ".join(devices)
-        raise UsageError("sampled", f"random schedules are measured, which {names} cannot be")
-    steps = [_step(with_batch(model, batch), progress) for batch in wanted.batches or (0,)]
-    found, targets = [], []
-    for device in devices:
-        own = [
-            target_of(step, device, seed=wanted.seed, cache=cache, progress=progress)
-            for step in steps
-        ]
-        results = [_found(target, wanted, progress) for target in own]
-        targets.append(own)
-        matrix = _over_batches(own, results, wanted.rounds)
-        found.append(Schedules(model, own[0].device, own[0].source, tuple(results), tuple(matrix)))
-    across = _over_devices(targets, found)
-    return [replace(one, specialisations=(*one.specialisations, *across)) for one in found]
+
+def _name(request: ScheduleRequest) -> str:
+    """The MODEL text, as results show it."""
+    model = request.model
+    return model if isinstance(model, str) else model.source.model
 
 
 def with_batch(model: str, batch: int) -> str:
@@ -417,9 +385,15 @@ def with_batch(model: str, batch: int) -> str:
     return f"{name}?{'&'.join([*kept, f'batch={batch}'])}"
 
 
-def _step(model: str, progress: TellProgress) -> Captured:
-    progress(f"capturing {model}", 0.0, None)
-    step = resolve_model(model)
+def _step(model: str | Captured, batch: int, progress: TellProgress) -> Captured:
+    """The step that MODEL names, at a batch size; 0: as it is."""
+    if isinstance(model, Captured):
+        if batch:
+            raise UsageError("batch", "a captured step has its batch; name a network of the zoo")
+        return model
+    text = with_batch(model, batch)
+    progress(f"capturing {text}", 0.0, None)
+    step = resolve_model(text)
     if not isinstance(step, Captured):
         raise UsageError(
             "MODEL", "stages are of a network that is captured: zoo:NAME or package.module:function"
@@ -427,11 +401,11 @@ def _step(model: str, progress: TellProgress) -> Captured:
     return step
 
 
-def _found(target: ScheduleTarget, wanted: Wanted, progress: TellProgress) -> Scheduled:
-    found, step = find(target, wanted.schedulers, rounds=wanted.rounds, progress=progress)
-    if wanted.sampled and step is not None:
-        rng = random.Random(wanted.seed)
-        drawn = sample(target, wanted.sampled, rng, wanted.rounds, progress)
+def _found(target: ScheduleTarget, request: ScheduleRequest, progress: TellProgress) -> Scheduled:
+    found, step = find(target, request.schedulers, rounds=request.rounds, progress=progress)
+    if request.sampled and step is not None:
+        rng = random.Random(request.seed)
+        drawn = sample(target, request.sampled, rng, request.rounds, progress)
         found = replace(found, sampled=tuple(drawn))
     return found
 

@@ -37,6 +37,7 @@ from dovetail.graph.replicate import towers_of
 from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
+from dovetail.pipeline.requests import HERE
 from dovetail.plans import Plan, Source, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.neighbours import Neighbours, disturbs
@@ -220,7 +221,6 @@ def with_threads(machine: Machine, threads: int) -> Machine:
     return replace(machine, devices=devices)
 
 
-HERE = "here"
 Step = Captured | Graph | Instance
 """What can be planned. Only what was captured can run."""
 TellProgress = Callable[[str, float, float | None], None]
@@ -334,11 +334,6 @@ def unsplit_modules(step: Step) -> dict[str, str]:
 
 def _same_depth(path: str, glob: str) -> bool:
     return path.count(".") == glob.count(".") and fnmatchcase(path, glob)
-
-
-def default_objective(step: Step) -> str:
-    """What is planned for where nobody says: an instance for throughput, the rest for one step."""
-    return "load" if isinstance(step, Instance) else "step"
 
 
 def machine_of(

@@ -12,7 +12,8 @@ from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.frontends import Captured, duplicated
 from dovetail.graph import Graph
 from dovetail.instances import instance_to_dict
-from dovetail.pipeline.opening import check_machine, check_seed, costs_in, planned, timeline_of
+from dovetail.pipeline.opening import check_machine, costs_in, planned, timeline_of
+from dovetail.pipeline.requests import check_seed
 from dovetail.pipeline.sources import Step, graph_of
 from dovetail.plans import Plan, check
 from dovetail.reports import Report, chrome_trace, device_colours, write_html

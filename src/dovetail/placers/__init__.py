@@ -1,8 +1,9 @@
-"""Placers: which device runs each op. One file per method."""
+"""Placers: which device runs each op. One file per method, and `methods.PLACERS` lists them."""
 
+from dovetail.methods import PLACERS
 from dovetail.placers.baselines import BASELINES, Placer
 from dovetail.placers.budget import Budget, Score, keeping_interrupts, parse_budget
-from dovetail.placers.placing import PLACERS, PlacerOutcome, place
+from dovetail.placers.placing import PlacerOutcome, place
 from dovetail.placers.problem import GroupPlacement, PlacementProblem, make_problem, permitted
 
 __all__ = [
@@ -20,3 +21,9 @@ __all__ = [
     "permitted",
     "place",
 ]
+
+# What `auto` runs is imported here, so that no search with a budget of seconds pays for it. The
+# learned methods, and torch with them, are imported by who uses them.
+for _method in PLACERS.values():
+    if _method.role:
+        _method.load()

@@ -25,69 +25,31 @@ so that a seed and a budget of evaluations give one plan.
 
 from dataclasses import dataclass
 
-from dovetail.errors import InvalidError
-from dovetail.placers.baselines import Placer, attempt, try_baselines
+from dovetail.methods import PLACERS, Method
+from dovetail.placers.baselines import attempt, try_baselines
 from dovetail.placers.budget import Budget
-from dovetail.placers.exact import exact
 from dovetail.placers.exhaustive import can_enumerate, exhaustive
-from dovetail.placers.families import families
-from dovetail.placers.heft import heft
-from dovetail.placers.ideal_dp import ideal_dp
-from dovetail.placers.latency_search import latency_search
-from dovetail.placers.linear_dp import linear_dp
-from dovetail.placers.local_search import local_search
-from dovetail.placers.m_topo import m_topo
-from dovetail.placers.metis import metis
-from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
-from dovetail.placers.scotch import mincut, scotch
-from dovetail.placers.sct import sct
 
 CONSTRUCTIVE_SHARE = 0.4
+"""Of the budget: no constructive method begins once so much of it is spent."""
 FIRST_SLICE = 1 / 24
-"""Of what is left when the improving methods begin; slices double from there."""
-SETTING_UP = {"exact": 4, "multilevel": 2}
-"""How many times longer the first slice of a method is that first builds a model."""
+"""Of what is left when the improving methods begin; slices double from there. A method that builds
+a model first begins with `Method.slices` times as much."""
 LARGE_OPS, LARGE_SHARE = 20_000, 0.85
-"""Of a graph: beyond it `multilevel` begins with that share of what the constructive methods leave,
-since simulating merged graphs is what makes moves cheap there; and `sct`, whose linear programme
-takes seconds by then, is left out."""
+"""On a graph of more ops, `multilevel` begins with that share of what the constructive methods
+leave, since simulating merged graphs is what makes moves cheap there. Methods that are not `large`
+are left out: the linear programme of `sct` takes seconds by then."""
 MOST_EXACT_GROUPS = 64
-"""With a choice: beyond it `exact` proves and finds nothing on a step in time."""
+"""With more groups that have a choice, `exact` proves and finds nothing on a step in time."""
 FLOOR = 0.15
 """Share that even a method without gains keeps, before shares are made to sum to 1."""
-
-CONSTRUCTIVE: dict[str, dict[str, Placer]] = {
-    "step": {
-        "m_topo": m_topo,
-        "heft": heft,
-        "linear_dp": linear_dp,
-        "metis": metis,
-        "families": families,
-        "scotch": scotch,
-        "mincut": mincut,
-        "sct": sct,
-    },
-    "load": {
-        "linear_dp": linear_dp,
-        "ideal_dp": ideal_dp,
-        "m_topo": m_topo,
-        "metis": metis,
-        "scotch": scotch,
-    },
-    "latency": {"linear_dp": linear_dp, "m_topo": m_topo},
-}
 LEARNED = False
 """Whether the shipped policy proposes as well, after the constructive methods of a step."""
-IMPROVING: dict[str, dict[str, Placer]] = {
-    "step": {"multilevel": multilevel, "local_search": local_search, "exact": exact},
-    "load": {"local_search": local_search, "exact": exact},
-    "latency": {"latency_search": latency_search, "exact": exact},
-}
 
 
 def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best placement of all methods; ties: of the first one."""
+    """The best placement of all methods; of equally good ones that of the first method."""
     try_baselines(problem, budget)
     if can_enumerate(problem, budget):
         attempt("exhaustive", exhaustive, problem, budget)
@@ -97,40 +59,43 @@ def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     return min(budget.found.values(), key=lambda pair: pair[0])[1]
 
 
+def methods_of(role: str, objective: str) -> list[Method]:
+    """The methods of a role for an objective, in the order in which `auto` tries them."""
+    suited = [m for m in PLACERS.values() if m.role == role and objective in m.objectives]
+    return sorted(suited, key=lambda method: objective not in method.first_for)
+
+
 def _construct(problem: PlacementProblem, budget: Budget) -> None:
-    methods = CONSTRUCTIVE[problem.objective]
+    """Run each constructive method once, with a quarter of the share that is left for them."""
+    methods = methods_of("constructive", problem.objective)
     if LEARNED and problem.objective == "step":
-        methods = {**methods, "gdp": _zero_shot}
-    for name, method in methods.items():
-        if method is sct and _is_large(problem):
+        methods.append(PLACERS["gdp"])
+    for method in methods:
+        if _is_large(problem) and not method.large:
             continue
         left = CONSTRUCTIVE_SHARE - budget.fraction
         if left <= 0 or budget.closed or budget.exhausted:
             return
-        _attempt(name, method, problem, _part(budget, left / 4))
-
-
-def _zero_shot(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    from dovetail.placers.learned.placing import gdp  # imports torch
-
-    return gdp(problem, budget)
+        attempt(method.name, method.load(), problem, _part(budget, left / 4), may_refuse=True)
 
 
 def _improve(problem: PlacementProblem, budget: Budget) -> None:
-    arms = [_Arm(name, method) for name, method in IMPROVING[problem.objective].items()]
+    """Spend the rest of the budget on the improving methods, by what each has brought."""
+    arms = [_Arm(method) for method in methods_of("improving", problem.objective)]
     if problem.objective == "step" and len(problem.free) > MOST_EXACT_GROUPS:
-        arms = [arm for arm in arms if arm.method is not exact]
+        arms = [arm for arm in arms if arm.method.name != "exact"]
     first = (1 - budget.fraction) * FIRST_SLICE
     while arms and not (budget.exhausted or budget.closed):
         arm = _furthest_behind(arms)
         arm.slices += 1
-        share = first * SETTING_UP.get(arm.name, 1) * 2 ** (arm.slices - 1)
-        if arm.name == "multilevel" and _is_large(problem):
+        share = first * arm.method.slices * 2 ** (arm.slices - 1)
+        if arm.method.name == "multilevel" and _is_large(problem):
             share = LARGE_SHARE * (1 - budget.fraction)
         share = min(share, 1 - budget.fraction)
-        gap, began = _state(budget), budget.fraction
-        usable = _attempt(arm.name, arm.method, problem, _part(budget, share))
-        gain, spent = _gain(gap, _state(budget)), budget.fraction - began
+        before, began = _state(budget), budget.fraction
+        part, run = _part(budget, share), arm.method.load()
+        usable = attempt(arm.method.name, run, problem, part, may_refuse=True)
+        gain, spent = _gain(before, _state(budget)), budget.fraction - began
         arm.gains = arm.gains / 2 + gain
         arm.spent += max(spent, share / 8)
         if not usable or (gain == 0 and spent < share / 2 and not budget.exhausted):
@@ -145,20 +110,10 @@ def _is_large(problem: PlacementProblem) -> bool:
 class _Arm:
     """One improving method: what it was given and what it brought."""
 
-    name: str
-    method: Placer
+    method: Method
     slices: int = 0
     spent: float = 0.0
     gains: float = 0.0
-
-
-def _attempt(name: str, method: Placer, problem: PlacementProblem, budget: Budget) -> bool:
-    """Run it; False where it refuses this problem (a library is absent, a limit exceeded)."""
-    try:
-        attempt(name, method, problem, budget)
-    except InvalidError:
-        return False
-    return True
 
 
 def _furthest_behind(arms: list[_Arm]) -> _Arm:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.errors import InvalidError
+from dovetail.methods import PLACERS
 from dovetail.placers.budget import UNKNOWN, Budget, Score
-from dovetail.placers.etf import etf
-from dovetail.placers.expert import expert
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 # ── One device ──────────────────────────────────────────────────────────────────────────────────
@@ -132,11 +132,9 @@ def _spans(values: NDArray[np.float64], bounds: NDArray[np.int_]) -> NDArray[np.
 
 Placer = Callable[[PlacementProblem, Budget], GroupPlacement]
 BASELINES: dict[str, Placer] = {
-    "single": single,
-    "expert": expert,
-    "balanced": balanced,
-    "etf": etf,
+    name: method for name, method in PLACERS.items() if method.role == "baseline"
 }
+"""The methods of that role."""
 
 
 def try_baselines(problem: PlacementProblem, budget: Budget) -> None:
@@ -146,19 +144,33 @@ def try_baselines(problem: PlacementProblem, budget: Budget) -> None:
             attempt(name, method, problem, budget)
 
 
-def attempt(name: str, method: Placer, problem: PlacementProblem, budget: Budget) -> None:
+def attempt(
+    name: str,
+    method: Placer,
+    problem: PlacementProblem,
+    budget: Budget,
+    *,
+    may_refuse: bool = False,
+) -> bool:
     """Run a method and note its result in `budget.found`, unless a better one of that name stands
     there. A method that a Ctrl-C breaks is not noted.
 
-    Raises `KeyboardInterrupt` if no method has found anything by then.
+    Returns False where `may_refuse` and the method raises an `InvalidError`: a library is absent,
+    or the problem exceeds a limit. Raises `KeyboardInterrupt` if no method has found anything by
+    then.
     """
     try:
         placement = method(problem, budget)
         score = budget.score(problem, placement[None], always=True)[0]
     except KeyboardInterrupt:
         budget.interrupted = True
+    except InvalidError:
+        if not may_refuse:
+            raise
+        return False
     else:
         if score != UNKNOWN and (name not in budget.found or score < budget.found[name][0]):
             budget.note(name, score, placement)
     if not budget.found:
         raise KeyboardInterrupt
+    return True

@@ -1,4 +1,4 @@
-"""Every method by name, and one of them at work on a problem."""
+"""Runs one placement method on a problem, beside the baselines, and returns the outcome."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,44 +7,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import InfeasibleError, OutOfMemoryError, UsageError
+from dovetail.methods import PLACERS
 from dovetail.placers.auto import auto
 from dovetail.placers.baselines import BASELINES, Placer, attempt, single, try_baselines
 from dovetail.placers.budget import CLOSED_GAP, Budget, Score
 from dovetail.placers.chain import chain
-from dovetail.placers.exact import exact
-from dovetail.placers.families import families
-from dovetail.placers.heft import heft
-from dovetail.placers.ideal_dp import ideal_dp
-from dovetail.placers.latency_search import latency_search
-from dovetail.placers.linear_dp import linear_dp
 from dovetail.placers.local_search import local_search
-from dovetail.placers.m_topo import m_topo
-from dovetail.placers.metis import metis
-from dovetail.placers.multilevel import multilevel
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
-from dovetail.placers.scotch import mincut, scotch
-from dovetail.placers.sct import sct
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound
 
-# The plan with the fewest devices that plans with more do not beat by a smallest gain.
+# --- Fewer devices ---
+#
+# A plan on more devices must beat every plan on fewer devices by the smallest gain:
 #
 #     devices   1      2      3      4
-#     seconds   1.00   .80    .79    .78        smallest gain 2 %: the plan on 2 devices is
-# returned,
-#               kept ─► kept   └──────┴── less than 2 % below .80
+#     seconds   1.00   .80    .79    .78      smallest gain 2 %: the plan on 2 devices is returned
+#               kept ─► kept   └──────┴────── these gain less than 2 % over .80
 #
-# From the best plan on, the device with the least work is emptied onto the best other one, until
-# one device is left. Where such a plan comes near to the best, a local search on its devices alone
-# improves it. Plans with few devices that searches came upon count as well.
-
+# The search starts from the best plan. It moves everything off the device with the least work, to
+# the other device where that costs least, until one device is left. If such a plan is near the
+# best, a local search on its devices alone improves it. Plans on few devices that other searches
+# evaluated count as well.
 
 SEARCH_SHARE = 0.15
-"""Of the whole budget: kept for these searches where there is a smallest gain."""
+"""Share of the whole budget that is kept for these searches if there is a smallest gain."""
 NEAR = 1.25
-"""Times the best value: an emptied plan this near is worth a search on its devices."""
+"""A plan on fewer devices is searched on if its value is at most this many times the best."""
 EMPTIED = 2
-"""Devices of least work that are tried when one is to be emptied."""
+"""How many devices, those with the least work, are candidates for being emptied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,58 +156,14 @@ def _improve(
             by_count[count] = (better, found)
 
 
-def _seq2seq(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    from dovetail.placers.learned.placing import seq2seq
-
-    return seq2seq(problem, budget)
-
-
-def _hdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    from dovetail.placers.learned.placing import hdp
-
-    return hdp(problem, budget)
-
-
-def _gdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    from dovetail.placers.learned.placing import gdp
-
-    return gdp(problem, budget)
-
-
-def _gdp_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    from dovetail.placers.learned.placing import gdp_search
-
-    return gdp_search(problem, budget)
-
-
-PLACERS: dict[str, Placer] = {
-    **BASELINES,
-    "m_topo": m_topo,
-    "heft": heft,
-    "sct": sct,
-    "metis": metis,
-    "scotch": scotch,
-    "mincut": mincut,
-    "linear_dp": linear_dp,
-    "ideal_dp": ideal_dp,
-    "families": families,
-    "local_search": local_search,
-    "latency_search": latency_search,
-    "multilevel": multilevel,
-    "exact": exact,
-    "seq2seq": _seq2seq,
-    "hdp": _hdp,
-    "gdp": _gdp,
-    "gdp+search": _gdp_search,
-    "auto": auto,
-}
-"""The learned ones are imported, and torch with them, by who uses them."""
+# --- One method, and its outcome ---
 
 
 HELPS = 0.05
-"""Share from which on more devices help one step, even where a plan had to gain more."""
+"""If all devices gain less than this share over one device, the notes say that placement does not
+help one step."""
 FEWER = "fewer_devices"
-"""Name of a plan that no method proposed: `placers.simpler` made it of one on more devices."""
+"""Name of a plan that no method proposed: `simplest` made it from a plan on more devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,8 +222,14 @@ def place(
     if problem.chain is not None:
         return _place_along(problem, placer_name, budget, progress, simplify)
     try_baselines(problem, budget)
-    if placer_name not in BASELINES:
-        attempt(placer_name, method or PLACERS[placer_name], problem, _main_part(budget, simplify))
+    part = _main_part(budget, simplify)
+    if placer_name == "auto" and method is None:
+        try:
+            auto(problem, part)  # it notes what its methods find, each under its own name
+        except KeyboardInterrupt:
+            budget.interrupted = True
+    elif placer_name not in BASELINES:
+        attempt(placer_name, method or PLACERS[placer_name].load(), problem, part)
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     if placer_name in BASELINES and placer_name not in found:
         raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for
@@ -294,7 +247,7 @@ def _main_part(budget: Budget, min_gain: float) -> Budget:
 
 
 ALONG = {"single": single, "chain": chain}
-"""The methods for a problem with an order of which each device has one run."""
+"""The methods for a problem with a chain: each device takes one run of a given order."""
 
 
 def _place_along(

@@ -24,10 +24,10 @@ from dovetail.simulator.loads import LoadModel, load_model
 from dovetail.timeline import Timeline
 
 if TYPE_CHECKING:  # placers are handed an evaluator
-    from dovetail.simulator import Evaluation
+    from dovetail.simulator import BatchEvaluation
 
 GroupPlacement = NDArray[np.int32]  # [groups]
-Evaluate = Callable[[NDArray[np.int32]], "Evaluation"]  # [batch, ops] -> Evaluation
+Evaluate = Callable[[NDArray[np.int32]], "BatchEvaluation"]  # [batch, ops] -> BatchEvaluation
 Trace = Callable[[NDArray[np.int32]], Timeline]  # [ops] -> Timeline
 
 
@@ -37,7 +37,7 @@ class PlacementProblem:
 
     allowed      [groups, devices] where each group may go: kinds, costs and pins together
     capacities   [devices] bytes each device may use, caps applied
-    evaluate     placements [batch, ops] -> Evaluation of the objective
+    evaluate     placements [batch, ops] -> BatchEvaluation of the objective
     trace        placement [ops] -> Timeline of the step; None: nobody simulates it
     contiguous   only placements whose devices can be ordered are feasible: `graph.convexity`
     ranked       `evaluate` also tries devices that choose by upward rank: see `Simulator`
@@ -251,7 +251,7 @@ def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> 
     placed = np.flatnonzero(chain >= 0)
     along = first[placed[np.argsort(chain[placed], kind="stable")]]
 
-    def evaluate_runs(placements: NDArray[np.int32]) -> Evaluation:
+    def evaluate_runs(placements: NDArray[np.int32]) -> BatchEvaluation:
         evaluation = evaluate(placements)
         runs = [
             int((row[1:] != row[:-1]).sum()) + 1 <= len(set(row.tolist()))
@@ -265,7 +265,7 @@ def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> 
 def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
     """`evaluate`, but a placement whose devices cannot be ordered is infeasible."""
 
-    def evaluate_contiguous(placements: NDArray[np.int32]) -> Evaluation:
+    def evaluate_contiguous(placements: NDArray[np.int32]) -> BatchEvaluation:
         evaluation = evaluate(placements)
         contiguous = [find_return(graph, placement) is None for placement in placements]
         return replace(evaluation, feasible=evaluation.feasible & np.array(contiguous, dtype=bool))

@@ -7,19 +7,30 @@ on the host, what is updated lives with its update, the rest wherever it is read
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from dovetail.errors import FileFormatError, MachineError
 from dovetail.graph import Graph
 from dovetail.graph.duplicates import Copies, duplicate, shareable
-from dovetail.graph.files import first_complaint
 from dovetail.machine import Machine
-from dovetail.machine.files import machine_from_dict, machine_to_dict
+from dovetail.machine.files import machine_to_dict
 from dovetail.runtime.files import read_json, write_atomically
+from dovetail.runtime.formats import (
+    FILE_NAME,
+    FINITE,
+    Number,
+    Numbers,
+    Version1,
+    WholeNumbers,
+    file_fields,
+    file_model,
+    first_complaint,
+    to_file,
+)
 from dovetail.units import (
     BEYOND_ANY_BYTES,
     format_bytes,
@@ -30,15 +41,19 @@ from dovetail.units import (
 
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load", "latency")
+_PACKED: dict[str, Any] = {FILE_NAME: None}
+"""Metadata of a field that files hold in another form, or not at all."""
+_Seconds = Annotated[float, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
 OPTIMAL_GAP = 1e-5
-"""A gap of so little is the margin that bounds leave for rounding; searches end at it."""
+"""A gap this small is rounding, for which bounds leave a margin; searches end at it."""
 SEARCH_PROOFS = (
     "CP-SAT",
     "ideals (dynamic programme)",
     "every placement",
     "share of one device (MILP)",
 )
-"""Proofs of a lower bound that take a search again; all others take a moment."""
+"""Lower bounds by these proofs take a search to check again; all others take a moment."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,7 @@ class Stage:
     """Ops of one device that run together, for `seconds` in all."""
 
     ops: tuple[int, ...]
-    seconds: float
+    seconds: _Seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plan's graph came from, so that it can be captured again.
+    """The origin of a plan's graph, so that it can be captured again.
 
     model      the MODEL text, e.g. "zoo:rnnlm?layers=2"; of a saved graph its file's name
     training   the optimizer's text, e.g. "adam"; "" for inference
@@ -73,7 +88,7 @@ class Source:
     training: str
     shapes: tuple[tuple[int, ...], ...]
     torch_version: str
-    replicas: int = 1
+    replicas: Annotated[int, Field(ge=1)] = 1
     asynchronous: bool = False
     constants: tuple[tuple[str, str], ...] = ()
 
@@ -105,44 +120,44 @@ class Plan:
     """
 
     source: Source
-    graph_fingerprint: str
+    graph_fingerprint: str = field(metadata={FILE_NAME: "graph"})
     machine: Machine
     placement: Placement
     orders: tuple[tuple[int, ...], ...] | None
-    compute_seconds: NDArray[np.float64]
-    costs_source: str
+    compute_seconds: NDArray[np.float64] = field(metadata=_PACKED)
+    costs_source: str = field(metadata=_PACKED)
     placer: str
-    seed: int
-    objective: str
-    value: float
-    lower_bound: float
+    seed: _Count
+    objective: Annotated[str, Field(pattern=f"^({'|'.join(OBJECTIVES)})$")]
+    value: _Seconds
+    lower_bound: _Seconds
     bound_proof: str
     peak_memory_bytes: tuple[int, ...]
-    groups: int
-    planning_seconds: float
+    groups: _Count
+    planning_seconds: _Seconds
     interrupted: bool = False
     schedules: tuple[Schedule | None, ...] | None = None
     pins: tuple[tuple[str, str], ...] = ()
     caps: tuple[tuple[str, int], ...] = ()
     baselines: dict[str, float | None] = field(default_factory=dict)
     contiguous: bool = False
-    sent_bytes: NDArray[np.float64] | None = None
+    sent_bytes: NDArray[np.float64] | None = field(default=None, metadata=_PACKED)
     found_seconds: dict[str, float] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
-    made_for: str = ""
-    min_gain: float = 0.0
+    made_for: Annotated[str, Field(pattern="^(|device-map|split-points)$")] = ""
+    min_gain: Annotated[float, Field(ge=0)] = 0.0
     copies: tuple[Copies, ...] = ()
     notes: tuple[str, ...] = ()
-    graph: Graph | None = field(default=None, repr=False)
+    graph: Graph | None = field(default=None, repr=False, metadata=_PACKED)
 
     @property
     def gap(self) -> float:
-        """How far the value may be above the optimum: (value - bound) / bound; inf: no bound."""
+        """The most that the value can be above the optimum: (value - bound) / bound; inf: no
+        bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound > 0 else float("inf")
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all. Raises `UnwritableError`."""
-
         save_plan(self, path)
 
     def __str__(self) -> str:
@@ -153,11 +168,11 @@ class Plan:
             f"{format_value(self, self.value)} by {self.placer}{', contiguous' * self.contiguous}, "
             f"{describe_gap(self)}{proof}"
         ]
-        known = [(v, name) for name, v in self.baselines.items() if v is not None]
+        feasible = [(v, name) for name, v in self.baselines.items() if v is not None]
         rows += [
             f"  {name:<14}{format_value(self, v):>10}"
             + (f"{v / self.value:8.2f} x" if self.value > 0 else "")
-            for v, name in sorted(known)
+            for v, name in sorted(feasible)
         ]
         rows += [f"  {name:<14}no feasible plan" for name, v in self.baselines.items() if v is None]
         caps = dict(self.caps)
@@ -177,9 +192,11 @@ def planned_graph(plan: Plan, graph: Graph) -> Graph:
     another step comes back as it is; `check` says so."""
     if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
         return graph
-    may = shareable(graph)
-    for one in plan.copies:
-        if max((*one.ops, *one.readers), default=0) >= len(graph) or not may[list(one.ops)].all():
+    may_be_copied = shareable(graph)
+    for copies in plan.copies:
+        if max((*copies.ops, *copies.readers), default=0) >= len(graph):
+            return graph
+        if not may_be_copied[list(copies.ops)].all():
             return graph
     return duplicate(graph, plan.copies).graph
 
@@ -203,90 +220,24 @@ def describe_gap(plan: Plan) -> str:
 
 # Plans as JSON: everything that the promises were computed from, so that they can be checked.
 #
-# {"format": "dovetail.plan", "version": 1, "source": {...}, "graph": FINGERPRINT,
-#  "machine": {...as in a machine's TOML...}, "placement": [device of each op],
-#  "orders": [[ops of device 0], ...] or null, "schedules": [null or stages, ...] or null,
-#  "costs": {"source": "measured", "rows": [[seconds on each device, null: cannot]],
-#            "index": [row of each op], "sent_bytes": [of each tensor] or null},
-#  "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
-#  "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "found_seconds",
-#  "contiguous", "whole": [patterns of modules kept whole], "made_for", "min_gain", "notes",
-#  "copies": [{"ops", "readers"} of the graph without copies]}
+#   {"format": "dovetail.plan", "version": 1, ...the fields of `Plan`, but `graph` is a fingerprint,
+#    "costs": {"source": "measured", "rows": [[seconds on each device, null: cannot]],
+#              "index": [row of each op], "sent_bytes": [of each tensor] or null}}
+#
+# Ops with equal signatures cost the same: of the costs each distinct row is written once.
 
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-_Seconds = Field(ge=0)
-
-
-class _Source(BaseModel):
-    model_config = _STRICT
-    model: str
-    training: str
-    shapes: tuple[tuple[int, ...], ...]
-    torch_version: str
-    replicas: int = Field(1, ge=1)
-    asynchronous: bool = False
-    constants: tuple[tuple[str, str], ...] = ()
-
-
-class _Stage(BaseModel):
-    model_config = _STRICT
-    ops: tuple[int, ...]
-    seconds: float = _Seconds
-
-
-class _Copies(BaseModel):
-    model_config = _STRICT
-    ops: tuple[NonNegativeInt, ...]
-    readers: tuple[NonNegativeInt, ...]
-
-
-class _Costs(BaseModel):
-    model_config = _STRICT
+class _CostsFile(BaseModel):
+    model_config = FINITE
     source: Literal["analytic", "measured", "given"]
-    rows: list[list[float | None]]
-    index: list[int]
-    sent_bytes: list[float] | None = None
+    rows: list[list[Number | None]]
+    index: WholeNumbers
+    sent_bytes: Numbers | None = None
 
 
-class _Plan(BaseModel):
-    model_config = _STRICT
-    format: Literal["dovetail.plan"]
-    version: Literal[1]
-    source: _Source
-    graph: str
-    machine: dict[str, Any]
-    placement: list[int]
-    orders: tuple[tuple[int, ...], ...] | None
-    schedules: tuple[tuple[_Stage, ...] | None, ...] | None
-    costs: _Costs
-    placer: str
-    seed: int = Field(ge=0)
-    objective: Literal["step", "load", "latency"]
-    value: float = _Seconds
-    lower_bound: float = _Seconds
-    bound_proof: str
-    peak_memory_bytes: tuple[int, ...]
-    groups: int = Field(ge=0)
-    planning_seconds: float = _Seconds
-    interrupted: bool
-    pins: tuple[tuple[str, str], ...]
-    caps: tuple[tuple[str, int], ...]
-    baselines: dict[str, float | None]
-    found_seconds: dict[str, float] = {}
-    contiguous: bool = False
-    whole: tuple[str, ...] = ()
-    made_for: Literal["", "device-map", "split-points"] = ""
-    min_gain: float = Field(0.0, ge=0)
-    notes: tuple[str, ...] = ()
-    copies: tuple[_Copies, ...] = ()
-
-
-_PLAIN = (
-    "placer", "seed", "objective", "value", "lower_bound", "bound_proof", "peak_memory_bytes",
-    "groups", "planning_seconds", "interrupted", "pins", "caps", "baselines", "orders",
-    "found_seconds", "contiguous", "whole", "made_for", "min_gain", "notes",
-)  # fmt: skip
+_PlanFile = file_model(
+    Plan, FINITE, format=Literal["dovetail.plan"], version=Version1, costs=_CostsFile
+)
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -295,20 +246,14 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     file = {
         "format": "dovetail.plan",
         "version": 1,
-        "source": vars(plan.source),
-        "graph": plan.graph_fingerprint,
+        **to_file(plan),
         "machine": machine_to_dict(plan.machine),
-        "placement": plan.placement.tolist(),
-        "schedules": plan.schedules
-        and [s and [vars(stage) for stage in s.stages] for s in plan.schedules],
         "costs": {
             "source": plan.costs_source,
             "rows": [[s if np.isfinite(s) else None for s in row] for row in rows.tolist()],
             "index": index.ravel().tolist(),
-            "sent_bytes": None if plan.sent_bytes is None else plan.sent_bytes.tolist(),
+            "sent_bytes": to_file(plan.sent_bytes),
         },
-        "copies": [vars(one) for one in plan.copies],
-        **{name: getattr(plan, name) for name in _PLAIN},
     }
     write_atomically(path, json.dumps(file, separators=(",", ":"), allow_nan=False))
 
@@ -317,51 +262,35 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan. Raises `FileFormatError` or `MachineError`. Promises: `pipeline.verify`."""
     raw = read_json(path)
     try:
-        file = _Plan.model_validate(raw)
-        machine = machine_from_dict(file.machine)
-        seconds = _seconds(file.costs, len(machine.devices))
-        placement = np.array(file.placement, dtype=np.int32)
-        if len(seconds) != len(placement):
+        file: Any = _PlanFile.model_validate(raw)
+        sent_bytes = file.costs.sent_bytes
+        plan = Plan(
+            **{field.name: getattr(file, field.name) for field, _ in file_fields(Plan)},
+            compute_seconds=_seconds(file.costs, len(file.machine.devices)),
+            costs_source=file.costs.source,
+            sent_bytes=None if sent_bytes is None else np.array(sent_bytes, np.float64),
+        )
+        placement, devices = plan.placement, len(plan.machine.devices)
+        if len(plan.compute_seconds) != len(placement):
             raise ValueError("costs.index: not one entry an op of the placement")
-        if len(placement) and not 0 <= placement.min() <= placement.max() < len(machine.devices):
+        if len(placement) and not 0 <= placement.min() <= placement.max() < devices:
             raise ValueError("placement: names a device that is not there")
+        for name in ("orders", "schedules", "peak_memory_bytes"):
+            value = getattr(plan, name)
+            if value is not None and len(value) != devices:
+                raise ValueError(f"{name}: not one entry a device")
     except ValidationError as error:
         raise FileFormatError(str(path), first_complaint(error)) from None
     except (ValueError, OverflowError, MachineError) as error:
         raise FileFormatError(str(path), str(error)) from None
-    for name in ("orders", "schedules", "peak_memory_bytes"):
-        value = getattr(file, name)
-        if value is not None and len(value) != len(machine.devices):
-            raise FileFormatError(str(path), f"{name}: not one entry a device")
-    return Plan(
-        source=Source(**file.source.model_dump()),
-        graph_fingerprint=file.graph,
-        machine=machine,
-        placement=placement,
-        compute_seconds=seconds,
-        costs_source=file.costs.source,
-        sent_bytes=None if file.costs.sent_bytes is None else np.array(file.costs.sent_bytes),
-        schedules=_schedules(file.schedules),
-        copies=tuple(Copies(one.ops, one.readers) for one in file.copies),
-        **{name: getattr(file, name) for name in _PLAIN},
-    )
+    return plan
 
 
-def _seconds(costs: _Costs, devices: int) -> NDArray[np.float64]:
+def _seconds(costs: _CostsFile, devices: int) -> NDArray[np.float64]:
+    """[ops, devices]"""
     if any(len(row) != devices for row in costs.rows):
         raise ValueError("costs.rows: not one entry a device")
     if costs.index and not 0 <= min(costs.index) <= max(costs.index) < len(costs.rows):
         raise ValueError("costs.index points outside the rows")
     rows = [[np.inf if s is None else s for s in row] for row in costs.rows]
     return np.array(rows, dtype=np.float64).reshape(-1, devices)[costs.index]
-
-
-def _schedules(
-    files: tuple[tuple[_Stage, ...] | None, ...] | None,
-) -> tuple[Schedule | None, ...] | None:
-    if files is None:
-        return None
-    return tuple(
-        None if stages is None else Schedule(tuple(Stage(s.ops, s.seconds) for s in stages))
-        for stages in files
-    )

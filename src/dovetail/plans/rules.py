@@ -21,13 +21,14 @@ from dovetail.graph.units import matched_modules, units_of
 from dovetail.machine import Machine
 from dovetail.plans.records import Placement, Plan
 
-# What each device runs, one stage after the other, and whether that can complete.
+# Rule 4: each device runs its stages one after the other, and all devices come to an end.
 #
 # An order is a list of stages of one op. A stage waits, as a whole, for all that its ops need from
-# outside it, and gives its outputs when all of it has ended:
+# outside it, and gives its outputs when all of it has ended. So with A ──► B ──► C these devices
+# wait for each other for ever, where the order A, C on cpu0 would complete:
 #
-#     cpu0   [ A  C ]          A ──► B ──► C: the devices wait for each other for ever, where the
-#     cpu1   [ B ]                         order A, C would not
+#     cpu0   [ A  C ]
+#     cpu1   [ B ]
 
 
 Stages = tuple[tuple[int, ...], ...]
@@ -36,17 +37,17 @@ Stages = tuple[tuple[int, ...], ...]
 
 def stages_of(plan: Plan, graph: Graph) -> list[Stages]:
     """Per device its stages; where the plan says nothing, every op alone and by index."""
-    found: list[Stages] = []
+    stages: list[Stages] = []
     for device in range(len(plan.machine.devices)):
         schedule = plan.schedules[device] if plan.schedules else None
         if schedule is not None:
-            found.append(tuple(stage.ops for stage in schedule.stages))
+            stages.append(tuple(stage.ops for stage in schedule.stages))
         elif plan.orders is not None:
-            found.append(tuple((op,) for op in plan.orders[device]))
+            stages.append(tuple((op,) for op in plan.orders[device]))
         else:
             here = (plan.placement == device) & ~graph.is_source
-            found.append(tuple((op,) for op in np.flatnonzero(here).tolist()))
-    return found
+            stages.append(tuple((op,) for op in np.flatnonzero(here).tolist()))
+    return stages
 
 
 def check_orders(plan: Plan, graph: Graph) -> None:
@@ -160,7 +161,7 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
     1. It was made for this graph.                          `GraphMismatchError`
     2. It was made for this machine, if one is given.       `MachineMismatchError`
     3. Every op is on a device that can run it, and colocated ops share one. `UnplacedOpError`
-    4. Orders and schedules name each op of their device once, and complete: `plans.orders`.
+    4. Orders and schedules name each op of their device once, and complete: `check_orders`.
                                                             `OrderError`
     (5. Its promises hold: `pipeline.verify`, which simulates it.)
     6. Where it was asked to be contiguous, its devices can be ordered: `graph.convexity`.
@@ -226,10 +227,10 @@ def check_placement(
 
 def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> None:
     """Raise `NotContiguousError` for a path of forward ops that leaves a device and comes back."""
-    found = find_return(graph, placement)
-    if found is not None:
-        leaves, elsewhere, returns = (graph.names[op] for op in found)
-        device = machine.device_names[placement[found[0]]]
+    path = find_return(graph, placement)
+    if path is not None:
+        leaves, elsewhere, returns = (graph.names[op] for op in path)
+        device = machine.device_names[placement[path[0]]]
         raise NotContiguousError(device, (leaves, elsewhere, returns))
 
 

@@ -100,57 +100,47 @@ class SchedulerResult:
 Scheduler = Callable[[StageProblem], SchedulerResult]
 
 
-def _sequential(problem: StageProblem) -> SchedulerResult:
-    return _by_parts(problem, _lossless(problem), lambda part, t, _: sequential(part.block, t))
+def schedule_sequential(problem: StageProblem) -> SchedulerResult:
+    return by_parts(problem, lossless(problem), lambda part, t, _: sequential(part.block, t))
 
 
-def _greedy(problem: StageProblem) -> SchedulerResult:
-    return _by_parts(problem, _lossless(problem), lambda part, t, _: greedy(part.block, t))
+def schedule_greedy(problem: StageProblem) -> SchedulerResult:
+    return by_parts(problem, lossless(problem), lambda part, t, _: greedy(part.block, t))
 
 
-def _merge(problem: StageProblem) -> SchedulerResult:
+def schedule_merge(problem: StageProblem) -> SchedulerResult:
     def search(part: Part, timer: StageTimer, _window: int) -> BlockSchedule:
         return merge(part.block, timer, [problem.keys[op] for op in part.ops])
 
-    return _by_parts(problem, _lossless(problem), search)
+    return by_parts(problem, lossless(problem), search)
 
 
-def _dos(problem: StageProblem) -> SchedulerResult:
+def schedule_dos(problem: StageProblem) -> SchedulerResult:
     parts = narrowed(problem.block, MOST_STATES["dos"])
     compared = replace(problem, timer=problem.bounded)
-    return _by_parts(compared, parts, lambda part, t, w: dos(part.block, t, window=w))
+    return by_parts(compared, parts, lambda part, t, w: dos(part.block, t, window=w))
 
 
-def _ios(problem: StageProblem) -> SchedulerResult:
+def schedule_ios(problem: StageProblem) -> SchedulerResult:
     parts = narrowed(problem.block, MOST_STATES["ios"])
     search = partial(ios, group_ops=problem.group_ops, groups=problem.groups)
     compared = replace(problem, timer=problem.bounded)
-    return _by_parts(compared, parts, lambda part, t, w: search(part.block, t, window=w))
+    return by_parts(compared, parts, lambda part, t, w: search(part.block, t, window=w))
 
 
-def _lossless(problem: StageProblem) -> Narrowed:
+def lossless(problem: StageProblem) -> Narrowed:
     parts = tuple(cut(problem.block))
     return Narrowed(parts, (0,) * len(parts))
 
 
-def _dataflow(problem: StageProblem) -> SchedulerResult:
+def schedule_dataflow(problem: StageProblem) -> SchedulerResult:
     streams, seconds = dataflow(
         problem.block, problem.seconds, problem.streams, problem.wait_seconds
     )
     return SchedulerResult(seconds, streams=streams)
 
 
-SCHEDULERS: dict[str, Scheduler] = {
-    "sequential": _sequential,
-    "greedy": _greedy,
-    "merge": _merge,
-    "dos": _dos,
-    "ios": _ios,
-    "dataflow": _dataflow,
-}
-
-
-def _by_parts(
+def by_parts(
     problem: StageProblem,
     division: Narrowed,
     search: Callable[[Part, StageTimer, int], BlockSchedule],

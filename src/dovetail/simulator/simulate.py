@@ -38,7 +38,7 @@ Bool = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class BatchEvaluation:
     """What a batch of placements costs.
 
     values             [batch] seconds of the objective, also where memory is exceeded; inf where
@@ -89,7 +89,7 @@ class Simulator:
         objective: str = "step",
         *,
         threads: int | None = None,
-    ) -> Evaluation:
+    ) -> BatchEvaluation:
         """Simulate every placement of a batch [batch, ops].
 
         `threads`: default, one per core we may use. Raises `UnplacedOpError` for a device that is
@@ -111,14 +111,14 @@ class Simulator:
         for choice in self._choices[1:] if objective == "step" else ():
             ranked = self._evaluation(*self._simulate_all(batch, choice, threads))
             takes = self._is_better(best, ranked)
-            best = Evaluation(
+            best = BatchEvaluation(
                 np.where(takes, ranked.values, best.values),
                 np.where(takes[:, None], ranked.peak_memory_bytes, best.peak_memory_bytes),
                 np.where(takes, ranked.feasible, best.feasible),
             )
         return best
 
-    def _is_better(self, current: Evaluation, other: Evaluation) -> Bool:
+    def _is_better(self, current: BatchEvaluation, other: BatchEvaluation) -> Bool:
         """[batch] True where `other` lacks less memory than `one`, or as much and is quicker."""
         lacks, other_lacks = (
             np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1)
@@ -127,9 +127,9 @@ class Simulator:
         quicker = (other_lacks == lacks) & (other.values < current.values)
         return np.asarray((other_lacks < lacks) | quicker)
 
-    def _evaluation(self, values: Float64, peaks: Int64) -> Evaluation:
+    def _evaluation(self, values: Float64, peaks: Int64) -> BatchEvaluation:
         feasible = np.isfinite(values) & (peaks <= self.capacities).all(axis=1)
-        return Evaluation(values, peaks, feasible)
+        return BatchEvaluation(values, peaks, feasible)
 
     def timeline(
         self,

@@ -26,13 +26,17 @@ from dovetail.training.rules.contract import Arrival, Rule, Slice, new_slots
 from dovetail.training.steps import Apply, Combine, Forget, Read, Step
 
 BLOCK_BYTES = 2**18
-"""Of theta~ in one block. Beside it go what was committed, the rule's slots, and the pull."""
+"""The size of a block of theta~. The core's cache also holds the block's part of the commit, of the
+rule's slots and of the pull."""
 
 
 @dataclass
-class _Block:
-    """Elements [start, stop) of the vector; `watched`: which of the watched coordinates they are,
-    and where they stand in the block."""
+class _CenterBlock:
+    """Elements [start, stop) of the vector.
+
+    watched   the slice of the watched coordinates that lies in the block
+    places    where they stand in the block
+    """
 
     start: int
     stop: int
@@ -41,7 +45,7 @@ class _Block:
     places: NDArray[np.int64]
 
 
-Task = Callable[[_Block], None]
+Task = Callable[[_CenterBlock], None]
 
 
 class Center:
@@ -75,9 +79,9 @@ class Center:
         self._blocks = blocks
         threads = min(shards, len(blocks))
         ends = [len(blocks) * i // threads for i in range(threads + 1)]
-        self._work = _Work([blocks[a:b] for a, b in pairwise(ends)])
+        self._work = _ShardThreads([blocks[a:b] for a, b in pairwise(ends)])
 
-    def _cut(self) -> Iterator[_Block]:
+    def _cut(self) -> Iterator[_CenterBlock]:
         names = self._rule.server_counts
         size, length = self._theta.size, max(BLOCK_BYTES // self._theta.itemsize, 1)
         for start in range(0, max(size, 1), length):
@@ -86,7 +90,7 @@ class Center:
             part = Slice(self._theta[start:stop], slots, dict.fromkeys(names, 0))
             first, last = np.searchsorted(self._watched, (start, stop)).tolist()
             watched = slice(first, last)
-            yield _Block(start, stop, part, watched, self._watched[watched] - start)
+            yield _CenterBlock(start, stop, part, watched, self._watched[watched] - start)
 
     def attach(self, worker: int, inbox: Vector | None, outbox: Vector | None) -> None:
         """Where the worker's commits lie when they are executed, and where its pulls go [size]."""
@@ -241,13 +245,13 @@ def _copy(target: Vector) -> Task:
 
 
 def _watch(values: Vector) -> Task:
-    def task(block: _Block) -> None:
+    def task(block: _CenterBlock) -> None:
         values[block.watched] = block.part.theta[block.places]
 
     return task
 
 
-def _part(whole: Arrival, block: _Block) -> Arrival:
+def _part(whole: Arrival, block: _CenterBlock) -> Arrival:
     """A block's part of a commit."""
     start, stop = block.start, block.stop
     return Arrival(
@@ -262,10 +266,13 @@ def _part(whole: Arrival, block: _Block) -> Arrival:
     )
 
 
-class _Work:
-    """Batches of tasks, done on every block of every shard in the order of `put`."""
+class _ShardThreads:
+    """Threads, one a shard, that do batches of tasks on all blocks in the order of `put`.
 
-    def __init__(self, shards: list[list[_Block]]) -> None:
+    With one shard there is no thread: the caller does the tasks itself.
+    """
+
+    def __init__(self, shards: list[list[_CenterBlock]]) -> None:
         self.tickets = 0
         self._shards = shards
         self._error: BaseException | None = None
@@ -310,7 +317,8 @@ class _Work:
                 self._changed.notify_all()
 
     def _run(self, index: int, tasks: list[Task]) -> None:
-        """After a failure nothing is done any more: the shards would not be of one version."""
+        """Do the tasks on the shard's blocks. After a failure nothing is done any more: the shards
+        would not be of one version."""
         try:
             for block in self._shards[index]:
                 for task in tasks if self._error is None else ():

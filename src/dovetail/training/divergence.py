@@ -1,4 +1,4 @@
-"""Does a run diverge, and which rule would not?
+"""Finds out whether a run diverges, and names a rule that would not.
 
 A run diverges when its loss leaves what it began with and goes on growing, or is not finite any
 more. What makes asynchronous runs do so is the length of a step times its staleness: n workers
@@ -18,24 +18,24 @@ import numpy as np
 from dovetail.training.records import Row
 
 GROWTH = 2.0
-"""A median loss so many times that of the beginning, and still growing, diverges."""
+"""A run diverges if its median loss is so many times that of its beginning, and still grows."""
 SPREADS = 5.0
-"""Beyond the growth: so many standard deviations of the losses at the beginning."""
+"""The median must be so many standard deviations of the first losses beyond that, besides."""
 FEWEST = 20
-"""Commits in a median, at least; with n workers twice n."""
+"""A median is of at least so many commits; with n workers it is of 2 n, if that is more."""
 
 SUMS = ("downpour", "downpour-adagrad", "ssp", "hogwild", "dc-asgd", "dc-asgd-adaptive")
-"""Rules whose commits are as long as their windows, or whose staleness nothing makes up for."""
+"""Rules whose commits grow with their windows, or which do not make up for staleness."""
 STABLE = ("agn", "adag-agn")
 FEW_WORKERS = 10
-"""Up to so many, means of windows are the remedy: on digits they learn as well as with ADAG's
-division up to 20 workers, and 28 points worse at 40; but a rate that was too high for sums may be
-so for the means of more than a few."""
+"""Up to so many workers, means of windows (AGN) are the remedy. On digits, AGN learns as well as
+ADAG's division up to 20 workers, and 28 points worse at 40. The limit is lower because a rate that
+was too high for sums may be too high for the means of many workers."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What was seen, at which commit."""
+    """The sign of divergence that was seen, and the commit at which it was."""
 
     clock: int
     detail: str

@@ -5,12 +5,13 @@ from collections.abc import Callable, Collection, Iterator
 from dovetail.training.records import Turn
 
 
-class Gate:
-    """Lets turns pass in the `order` of their workers, one entry a turn; after its end as they
-    come.
+class TurnGate:
+    """Lets turns pass in the order of the workers in `order`, one entry a turn.
+
+    After the order's end, turns pass as they come.
 
     position   entries that have passed
-    waiting    workers that wait for an answer, so cannot take a turn: their entries are passed over
+    waiting    workers that wait for an answer, and cannot take a turn: their entries are skipped
     """
 
     def __init__(

@@ -12,6 +12,13 @@ A record is written in one piece before anything changes by it:
 A server that dies while it writes leaves a torn last record, which nobody was answered for: it is
 cut off. Any other difference from what was written is a `JournalError`. A log outlives the death
 of its process; with `sync` that of the machine.
+
+A snapshot is a header as JSON, then vectors, each with its checksum:
+
+    magic │ bytes of header, its CRC-32 │ header │ vector │ vector │ ...
+
+It is written to a temporary name that then takes the real one, so that a reader sees a whole file
+or none. No pickle: what is read is numbers and text.
 """
 
 import fcntl
@@ -19,13 +26,14 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.errors import JournalError, RunMismatchError, UnwritableError, UsageError
 from dovetail.runtime.files import write_atomically
@@ -33,11 +41,11 @@ from dovetail.training.backends.contract import Storage
 from dovetail.training.checks import checksum
 from dovetail.training.records import Job, Vector
 from dovetail.training.rules.contract import Rule
-from dovetail.training.snapshots import read_snapshot, sync_folder, write_all, write_snapshot
 
 LOG_FACTOR = 16
-"""A log so many times as large as its snapshot asks for the next one."""
+"""The next snapshot is due once the log is so many times as large as the last snapshot."""
 LEAST_LOG_BYTES = 2**26
+"""A log smaller than this asks for no snapshot."""
 
 _SEGMENT = b"dovetL1\n"
 _RECORD = b"rec\n"
@@ -47,15 +55,15 @@ _PREFIX_BYTES = _PREFIX.size + _CRC.size
 
 
 @dataclass(frozen=True)
-class Record:
-    """An input of the server's, as it was logged; `vector` [size] or None."""
+class JournalRecord:
+    """An input of the server's, as it was logged. `vector` [size], or None if it had none."""
 
     header: dict[str, Any]
     vector: Vector | None
 
 
 def identity(job: Job, rule: Rule) -> dict[str, Any]:
-    """What a folder keeps to itself: by name, as JSON knows it."""
+    """The fields that make a folder the folder of one run, by name, as JSON knows them."""
     fields = asdict(job) | {"rule": rule.name}
     fields |= {f"option {name}": value for name, value in rule.options.items()}
     known: dict[str, Any] = json.loads(json.dumps(fields, default=str))
@@ -79,18 +87,15 @@ def stored_identity(folder: Path) -> dict[str, Any] | None:
 
 
 class Journal:
-    """A folder that this server writes to, and nobody else.
+    """A run's folder, which one server at a time writes to.
 
-    Raises `UsageError` if another server does, or if it holds a run that is not to be resumed;
-    `RunMismatchError` if it holds another run.
+    Raises `UsageError` if another server writes to it, or if it holds a run that is not to be
+    resumed; `RunMismatchError` if it holds another run.
     """
 
-    def __init__(
-        self, storage: Storage, job: Job, rule: Rule, crash: Callable[[str], None], *, resume: bool
-    ) -> None:
+    def __init__(self, storage: Storage, job: Job, rule: Rule, *, resume: bool) -> None:
         self._storage = storage
         self._folder = storage.folder
-        self._crash = crash
         self._kind = np.dtype(job.dtype)
         self._seed = zlib.crc32(job.run.encode())
         self._segment: BinaryIO | None = None
@@ -114,23 +119,23 @@ class Journal:
         except OSError as error:
             detail = f"another server is writing to {self._folder}; give a folder of its own"
             raise UsageError("storage", detail) from error
-        found = stored_identity(self._folder)
-        if found is not None:
-            for name in (*ours, *found):
-                if ours.get(name) != found.get(name):
+        stored = stored_identity(self._folder)
+        if stored is not None:
+            for name in (*ours, *stored):
+                if ours.get(name) != stored.get(name):
                     folder, expected = os.fspath(self._folder), ours.get(name)
-                    raise RunMismatchError(folder, name, expected, found.get(name))
+                    raise RunMismatchError(folder, name, expected, stored.get(name))
         if self._snapshots() and not resume:
             raise UsageError("storage", f"{self._folder} already holds this run; resume it")
-        if found is None:
+        if stored is None:
             kept = {"run": ours, "crc": zlib.crc32(_canonical(ours))}
             write_atomically(self._folder / "run.json", json.dumps(kept, indent=1))
 
     # Reading
 
     def load(self) -> tuple[dict[str, Any], dict[str, Vector]] | None:
-        """State and vectors of the last snapshot, None if there is none; clears away what it has
-        made superfluous. Then read `records`."""
+        """The state and the vectors of the last snapshot; None if there is none. Older files are
+        removed. `records` continues from here."""
         snapshots = self._snapshots()
         if not snapshots:
             return None
@@ -141,8 +146,9 @@ class Journal:
         self._clear()
         return state
 
-    def records(self) -> Iterator[Record]:
-        """What was logged since the snapshot, in order; then the log goes on behind it."""
+    def records(self) -> Iterator[JournalRecord]:
+        """The records since the snapshot, in order. Once they are read, the log goes on behind
+        them."""
         path = self._log()
         if path.exists():
             with open(path, "rb") as file:
@@ -152,7 +158,7 @@ class Journal:
                 return
         self._begin()
 
-    def _read(self, file: BinaryIO, path: Path) -> Iterator[Record]:
+    def _read(self, file: BinaryIO, path: Path) -> Iterator[JournalRecord]:
         size_bytes = os.fstat(file.fileno()).st_size
         if file.read(len(_SEGMENT)) != _SEGMENT[:size_bytes]:
             raise JournalError(os.fspath(path), "it is no log of this program's, at byte 0")
@@ -167,7 +173,7 @@ class Journal:
             self.number += 1
             yield record
 
-    def _record(self, file: BinaryIO, path: Path, left_bytes: int) -> Record | None:
+    def _record(self, file: BinaryIO, path: Path, left_bytes: int) -> JournalRecord | None:
         """The next record; None if it is torn."""
         prefix = file.read(_PREFIX_BYTES)
         if len(prefix) < _PREFIX_BYTES:
@@ -189,7 +195,7 @@ class Journal:
             file.readinto(vector.data.cast("B"))  # type: ignore[attr-defined]
             if checksum(vector) != expected:
                 raise self._changed(path, "its vector was changed")
-        return Record(json.loads(header), vector)
+        return JournalRecord(json.loads(header), vector)
 
     def _changed(self, path: Path, detail: str) -> JournalError:
         return JournalError(os.fspath(path), f"the record at byte {self._end_bytes}: {detail}")
@@ -199,8 +205,11 @@ class Journal:
     def append(
         self, header: dict[str, Any], vector: Vector | None = None, checksum: int = 0
     ) -> None:
-        """Log what is about to happen; `checksum`: of the vector. On the disk when this returns, if
-        the storage says so. Raises `UnwritableError`, the log as it was."""
+        """Log what is about to happen. `checksum`: of the vector.
+
+        With `sync`, the record is on the disk when this returns. Raises `UnwritableError`, and
+        leaves the log as it was.
+        """
         if not self._storage.log:
             self.number += 1
             return
@@ -213,25 +222,17 @@ class Journal:
         assert self._segment is not None
         descriptor = self._segment.fileno()
         try:
-            self._write(descriptor, [memoryview(prefix + seal + text), octets])
+            write_all(descriptor, [memoryview(prefix + seal + text), octets])
             if self._storage.sync:
                 os.fdatasync(descriptor)
         except OSError as error:
+            # Cut off what was written: the next record must follow the last whole one.
             with suppress(OSError):
                 os.ftruncate(descriptor, self._end_bytes)
                 os.lseek(descriptor, self._end_bytes, os.SEEK_SET)
             raise UnwritableError(os.fspath(self._log()), error.strerror or str(error)) from error
         self._end_bytes += _PREFIX_BYTES + len(text) + len(octets)
         self.number += 1
-
-    def _write(self, descriptor: int, pieces: list[memoryview]) -> None:
-        if self._crash is nothing:
-            write_all(descriptor, pieces)
-            return
-        whole = b"".join(pieces)
-        write_all(descriptor, [memoryview(whole[: len(whole) // 2])])
-        self._crash("journal-half")
-        write_all(descriptor, [memoryview(whole[len(whole) // 2 :])])
 
     @property
     def long(self) -> bool:
@@ -241,7 +242,7 @@ class Journal:
     def snapshot(self, state: dict[str, Any], vectors: dict[str, Vector]) -> None:
         """Keep the state as it is after all records so far, and begin a new log."""
         path = self._folder / f"snapshot-{self.number:012d}"
-        self._snapshot_bytes = write_snapshot(path, state, vectors, self._crash)
+        self._snapshot_bytes = write_snapshot(path, state, vectors)
         self._begin()
         self._clear()
 
@@ -286,12 +287,7 @@ class Journal:
         for path in self._files("log-") + self._files("snapshot-"):
             if _number(path) < last:
                 path.unlink()
-                self._crash("segment-removed")
         (self._folder / ".snapshot.tmp").unlink(missing_ok=True)
-
-
-def nothing(_point: str) -> None:
-    """No crash."""
 
 
 def _number(path: Path) -> int:
@@ -301,3 +297,84 @@ def _number(path: Path) -> int:
 
 def _canonical(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True).encode()
+
+
+# Snapshots
+
+MAGIC = b"dovetS1\n"
+_HEAD = struct.Struct("<QI")
+_MOST_PIECES = 1024
+"""One call to the system takes at most so many pieces (IOV_MAX)."""
+
+
+def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]) -> int:
+    """Write a snapshot to `path`, on the disk when this returns; its bytes. Raises
+    `UnwritableError`, the old file whole."""
+    entries = [[name, str(v.dtype), v.size, checksum(v)] for name, v in vectors.items()]
+    header = json.dumps({"state": state, "vectors": entries}).encode()
+    start = MAGIC + _HEAD.pack(len(header), zlib.crc32(header)) + header
+    pieces = [memoryview(start), *(_octets(vector) for vector in vectors.values())]
+    size_bytes = sum(len(piece) for piece in pieces)
+    temporary = path.with_name(".snapshot.tmp")
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            write_all(file.fileno(), pieces)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise UnwritableError(os.fspath(path), error.strerror or str(error)) from error
+    return size_bytes
+
+
+def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
+    """State and vectors of a snapshot; `JournalError` names what was changed in it, and where."""
+    data = np.fromfile(path, np.uint8)
+    start = len(MAGIC) + _HEAD.size
+    if data[: len(MAGIC)].tobytes() != MAGIC or data.size < start:
+        raise JournalError(os.fspath(path), "it is no snapshot of this program's, at byte 0")
+    length, crc = _HEAD.unpack(data[len(MAGIC) : start].tobytes())
+    header = data[start : start + length].tobytes() if length <= data.size else b""
+    if len(header) != length or zlib.crc32(header) != crc:
+        raise JournalError(os.fspath(path), f"its header was changed, at byte {len(MAGIC)} or on")
+    fields = json.loads(header)
+    vectors, end = {}, start + length
+    for name, kind, size, expected in fields["vectors"]:
+        begin, end = end, end + size * np.dtype(kind).itemsize
+        octets = data[begin:end]
+        if octets.size != end - begin or checksum(octets) != expected:
+            raise JournalError(os.fspath(path), f"{name} was changed, at byte {begin} or on")
+        vectors[name] = np.frombuffer(octets.tobytes(), kind)
+    if end != data.size:
+        raise JournalError(os.fspath(path), f"it goes on where it should end, at byte {end}")
+    return fields["state"], vectors
+
+
+def write_all(descriptor: int, pieces: list[memoryview]) -> None:
+    """Write all bytes of all pieces: one call to the system, but for a short write."""
+    pieces = [piece for piece in pieces if len(piece)]
+    while pieces:
+        written = os.writev(descriptor, pieces[:_MOST_PIECES])
+        pieces = list(_after(pieces, written))
+
+
+def _after(pieces: list[memoryview], count: int) -> Iterator[memoryview]:
+    """All but the first `count` bytes."""
+    for piece in pieces:
+        rest = piece[min(count, len(piece)) :]
+        count -= len(piece) - len(rest)
+        if len(rest):
+            yield rest
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's names are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _octets(vector: NDArray[Any]) -> memoryview:
+    return memoryview(np.ascontiguousarray(vector).reshape(-1).view(np.uint8).data)

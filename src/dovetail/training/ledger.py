@@ -23,14 +23,14 @@ The same calls give the same steps, so a log of them is enough to continue where
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dovetail.training.leases import Leases
+from dovetail.errors import UsageError
 from dovetail.training.records import Commit, Job, Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.rules.contract import Rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
 
 
 @dataclass
-class _Member:
+class _LedgerWorker:
     """A worker, from its first turn on.
 
     sequence   of its last applied commit
@@ -47,7 +47,7 @@ class _Member:
 
 
 @dataclass
-class _Waiting:
+class _WaitingTurn:
     """A turn that is not answered yet; `staged`: its commit waits for the round."""
 
     turn: Turn
@@ -70,8 +70,8 @@ class Ledger:
         self.stopped = False
         self._started = False  # all first workers have asked: rules that gather may begin
         self._leases = Leases(job)
-        self._members: dict[int, _Member] = {}
-        self._waiting: dict[int, _Waiting] = {}  # in the order of asking
+        self._members: dict[int, _LedgerWorker] = {}
+        self._waiting: dict[int, _WaitingTurn] = {}  # in the order of asking
         self._restored = False  # from a state that may not have seen all: workers may skip numbers
         self._heard: set[int] = set()  # whose commits have counted since
 
@@ -109,7 +109,7 @@ class Ledger:
         """None if it would count; Verdict.DUPLICATE if it did already; else why not."""
         if commit.run != self.job.run:
             return Refusal.RUN
-        member = self._members.get(commit.worker, _Member())
+        member = self._members.get(commit.worker, _LedgerWorker())
         if 0 < commit.sequence <= member.sequence:
             return Verdict.DUPLICATE
         if member.lease is None or member.lease.number != commit.lease:
@@ -123,17 +123,17 @@ class Ledger:
 
         A turn that was offered before, its answer lost, is answered again."""
         self._welcome(turn.worker)
-        waiting = _Waiting(turn)
+        waiting = _WaitingTurn(turn)
         steps: list[Step] = []
         commit = turn.commit
         if commit is not None and not self.stopped:
-            found = refusal or self.check(commit)
+            verdict = refusal or self.check(commit)
             if commit.worker != turn.worker:
-                found = Refusal.LEASE
-            if isinstance(found, Refusal):
-                waiting.verdict, waiting.refusal = Verdict.REFUSED, found
-            elif found is not None:
-                waiting.verdict = found
+                verdict = Refusal.LEASE
+            if isinstance(verdict, Refusal):
+                waiting.verdict, waiting.refusal = Verdict.REFUSED, verdict
+            elif verdict is not None:
+                waiting.verdict = verdict
             elif self.rule.gathers:
                 waiting.staged = True
             else:
@@ -145,7 +145,7 @@ class Ledger:
     def evict(self, worker: int) -> list[Step]:
         """The worker is dead or hung: its lease is free again, what it staged is dropped. Should it
         speak again, its next turn is welcome, but the old lease's commit is refused."""
-        member = self._members.setdefault(worker, _Member())
+        member = self._members.setdefault(worker, _LedgerWorker())
         member.present = False
         self._waiting.pop(worker, None)
         if member.lease is not None:
@@ -168,11 +168,11 @@ class Ledger:
         self.stopped = True
         return self._settle()
 
-    def _welcome(self, worker: int) -> _Member:
+    def _welcome(self, worker: int) -> _LedgerWorker:
         member = self._members.get(worker)
         if member is None:
             level = self._slowest() if len(self._members) >= self.job.workers else 0
-            member = self._members[worker] = _Member(windows=level)
+            member = self._members[worker] = _LedgerWorker(windows=level)
         elif not member.present:
             member.windows = max(member.windows, self._slowest())
             member.present = True
@@ -256,7 +256,7 @@ class Ledger:
             self._started = asked and len(self._members) >= self.job.workers
         return self._started and not self.leases
 
-    def _reply(self, worker: int, waiting: _Waiting, opens: bool) -> Reply | None:
+    def _reply(self, worker: int, waiting: _WaitingTurn, opens: bool) -> Reply | None:
         """The answer; None while there is none yet."""
         reply = Reply(waiting.verdict, waiting.refusal, clock=self.clock, samples=self.samples)
         if self.stopped:
@@ -274,7 +274,7 @@ class Ledger:
             member.lease = self._leases.take(self._steps(member))
         return None if member.lease is None else replace(reply, lease=member.lease)
 
-    def _steps(self, member: _Member) -> int | None:
+    def _steps(self, member: _LedgerWorker) -> int | None:
         """Local steps of the worker's next window, where the rule gives the slow fewer."""
         if not self.rule.options.get("dynamic") or self.job.window is None or not member.speed:
             return None
@@ -305,7 +305,7 @@ class Ledger:
         ledger._leases = Leases.restore(job, state["leases"])
         for worker, fields in state["members"]:
             lease = fields["lease"] and Lease(**fields["lease"])
-            ledger._members[worker] = _Member(**{**fields, "lease": lease})
+            ledger._members[worker] = _LedgerWorker(**{**fields, "lease": lease})
         for worker, fields in state["waiting"]:
             ledger._waiting[worker] = _restored(fields)
         ledger._restored = True
@@ -316,13 +316,120 @@ def _apply(commit: Commit, staleness: int, samples: int, workers: int) -> Apply:
     return Apply(commit.worker, staleness, samples, commit.steps, commit.rate, workers)
 
 
-def _restored(fields: dict[str, Any]) -> _Waiting:
+def _restored(fields: dict[str, Any]) -> _WaitingTurn:
     commit = fields["turn"]["commit"]
     turn = Turn(**{**fields["turn"], "commit": commit and Commit(**commit)})
     verdict, refusal = fields["verdict"], fields["refusal"]
-    return _Waiting(
+    return _WaitingTurn(
         turn,
         verdict and Verdict(verdict),
         refusal and Refusal(refusal),
         fields["staged"],
     )
+
+
+class Leases:
+    """A run's samples as positions: which are free, which are held, and which are committed.
+
+    Positions [0, samples x epochs) are cut into windows, in order. What a dead worker held is
+    handed out again before anything new. A stream has no epochs here: its positions run on until
+    somebody finds the end. Deterministic; knows no workers, no vectors and no time.
+
+    stop        positions of the whole run; None: a stream whose end is not known yet
+    committed   samples
+    """
+
+    def __init__(self, job: Job) -> None:
+        if job.samples is None and job.window is None:
+            raise UsageError("window", "a stream of unknown length has no shares; give a window")
+        self._job = job
+        self.stop = None if job.samples is None else job.samples * job.epochs
+        self.committed = 0
+        self._next = 0  # the first position that was never handed out
+        self._number = 0
+        self._returned: list[tuple[int, int]] = []  # sorted
+        self._held: dict[int, Lease] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every position is committed."""
+        if self.stop is None or self._returned or self._next < self.stop:
+            return False
+        return all(lease.start >= self.stop for lease in self._held.values())
+
+    def take(self, steps: int | None = None) -> Lease | None:
+        """The next free positions, at most `steps` batches of them (None: the job's window), never
+        across an epoch's end; a whole share if there is one commit a worker. None: none is free."""
+        if self._returned:
+            start, end = self._returned.pop(0)
+            stop = self._cut(start, end, steps)
+            if stop < end:
+                self._returned.insert(0, (stop, end))
+        elif self.stop is None or self._next < self.stop:
+            start = self._next
+            stop = self._next = self._cut(start, self.stop, steps)
+        else:
+            return None
+        lease = Lease(self._number, start, stop)
+        self._number += 1
+        self._held[lease.number] = lease
+        return lease
+
+    def _cut(self, start: int, end: int | None, steps: int | None) -> int:
+        job = self._job
+        if job.window is None:
+            assert self.stop is not None
+            stop = start + -(-self.stop // job.workers)
+        else:
+            stop = start + (steps or job.window) * job.batch
+            if job.samples:
+                stop = min(stop, (start // job.samples + 1) * job.samples)
+        return stop if end is None else min(stop, end)
+
+    def give_back(self, lease: Lease) -> None:
+        """Its positions are free again, before all others."""
+        del self._held[lease.number]
+        stop = lease.stop if self.stop is None else min(lease.stop, self.stop)
+        if lease.start < stop:
+            self._returned.append((lease.start, stop))
+            self._returned.sort()
+
+    def complete(self, lease: Lease, samples: int) -> int:
+        """Ends a lease; how many samples counted. A stream's commit of fewer than its lease's has
+        met the end, which is kept; a data set's count all."""
+        del self._held[lease.number]
+        length = lease.stop - lease.start
+        if self._job.samples is None and samples < length:
+            length = max(samples, 0)
+            self.end(lease.start + length)
+        self.committed += length
+        return length
+
+    def end(self, stop: int) -> None:
+        """The stream turned out to have no more than `stop` samples."""
+        self.stop = stop if self.stop is None else min(stop, self.stop)
+        kept = ((start, min(end, self.stop)) for start, end in self._returned)
+        self._returned = [(start, end) for start, end in kept if start < end]
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as JSON knows it."""
+        return {
+            "stop": self.stop,
+            "committed": self.committed,
+            "next": self._next,
+            "number": self._number,
+            "returned": [list(span) for span in self._returned],
+            "held": [[lease.number, lease.start, lease.stop] for lease in self._held.values()],
+        }
+
+    @classmethod
+    def restore(cls, job: Job, state: dict[str, Any]) -> "Leases":
+        """The leases whose `state` that was."""
+        leases = cls(job)
+        leases.stop = state["stop"]
+        leases.committed = state["committed"]
+        leases._next = state["next"]
+        leases._number = state["number"]
+        leases._returned = [(start, stop) for start, stop in state["returned"]]
+        leases._held = {number: Lease(number, start, stop) for number, start, stop in state["held"]}
+        return leases

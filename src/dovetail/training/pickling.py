@@ -1,4 +1,4 @@
-"""Whether an object can travel to another process, and which part of it cannot."""
+"""Finds out whether an object can travel to another process, and which part of it cannot."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -10,6 +10,7 @@ import cloudpickle
 from dovetail.errors import UsageError
 
 _DEEPEST = 12
+"""The search for the part that cannot travel goes no deeper than this."""
 
 
 class _Nowhere(io.RawIOBase):

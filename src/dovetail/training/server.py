@@ -20,37 +20,32 @@ from typing import Any, Self
 
 from dovetail.training.backends.contract import Guard, Storage
 from dovetail.training.checks import Check
-from dovetail.training.gate import Gate
-from dovetail.training.journal import Journal, Record, nothing
-from dovetail.training.payloads import Payload, examine
+from dovetail.training.gate import TurnGate
+from dovetail.training.journal import Journal, JournalRecord
 from dovetail.training.records import Event, Job, Refusal, Row, Turn, Vector, Verdict
 from dovetail.training.rules.contract import Rule
-from dovetail.training.state import Delivery, State, turn_fields, turn_of
-
-__all__ = ["CRASH_POINTS", "Delivery", "Server"]
-
-CRASH_POINTS = (
-    "received",
-    "checked",
-    "journal-half",
-    "journalled",
-    "applied",
-    "answered",
-    "snapshot-half",
-    "snapshot-renamed",
-    "segment-removed",
+from dovetail.training.state import (
+    CommitPayload,
+    Delivery,
+    ServerState,
+    examine,
+    turn_fields,
+    turn_of,
 )
-"""Where a server may die, for tests: `crash` is called with each of these names as it is passed."""
+
+__all__ = ["Delivery", "Server"]
+
+NO_PAYLOAD = CommitPayload()
+"""The payload of an input that has no vector."""
 
 
 class Server:
-    """A run's center and ledger, and their history.
+    """A run's center, its ledger, and their history.
 
     theta      [size] where the center starts; changed in place from then on
-    storage    the folder it keeps its state in, new or empty; None: nowhere
-    order      of workers, in which turns are taken
-    clock      seconds since the run's start
-    crash      called with the name of each crash point
+    storage    the folder that keeps the state, new or empty; None: the state is not kept
+    order      the order of workers in which turns are taken; None: as they come
+    clock      tells the seconds since the run's start
     """
 
     def __init__(  # noqa: PLR0913  keyword-only
@@ -64,22 +59,20 @@ class Server:
         shards: int = 1,
         order: tuple[int, ...] | None = None,
         clock: Callable[[], float],
-        crash: Callable[[str], None] | None = None,
     ) -> None:
         self.job = job
         self.rule = rule
         self._clock = clock
         self._ahead_seconds = 0.0
-        self._crash = crash or nothing
         self._lock = threading.RLock()
         self._order = order
-        self._held: dict[int, Payload] = {}
+        self._held: dict[int, CommitPayload] = {}
         self._here: set[int] = set()  # who joined this server, not only a former self
         self._journal: Journal | None = None
         self._storage = storage
         self._saved_rows = 0  # rows at the last snapshot
-        self._state = State(job, rule, theta, guard or Guard(), shards)
-        self._gate = None if order is None else Gate(order, waiting=lambda: self.waiting)
+        self._state = ServerState(job, rule, theta, guard or Guard(), shards)
+        self._gate = None if order is None else TurnGate(order, waiting=lambda: self.waiting)
         if storage is not None:
             try:
                 self._open(storage, resume=False)
@@ -99,12 +92,14 @@ class Server:
         keeps_theta: bool = False,
         **options: Any,
     ) -> Self:
-        """The server whose state the storage's folder holds, as it was before it died; a fresh one
-        if there is none. `theta` [size] is overwritten with the center, but with `keeps_theta`:
-        a lock-free center in memory that outlived the server, which no log can know. A run that was
-        stopped goes on: who still wants its end says so again.
+        """The server whose state the storage's folder holds, or a new one if it holds none.
 
-        Raises `JournalError`, `RunMismatchError`, `UsageError` if another server has the folder.
+        `theta` [size] is overwritten with the center. With `keeps_theta` it is kept: it is then a
+        lock-free center in memory that outlived the server, and no log knows what is in it. A run
+        that was stopped goes on; whoever still wants its end stops it again.
+
+        Raises `JournalError`, `RunMismatchError`, and `UsageError` if another server has the
+        folder.
         """
         server = cls(job, rule, theta, **options)
         try:
@@ -118,8 +113,11 @@ class Server:
     # What workers do
 
     def join(self, worker: int, inbox: Vector | None = None, outbox: Vector | None = None) -> int:
-        """The number of the worker's last applied commit: 0 for a new one. Its commits will lie in
-        `inbox` [size], unless `take` is given them, and its pulls go to `outbox` [size]."""
+        """The number of the worker's last applied commit; 0 for a new worker.
+
+        Its commits will lie in `inbox` [size], unless `take` is given them. Its pulls go to
+        `outbox` [size].
+        """
         with self._lock:
             self._here.add(worker)
             self._state.center.attach(worker, inbox, outbox)
@@ -129,14 +127,15 @@ class Server:
     def take(
         self, turn: Turn, checksum: int | None = None, vector: Vector | None = None
     ) -> list[Delivery]:
-        """The answers that follow from a turn: to its worker, others, or nobody yet.
+        """The answers that follow from a turn: to its worker, to others, or none yet.
 
-        `checksum`: of the vector, by `checks.checksum`, where the worker sent it. `vector`: the
-        commit, where it is not in the inbox; used in place, so constant until it is answered.
+        checksum   of the vector, by `checks.checksum`, if the worker sent one
+        vector     the commit's, if it is not in the inbox; used where it lies, so it must not
+                   change until the turn is answered
         """
-        self._crash("received")
+        # Looking at a vector takes time, and needs nothing that another turn may change: it is done
+        # outside of the lock, so that the vectors of several workers are looked at at once.
         payload = self._examine(turn, checksum, vector)
-        self._crash("checked")
         with self._lock:
             deliveries = self._turns(self._pass(turn, payload))
             ticket = self._state.center.tickets
@@ -153,13 +152,13 @@ class Server:
     # What the run does
 
     def dismiss_late(self) -> None:
-        """Evict who joined beyond the job's workers: in a run that is continued nobody takes their
-        place."""
+        """Evict the workers that joined beyond the job's: in a run that is continued, nobody takes
+        their place."""
         for worker in {e.worker for e in self.events if e.worker >= self.job.workers}:
             self.evict(worker)
 
     def stop(self) -> list[Delivery]:
-        """End the run before its epochs: all that wait are told, later ones when they ask."""
+        """End the run early. Workers that wait are told now, the others when they ask."""
         return self._do({"kind": "stop"})
 
     def end_stream(self, samples: int) -> list[Delivery]:
@@ -171,7 +170,8 @@ class Server:
         if self._journal is not None:
             with self._lock:
                 state, vectors = self._state.save()
-                if self.rule.lock_free:  # workers write to it meanwhile
+                if self.rule.lock_free:
+                    # Workers write to the center meanwhile: its checksum would not fit.
                     vectors["theta"] = vectors["theta"].copy()
                 state["position"] = self._gate and self._gate.position
                 state["passed"] = [turn_fields(t) for t in self._gate.passed] if self._gate else []
@@ -205,13 +205,13 @@ class Server:
             return self._state.center.theta
 
     def copy(self) -> tuple[Vector, int, int]:
-        """A copy of the center [size], its clock and its samples, of one version."""
+        """A copy of the center [size], its clock and its samples, all of one version."""
         with self._lock:
             return self._state.center.theta.copy(), self.clock, self.samples
 
     @property
     def rows(self) -> list[Row]:
-        """Of all commits that were applied, in order."""
+        """The rows of all commits that were applied, in order."""
         return self._state.rows
 
     @property
@@ -231,7 +231,7 @@ class Server:
 
     @property
     def samples(self) -> int:
-        """That were committed so far."""
+        """How many samples were committed so far."""
         return self._state.ledger.samples
 
     @property
@@ -246,7 +246,7 @@ class Server:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Workers that wait for an answer of ours: silent without being hung."""
+        """Workers that wait for an answer: they are silent without being hung."""
         with self._lock:
             return self._state.ledger.waiting
 
@@ -258,17 +258,17 @@ class Server:
 
     # Before anything changes
 
-    def _examine(self, turn: Turn, checksum: int | None, vector: Vector | None) -> Payload:
+    def _examine(self, turn: Turn, checksum: int | None, vector: Vector | None) -> CommitPayload:
         commit, state = turn.commit, self._state
         if commit is None or commit.steps == 0 or self.rule.lock_free:
-            return Payload()
+            return CommitPayload()
         with self._lock:
             if state.ledger.check(commit) is not None:
-                return Payload()
-            found = state.center.inbox(turn.worker) if vector is None else vector
-        return examine(state.center, found, checksum)
+                return CommitPayload()
+            received = state.center.inbox(turn.worker) if vector is None else vector
+        return examine(state.center, received, checksum)
 
-    def _pass(self, turn: Turn, payload: Payload) -> Iterable[Turn]:
+    def _pass(self, turn: Turn, payload: CommitPayload) -> Iterable[Turn]:
         """The turns that may be taken now, their payloads in `_held`."""
         self._held[turn.worker] = payload
         ledger = self._state.ledger
@@ -281,26 +281,28 @@ class Server:
             payload = self._judge(turn, self._held.pop(turn.worker))
             header = {"kind": "turn", "turn": turn_fields(turn), "refusal": payload.refusal}
             self._log(header, payload)
-            self._crash("journalled")
             deliveries += self._enact(header, payload)
-            self._crash("applied")
         return deliveries
 
-    def _judge(self, turn: Turn, payload: Payload) -> Payload:
+    def _judge(self, turn: Turn, payload: CommitPayload) -> CommitPayload:
         """The payload, or a refusal in its place."""
         commit = turn.commit
         if commit is None or payload.refusal is not None:
             return payload
         if commit.worker != turn.worker:
-            return Payload(refusal=Refusal.LEASE)
-        found = self._state.ledger.check(commit)
-        if isinstance(found, Refusal):
-            return Payload(refusal=found)
-        if found is Verdict.DUPLICATE or commit.steps == 0 or self.rule.lock_free:
-            return Payload()
+            return CommitPayload(refusal=Refusal.LEASE)
+        verdict = self._state.ledger.check(commit)
+        if isinstance(verdict, Refusal):
+            return CommitPayload(refusal=verdict)
+        if verdict is Verdict.DUPLICATE or commit.steps == 0 or self.rule.lock_free:
+            return CommitPayload()
         if payload.vector is None:  # its lease was not held yet when it came
-            return Payload(refusal=Refusal.LEASE)
-        return Payload(refusal=Refusal.NORM) if self._state.norms.refuse(payload.norm) else payload
+            return CommitPayload(refusal=Refusal.LEASE)
+        return (
+            CommitPayload(refusal=Refusal.NORM)
+            if self._state.norms.refuse(payload.norm)
+            else payload
+        )
 
     def _remove(self, worker: int, kind: str) -> list[Delivery]:
         with self._lock:
@@ -317,35 +319,35 @@ class Server:
             ticket = self._state.center.tickets
         return self._finish(ticket, deliveries)
 
-    def _log(self, header: dict[str, Any], payload: Payload = Payload()) -> dict[str, Any]:  # noqa: B008  frozen
-        """The header with its time, once it is in the journal."""
+    def _log(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> dict[str, Any]:
+        """The header with its time, which is in the journal by now."""
         header["seconds"] = self._seconds()
         if self._gate is not None:
             header["position"] = self._gate.position
         checksum = 0
-        if payload.found is not None:
-            checksum, header["squares"] = payload.found.checksum, payload.found.squares
+        if payload.checked is not None:
+            checksum, header["squares"] = payload.checked.checksum, payload.checked.squares
         if self._journal is not None:
             self._journal.append(header, payload.vector, checksum)
         return header
 
-    def _enact(self, header: dict[str, Any], payload: Payload = Payload()) -> list[Delivery]:  # noqa: B008  frozen
-        """Do what an input asks. A turn that a former self of this server left may be answered now,
-        to nobody: its worker asks again once it is here."""
+    def _enact(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> list[Delivery]:
+        """Do what an input asks; the answers for workers that have joined this server."""
+        # The input may answer a turn that was left by the server before this one. Its worker has
+        # not joined yet, and will ask again: an answer now would be taken for the one to that.
         return [d for d in self._state.enact(header, payload) if d.worker in self._here]
 
     def _seconds(self) -> float:
         return self._clock() + self._ahead_seconds
 
     def _finish(self, ticket: int, deliveries: list[Delivery]) -> list[Delivery]:
-        """Wait for the shards, write the rows, and keep a snapshot if it is time."""
+        """The deliveries, once the shards have done their part; keeps a snapshot if it is due."""
         state = self._state
         state.center.wait(ticket)
         with self._lock:
             state.settle()
             if self._due():
                 self.snapshot()
-        self._crash("answered")
         return deliveries
 
     def _due(self) -> bool:
@@ -358,18 +360,18 @@ class Server:
 
     def _open(self, storage: Storage, *, resume: bool) -> None:
         self._storage = storage
-        self._journal = Journal(storage, self.job, self.rule, self._crash, resume=resume)
+        self._journal = Journal(storage, self.job, self.rule, resume=resume)
 
     def _rebuild(self, theta: Vector | None) -> None:
-        """The state of the snapshot, then all that was logged since. `theta`: what the center is
-        all the same."""
+        """Take over the snapshot's state, then do again all that was logged since. `theta` [size]:
+        the center, if it is known without the log."""
         journal, state = self._journal, self._state
         assert journal is not None
-        found = journal.load()
-        if found is None:
+        snapshot = journal.load()
+        if snapshot is None:
             self.snapshot()
             return
-        fields, vectors = found
+        fields, vectors = snapshot
         state.restore(fields, vectors)
         self._saved_rows = len(state.rows)
         last = {"seconds": fields["seconds"], "position": fields["position"]}
@@ -382,19 +384,19 @@ class Server:
             state.center.flush()
             state.settle()
         if self._order is not None:
-            self._gate = Gate(self._order, last["position"] or 0, lambda: self.waiting)
+            self._gate = TurnGate(self._order, last["position"] or 0, lambda: self.waiting)
             for turn in passed.values():  # whoever was not answered says it again
                 self._gate.recall(turn_of(turn))
         if theta is not None:
             state.center.theta[:] = theta
         self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
         if self.stopped:
-            state.enact(self._log({"kind": "continue"}), Payload())
-        state.enact(self._log({"kind": "restarted"}), Payload())
+            state.enact(self._log({"kind": "continue"}), CommitPayload())
+        state.enact(self._log({"kind": "restarted"}), CommitPayload())
 
 
-def _payload(record: Record) -> Payload:
-    """What was taken, or refused, as it was logged."""
+def _payload(record: JournalRecord) -> CommitPayload:
+    """The payload, or the refusal, of a turn that was logged."""
     refusal, squares = record.header.get("refusal"), record.header.get("squares")
-    found = None if squares is None else Check(0, squares)
-    return Payload(record.vector, found, refusal and Refusal(refusal))
+    checked = None if squares is None else Check(0, squares)
+    return CommitPayload(record.vector, checked, refusal and Refusal(refusal))

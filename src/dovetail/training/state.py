@@ -4,37 +4,83 @@
                                                                     └──► deliveries
 
 Headers are JSON, and are what the journal keeps. Kinds: join, turn, evict, leave, stop, continue,
-end_stream, restarted.
+end_stream, restarted. Payloads are vectors that have passed `examine`, or the reason of a refusal.
 """
 
 import math
+import statistics
+import struct
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.training.backends.contract import Guard
 from dovetail.training.center import Center
+from dovetail.training.checks import Check, check
 from dovetail.training.ledger import Ledger
 from dovetail.training.momentum import Momentum, adds_plainly
-from dovetail.training.payloads import Norms, Payload
-from dovetail.training.records import (
-    Commit,
-    Event,
-    Job,
-    Refusal,
-    Reply,
-    Row,
-    Turn,
-    Vector,
-    Verdict,
-)
-from dovetail.training.rows import make_row, pack, unpack
+from dovetail.training.records import Commit, Event, Job, Refusal, Reply, Row, Turn, Vector, Verdict
 from dovetail.training.rules.contract import Rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
 
 _ROWS, _MOMENTUM = "rows", "momentum "
+"""Names of vectors in a snapshot; the momentum's own names follow the second one."""
+NORMS = 100
+"""The guard compares a commit's norm with the median of so many commits before it."""
+FEWEST_NORMS = 10
+"""The guard judges no norm before it has seen so many."""
+
+
+@dataclass(frozen=True)
+class CommitPayload:
+    """What came with a turn: nothing, if it has no commit or its commit has no vector."""
+
+    vector: Vector | None = None
+    checked: Check | None = None
+    refusal: Refusal | None = None
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of the vector; nan without one."""
+        return math.nan if self.checked is None else self.checked.norm
+
+
+def examine(center: Center, vector: Vector | None, checksum: int | None) -> CommitPayload:
+    """The vector as a payload, or the reason why `center` cannot take it.
+
+    Looked at are its size and type, its checksum if the sender gave one, and whether it is finite.
+    A float64 too large to be squared counts as a norm too large.
+    """
+    if vector is None or not center.fits(vector):
+        return CommitPayload(refusal=Refusal.SHAPE)
+    checked = check(vector)
+    if checksum is not None and checked.checksum != checksum:
+        return CommitPayload(refusal=Refusal.CHECKSUM)
+    if not checked.finite:
+        large = bool(np.isfinite(vector).all())
+        return CommitPayload(refusal=Refusal.NORM if large else Refusal.NOT_FINITE)
+    return CommitPayload(vector, checked)
+
+
+class Norms:
+    """Norms of the last commits that were taken, and whether another one has exploded."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self.last: deque[float] = deque(maxlen=NORMS)
+
+    def refuse(self, norm: float) -> bool:
+        """Whether the guard refuses a commit of this norm. No norm is too large beside the median
+        of fewer than `FEWEST_NORMS` norms, or beside a median of zero."""
+        guard = self._guard
+        if guard.norm_limit is not None and norm > guard.norm_limit:
+            return True
+        if guard.norm_factor is None or len(self.last) < FEWEST_NORMS:
+            return False
+        return 0 < guard.norm_factor * statistics.median(self.last) < norm
 
 
 @dataclass(frozen=True)
@@ -47,8 +93,9 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class _Head:
-    """What a row will say of a commit; `update` [k]: its values at the watched coordinates."""
+class _CommitHead:
+    """What a row will say of a commit. `update` [k]: the commit's values at the watched
+    coordinates."""
 
     commit: Commit
     norm: float
@@ -57,17 +104,17 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Applied:
-    """Commits that the shards are at work on, and their rows but for the momentum."""
+    """Commits that the shards work on, and their rows without the momentum."""
 
     ticket: int
-    rows: tuple[tuple[Row, _Head], ...]
+    rows: tuple[tuple[Row, _CommitHead], ...]
 
 
-class State:
-    """Ledger, center and history. One thread at a time.
+class ServerState:
+    """Ledger, center and history. Used by one thread at a time.
 
-    rows       of commits that are applied, as `settle` found them done
-    present    by worker: joined, and neither lost nor gone
+    rows       of the commits that are applied; `settle` adds them
+    present    by worker: whether it has joined, and is neither lost nor gone
     """
 
     def __init__(self, job: Job, rule: Rule, theta: Vector, guard: Guard, shards: int) -> None:
@@ -80,13 +127,13 @@ class State:
         watched = None if self.momentum is None else self.momentum.coordinates
         self.center = Center(theta, rule, shards, watched)
         self.norms = Norms(guard)
-        self._heads: dict[int, _Head] = {}
+        self._heads: dict[int, _CommitHead] = {}
         self._applied: deque[_Applied] = deque()
         self._packed = bytearray()
 
     # Inputs
 
-    def enact(self, header: dict[str, Any], payload: Payload) -> list[Delivery]:
+    def enact(self, header: dict[str, Any], payload: CommitPayload) -> list[Delivery]:
         """Do what an input asks; the answers that follow, once the center has done its part.
         `payload`: the turn's vector, and its refusal if it has one."""
         seconds, worker = header["seconds"], header.get("worker", -1)
@@ -122,7 +169,7 @@ class State:
         self.center.unstage(worker)
         return self.ledger.join(worker)
 
-    def _offer(self, turn: Turn, payload: Payload, seconds: float) -> list[Delivery]:
+    def _offer(self, turn: Turn, payload: CommitPayload, seconds: float) -> list[Delivery]:
         commit, refusal, ledger = turn.commit, payload.refusal, self.ledger
         if refusal is not None:
             self.refusals[refusal] += 1
@@ -135,7 +182,7 @@ class State:
             update = None
             if self.momentum is not None:
                 update = payload.vector[self.momentum.coordinates]
-            self._heads[turn.worker] = _Head(commit, payload.norm, update)
+            self._heads[turn.worker] = _CommitHead(commit, payload.norm, update)
         clock = ledger.clock
         steps = ledger.offer(turn, refusal)
         if commit is not None and ledger.rule.lock_free and ledger.clock > clock:
@@ -188,7 +235,7 @@ class State:
 
     def _keep(self, row: Row) -> None:
         self.rows.append(row)
-        self._packed += pack(row)
+        self._packed += pack_row(row)
 
     # Snapshots
 
@@ -223,12 +270,12 @@ class State:
             self.momentum.restore(state["momentum"], more)
         self.center.restore(vectors, state["counts"])
         self._packed = bytearray(packed.tobytes())
-        self.rows[:] = unpack(packed.astype(np.float64))
+        self.rows[:] = unpack_rows(packed.astype(np.float64))
         self.events[:] = [Event(*values) for values in state["events"]]
         self.refusals = Counter({Refusal(name): count for name, count in state["refusals"]})
         self.present = dict(state["present"])
         self.norms.last.extend(state["norms"])
-        self._heads = {w: _Head(Commit(**commit), norm) for w, commit, norm in state["heads"]}
+        self._heads = {w: _CommitHead(Commit(**commit), norm) for w, commit, norm in state["heads"]}
         self.ledger = Ledger.restore(self.ledger.job, self.ledger.rule, state["ledger"])
 
 
@@ -242,3 +289,44 @@ def turn_of(fields: dict[str, Any]) -> Turn:
     """The turn whose `turn_fields` those are."""
     commit = fields["commit"] and Commit(**fields["commit"])
     return Turn(fields["worker"], commit, fields["lease"], fields["pull"])
+
+
+# Rows as flat numbers, for snapshots
+
+_FIELDS = [field.name for field in fields(Row)]
+_WHOLE = {name for name, kind in Row.__annotations__.items() if kind is int}
+_STRUCT = struct.Struct(f"={len(_FIELDS)}d")
+
+
+def make_row(clock: int, staleness: int, commit: Commit, norm: float, seconds: float) -> Row:
+    """A commit's row, without momentum."""
+    return Row(
+        clock=clock,
+        worker=commit.worker,
+        sequence=commit.sequence,
+        staleness=staleness,
+        steps=commit.steps,
+        samples=commit.samples,
+        loss=commit.loss,
+        norm=norm,
+        seconds=seconds,
+        begin_seconds=commit.begin_seconds,
+        end_seconds=commit.end_seconds,
+    )
+
+
+def pack_row(row: Row) -> bytes:
+    """A row as float64; its integers stay exact up to 2^53."""
+    return _STRUCT.pack(*vars(row).values())
+
+
+def unpack_rows(packed: NDArray[np.float64]) -> list[Row]:
+    """The rows that were packed, one after the other."""
+    table = packed.reshape(-1, len(_FIELDS)).tolist()
+    return [_row(values) for values in table]
+
+
+def _row(values: list[float]) -> Row:
+    named = zip(_FIELDS, values, strict=True)
+    fields: dict[str, Any] = {n: int(value) if n in _WHOLE else value for n, value in named}
+    return Row(**fields)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import DivergedError
-from dovetail.training.backends.contract import Backend, Guard, Policy, Watcher
+from dovetail.training.backends.contract import Backend, FailurePolicy, Guard, Watcher
 from dovetail.training.datasets import Collate
 from dovetail.training.divergence import LossWatch, remedy
 from dovetail.training.history import History
@@ -74,7 +74,7 @@ class Trainer:
     seed: int = 0
     group: int = 1
     guard: Guard = field(default_factory=Guard)
-    policy: Policy = field(default_factory=Policy)
+    policy: FailurePolicy = field(default_factory=FailurePolicy)
     wire: str = "none"
     shards: int | None = None
     order: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Commits in fewer bytes: rounded to 16 bits, or their largest components only.
+"""Encodes commits in fewer bytes: rounded to 16 bits, or their largest components only.
 
     none          as they are
     float16       5 bits of exponent: beyond 65504 it is infinite, and the server refuses it

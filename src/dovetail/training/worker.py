@@ -31,7 +31,8 @@ from dovetail.training.rules.contract import Local, Rule, new_slots
 
 @dataclass(frozen=True)
 class Ask:
-    """A turn; `vector` [size] belongs to its commit, and may be written to after the answer."""
+    """A turn for the server. `vector` [size]: its commit's, which may be changed once it is
+    answered."""
 
     turn: Turn
     vector: Vector | None = None
@@ -74,7 +75,7 @@ def work(
     fresh center. (Hogwild!'s steps are in the center already; their samples are trained twice.)
     Raises TrainingError if the server is another run's.
     """
-    loop = _Loop(job, rule, learner, worker, clock)
+    loop = _WorkerLoop(job, rule, learner, worker, clock)
     fresh = Turn(worker, lease=True, pull=True)
     told = yield from _ask(fresh)
     while told.reply.lease is not None:
@@ -97,6 +98,22 @@ def work(
         loop.forget()
         if told.reply.lease is not None and told.center is None:
             told = yield from _ask(fresh)
+
+
+def drive(steps: Work, ask: Callable[[Ask], Told], beat: Callable[[], None]) -> None:
+    """Run a worker to its end where an answer can be waited for: `ask` blocks until it is there,
+    `beat` is called after each local step."""
+    told: Told | None = None
+    try:
+        while True:
+            event = steps.send(told)
+            told = None
+            if isinstance(event, Stepped):
+                beat()
+            else:
+                told = ask(event)
+    except StopIteration:
+        return
 
 
 def order(job: Job, epoch: int) -> NDArray[np.int64] | None:
@@ -124,7 +141,7 @@ def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | None
     return told
 
 
-class _Loop:
+class _WorkerLoop:
     """One worker's parameters between its turns, and what it trained since the last commit."""
 
     def __init__(

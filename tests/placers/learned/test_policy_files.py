@@ -134,6 +134,9 @@ def test_what_is_not_there_or_a_folder_is_refused(tmp_path):
     ("changes", "message"),
     [
         ({"version": 2}, "version"),
+        ({"version": True}, "version"),
+        ({"seed": True}, "seed: .* not true or false"),
+        ({"seconds": True}, "seconds: .* not true or false"),
         ({"format": "other"}, "format"),
         ({"features": 10**6}, "features"),
         ({"method": "os.system"}, "not one of"),

@@ -9,7 +9,7 @@ from dovetail.training.backends.processes import frames
 from dovetail.training.records import Commit, Lease, Refusal, Reply, Turn, Verdict
 
 COMMIT = Commit("run", 1, 2, 3, 4, 5, 6, 0.1, math.inf, 1.5, 2.5)
-PAYLOAD = frames.Payload(10, "float32", 2**63 + 1)
+PAYLOAD = frames.VectorHeader(10, "float32", 2**63 + 1)
 
 
 def told(turn, payload=None):

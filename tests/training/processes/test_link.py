@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from dovetail.training.backends.processes import frames
-from dovetail.training.backends.processes.connecting import Link
 from dovetail.training.backends.processes.messages import Connect
+from dovetail.training.backends.processes.worker import WorkerLink
 from dovetail.training.records import Job, Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.worker import Ask
 
@@ -32,7 +32,7 @@ def asked(answers):
     server = threading.Thread(target=serve, daemon=True)
     server.start()
     with ours, theirs:
-        link = Link(channel, plan, memory, None)
+        link = WorkerLink(channel, plan, memory, None)
         assert link.join() == 0
         told = link.ask(Ask(Turn(0, lease=True, pull=True)))
         server.join(10)

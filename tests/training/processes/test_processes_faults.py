@@ -17,14 +17,19 @@ from dovetail.errors import (
     ServerLostError,
     UsageError,
 )
-from dovetail.training.backends.contract import Policy, Storage, Watcher
-from dovetail.training.backends.processes import run
-from dovetail.training.backends.processes.crew import SERVER, Crew, Options
-from dovetail.training.backends.processes.messages import Stop
-from dovetail.training.server import CRASH_POINTS
+from dovetail.training.backends.contract import FailurePolicy, Storage, Watcher
+from dovetail.training.backends.processes import run, transport
+from dovetail.training.backends.processes.transport import (
+    SERVER,
+    ProcessesOptions,
+    ProcessesTransport,
+)
+from dovetail.training.supervisor import Stop
 from tests.support.doors import Doors
+from tests.support.faulty_server_process import LIVES
 from tests.support.named_memory import named_memory
 from tests.support.process_learners import Counting, Long, Sitting, assign, count
+from tests.support.server_faults import CRASH_POINTS, Lives
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -39,7 +44,8 @@ def children():
                 found[int(path.parent.name)] = path.with_name("cmdline").read_text()
         except OSError:
             continue
-    return {pid: line for pid, line in found.items() if "backends.processes" in line}
+    ours = ("backends.processes", "faulty_server_process")
+    return {pid: line for pid, line in found.items() if any(name in line for name in ours)}
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +63,18 @@ def _nothing_is_left_behind(tmp_path, monkeypatch):
 @pytest.fixture
 def doors(tmp_path):
     return Doors(tmp_path)
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch):
+    """Has each life of the server end at a (crash point, count) of its own."""
+
+    def ends(*crashes):
+        Lives(tmp_path / "lives.json", crashes)
+        monkeypatch.setenv(LIVES, str(tmp_path / "lives.json"))
+        monkeypatch.setattr(transport, "SERVER_ENTRY", "tests.support.faulty_server_process:serve")
+
+    return ends
 
 
 class Killer:
@@ -85,7 +103,7 @@ class Killer:
         self.workers |= {row.worker for row in rows}
         due = self.kills < len(self.plan) and self.commits >= self.plan[self.kills]
         if due and self.workers == {0, 1}:
-            alive = [pid for pid, line in children().items() if "connecting" in line]
+            alive = [pid for pid, line in children().items() if "processes.worker" in line]
             os.kill(alive[self.rng.integers(len(alive))], signal.SIGKILL)
             self.doors.open(f"killed-{self.kills}")
             self.kills += 1
@@ -109,7 +127,7 @@ def test_others_do_the_work_of_a_worker_that_stays_away():
     def learner(worker):
         return Counting(40, 0.05) if worker else Sitting("kill", 2, samples=40, size=40)
 
-    policy = Policy(worker_restarts=1, worker_losses=1)
+    policy = FailurePolicy(worker_restarts=1, worker_losses=1)
     outcome = run(assign(learner=learner, samples=40, size=40, policy=policy), Watcher())
     assert (outcome.theta == 2).all()
     assert {row.worker for row in outcome.rows} == {1}
@@ -118,7 +136,7 @@ def test_others_do_the_work_of_a_worker_that_stays_away():
 
 
 def test_a_policy_that_allows_no_death_ends_the_run():
-    policy = Policy(worker_restarts=1)
+    policy = FailurePolicy(worker_restarts=1)
     learner = lambda worker: Sitting("kill", 2)  # noqa: E731
     with pytest.raises(NoWorkersError) as raised:
         run(assign(learner=learner, policy=policy), Watcher())
@@ -138,7 +156,7 @@ def test_exceptions_that_the_policy_allows_count_as_deaths_and_the_first_is_kept
     def learner(worker):
         return Sitting("raise", 2 if worker else 10**9)
 
-    policy = Policy(worker_errors=2, worker_restarts=1, worker_losses=1)
+    policy = FailurePolicy(worker_errors=2, worker_restarts=1, worker_losses=1)
     outcome = run(assign(learner=learner, policy=policy), Watcher())
     assert outcome.samples == 128
     assert {row.worker for row in outcome.rows} == {0}
@@ -150,15 +168,17 @@ def numbers(outcome):
     return [(r.clock, r.worker, r.sequence, r.steps, r.samples) for r in outcome.rows]
 
 
-def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_twice(tmp_path):
+def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_twice(
+    tmp_path, dying
+):
     """One life after the other ends at the next point; the order of turns is forced."""
     order = tuple(np.random.default_rng(1).permutation(np.repeat([0, 1], 40)).tolist())
     storage = Storage(tmp_path / "run", snapshot_commits=5)
-    crash = [(point, 1 if point[0] == "s" else 4) for point in CRASH_POINTS]
-    policy = Policy(server_restarts=len(crash))
+    policy = FailurePolicy(server_restarts=len(CRASH_POINTS))
     common = {"order": order, "epochs": 8, "samples": 64}
-    disturbed = run(count(storage=storage, policy=policy, **common), Watcher(), crash=crash)
     expected = run(count(**common), Watcher())
+    dying(*((point, 1 if point[0] == "s" else 4) for point in CRASH_POINTS))
+    disturbed = run(count(storage=storage, policy=policy, **common), Watcher())
     assert disturbed.meta["server_restarts"] == len(CRASH_POINTS)
     assert (disturbed.theta == 8).all()
     assert disturbed.theta.tobytes() == expected.theta.tobytes()
@@ -167,29 +187,28 @@ def test_a_server_killed_at_every_point_of_a_commit_loses_none_and_applies_none_
     assert "lost" not in kinds(disturbed)
 
 
-def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it(doors):
+def test_a_run_without_a_folder_survives_its_server_and_a_worker_with_it(doors, dying):
+    dying(("applied", 14), ("received", 9))
     killer = Killer(doors, 8)
-    outcome = run(
-        count(120, hold=killer.hold()),
-        Watcher(rows=killer.rows),
-        crash=[("applied", 14), ("received", 9)],
-    )
+    outcome = run(count(120, hold=killer.hold()), Watcher(rows=killer.rows))
     assert (outcome.theta == 2).all()
     assert kinds(outcome).count("server_restarted") == 2
     assert killer.kills == 1
 
 
-def test_a_server_that_dies_too_often_ends_the_run():
+def test_a_server_that_dies_too_often_ends_the_run(dying):
+    dying(("applied", 2), ("applied", 2))
     with pytest.raises(ServerLostError) as raised:
-        run(count(policy=Policy(server_restarts=1)), Watcher(), crash=[("applied", 2)] * 2)
+        run(count(policy=FailurePolicy(server_restarts=1)), Watcher())
     assert (raised.value.restarts, raised.value.status) == (1, "killed by SIGKILL")
 
 
 @pytest.mark.parametrize("answers", [5, 10])
-def test_what_a_server_without_a_log_has_lost_is_trained_again(answers, tmp_path):
+def test_what_a_server_without_a_log_has_lost_is_trained_again(answers, tmp_path, dying):
     """The first snapshot knows no worker; the tenth answer is to the only worker's leaving."""
     assignment = count(60, workers=1, epochs=1, storage=Storage(tmp_path, log=False), seconds=0.002)
-    outcome = run(assignment, Watcher(), crash=("answered", answers))
+    dying(("answered", answers))
+    outcome = run(assignment, Watcher())
     assert outcome.meta["server_restarts"] == 1
     assert (outcome.theta == 1).all()
     assert sum(row.samples for row in outcome.rows) == 60
@@ -234,26 +253,27 @@ class Waker:
 
 
 def test_a_servers_death_is_told_once_however_much_it_was_still_to_be_told():
-    with Crew(count(8, workers=1), Options(), None, False) as crew:
-        crew.start_server()
-        assert [number for number, _ in crew.wait(60.0)] == [SERVER]  # it is ready
-        crew.kill(SERVER)
-        while not crew._errors:  # the first words to a dead process may still be taken
-            crew.tell_server(Stop("it is dead"))
-        crew.tell_server(Stop("it is dead"))
-        told = crew.wait(0.0) + crew.wait(0.0)
+    with ProcessesTransport(count(8, workers=1), ProcessesOptions(), None) as processes:
+        processes.start_server()
+        assert [number for number, _ in processes.wait(60.0)] == [SERVER]  # it is ready
+        processes.kill(SERVER)
+        while not processes._errors:  # the first words to a dead process may still be taken
+            processes.tell(Stop("it is dead"))
+        processes.tell(Stop("it is dead"))
+        told = processes.wait(0.0) + processes.wait(0.0)
     assert [type(word) for _, word in told] == [ProcessDiedError]
 
 
-def test_a_run_that_keeps_nothing_ends_with_its_server():
+def test_a_run_that_keeps_nothing_ends_with_its_server(dying):
+    dying(("applied", 2))
     with pytest.raises(ServerLostError) as raised:
-        run(count(), Watcher(), log=False, crash=("applied", 2))
+        run(count(), Watcher(), log=False)
     assert raised.value.restarts == 0
 
 
 def test_a_hung_worker_is_noticed_by_its_lease_and_may_come_back(doors):
     waker = Waker(doors)
-    assignment = count(80, hold=waker.hold(), policy=Policy(lease_seconds=1.0))
+    assignment = count(80, hold=waker.hold(), policy=FailurePolicy(lease_seconds=1.0))
     outcome = run(assignment, Watcher(rows=waker.rows, event=waker.event))
     assert waker.stopped
     assert (outcome.theta == 2).all()
@@ -270,13 +290,13 @@ class ServersKiller(Waker):
 
     def stop(self):
         super().stop()
-        (server,) = [pid for pid, line in children().items() if "serving" in line]
+        (server,) = [pid for pid, line in children().items() if "processes.server" in line]
         os.kill(server, signal.SIGKILL)
 
 
 def test_a_worker_that_hangs_when_its_server_dies_is_noticed_by_the_next_one(doors):
     killer = ServersKiller(doors)
-    assignment = count(80, hold=killer.hold(), policy=Policy(lease_seconds=2.0))
+    assignment = count(80, hold=killer.hold(), policy=FailurePolicy(lease_seconds=2.0))
     outcome = run(assignment, Watcher(rows=killer.rows, event=killer.event))
     assert killer.stopped
     assert (outcome.theta == 2).all()
@@ -287,7 +307,7 @@ def test_a_worker_that_hangs_when_its_server_dies_is_noticed_by_the_next_one(doo
 
 def test_workers_that_all_hang_are_killed_and_replaced():
     learner = lambda worker: Sitting("stop", 3)  # noqa: E731
-    policy = Policy(lease_seconds=0.3, worker_restarts=1)
+    policy = FailurePolicy(lease_seconds=0.3, worker_restarts=1)
     with pytest.raises(NoWorkersError) as raised:
         run(assign(learner=learner, workers=1, policy=policy), Watcher())
     assert raised.value.lost == 2
@@ -302,7 +322,7 @@ def test_long_irregular_workers_are_not_judged_by_their_commits():
         window=8,
         batch=3,
         epochs=1,
-        policy=Policy(lease_seconds=1.0),
+        policy=FailurePolicy(lease_seconds=1.0),
     )
     outcome = run(assignment, Watcher(every_samples=24, evaluate=lambda *_: {}, should_stop=bool))
     assert not {"lost", "refused", "restarted"} & set(kinds(outcome))
@@ -315,7 +335,7 @@ def test_refusals_beyond_the_policy_are_divergence():
         found.update = lambda theta, gradient, epoch: gradient * np.float32(np.nan)
         return found
 
-    assignment = assign(learner=learner, samples=60, size=60, policy=Policy(refusals=4))
+    assignment = assign(learner=learner, samples=60, size=60, policy=FailurePolicy(refusals=4))
     with pytest.raises(DivergedError) as raised:
         run(assignment, Watcher())
     assert raised.value.rule == "downpour"

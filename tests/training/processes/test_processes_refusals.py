@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dovetail.runtime.processes import launch
-from dovetail.training.backends.contract import Guard, Storage
+from dovetail.training.backends.contract import Guard, ServerPlan, Storage
 from dovetail.training.backends.processes import frames
 from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
 from dovetail.training.backends.processes.messages import (
@@ -19,11 +19,11 @@ from dovetail.training.backends.processes.messages import (
     Connect,
     Copied,
     Ready,
-    Report,
-    ServerPlan,
+    ServerStart,
 )
 from dovetail.training.checks import copy_and_check
 from dovetail.training.records import Commit, Job, Refusal, Turn, Verdict
+from dovetail.training.supervisor import ServerReport
 
 SIZE = 1000
 JOB = Job("run", SIZE, 8000, 1, 2, 1, 1)
@@ -67,7 +67,7 @@ class Bench:
         clock, lease = self.reply.clock, self.reply.lease.number
         head = Commit("run", 0, self.sequence + 1, clock, lease, 2, 1, 0.1, 0.5)
         head = replace(head, **changes)
-        payload = payload or frames.Payload(SIZE, "float32", found.checksum)
+        payload = payload or frames.VectorHeader(SIZE, "float32", found.checksum)
         reply = self.turn(Turn(0, head, lease=True, pull=True), payload)
         if reply.verdict is Verdict.APPLIED:
             self.sequence += 1
@@ -82,7 +82,7 @@ class Bench:
     def report(self):
         """With all that happened since the last one."""
         self.process.send(AskReport(0, self.events))
-        report = self.hear(Report)
+        report = self.hear(ServerReport)
         self.events += len(report.events)
         return report
 
@@ -98,14 +98,13 @@ def bench(tmp_path_factory):
         options={},
         guard=Guard(norm_factor=50.0, norm_limit=1e4),
         storage=storage,
-        restart=None,
         shards=1,
         order=None,
+        wire="none",
         lease_seconds=60.0,
-        origin=None,
     )
-    with launch("dovetail.training.backends.processes.serving:serve") as process:
-        process.send(plan)
+    with launch("dovetail.training.backends.processes.server:serve") as process:
+        process.send(ServerStart(plan))
         process.send_descriptor(center.block.descriptor)
         bench = Bench(process, center)
         rng = np.random.default_rng(0)
@@ -128,8 +127,8 @@ def flip(memory):
 GOOD = np.full(SIZE, 0.01, np.float32)
 CASES = {
     "a flipped bit": (GOOD, {"spoil": flip}, Refusal.CHECKSUM),
-    "a wrong size": (GOOD, {"payload": frames.Payload(SIZE - 1, "float32", 0)}, Refusal.SHAPE),
-    "a wrong type": (GOOD, {"payload": frames.Payload(SIZE, "float64", 0)}, Refusal.SHAPE),
+    "a wrong size": (GOOD, {"payload": frames.VectorHeader(SIZE - 1, "float32", 0)}, Refusal.SHAPE),
+    "a wrong type": (GOOD, {"payload": frames.VectorHeader(SIZE, "float64", 0)}, Refusal.SHAPE),
     "another run": (GOOD, {"run": "another"}, Refusal.RUN),
     "nan": (nan_at(SIZE - 1), {}, Refusal.NOT_FINITE),
     "inf": (nan_at(0, -np.inf), {}, Refusal.NOT_FINITE),
@@ -159,7 +158,7 @@ def test_a_commit_that_is_sent_twice_is_applied_once(bench):
     head = Commit("run", 0, bench.sequence, 0, 0, 2, 1, 0.1, 0.5)
     before = bench.theta()
     found = copy_and_check(bench.memory.inbox, GOOD)
-    payload = frames.Payload(SIZE, "float32", found.checksum)
+    payload = frames.VectorHeader(SIZE, "float32", found.checksum)
     reply = bench.turn(Turn(0, head, lease=True, pull=True), payload)
     assert reply.verdict is Verdict.DUPLICATE
     assert reply.lease == bench.reply.lease

@@ -142,7 +142,7 @@ def test_data_travel_once_and_a_learner_may_write_to_its_own():
 
 def test_the_server_process_imports_no_torch():
     code = (
-        "import sys, dovetail.training.backends.processes.serving, dovetail.training.check_loops;"
+        "import sys, dovetail.training.backends.processes.server, dovetail.training.check_loops;"
         "assert not {'torch', 'cloudpickle', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

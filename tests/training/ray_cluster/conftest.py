@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.server_faults import Lives
+
 ray = pytest.importorskip("ray")
 
 STORE_BYTES = 80 << 20
@@ -20,9 +22,9 @@ FAST = {  # a lost node is noticed in some seconds, a slow one is not taken for 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A server that a busy machine takes its time to start is not thought to have no node."""
-    from dovetail.training.backends.ray import supervising
+    from dovetail.training.backends.ray import transport
 
-    monkeypatch.setattr(supervising, "SILENCE_SECONDS", 600.0)
+    monkeypatch.setattr(transport, "SILENCE_SECONDS", 600.0)
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +49,19 @@ def cluster():
         finally:
             ray.shutdown()
             found.shutdown()
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch):
+    """Has each life of the server end at a (crash point, count) of its own."""
+    from dovetail.training.backends.ray import transport
+    from tests.support.ray_runs import dying_server
+
+    def ends(*crashes):
+        lives = Lives(tmp_path / "lives.json", crashes)
+        monkeypatch.setattr(transport, "ParameterServer", dying_server(lives.path))
+
+    return ends
 
 
 @pytest.fixture

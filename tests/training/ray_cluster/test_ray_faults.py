@@ -9,7 +9,7 @@ import ray
 
 from dovetail.errors import DivergedError, NoWorkersError, ServerLostError
 from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Policy, Storage, Watcher
+from dovetail.training.backends.contract import FailurePolicy, Storage, Watcher
 from dovetail.training.checks import checksum
 from dovetail.training.records import Commit, Refusal, Turn, Verdict
 from tests.support.doors import Doors
@@ -44,15 +44,15 @@ def doors(tmp_path):
 
 
 @pytest.mark.parametrize("point", ["journalled", "snapshot-renamed"])
-def test_a_server_that_dies_within_a_commit_loses_none_and_doubles_none(point, tmp_path):
-    storage = Storage(tmp_path, snapshot_commits=8)
-    crashing = load_backend("ray", crash=(point, 3), **SMALL)
-    outcome = crashing(assign_counts(point, storage=storage), Watcher())
+def test_a_server_that_dies_within_a_commit_loses_none_and_doubles_none(point, tmp_path, dying):
+    storage = Storage(tmp_path / "run", snapshot_commits=8)
+    dying((point, 3))
+    outcome = run(assign_counts(point, storage=storage), Watcher())
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)
 
 
-def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors):
+def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors, dying):
     """The sixth record is worker 1's first commit, which waits until worker 0 was answered to its
     own: whoever was not before the server's death pulls a center that may be newer."""
 
@@ -66,7 +66,8 @@ def test_a_server_that_dies_within_a_record_comes_back_to_the_same_bits(doors):
         return Squares(64, 8, hold=partial(hold, worker))
 
     assignment = forced("adag", run="half", learner=learner)
-    outcome = load_backend("ray", crash=("journal-half", 6), **SMALL)(assignment, Watcher())
+    dying(("journal-half", 6))
+    outcome = run(assignment, Watcher())
     assert "server_restarted" in kinds(outcome)
     expected = simulate(forced("adag", run="half"), Watcher())
     assert outcome.theta.tobytes() == expected.theta.tobytes()
@@ -83,11 +84,11 @@ def test_a_server_that_is_killed_at_any_time_goes_on_where_it_was(doors):
     assert each_sample_once_an_epoch(outcome)
 
 
-def test_a_server_that_dies_too_often_ends_the_run():
-    assignment = assign(run="often", policy=Policy(server_restarts=1))
-    crashing = load_backend("ray", crash=[("received", 3), ("received", 3)], **SMALL)
+def test_a_server_that_dies_too_often_ends_the_run(dying):
+    assignment = assign(run="often", policy=FailurePolicy(server_restarts=1))
+    dying(("received", 3), ("received", 3))
     with pytest.raises(ServerLostError) as caught:
-        crashing(assignment, Watcher())
+        run(assignment, Watcher())
     assert caught.value.restarts == 1
 
 
@@ -115,7 +116,7 @@ def test_workers_that_keep_dying_end_the_run():
     assignment = assign(
         run="dying",
         learner=lambda worker: Squares(64, 8, does={1: "die"}),
-        policy=Policy(worker_restarts=1),
+        policy=FailurePolicy(worker_restarts=1),
     )
     with pytest.raises(NoWorkersError):
         run(assignment, Watcher())
@@ -129,7 +130,7 @@ def test_a_hung_worker_loses_its_lease(doors):
             return Squares(64, 8, does={1: "hang"}, hold=lambda _: doors.open("hangs"))
         return Squares(64, 8, hold=lambda _: doors.wait("hangs"))
 
-    policy = Policy(lease_seconds=2.0)
+    policy = FailurePolicy(lease_seconds=2.0)
     outcome = run(assign(run="hung", learner=hangs_once, policy=policy), Watcher())
     assert outcome.samples == counted(outcome) == 128
     assert 1 in [event.worker for event in outcome.events if event.kind == "lost"]
@@ -153,7 +154,7 @@ def test_commits_that_are_never_finite_are_called_divergence():
         return Squares(64, 8, does=dict.fromkeys(range(1, 1000), "nan"))
 
     with pytest.raises(DivergedError):
-        run(assign(run="diverged", learner=broken, policy=Policy(refusals=3)), Watcher())
+        run(assign(run="diverged", learner=broken, policy=FailurePolicy(refusals=3)), Watcher())
 
 
 def test_commits_of_another_run_or_changed_on_their_way_leave_the_center_as_it_was(doors):

@@ -19,7 +19,8 @@ def test_a_run_of_its_own_listens_on_the_loopback_interface_alone_and_leaves_not
     from tests.support.ray_local_run import processes
 
     mark = f"mark-{uuid.uuid4().hex}"
-    environment = os.environ | {"RAY_RUN_MARK": mark, "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(sys.path)
+    environment = os.environ | {"RAY_RUN_MARK": mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
@@ -32,6 +33,6 @@ def test_a_run_of_its_own_listens_on_the_loopback_interface_alone_and_leaves_not
 
 
 def test_the_server_and_its_shards_import_no_torch():
-    actors = "dovetail.training.backends.ray.serving, dovetail.training.backends.ray.shard"
+    actors = "dovetail.training.backends.ray.server, dovetail.training.backends.ray.shard"
     check = f"import sys, {actors}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)

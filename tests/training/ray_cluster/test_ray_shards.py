@@ -51,9 +51,10 @@ def test_a_shard_that_is_killed_goes_on_where_the_others_are(tmp_path):
 
 
 @pytest.mark.parametrize("point", ["journalled", "snapshot-half"])
-def test_a_ledger_that_dies_sends_its_shards_what_they_have_missed(point, tmp_path):
-    storage = Storage(tmp_path, snapshot_commits=5)
+def test_a_ledger_that_dies_sends_its_shards_what_they_have_missed(point, tmp_path, dying):
+    storage = Storage(tmp_path / "run", snapshot_commits=5)
     assignment = assign_counts(f"ledger-{point}", shards=2, storage=storage)
-    outcome = load_backend("ray", crash=(point, 2), **SMALL)(assignment, Watcher())
+    dying((point, 2))
+    outcome = run(assignment, Watcher())
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)

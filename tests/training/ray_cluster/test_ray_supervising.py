@@ -3,12 +3,18 @@
 import numpy as np
 import pytest
 
+from dovetail.training import supervisor
 from dovetail.training.backends.contract import Watcher
-from dovetail.training.backends.processes.messages import Copied
-from dovetail.training.backends.ray import supervising
-from dovetail.training.backends.ray.actors import Died
-from dovetail.training.backends.ray.messages import Center, Report
-from dovetail.training.backends.ray.options import Options
+from dovetail.training.backends.ray import transport
+from dovetail.training.backends.ray.messages import ActorReport
+from dovetail.training.backends.ray.transport import RayTransport
+from dovetail.training.supervisor import (
+    CenterCopy,
+    ServerReport,
+    Supervisor,
+    WorkerDied,
+    WorkerFinished,
+)
 from tests.support.ray_runs import assign
 
 
@@ -63,30 +69,34 @@ class Actors:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(supervising, "time", clock)
+    monkeypatch.setattr(transport, "time", clock)
+    monkeypatch.setattr(supervisor, "time", clock)
     return clock
 
 
 def report(**fields):
-    return Report("a life", "a node", found=False, **fields)
+    news = ServerReport((0, 0), (0, 0), **fields)
+    return ActorReport("a life", "a node", found=False, report=news)
 
 
 def final():
-    return Center(np.zeros(8, np.float32), Copied(9, 128, 1.0, True))
+    return CenterCopy(np.zeros(8, np.float32), 9, 128, 1.0, final=True)
 
 
 def supervise(actors, watcher=None):
-    outcome = supervising._Supervisor(assign(), watcher or Watcher(), actors, Options()).run()
+    assignment = assign()
+    calls = RayTransport(actors, assignment.policy)
+    outcome = Supervisor(assignment, watcher or Watcher(), calls).run()
     assert not actors.script
     return outcome
 
 
 def test_an_evaluation_longer_than_a_hung_servers_silence_restarts_no_server(clock):
     def evaluate(*_):
-        clock.now += 2 * supervising.SILENCE_SECONDS
+        clock.now += 2 * transport.SILENCE_SECONDS
         return {}
 
-    copied = Center(np.zeros(8, np.float32), Copied(4, 40, 1.0, False))
+    copied = CenterCopy(np.zeros(8, np.float32), 4, 40, 1.0)
     actors = Actors(clock, report(), copied, report(), report(done=True), final())
     outcome = supervise(actors, Watcher(every_samples=40, evaluate=evaluate))
     assert len(outcome.evaluations) == 2
@@ -94,9 +104,9 @@ def test_an_evaluation_longer_than_a_hung_servers_silence_restarts_no_server(clo
 
 
 def test_a_server_that_says_nothing_is_restarted(clock):
-    silence = [None] * (int(supervising.SILENCE_SECONDS / supervising.POLL_SECONDS) + 2)
+    silence = [None] * (int(transport.SILENCE_SECONDS / transport.POLL_SECONDS) + 2)
     done = report(done=True)
-    actors = Actors(clock, report(), *silence, done, final(), (0, None), (1, None))
+    actors = Actors(clock, report(), *silence, done, final(), WorkerFinished(0), WorkerFinished(1))
     supervise(actors)
     assert actors.asked.count(("restart", "server")) == 1
 
@@ -104,8 +114,8 @@ def test_a_server_that_says_nothing_is_restarted(clock):
 def test_workers_that_all_hang_are_killed_once_however_late_the_server_hears_of_it(clock):
     hang, later = report(silent=(0, 1)), report(silent=(1,))
     actors = Actors(
-        clock, report(), hang, hang, (0, Died("")), hang, (1, Died("")), later, report(),
-        report(done=True), final(), (0, None), (1, None),
+        clock, report(), hang, hang, WorkerDied(0, ""), hang, WorkerDied(1, ""), later, report(),
+        report(done=True), final(), WorkerFinished(0), WorkerFinished(1),
     )  # fmt: skip
     supervise(actors)
     assert [asked for asked in actors.asked if asked[0] == "kill"] == [("kill", 0), ("kill", 1)]
@@ -113,9 +123,18 @@ def test_workers_that_all_hang_are_killed_once_however_late_the_server_hears_of_
 
 def test_a_worker_that_hangs_in_its_next_life_too_is_killed_again(clock):
     hang, done = report(silent=(0, 1)), report(done=True)
-    died = (0, Died("")), (1, Died(""))
+    died = WorkerDied(0, ""), WorkerDied(1, "")
     actors = Actors(
-        clock, report(), hang, *died, report(), hang, done, final(), (0, None), (1, None)
+        clock,
+        report(),
+        hang,
+        *died,
+        report(),
+        hang,
+        done,
+        final(),
+        WorkerFinished(0),
+        WorkerFinished(1),
     )
     supervise(actors)
     assert len([asked for asked in actors.asked if asked[0] == "kill"]) == 4

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from dovetail.errors import UsageError
@@ -22,6 +21,7 @@ from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.executors.stages.segments import Segment, segments_of
 from dovetail.executors.stages.threads import CompiledStreams, StreamThreads
 from dovetail.frontends.program import Ref
+from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.blocks import part_of
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import check_races

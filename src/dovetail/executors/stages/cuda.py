@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from dovetail.executors.stages.issuing import Group, RunKernels, as_one, issue, steps_of, together
@@ -31,6 +30,7 @@ from dovetail.executors.stages.preparing import Function
 from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Ref
 from dovetail.runtime.timers import Timing, summarise
+from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import Buffer, check_races
 from dovetail.schedulers.records import KernelBlock

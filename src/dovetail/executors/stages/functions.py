@@ -20,6 +20,7 @@ from torch import Tensor
 from dovetail.errors import UsageError
 from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.preparing import PreparedKernels
+from dovetail.runtime.torch_versions import compile_trace, script_list
 
 Values = Any
 """A `torch.ScriptList` [tensors] of a step: what Python and TorchScript functions share."""
@@ -112,17 +113,16 @@ class Functions:
             run = lambda *_: inner()  # noqa: E731
         given = tuple(self.example.get(tensor, _NOTHING) for tensor in takes)
         with quiet(), torch.inference_mode():
-            # What `torch.jit.trace` does, but for keeping all that was ever traced, weights too.
             try:
-                graph, _ = torch._C._create_graph_by_tracing(run, given, lambda _: "", True, False)
+                compiled = compile_trace(run, given)
             except RuntimeError as error:
                 said = str(error).partition("\n")[0]
                 raise UsageError("MODEL", f"TorchScript cannot trace all of it: {said}") from error
-            return Function(torch._C._create_function_from_graph("run", graph), takes, returns)
+            return Function(compiled, takes, returns)
 
     def values(self) -> Values:
         """An empty list of values, and one more for functions that take none."""
-        return torch._C.ScriptList([_NOTHING] * (self.size + 1))
+        return script_list([_NOTHING] * (self.size + 1))
 
 
 def _composed(parts: Sequence[Untraced]) -> Untraced:

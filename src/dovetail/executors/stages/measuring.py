@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from dovetail.costs import CostCache
-from dovetail.costs.cache import Measured
+from dovetail.costs.cache import MeasuredCost
 from dovetail.executors.stages.choosing import timed
 from dovetail.executors.stages.cpu import crew_of, segments_within
 from dovetail.executors.stages.cuda import StageClock
@@ -118,11 +118,11 @@ class MeasuredStages:
         self._block, self._signatures, self._keys = block, signatures, keys
         self._cache, self._progress = cache, progress
         self._device = f"{device} | torch {torch.__version__} | stages {PROTOCOL}"
-        self._known: dict[str, Measured] = {}
+        self._known: dict[str, MeasuredCost] = {}
         self.asked = self.timed = 0
         self.seconds = 0.0
 
-    def measure_stages(self, stages: Sequence[Stage]) -> list[Measured]:
+    def measure_stages(self, stages: Sequence[Stage]) -> list[MeasuredCost]:
         """Of each its groups at the same time; `merged`: the one group as one kernel."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class MeasuredStages:
         )
         return [self._timing(stage, name, found) for stage, name in zip(stages, names, strict=True)]
 
-    def _timing(self, stage: OpSet, name: str, found: dict[str, Measured]) -> StageTiming:
+    def _timing(self, stage: OpSet, name: str, found: dict[str, MeasuredCost]) -> StageTiming:
         kernels = list(members(stage))
         if name not in found:
             return StageTiming(self.one_by_one(kernels) * (_NO_TIE if len(kernels) > 1 else 1.0))
@@ -189,8 +189,10 @@ class MeasuredStages:
         return repr(key_of(self._block, stage, self._signatures))
 
     def _measured(
-        self, ask: dict[str, int], measure: Callable[[Sequence[tuple[str, int]]], list[Measured]]
-    ) -> dict[str, Measured]:
+        self,
+        ask: dict[str, int],
+        measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]],
+    ) -> dict[str, MeasuredCost]:
         """name -> what was measured, now or before."""
         self.asked += sum(name not in self._known for name in ask)
         unknown = [name for name in ask if name not in self._known]
@@ -240,7 +242,7 @@ class CpuStages(MeasuredStages):
         switching = self._measured({name: 0}, lambda _asked: [self._switching()])
         self.alone = replace(self.alone, switching=switching[name].seconds)
 
-    def measure_stages(self, stages: Sequence[Stage]) -> list[Measured]:
+    def measure_stages(self, stages: Sequence[Stage]) -> list[MeasuredCost]:
         """In several visits each: what disturbs the machine for a while disturbs few of them. Those
         that take longer than their kernels by themselves should are visited more often."""
         orders = [self._orders(groups, merged) for groups, merged in stages]
@@ -281,7 +283,7 @@ class CpuStages(MeasuredStages):
         return once / repeated
 
     def _of_kernels(
-        self, how: str, measure: Callable[[Sequence[tuple[str, int]]], list[Measured]]
+        self, how: str, measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]]
     ) -> list[float]:
         """[kernels] seconds, measured once for each signature."""
         names = [f"{how}: {text}" for text in self._signatures]
@@ -298,16 +300,16 @@ class CpuStages(MeasuredStages):
 
     def _by_themselves(self, threads: int) -> list[float]:
         """[kernels] within a step, on so many threads."""
-        found: dict[str, Measured] = {}
+        found: dict[str, MeasuredCost] = {}
 
-        def measure(asked: Sequence[tuple[str, int]]) -> list[Measured]:
+        def measure(asked: Sequence[tuple[str, int]]) -> list[MeasuredCost]:
             if not found:
                 found.update(self._in_passes(threads))
             return [found[self._signatures[kernel]] for _, kernel in asked]
 
         return self._of_kernels(f"{threads} threads", measure)
 
-    def _in_passes(self, threads: int) -> dict[str, Measured]:
+    def _in_passes(self, threads: int) -> dict[str, MeasuredCost]:
         """signature -> what its kernels take."""
         found = seconds_in_passes(
             self._functions,
@@ -321,12 +323,12 @@ class CpuStages(MeasuredStages):
             samples[signature] += seconds
         return {signature: _undisturbed(seconds) for signature, seconds in samples.items()}
 
-    def _switching(self) -> Measured:
+    def _switching(self) -> MeasuredCost:
         """From kernels on all threads to streams and back: what both take in turns, and neither
         by itself. They last until threads that wait for the other's work have gone to sleep. The
         caller's stream has nothing to do, so that all of the wait for another thread counts."""
         if self._threads == 1:
-            return Measured(0.0, 0.0)
+            return MeasuredCost(0.0, 0.0)
         by_seconds = sorted(range(len(self._block)), key=lambda k: self.one_by_one([k]))
         kernel = by_seconds[len(by_seconds) // 2]
         function = self._functions.of([kernel])
@@ -357,7 +359,7 @@ class CpuStages(MeasuredStages):
             for _ in range(_FIRST_SWITCHES):
                 switch()
             timing = summarise([switch() for _ in range(_SWITCHES)])
-        return Measured(timing.median_seconds, timing.spread)
+        return MeasuredCost(timing.median_seconds, timing.spread)
 
 
 class CudaStages(MeasuredStages):
@@ -384,13 +386,13 @@ class CudaStages(MeasuredStages):
         )
         self.alone = [found[name].seconds for name in names]
 
-    def measure_stages(self, stages: Sequence[Stage]) -> list[Measured]:
+    def measure_stages(self, stages: Sequence[Stage]) -> list[MeasuredCost]:
         return [self._measure(groups, merged) for groups, merged in stages]
 
-    def _measure(self, groups: Sequence[Sequence[int]], merged: bool) -> Measured:
+    def _measure(self, groups: Sequence[Sequence[int]], merged: bool) -> MeasuredCost:
         own = merged_function(self._prepared, groups[0])[0] if merged else None
         timing = self._clock.time([tuple(group) for group in groups], own)
-        return Measured(timing.median_seconds, timing.spread)
+        return MeasuredCost(timing.median_seconds, timing.spread)
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone[kernel] for kernel in kernels)
@@ -421,17 +423,17 @@ class _StageLoop:
         self._more.append(timed(partial(run, values, 1 + self._passes)))
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredCost:
         """Of a pass within others: both begin alike."""
         more = _undisturbed(self._more)
         seconds = (more.seconds - _undisturbed(self._once).seconds) / self._passes
-        return Measured(max(LEAST_SECONDS, seconds), more.spread)
+        return MeasuredCost(max(LEAST_SECONDS, seconds), more.spread)
 
     @property
     def is_doubtful(self) -> bool:
         return self.measured.seconds > _DOUBTFUL * self._expected
 
 
-def _undisturbed(seconds: list[float]) -> Measured:
+def _undisturbed(seconds: list[float]) -> MeasuredCost:
     """The first quartile of samples: what others do on the cores only ever adds."""
-    return Measured(float(np.quantile(seconds, 0.25)), summarise(seconds).spread)
+    return MeasuredCost(float(np.quantile(seconds, 0.25)), summarise(seconds).spread)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from dovetail.errors import UsageError
@@ -13,6 +12,7 @@ from dovetail.executors.stages.issuing import readers_of
 from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Call, Ref
+from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.records import KernelBlock, OpSet
 
 

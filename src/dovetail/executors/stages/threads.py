@@ -33,6 +33,7 @@ from dovetail.executors.stages.functions import (
     running,
 )
 from dovetail.executors.stages.segments import Segment
+from dovetail.runtime.torch_versions import inline_calls, jit_optimizes, script_list
 
 Task = Callable[[], None]
 
@@ -147,7 +148,7 @@ class CompiledStreams:
         self._flag_of = {kernel: flag for flag, kernel in enumerate(awaited)}
         self._ends = len(awaited)  # flags: of kernels, of streams' ends, of an abort
         self._abort = self._ends + len(segments)
-        self._flags = torch._C.ScriptList([0] * (self._abort + 1))
+        self._flags = script_list([0] * (self._abort + 1))
         self._epoch = 0
         with running():
             self._streams = [
@@ -158,7 +159,7 @@ class CompiledStreams:
     def run(self, values: Values, passes: int = 1) -> None:
         """Run all, `passes` times over, on and into the values of a step; within `running`."""
         # Else each thread would optimise its stream, and copy the graph: see `_compile`.
-        assert not torch._C._get_graph_executor_optimize(), "streams run within `running`"
+        assert not jit_optimizes(), "streams run within `running`"
         first = self._epoch + 1
         self._epoch += passes
         tasks = [partial(stream, values, self._flags, first, passes) for stream in self._streams]
@@ -196,7 +197,7 @@ class CompiledStreams:
         with quiet():
             unit = torch.jit.CompilationUnit()
             unit.define("\n".join(lines) + "\n", rcb=names.get)
-            torch._C._jit_pass_inline(unit.stream.graph)
+            inline_calls(unit.stream)
         # Its first call, here of no pass, prepares it.
         unit.stream(functions.values(), self._flags, 1, 0)
         return unit.stream

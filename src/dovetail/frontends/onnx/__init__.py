@@ -17,7 +17,7 @@ from dovetail.frontends.onnx.reading import (
     parse_shapes,
     read_model,
 )
-from dovetail.frontends.onnx.walking import Walk, top_scope
+from dovetail.frontends.onnx.walking import NodeReader, top_scope
 from dovetail.graph import Graph
 
 __all__ = [
@@ -50,16 +50,16 @@ def load_onnx(path: str | Path, shapes: Shapes | None = None) -> Graph:
     initialized = {tensor.name for tensor in graph.initializer}
     given = [value for value in graph.input if value.name not in initialized]
     inputs = input_values(str(path), given, shapes if shapes is not None else {})
-    walk, scope = Walk(onnx, model, Weights(path)), top_scope(model, inputs)
-    walk.open_graph(graph, scope)
+    reader, scope = NodeReader(onnx, model, Weights(path)), top_scope(model, inputs)
+    reader.open_graph(graph, scope)
     outputs = []
     for output in graph.output:
         value = scope.values.get(output.name)
         if value is None:
             raise FileFormatError(str(path), f"nothing makes the output {output.name!r}")
         outputs += value if isinstance(value, list) else [value]
-    settle_roles(graph, scope.values, walk.ops)
-    return build(str(path), walk.ops, inputs, outputs)
+    settle_roles(graph, scope.values, reader.ops)
+    return build(str(path), reader.ops, inputs, outputs)
 
 
 def is_from_onnx(graph: Graph) -> bool:

@@ -36,7 +36,6 @@ def build(
     flops = [0] * first + [count_flops(op) for op in needed]
     accessed = [0] * first + [count_bytes(op) for op in needed]
     _check_counts(model, names, flops, accessed)
-    count = len(names)
     return Graph(
         names=tuple(names),
         kinds=(*(s.role for s in sources), *(op.kind for op in needed)),
@@ -45,20 +44,15 @@ def build(
         phases=np.array([Phase.SOURCE] * first + [Phase.FORWARD] * len(needed), dtype=np.int8),
         flops=np.array(flops, dtype=np.int64),
         accessed_bytes=np.array(accessed, dtype=np.int64),
-        colocation=np.full(count, -1, dtype=np.int32),
-        gradient_of=np.full(count, -1, dtype=np.int32),
-        device_kinds=((),) * count,
         producers=np.array(producers, dtype=np.int32),
         shapes=tuple(value.shape for value in values),
         strides=tuple(_strides(value.shape) for value in values),
         dtypes=tuple(value.dtype for value in values),
         tensor_bytes=np.array([value.size_bytes for value in values], dtype=np.int64),
         storages=np.array(_storages(values), dtype=np.int32),
-        overwrites=np.zeros(len(values), dtype=np.bool_),
         input_offsets=np.cumsum([0, *map(len, reads)]),
         input_tensors=np.array([t for of_op in reads for t in of_op], dtype=np.int32),
         outputs=np.array([tensor[value] for value in outputs], dtype=np.int32),
-        control=np.zeros((0, 2), dtype=np.int32),
     )
 
 
@@ -106,7 +100,7 @@ def _module(source: Value) -> str:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in elements."""
+    """Strides of a contiguous tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -115,7 +109,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _storages(values: Sequence[Value]) -> list[int]:
-    """Of each value the number of its storage; a view has its base's."""
+    """[values] number of each value's storage; a view has its base's."""
     storage: dict[Value, int] = {}
     for value in values:
         storage[value] = len(storage) if value.base is None else storage[value.base]
@@ -123,18 +117,19 @@ def _storages(values: Sequence[Value]) -> list[int]:
     return [index[number] for number in storage.values()]
 
 
-# Which constants of a file are parameters, and which are buffers: it tells neither.
+# Roles of constants: a file does not say which are parameters and which are buffers.
 
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _STATISTICS = {"BatchNormalization": (3, 4)}
-"""Inputs that training writes: mean and variance."""
+"""Kind of op -> positions of the inputs that training writes: mean and variance."""
 _WEIGHTS = {
     "BatchNormalization": (1, 2), "Conv": (1, 2), "ConvTranspose": (1, 2), "GRU": (1, 2, 3),
     "Gather": (0,), "Gemm": (1, 2), "InstanceNormalization": (1, 2), "LSTM": (1, 2, 3),
     "LayerNormalization": (1, 2), "MatMul": (1,), "RNN": (1, 2, 3),
 }  # fmt: skip
-"""Inputs that are learned. A constant made by a node is one only if it stands here."""
+"""Kind of op -> positions of the inputs that are learned. A constant that a node makes is a
+parameter only if it is read at one of them."""
 
 
 def settle_roles(graph: Any, values: dict[str, Any], ops: Iterable[Op]) -> None:
@@ -156,6 +151,6 @@ def settle_roles(graph: Any, values: dict[str, Any], ops: Iterable[Op]) -> None:
 
 
 def _at(op: Op, positions: tuple[int, ...]) -> list[Value]:
-    """What stands behind the inputs at these positions."""
+    """The roots of the inputs at these positions."""
     inputs = [op.inputs[position] for position in positions if position < len(op.inputs)]
     return [value.root for value in inputs if value is not None]

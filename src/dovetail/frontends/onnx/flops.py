@@ -46,7 +46,7 @@ _WIDEST = (
     "SoftmaxCrossEntropyLoss", "TopK", "Upsample",
 )  # fmt: skip
 _GATHERS = ("Gather", "GatherElements", "GatherND", "Slice")
-"""What reads only the rows it returns, not the whole of its first input."""
+"""These ops read only the rows that they return, not the whole of their first input."""
 
 
 def _input(op: Op, position: int) -> Value:

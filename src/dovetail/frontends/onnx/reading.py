@@ -27,7 +27,7 @@ from dovetail.errors import (
 )
 from dovetail.units import MOST_BYTES
 
-# What a file is walked into: values, and the ops that make them.
+# Values, and the ops that make them.
 
 
 ELEMENT_TYPES = {
@@ -40,7 +40,7 @@ ELEMENT_TYPES = {
 }  # fmt: skip
 """`TensorProto.DataType` -> (dtype, bits an element takes, packed). Text (8) has no size."""
 MOST_KNOWN_ELEMENTS = 2**16
-"""Of a value that is computed while a file is read."""
+"""The most elements of a value that is computed while a file is read."""
 
 
 @dataclass(eq=False)
@@ -89,11 +89,11 @@ class Value:
 
     @property
     def root(self) -> "Value":
-        """What it is a view of, through all views; itself, if it is none."""
-        found = self
-        while found.base is not None:
-            found = found.base
-        return found
+        """The value that it is a view of, through all views; itself, if it is no view."""
+        value = self
+        while value.base is not None:
+            value = value.base
+        return value
 
     @property
     def number(self) -> int | None:
@@ -116,8 +116,8 @@ class Value:
         return self.data is not None and (not self.shape or few)
 
 
-Found = Value | list[Value] | None
-"""What a name stands for: a tensor, a sequence of them, or nothing."""
+NodeValue = Value | list[Value] | None
+"""The value that a name stands for: a tensor, a sequence of tensors, or nothing."""
 
 
 @dataclass(eq=False)
@@ -170,13 +170,14 @@ def _plain(value: Any) -> str:
 
 
 _FEW = 16
-"""Elements of a tensor that may be numbers of the graph and no weight: scales of a resize."""
+"""A tensor of so few elements may decide a shape, like the scales of a resize; it is read."""
 _ELSEWHERE = "which is not a file in the model's own folder: it is not opened"
 _FIELDS = {
     1: "float_data", 14: "float_data", 11: "double_data", 15: "double_data", 7: "int64_data",
     12: "uint64_data", 13: "uint64_data",
 }  # fmt: skip
-"""Where a tensor without raw bytes keeps its elements; of other types it is `int32_data`."""
+"""`TensorProto.DataType` -> the field that holds the elements of a tensor without raw bytes; for
+other types it is `int32_data`."""
 
 
 def onnx_library() -> Any:
@@ -340,7 +341,7 @@ class Weights:
         return np.asarray(onnx.numpy_helper.to_array(tensor))
 
 
-# Inputs of a model and their shapes: what the file leaves open, the caller says.
+# Inputs of a model and their shapes: the caller gives the sizes that the file leaves open.
 
 
 Shapes = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
@@ -379,12 +380,12 @@ def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Valu
         if name in given:
             shape = given[name]
         else:
-            known = [
+            axis_sizes = [
                 sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes or ()
             ]
-            if axes is None or any(isinstance(size, str) for size in known):
-                raise OpenAxisError(model, name, None if axes is None else tuple(known))
-            shape = tuple(int(size) for size in known)
+            if axes is None or any(isinstance(size, str) for size in axis_sizes):
+                raise OpenAxisError(model, name, None if axes is None else tuple(axis_sizes))
+            shape = tuple(int(size) for size in axis_sizes)
         value = Value(name, code, shape, role="input")
         if not value.possible:
             raise ModelError(model, f"input {name!r} has the impossible shape {shape}")
@@ -434,8 +435,8 @@ def _bind(
         return
     fits = len(axes) == len(shape)
     for axis, size in zip(axes, shape, strict=False):
-        known = sizes.setdefault(axis, size) if isinstance(axis, str) and axis else axis
-        fits = fits and known in (size, "")
+        bound = sizes.setdefault(axis, size) if isinstance(axis, str) and axis else axis
+        fits = fits and bound in (size, "")
     if not fits:
         declared = "x".join(str(axis or "?") for axis in axes)
         wanted = "x".join(map(str, shape))

@@ -1,4 +1,4 @@
-"""From nodes to ops: functions opened, conditions decided, sequences unrolled, constants folded.
+"""Reads nodes into ops: opens functions, decides conditions, unrolls sequences, folds constants.
 
 node ──► function of the file? ──► its nodes, with the caller's values
      ──► If, sequence, Constant ──► decided while the file is read
@@ -27,19 +27,20 @@ from dovetail.errors import (
 from dovetail.frontends.onnx.reading import (
     ELEMENT_TYPES,
     MOST_KNOWN_ELEMENTS,
-    Found,
+    NodeValue,
     Op,
     Value,
     Weights,
     onnx_library,
 )
 
-# Where in the model a node stands: a dotted module path, as direct captures have.
+# Module paths: a node's place in the model, dotted as in direct captures.
 
 
 _COUNTED = re.compile(r"_\d+$")
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
-"""Of torch's exporter: a list of paths, outermost first; the last is the operator's own."""
+"""Key under which torch's exporter writes a list of paths, outermost first; the last is the
+operator's own."""
 
 
 def label(node: Any) -> str:
@@ -104,110 +105,120 @@ def _listed(text: str) -> list[str]:
 # Sequences of tensors, unrolled while the file is read: positions and lengths must be known.
 
 
-NodeRule = Callable[["Walk", Any, list[Found], "Scope"], list[Found]]
-"""Returns what a node's outputs stand for."""
+NodeRule = Callable[["NodeReader", Any, list[NodeValue], "Scope"], list[NodeValue]]
+"""(reader, node, values of its inputs, scope) -> the values of the node's outputs."""
 
 
-def _sequence_of(walk: "Walk", node: Any, found: Found) -> list[Value]:
-    if not isinstance(found, list):
-        raise UnsupportedOpError(walk.path, label(node), "reads a sequence that is not known")
-    return found
+def _sequence_of(reader: "NodeReader", node: Any, value: NodeValue) -> list[Value]:
+    if not isinstance(value, list):
+        raise UnsupportedOpError(reader.path, label(node), "reads a sequence that is not known")
+    return value
 
 
-def _tensor_of(walk: "Walk", node: Any, found: Found) -> Value:
-    if not isinstance(found, Value):
-        raise UnsupportedOpError(walk.path, label(node), "lacks a tensor to read")
-    return found
+def _tensor_of(reader: "NodeReader", node: Any, value: NodeValue) -> Value:
+    if not isinstance(value, Value):
+        raise UnsupportedOpError(reader.path, label(node), "lacks a tensor to read")
+    return value
 
 
-def _axis_of(walk: "Walk", node: Any, axis: int | None, axes: int) -> int:
+def _axis_of(reader: "NodeReader", node: Any, axis: int | None, axes: int) -> int:
     if axis is None or not -axes <= axis < axes:
-        raise UnsupportedOpError(walk.path, label(node), f"has the axis {axis} of {axes}")
+        raise UnsupportedOpError(reader.path, label(node), f"has the axis {axis} of {axes}")
     return axis % axes
 
 
-def _position(walk: "Walk", node: Any, found: Found, default: int) -> int:
-    if found is None:
+def _position(reader: "NodeReader", node: Any, value: NodeValue, default: int) -> int:
+    if value is None:
         return default
-    if isinstance(found, list) or found.number is None:
-        raise UnsupportedOpError(walk.path, label(node), "takes a position that depends on data")
-    return found.number
+    if isinstance(value, list) or value.number is None:
+        raise UnsupportedOpError(reader.path, label(node), "takes a position that depends on data")
+    return value.number
 
 
-def _sequence_construct(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
-    return [[_tensor_of(walk, node, found) for found in inputs]]
+def _sequence_construct(
+    reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
+) -> list[NodeValue]:
+    return [[_tensor_of(reader, node, value) for value in inputs]]
 
 
-def _sequence_at(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
-    values = _sequence_of(walk, node, inputs[0])
-    position = _position(walk, node, inputs[1], 0)
+def _sequence_at(
+    reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
+) -> list[NodeValue]:
+    values = _sequence_of(reader, node, inputs[0])
+    position = _position(reader, node, inputs[1], 0)
     if not -len(values) <= position < len(values):
-        raise UnsupportedOpError(walk.path, label(node), f"takes {position} of {len(values)}")
+        raise UnsupportedOpError(reader.path, label(node), f"takes {position} of {len(values)}")
     return [values[position]]
 
 
-def _sequence_insert(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
-    values = list(_sequence_of(walk, node, inputs[0]))
-    position = _position(walk, node, inputs[2] if len(inputs) > 2 else None, len(values))
-    values.insert(position, _tensor_of(walk, node, inputs[1]))
+def _sequence_insert(
+    reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
+) -> list[NodeValue]:
+    values = list(_sequence_of(reader, node, inputs[0]))
+    position = _position(reader, node, inputs[2] if len(inputs) > 2 else None, len(values))
+    values.insert(position, _tensor_of(reader, node, inputs[1]))
     return [values]
 
 
-def _sequence_length(walk: "Walk", node: Any, inputs: list[Found], _: "Scope") -> list[Found]:
-    data = np.array(len(_sequence_of(walk, node, inputs[0])), dtype=np.int64)
+def _sequence_length(
+    reader: "NodeReader", node: Any, inputs: list[NodeValue], _: "Scope"
+) -> list[NodeValue]:
+    data = np.array(len(_sequence_of(reader, node, inputs[0])), dtype=np.int64)
     return [Value(node.output[0], 7, (), data, "constant")]
 
 
-def _split_to_sequence(walk: "Walk", node: Any, inputs: list[Found], scope: "Scope") -> list[Found]:
-    whole, options = _tensor_of(walk, node, inputs[0]), {a.name: a.i for a in node.attribute}
-    axis = _axis_of(walk, node, options.get("axis", 0), len(whole.shape))
+def _split_to_sequence(
+    reader: "NodeReader", node: Any, inputs: list[NodeValue], scope: "Scope"
+) -> list[NodeValue]:
+    whole, options = _tensor_of(reader, node, inputs[0]), {a.name: a.i for a in node.attribute}
+    axis = _axis_of(reader, node, options.get("axis", 0), len(whole.shape))
     given = inputs[1] if len(inputs) > 1 else None
     keep = given is not None or bool(options.get("keepdims", 1))
-    sizes = _sizes(walk, node, whole.shape[axis], given)
+    sizes = _sizes(reader, node, whole.shape[axis], given)
     before, after = whole.shape[:axis], whole.shape[axis + 1 :]
     parts = [
         Value(f"{node.output[0]}/{i}", whole.code, (*before, *([size] if keep else ()), *after))
         for i, size in enumerate(sizes)
     ]
-    walk.add(node, "onnx.SplitToSequence", [whole], list(parts), scope, {"axis": axis})
+    reader.add(node, "onnx.SplitToSequence", [whole], list(parts), scope, {"axis": axis})
     return [parts]
 
 
-def _sizes(walk: "Walk", node: Any, length: int, given: Found) -> list[int]:
+def _sizes(reader: "NodeReader", node: Any, length: int, given: NodeValue) -> list[int]:
     """Sizes of the parts of an axis: those given, or all of the one size given, or 1 each."""
     if given is not None and (isinstance(given, list) or given.data is None):
-        raise UnsupportedOpError(walk.path, label(node), "splits by sizes that depend on data")
+        raise UnsupportedOpError(reader.path, label(node), "splits by sizes that depend on data")
     if given is not None and given.data is not None and given.shape:
         sizes = [int(size) for size in given.data.reshape(-1)]
         if len(given.shape) != 1 or sum(sizes) != length or min(sizes, default=0) < 0:
             detail = f"splits {length} into {given.data.tolist()}"
-            raise UnsupportedOpError(walk.path, label(node), detail)
+            raise UnsupportedOpError(reader.path, label(node), detail)
         return sizes
     size = 1 if given is None else max(given.number or 1, 1)
     if length > size * MOST_KNOWN_ELEMENTS:
-        raise UnsupportedOpError(walk.path, label(node), f"splits {length} into parts of {size}")
+        raise UnsupportedOpError(reader.path, label(node), f"splits {length} into parts of {size}")
     return [min(size, length - start) for start in range(0, length, size)]
 
 
 def _concat_from_sequence(
-    walk: "Walk", node: Any, inputs: list[Found], scope: "Scope"
-) -> list[Found]:
-    values, options = _sequence_of(walk, node, inputs[0]), {a.name: a.i for a in node.attribute}
+    reader: "NodeReader", node: Any, inputs: list[NodeValue], scope: "Scope"
+) -> list[NodeValue]:
+    values, options = _sequence_of(reader, node, inputs[0]), {a.name: a.i for a in node.attribute}
     if not values:
-        raise UnsupportedOpError(walk.path, label(node), "joins an empty sequence")
+        raise UnsupportedOpError(reader.path, label(node), "joins an empty sequence")
     shape, new_axis = list(values[0].shape), bool(options.get("new_axis", 0))
-    axis = _axis_of(walk, node, options.get("axis"), len(shape) + new_axis)
+    axis = _axis_of(reader, node, options.get("axis"), len(shape) + new_axis)
     joined_axis = -1 if new_axis else axis
     around = {tuple(-1 if i == joined_axis else n for i, n in enumerate(v.shape)) for v in values}
     if len(around) > 1:
-        raise UnsupportedOpError(walk.path, label(node), "joins tensors of unlike shapes")
+        raise UnsupportedOpError(reader.path, label(node), "joins tensors of unlike shapes")
     if new_axis:
         shape.insert(axis, len(values))
     else:
         shape[axis] = sum(value.shape[axis] for value in values)
     joined = Value(node.output[0], values[0].code, tuple(shape))
     kind, attributes = "onnx.ConcatFromSequence", {"axis": axis, "new_axis": int(new_axis)}
-    return walk.add(node, kind, list(values), [joined], scope, attributes)
+    return reader.add(node, kind, list(values), [joined], scope, attributes)
 
 
 SEQUENCE_RULES: dict[str, NodeRule] = {
@@ -221,7 +232,7 @@ SEQUENCE_RULES: dict[str, NodeRule] = {
 }
 
 
-# Shapes that the package `onnx` leaves open, or, of `STFT`, finds wrong.
+# Our own shape rules, for ops that the package `onnx` has none for; its rule for `STFT` is wrong.
 
 
 _BOOL = 9
@@ -303,7 +314,7 @@ _RULES: dict[str, Callable[[list[Value | None], dict[str, int]], Shaped | None]]
 }
 
 
-# Shapes of what a node makes, and its content where all that it reads is known.
+# Inference: the shapes of a node's outputs, and their content where all inputs are known.
 
 
 _RANDOM = {
@@ -331,21 +342,21 @@ class Inference:
         """A value per output, None where it is left out. Raises `UnknownShapeError`."""
         if fault := _fault(node, inputs):
             raise UnknownShapeError(self.model, op, node.output[0], fault)
-        known = _known(node, inputs)
-        if known is None:
-            found = self._inferred(op, node, schema, inputs, versions)
-            known = self._folded(node, found, inputs, versions)
+        contents = _known(node, inputs)
+        if contents is None:
+            types = self._inferred(op, node, schema, inputs, versions)
+            contents = self._folded(node, types, inputs, versions)
         else:
-            found = {}
+            types = {}
         values: list[Value | None] = []
         for position, name in enumerate(node.output):
             if not name:
                 values.append(None)
-            elif known is not None:
-                values.append(self._known_value(name, known[position]))
+            elif contents is not None:
+                values.append(self._known_value(name, contents[position]))
             else:
-                own = own_rule(node, inputs) if position == 0 else None
-                values.append(self._value(op, name, own or _shaped(found.get(name))))
+                shaped = own_rule(node, inputs) if position == 0 else None
+                values.append(self._value(op, name, shaped or _shaped(types.get(name))))
         return values
 
     def _inferred(
@@ -365,23 +376,23 @@ class Inference:
         }
         opsets = [onnx.helper.make_opsetid(*opset) for opset in versions.items()]
         try:
-            found: dict[str, Any] = onnx.shape_inference.infer_node_outputs(
+            inferred: dict[str, Any] = onnx.shape_inference.infer_node_outputs(
                 schema, node, types, data, opset_imports=opsets, ir_version=self.ir_version
             )
         except Exception as error:  # several kinds, RuntimeError among them, none of a common base
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise UnknownShapeError(self.model, op, node.output[0], said[0]) from None
-        return found
+        return inferred
 
     def _folded(
-        self, node: Any, found: dict[str, Any], inputs: Inputs, versions: Versions
+        self, node: Any, types: dict[str, Any], inputs: Inputs, versions: Versions
     ) -> list[NDArray[Any]] | None:
         """The outputs' content, where it follows from the file alone and is small."""
         if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
             return None
-        own = own_rule(node, inputs)
+        ruled = own_rule(node, inputs)
         for name in node.output:
-            shaped = own if own and name == node.output[0] else _shaped(found.get(name))
+            shaped = ruled if ruled and name == node.output[0] else _shaped(types.get(name))
             if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
                 return None
         onnx = self.onnx
@@ -400,11 +411,11 @@ class Inference:
         try:
             model = onnx.helper.make_model(graph, opset_imports=opsets)
             with np.errstate(all="ignore"):
-                made = onnx.reference.ReferenceEvaluator(model).run(None, given)
-            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in made}
+                evaluated = onnx.reference.ReferenceEvaluator(model).run(None, given)
+            codes = {onnx.helper.np_dtype_to_tensor_dtype(np.asarray(a).dtype) for a in evaluated}
         except Exception:  # what the reference cannot evaluate is an op like any other
             return None
-        arrays = iter(made)
+        arrays = iter(evaluated)
         results = [next(arrays) if name else np.empty(0) for name in node.output]
         tensors = all(isinstance(a, np.ndarray | np.generic) for a in results)
         return [np.asarray(a) for a in results] if tensors and codes <= set(ELEMENT_TYPES) else None
@@ -426,7 +437,8 @@ class Inference:
 
 
 def _fault(node: Any, inputs: Inputs) -> str:
-    """What is wrong with a node that the package `onnx` does not see, or never returns from."""
+    """Describes a fault of a node that the package `onnx` misses, or never returns from; "":
+    none."""
     if node.domain not in ("", "ai.onnx"):
         return ""
     recurrent = node.op_type in ("GRU", "LSTM", "RNN")
@@ -440,7 +452,8 @@ def _fault(node: Any, inputs: Inputs) -> str:
 
 
 def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
-    """Of `Shape` and `Size`, which need no content of what they read."""
+    """The outputs of `Shape` and `Size`, which need no content of their input; None for other
+    nodes."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size"):
         return None
     if len(inputs) != 1 or inputs[0] is None:
@@ -452,11 +465,11 @@ def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
     return [np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], dtype=np.int64)]
 
 
-def _shaped(found: Any) -> Shaped | None:
+def _shaped(proto: Any) -> Shaped | None:
     """Type and shape of a `TypeProto`; None where one of its axes is not known."""
-    if found is None or not found.HasField("tensor_type"):
+    if proto is None or not proto.HasField("tensor_type"):
         return None
-    tensor = found.tensor_type
+    tensor = proto.tensor_type
     if not tensor.HasField("shape"):
         return None
     if any(not dim.HasField("dim_value") or dim.dim_value < 0 for dim in tensor.shape.dim):
@@ -466,7 +479,8 @@ def _shaped(found: Any) -> Shaped | None:
 
 _VIEWS = {"Flatten", "Reshape", "Squeeze", "Unsqueeze"}
 _MOST_NODES = 5_000_000
-"""Functions that call functions can make any number of nodes of a few kilobytes."""
+"""The most nodes that a file may unfold to: a few kilobytes of functions that call functions can
+stand for any number."""
 _MOST_CALLS = 100
 
 
@@ -475,14 +489,14 @@ class Scope:
     """What nodes see: values by name, operators' versions, and, in a function, the attributes of
     its call, the module of its caller and the functions being called."""
 
-    values: dict[str, Found]
+    values: dict[str, NodeValue]
     versions: Versions
     attributes: dict[str, Any] = field(default_factory=dict)
     module: str = ""
     calling: tuple[tuple[str, str, str], ...] = ()
 
 
-class Walk:
+class NodeReader:
     """Walks nodes in their order and gathers the ops that they are."""
 
     def __init__(self, onnx: Any, model: Any, weights: Weights) -> None:
@@ -501,8 +515,8 @@ class Walk:
             self.nodes += 1
             if self.nodes > _MOST_NODES:
                 raise ModelError(self.path, f"unfolds to more than {_MOST_NODES} nodes")
-            found = self._node(_filled(node, scope.attributes), scope)
-            for name, value in zip(node.output, found, strict=False):
+            values = self._node(_filled(node, scope.attributes), scope)
+            for name, value in zip(node.output, values, strict=False):
                 if name and name in scope.values and not scope.calling:
                     raise FileFormatError(self.path, f"two nodes make {name!r}")
                 if name:
@@ -517,7 +531,7 @@ class Walk:
             raise ModelError(self.path, f"weight {name!r} is sparse; store it as a dense tensor")
         self.run(graph.node, scope)
 
-    def _node(self, node: Any, scope: Scope) -> list[Found]:
+    def _node(self, node: Any, scope: Scope) -> list[NodeValue]:
         inputs = [self._found(node, name, scope) for name in node.input]
         function = self.functions.get((_domain(node.domain), node.op_type, node.overload))
         if function is not None:
@@ -535,22 +549,26 @@ class Walk:
             tensors.append(value)
         return self._op(node, schema, tensors, scope)
 
-    def _found(self, node: Any, name: str, scope: Scope) -> Found:
+    def _found(self, node: Any, name: str, scope: Scope) -> NodeValue:
         if name and name not in scope.values:
             raise FileFormatError(
                 self.path, f"node {label(node)} reads {name!r}, which nothing before it makes"
             )
         return scope.values[name] if name else None
 
-    def _call(self, node: Any, function: Any, inputs: list[Found], scope: Scope) -> list[Found]:
+    def _call(
+        self, node: Any, function: Any, inputs: list[NodeValue], scope: Scope
+    ) -> list[NodeValue]:
         """Run a function's nodes in place of its call."""
+        # Not by `onnx.inliner`: it forgets the call's name, and with it the module of these nodes,
+        # and it has no limit for functions that call functions.
         key = (_domain(function.domain), function.name, function.overload)
         if key in scope.calling:
             raise ModelError(self.path, f"function {function.name} calls itself")
         if len(scope.calling) >= _MOST_CALLS:
             raise ModelError(self.path, f"has functions within more than {_MOST_CALLS} functions")
         attributes = {a.name: a for a in (*function.attribute_proto, *node.attribute)}
-        given: dict[str, Found] = dict.fromkeys(function.input)
+        given: dict[str, NodeValue] = dict.fromkeys(function.input)
         given.update(zip(function.input, inputs, strict=False))
         module, _ = scope_of(node, self.modules)
         inner = Scope(
@@ -568,10 +586,11 @@ class Walk:
         domain = _domain(node.domain)
         version = scope.versions.get(domain)
         if version is not None:
-            known = self.onnx.defs.onnx_opset_version() if not domain else version
-            if version > known:
+            supported = self.onnx.defs.onnx_opset_version() if not domain else version
+            if version > supported:
                 raise ModelError(
-                    self.path, f"is of opset {version}; the installed onnx knows {known}: update it"
+                    self.path,
+                    f"is of opset {version}; the installed onnx knows {supported}: update it",
                 )
             try:
                 schema = self.onnx.defs.get_schema(node.op_type, version, domain)
@@ -581,7 +600,9 @@ class Walk:
                 return schema
         raise UnknownOpError(self.path, label(node), domain, node.op_type)
 
-    def _op(self, node: Any, schema: Any, inputs: list[Value | None], scope: Scope) -> list[Found]:
+    def _op(
+        self, node: Any, schema: Any, inputs: list[Value | None], scope: Scope
+    ) -> list[NodeValue]:
         name = label(node)
         outputs = self.inference.outputs(name, node, schema, inputs, scope.versions)
         standard = not _domain(node.domain)
@@ -589,10 +610,10 @@ class Walk:
         if standard and first is not None and _same(node, first, outputs):
             return [first]
         view = standard and first is not None and _is_view(node, first)
-        made = outputs[0]
-        if view and first is not None and made is not None and made.elements != first.elements:
-            detail = f"{made.shape} has not as many elements as {first.shape}"
-            raise UnknownShapeError(self.path, name, made.name, detail)
+        result = outputs[0]
+        if view and first is not None and result is not None and result.elements != first.elements:
+            detail = f"{result.shape} has not as many elements as {first.shape}"
+            raise UnknownShapeError(self.path, name, result.name, detail)
         if not view and all(v is None or v.data is not None for v in outputs):
             return list(outputs)
         attributes = {a.name: self.onnx.helper.get_attribute_value(a) for a in node.attribute}
@@ -608,14 +629,14 @@ class Walk:
         scope: Scope,
         attributes: dict[str, Any],
         view: bool = False,
-    ) -> list[Found]:
+    ) -> list[NodeValue]:
         """Add an op; return its outputs."""
         module, leaf = scope_of(node, self.modules)
         if module is None:
             module = scope.module or _module_of_reads(inputs)
-        made = [value for value in outputs if value is not None]
-        op = Op(kind, leaf, module, tuple(inputs), attributes, made, view)
-        for value in made:
+        present = [value for value in outputs if value is not None]
+        op = Op(kind, leaf, module, tuple(inputs), attributes, present, view)
+        for value in present:
             value.op, value.role = op, ""
             value.base = inputs[0] if view else None
         self.ops.append(op)
@@ -631,7 +652,7 @@ def _versions(imports: Iterable[Any]) -> Versions:
 
 
 def top_scope(model: Any, inputs: Iterable[Value]) -> Scope:
-    """What the nodes of the main graph see before any of them has run."""
+    """The scope of the main graph's nodes before any of them is read."""
     return Scope({value.name: value for value in inputs}, _versions(model.opset_import))
 
 
@@ -654,12 +675,12 @@ def _filled(node: Any, attributes: dict[str, Any]) -> Any:
 
 def _same(node: Any, first: Value, outputs: list[Value | None]) -> bool:
     """Is the one result the first input itself?"""
-    made = outputs[0] if len(outputs) == 1 else None
+    result = outputs[0] if len(outputs) == 1 else None
     if node.op_type == "Identity":
         return True
     if node.op_type == "Dropout":
-        return made is not None and len(node.input) < 3
-    unchanged = made is not None and (made.code, made.shape) == (first.code, first.shape)
+        return result is not None and len(node.input) < 3
+    unchanged = result is not None and (result.code, result.shape) == (first.code, first.shape)
     return unchanged and node.op_type in ("Cast", "CastLike", "Expand", *_VIEWS)
 
 
@@ -682,23 +703,23 @@ def _module_of_reads(inputs: list[Value | None]) -> str:
     return next((value.op.module for value in values if value.op is not None), "")
 
 
-# What is decided while the file is read. Each returns what the node's outputs stand for.
+# Nodes that are decided while the file is read. Each rule returns the values of the node's outputs.
 
 
 _CONSTANTS = {
     "value_float": ("f", 1, np.float32), "value_floats": ("floats", 1, np.float32),
     "value_int": ("i", 7, np.int64), "value_ints": ("ints", 7, np.int64),
 }  # fmt: skip
-"""Attribute of a `Constant` -> where it keeps what it holds, and the type of that."""
+"""Attribute of a `Constant` -> the field of its value, and the value's type."""
 
 
-def _constant(walk: Walk, node: Any, _: list[Found], scope: Scope) -> list[Found]:
+def _constant(reader: NodeReader, node: Any, _: list[NodeValue], scope: Scope) -> list[NodeValue]:
     attribute = node.attribute[0] if len(node.attribute) == 1 else None
     if attribute is None or attribute.name not in ("value", *_CONSTANTS):
-        raise UnsupportedOpError(walk.path, label(node), "is a constant of text or a sparse one")
+        raise UnsupportedOpError(reader.path, label(node), "is a constant of text or a sparse one")
     name = node.output[0]
     if attribute.name == "value":
-        value = walk.weights.value(attribute.t, name)
+        value = reader.weights.value(attribute.t, name)
         value.role, value.literal = "constant", True  # `settle_roles` knows weights by their use
         return [value]
     held, code, dtype = _CONSTANTS[attribute.name]
@@ -706,24 +727,24 @@ def _constant(walk: Walk, node: Any, _: list[Found], scope: Scope) -> list[Found
     return [Value(name, code, data.shape, data, "constant", literal=True)]
 
 
-def _if(walk: Walk, node: Any, inputs: list[Found], scope: Scope) -> list[Found]:
+def _if(reader: NodeReader, node: Any, inputs: list[NodeValue], scope: Scope) -> list[NodeValue]:
     condition = inputs[0]
     if not isinstance(condition, Value) or condition.number is None:
         raise UnsupportedOpError(
-            walk.path, label(node), "branches on data; export the model without the branch"
+            reader.path, label(node), "branches on data; export the model without the branch"
         )
     wanted = "then_branch" if condition.number else "else_branch"
     branch = next((a.g for a in node.attribute if a.name == wanted), None)
     if branch is None:
-        raise FileFormatError(walk.path, f"node {label(node)} lacks its {wanted}")
+        raise FileFormatError(reader.path, f"node {label(node)} lacks its {wanted}")
     inner = Scope(dict(scope.values), scope.versions, scope.attributes, scope.module, scope.calling)
-    walk.open_graph(branch, inner)
-    return [walk._found(node, output.name, inner) for output in branch.output]
+    reader.open_graph(branch, inner)
+    return [reader._found(node, output.name, inner) for output in branch.output]
 
 
-def _loop(walk: Walk, node: Any, _: list[Found], __: Scope) -> list[Found]:
+def _loop(reader: NodeReader, node: Any, _: list[NodeValue], __: Scope) -> list[NodeValue]:
     raise UnsupportedOpError(
-        walk.path, label(node), f"is a {node.op_type}: a graph has no loops; export it unrolled"
+        reader.path, label(node), f"is a {node.op_type}: a graph has no loops; export it unrolled"
     )
 
 

@@ -2,9 +2,7 @@
 
     8 bytes │ header, JSON: {"__metadata__": {"card": JSON}, name: {dtype, shape, offsets}} │ data
 
-card   {"format": "dovetail.policy", "version": 1, "features": VERSION, "method": NAME,
-        "config": {...}, "trained_on": [names], "seed", "updates", "trials", "seconds",
-        "versions": {program: version}, ...}
+card   the fields of `_Card`: what the policy is, and what it was trained on
 
 A file holds numbers and text only. Its method is looked up in a fixed table and its config checked
 against what that method takes; the policy is built without memory first, so that a file whose
@@ -24,10 +22,10 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from dovetail.errors import PolicyFileError, PolicyMismatchError, UnwritableError
-from dovetail.graph.files import first_complaint
 from dovetail.placers.learned.features import VERSION
 from dovetail.placers.learned.policy import Policy
 from dovetail.runtime.files import write_atomically
+from dovetail.runtime.formats import Number, Version1, Whole, WholeNumbers, first_complaint
 from dovetail.units import format_bytes
 
 SHIPPED = Path(__file__).parent / "pretrained" / "gdp.safetensors"
@@ -47,15 +45,15 @@ class _Card(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     format: Literal["dovetail.policy"]
-    version: Literal[1]
-    features: int
+    version: Version1
+    features: Whole
     method: str
-    config: dict[str, Scalar | list[int]]
+    config: dict[str, Scalar | WholeNumbers]
     trained_on: list[str] = []
-    seed: int = 0
-    updates: int = Field(0, ge=0)
-    trials: int = Field(0, ge=0)
-    seconds: float = Field(0, ge=0)
+    seed: Whole = 0
+    updates: Whole = Field(0, ge=0)
+    trials: Whole = Field(0, ge=0)
+    seconds: Number = Field(0, ge=0)
     versions: dict[str, str] = {}
 
 

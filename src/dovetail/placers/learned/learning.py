@@ -49,8 +49,7 @@ from dovetail.placers.learned.records import (
     Point,
 )
 from dovetail.training.backends import load_backend
-from dovetail.training.backends.contract import Assignment, Storage, Watcher
-from dovetail.training.backends.contract import Policy as Survival
+from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
 from dovetail.training.checkpoint import RunFolder, open_folder
 from dovetail.training.pickling import check_travels
 from dovetail.training.records import Job, Outcome
@@ -130,7 +129,9 @@ def learn(  # noqa: PLR0913  keyword-only
             rule=bound,
             theta=theta,
             learner=run.remember(recipe) if backend in _IN_PROCESS else recipe,
-            policy=Survival(worker_restarts=RESTARTS * controllers, lease_seconds=LEASE_SECONDS),
+            policy=FailurePolicy(
+                worker_restarts=RESTARTS * controllers, lease_seconds=LEASE_SECONDS
+            ),
             storage=None if folder is None else Storage(home.center, resume=resume),
         )
         learned = run.end(assignment, started)

@@ -12,23 +12,35 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from dovetail.errors import DivergedError, NoWorkersError, ProcessError, UsageError
+from dovetail.errors import NoWorkersError, ProcessError, UsageError
 from dovetail.training.backends.contract import Assignment, Watcher
-from dovetail.training.backends.watching import Watching
-from dovetail.training.liveness import on_alive
-from dovetail.training.records import Outcome, Refusal, Vector
+from dovetail.training.liveness import LOOKS, LeaseClock, on_alive
+from dovetail.training.records import Outcome, Vector
 from dovetail.training.server import Delivery, Server
+from dovetail.training.supervisor import (
+    CenterCopy,
+    Gone,
+    RunEnded,
+    RunProgress,
+    ServerReport,
+    Stop,
+    Supervisor,
+    Word,
+    WorkerDied,
+    WorkerFinished,
+    WorkerRaised,
+    report_of,
+)
 from dovetail.training.worker import Stepped, Told, work
-
-LOOKS = 8
-"""Within so many parts of `lease_seconds` a worker that is doubted must give a sign of life."""
 
 
 def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
@@ -43,32 +55,38 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
         raise UsageError(min(options), "the threads backend has no such option")
     if assignment.wire != "none":
         raise UsageError("wire", "threads share their memory: there is nothing to encode")
-    return _Run(assignment, watcher).run()
+    with closing(ThreadsTransport(assignment)) as transport:
+        progress = RunProgress.after(watcher, transport.server, transport.seconds())
+        return Supervisor(assignment, watcher, transport, progress=progress).run()
 
 
 @dataclass
-class _Worker:
-    """A worker's thread, and what passes between it and the others.
+class _WorkerThread:
+    """A life of a worker, and what passes between it and the others.
 
-    heard_seconds     of its last sign of life; inf while it waits for an answer
-    doubted_seconds   when it had given none for longer than the policy allows; inf: it has
-    hung              nor any soon after: the whole process may have stood still before
+    mailbox   answers; None: the run is over
+    ended     and the supervisor knows
     """
 
     index: int
     outbox: Vector | None
     thread: threading.Thread | None = None
-    mailbox: SimpleQueue[Told | None] = field(default_factory=SimpleQueue)  # None: the run is over
-    heard_seconds: float = math.inf
-    doubted_seconds: float = math.inf
-    hung: bool = False
+    mailbox: SimpleQueue[Told | None] = field(default_factory=SimpleQueue)
     ended: bool = False
 
 
-class _Run:
-    def __init__(self, assignment: Assignment, watcher: Watcher) -> None:
+class ThreadsTransport:
+    """The server in this process, and a thread for each worker."""
+
+    name = "threads"
+    server_restarts = 0
+    mercy_seconds = 0.0
+    interruptible = False
+
+    def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
-        self.lease_seconds = assignment.policy.lease_seconds
+        lease_seconds = assignment.policy.lease_seconds
+        self.life = LeaseClock(lease_seconds, doubt_seconds=lease_seconds / LOOKS)
         self.start_seconds = time.perf_counter()
         self.theta = np.array(assignment.theta)  # the center itself
         storage = assignment.storage
@@ -86,118 +104,87 @@ class _Run:
         )
         if resumes:
             self.server.dismiss_late()
-        self.watch = Watching(watcher, self.server, self.seconds())
-        live = assignment.rule.lock_free
-        self.workers = [
-            _Worker(index, None if live else np.zeros_like(self.theta))
-            for index in range(assignment.job.workers)
-        ]
+        self.workers: dict[int, _WorkerThread] = {}
+        self.ends: deque[WorkerRaised | WorkerDied | WorkerFinished] = deque()  # not told yet
         self.news = threading.Condition()
         self.is_news = False
         self.over = threading.Event()
-        self.error: BaseException | None = None  # the first
-        self.deaths = 0
+        self.error: BaseException | None = None  # the first that no policy allows
 
     def seconds(self) -> float:
         """Since the run's start."""
         return time.perf_counter() - self.start_seconds
 
-    def run(self) -> Outcome:
-        try:
-            for worker in self.workers:
-                name = f"worker {worker.index}"
-                worker.thread = threading.Thread(
-                    target=self._live, args=(worker,), name=name, daemon=True
-                )
-                worker.thread.start()
-            while self._goes_on():
-                with self.news:
-                    self.news.wait_for(lambda: self.is_news, self._seconds_left())
-                    self.is_news = False
-                self._supervise()
-            if self.error is not None:
-                raise self.error
-            self._supervise()
-            if not (self.server.done or self.server.stopped):
-                hung = sum(worker.hung for worker in self.workers)
-                raise NoWorkersError(hung, f"hung for {self.lease_seconds:g} s")
-            return self._outcome()
-        finally:
-            self._end()
-
     # In the caller's thread
 
-    def _goes_on(self) -> bool:
-        there = any(not worker.ended and not worker.hung for worker in self.workers)
-        return there and self.error is None
+    def start_server(self, died: str | None = None) -> None:
+        """The server is there from the beginning: the run's time begins with it."""
 
-    def _seconds_left(self) -> float | None:
-        """Until something is due that no message brings."""
-        due = [
-            worker.heard_seconds + self.lease_seconds
-            if math.isinf(worker.doubted_seconds)
-            else worker.doubted_seconds + self.lease_seconds / LOOKS
-            for worker in self.workers
-            if not worker.hung
-        ]
-        seconds = min([*due, self.watch.due_seconds]) - self.seconds()
-        return None if math.isinf(seconds) else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+    def start_worker(self, worker: int) -> None:
+        outbox = None if self.assignment.rule.lock_free else np.zeros_like(self.theta)
+        life = self.workers[worker] = _WorkerThread(worker, outbox)
+        life.thread = threading.Thread(
+            target=self._live, args=(life,), name=f"worker {worker}", daemon=True
+        )
+        life.thread.start()
 
-    def _supervise(self) -> None:
-        self._look_for_life()
-        refused = self.server.refusals
-        count = sum(refused.values()) - refused[Refusal.LEASE]
-        if count > self.assignment.policy.refusals:
-            reasons = ", ".join(f"{n} as {reason}" for reason, n in sorted(refused.items()))
-            raise DivergedError(self.assignment.rule.name, f"commits were refused: {reasons}")
-        self.watch.flush()
-        watch, seconds = self.watch, self.seconds()
-        due = self.server.samples >= watch.due_samples or seconds >= watch.due_seconds
-        if due and watch.at(seconds) and not (self.server.stopped or self.server.done):
+    def kill_workers(self, workers: set[int]) -> None:
+        """A thread cannot be ended."""
+        raise NoWorkersError(len(workers), f"hung for {self.life.lease_seconds:g} s")
+
+    def tell(self, message: Gone | Stop) -> None:
+        """Who is gone has said so itself, by its thread's last act."""
+        if isinstance(message, Stop):
             self._deliver(self.server.stop())
 
-    def _look_for_life(self) -> None:
-        for worker in self.workers:
-            seconds = self.seconds()
-            if worker.hung or seconds - worker.heard_seconds <= self.lease_seconds:
-                worker.doubted_seconds = math.inf
-            elif math.isinf(worker.doubted_seconds):
-                worker.doubted_seconds = seconds
-            elif seconds >= worker.doubted_seconds + self.lease_seconds / LOOKS:
-                worker.hung, worker.doubted_seconds = True, math.inf
-                self._deliver(self.server.evict(worker.index))
+    def turn(self, progress: RunProgress) -> Iterator[Word]:
+        with self.news:
+            self.news.wait_for(lambda: self.is_news, self._seconds_left(progress))
+            self.is_news = False
+        if self.error is not None:
+            raise self.error
+        while self.ends:
+            end = self.ends.popleft()
+            self.workers[end.worker].ended = not isinstance(end, WorkerRaised)
+            yield end
+        for worker in self.life.overdue(self.seconds()):
+            self._deliver(self.server.evict(worker))
+        # Before the last look at what they did: nothing follows once nobody goes on.
+        goes_on = any(not w.ended and w.index not in self.life.silent for w in self._lives())
+        yield self._report(progress)
+        seconds = self.seconds()
+        if progress.is_due(self.server.samples, seconds):
+            yield CenterCopy(*self.server.copy(), seconds, news=lambda: self._report(progress))
+        if not goes_on:
+            yield RunEnded(CenterCopy(*self.server.copy(), self.seconds(), final=True))
 
-    def _outcome(self) -> Outcome:
-        assignment, server = self.assignment, self.server
-        return Outcome(
-            theta=np.array(server.theta),
-            clock=server.clock,
-            samples=server.samples,
-            seconds=self.seconds(),
-            rows=tuple(server.rows),
-            events=tuple(server.events),
-            evaluations=tuple(self.watch.evaluations),
-            stopped=server.stopped,
-            meta={
-                "backend": "threads",
-                "rule": assignment.rule.name,
-                "options": dict(assignment.rule.options),
-                "job": asdict(assignment.job),
-            },
-        )
+    def facts(self) -> dict[str, Any]:
+        return {}
 
-    def _end(self) -> None:
+    def close(self) -> None:
         """Whatever happened: no thread goes on, but one that is hung in the learner's code."""
         self.over.set()
-        for worker in self.workers:
+        for worker in self._lives():
             worker.mailbox.put(None)
-        for worker in self.workers:
-            if worker.thread is None or worker.hung:
-                continue
-            silent_seconds = self.seconds() - worker.heard_seconds  # -inf: about to read the None
-            left_seconds = self.lease_seconds - silent_seconds
-            worker.thread.join(min(max(0.0, left_seconds), threading.TIMEOUT_MAX))
+        for worker in self._lives():
+            if worker.thread is not None and worker.index not in self.life.silent:
+                left_seconds = self.life.left_seconds(worker.index, self.seconds())
+                worker.thread.join(min(max(0.0, left_seconds), threading.TIMEOUT_MAX))
         self.server.close()
+
+    def _lives(self) -> list[_WorkerThread]:
+        return list(self.workers.values())
+
+    def _seconds_left(self, progress: RunProgress) -> float | None:
+        """Until something is due that no message brings."""
+        seconds = min(self.life.due_seconds(), progress.due_seconds) - self.seconds()
+        return None if math.isinf(seconds) else min(max(0.0, seconds), threading.TIMEOUT_MAX)
+
+    def _report(self, progress: RunProgress) -> ServerReport:
+        server = self.server
+        done = server.done or server.stopped
+        silent = tuple(self.life.silent)
+        return report_of(server, progress.known, done=done, silent=silent)
 
     # In any thread
 
@@ -207,40 +194,46 @@ class _Run:
             center = self.theta if worker.outbox is None else worker.outbox
             worker.mailbox.put(Told(delivery.reply, center if delivery.pulled else None))
 
-    def _tell(self) -> None:
+    def _tell_caller(self) -> None:
         with self.news:
             self.is_news = True
             self.news.notify()
 
     # In the worker's thread
 
-    def _live(self, worker: _Worker) -> None:
-        def beat() -> None:
-            worker.heard_seconds, worker.hung = self.seconds(), False
-
-        on_alive(beat)
+    def _live(self, worker: _WorkerThread) -> None:
+        """From a new learner to the last lease, or to an exception."""
         try:
-            again = True
-            while again:
-                again = self._life(worker)
+            try:
+                self._train(worker)
+            except Exception as error:
+                self._fail(worker, error)
+            else:
+                if not self.over.is_set():
+                    self._deliver(self.server.leave(worker.index))
+                self.ends.append(WorkerFinished(worker.index))
         except BaseException as error:  # whatever it is, the run must not go on without it
             self.error = self.error or error
-        worker.ended, worker.heard_seconds = True, math.inf
-        self._tell()
+        self.life.stop(worker.index)
+        self._tell_caller()
 
-    def _life(self, worker: _Worker) -> bool:
-        """From a new learner to the last lease; whether there is another life after it."""
-        try:
-            self._train(worker)
-        except Exception as error:
-            return self._failed(worker, error)
-        if not self.over.is_set():
-            self._deliver(self.server.leave(worker.index))
-        return False
+    def _fail(self, worker: _WorkerThread, error: Exception) -> None:
+        raised = ProcessError(f"worker {worker.index}", traceback.format_exc())
+        raised.__cause__ = error
+        self.life.stop(worker.index)
+        self._deliver(self.server.evict(worker.index))
+        self.ends.append(WorkerRaised(worker.index, raised))
+        self.ends.append(WorkerDied(worker.index, f"by {error!r}"))
 
-    def _train(self, worker: _Worker) -> None:
+    def _train(self, worker: _WorkerThread) -> None:
         assignment, index = self.assignment, worker.index
-        worker.heard_seconds = self.seconds()
+
+        def hear() -> None:
+            self.life.silent.discard(index)
+            self.life.start(index, self.seconds())
+
+        on_alive(hear)
+        hear()
         learner = assignment.learner(index)
         sequence = self.server.join(index, None, worker.outbox)
         steps = work(
@@ -258,32 +251,15 @@ class _Run:
             except StopIteration:
                 return
             told = None
-            worker.heard_seconds, worker.hung = self.seconds(), False
+            hear()
             if self.over.is_set():
                 return
             if isinstance(asked, Stepped):
                 continue
-            worker.heard_seconds = math.inf
+            self.life.stop(index)
             self._deliver(self.server.take(asked.turn, vector=asked.vector))
-            self._tell()
+            self._tell_caller()
             told = worker.mailbox.get()
             if told is None:
                 return
-            worker.heard_seconds = self.seconds()
-
-    def _failed(self, worker: _Worker, error: Exception) -> bool:
-        """Whether the policy starts the worker again; what it does not allow ends the run."""
-        policy = self.assignment.policy
-        with self.news:
-            self.deaths += 1
-            deaths = self.deaths
-        if deaths > policy.worker_errors:
-            raise ProcessError(f"worker {worker.index}", traceback.format_exc()) from error
-        self._deliver(self.server.evict(worker.index))
-        self._tell()
-        if deaths <= policy.worker_restarts:
-            return True
-        others = any(not other.ended for other in self.workers if other is not worker)
-        if deaths - policy.worker_restarts > policy.worker_losses or not others:
-            raise NoWorkersError(deaths, f"by {error!r}") from error
-        return False
+            hear()

@@ -4,10 +4,10 @@
                          ├─► worker 0  ╗ each linked to the server by a pair of sockets,
                          └─► worker 1  ╝ vectors in memory that both map
 
-Nothing listens anywhere: the supervisor makes each link and hands out its ends. Processes die with
-the caller's; links and memory have no names, so nothing is left behind.
+No process listens on a port: the caller's side makes each link and hands out its ends. The
+processes die with the caller's. Links and memory have no names, so nothing is left behind.
 """
 
-from dovetail.training.backends.processes.supervising import run
+from dovetail.training.backends.processes.transport import run
 
 __all__ = ["run"]

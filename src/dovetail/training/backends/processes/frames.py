@@ -1,4 +1,4 @@
-"""What travels on the link between a worker and the server: packets of a fixed format.
+"""Packets of the link between a worker and the server, which have a fixed format.
 
     magic 4 │ kind 1 │ checksum 4 of kind and JSON │ JSON
 
@@ -36,8 +36,8 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Payload:
-    """The vector that lies in the worker's inbox: what it should be, and its checksum."""
+class VectorHeader:
+    """What the vector in the worker's inbox should be: its size, its type, and its checksum."""
 
     elements: int
     dtype: str
@@ -52,7 +52,7 @@ def pack(kind: Kind, content: dict[str, Any]) -> bytes:
 
 
 def unpack(packet: bytes) -> tuple[Kind, dict[str, Any]] | None:
-    """Kind and content; None if it is none of ours, or was changed on its way."""
+    """The packet's kind and content; None if it has another format, or was changed on its way."""
     if len(packet) < _HEAD.size:
         return None
     magic, kind, checksum = _HEAD.unpack_from(packet)
@@ -66,18 +66,18 @@ def unpack(packet: bytes) -> tuple[Kind, dict[str, Any]] | None:
     return (Kind(kind), content) if isinstance(content, dict) else None
 
 
-def pack_turn(turn: Turn, payload: Payload | None) -> bytes:
+def pack_turn(turn: Turn, payload: VectorHeader | None) -> bytes:
     carried = None if payload is None else asdict(payload)
     return pack(Kind.TURN, {"turn": asdict(turn), "payload": carried})
 
 
-def turn_of(content: dict[str, Any]) -> tuple[Turn, Payload | None] | None:
-    """The turn and what is said of its vector; None where a field is missing or wrong."""
+def turn_of(content: dict[str, Any]) -> tuple[Turn, VectorHeader | None] | None:
+    """The turn and its vector's header; None if a field is missing or wrong."""
     said, carried = content.get("turn"), content.get("payload")
     if not isinstance(said, dict):
         return None
     commit = _record(Commit, said.get("commit"))
-    payload = _record(Payload, carried)
+    payload = _record(VectorHeader, carried)
     if (commit is None) != (said.get("commit") is None) or (payload is None) != (carried is None):
         return None
     flags = _record(_Flags, {name: said.get(name) for name in ("worker", "lease", "pull")})

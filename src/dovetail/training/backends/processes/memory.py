@@ -1,13 +1,24 @@
-"""Shared memory of a run: a block for each worker, and one for the center.
+"""Shared memory of a run: a block for each worker, one for the center, and one for the learner.
 
     worker's block    beat │ inbox [size]  worker writes │ outbox [size]  server writes
     center's block    live [size]  server (and workers, of rules without locks) │ copy [size]
+    parcel            pickle │ array │ array ...      mapped copy-on-write
 
 The supervisor makes them and hands on their descriptors, so that they outlive server and workers
-alike, and nobody's death leaves anything behind.
+alike, and nobody's death leaves anything behind. A parcel is an object on its way to several
+workers: pickled once, its arrays shared by all of them until one writes to its own. What the
+caller's script defines travels by value, so that the script is not run again.
 """
 
+import io
+import mmap
+import pickle
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.runtime.shared import Block, Layout
 from dovetail.training.records import Job, Vector
@@ -26,6 +37,10 @@ class WorkerMemory:
     @classmethod
     def create(cls, job: Job) -> "WorkerMemory":
         return cls(Block.create(_slots(job)[-1]), job)
+
+    def show_life(self) -> None:
+        """Give a sign of life."""
+        self.beat[0] += 1
 
     def close(self) -> None:
         del self.beat, self.inbox, self.outbox
@@ -60,3 +75,83 @@ def _slots(job: Job) -> tuple[int, int, int, int]:
     sizes = (8, vector_bytes, vector_bytes)
     beat, first, second = (layout.reserve(size_bytes) for size_bytes in sizes)
     return beat, first, second, layout.size_bytes
+
+
+# Parcels
+
+LARGE_BYTES = 1 << 16
+"""Tensors of at least this size travel beside the pickle, in memory that all workers share."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Where in a block an object's pickle and its arrays lie: (offset, bytes) each."""
+
+    pickle: tuple[int, int]
+    buffers: tuple[tuple[int, int], ...] = field(default=())
+
+
+def pack_parcel(thing: object) -> tuple[Parcel, Block]:
+    """The object in a block of its own: code of the caller's script by value, arrays as they are.
+
+    Raises what pickling raises, for what cannot travel (an open file, a lock).
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    content = _dumps(thing, buffers)
+    raws = [buffer.raw() for buffer in buffers]
+    layout = Layout()
+    place = (layout.reserve(len(content)), len(content))
+    places = tuple((layout.reserve(raw.nbytes), raw.nbytes) for raw in raws)
+    block = Block.create(layout.size_bytes)
+    target = block.bytes
+    for (offset, size), raw in zip((place, *places), (memoryview(content), *raws), strict=True):
+        target[offset : offset + size] = np.frombuffer(raw, dtype=np.uint8)
+    return Parcel(place, places), block
+
+
+def unpack_parcel(parcel: Parcel, descriptor: int) -> Any:
+    """What `pack_parcel` was given. Its arrays share the block's pages until one is written to."""
+    memory = memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE))
+    offset, size = parcel.pickle
+    return pickle.loads(
+        memory[offset : offset + size], buffers=[memory[o : o + n] for o, n in parcel.buffers]
+    )
+
+
+def _dumps(thing: object, buffers: list[pickle.PickleBuffer]) -> bytes:
+    """Pickle by value what is in the caller's script, large arrays and tensors out of band."""
+    import cloudpickle  # only the supervisor packs
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no types
+        """Torch pickles a tensor's bytes into the stream; here they leave it as numpy's do."""
+
+        def reducer_override(self, thing: Any) -> Any:
+            if _is_large_tensor(thing):
+                return _tensor, (thing.detach().numpy(),)
+            return super().reducer_override(thing)
+
+    file = io.BytesIO()
+    Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
+    return file.getvalue()
+
+
+def _is_large_tensor(thing: Any) -> bool:
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    return (
+        torch is not None
+        and type(thing) is torch.Tensor
+        and thing.layout is torch.strided
+        and thing.device.type == "cpu"
+        and not thing.requires_grad
+        and thing.dtype is not torch.bfloat16  # numpy has none
+        and not thing.is_conj()
+        and not thing.is_neg()
+        and thing.is_contiguous()
+        and thing.nbytes >= LARGE_BYTES
+    )
+
+
+def _tensor(array: NDArray[Any]) -> object:
+    import torch
+
+    return torch.from_numpy(array)

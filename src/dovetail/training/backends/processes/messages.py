@@ -1,8 +1,8 @@
 """What the supervisor and its processes say over their private channels.
 
-supervisor ── ServerPlan, Connect, Gone, AskReport, AskCopy, Stop ──► server
-           ◄── Ready, Report, Copied, Raised ──
-supervisor ── WorkerPlan, Connect ──► worker
+supervisor ── ServerStart, Connect, Gone, AskReport, AskCopy, Stop ──► server
+           ◄── Ready, ServerReport, Copied, Raised ──
+supervisor ── WorkerStart, Connect ──► worker
            ◄── Finished ──
 """
 
@@ -10,46 +10,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.errors import DovetailError
-from dovetail.training.backends.contract import Guard, Storage
-from dovetail.training.backends.processes.parcels import Parcel
-from dovetail.training.records import Event, Job, Row
+from dovetail.training.backends.contract import ServerPlan, WorkerPlan
+from dovetail.training.backends.processes.memory import Parcel
+from dovetail.training.supervisor import ServerUp
 
 
 @dataclass(frozen=True)
-class ServerPlan:
-    """What a server starts from; the descriptor of the center's block follows.
+class ServerStart:
+    """A server's first message; the descriptor of the center's block follows.
 
     restart        why the server before this one died: go on where it was; None: there was none
     origin         `time.perf_counter()` when the run began; None: it begins now
-    kill           (crash point, count): die at its count-th passing, for tests
-    temporary      remove the storage's folder if the supervisor dies
     """
 
-    job: Job
-    rule: str
-    options: dict[str, Any]
-    guard: Guard
-    storage: Storage | None
-    restart: str | None
-    shards: int | None
-    order: tuple[int, ...] | None
-    lease_seconds: float
-    origin: float | None
-    kill: tuple[str, int] | None = None
-    temporary: bool = False
+    plan: ServerPlan
+    restart: str | None = None
+    origin: float | None = None
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
-    """What a worker starts from; the descriptors of its own block, the center's and the learner's
-    follow. `life`: 0, or how many processes had its number before."""
+class WorkerStart:
+    """A worker's first message; the descriptors of its own block, the center's and the learner's
+    follow."""
 
-    job: Job
-    rule: str
-    options: dict[str, Any]
-    worker: int
-    life: int
-    wire: str
+    plan: WorkerPlan
     learner: Parcel
 
 
@@ -63,15 +47,6 @@ class Connect:
     worker: int
     origin: float
     detail: str = ""
-
-
-@dataclass(frozen=True)
-class Gone:
-    """The worker's process has ended; `for_good`: and no other takes its place."""
-
-    worker: int
-    detail: str
-    for_good: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,39 +69,12 @@ class AskCopy:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Take nothing more: the run ends early, for that reason."""
-
-    detail: str
-
-
-@dataclass(frozen=True)
 class Ready:
     """The server is up. `origin`: `time.perf_counter()` when the run began, less what it had
-    taken before, if it goes on from a folder. How many rows and events it has, and whether it has
-    seen every sample."""
+    taken before, if it goes on from a folder."""
 
     origin: float
-    rows: int
-    events: int
-    done: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """first     index of the first of `rows`, and of the first of `events`; some hundreds at most
-    total     how many there are
-    silent    workers that lost their lease, and have not come back
-    done      every sample was seen, or the run was stopped
-    """
-
-    first: tuple[int, int]
-    total: tuple[int, int]
-    rows: tuple[Row, ...]
-    events: tuple[Event, ...]
-    samples: int
-    silent: tuple[int, ...]
-    done: bool
+    up: ServerUp
 
 
 @dataclass(frozen=True)
@@ -147,7 +95,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Raised:
+class RaisedError:
     """An error for the caller, as parts: its class builds its message from other arguments."""
 
     kind: type[DovetailError]
@@ -155,7 +103,7 @@ class Raised:
     state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, error: DovetailError) -> "Raised":
+    def of(cls, error: DovetailError) -> "RaisedError":
         return cls(type(error), error.args, dict(vars(error)))
 
     def error(self) -> DovetailError:

@@ -6,10 +6,10 @@
 
 Ray finds nodes, starts processes and notices deaths. What was committed is safe by our own log and
 the workers' numbers alone: Ray never repeats a call of ours, and an actor that it starts again
-begins by reading the log. docs/ray.md says which ports Ray opens, and what it trusts.
+begins by reading the log. docs/train.md says which ports Ray opens, and what it trusts.
 Inside, `import ray` is the library: imports are absolute.
 """
 
-from dovetail.training.backends.ray.supervising import run
+from dovetail.training.backends.ray.transport import run
 
 __all__ = ["run"]

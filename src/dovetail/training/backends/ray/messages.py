@@ -6,47 +6,9 @@ supervisor ── poll, copy, gone, stop, close ──► server ◄── join,
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.training.backends.contract import Guard, Storage
-from dovetail.training.backends.processes.messages import Copied, Raised
-from dovetail.training.records import Event, Job, Refusal, Reply, Row, Vector
-
-
-@dataclass(frozen=True)
-class ServerPlan:
-    """What a server starts from.
-
-    wire        how commits travel
-    shards      actors that the center is spread over; 1: it lies in the server
-    restarts    that the policy allows
-    crashes     (crash point, count), one for each life of the server, for tests
-    temporary   the storage's folder is of this run alone
-    """
-
-    job: Job
-    rule: str
-    options: dict[str, Any]
-    wire: str
-    guard: Guard
-    storage: Storage
-    shards: int
-    order: tuple[int, ...] | None
-    lease_seconds: float
-    restarts: int
-    crashes: tuple[tuple[str, int], ...] = ()
-    temporary: bool = False
-
-
-@dataclass(frozen=True)
-class WorkerPlan:
-    """What a worker starts from. `life`: how many actors had its number before."""
-
-    job: Job
-    rule: str
-    options: dict[str, Any]
-    wire: str
-    worker: int
-    life: int
-    lease_seconds: float
+from dovetail.training.backends.processes.messages import RaisedError
+from dovetail.training.records import Refusal, Reply, Vector
+from dovetail.training.supervisor import ServerReport
 
 
 @dataclass(frozen=True)
@@ -58,7 +20,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Looked:
+class PieceCheck:
     """What a shard found in its piece of a commit: why it is refused, or its sum of squares."""
 
     refusal: Refusal | None
@@ -66,15 +28,15 @@ class Looked:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedCommit:
     """A commit whose pieces lie at the shards under a key: 16 hexadecimal digits."""
 
     key: str
-    looked: tuple[Looked, ...]
+    looked: tuple[PieceCheck, ...]
 
 
 @dataclass(frozen=True)
-class Numbered:
+class NumberedSteps:
     """The ledger's steps for all shards, as (name, fields) each, and the keys of the commits that
     they apply, as (worker, key) each. Numbers count up from 1."""
 
@@ -84,7 +46,7 @@ class Numbered:
 
 
 @dataclass(frozen=True)
-class Done:
+class ShardProgress:
     """The number of the last steps that a shard has done, and its life: another one each time it
     is started."""
 
@@ -93,7 +55,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Answered:
+class TurnAnswer:
     """`center` [size] where it was asked for; with shards `number`, to fetch it by."""
 
     reply: Reply
@@ -102,36 +64,20 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What has happened since the last one.
+class ActorReport:
+    """What a server says of itself when it is polled.
 
     life      of the server: another one each time it is started
     node      where it lives
     found     it went on from a state that it found in its folder
-    first     indices of the first of `rows` and of `events`; `total`: how many there are
     seconds   since the run began
-    silent    workers that lost their lease, and have not come back
-    done      every sample was seen, or the run was stopped
+    report    None where it has raised
     raised    what the server failed with
     """
 
     life: str
     node: str
     found: bool
-    first: tuple[int, int] = (0, 0)
-    rows: tuple[Row, ...] = ()
-    events: tuple[Event, ...] = ()
-    total: tuple[int, int] = (0, 0)
-    samples: int = 0
     seconds: float = 0.0
-    silent: tuple[int, ...] = ()
-    done: bool = False
-    raised: Raised | None = None
-
-
-@dataclass(frozen=True)
-class Center:
-    """theta [size], and when it was so."""
-
-    theta: Vector
-    copied: Copied
+    report: ServerReport | None = None
+    raised: RaisedError | None = None

@@ -19,21 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import TrainingError, UsageError
-from dovetail.training.backends.ray.messages import Done, Looked, Numbered, ServerPlan
+from dovetail.training.backends.contract import ServerPlan
+from dovetail.training.backends.ray.messages import NumberedSteps, PieceCheck, ShardProgress
 from dovetail.training.center import Center
 from dovetail.training.checks import checksum
-from dovetail.training.journal import Journal, nothing
-from dovetail.training.payloads import examine
+from dovetail.training.journal import Journal
 from dovetail.training.records import Refusal, Vector
-from dovetail.training.rules import make_rule
 from dovetail.training.rules.contract import Rule
+from dovetail.training.state import examine
 from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
 
 LOCK_SECONDS = 30.0
-"""How long a new life waits for its former one to let go of the folder."""
+"""A new life waits so long for its former one to let go of the folder."""
 KEPT = 2
-"""Pieces of a worker's that are kept: one that was thought dead may send another meanwhile."""
+"""So many pieces of a worker are kept: one that was thought dead may send another meanwhile."""
 _KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
     "Apply": Apply,
     "Read": Read,
@@ -53,12 +53,13 @@ class Shard:
         self._wire = None
         if plan.wire != "none":
             self._wire = make_wire(plan.wire, self._job.size, plan.job.dtype)
-        rule = make_rule(plan.rule, **plan.options)
+        rule = plan.make_rule()
         self._center = Center(np.array(start_of(theta)[start:stop]), rule)
         self._pieces: dict[str, tuple[int, Vector]] = {}  # by key, with their workers
         self._pulls: dict[int, tuple[int, Vector]] = {}  # by worker, with their numbers
         self._life = uuid.uuid4().hex
         self._number = 0  # of the last steps that were done
+        assert plan.storage is not None, "an actor's run keeps a folder"
         folder = plan.storage.folder / f"shard-{index}"
         self._storage = replace(plan.storage, folder=folder)
         self._journal = self._open(rule)
@@ -68,18 +69,18 @@ class Shard:
         resumes, until = self._again or self._storage.resume, time.monotonic() + LOCK_SECONDS
         while True:
             try:
-                return Journal(self._storage, self._job, rule, nothing, resume=resumes)
+                return Journal(self._storage, self._job, rule, resume=resumes)
             except UsageError:
                 if not self._again or time.monotonic() > until:
                     raise
                 time.sleep(0.1)  # its former life has not ended yet
 
     def _rebuild(self) -> None:
-        found = self._journal.load()
-        if found is None:
+        snapshot = self._journal.load()
+        if snapshot is None:
             self.snapshot()
             return
-        state, vectors = found
+        state, vectors = snapshot
         for key, worker in state["pieces"]:
             self._pieces[key] = worker, vectors.pop(f"piece {key}")
         self._center.restore(vectors, state["counts"])
@@ -88,28 +89,28 @@ class Shard:
             header = record.header
             if record.vector is None:
                 steps = tuple((kind, fields) for kind, fields in header["steps"])
-                self._do(Numbered(header["number"], steps, header["keys"]))
+                self._do(NumberedSteps(header["number"], steps, header["keys"]))
             else:
                 self._keep(header["key"], header["worker"], record.vector)
 
     # Workers'
 
-    def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> Looked:
+    def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> PieceCheck:
         """Look at a piece of a commit, and keep it under its key until a step applies it.
         `expected`: the checksum of what was sent."""
         if self._wire is not None and checksum(sent) != expected:
-            return Looked(Refusal.CHECKSUM)
+            return PieceCheck(Refusal.CHECKSUM)
         vector = sent
         if self._wire is not None:
             vector = np.empty(self._job.size, self._job.dtype)
             if not self._wire.decode(sent, vector):
-                return Looked(Refusal.SHAPE)
+                return PieceCheck(Refusal.SHAPE)
         payload = examine(self._center, vector, expected if self._wire is None else None)
-        if payload.found is None:
-            return Looked(payload.refusal)
-        self._journal.append({"worker": worker, "key": key}, vector, payload.found.checksum)
+        if payload.checked is None:
+            return PieceCheck(payload.refusal)
+        self._journal.append({"worker": worker, "key": key}, vector, payload.checked.checksum)
         self._keep(key, worker, vector)
-        return Looked(None, payload.found.squares)
+        return PieceCheck(None, payload.checked.squares)
 
     def _keep(self, key: str, worker: int, vector: Vector) -> None:
         self._pieces.pop(key, None)
@@ -119,14 +120,15 @@ class Shard:
             del self._pieces[old]
 
     def fetch(self, worker: int, number: int) -> Vector | None:
-        """What was copied for the worker by the steps of that number; None if it is not here."""
+        """The part of the center that the steps of that number copied for the worker; None if it
+        is not here."""
         pulled = self._pulls.get(worker)
         return pulled[1] if pulled is not None and pulled[0] == number else None
 
     # The ledger's
 
-    def execute(self, numbered: Numbered) -> Done:
-        """Do the steps, if they are the next ones; what was done so far."""
+    def execute(self, numbered: NumberedSteps) -> ShardProgress:
+        """Do the steps, if they are the next ones; how far the shard is."""
         if numbered.number == self._number + 1:
             header = {"number": numbered.number, "steps": numbered.steps, "keys": numbered.keys}
             self._journal.append(header)
@@ -135,7 +137,7 @@ class Shard:
                 self.snapshot()
         return self.done()
 
-    def _do(self, numbered: Numbered) -> None:
+    def _do(self, numbered: NumberedSteps) -> None:
         for worker, key in numbered.keys:
             if key not in self._pieces:
                 raise TrainingError(
@@ -154,9 +156,9 @@ class Shard:
         for worker in pulling:
             self._pulls[worker] = numbered.number, self._pulls[worker][1]
 
-    def done(self) -> Done:
+    def done(self) -> ShardProgress:
         """What was done so far."""
-        return Done(self._life, self._number)
+        return ShardProgress(self._life, self._number)
 
     def theta(self) -> Vector:
         """Its part of the center."""
@@ -186,14 +188,14 @@ def start_of(theta: Vector | list[Any]) -> Vector:
         return theta
     import ray
 
-    found: Vector = ray.get(theta[0])
-    return found
+    vector: Vector = ray.get(theta[0])
+    return vector
 
 
-def numbered(number: int, steps: Any, tokens: dict[int, str]) -> Numbered:
+def numbered(number: int, steps: Any, tokens: dict[int, str]) -> NumberedSteps:
     """Steps as a shard takes them; `tokens`: the key of each staged commit, by worker."""
     fields = [(type(step).__name__, asdict(step)) for step in steps]
-    return Numbered(number, tuple(fields), tuple(tokens.items()))
+    return NumberedSteps(number, tuple(fields), tuple(tokens.items()))
 
 
 def _step(kind: str, fields: dict[str, Any]) -> Apply | Combine | Read | Forget:

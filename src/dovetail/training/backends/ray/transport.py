@@ -1,113 +1,490 @@
-"""How a worker's vectors reach the server and the center comes back: in one piece, or shard by
-shard. What is `None` was lost with an actor; the worker joins again and repeats its turn."""
+"""Server, shards and workers as actors of Ray: how they are started, asked, and found dead.
 
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+Ray restarts the server, as often as the policy allows; workers are started anew from here, wherever
+there is room. The caller owns the actors: they die with it, whatever kills it, and none outlives
+the run.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dovetail.training.backends.ray.messages import Answered, Staged, WorkerPlan
-from dovetail.training.backends.ray.shard import cuts
-from dovetail.training.checks import checksum
-from dovetail.training.records import Vector
-from dovetail.training.wire import Wire, make_wire
-from dovetail.training.worker import Ask
+from dovetail.errors import MissingLibraryError, ProcessError, TrainingError, UsageError
+from dovetail.training.backends.contract import (
+    Assignment,
+    FailurePolicy,
+    ServerPlan,
+    Storage,
+    Watcher,
+    WorkerPlan,
+)
+from dovetail.training.backends.ray.messages import ActorReport
+from dovetail.training.backends.ray.server import ParameterServer
+from dovetail.training.backends.ray.shard import Shard
+from dovetail.training.backends.ray.worker import RayWorker
+from dovetail.training.options import not_negative
+from dovetail.training.records import Outcome
+from dovetail.training.supervisor import (
+    CenterCopy,
+    Gone,
+    RunProgress,
+    ServerEnded,
+    ServerUp,
+    Stop,
+    Supervisor,
+    Word,
+    WorkerDied,
+    WorkerFinished,
+    WorkerRaised,
+    temporary_storage,
+)
 
-Encode = Callable[[Vector], NDArray[Any]]
-Call = Callable[[Callable[[], Any]], Any]
-"""Gets the result of a call of Ray; None if the actor was lost meanwhile."""
+POLL_SECONDS = 0.1
+"""The server may wait so long for news before it reports."""
+SILENCE_SECONDS = 60.0
+"""A server that does not report for so long is hung, or there is no node for it."""
+CLOSE_SECONDS = 10.0
+"""The server may take so long to let go of its folder before it is killed."""
+INLINE_BYTES = 2**15
+"""Vectors up to here travel within an actor's arguments, larger ones through the object store."""
+POLL, COPY = "poll", "copy"
+"""Names of what the server was asked for, among the results that are awaited."""
+_COLOR = re.compile(r"\x1b\[\d+m")
+_LOOPBACK = "127.0.0.1"
+_LOCAL = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Of Ray's own making, for other systems: its processes take the loopback address as theirs.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 
 
-class Transport(Protocol):
-    """`pack` once for a turn; then `exchange`, until there is an answer."""
+def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
+    """Run the assignment on a cluster; see `RayOptions`.
 
-    def pack(self, ask: Ask) -> Any: ...
-
-    def exchange(self, ask: Ask, packed: Any) -> tuple[Answered, Vector | None] | None: ...
-
-
-def make_transport(server: Any, shards: Sequence[Any], plan: WorkerPlan, call: Call) -> Transport:
-    if shards:
-        return InPieces(server, shards, plan, call)
-    return InOne(server, plan, call)
-
-
-class InOne:
-    """The vector is an argument of the turn, the center part of its answer."""
-
-    def __init__(self, server: Any, plan: WorkerPlan, call: Call) -> None:
-        self._server, self._call = server, call
-        self._who = plan.worker, plan.life
-        self._encode = _encoder(plan, plan.job.size)
-
-    def pack(self, ask: Ask) -> tuple[int, NDArray[Any] | None]:
-        if ask.vector is None:
-            return 0, None
-        sent = self._encode(ask.vector)
-        return checksum(sent), sent
-
-    def exchange(self, ask: Ask, packed: Any) -> tuple[Answered, Vector | None] | None:
-        answered = self._call(lambda: self._server.turn.remote(*self._who, ask.turn, *packed))
-        return None if answered is None else (answered, answered.center)
+    The storage's folder must be the same on all nodes that may hold the server. Without a storage
+    there is a temporary one on the server's node: the run survives the death of the server's
+    process, and ends with an error when the node is lost. Ctrl-C ends the run and returns what it
+    has reached, marked as stopped; pressed once more it raises `KeyboardInterrupt`.
+    Raises `ProcessError` with the first traceback when a worker raises and the policy does not
+    count that as a death, and when the server raises; `NoWorkersError`, `ServerLostError`,
+    `DivergedError`, `MissingLibraryError`.
+    """
+    chosen = RayOptions.of(options)
+    if assignment.rule.lock_free:
+        raise UsageError("rule", f"{assignment.rule.name} needs memory that all workers share")
+    storage = assignment.storage
+    if storage is not None and not storage.log and (assignment.shards or 1) > 1:
+        raise UsageError("log", "shards find each other's version again by their logs; keep them")
+    with ExitStack() as stack:
+        if storage is None:
+            storage = stack.enter_context(temporary_storage(assignment))
+        ray = stack.enter_context(connected(chosen, assignment.job.workers))
+        actors = stack.enter_context(RayActors(ray, assignment, chosen, storage))
+        transport = RayTransport(actors, assignment.policy)
+        return Supervisor(assignment, watcher, transport, late=chosen.late).run()
 
 
-class InPieces:
-    """The pieces are staged at the shards, then the turn says so; the center is fetched there."""
+@dataclass(frozen=True)
+class RayOptions:
+    """How a run uses a cluster.
 
-    def __init__(self, server: Any, shards: Sequence[Any], plan: WorkerPlan, call: Call) -> None:
-        self._server, self._shards, self._call = server, shards, call
-        self._who = plan.worker, plan.life
-        self._cuts = cuts(plan.job.size, len(shards))
-        self._encoders = [_encoder(plan, stop - start) for start, stop in self._cuts]
-        self._center: Vector = np.empty(plan.job.size, plan.job.dtype)
+    address       of a cluster to join ("auto": the one of this machine); None: start Ray here, for
+                  this run alone, on the loopback interface
+    namespace     of the actors' names; None: of the run
+    worker_cores, server_cores           that Ray sets aside for each
+    worker_resources, server_resources   custom resources that their nodes must have
+    server_node   the node's id or address that should hold the server; when it is lost, another may
+    spread        workers over the nodes; else they are packed
+    object_store_bytes   of a Ray started here; None: its choice
+    log_to_driver        show what actors print
+    late          one more worker is started each time the center has seen so many samples
+    """
 
-    def pack(self, ask: Ask) -> list[NDArray[Any]] | None:
-        vector = ask.vector
-        if vector is None:
-            return None
-        pieces = zip(self._encoders, self._cuts, strict=True)
-        return [encode(vector[start:stop]) for encode, (start, stop) in pieces]
+    address: str | None = None
+    namespace: str | None = None
+    worker_cores: float = 1.0
+    server_cores: float = 1.0
+    worker_resources: Mapping[str, float] = field(default_factory=dict)
+    server_resources: Mapping[str, float] = field(default_factory=dict)
+    server_node: str | None = None
+    spread: bool = True
+    object_store_bytes: int | None = None
+    log_to_driver: bool = False
+    late: Sequence[int] = ()
 
-    def exchange(self, ask: Ask, packed: Any) -> tuple[Answered, Vector | None] | None:
-        staged = None
-        if packed is not None:
-            staged = self._stage(ask, packed)
-            if staged is None:
-                return None
-        turn = ask.turn
-        answered = self._call(lambda: self._server.turn.remote(*self._who, turn, 0, staged))
-        if answered is None or not answered.number:
-            return None if answered is None else (answered, None)
-        worker, number = self._who[0], answered.number
-        pieces = self._call(lambda: [shard.fetch.remote(worker, number) for shard in self._shards])
-        if pieces is None or any(piece is None for piece in pieces):
-            return None
-        return answered, np.concatenate(pieces, out=self._center)
+    def __post_init__(self) -> None:
+        for name in ("worker_cores", "server_cores"):
+            not_negative(name, getattr(self, name))
 
-    def _stage(self, ask: Ask, pieces: list[NDArray[Any]]) -> Staged | None:
-        """Two workers of one number, of which one was thought dead, have different keys."""
-        key = hashlib.blake2b(repr((self._who, ask.turn)).encode(), digest_size=8).hexdigest()
-        worker = self._who[0]
-        looked = self._call(
-            lambda: [
-                shard.stage.remote(worker, key, checksum(piece), piece)
-                for shard, piece in zip(self._shards, pieces, strict=True)
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "RayOptions":
+        """Raises `UsageError` for one that is not there."""
+        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise UsageError(unknown[0], "the ray backend has no such option")
+        return cls(**options)
+
+
+class RayTransport:
+    """What the supervisor asks for, as calls of actors.
+
+    life          of the server; "" until it has reported
+    ahead_seconds the run's clock, before this machine's
+    away          the server was lost, and has not reported since
+    """
+
+    name = "ray"
+    mercy_seconds = 0.0
+    interruptible = True
+
+    def __init__(self, actors: "RayActors", policy: FailurePolicy) -> None:
+        self.actors = actors
+        self.server_restarts = policy.server_restarts
+        self.life = ""
+        self.heard = time.monotonic()  # of the server
+        self.away = False
+        self.ahead_seconds = -time.time()
+        self.done = self.copied_final = False
+
+    def start_server(self, died: str | None = None) -> None:
+        """Ray itself starts the next ones."""
+        self.actors.start_server()
+
+    def start_worker(self, worker: int) -> None:
+        self.actors.start_worker(worker)
+
+    def kill_workers(self, workers: set[int]) -> None:
+        for worker in sorted(workers):
+            self.actors.kill_worker(worker)
+
+    def tell(self, message: Gone | Stop) -> None:
+        if isinstance(message, Gone):
+            self.actors.tell_server("gone", message.worker, message.for_good)
+        else:
+            self.actors.tell_server("stop")
+
+    def turn(self, progress: RunProgress) -> Iterator[Word]:
+        self._ask(progress)
+        words = list(self.actors.wait(POLL_SECONDS))
+        for word in words:
+            match word:
+                case ActorReport():
+                    yield from self._reported(word)
+                case CenterCopy():
+                    self.copied_final = word.final
+                    yield replace(word, theta=np.array(word.theta))  # Ray's own is read-only
+                case ServerEnded(for_good=False):  # Ray starts it again
+                    self.away = True
+                    time.sleep(POLL_SECONDS / 2)
+                case _:
+                    yield word
+        # An evaluation may have taken as long: what was said meanwhile is heard first.
+        if not words and time.monotonic() > self.heard + SILENCE_SECONDS:
+            yield from self._server_is_silent()
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def _ask(self, progress: RunProgress) -> None:
+        """Ask for the next report, and for the copy that the next evaluation needs."""
+        self.actors.poll(self.life, *progress.known, POLL_SECONDS)
+        if not self.life or self.copied_final:
+            return
+        samples = progress.wanted_samples(time.time() + self.ahead_seconds)
+        if self.done:
+            self.actors.copy(0, final=True)
+        elif samples is not None:
+            self.actors.copy(samples, final=False)
+
+    def _reported(self, word: ActorReport) -> Iterator[Word]:
+        self.heard, self.away = time.monotonic(), False
+        if word.raised is not None:
+            raise word.raised.error()
+        report = word.report
+        assert report is not None
+        self.ahead_seconds = word.seconds - time.time()
+        if word.life != self.life:
+            if self.life and not word.found:
+                raise TrainingError(
+                    f"the server was restarted on node {word.node}, which does not have the run's "
+                    "folder; give a storage on a file system that all nodes share"
+                )
+            self.life = word.life
+            yield ServerUp(*report.total, report.done)
+        self.done = report.done
+        yield report
+
+    def _server_is_silent(self) -> Iterator[Word]:
+        """Restart a server that hangs; one that has no node cannot be restarted."""
+        if self.away or not self.life:
+            status = f"no node of the cluster has had room for it for {SILENCE_SECONDS:.0f} s"
+            yield ServerEnded(status, for_good=True)
+        self.heard, self.away = time.monotonic(), True
+        self.actors.restart_server()
+
+
+class RayActors:
+    """Starts actors, asks them, ends them. A context manager: it leaves none behind."""
+
+    def __init__(
+        self, ray: Any, assignment: Assignment, options: RayOptions, storage: Storage
+    ) -> None:
+        self._ray, self._assignment, self._options = ray, assignment, options
+        self._storage = storage
+        self._namespace = options.namespace or f"dovetail-{assignment.job.run}"
+        self._server: Any = None
+        self._shards: list[Any] = []
+        self.workers: dict[int, Any] = {}
+        self._lives: dict[int, int] = {}
+        # What a result will be: a report, a copy, or the end of the worker of that number.
+        self._asked: dict[Any, str | int] = {}
+        large = assignment.theta.nbytes > INLINE_BYTES
+        self._theta = [ray.put(assignment.theta)] if large else assignment.theta
+        self._learner = ray.put(assignment.learner)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for worker in list(self.workers):
+            self.kill_worker(worker)
+        if self._server is None:
+            return
+        with suppress(Exception):  # a server that cannot be asked is killed all the same
+            self._ray.get(self._server.close.remote(), timeout=CLOSE_SECONDS)
+        for actor in (self._server, *self._shards):
+            self._ray.kill(actor)
+
+    def start_server(self) -> None:
+        plan = ServerPlan.of(self._assignment, self._storage)
+        theta = self._theta
+        if plan.shards > 1:
+            self._shards = [
+                self._lasting(Shard, f"shard-{i}", "SPREAD").remote(plan, theta, i)
+                for i in range(plan.shards)
             ]
+        lasting = self._lasting(ParameterServer, "server", self._place())
+        self._server = lasting.remote(plan, theta, self._shards)
+
+    def _lasting(self, kind: type, name: str, place: Any) -> Any:
+        """An actor that Ray starts again as often as the policy allows. What may have been done is
+        repeated by its number, never by Ray."""
+        return self._ray.remote(kind).options(
+            name=name,
+            namespace=self._namespace,
+            num_cpus=self._options.server_cores,
+            resources=dict(self._options.server_resources) or None,
+            max_restarts=self._assignment.policy.server_restarts,
+            max_task_retries=0,
+            scheduling_strategy=place,
         )
-        return None if looked is None else Staged(key, tuple(looked))
+
+    def _place(self) -> Any:
+        """The server's node, as long as it lives."""
+        wanted = self._options.server_node
+        if wanted is None:
+            return "DEFAULT"
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        for node in sorted(self._ray.nodes(), key=lambda node: str(node["NodeID"])):
+            names = (node["NodeID"], node["NodeManagerAddress"], *node["Resources"])
+            if node["Alive"] and wanted in names:
+                return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+        raise UsageError("server_node", f"no node has the id, address or resource {wanted!r}")
+
+    def start_worker(self, worker: int) -> None:
+        """A new actor for that number, in place of a dead one if there was one."""
+        options = self._options
+        life = self._lives[worker] = self._lives.get(worker, -1) + 1
+        if worker in self.workers:
+            self.kill_worker(worker)
+        plan = WorkerPlan.of(self._assignment, worker, life)
+        actor = (
+            self._ray.remote(RayWorker)
+            .options(
+                name=f"worker-{worker}-{life}",
+                namespace=self._namespace,
+                num_cpus=options.worker_cores,
+                resources=dict(options.worker_resources) or None,
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy="SPREAD" if options.spread else "DEFAULT",
+            )
+            .remote(self._server, self._shards, plan, self._learner)
+        )
+        self.workers[worker] = actor
+        self._asked[actor.run.remote()] = worker
+
+    def kill_worker(self, worker: int) -> None:
+        """End it; `wait` tells of it as of any other death."""
+        self._ray.kill(self.workers[worker])
+
+    def restart_server(self) -> None:
+        """End a server that does not react; another life follows."""
+        self._ray.kill(self._server, no_restart=False)
+
+    def poll(self, life: str, rows: int, events: int, seconds: float) -> None:
+        """Ask for a report, if none is on its way."""
+        if POLL not in self._asked.values():
+            self._asked[self._server.poll.remote(life, rows, events, seconds)] = POLL
+
+    def copy(self, samples: int, final: bool) -> None:
+        """Ask for a copy of the center, in place of what was asked before."""
+        kind = f"{COPY} {samples} {final}"
+        if kind in self._asked.values():
+            return
+        for asked in [ref for ref, each in self._asked.items() if str(each).startswith(COPY)]:
+            del self._asked[asked]
+        self._asked[self._server.copy.remote(samples, final)] = kind
+
+    def tell_server(self, method: str, *arguments: Any) -> None:
+        """Call a method whose result nobody needs."""
+        getattr(self._server, method).remote(*arguments)
+
+    def wait(self, seconds: float) -> Iterator[Word | ActorReport]:
+        """What actors have answered, at most so many seconds from now."""
+        ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=seconds)
+        for ref in ready:
+            asked = self._asked.pop(ref)
+            if isinstance(asked, int):
+                yield from self._end(asked, ref)
+            else:
+                answer = self._answer(ref)
+                if answer is not None:
+                    yield answer
+
+    def _answer(self, ref: Any) -> ActorReport | CenterCopy | ServerEnded | None:
+        """The server's answer; not for good is its end where Ray starts it again."""
+        from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+        try:
+            answer: ActorReport | CenterCopy | None = self._ray.get(ref)
+        except ActorDiedError as error:
+            return ServerEnded(_brief(error), for_good=True)
+        except RayTaskError:  # the next report says what it was
+            return None
+        except RayError as error:
+            return ServerEnded(_brief(error))
+        return answer
+
+    def _end(self, worker: int, ref: Any) -> Iterator[Word]:
+        """How a worker's run ended."""
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        try:
+            self._ray.get(ref)
+        except RayTaskError as error:
+            if isinstance(error.cause, RayActorError):
+                return  # it was the server that died, for good: the next report says so
+            text = _COLOR.sub("", str(error))
+            yield WorkerRaised(worker, ProcessError(f"worker {worker}", text))
+            yield WorkerDied(worker, text.strip().splitlines()[-1])
+        except RayError as error:
+            yield WorkerDied(worker, _brief(error))
+        else:
+            yield WorkerFinished(worker)
 
 
-def _encoder(plan: WorkerPlan, size: int) -> Encode:
-    """A vector as it travels."""
-    if plan.wire == "none":
-        return lambda vector: vector
-    wire: Wire = make_wire(plan.wire, size, plan.job.dtype)
+def _brief(error: Exception) -> str:
+    """The first lines of one of Ray's messages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:300]
 
-    def encode(vector: Vector) -> NDArray[Any]:
-        octets = np.empty(wire.size_bytes, np.uint8)
-        wire.encode(vector, octets)
-        return octets
 
-    return encode
+def library() -> Any:
+    """Ray; raises `MissingLibraryError`."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingLibraryError("ray", "pip install 'dovetail[ray]'") from error
+    return ray
+
+
+@contextmanager
+def connected(options: RayOptions, workers: int) -> Iterator[Any]:
+    """Ray, connected to the cluster. One that was started here ends with the block, as does a
+    connection made here; one that the caller had made before stays."""
+    local = options.address is None
+    path = os.pathsep.join(name or os.getcwd() for name in sys.path)
+    with _environment(_LOCAL | {"PYTHONPATH": path} if local else {}):
+        ray = library()
+        ours = not ray.is_initialized()
+        if ours:
+            with _loopback() if local else nullcontext():
+                ray.init(**_arguments(options, workers))
+    try:
+        if ours and local:
+            _check_loopback(ray)
+        yield ray
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray reads its setting when it is imported, which may have been before."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _check_loopback(ray: Any) -> None:
+    """Other versions of Ray may not know the setting."""
+    addresses = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes()})
+    if addresses != [_LOOPBACK]:
+        raise UsageError(
+            "address",
+            f"this version of Ray listens on {', '.join(addresses)}, beyond this machine; start it "
+            "as you see fit, and give its address",
+        )
+
+
+def _arguments(options: RayOptions, workers: int) -> dict[str, Any]:
+    known = {"log_to_driver": options.log_to_driver, "configure_logging": False}
+    if options.address is not None:
+        return known | {"address": options.address}
+    here = {**options.worker_resources}
+    for name, amount in options.server_resources.items():
+        here[name] = here.get(name, 0) + amount
+    count = workers + len(options.late)
+    return known | {
+        "address": "local",  # a new one, though there may be another on this machine
+        "include_dashboard": False,
+        "num_cpus": max(1, round(count * options.worker_cores + options.server_cores + 0.5)),
+        "resources": {name: amount * count for name, amount in here.items()} or None,
+        "object_store_memory": options.object_store_bytes,
+    }
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """What processes that are started now see."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -6,61 +6,42 @@ says its last turn again. The server tells by the numbers what it has heard alre
 
 import socket
 import time
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
+from dovetail.training.backends.contract import WorkerPlan
 from dovetail.training.backends.processes import frames
-from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory
-from dovetail.training.backends.processes.messages import Connect, Finished, WorkerPlan
-from dovetail.training.backends.processes.parcels import unpack
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, unpack_parcel
+from dovetail.training.backends.processes.messages import Connect, Finished, WorkerStart
 from dovetail.training.checks import check, copy_and_check
 from dovetail.training.liveness import on_alive
 from dovetail.training.records import Refusal, Reply
-from dovetail.training.rules import make_rule
 from dovetail.training.wire import make_wire
-from dovetail.training.worker import Ask, Stepped, Told, Work, work
+from dovetail.training.worker import Ask, Told, drive, work
 
 
 def serve(channel: Channel) -> None:
     """Work until no sample is left; end when the supervisor closes the channel."""
-    plan: WorkerPlan = channel.receive()
+    start: WorkerStart = channel.receive()
+    plan = start.plan
     memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
-    make = unpack(plan.learner, channel.receive_descriptor())
-    rule = make_rule(plan.rule, **plan.options)
-    beat = partial(_beat, memory.beat)
-    on_alive(beat)
+    make = unpack_parcel(start.learner, channel.receive_descriptor())
+    rule = plan.make_rule()
+    on_alive(memory.show_life)
     learner = make(plan.worker)
-    copy_and_check(memory.inbox, memory.outbox)  # compiled before anyone waits for it
-    link = Link(channel, plan, memory, center if rule.lock_free else None)
+    # Called once here so that it is compiled before anyone waits for it.
+    copy_and_check(memory.inbox, memory.outbox)
+    link = WorkerLink(channel, plan, memory, center if rule.lock_free else None)
     sequence = link.join()
     steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
-    _drive(steps, link, memory.beat)
+    drive(steps, link.ask, memory.show_life)
     link.leave()
     channel.send(Finished(plan.worker))
     channel.receive()  # until the other end is closed
-
-
-def _beat(beat: NDArray[np.int64]) -> None:
-    beat[0] += 1
-
-
-def _drive(steps: Work, link: "Link", beat: NDArray[np.int64]) -> None:
-    told: Told | None = None
-    try:
-        while True:
-            event = steps.send(told)
-            told = None
-            if isinstance(event, Stepped):
-                _beat(beat)
-            else:
-                told = link.ask(event)
-    except StopIteration:
-        return
 
 
 def _was_unreadable(reply: Reply) -> bool:
@@ -70,7 +51,7 @@ def _was_unreadable(reply: Reply) -> bool:
     return reply.refusal is Refusal.CHECKSUM and reply.lease is None and not ended
 
 
-class Link:
+class WorkerLink:
     """The worker's end: `ask` blocks until the server has answered, whichever server that is."""
 
     def __init__(
@@ -121,18 +102,18 @@ class Link:
         except ConnectionError:
             return  # a server that comes back is told by the supervisor
 
-    def _post(self, ask: Ask) -> frames.Payload | None:
+    def _post(self, ask: Ask) -> frames.VectorHeader | None:
         """Put the vector where the server finds it."""
         if ask.vector is None or ask.turn.commit is None:
             return None
         inbox = self._memory.inbox
         if self._plan.wire == "none":
-            found = copy_and_check(inbox, ask.vector)
+            checked = copy_and_check(inbox, ask.vector)
         else:  # nothing need be smaller here, but the numbers are those of other backends
             self._wire.encode(ask.vector, self._octets)
             self._wire.decode(self._octets, inbox)
-            found = check(inbox)
-        return frames.Payload(ask.vector.size, ask.vector.dtype.name, found.checksum)
+            checked = check(inbox)
+        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, checked.checksum)
 
     def _center(self) -> NDArray[np.floating]:
         return self._memory.outbox if self._live is None else self._live.live

@@ -1,4 +1,4 @@
-"""`python -m dovetail.cli`."""
+"""`python -m dovetail`: the command line."""
 
 from dovetail.cli import main
 

@@ -34,36 +34,35 @@ from dovetail.training.backends.processes.messages import (
     AskReport,
     Connect,
     Copied,
-    Gone,
-    Raised,
+    RaisedError,
     Ready,
-    Report,
-    ServerPlan,
-    Stop,
+    ServerStart,
 )
+from dovetail.training.liveness import LOOKS, LeaseClock
 from dovetail.training.records import Event, Refusal, Reply, Verdict
-from dovetail.training.rules import make_rule
 from dovetail.training.server import Delivery, Server
+from dovetail.training.supervisor import Gone, ServerReport, ServerUp, Stop, report_of
 
 ITEMS = 300
-"""At most so many rows a report, and events: less than the channel holds while nobody reads it."""
-LOOKS = 8
-"""How often within `lease_seconds` the signs of life are looked at."""
+"""A report has at most so many rows, and so many events: less than the channel holds while the
+supervisor does not read it."""
 ORPHAN_SECONDS = 2.0
+"""After the signal that the launching thread has died, its process has so long to follow."""
 _PR_SET_PDEATHSIG = 1
 
 
 def serve(channel: Channel) -> None:
     """Serve until the supervisor is gone."""
-    plan: ServerPlan = channel.receive()
+    start: ServerStart = channel.receive()
+    plan = start.plan
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
     temporary = plan.storage.folder if plan.storage and plan.temporary else None
     if temporary:
         _remove_if_orphaned(temporary)
     try:
-        _Serving(channel, plan, center).loop()
+        _ServerProcess(channel, start, center).loop()
     except DovetailError as error:  # what the caller may mend: a folder of another run
-        channel.send(Raised.of(error))
+        channel.send(RaisedError.of(error))
     except EOFError:  # the supervisor has closed the channel, or died
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -91,11 +90,13 @@ def _remove_if_orphaned(folder: Path) -> None:
 
 
 @dataclass
-class _Link:
-    """A worker's end here.
+class _ServerLink:
+    """The server's end of a worker's link.
 
-    holds      a lease
-    waits      for an answer
+    detail   which process it is, for events
+    joined   the worker has said that it is there
+    holds    the worker has a lease: its time runs whenever it does not wait for an answer
+    beat     how many signs of life there were at the last look
     """
 
     socket: socket.socket
@@ -103,48 +104,46 @@ class _Link:
     detail: str
     joined: bool = False
     holds: bool = False
-    waits: bool = False
     beat: int = 0
-    beat_seconds: float = 0.0
 
 
-class _Serving:
-    def __init__(self, channel: Channel, plan: ServerPlan, center: CenterMemory) -> None:
-        self.channel, self.plan, self.center = channel, plan, center
-        self.origin = time.perf_counter() if plan.origin is None else plan.origin
+class _ServerProcess:
+    def __init__(self, channel: Channel, start: ServerStart, center: CenterMemory) -> None:
+        self.channel, self.plan, self.center = channel, start.plan, center
+        self.restart, self.began = start.restart, start.origin
+        self.origin = time.perf_counter() if start.origin is None else start.origin
         self.details: dict[int, str] = {}  # of events, by their index
         self.told_origin = self.origin
         self.server = self._make()
-        self._note(plan.restart or "resumed", len(self.server.events) - 1)
-        self.links: dict[int, _Link] = {}
-        self.silent: set[int] = set()
+        self._note(self.restart or "resumed", len(self.server.events) - 1)
+        self.links: dict[int, _ServerLink] = {}
+        self.life = LeaseClock(self.plan.lease_seconds)
         self.asked: AskCopy | None = None
         self.stopped = self.told = False
-        self._no_vector = np.zeros(0, plan.job.dtype)  # of no commit's shape
+        self._no_vector = np.zeros(0, self.plan.job.dtype)  # of no commit's shape
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ, self._control)
-        known = len(self.server.rows), len(self.server.events)
-        channel.send(Ready(self.told_origin, *known, self.server.done))
+        has = len(self.server.rows), len(self.server.events)
+        channel.send(Ready(self.told_origin, ServerUp(*has, self.server.done)))
 
     def _make(self) -> Server:
         """The server, as it was before if the folder says how."""
         plan = self.plan
-        rule = make_rule(plan.rule, **plan.options)
+        rule = plan.make_rule()
         common: dict[str, Any] = {
             "guard": plan.guard,
             "storage": plan.storage,
-            "shards": plan.shards or 1,
+            "shards": plan.shards,
             "order": plan.order,
             "clock": self._seconds,
-            "crash": _killer(*plan.kill) if plan.kill else None,
         }
-        if plan.storage is None or (plan.restart is None and not plan.storage.resume):
+        if plan.storage is None or (self.restart is None and not plan.storage.resume):
             return Server(plan.job, rule, self.center.live, **common)
-        keeps_theta = rule.lock_free and plan.restart is not None
+        keeps_theta = rule.lock_free and self.restart is not None
         server = Server.resume(plan.job, rule, self.center.live, keeps_theta=keeps_theta, **common)
-        if plan.origin is not None and not server.events:
+        if self.began is not None and not server.events:
             raise JournalError(str(plan.storage.folder), "it was emptied while the run went on")
-        if server.events and plan.origin is None:  # its clock goes on, so let the others' do too
+        if server.events and self.began is None:  # its clock goes on, so let the others' do too
             self.told_origin -= max(0.0, server.events[-1].seconds - self._seconds())
             server.dismiss_late()
         return server
@@ -181,18 +180,17 @@ class _Serving:
                     self.stopped = True
                     self._event("stopped", -1, message.detail)
 
-    def _report(self, rows: int, events: int) -> Report:
-        known, happened = self.server.rows, self.server.events
-        news = enumerate(happened[events : events + ITEMS], events)
-        return Report(
-            first=(rows, events),
-            total=(len(known), len(happened)),
-            rows=tuple(known[rows : rows + ITEMS]),
-            events=tuple(replace(e, detail=self.details.get(i, e.detail)) for i, e in news),
-            samples=self.server.samples,
-            silent=tuple(sorted(self.silent)),
+    def _report(self, rows: int, events: int) -> ServerReport:
+        report = report_of(
+            self.server,
+            (rows, events),
             done=self._is_done(),
+            silent=self.life.silent,
+            most=ITEMS,
         )
+        news = enumerate(report.events, report.first[1])
+        detailed = (replace(e, detail=self.details.get(i, e.detail)) for i, e in news)
+        return replace(report, events=tuple(detailed))
 
     def _is_done(self) -> bool:
         return self.stopped or self.server.stopped or self.server.done
@@ -216,12 +214,12 @@ class _Serving:
             self.channel.send(self._report(len(self.server.rows), len(self.server.events)))
 
     def _event(self, kind: str, worker: int, detail: str) -> None:
-        """One that the server does not know of, and its journal does not keep."""
+        """Add an event that the journal does not keep."""
         seconds = time.perf_counter() - self.told_origin
         self.server.events.append(Event(kind, worker, seconds, detail))
 
     def _note(self, detail: str, events: int) -> None:
-        """Say more of the events from that index on, where the server has said nothing."""
+        """Add a detail to the events from that index on which have none."""
         for index in range(max(events, 0), len(self.server.events)):
             if not self.server.events[index].detail:
                 self.details[index] = detail
@@ -238,11 +236,13 @@ class _Serving:
     def _connect(self, message: Connect, end: int, block: int) -> None:
         worker = message.worker
         self._lose(worker, "replaced")
-        link = _Link(
+        link = _ServerLink(
             socket.socket(fileno=end), WorkerMemory(Block(block), self.plan.job), message.detail
         )
-        link.beat, link.beat_seconds = int(link.memory.beat[0]), time.perf_counter()
+        link.beat = int(link.memory.beat[0])
         link.holds = link.beat > 0 and worker in self.server.holders  # of a server that died
+        if link.holds:
+            self.life.start(worker, time.perf_counter())
         link.socket.setblocking(False)
         self.links[worker] = link
         self.selector.register(link.socket, selectors.EVENT_READ, partial(self._hear, worker))
@@ -272,7 +272,7 @@ class _Serving:
             case _:
                 self._refuse(worker, Refusal.CHECKSUM)
 
-    def _join(self, worker: int, link: _Link, replaces: bool) -> None:
+    def _join(self, worker: int, link: _ServerLink, replaces: bool) -> None:
         if replaces:  # a new process: what its predecessor held is free again
             self._do(partial(self.server.evict, worker), "it was replaced")
         events = len(self.server.events)
@@ -285,18 +285,18 @@ class _Serving:
         self._drop(worker)
         self._deliver(self.server.leave(worker))
 
-    def _take(self, worker: int, link: _Link, content: dict[str, Any]) -> None:
+    def _take(self, worker: int, link: _ServerLink, content: dict[str, Any]) -> None:
         understood = frames.turn_of(content)
         if understood is None or understood[0].worker != worker:
             self._refuse(worker, Refusal.CHECKSUM)
             return
         turn, payload = understood
-        if worker in self.silent:  # it was thought hung, and is back
-            self.silent.discard(worker)
+        if worker in self.life.silent:  # it was thought hung, and is back
+            self.life.silent.discard(worker)
             events = len(self.server.events)
             self.server.join(worker, link.memory.inbox, link.memory.outbox)
             self._note("it woke up", events)
-        link.waits = True
+        self.life.stop(worker)
         if self.stopped:  # nothing counts any more; the supervisor ends us all
             return
         job = self.plan.job
@@ -324,11 +324,11 @@ class _Serving:
             if link is None:
                 continue
             if self._send(worker, frames.pack_reply(reply)):
-                link.waits = False
                 if reply.verdict is not None or reply.lease is not None:
                     link.holds = reply.lease is not None
-                link.beat_seconds = time.perf_counter()
                 link.beat = int(link.memory.beat[0])
+                if link.holds:
+                    self.life.start(worker, time.perf_counter())
             else:
                 waiting.extend(self._lost(worker, "its link broke"))
 
@@ -346,7 +346,7 @@ class _Serving:
         """Free what a worker held. Once only, whoever notices first: its link or its parent."""
         if worker not in self.links:
             return []
-        known = self.links[worker].joined or self.plan.restart is not None
+        known = self.links[worker].joined or self.restart is not None
         self._drop(worker)
         if not known:  # whoever never joined is still waited for
             return []
@@ -359,40 +359,26 @@ class _Serving:
         link = self.links.pop(worker)
         self.selector.unregister(link.socket)
         link.socket.close()
-        self.silent.discard(worker)
+        self.life.stop(worker)
+        self.life.silent.discard(worker)
 
     # -- signs of life
 
     def _patience_seconds(self) -> float | None:
         """How long nothing need be done: for ever, while nobody computes."""
-        if any(link.holds and not link.waits for link in self.links.values()):
-            return self.plan.lease_seconds / LOOKS
-        return None
+        return self.plan.lease_seconds / LOOKS if self.life.computing else None
 
     def _look_for_life(self) -> None:
         """Take the lease of whoever computes but has not moved for too long."""
         now = time.perf_counter()
-        for worker, link in list(self.links.items()):
-            if link.waits or not link.holds:
-                continue
+        for worker in self.life.computing:
+            link = self.links[worker]
             beat = int(link.memory.beat[0])
             if beat != link.beat:
-                link.beat, link.beat_seconds = beat, now
-            elif now - link.beat_seconds > self.plan.lease_seconds:
-                link.holds = False
-                self.silent.add(worker)
-                detail = f"no sign of life for {now - link.beat_seconds:.3g} s"
+                link.beat = beat
+                self.life.beat(worker, now)
+        for worker, silent_seconds in self.life.overdue(now).items():
+            if worker in self.links:  # else another one's answer has found it dead
+                self.links[worker].holds = False
+                detail = f"no sign of life for {silent_seconds:.3g} s"
                 self._do(partial(self.server.evict, worker), detail)
-
-
-def _killer(point: str, count: int) -> Callable[[str], None]:
-    """A hook that kills this process when it passes `point` for the count-th time."""
-    passed = 0
-
-    def crash(name: str) -> None:
-        nonlocal passed
-        passed += name == point
-        if name == point and passed == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return crash

@@ -1,0 +1,276 @@
+"""Every placer and every scheduler by name, in one table each.
+
+The command line and its help, `auto`, `learn`, error messages and `docs/methods.md` read these
+tables. To add a method, write its file and add one entry here; `docs/extending.md` shows how.
+
+A function is named as text, "module:function", and imported when it first runs. So a help text
+waits for none of the libraries that the methods need.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+ALL_OBJECTIVES = ("step", "load", "latency")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method: an entry of `PLACERS` or `SCHEDULERS`. Calling it runs its function.
+
+    run          "module:function", or the function itself. A placer takes (problem, budget) and
+                 returns a device for each group; a scheduler takes a problem and returns a schedule
+    objectives   those that the method searches for. Another objective is allowed where the method
+                 is named; `auto` does not try it there
+    help         one sentence for the command line and the documents
+    role         when `auto` runs it: "baseline" (always, first), "constructive" (then, once each)
+                 or "improving" (then, in slices of time). "": only where it is named
+    first_for    objectives for which `auto` tries it before the other constructive methods
+    slices       how many times longer than usual its first slice is: for a method that builds a
+                 model before it finds anything
+    large        `auto` also tries it on graphs of more than `auto.LARGE_OPS` ops
+    learns       `dovetail learn` can train its policy
+    with_policy  a function that takes (policy file or None, updates) and returns a placer; "" where
+                 the method takes no policy file
+    """
+
+    name: str
+    run: str | Callable[..., Any]
+    objectives: tuple[str, ...]
+    help: str
+    role: str = ""
+    first_for: tuple[str, ...] = ()
+    slices: int = 1
+    large: bool = True
+    learns: bool = False
+    with_policy: str = ""
+
+    def load(self) -> Callable[..., Any]:
+        """The function, imported if it was not yet."""
+        return imported(self.run) if isinstance(self.run, str) else self.run
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the function."""
+        return self.load()(*arguments)
+
+
+def imported(text: str) -> Callable[..., Any]:
+    """The function that "module:function" names, where module is one of this package."""
+    module, _, name = text.partition(":")
+    function: Callable[..., Any] = getattr(import_module(f"dovetail.{module}"), name)
+    return function
+
+
+def table(*methods: Method) -> dict[str, Method]:
+    """The methods by name."""
+    return {method.name: method for method in methods}
+
+
+# The order counts: `auto` tries the methods of a role in it, and of equally good plans the first
+# found is kept.
+PLACERS: dict[str, Method] = table(
+    Method(
+        "single",
+        "placers.baselines:single",
+        ALL_OBJECTIVES,
+        "everything on the one device where that is best",
+        role="baseline",
+    ),
+    Method(
+        "expert",
+        "placers.expert:expert",
+        ALL_OBJECTIVES,
+        "layers of an RNN on devices of their own, other networks in runs of layers",
+        role="baseline",
+    ),
+    Method(
+        "balanced",
+        "placers.baselines:balanced",
+        ALL_OBJECTIVES,
+        "contiguous runs of equal work",
+        role="baseline",
+    ),
+    Method(
+        "etf",
+        "placers.etf:etf",
+        ALL_OBJECTIVES,
+        "list scheduling: the op that can start earliest goes first",
+        role="baseline",
+    ),
+    Method(
+        "m_topo",
+        "placers.m_topo:m_topo",
+        ALL_OBJECTIVES,
+        "contiguous runs that share memory evenly",
+        role="constructive",
+    ),
+    Method(
+        "heft",
+        "placers.heft:heft",
+        ("step",),
+        "list scheduling by upward rank, each op where it ends earliest",
+        role="constructive",
+    ),
+    Method(
+        "linear_dp",
+        "placers.linear_dp:linear_dp",
+        ALL_OBJECTIVES,
+        "the best contiguous stages along each of several orders",
+        role="constructive",
+        first_for=("load", "latency"),
+    ),
+    Method(
+        "ideal_dp",
+        "placers.ideal_dp:ideal_dp",
+        ("load",),
+        "the best contiguous stages of all orders, where there are few enough",
+        role="constructive",
+        first_for=("load",),
+    ),
+    Method(
+        "metis",
+        "placers.metis:metis",
+        ("step", "load"),
+        "balanced parts with the least bytes between them, by METIS",
+        role="constructive",
+    ),
+    Method(
+        "families",
+        "placers.families:families",
+        ("step",),
+        "coordinate descent that moves weights with all that reads them",
+        role="constructive",
+    ),
+    Method(
+        "scotch",
+        "placers.scotch:scotch",
+        ("step", "load"),
+        "the graph mapped onto the machine's graph by Scotch",
+        role="constructive",
+    ),
+    Method(
+        "mincut",
+        "placers.scotch:mincut",
+        ("step",),
+        "balanced parts with the least bytes between them, by Scotch",
+        role="constructive",
+    ),
+    Method(
+        "sct",
+        "placers.sct:sct",
+        ("step",),
+        "list scheduling that keeps an op beside its favourite successor",
+        role="constructive",
+        large=False,
+    ),
+    Method(
+        "multilevel",
+        "placers.multilevel:multilevel",
+        ("step",),
+        "plans a small merged graph, then refines on ever larger ones",
+        role="improving",
+        slices=2,
+    ),
+    Method(
+        "local_search",
+        "placers.local_search:local_search",
+        ("step", "load"),
+        "moves of groups, accepted by simulated annealing",
+        role="improving",
+    ),
+    Method(
+        "latency_search",
+        "placers.latency_search:latency_search",
+        ("latency",),
+        "fills accelerators greedily, then anneals",
+        role="improving",
+    ),
+    Method(
+        "exact",
+        "placers.exact:exact",
+        ALL_OBJECTIVES,
+        "CP-SAT: the best plan with its proof, where the budget is enough",
+        role="improving",
+        slices=4,
+    ),
+    Method(
+        "seq2seq",
+        "placers.learned.placing:seq2seq",
+        ALL_OBJECTIVES,
+        "RL17's policy, trained on this graph",
+        learns=True,
+    ),
+    Method(
+        "hdp",
+        "placers.learned.placing:hdp",
+        ALL_OBJECTIVES,
+        "HDP's hierarchical policy, trained on this graph",
+        learns=True,
+    ),
+    Method(
+        "gdp",
+        "placers.learned.placing:gdp",
+        ALL_OBJECTIVES,
+        "proposals of a GDP policy that was trained on other graphs",
+        learns=True,
+        with_policy="placers.learned.placing:make_gdp",
+    ),
+    Method(
+        "gdp+search",
+        "placers.learned.placing:gdp_search",
+        ALL_OBJECTIVES,
+        "the same proposals, improved by local search",
+        with_policy="placers.learned.placing:make_gdp_search",
+    ),
+    Method(
+        "auto",
+        "placers.auto:auto",
+        ALL_OBJECTIVES,
+        "all that suit, within one budget",
+    ),
+)
+
+SCHEDULERS: dict[str, Method] = table(
+    Method(
+        "sequential",
+        "schedulers.scheduling:schedule_sequential",
+        ("step",),
+        "one op after another, as without a scheduler",
+    ),
+    Method(
+        "greedy",
+        "schedulers.scheduling:schedule_greedy",
+        ("step",),
+        "all ops that are ready, at once",
+    ),
+    Method(
+        "merge",
+        "schedulers.scheduling:schedule_merge",
+        ("step",),
+        "like ops merged into one, where that is faster",
+    ),
+    Method(
+        "dos",
+        "schedulers.scheduling:schedule_dos",
+        ("step",),
+        "the best stages, by DOS's dynamic programme",
+    ),
+    Method(
+        "ios",
+        "schedulers.scheduling:schedule_ios",
+        ("step",),
+        "the best stages of few groups, by IOS's dynamic programme",
+    ),
+    Method(
+        "dataflow",
+        "schedulers.scheduling:schedule_dataflow",
+        ("step",),
+        "streams without stages: an op starts when its inputs are there",
+    ),
+)
+
+
+def listing(title: str, methods: dict[str, Method]) -> str:
+    """The methods for the end of a help page, a paragraph each."""
+    return "\n\n".join([title, *(f"{m.name}: {m.help}" for m in methods.values())])

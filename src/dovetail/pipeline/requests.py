@@ -1,0 +1,572 @@
+"""What is asked for: one record each for `plan`, `plan_phases`, `learn` and `schedule`.
+
+The defaults stand here and nowhere else, and so does what each option means: the command line reads
+both. A record checks itself when it is built, so that wrong input is refused before the long work.
+Nothing here imports torch or numpy before a record is built, so that the command line can show its
+help at once.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dovetail.errors import UsageError
+from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS
+
+if TYPE_CHECKING:
+    from dovetail.frontends import Captured
+    from dovetail.machine import Machine
+    from dovetail.pipeline.sources import Step
+    from dovetail.placers import Placer
+    from dovetail.placers.learned.records import LearningSettings
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+HERE = "here"
+"""The MACHINE text of the machine we stand on."""
+CPU = "cpu"
+"""The DEVICE text of this machine's cores, for `schedule`."""
+MIN_GAIN = 0.02
+"""The share by which a plan on more devices must be better if `min_gain` is not given."""
+LEARNERS = tuple(name for name, method in PLACERS.items() if method.learns)
+"""The placers whose policies `learn` trains; the first is the default."""
+BACKENDS = ("processes", "ray", "threads", "simulated")
+"""Where controllers of `learn` run."""
+TRIALS, MOST_TRIALS = 2000, 2**20
+"""How many placements `learn` judges if neither trials nor seconds are given, and the limit if only
+seconds are."""
+
+
+# --- Plan ---
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRequest:
+    """What to plan, and how. Raises the `InvalidError` of anything that can be known beforehand.
+
+    step        a captured network, a graph or an instance. Without it a request can be checked, but
+                not planned
+    machine     a `Machine`, or its text; by default "here", and an instance's own
+    placer      a name in `methods.PLACERS`
+    objective   step: seconds of one step; load: the busiest device's, for pipelines; latency: of
+                one sample, for instances. By default load for an instance, else step
+    contiguous  Whole stages only: no path leaves a device and returns
+    budget      Seconds (10, 10s) or evaluations (5000e), for the search alone
+    gap         Stop at a plan proven within this of the best: .02 is 2 %
+    seed        Same seed, same plan
+    pins        Ops or modules that stay on a device, as pairs (pattern, device)
+    caps        Memory that a device may use, as pairs (device, bytes)
+    policy      Of gdp and gdp+search: a policy file; by default the shipped one
+    finetune    Updates of the policy on this graph; 0: zero-shot
+    per_op      Of gdp and gdp+search: place every op by itself
+    whole       Patterns of modules that are each placed as one, e.g. 'layers.*'
+    format      Only plans that export as device-map or split-points. What the model itself says not
+                to split (`_no_split_modules` of transformers) is then whole as well
+    min_gain    More devices only where they gain as much: .02; of `auto`. By default 2 %, and 0 for
+                an instance
+    place       Price this placement beside ours: a device map, or a file (JSON) that holds one or a
+                plan. The map that accelerate makes is priced as well, if accelerate is installed
+    method      what runs under the name `placer`, in place of our own
+    model       the name of the file that held the step; the plan keeps it
+    """
+
+    step: "Step | None" = None
+    machine: "str | Machine" = ""
+    placer: str = "auto"
+    objective: str = ""
+    contiguous: bool = False
+    budget: str | float = "10s"
+    gap: float = 0.0
+    seed: int = 0
+    pins: Sequence[tuple[str, str]] = ()
+    caps: Sequence[tuple[str, int]] = ()
+    policy: str | Path | None = None
+    finetune: int = 0
+    per_op: bool = False
+    whole: Sequence[str] = ()
+    format: str = ""
+    min_gain: float | None = None
+    place: Mapping[str, int | str] | str | Path | None = None
+    method: "Placer | None" = None
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("pins", "caps", "whole"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_name("placer", self.placer, PLACERS)
+        if self.objective:
+            check_name("objective", self.objective, ALL_OBJECTIVES)
+        self._check_numbers()
+        self._check_objective()
+        self._check_format()
+        self._check_machine()
+        if self.method is None:
+            self._check_policy()
+
+    @property
+    def planned_step(self) -> "Step":
+        """The step, of a request that has one."""
+        assert self.step is not None, "a request without a step can be checked, but not planned"
+        return self.step
+
+    @property
+    def resolved_objective(self) -> str:
+        """The objective, or the default of this step."""
+        return self.objective or default_objective(self.step)
+
+    @property
+    def resolved_gain(self) -> float:
+        """The smallest gain, or the default of this step."""
+        if self.min_gain is None:
+            return 0.0 if self._is_instance else MIN_GAIN
+        return self.min_gain
+
+    @property
+    def _is_instance(self) -> bool:
+        return is_instance(self.step)
+
+    def _check_numbers(self) -> None:
+        from dovetail.placers import parse_budget
+
+        parse_budget(str(self.budget))
+        check_seed(self.seed)
+        if not 0 <= self.gap < math.inf:
+            raise UsageError("gap", f"is {self.gap}; use a share from 0 on: .02 is 2 %")
+        if self.min_gain is not None and not 0 <= self.min_gain < 1:
+            raise UsageError(
+                "min_gain", f"is {self.min_gain}; use a share from 0 to below 1: .02 is 2 %"
+            )
+        if self.finetune < 0:
+            raise UsageError(
+                "finetune", f"is {self.finetune}; use a number of updates, or 0 for none"
+            )
+
+    def _check_objective(self) -> None:
+        if self.objective == "latency" and not self._is_instance:
+            raise UsageError(
+                "objective",
+                "latency is defined for published instances alone, whose accelerators run their "
+                "part in one call; for a network use step, the seconds of one step",
+            )
+        if self.contiguous and self.resolved_objective != "load":
+            raise UsageError(
+                "contiguous",
+                "is for objective load; a step has no stages, and for the latency an "
+                "accelerator runs its part in one call in any case",
+            )
+
+    def _check_format(self) -> None:
+        from dovetail.exports.rules import check_format
+
+        check_format(self.format)
+        if self._is_instance and (self.whole or self.format):
+            option = "whole" if self.whole else "for"
+            raise UsageError(option, "an instance has no modules; leave it out")
+
+    def _check_machine(self) -> None:
+        from dovetail.machine import check_local, parse_machine
+        from dovetail.pipeline.sources import machine_of
+
+        if self.step is not None and self._is_instance:
+            machine = machine_of(self.step, self.machine)
+        elif isinstance(self.machine, str):
+            machine = parse_machine(self.machine or HERE)
+        else:
+            machine = self.machine
+        if machine.local:
+            check_local(machine)
+        for name in [device for _, device in self.pins] + [device for device, _ in self.caps]:
+            machine.device_index(name)
+
+    def _check_policy(self) -> None:
+        takers = [name for name, method in PLACERS.items() if method.with_policy]
+        for option in ("policy", "finetune", "per_op"):
+            if getattr(self, option) not in (None, 0, False) and self.placer not in takers:
+                raise UsageError(option, f"is for {' and '.join(takers)}, not for {self.placer}")
+        if self.placer in takers:
+            from dovetail.placers.learned.files import load_policy, shipped
+
+            load_policy(shipped() if self.policy is None else self.policy, "gdp")
+
+
+# --- Plan several phases ---
+
+PHASE_WEIGHTS = {"decode": 128.0}
+"""How many times a phase runs if nobody says; a phase that is not listed runs once."""
+PLAN_FIELDS = tuple(option.name for option in fields(PlanRequest))
+OF_PHASES = ("machine", "placer", "budget", "seed", "pins", "caps", "whole", "min_gain")
+"""The fields of `PlanRequest` that `plan_phases` takes."""
+
+
+@dataclass(frozen=True, eq=False)
+class PhasesRequest:
+    """Which phases of a model to plan under one placement. Raises `UsageError`.
+
+    steps     phase -> the same module, captured with that phase's inputs
+    weights   phase -> how many times it runs; 128 for decode, and else 1, where that is not given
+    options   what holds for every phase: a request without a step
+    """
+
+    steps: Mapping[str, "Captured"]
+    weights: Mapping[str, float] = field(default_factory=dict)
+    options: PlanRequest = field(default_factory=PlanRequest)
+
+    def __post_init__(self) -> None:
+        self._check_steps()
+        for name, weight in self.weights.items():
+            check_name("phases", name, self.steps)
+            if not 0 < weight < math.inf:
+                raise UsageError("phases", f"{name} runs {weight:g} times; use a number above 0")
+        every = {
+            name: float(self.weights.get(name, PHASE_WEIGHTS.get(name, 1.0))) for name in self.steps
+        }
+        object.__setattr__(self, "weights", every)
+        object.__setattr__(self, "options", replace(self.options, objective="step"))
+
+    def _check_steps(self) -> None:
+        from dovetail.frontends import Captured
+
+        if not self.steps:
+            raise UsageError("phases", "there is none; give {name: captured step, ...}")
+        first = next(iter(self.steps))
+        for name, step in self.steps.items():
+            if not isinstance(step, Captured):
+                raise UsageError("phases", f"{name} is a {type(step).__name__}; capture it")
+            if step.graph.training:
+                raise UsageError("phases", f"{name} trains; phases are for inference")
+            if step.module is not self.steps[first].module:
+                raise UsageError(
+                    "phases",
+                    f"{name} and {first} are of different modules; capture one module object with "
+                    "the inputs of each phase",
+                )
+
+
+# --- Learn ---
+
+
+@dataclass(frozen=True, eq=False)
+class TaskRequest:
+    """One step that a policy learns to place. The fields are those of `PlanRequest`, but for
+
+    name     of the task, in curves and tables
+    per_op   Of gdp: place every op by itself
+    """
+
+    name: str
+    step: "Step | None"
+    machine: "str | Machine" = ""
+    objective: str = ""
+    pins: Sequence[tuple[str, str]] = ()
+    caps: Sequence[tuple[str, int]] = ()
+    per_op: bool = False
+    model: str = ""
+
+    @property
+    def planned_step(self) -> "Step":
+        """The step, of a task that has one."""
+        assert self.step is not None, "a task without a step can be checked, but not learned"
+        return self.step
+
+
+@dataclass(frozen=True, eq=False)
+class LearnRequest:
+    """What a policy is to learn, how long, and by how many controllers. Raises the `InvalidError`
+    of anything that can be known beforehand.
+
+    tasks        the steps to place, on their machines
+    method       seq2seq, hdp or gdp; by default that of `policy`, else seq2seq
+    policy       A policy file to start from
+    trials       Placements to try, in all, over all tasks and controllers
+    seconds      Instead of trials
+    controllers  That learn side by side, asynchronously
+    evaluators   Of each controller
+    backend      processes, ray, threads or simulated; by default threads for one controller, else
+                 processes
+    rule         of training, by which controllers share their updates
+    settings     fields of `LearningSettings` in place of the method's own
+    measured     Trials run on this machine's devices: here/2
+    simulated_first  Simulated trials before the measured ones
+    folder       Keep the run's state there: nothing is lost with a process
+    resume       Continue the run in that folder
+    seed         Same seed and trials, one controller: same result
+    """
+
+    tasks: Sequence[TaskRequest] = ()
+    method: str = ""
+    policy: str | Path | None = None
+    trials: int | None = None
+    seconds: float | None = None
+    controllers: int = 1
+    evaluators: int = 1
+    backend: str = ""
+    rule: str = "downpour"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    measured: bool = False
+    simulated_first: int = 0
+    folder: str | Path | None = None
+    resume: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        object.__setattr__(self, "method", self._method())
+        if self.backend:
+            check_name("backend", self.backend, BACKENDS)
+        check_seed(self.seed)
+        if len(self.tasks) > 1 and self.method != "gdp":
+            raise UsageError("method", f"{self.method} learns one graph; gdp learns many at once")
+        self._check_length()
+        self._check_measured()
+        self._check_folder()
+        for task in self.tasks:
+            self._check_task(task)
+
+    @property
+    def most_trials(self) -> int:
+        """How many trials there are at most."""
+        if self.trials is not None:
+            return self.trials
+        return TRIALS if self.seconds is None else MOST_TRIALS
+
+    @property
+    def learning_settings(self) -> "LearningSettings":
+        """The method's settings with those of the request."""
+        from dovetail.placers.learned.catalog import settings_of
+
+        settings = settings_of(self.method, finetuned=self.policy is not None)
+        kinds = {field.name: type(getattr(settings, field.name)) for field in fields(settings)}
+        for name, value in self.settings.items():
+            check_name("setting", name, kinds)
+            kind = kinds[name]
+            number = kind in (int, float) and isinstance(value, int) and not isinstance(value, bool)
+            if not (isinstance(value, kind) or number or name == "valid_only_from"):
+                raise UsageError("setting", f"{name} is {value!r}, not {kind.__name__}")
+        changed = replace(settings, **self.settings)
+        _check_settings(changed)
+        return changed
+
+    def _method(self) -> str:
+        """The method that is asked for, else the policy's, else the default."""
+        method = self.method
+        if self.policy is not None:
+            from dovetail.placers.learned.files import load_policy
+
+            of_policy = load_policy(self.policy, method or None)[0].name
+            method = method or of_policy
+        method = method or LEARNERS[0]
+        check_name("method", method, LEARNERS)
+        return method
+
+    def _check_length(self) -> None:
+        settings = self.learning_settings
+        for option in ("controllers", "evaluators"):
+            if getattr(self, option) < 1:
+                raise UsageError(option, f"is {getattr(self, option)}; use 1 or more")
+        if self.trials is not None and self.seconds is not None:
+            raise UsageError("trials", "give trials or a budget of seconds, not both")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise UsageError("budget", f"is {self.seconds} seconds; use more than 0")
+        least = settings.trials * self.controllers
+        for option, trials in (("trials", self.trials), ("simulated_first", self.simulated_first)):
+            if trials is not None and trials < least and (trials or option == "trials"):
+                raise UsageError(
+                    option,
+                    f"is {trials}, but one update of {self.controllers} controllers takes {least}",
+                )
+
+    def _check_measured(self) -> None:
+        if not self.measured:
+            if self.simulated_first:
+                raise UsageError("simulated_first", "is for measured; all trials are simulated")
+            return
+        if len(self.tasks) > 1:
+            raise UsageError("measured", "is for one model; others would wait for its devices")
+        if self.controllers > 1 or self.evaluators > 1 or self.backend not in ("", "threads"):
+            raise UsageError(
+                "measured",
+                "takes one controller with one evaluator, on threads: the devices are here once, "
+                "and two runs at a time would disturb each other",
+            )
+        if self.folder is not None:
+            raise UsageError("folder", "is for simulated trials; measured ones cannot be repeated")
+
+    def _check_folder(self) -> None:
+        from dovetail.training.checkpoint import check_held
+
+        if self.resume and self.folder is None:
+            raise UsageError("resume", "needs the folder of the run")
+        if self.folder is not None:
+            check_held(self.folder, self.resume)
+
+    def _check_task(self, task: TaskRequest) -> None:
+        from dovetail.pipeline.sources import graph_of
+
+        if task.per_op and self.method != "gdp":
+            raise UsageError(
+                "per_op", f"is for gdp; {self.method} decides for one group after the other"
+            )
+        if self.measured and task.objective not in ("", "step"):
+            raise UsageError(
+                "measured", f"what runs is a step; objective {task.objective} does not"
+            )
+        PlanRequest(
+            task.step,
+            task.machine,
+            placer="single",
+            objective=task.objective,
+            seed=self.seed,
+            pins=task.pins,
+            caps=task.caps,
+        )
+        if self.measured:
+            _check_measurable(task)
+        if task.step is not None:
+            graph_of(task.step)
+
+
+def _check_measurable(task: TaskRequest) -> None:
+    """Raise `UsageError` unless the task's step can run on devices of this machine."""
+    from dovetail.frontends import Captured
+    from dovetail.machine import parse_machine
+
+    machine = task.machine
+    if isinstance(machine, str):
+        machine = parse_machine(machine or HERE)
+    if not machine.local or len(machine.devices) < 2:
+        raise UsageError("measured", f"{machine.name} is not devices of this machine; use here/2")
+    if task.step is not None and not isinstance(task.step, Captured):
+        raise UsageError("measured", "only a network can run; name it instead of a file")
+
+
+def _check_settings(settings: "LearningSettings") -> None:
+    from dovetail.placers.learned.records import BASELINES, OBJECTIVES
+
+    for name, known in (("objective", OBJECTIVES), ("baseline", BASELINES)):
+        if getattr(settings, name) not in known:
+            value = getattr(settings, name)
+            raise UsageError("setting", f"{name} is {value!r}, not one of {', '.join(known)}")
+    if settings.trials < 1 or not settings.rate > 0:
+        raise UsageError("setting", "trials must be 1 or more, and rate above 0")
+    for name in ("decay_every", "passes"):
+        if getattr(settings, name) < 1:
+            raise UsageError("setting", f"{name} must be 1 or more")
+    first = settings.valid_only_from
+    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
+        raise UsageError("setting", f"valid_only_from is {first!r}, no number of updates")
+
+
+# --- Schedule ---
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleRequest:
+    """Which schedules of an inference step to find. Raises `UsageError`.
+
+    model       a captured step, or its MODEL text
+    devices     cpu: the cores of this machine; cuda:0; or a preset such as v100 (predicted by
+                analytic costs). Several are compared
+    schedulers  names in `methods.SCHEDULERS`; none: all
+    batches     Batch sizes of a network of the zoo; none: the one that MODEL says
+    rounds      In which all schedules are measured, one after another
+    sampled     Random schedules to hold predictions against
+    seed        Of weights, inputs, random schedules
+    """
+
+    model: "str | Captured"
+    devices: Sequence[str] = (CPU,)
+    schedulers: Sequence[str] = ()
+    batches: Sequence[int] = ()
+    rounds: int = 15
+    sampled: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "schedulers", "batches"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in self.schedulers:
+            check_name("scheduler", name, SCHEDULERS)
+        if any(batch < 1 for batch in self.batches):
+            raise UsageError("batch", "batch sizes are 1 or more")
+        if self.rounds < 1:
+            raise UsageError("rounds", "there must be 1 or more")
+        if self.sampled < 0:
+            raise UsageError("sampled", f"is {self.sampled}; use 0 or more")
+        if self.sampled and not any(map(runs_here, self.devices)):
+            names = ", ".join(self.devices)
+            raise UsageError("sampled", f"random schedules are measured, which {names} cannot be")
+
+
+def runs_here(device: str) -> bool:
+    """Is the device measured, and not predicted?"""
+    return device == CPU or is_cuda(device)
+
+
+def is_cuda(device: str) -> bool:
+    """Is this the text of a CUDA device, "cuda" or "cuda:1"?"""
+    return device.split(":")[0] == "cuda"
+
+
+# --- What all requests share ---
+
+
+def check_name(option: str, name: str, known: Sequence[str] | Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a name that is not among the known ones."""
+    if name not in known:
+        raise UsageError(option, f"{name!r} is not one of {', '.join(known)}")
+
+
+def default_objective(step: "Step | None") -> str:
+    """The objective if nobody says one: throughput for an instance, one step for all else."""
+    return "load" if is_instance(step) else "step"
+
+
+def is_instance(step: "Step | None") -> bool:
+    """Is the step a published placement instance?"""
+    from dovetail.instances import Instance
+
+    return isinstance(step, Instance)
+
+
+def check_seed(seed: int) -> None:
+    """Raise `UsageError` for a seed that a plan cannot keep."""
+    if not 0 <= seed < 2**63:
+        raise UsageError("seed", f"is {seed}; use a whole number from 0 to {2**63 - 1}")
+
+
+def field_help(request: type, name: str) -> str:
+    """What the record's docstring says of a field, in one line, for the command line."""
+    text = inspect.cleandoc(request.__doc__ or "")
+    match = re.search(rf"^{name} +(\S.*(?:\n +.*)*)", text, re.MULTILINE)
+    assert match is not None, f"{request.__name__} does not say what {name} is"
+    return " ".join(match[1].replace("`", "").split())
+
+
+def with_fields_of(request: type, skip: Collection[str] = ()) -> Callable[[Function], Function]:
+    """A decorator for `function(..., **options)`, where the options are fields of the record:
+    `help` and editors show these fields with their defaults."""
+
+    def decorate(function: Function) -> Function:
+        shown = [
+            parameter
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        taken = {*skip, *(parameter.name for parameter in shown)}
+        shown += [
+            inspect.Parameter(
+                option.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default={} if option.default is MISSING else option.default,
+                annotation=option.type,
+            )
+            for option in fields(request)
+            if option.name not in taken
+        ]
+        function.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorate

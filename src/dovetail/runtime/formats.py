@@ -1,0 +1,147 @@
+"""File formats derived from records: a dataclass lists its fields once, and a pydantic model that
+reads them from JSON or TOML is built from that list.
+
+    @dataclass(frozen=True)                      {"kind": "cpu", "memory": 8}
+    class Device:                                       │ file_type(Device), validated
+        kind: str                                       ▼
+        memory_bytes: int = field(metadata={FILE_NAME: "memory"})
+        cache: Cache | None = field(default=None, metadata={FILE_NAME: None})   # not in the file
+
+A record in a record is an object in an object, but a record of one field is written as that field
+alone. An array is a list of numbers. What a field's `Annotated` type demands (`pydantic.Field`,
+`annotated_types`) is checked, and unknown names are refused.
+"""
+
+from dataclasses import MISSING, fields, is_dataclass
+from functools import partial, reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
+from pydantic_core import PydanticCustomError
+
+FILE_NAME = "file_name"
+"""Key of a dataclass field's metadata: the field's name in files; None keeps it out of files."""
+STRICT = ConfigDict(extra="forbid")
+"""Unknown names in a file are refused, not ignored."""
+FINITE = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""As `STRICT`; NaN and Infinity, which Python's JSON reads, are refused as well."""
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("bool", "Input should be a number, not true or false")
+    return value
+
+
+def _refuse_bools(values: Any) -> Any:
+    if isinstance(values, list) and bool in set(map(type, values)):
+        raise PydanticCustomError("bool", "Input should hold numbers, not true or false")
+    return values
+
+
+Number = Annotated[float, BeforeValidator(_refuse_bool)]
+Numbers = Annotated[list[float], BeforeValidator(_refuse_bools)]
+Whole = Annotated[int, BeforeValidator(_refuse_bool)]
+Version1 = Annotated[Literal[1], BeforeValidator(_refuse_bool)]
+WholeNumbers = Annotated[list[int], BeforeValidator(_refuse_bools)]
+
+
+def file_type(hint: Any, config: ConfigDict = STRICT) -> Any:
+    """The type that pydantic validates a file's JSON against, of a record or of a field's type.
+
+    It validates to the record itself. Where Python counts True as 1, a file's `true` is refused.
+    """
+    if hint in (int, float):
+        return Annotated[hint, BeforeValidator(_refuse_bool)]
+    if is_dataclass(hint):
+        return _record_type(hint, config)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[(file_type(arguments[0], config), *arguments[1:])]  # type: ignore[return-value]
+    if origin is np.ndarray:
+        return array_type(get_args(arguments[1])[0])
+    if origin in (Union, UnionType):
+        return reduce(or_, (file_type(argument, config) for argument in arguments))
+    if origin in (tuple, list, dict):
+        return origin[tuple(a if a is ... else file_type(a, config) for a in arguments)]
+    return hint
+
+
+def array_type(dtype: Any, entry: Any = None) -> Any:
+    """The type of a list in a file that becomes an array of this dtype.
+
+    entry   the type of each entry; None: whatever the dtype holds
+
+    Large columns are why booleans are looked for in a whole list at once.
+    """
+    kind = np.dtype(dtype).kind
+    entry = entry or {"b": bool, "i": int, "f": float}[kind]
+    refuse = [] if kind == "b" else [BeforeValidator(_refuse_bools)]
+    return Annotated[(list[entry], *refuse, AfterValidator(partial(np.array, dtype=dtype)))]  # type: ignore[return-value]
+
+
+def file_model(record: type[Any], config: ConfigDict = STRICT, **more: Any) -> type[BaseModel]:
+    """The pydantic model of a record's fields as they stand in files, and of `more` beside them."""
+    hints = get_type_hints(record, include_extras=True)
+    listed: dict[str, Any] = {}
+    for field, name in file_fields(record):
+        options: dict[str, Any] = {"alias": name} if name != field.name else {}
+        if field.default is not MISSING:
+            options["default"] = field.default
+        elif field.default_factory is not MISSING:
+            options["default_factory"] = field.default_factory
+        listed[field.name] = (file_type(hints[field.name], config), Field(**options))
+    model: type[BaseModel] = create_model(record.__name__, __config__=config, **listed, **more)
+    return model
+
+
+def file_fields(record: Any) -> list[tuple[Any, str]]:
+    """(field, its name in files) of the fields of a record, or of its class, that files hold."""
+    named = [(field, field.metadata.get(FILE_NAME, field.name)) for field in fields(record)]
+    return [(field, name) for field, name in named if name is not None]
+
+
+def to_file(value: Any) -> Any:
+    """The value as JSON and TOML hold it; `file_type` of the value's type reads it back."""
+    if is_dataclass(value):
+        written = {name: to_file(getattr(value, field.name)) for field, name in file_fields(value)}
+        return written if len(fields(value)) > 1 else next(iter(written.values()))
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [to_file(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: to_file(entry) for key, entry in value.items()}
+    return value
+
+
+def first_complaint(error: ValidationError) -> str:
+    """What pydantic found first, as "ops.flops.3: Input should be a valid integer"."""
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        return "it is no JSON object"
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _record_type(record: type[Any], config: ConfigDict) -> Any:
+    hints = get_type_hints(record, include_extras=True)
+    if len(hints) == 1:
+        only = next(iter(hints.values()))
+        return Annotated[file_type(only, config), AfterValidator(record)]
+    model = file_model(record, config)
+
+    def build(read: BaseModel) -> Any:
+        return record(**{field.name: getattr(read, field.name) for field, _ in file_fields(record)})
+
+    return Annotated[model, AfterValidator(build)]

@@ -1,0 +1,163 @@
+"""What we use of torch beyond its public interface: all that a new version of torch may change.
+
+Tried: torch 2.11, 2.13 and 2.15. Other modules import these names from here, so that a difference
+between versions is settled here too, with the version and the reason beside it. So far there is
+none; on 2.15 two tests fail that compare a recording with what `make_fx` records.
+
+Private names that are not here are attributes of what is: `OpOverload._schema` and `py_kernels`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    autograd_would_have_decomposed,
+    is_traceable_wrapper_subclass,
+)
+
+__all__ = [
+    "FAKE_TENSOR_LOGGER",
+    "DataDependentOutputException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "autograd_would_have_decomposed",
+    "can_take_data_of",
+    "compile_trace",
+    "count_not_finite",
+    "has_composite_kernel",
+    "in_kernel_invocation_manager",
+    "inline_calls",
+    "is_traceable_wrapper_subclass",
+    "jit_optimizes",
+    "pytree",
+    "run_backward",
+    "script_list",
+    "sequence_number",
+    "unset_fake_temporarily",
+    "update_scale",
+    "without_autocast",
+    "without_dispatch",
+    "without_fused_kernels",
+]
+
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+"""Name of the logger that torch writes a failure under fake tensors to."""
+
+
+# Capturing: fake tensors, dispatch and autograd.
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Switches autocast off on all devices. The public `torch.autocast` takes one device."""
+    return torch._C._DisableAutocast()
+
+
+def without_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Hides all tensor subclasses and dispatch modes, so that a meta tensor is made as it is."""
+    return torch._C._DisableTorchDispatch()
+
+
+def sequence_number() -> int:
+    """The number that autograd gives to the next function it makes in this thread."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def has_composite_kernel(op: OpOverload) -> bool:
+    """True if the op is written in terms of others, for autograd to go through.
+
+    `py_kernels` has the ops that are written in Python; the dispatcher those in C++.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in op.py_kernels or bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(
+            op.name(),  # type: ignore[no-untyped-call]
+            key,
+        )
+    )
+
+
+@contextlib.contextmanager
+def without_fused_kernels() -> Iterator[None]:
+    """With oneDNN on, a float32 `nn.LSTM` would be one opaque op; with the fast path of attention,
+    an `nn.TransformerEncoderLayer` in evaluation mode."""
+    # `torch.backends.mkldnn.flags` would do the first, but it sets oneDNN's other flags as well.
+    mkldnn, fastpath = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+# Scaled losses: the ops of `torch.amp.GradScaler`, which has no functional form.
+
+
+def count_not_finite(gradients: Sequence[Tensor], flag: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply the gradients in place, and write 1.0 to the flag if an element is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), flag, inverse_scale)
+
+
+def update_scale(
+    scale: Tensor, tracker: Tensor, flag: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Write over the scale and the number of steps since it last changed."""
+    torch._amp_update_scale_(scale, tracker, flag, growth, backoff, interval)
+
+
+# Moving a model's tensors between devices.
+
+
+def can_take_data_of(tensor: Tensor, data: Tensor) -> bool:
+    """True if `tensor.data = data` is allowed; `nn.Module.to` decides by this too."""
+    return bool(torch._has_compatible_shallow_copy_type(tensor, data))
+
+
+# TorchScript, for streams of kernels that run without Python's lock.
+
+
+def script_list(values: Sequence[Any]) -> Any:
+    """A list that several TorchScript functions share: a Python list would be copied at each call.
+
+    `torch.jit.script` makes one too, but only of a list that it can tell the type of.
+    """
+    return torch._C.ScriptList(list(values))
+
+
+def jit_optimizes() -> bool:
+    """True if TorchScript would optimise what it runs, per thread and by copying the graph."""
+    return bool(torch._C._get_graph_executor_optimize())
+
+
+def inline_calls(function: Any) -> None:
+    """Put what a TorchScript function calls in the place of the calls."""
+    torch._C._jit_pass_inline(function.graph)
+
+
+def compile_trace(run: Callable[..., tuple[Tensor, ...]], example: tuple[Tensor, ...]) -> Any:
+    """The TorchScript function of what `run` does with the example.
+
+    What `torch.jit.trace` does, but for keeping all that was ever traced, weights too. Raises
+    `RuntimeError` for what TorchScript has no operator for.
+    """
+    graph, _ = torch._C._create_graph_by_tracing(run, example, lambda _: "", True, False)
+    return torch._C._create_function_from_graph("run", graph)

@@ -1,0 +1,371 @@
+"""Server and workers as processes of this machine: their memory, their links, and their ends.
+
+Whatever cannot be sent is not an error here: `wait` tells of whoever has died.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from dovetail.errors import ProcessDiedError, ProcessError, UsageError
+from dovetail.runtime.processes import Worker, launch, ready
+from dovetail.runtime.shared import Block
+from dovetail.training.backends.contract import (
+    Assignment,
+    ServerPlan,
+    Storage,
+    Watcher,
+    WorkerPlan,
+)
+from dovetail.training.backends.processes.memory import CenterMemory, WorkerMemory, pack_parcel
+from dovetail.training.backends.processes.messages import (
+    AskCopy,
+    AskReport,
+    Connect,
+    Copied,
+    Finished,
+    RaisedError,
+    Ready,
+    ServerStart,
+    WorkerStart,
+)
+from dovetail.training.options import count as check_count
+from dovetail.training.records import Outcome
+from dovetail.training.supervisor import (
+    CenterCopy,
+    Gone,
+    RunProgress,
+    ServerEnded,
+    ServerReport,
+    Stop,
+    Supervisor,
+    Word,
+    WorkerDied,
+    WorkerFinished,
+    WorkerRaised,
+    temporary_storage,
+)
+
+SERVER = -1
+"""The server's number among the processes, as in events."""
+SERVER_ENTRY = "dovetail.training.backends.processes.server:serve"
+WORKER_ENTRY = "dovetail.training.backends.processes.worker:serve"
+"""The functions that the processes run: `launch` calls them with a channel."""
+POLL_SECONDS = 0.1
+"""The time between two looks at the server's rows; what ends a run is heard at once."""
+SILENCE_SECONDS = 60.0
+"""A server that does not answer for so long is hung, and is killed."""
+
+
+def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
+    """Run the assignment in processes of this machine; see `ProcessesOptions`.
+
+    Without a storage the server's state is kept in a temporary folder, so that the run survives the
+    server's death all the same. Ctrl-C ends the run and returns what it has reached, marked as
+    stopped; pressed once more it raises `KeyboardInterrupt`.
+    Raises `ProcessError` with the first traceback when a worker raises and the policy does not
+    count that as a death, and when the server raises; `NoWorkersError`, `ServerLostError`,
+    `DivergedError`.
+    """
+    unknown = sorted(set(options) - set(ProcessesOptions.__dataclass_fields__))
+    if unknown:
+        raise UsageError(unknown[0], "the processes backend has no such option")
+    chosen = ProcessesOptions(**options)
+    with ExitStack() as stack:
+        storage = assignment.storage
+        if storage is None and chosen.log:
+            storage = stack.enter_context(temporary_storage(assignment))
+        transport = stack.enter_context(ProcessesTransport(assignment, chosen, storage))
+        return Supervisor(assignment, watcher, transport, late=chosen.late).run()
+
+
+@dataclass(frozen=True)
+class ProcessesOptions:
+    """How a run uses this machine.
+
+    cores            sets of cores that workers are pinned to, in turn; () for all
+    threads          of each worker
+    server_threads   threads that apply shards of the center at once
+    late             one more worker is started each time the center has seen so many samples
+    log              without a folder of its own, a run keeps its state in a temporary one. False:
+                     it keeps none, which saves a write of every commit, and ends with its server
+    """
+
+    cores: Sequence[Sequence[int]] = ()
+    threads: int = 1
+    server_threads: int = 1
+    late: Sequence[int] = ()
+    log: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "server_threads"):
+            check_count(name, getattr(self, name))
+        for name in ("cores", "late"):
+            lists = getattr(self, name)
+            if not isinstance(lists, Sequence) or isinstance(lists, str):
+                raise UsageError(name, f"must be a list or a tuple, not {lists!r}")
+
+
+@dataclass
+class _WorkerProcess:
+    """A worker's present process. `life`: how many it had before."""
+
+    process: Worker
+    memory: WorkerMemory
+    life: int = 0
+
+
+class ProcessesTransport:
+    """A server process and worker processes. A context manager: it leaves none behind.
+
+    origin   `time.perf_counter()` when the run began; None until the server has said so
+    is_up    the server is linked to the workers
+    """
+
+    name = "processes"
+    interruptible = True
+
+    def __init__(
+        self, assignment: Assignment, options: ProcessesOptions, storage: Storage | None
+    ) -> None:
+        self.assignment, self.options, self.storage = assignment, options, storage
+        self.server_restarts = assignment.policy.server_restarts if storage is not None else 0
+        self.mercy_seconds = assignment.policy.lease_seconds
+        self.origin: float | None = None
+        self.is_up = False
+        self.workers: dict[int, _WorkerProcess] = {}
+        self.center = CenterMemory.create(assignment.job, assignment.theta)
+        self._learner, self._learner_block = pack_parcel(assignment.learner)
+        self._server: Worker | None = None
+        self._listened: set[int] = set()  # those whose end was not told yet
+        self._errors: dict[int, ProcessError | ProcessDiedError] = {}  # a death is told once
+        # What the server was asked, and has said
+        self._asked_seconds = 0.0  # when a report was asked for; 0: none is awaited
+        self._next_seconds = 0.0  # when to ask for the next one
+        self._asked_copy: AskCopy | None = None
+        self._done = self._complete = self._copied_final = False
+        # Workers that have finished are told of once the server has reported that they left.
+        self._leaving: list[int] = []
+        self._left: list[int] = []  # before the report that is awaited was asked for
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for worker in self.workers.values():
+            worker.process.close(kill=True)
+            worker.memory.close()
+        if self._server is not None:
+            self._server.close(kill=True)
+        self._learner_block.close()
+        self.center.close()
+
+    # What the supervisor asks for
+
+    def start_server(self, died: str | None = None) -> None:
+        self.is_up = False
+        if self._server is not None:
+            self._server.close(kill=True)
+        self._server = launch(
+            SERVER_ENTRY, threads=self.options.server_threads, name="parameter server"
+        )
+        self._listened.add(SERVER)
+        plan = ServerPlan.of(self.assignment, self.storage)
+        self._send(SERVER, ServerStart(plan, died, self.origin), self.center.block)
+
+    def start_worker(self, worker: int) -> None:
+        options, old = self.options, self.workers.get(worker)
+        if old is not None:
+            old.process.close(kill=True)
+            old.memory.close()
+        cores = options.cores[worker % len(options.cores)] if options.cores else ()
+        process = launch(
+            WORKER_ENTRY, cores=tuple(cores), threads=options.threads, name=f"worker {worker}"
+        )
+        life = 0 if old is None else old.life + 1
+        new = _WorkerProcess(process, WorkerMemory.create(self.assignment.job), life)
+        self.workers[worker] = new
+        self._listened.add(worker)
+        start = WorkerStart(WorkerPlan.of(self.assignment, worker, life), self._learner)
+        self._send(worker, start, new.memory.block, self.center.block, self._learner_block)
+        if self.is_up:
+            self._connect(worker)
+
+    def kill_workers(self, workers: set[int]) -> None:
+        for worker in workers:
+            self.kill(worker)
+
+    def tell(self, message: Gone | Stop) -> None:
+        self._send(SERVER, message)
+
+    def turn(self, progress: RunProgress) -> Iterator[Word]:
+        if self.is_up:
+            self._ask(progress)
+        words = self.wait(self._patience_seconds(progress))
+        for number, word in words:
+            if number == SERVER:
+                yield from self._hear_server(word, progress)
+            else:
+                yield from self._hear_worker(number, word)
+        asked = self._asked_seconds
+        # An evaluation may have taken as long: what was said meanwhile is heard first.
+        if asked and not words and time.perf_counter() > asked + SILENCE_SECONDS:
+            self._asked_seconds = 0.0
+            self.kill(SERVER)
+
+    def facts(self) -> dict[str, Any]:
+        return {"origin": self.origin}  # of all seconds, by `time.perf_counter`
+
+    # What is said
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - (self.origin or time.perf_counter())
+
+    def _patience_seconds(self, progress: RunProgress) -> float:
+        if not self.is_up or self._asked_seconds or self._complete:
+            return POLL_SECONDS
+        report_seconds = self._next_seconds - time.perf_counter()
+        evaluation_seconds = max(0.0, progress.due_seconds - self._seconds())
+        return max(min(report_seconds, evaluation_seconds), 0.001)
+
+    def _ask(self, progress: RunProgress) -> None:
+        """Ask for the next report, and for the copy that the next evaluation needs."""
+        now = time.perf_counter()
+        wants = self._leaving or not self._complete
+        if wants and not self._asked_seconds and now >= self._next_seconds:
+            self._asked_seconds = now
+            self._left += self._leaving
+            self._leaving.clear()
+            self._send(SERVER, AskReport(*progress.known))
+        samples = progress.wanted_samples(self._seconds())
+        copy = None if samples is None else AskCopy(samples)
+        if self._done:
+            copy = AskCopy(0, final=True)
+        if copy is not None and copy != self._asked_copy and not self._copied_final:
+            self._asked_copy = copy
+            self._send(SERVER, copy)
+
+    def _hear_server(self, word: object, progress: RunProgress) -> Iterator[Word]:
+        match word:
+            case Ready(origin, up):
+                self.origin = origin
+                self._asked_copy, self._asked_seconds = None, 0.0
+                self._done = self._complete = False
+                yield up
+                # Only now: first the server is told who will not come back.
+                self.is_up = True
+                for worker in sorted(self._listened - {SERVER}):
+                    self._connect(worker)
+            case ServerReport():
+                yield from self._reported(word, progress)
+            case Copied(clock, samples, seconds, final):
+                self._asked_copy = None
+                self._copied_final = final
+                theta = np.array(self.center.copy)
+                yield CenterCopy(theta, clock, samples, seconds, final=final)
+            case RaisedError():
+                raise word.error()
+            case ProcessDiedError():
+                self.is_up = False
+                self._asked_seconds = self._next_seconds = 0.0
+                self._asked_copy = None
+                yield from self._tell_finished(self._left + self._leaving)
+                yield ServerEnded(word.status)
+            case ProcessError():
+                raise word
+
+    def _reported(self, report: ServerReport, progress: RunProgress) -> Iterator[Word]:
+        self._asked_seconds = 0.0
+        yield report
+        self._done = report.done
+        more = not progress.has(report)
+        self._complete = report.done and not more
+        soon = more or self._leaving
+        self._next_seconds = time.perf_counter() + (0.0 if soon else POLL_SECONDS)
+        yield from self._tell_finished(self._left)
+
+    def _tell_finished(self, workers: list[int]) -> Iterator[Word]:
+        for worker in workers:
+            yield WorkerFinished(worker)
+        self._left = [worker for worker in self._left if worker not in workers]
+        self._leaving = [worker for worker in self._leaving if worker not in workers]
+
+    def _hear_worker(self, worker: int, word: object) -> Iterator[Word]:
+        match word:
+            case Finished():
+                self._listened.discard(worker)
+                self.workers[worker].process.close()
+                self._leaving.append(worker)
+                self._next_seconds = 0.0
+                if not self.is_up:
+                    yield from self._tell_finished([worker])
+            case ProcessDiedError():
+                yield WorkerDied(worker, word.status)
+            case ProcessError():
+                yield WorkerRaised(worker, word)
+                yield WorkerDied(worker, word.traceback.strip().splitlines()[-1])
+
+    # The processes
+
+    def _connect(self, worker: int) -> None:
+        """Give the worker and the server the ends of a new link."""
+        assert self.origin is not None
+        process = self.workers[worker]
+        message = Connect(worker, self.origin, f"process {process.process.pid}")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            self._send(SERVER, message, ours, process.memory.block)
+            self._send(worker, message, theirs)
+
+    def kill(self, number: int) -> None:
+        """End a process that does not react; `wait` tells of it as of any other death."""
+        os.kill(self._process(number).pid, 9)
+
+    def wait(self, timeout_seconds: float) -> list[tuple[int, Any]]:
+        """What processes have said, (number, message): their last word is how they ended, a
+        `ProcessError` or a `ProcessDiedError`."""
+        said: list[tuple[int, Any]] = list(self._errors.items())
+        self._errors.clear()
+        ended = {number for number, _ in said}
+        numbers = {id(self._process(n)): n for n in self._listened - ended}
+        waiting = [self._process(n) for n in numbers.values()]
+        for process in ready(waiting, 0.0 if said else timeout_seconds):
+            number = numbers[id(process)]
+            try:
+                said.append((number, process.receive()))
+            except (ProcessError, ProcessDiedError) as error:
+                said.append((number, error))
+        self._listened -= {n for n, word in said if isinstance(word, Exception)}
+        return said
+
+    def _process(self, number: int) -> Worker:
+        if number == SERVER:
+            assert self._server is not None
+            return self._server
+        return self.workers[number].process
+
+    def _send(self, number: int, message: object, *open_files: Any) -> None:
+        process = self._process(number)
+        try:
+            process.send(message)
+            for file in open_files:
+                process.send_descriptor(_descriptor(file))
+        except (ProcessError, ProcessDiedError) as error:
+            if number in self._listened:
+                self._errors.setdefault(number, error)
+
+
+def _descriptor(file: Block | socket.socket) -> int:
+    return file.descriptor if isinstance(file, Block) else file.fileno()

@@ -1,0 +1,576 @@
+"""The supervisor of a run, the same for every backend: who lives, who is replaced, what ends it.
+
+    Supervisor ── start_server, start_worker, kill_workers, tell ──► Transport: simulated, threads,
+               ◄──────────────── turn(progress): words ────────────             processes, ray
+
+    until the run has ended, for each word of the transport's next turn:
+
+        ServerUp, ServerReport, CenterCopy ─► rows, events, evaluations ─► the caller's watcher
+        ServerEnded ────────────────────────► another server, or ServerLostError
+        WorkerRaised, WorkerDied ───────────► another worker, or one fewer, or the end by an error
+        WorkerFinished, RunEnded ───────────► the outcome
+
+A transport starts the server and the workers, reaches them, and finds out who has died. It decides
+nothing: the supervisor alone decides what a failure means, by the run's `FailurePolicy`.
+
+The supervisor works in the caller's thread, and so do the watcher's evaluations. Server and workers
+go on by themselves meanwhile; a worker that dies during an evaluation is replaced after it.
+
+The supervisor does not make each commit count exactly once. The ledger's leases and numbers do
+(`ledger`), and the journal, which is written before anything changes (`server`).
+"""
+
+import math
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from dovetail.errors import DivergedError, NoWorkersError, ProcessError, ServerLostError
+from dovetail.training.backends.contract import Assignment, Storage, Watcher
+from dovetail.training.records import Evaluation, Event, Outcome, Refusal, Row, Vector
+from dovetail.training.server import Server
+
+PATIENCE_SECONDS = 2.0
+"""Workers may take this long to finish after the last sample, before they are killed."""
+LOG_BYTES = 1 << 28
+"""The log of a run without a folder of its own may grow to this between two snapshots."""
+
+
+# What a transport tells
+
+
+@dataclass(frozen=True)
+class ServerUp:
+    """The server can be told things: the first one, or another in place of one that died.
+
+    rows, events   how many it has; fewer than before if it kept no log
+    done           whether it has seen every sample
+    """
+
+    rows: int
+    events: int
+    done: bool
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """What is new at the server.
+
+    first     index of the first of `rows`, and of the first of `events`
+    total     how many there are of each; a report may leave some to the next one
+    samples   that were committed so far
+    silent    workers that lost their lease by saying nothing, and have not come back
+    done      every sample was seen, or the run was stopped
+    """
+
+    first: tuple[int, int]
+    total: tuple[int, int]
+    rows: tuple[Row, ...] = ()
+    events: tuple[Event, ...] = ()
+    samples: int = 0
+    silent: tuple[int, ...] = ()
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class CenterCopy:
+    """The center as it was at one moment.
+
+    theta   [size] a copy, for whoever is given this
+    news    what has happened until it is called, for transports that can say so at any time: the
+            watcher is told between its evaluation and its word whether to stop
+    final   nothing will be committed any more
+    """
+
+    theta: Vector
+    clock: int
+    samples: int
+    seconds: float
+    news: Callable[[], ServerReport] | None = None
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class ServerEnded:
+    """The server is gone; `for_good`: no other may take its place."""
+
+    status: str
+    for_good: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerRaised:
+    """A worker's learner raised. If the run goes on, `WorkerDied` follows."""
+
+    worker: int
+    error: ProcessError
+
+
+@dataclass(frozen=True)
+class WorkerDied:
+    """A worker is gone, in whatever way."""
+
+    worker: int
+    status: str
+
+
+@dataclass(frozen=True)
+class WorkerFinished:
+    """A worker has found no sample left, and has ended."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """Server and workers have come to their end by themselves; `copy` is what they leave."""
+
+    copy: CenterCopy
+
+
+Word = (
+    ServerUp
+    | ServerReport
+    | CenterCopy
+    | ServerEnded
+    | WorkerRaised
+    | WorkerDied
+    | WorkerFinished
+    | RunEnded
+)
+
+
+# What a transport is told
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The worker has ended: its samples go to others. `for_good`: and nobody takes its place."""
+
+    worker: int
+    detail: str
+    for_good: bool = False
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Take nothing more: the run ends early, for that reason."""
+
+    detail: str
+
+
+class Transport(Protocol):
+    """Starts a server and workers, carries what they say, and finds out who is gone.
+
+    name              of the backend
+    server_restarts   how many servers may be started after the first
+    mercy_seconds     how long all workers may be silent before they are killed
+    interruptible     Ctrl-C ends the run early instead of by `KeyboardInterrupt`
+    """
+
+    name: str
+    server_restarts: int
+    mercy_seconds: float
+    interruptible: bool
+
+    def start_server(self, died: str | None = None) -> None:
+        """Start the server, or another one in place of one that died so. `ServerUp` follows."""
+        ...
+
+    def start_worker(self, worker: int) -> None:
+        """Start a worker of that number, in place of a dead one if there was one."""
+        ...
+
+    def kill_workers(self, workers: set[int]) -> None:
+        """End workers that hang; `WorkerDied` follows. Raises `NoWorkersError` where that cannot
+        be done."""
+        ...
+
+    def tell(self, message: Gone | Stop) -> None:
+        """Tell the server, if there is one."""
+        ...
+
+    def turn(self, progress: "RunProgress") -> Iterator[Word]:
+        """Wait for something to happen, for a while; what has happened. Each word is acted upon
+        before the next one is asked for, and may change what `progress` wants."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What the outcome says of this transport beside the rest."""
+        ...
+
+
+# What the watcher knows
+
+
+@dataclass
+class RunProgress:
+    """What has happened so far, told to the watcher once; and when to evaluate next.
+
+    due_samples, due_seconds   of the next evaluation: whole multiples of what the watcher asks for,
+                               whatever was skipped
+    """
+
+    watcher: Watcher
+    rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    due_samples: float = math.inf
+    due_seconds: float = math.inf
+
+    @classmethod
+    def after(cls, watcher: Watcher, server: Server, seconds: float) -> Self:
+        """Of a run whose watcher knows already what the server has done so far."""
+        progress = cls(watcher, list(server.rows), list(server.events))
+        progress.look_ahead(server.samples, seconds)
+        return progress
+
+    def look_ahead(self, samples: int = 0, seconds: float = 0.0) -> None:
+        """Set when to evaluate after so many samples and seconds."""
+        watcher = self.watcher
+        if watcher.evaluate is None:
+            return
+        if watcher.every_samples:
+            self.due_samples = (samples // watcher.every_samples + 1) * watcher.every_samples
+        if watcher.every_seconds:
+            # Virtual time is a sum of floats: what should be a whole multiple may fall short.
+            passed = math.floor(seconds / watcher.every_seconds + 1e-9)
+            self.due_seconds = (passed + 1) * watcher.every_seconds
+
+    def wanted_samples(self, seconds: float) -> int | None:
+        """The samples at which the center is to be copied for the next evaluation: 0 for now."""
+        if seconds >= self.due_seconds:
+            return 0
+        return None if math.isinf(self.due_samples) else int(self.due_samples)
+
+    def is_due(self, samples: int, seconds: float) -> bool:
+        return samples >= self.due_samples or seconds >= self.due_seconds
+
+    @property
+    def known(self) -> tuple[int, int]:
+        """How many rows and events are here."""
+        return len(self.rows), len(self.events)
+
+    def has(self, report: ServerReport) -> bool:
+        """Whether all rows and events that the server had at the report are here."""
+        return len(self.rows) >= report.total[0] and len(self.events) >= report.total[1]
+
+    def add(self, report: ServerReport) -> tuple[Event, ...]:
+        """Tell the watcher what is new in the report; the events that are."""
+        events = report.events[max(0, len(self.events) - report.first[1]) :]
+        for event in events:
+            self.events.append(event)
+            if self.watcher.event is not None:
+                self.watcher.event(event)
+        rows = report.rows[max(0, len(self.rows) - report.first[0]) :]
+        self.rows.extend(rows)
+        if rows and self.watcher.rows is not None:
+            self.watcher.rows(list(rows))
+        return events
+
+    def forget_beyond(self, rows: int, events: int) -> None:
+        """Drop what a server that kept no log has lost."""
+        del self.rows[rows:], self.events[events:]
+
+    def evaluate(self, copy: CenterCopy) -> None:
+        assert self.watcher.evaluate is not None
+        self.look_ahead(copy.samples, copy.seconds)
+        figures = self.watcher.evaluate(copy.theta, copy.clock, copy.samples, copy.seconds)
+        self.evaluations.append(Evaluation(copy.clock, copy.samples, copy.seconds, figures))
+
+    def should_stop(self) -> bool:
+        """Ask the watcher, after an evaluation."""
+        if self.watcher.should_stop is None:
+            return False
+        return self.watcher.should_stop([each.figures for each in self.evaluations])
+
+
+def report_of(
+    server: Server,
+    known: tuple[int, int],
+    *,
+    done: bool,
+    silent: Iterable[int] = (),
+    least_rows: int = 1,
+    most: int = sys.maxsize,
+) -> ServerReport:
+    """What a server has beyond the rows and the events that are known.
+
+    least_rows   no rows, where there are fewer new ones
+    most         no more rows than these, and no more events; the next report goes on
+    """
+    total = len(server.rows), len(server.events)  # more may come meanwhile: for the next report
+    # A server that kept no log may have fewer than were known of the one before it.
+    rows, events = min(known[0], total[0]), min(known[1], total[1])
+    new_rows = min(total[0] - rows, most)
+    return ServerReport(
+        first=(rows, events),
+        total=total,
+        rows=tuple(server.rows[rows : rows + new_rows]) if new_rows >= least_rows else (),
+        events=tuple(server.events[events : min(total[1], events + most)]),
+        samples=server.samples,
+        silent=tuple(sorted(silent)),
+        done=done,
+    )
+
+
+class Supervisor:
+    """Runs an assignment over a transport. `run` is called once.
+
+    workers   numbers of those that take part from the beginning
+    late      one more worker is started each time the center has seen so many samples
+    progress  what a run that is continued has told before
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        watcher: Watcher,
+        transport: Transport,
+        *,
+        workers: Iterable[int] | None = None,
+        late: Iterable[int] = (),
+        progress: RunProgress | None = None,
+    ) -> None:
+        self.assignment, self.policy, self.transport = assignment, assignment.policy, transport
+        self.progress = progress or RunProgress(watcher)
+        if progress is None:
+            self.progress.look_ahead()
+        self.first_workers = range(assignment.job.workers) if workers is None else workers
+        self.late = sorted(late)
+        self.started: set[int] = set()
+        self.finished: set[int] = set()
+        self.lost: set[int] = set()  # and nobody took their place
+        self.killed: set[int] = set()  # as hung, and reported silent since
+        self.server_deaths = self.worker_deaths = self.errors = self.refusals = 0
+        self.first_error: ProcessError | None = None
+        self.up = False  # a server can be told things
+        self.stopped = ""  # why
+        self.done = False  # every sample was seen, or the run was stopped
+        self.complete = False  # and all rows and events of it are here
+        self.patience_ends = 0.0  # when finishing workers are not waited for any more
+        self.silent_since = time.monotonic()
+        self.final: CenterCopy | None = None
+        self.ended = False
+
+    def run(self) -> Outcome:
+        self.transport.start_server()
+        for worker in self.first_workers:
+            self._start(worker)
+        with interrupts(self.transport.interruptible) as pressed:
+            while not self._has_ended():
+                for word in self.transport.turn(self.progress):
+                    self._hear(word)
+                if pressed and not self.stopped:
+                    if not self.up:  # nothing was reached yet that could be returned
+                        raise KeyboardInterrupt
+                    self._stop("interrupted")
+        return self._outcome()
+
+    def _has_ended(self) -> bool:
+        if self.ended:
+            return True
+        if self.final is None or not self.complete:
+            return False
+        impatient = self.stopped or time.monotonic() > self.patience_ends
+        return bool(impatient) or not self._working()
+
+    def _working(self) -> set[int]:
+        return self.started - self.finished - self.lost
+
+    def _start(self, worker: int) -> None:
+        self.started.add(worker)
+        self.transport.start_worker(worker)
+
+    def _stop(self, detail: str) -> None:
+        self.stopped = detail
+        self.transport.tell(Stop(detail))
+
+    def _hear(self, word: Word) -> None:
+        match word:
+            case ServerUp():
+                self._server_is_up(word)
+            case ServerReport():
+                self._reported(word)
+            case CenterCopy():
+                self._copied(word)
+            case ServerEnded():
+                self._server_ended(word)
+            case WorkerRaised():
+                self._worker_raised(word)
+            case WorkerDied():
+                self._worker_died(word)
+            case WorkerFinished(worker):
+                self.finished.add(worker)
+            case RunEnded(copy):
+                self.final, self.ended = copy, True
+
+    # The server
+
+    def _server_is_up(self, up: ServerUp) -> None:
+        """Tell a server what it may not know from its log: who is gone, and that all shall end."""
+        self.up = True
+        self.progress.forget_beyond(up.rows, up.events)
+        for worker in sorted(self.lost):
+            self.transport.tell(Gone(worker, "lost", for_good=True))
+        if self.stopped:
+            self.transport.tell(Stop(self.stopped))
+        elif not up.done:
+            # Without a log it has lost what those did who had finished: they begin again.
+            self.done = False
+            for worker in sorted(self.finished):
+                self.finished.discard(worker)
+                self._start(worker)
+
+    def _server_ended(self, end: ServerEnded) -> None:
+        self.server_deaths += 1
+        self.up = False
+        if self.final is not None and self.complete:  # it has said all there is to say
+            return
+        restarts = self.transport.server_restarts
+        if end.for_good or self.server_deaths > restarts:
+            raise ServerLostError(restarts, end.status) from self.first_error
+        self.transport.start_server(end.status)
+
+    def _reported(self, report: ServerReport) -> None:
+        progress = self.progress
+        for event in progress.add(report):
+            self._judge(event)
+        self.complete = report.done and progress.has(report)
+        while self.late and report.samples >= self.late[0]:
+            self.late.pop(0)
+            self._start(max(self.started) + 1)
+        if report.done and not self.done:
+            self.done = True
+            self.patience_ends = time.monotonic() + PATIENCE_SECONDS
+        self._end_hung_workers(set(report.silent))
+
+    def _judge(self, event: Event) -> None:
+        """Count refusals: a lost lease is no sign of divergence, any other reason may be one."""
+        if event.kind != "refused" or event.detail == Refusal.LEASE.value:
+            return
+        self.refusals += 1
+        if self.refusals > self.policy.refusals:
+            raise DivergedError(
+                self.assignment.rule.name,
+                f"{self.refusals} commits were refused, the last one as {event.detail}",
+            )
+
+    def _end_hung_workers(self, silent: set[int]) -> None:
+        """Kill silent workers where nobody else is left to do their work.
+
+        A hung worker among others is left alone: its samples have gone to them, and it may wake.
+        """
+        # Killed once each: a report that was on its way may not know yet who took their place.
+        self.killed &= silent
+        now, working = time.monotonic(), self._working()
+        if self.done or not working or not working <= silent:
+            self.silent_since = now
+        elif now - self.silent_since >= self.transport.mercy_seconds and working - self.killed:
+            self.silent_since = now
+            victims = working - self.killed
+            self.killed |= victims
+            self.transport.kill_workers(victims)
+
+    def _copied(self, copy: CenterCopy) -> None:
+        if copy.final:
+            self.final = copy
+        if self.progress.is_due(copy.samples, copy.seconds):
+            self.progress.evaluate(copy)
+            if copy.news is not None:
+                self._reported(copy.news())
+            if self.progress.should_stop() and not self.done and not self.stopped:
+                self._stop("by the watcher")
+
+    # The workers
+
+    def _worker_raised(self, word: WorkerRaised) -> None:
+        """An exception is a bug, which ends the run, or a death, if the policy says so."""
+        self.errors += 1
+        self.first_error = self.first_error or word.error
+        if self.errors > self.policy.worker_errors:
+            raise self.first_error
+
+    def _worker_died(self, word: WorkerDied) -> None:
+        """Start it anew, or do without it, as the policy allows."""
+        worker, policy = word.worker, self.policy
+        if self.done or self.stopped:  # nobody's work is missed any more
+            self.lost.add(worker)
+            return
+        self.worker_deaths += 1
+        if self.worker_deaths <= policy.worker_restarts:
+            self.transport.tell(Gone(worker, word.status))
+            self._start(worker)
+            return
+        self.lost.add(worker)
+        losses = self.worker_deaths - policy.worker_restarts
+        if losses > policy.worker_losses or not self._working():
+            raise NoWorkersError(self.worker_deaths, word.status) from self.first_error
+        self.transport.tell(Gone(worker, word.status, for_good=True))
+
+    def _outcome(self) -> Outcome:
+        assignment, final, progress = self.assignment, self.final, self.progress
+        assert final is not None
+        return Outcome(
+            theta=final.theta,
+            clock=final.clock,
+            samples=final.samples,
+            seconds=final.seconds,
+            rows=tuple(progress.rows),
+            events=tuple(progress.events),
+            evaluations=tuple(progress.evaluations),
+            stopped=bool(self.stopped),
+            meta={
+                "backend": self.transport.name,
+                "rule": assignment.rule.name,
+                "options": dict(assignment.rule.options),
+                "job": asdict(assignment.job),
+                "server_restarts": self.server_deaths,
+                "worker_deaths": self.worker_deaths,
+            }
+            | self.transport.facts(),
+        )
+
+
+@contextmanager
+def interrupts(collects: bool) -> Iterator[list[int]]:
+    """Collects Ctrl-C, if asked to, instead of raising it amid a message; the second one raises.
+
+    Not where the caller has a handler of its own, or another thread than the main one runs us.
+    """
+    pressed: list[int] = []
+
+    def press(number: int, _frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (collects and main and ours):
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def temporary_storage(assignment: Assignment) -> Iterator[Storage]:
+    """A storage that is gone with the run: the run survives its server all the same."""
+    folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
+    try:
+        commits = LOG_BYTES // max(assignment.theta.nbytes, 1)
+        yield Storage(folder, snapshot_commits=min(max(commits, 4), 1000))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
