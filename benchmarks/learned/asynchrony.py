@@ -32,9 +32,9 @@ from dovetail.graph.synthetic import layered
 from dovetail.machine import parse_machine
 from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.features import look
-from dovetail.placers.learned.learner import PolicyLearner, Seen
+from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.learning import learn
-from dovetail.placers.learned.records import Judge, Learned, Point, Task, Trials
+from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
 from dovetail.placers.learned.seq2seq import SETTINGS, Seq2Seq
 
 EVALUATION_SECONDS = 0.2
@@ -52,19 +52,19 @@ MARK = "DOVETAIL_BENCHMARK_RUN"
 HEAD = ("backend, controllers", "rate", "of linear", "best", "mean of the last", "lost", "seconds")
 
 
-def make_task() -> Task:
+def make_task() -> PlacementTask:
     graph = layered(1200, width=3, depth=6, seed=1, training=True)
     machine = parse_machine("gdp/2")
-    return Task(
+    return PlacementTask(
         "layered", graph, machine, analytic_costs(graph, machine), group(graph, largest_share=1 / 4)
     )
 
 
-def make_policy(task: Task, seed: int) -> Seq2Seq:
+def make_policy(task: PlacementTask, seed: int) -> Seq2Seq:
     return Seq2Seq.for_view(look(task.problem()), seed=seed, hidden=16)
 
 
-def sleeping(task: Task) -> Judge:
+def sleeping(task: PlacementTask) -> Judge:
     """A judge that takes its time."""
     judge = SimulatedJudge(task.problem(threads=1))
     judge(np.zeros((1, task.groups.count), np.int32))  # compiled before anyone waits for it
@@ -160,7 +160,7 @@ def policy_seconds() -> float:
     task = make_task()
     problem = task.problem(threads=1)
     learner = PolicyLearner(
-        make_policy(task, 0), [Seen("", look(problem))], [SimulatedJudge(problem)], RULES
+        make_policy(task, 0), [TaskView("", look(problem))], [SimulatedJudge(problem)], RULES
     )
     theta, begin = learner.theta, 0.0
     for update in range(40):

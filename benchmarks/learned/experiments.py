@@ -35,7 +35,7 @@ from runs import CASES, Effort, batch, one, task_for, tuned, tuned_shipped
 from dovetail.bench.records import LearnedRun
 from dovetail.bench.tables import geometric_mean, reached
 from dovetail.placers import BASELINES, PLACERS, Budget
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 
 HERE = Path(__file__).parent
 Text = Iterator[str]
@@ -220,7 +220,7 @@ def unseen(effort: Effort, rows: Sequence[str]) -> Text:
     yield f"\nOver GDP-one, geometric means: {said}."
 
 
-def _classical(task: Task, name: str) -> float | None:
+def _classical(task: PlacementTask, name: str) -> float | None:
     budget = Budget(evaluations=100, threads=1)
     problem = task.problem(threads=1)
     (score,) = budget.score(problem, PLACERS[name](problem, budget)[None], always=True)

@@ -34,20 +34,20 @@ from dovetail.graph.grouping import colocate
 from dovetail.machine import parse_machine
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.features import look
-from dovetail.placers.learned.learner import PolicyLearner, Seen
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.learner import PolicyLearner, TaskView
+from dovetail.placers.learned.records import PlacementTask
 
 HERE = Path(__file__).parent
 LARGER: dict[str, Any] = {"hidden": 256, "layers": 6, "sage_layers": 4, "heads": 8, "segment": 512}
 
 
-def per_op(task: Task) -> Task:
+def per_op(task: PlacementTask) -> PlacementTask:
     """Every op a group of its own, but for what the graph itself ties together."""
     return replace(task, groups=colocate(task.graph))
 
 
 def measure(
-    task: Task, device: str, seconds: float, trials: int, **options: Any
+    task: PlacementTask, device: str, seconds: float, trials: int, **options: Any
 ) -> tuple[str, ...]:
     """One line of the table."""
     if device.startswith("cuda"):
@@ -59,7 +59,7 @@ def measure(
     generator = torch.Generator(device=device).manual_seed(0)
     draws = _rate(lambda: policy.draw(view, trials, generator), device, seconds / 4) * trials
     tally = Tally(problem, lambda _trials, _seconds: None)
-    learner = PolicyLearner(policy, [Seen(task.name, view)], [tally], settings)
+    learner = PolicyLearner(policy, [TaskView(task.name, view)], [tally], settings)
     theta = learner.theta
 
     def update() -> None:

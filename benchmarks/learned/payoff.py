@@ -34,7 +34,7 @@ from dovetail.bench.tables import geometric_mean
 from dovetail.machine import parse_machine
 from dovetail.placers import PLACERS, Placer, parse_budget
 from dovetail.placers.learned.placing import make_gdp_search
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 from dovetail.runtime.files import write_atomically
 
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ class Run:
         return None if hit is None else hit[:2]
 
 
-def run(task: Task, method: str, placer: Placer, budget: str, seed: int) -> Run:
+def run(task: PlacementTask, method: str, placer: Placer, budget: str, seed: int) -> Run:
     """One method on a problem of its own, so that nothing is known from before."""
     limit, found = parse_budget(budget), Run(task.name, method, seed)
 

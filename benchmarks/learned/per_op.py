@@ -25,14 +25,14 @@ from dovetail.frontends import parse_optimizer, resolve
 from dovetail.graph import Groups, colocate
 from dovetail.graph.grouping import merge_single_consumers
 from dovetail.machine import parse_machine
-from dovetail.placers import Budget, Problem
+from dovetail.placers import Budget, PlacementProblem
 from dovetail.placers.learned.placing import make_gdp
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 
 HEAD = ("what", "ops", "groups", "wall", "CPU", "peak memory of the process so far", "step")
 
 
-def timed(name: str, problem: Problem, place: Callable[[], float]) -> tuple[str, ...]:
+def timed(name: str, problem: PlacementProblem, place: Callable[[], float]) -> tuple[str, ...]:
     """One line of the table."""
     wall, cpu = time.perf_counter(), time.process_time()
     seconds = place()
@@ -44,7 +44,7 @@ def timed(name: str, problem: Problem, place: Callable[[], float]) -> tuple[str,
     return line
 
 
-def best(problem: Problem, updates: int) -> float:
+def best(problem: PlacementProblem, updates: int) -> float:
     """Seconds of the best that the shipped policy finds."""
     budget = Budget()
     make_gdp(None, updates)(problem, budget)
@@ -52,7 +52,7 @@ def best(problem: Problem, updates: int) -> float:
     return budget.best[0].value
 
 
-def of_about(task: Task, groups: int) -> Groups:
+def of_about(task: PlacementTask, groups: int) -> Groups:
     """The coarsest of ever smaller groups that are so many."""
     colocated, share = colocate(task.graph), 1 / 32
     found = merge_single_consumers(task.graph, colocated, largest_share=share)
@@ -71,7 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = f"zoo:gnmt?layers=8&steps={arguments.steps}"
     graph, machine = resolve(model, train=parse_optimizer("adam")).graph, parse_machine("gdp/8")
-    task = Task(model, graph, machine, analytic_costs(graph, machine), colocate(graph))
+    task = PlacementTask(model, graph, machine, analytic_costs(graph, machine), colocate(graph))
     problem = task.problem(threads=torch.get_num_threads())
     lines = [timed("zero-shot, every op by itself", problem, lambda: best(problem, 0))]
     fewer = replace(task, groups=of_about(task, arguments.groups)).problem(threads=2)

@@ -25,7 +25,7 @@ from dovetail.bench import graphs
 from dovetail.bench.cases import GDP_CASES
 from dovetail.bench.learned import Tally, drive, run_of, task_of, training_of, views_of
 from dovetail.bench.records import BestSoFar, Case, LearnedRun, MethodResult
-from dovetail.bench.running import LearningSettings as Table
+from dovetail.bench.running import BenchSettings as Table
 from dovetail.bench.store import LEARNED, Store, fingerprint
 from dovetail.bench.tables import cut
 from dovetail.machine import parse_machine
@@ -35,7 +35,7 @@ from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, save_policy, shipped
 from dovetail.placers.learned.placing import finetuning, proposals
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Settings, Task, View
+from dovetail.placers.learned.records import LearningSettings, PlacementTask, ProblemView
 
 GDP = {case.key: case for case in GDP_CASES}
 _RNNLM_4, _GNMT_8 = GDP["rnnlm-4-4gpu"], GDP["gnmt-8-8gpu"]
@@ -168,7 +168,7 @@ def _tuned(effort: Effort, file: Path, trained: str, row: str, seed: int) -> Tun
 
 
 @cache
-def task_for(table: Path, row: str, method: str) -> tuple[Task, str]:
+def task_for(table: Path, row: str, method: str) -> tuple[PlacementTask, str]:
     """A row's task and how its groups came about; the graph is captured where it is not kept."""
     case = CASES[row]
     graph = graphs.graph_for(Table("gdp", table).store(say), case)
@@ -203,7 +203,9 @@ def _train(
     }
 
 
-def _fresh(method: str, view: View, seed: int, options: dict[str, Any]) -> tuple[Policy, Settings]:
+def _fresh(
+    method: str, view: ProblemView, seed: int, options: dict[str, Any]
+) -> tuple[Policy, LearningSettings]:
     """A policy and how it is trained; of HDP with the option `reference` that of its authors."""
     if options.get("reference"):
         return make_policy(method, view, seed, **hdp.REFERENCE), hdp.REFERENCE_SETTINGS
@@ -231,7 +233,7 @@ def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]
     }
 
 
-def _tally(task: Task) -> Tally:
+def _tally(task: PlacementTask) -> Tally:
     return Tally(task.problem(threads=1), lambda _trials, _seconds: None)
 
 

@@ -27,13 +27,13 @@ from markdown import fill, table
 from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, Groups, group
 from dovetail.machine import Device, Link, Machine
-from dovetail.placers import Budget, Problem
+from dovetail.placers import Budget, PlacementProblem
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.placing import train
 from dovetail.placers.learned.random_graphs import FAMILIES, random_graph
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 from dovetail.simulator import Simulator
 
 HEAD = (
@@ -58,7 +58,7 @@ EXPLORING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """method -> (options, settings) that differ from its own."""
 
 
-def make_task(seed: int, devices: int) -> Task:
+def make_task(seed: int, devices: int) -> PlacementTask:
     """Network `seed`, of the families in turn."""
     families = list(FAMILIES)
     graph = random_graph(seed, family=families[seed % len(families)], size=0.3)
@@ -69,7 +69,7 @@ def make_task(seed: int, devices: int) -> Task:
         one = np.zeros((1, len(graph)), dtype=np.int32)
         peak = Simulator(graph, machine, costs).evaluate(one).peak_memory_bytes.max()
         machine = make_machine(devices, int(peak * 2 / 3))
-    return Task(f"{families[seed % len(families)]} {seed}", graph, machine, costs, groups)
+    return PlacementTask(f"{families[seed % len(families)]} {seed}", graph, machine, costs, groups)
 
 
 def make_machine(count: int, memory_bytes: int) -> Machine:
@@ -96,7 +96,7 @@ def coarsened(graph: Graph) -> Groups:
     return Groups(of_group.astype(np.int32)[groups.of_op], int(of_group.max()) + 1)
 
 
-def exhaustive(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+def exhaustive(problem: PlacementProblem) -> tuple[np.ndarray, np.ndarray]:
     """(every placement [ways, groups], its seconds, inf where it does not fit)."""
     ways = itertools.product(*(np.flatnonzero(row) for row in problem.allowed))
     rows = np.array(list(ways), dtype=np.int32)
@@ -105,7 +105,7 @@ def exhaustive(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return rows, np.where(found.feasible & ~over, found.values, np.inf)
 
 
-def trained(name: str, problem: Problem, samples: int) -> tuple[float, int, int]:
+def trained(name: str, problem: PlacementProblem, samples: int) -> tuple[float, int, int]:
     """(best seconds, samples until then, distinct placements) of a fresh policy's draws."""
     options, changes = EXPLORING[name]
     view, settings = look(problem), replace(settings_of(name), **changes)
@@ -150,7 +150,12 @@ def main() -> None:
 
 
 def row(
-    name: str, devices: int, problems: list[Problem], every: list[np.ndarray], *, verbose: bool
+    name: str,
+    devices: int,
+    problems: list[PlacementProblem],
+    every: list[np.ndarray],
+    *,
+    verbose: bool,
 ) -> tuple[str, ...]:
     """One method on all problems with that many devices."""
     began, samples = time.process_time(), SAMPLES[devices]

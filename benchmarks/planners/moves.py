@@ -15,15 +15,15 @@ import numpy as np
 
 from dovetail.graph import colocate
 from dovetail.instances import load_instance
-from dovetail.placers import Budget, Problem, make_problem
+from dovetail.placers import Budget, PlacementProblem, make_problem
 from dovetail.placers.linear_dp import linear_dp
 from dovetail.placers.load_search import (
     HOT,
-    Heat,
+    Temperature,
     anneal,
     chunk_moves,
-    make_field,
-    make_walk,
+    load_tables,
+    new_walk,
     start,
 )
 from dovetail.simulator import Simulator
@@ -32,7 +32,7 @@ INSTANCES = Path(__file__).parents[2] / "tests" / "data" / "instances" / "throug
 RUN_SECONDS = 1.0
 
 
-def problem_of(path: Path) -> Problem:
+def problem_of(path: Path) -> PlacementProblem:
     instance = load_instance(path)
     simulator = Simulator(instance.graph, instance.machine, instance.costs)
     return make_problem(
@@ -45,9 +45,9 @@ def problem_of(path: Path) -> Problem:
     )
 
 
-def moves_per_second(problem: Problem, seed: int) -> float:
-    field = make_field(problem)
-    walk = make_walk(field)
+def moves_per_second(problem: PlacementProblem, seed: int) -> float:
+    field = load_tables(problem)
+    walk = new_walk(field)
     budget = Budget()
     placement = linear_dp(problem, budget)
     value = budget.score(problem, placement[None])[0].value
@@ -55,7 +55,7 @@ def moves_per_second(problem: Problem, seed: int) -> float:
     walk.best[:] = placement
     walk.random[0] = np.uint64(seed + 1)
     doublings = 3
-    heat = Heat(HOT[0] * 2.0**doublings, value, doublings)
+    heat = Temperature(HOT[0] * 2.0**doublings, value, doublings)
     made, spent = 0, 0.0
     while spent < RUN_SECONDS:
         start(field, walk, heat)

@@ -10,10 +10,12 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from torch import nn
 
-from dovetail.placers import Budget, GroupPlacement, Problem
+from dovetail.placers import Budget, GroupPlacement, PlacementProblem
 
 
-def accelerate_placement(problem: Problem, module: nn.Module, budget: Budget) -> GroupPlacement:
+def accelerate_placement(
+    problem: PlacementProblem, module: nn.Module, budget: Budget
+) -> GroupPlacement:
     """The better of its sequential and its balanced map, on the fastest model of device."""
     devices = problem.device_sets[-1]
     found = []
@@ -27,7 +29,9 @@ def accelerate_placement(problem: Problem, module: nn.Module, budget: Budget) ->
     return found[scores.index(min(scores))]
 
 
-def _placement(problem: Problem, where: dict[str, int | str], devices: list[int]) -> GroupPlacement:
+def _placement(
+    problem: PlacementProblem, where: dict[str, int | str], devices: list[int]
+) -> GroupPlacement:
     host = problem.machine.host_index
     of_module = {path: devices[to] if isinstance(to, int) else host for path, to in where.items()}
     last = max(of_module.values())

@@ -25,7 +25,7 @@ from dovetail.graph import Graph, colocate, group
 from dovetail.graph.synthetic import layered
 from dovetail.instances import load_instance
 from dovetail.machine import parse_machine
-from dovetail.placers import PLACERS, Budget, Problem, make_problem, parse_budget
+from dovetail.placers import PLACERS, Budget, PlacementProblem, make_problem, parse_budget
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,7 +42,7 @@ class Case:
     """A problem to solve. `model`: the MODEL text of a network; "" for what has no module."""
 
     name: str
-    problem: Problem
+    problem: PlacementProblem
     bound: LowerBound
     bound_seconds: float
     model: str = ""

@@ -26,8 +26,8 @@ import numpy as np
 from dovetail.costs import Costs
 from dovetail.graph import Graph
 from dovetail.machine import Device, Link, Machine
-from dovetail.simulator import Evaluation, Simulator
-from dovetail.simulator.flat import Flat, flatten
+from dovetail.simulator import BatchEvaluation, Simulator
+from dovetail.simulator.flat import StepModel, flatten
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from calm import Calm
@@ -95,8 +95,8 @@ def rate(simulator: Simulator, placements, threads: int) -> float:
     return len(placements) / (time.perf_counter() - start)
 
 
-def write_port_input(path: Path, flat: Flat, placements) -> None:
-    """Every array as its int64 length and its bytes, in the order of `Flat`; then placements."""
+def write_port_input(path: Path, flat: StepModel, placements) -> None:
+    """Every array as its int64 length and its bytes, in `StepModel` order; then placements."""
     arrays = [np.array(flat[:5], np.int64)]
     arrays += [
         v for k, v in flat._asdict().items() if isinstance(v, np.ndarray) and k != "resident"
@@ -110,13 +110,13 @@ def write_port_input(path: Path, flat: Flat, placements) -> None:
 class Port:
     """The C++ port, built and fed in a folder that is thrown away."""
 
-    def __init__(self, folder: Path, flat: Flat, placements) -> None:
+    def __init__(self, folder: Path, flat: StepModel, placements) -> None:
         self.folder, self.rows, self.devices = folder, len(placements), flat.devices
         command = ["g++", "-O3", "-ffp-contract=off", "-o", folder / "port", HERE / "port.cpp"]
         subprocess.run(command, check=True)
         write_port_input(folder / "in", flat, placements)
 
-    def check(self, ours: Evaluation) -> None:
+    def check(self, ours: BatchEvaluation) -> None:
         """Raise `AssertionError` unless every value and peak is ours, bit for bit."""
         _, values, peaks = self.run()
         assert (values == ours.values).all() and (peaks == ours.peak_memory_bytes).all()
@@ -179,7 +179,7 @@ def check_port(carried: bool, rng: np.random.Generator) -> None:
         Port(Path(folder), flatten(graph, machine, costs), placements).check(ours)
 
 
-def needs(flat: Flat, placement):
+def needs(flat: StepModel, placement):
     """Per op the distinct (producer, sent or not) it waits for, and per op its destinations."""
     ops = range(flat.ops)
     reads = [
@@ -192,7 +192,7 @@ def needs(flat: Flat, placement):
     return reads, readers
 
 
-def heap_step_seconds(flat: Flat, placement) -> float:  # noqa: C901 (one loop, to be read whole)
+def heap_step_seconds(flat: StepModel, placement) -> float:  # noqa: C901 (one loop, to be read whole)
     """The same rules with heapq, without memory: for graphs without sources, views and relays."""
     reads, readers = needs(flat, placement)
     waiting = [len(of_op) for of_op in reads]
@@ -240,7 +240,7 @@ def heap_step_seconds(flat: Flat, placement) -> float:  # noqa: C901 (one loop, 
     return float(now)
 
 
-def simpy_step_seconds(flat: Flat, placement) -> float:
+def simpy_step_seconds(flat: StepModel, placement) -> float:
     """The same traffic in SimPy's own words: priority resources, one process per op and send.
 
     SimPy settles ties at one instant by its own event order, so values may differ a little.
@@ -291,7 +291,7 @@ def quartiles(values) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
-def slow_rates(simulator: Simulator, flat: Flat, placements):
+def slow_rates(simulator: Simulator, flat: StepModel, placements):
     """(heapq's, SimPy's) placements per second, one placement each."""
     heap, simpy = [], []
     for placement in placements:

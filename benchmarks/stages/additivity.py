@@ -28,7 +28,7 @@ from children import Record, count, parser_of, records, said
 from markdown import fill, table
 
 from dovetail.executors.stages.choosing import measure
-from dovetail.executors.stages.targets import Target
+from dovetail.executors.stages.targets import ScheduleTarget
 from dovetail.frontends import Captured
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import as_candidate, check_equal, search, target_of
@@ -62,7 +62,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
     }
 
 
-def draws(network: Target, arguments: argparse.Namespace) -> list[tuple[OpSet, ...]]:
+def draws(network: ScheduleTarget, arguments: argparse.Namespace) -> list[tuple[OpSet, ...]]:
     """Distinct schedules: as many as are wanted, or as were found."""
     rng = random.Random(arguments.seed)
     found: dict[tuple[OpSet, ...], None] = {}

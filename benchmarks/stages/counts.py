@@ -27,7 +27,7 @@ from dovetail.pipeline import resolve_model
 from dovetail.schedulers.blocks import Narrowed, cut, narrowed
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.records import Block, Found, OpSet, Timing, members
+from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTiming, members
 from dovetail.schedulers.scheduling import MOST_STATES
 from dovetail.schedulers.timing import OnceTimer, block_of, signatures_of
 
@@ -43,9 +43,9 @@ THEIR_RANDOM_GRAPHS = ((16, 2), (32, 3), (32, 4), (32, 5))
 """(nodes, seed) of their RandWire: Watts-Strogatz with 4 neighbours, rewired with .75."""
 
 
-def by_size(stages: Sequence[OpSet]) -> list[Timing]:
+def by_size(stages: Sequence[OpSet]) -> list[StageTiming]:
     """A table of costs; what it says changes no count."""
-    return [Timing(1.0 + 0.5 * stage.bit_count()) for stage in stages]
+    return [StageTiming(1.0 + 0.5 * stage.bit_count()) for stage in stages]
 
 
 class Network:
@@ -59,7 +59,7 @@ class Network:
     def parts(self, scheduler: str) -> Narrowed:
         return narrowed(self.block, MOST_STATES[scheduler])
 
-    def search(self, scheduler: str) -> tuple[list[Found], OnceTimer]:
+    def search(self, scheduler: str) -> tuple[list[BlockSchedule], OnceTimer]:
         """Of every part."""
         once = OnceTimer()
         search = {"dos": dos, "ios": ios}[scheduler]
@@ -102,13 +102,13 @@ def by_part(networks: dict[str, Network]) -> str:
     return table(head, rows)
 
 
-def _row(name: str, block: Block, many: int) -> tuple[str, ...]:
+def _row(name: str, block: KernelBlock, many: int) -> tuple[str, ...]:
     found = dos(block, by_size)
     figures = (len(block), found.states, found.transitions, many)
     return (name, *(f"{figure:,}" for figure in figures))
 
 
-def random_graph(nodes: int, seed: int) -> Block:
+def random_graph(nodes: int, seed: int) -> KernelBlock:
     """With an op that joins what nobody reads."""
     graph = nx.connected_watts_strogatz_graph(nodes, 4, 0.75, tries=200, seed=seed)
     return _block([
@@ -117,7 +117,7 @@ def random_graph(nodes: int, seed: int) -> Block:
     ])  # fmt: skip
 
 
-def _without_inner_joins(block: Block) -> Iterable[Block]:
+def _without_inner_joins(block: KernelBlock) -> Iterable[KernelBlock]:
     """The parts with concatenations inside, whose readers read what those read."""
     for part in cut(block):
         before = [set(members(ops)) for ops in part.block.predecessors]
@@ -129,8 +129,8 @@ def _without_inner_joins(block: Block) -> Iterable[Block]:
             yield _block([{kept.index(producer) for producer in before[op]} for op in kept])
 
 
-def _block(before: Sequence[set[int]]) -> Block:
-    return Block(tuple(sum(1 << op for op in ops) for ops in before))
+def _block(before: Sequence[set[int]]) -> KernelBlock:
+    return KernelBlock(tuple(sum(1 << op for op in ops) for ops in before))
 
 
 def seconds(networks: dict[str, Network], rounds: int) -> str:

@@ -42,7 +42,7 @@ from dovetail.frontends import Captured
 from dovetail.methods import SCHEDULERS
 from dovetail.pipeline import resolve_model
 from dovetail.pipeline.scheduling import check_equal, search, target_of
-from dovetail.schedulers.results import SEQUENTIAL, Candidate
+from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate
 
 README = Path(__file__).parent / "README.md"
 OURS = (*SCHEDULERS, ONE_THREAD)
@@ -88,7 +88,7 @@ def one(model: str, arguments: argparse.Namespace) -> Record:
     }
 
 
-def found_by(network: CpuTarget, schedulers: Sequence[str]) -> dict[str, Candidate]:
+def found_by(network: CpuTarget, schedulers: Sequence[str]) -> dict[str, ScheduleCandidate]:
     """Our schedules by name; sequential is among them."""
     candidates = {}
     for name in dict.fromkeys([SEQUENTIAL, *schedulers]):
@@ -97,7 +97,7 @@ def found_by(network: CpuTarget, schedulers: Sequence[str]) -> dict[str, Candida
     return candidates | {extra.scheduler: extra for extra in network.extras()}
 
 
-def _summary(candidate: Candidate) -> Record:
+def _summary(candidate: ScheduleCandidate) -> Record:
     return {
         "predicted_seconds": candidate.predicted_seconds,
         "stages": len(candidate.stages),

@@ -49,7 +49,14 @@ from dovetail.pipeline.sources import graph_of, resolve_model
 from dovetail.schedulers.blocks import Narrowed, narrowed
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.records import Block, Found, StageTimer, Timing, groups_of, members
+from dovetail.schedulers.records import (
+    BlockSchedule,
+    KernelBlock,
+    StageTimer,
+    StageTiming,
+    groups_of,
+    members,
+)
 from dovetail.schedulers.scheduling import greedy, sequential
 from dovetail.schedulers.timing import block_of, signatures_of
 
@@ -154,33 +161,33 @@ def merges_of(graph: Graph, kernels: Kernels, works: list[StageWork]) -> list[Ha
 
 
 def timer_of(
-    of: Subject, costs: AnalyticStages, ops: Sequence[int], block: Block, *, merging: bool
+    of: Subject, costs: AnalyticStages, ops: Sequence[int], block: KernelBlock, *, merging: bool
 ) -> StageTimer:
-    def timer(stages: Sequence[int]) -> list[Timing]:
+    def timer(stages: Sequence[int]) -> list[StageTiming]:
         found = []
         for stage in stages:
             groups = [[ops[o] for o in members(g)] for g in groups_of(block, stage)]
-            timing = Timing(costs.seconds(groups))
+            timing = StageTiming(costs.seconds(groups))
             keys = {of.merges[group[0]] if len(group) == 1 else None for group in groups}
             if merging and len(groups) > 1 and len(keys) == 1 and None not in keys:
-                timing = min(timing, Timing(costs.seconds(groups, True), True), key=_seconds)
+                timing = min(timing, StageTiming(costs.seconds(groups, True), True), key=_seconds)
             found.append(timing)
         return found
 
     return timer
 
 
-def _seconds(timing: Timing) -> float:
+def _seconds(timing: StageTiming) -> float:
     return timing.seconds
 
 
-def best_of(block: Block, timer: StageTimer, window: int) -> Found:
+def best_of(block: KernelBlock, timer: StageTimer, window: int) -> BlockSchedule:
     """IOS at r = 3 and few groups, or DOS at any number, whichever is faster."""
     chains = ios(block, timer, group_ops=3, groups=GROUPS, window=window)
     return min(chains, dos(block, timer, window=window), key=lambda found: found.seconds)
 
 
-METHODS: dict[str, Callable[[Block, StageTimer, int], Found]] = {
+METHODS: dict[str, Callable[[KernelBlock, StageTimer, int], BlockSchedule]] = {
     "sequential": lambda block, timer, _: sequential(block, timer),
     "greedy": lambda block, timer, _: greedy(block, timer),
     "IOS": best_of,
@@ -191,7 +198,7 @@ METHODS: dict[str, Callable[[Block, StageTimer, int], Found]] = {
 def scheduled(of: Subject, rates: StageRates, method: str) -> list[Stage]:
     """The stages of the whole network. Equal parts are searched once."""
     costs = AnalyticStages(of.works, rates)
-    known: dict[Hashable, Found] = {}
+    known: dict[Hashable, BlockSchedule] = {}
     stages: list[Stage] = []
     for part, window in zip(of.narrowed.parts, of.narrowed.windows, strict=True):
         key = (part.block.predecessors, tuple(of.signatures[op] for op in part.ops))

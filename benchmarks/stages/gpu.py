@@ -31,7 +31,7 @@ import torch.utils._pytree as pytree
 from dovetail.errors import UsageError
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock, event_seconds
 from dovetail.executors.stages.issuing import streams_of_stages
-from dovetail.executors.stages.placing import Placed, place, require
+from dovetail.executors.stages.placing import PlacedKernels, place, require
 from dovetail.executors.stages.preparing import prepare
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.program import Captured
@@ -43,7 +43,15 @@ from dovetail.schedulers.blocks import narrowed, whole
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, Timing, groups_of, members
+from dovetail.schedulers.records import (
+    BlockSchedule,
+    KernelBlock,
+    OpSet,
+    StageTimer,
+    StageTiming,
+    groups_of,
+    members,
+)
 from dovetail.schedulers.scheduling import greedy
 from dovetail.schedulers.timing import OnceTimer, signatures_of
 
@@ -55,11 +63,11 @@ MODELS = {
 }
 TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 COMPILED = ("reduce-overhead", "max-autotune")
-Scheduler = Callable[[Block, StageTimer, int], Found]
+Scheduler = Callable[[KernelBlock, StageTimer, int], BlockSchedule]
 
 
 def schedulers_of(arguments: argparse.Namespace) -> dict[str, Scheduler]:
-    def by_ios(block: Block, timer: StageTimer, window: int) -> Found:
+    def by_ios(block: KernelBlock, timer: StageTimer, window: int) -> BlockSchedule:
         return ios(
             block, timer, group_ops=arguments.group_ops, groups=arguments.groups, window=window
         )
@@ -72,7 +80,7 @@ def schedulers_of(arguments: argparse.Namespace) -> dict[str, Scheduler]:
 
 
 def schedules(
-    placed: Placed, signatures: Sequence[str], arguments: argparse.Namespace
+    placed: PlacedKernels, signatures: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[dict[str, Streams], dict[str, Any]]:
     """(scheduler -> streams, what the searches took), with stages timed on the device."""
     block = placed.block
@@ -88,8 +96,10 @@ def schedules(
         began, stages, predicted = time.perf_counter(), [], 0.0
         for part, window in zip(kept.parts, kept.windows, strict=True):
 
-            def timed(asked: Sequence[OpSet], part: Any = part) -> list[Timing]:
-                return [Timing(clock.time(groups(whole(part, s))).median_seconds) for s in asked]
+            def timed(asked: Sequence[OpSet], part: Any = part) -> list[StageTiming]:
+                return [
+                    StageTiming(clock.time(groups(whole(part, s))).median_seconds) for s in asked
+                ]
 
             timer = once.of(part.block, [signatures[op] for op in part.ops], timed)
             of_part = scheduler(part.block, timer, window)

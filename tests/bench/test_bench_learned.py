@@ -128,7 +128,7 @@ def test_a_training_uses_its_trials_and_the_same_seed_gives_the_same_curve(metho
     graph = layered(40, training=True)
     costs = analytic_costs(graph, parse_machine(MACHINE))
     few = Groups((np.arange(len(graph)) * 6 // len(graph)).astype(np.int32), 6)
-    small = learned.Task("small", graph, parse_machine(MACHINE), costs, few)
+    small = learned.PlacementTask("small", graph, parse_machine(MACHINE), costs, few)
     runs = [run_learned(small, "by hand", method, trials=17, seed=3) for _ in range(2)]
     (one, placement), (two, _) = runs
     assert one.trials == 17

@@ -8,9 +8,9 @@ import dovetail.executors.stages.cuda as cuda_module
 from dovetail.errors import RaceError, UsageError
 from dovetail.executors.stages.cuda import CudaNetwork, StageClock, event_seconds
 from dovetail.executors.stages.issuing import (
-    Record,
-    Run,
-    Wait,
+    RecordEvent,
+    RunKernels,
+    WaitEvent,
     as_one,
     issue,
     steps_of,
@@ -26,7 +26,7 @@ from dovetail.networks import NETWORKS
 from dovetail.pipeline import resolve_model
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.races import Buffer, check_races
-from dovetail.schedulers.records import Block
+from dovetail.schedulers.records import KernelBlock
 from dovetail.schedulers.timing import block_of
 from tests.support.fake_cuda import FakeCuda
 
@@ -37,29 +37,31 @@ from tests.support.fake_cuda import FakeCuda
 #   4  5  |      waits: 0 -> 2, 0 -> 3, 5 -> 6, 3 -> 6
 #    \ | /
 #      6
-FORK = Block((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
+FORK = KernelBlock((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
 STREAMS = Streams(((0, 1, 4, 6), (2, 5), (3,)), ((0, 2), (0, 3), (3, 6), (5, 6)))
 
 
 def test_what_is_issued_of_the_fork():
     w02, w03, w36, w56, fork, join1, join2 = range(7)
     assert steps_of(FORK, STREAMS, (), 1 << 6) == (
-        Record(0, fork), Wait(1, fork), Wait(2, fork),
-        Run(0, (0,)), Record(0, w02), Record(0, w03),
-        Wait(1, w02), Run(1, (2,)),
-        Wait(2, w03), Run(2, (3,)), Record(2, w36),
-        Run(0, (1,)),
-        Run(1, (5,)), Record(1, w56),
-        Run(0, (4,)),
-        Wait(0, w36), Wait(0, w56), Run(0, (6,), (0, 1)),
-        Record(1, join1), Record(2, join2), Wait(0, join1), Wait(0, join2),
+        RecordEvent(0, fork), WaitEvent(1, fork), WaitEvent(2, fork),
+        RunKernels(0, (0,)), RecordEvent(0, w02), RecordEvent(0, w03),
+        WaitEvent(1, w02), RunKernels(1, (2,)),
+        WaitEvent(2, w03), RunKernels(2, (3,)), RecordEvent(2, w36),
+        RunKernels(0, (1,)),
+        RunKernels(1, (5,)), RecordEvent(1, w56),
+        RunKernels(0, (4,)),
+        WaitEvent(0, w36), WaitEvent(0, w56), RunKernels(0, (6,), (0, 1)),
+        RecordEvent(1, join1), RecordEvent(2, join2), WaitEvent(0, join1), WaitEvent(0, join2),
     )  # fmt: skip
 
 
 def random_case(seed):
     rng = random.Random(seed)
     ops = rng.randrange(1, 30)
-    block = Block(tuple(sum(1 << j for j in range(i) if rng.random() < 0.15) for i in range(ops)))
+    block = KernelBlock(
+        tuple(sum(1 << j for j in range(i) if rng.random() < 0.15) for i in range(ops))
+    )
     return block, dataflow(block, [rng.random() for _ in range(ops)], rng.randrange(1, 6))[0]
 
 
@@ -102,11 +104,11 @@ def test_one_event_a_wait_recorded_before_it_is_awaited_and_every_fork_joined(se
 
 
 def test_merged_kernels_wait_and_are_awaited_as_one():
-    block = Block((0, 0b1, 0b1, 0b1, 0b10, 0b100))
+    block = KernelBlock((0, 0b1, 0b1, 0b1, 0b10, 0b100))
     streams = Streams(((0, 1, 2, 4), (3, 5)), ((0, 3), (2, 5)))
     assert together(streams, [(2, 1)]).waits == ((0, 3), (2, 5))
     assert together(replace(streams, waits=((0, 3), (1, 5))), [(1, 2)]).waits == ((0, 3), (2, 5))
-    runs = [s for s in steps_of(block, streams, [(2, 1)]) if isinstance(s, Run)]
+    runs = [s for s in steps_of(block, streams, [(2, 1)]) if isinstance(s, RunKernels)]
     assert [s.kernels for s in runs if s.stream == 0] == [(0,), (1, 2), (4,)]
 
 
@@ -118,7 +120,7 @@ def test_merged_kernels_stand_side_by_side(group):
 
 def test_merged_kernels_that_wait_for_themselves_are_refused():
     # 3 waits for 2, which waits for 1: as one, 1 and 3 would wait for what waits for them.
-    block = Block((0, 0b1, 0b10, 0b100))
+    block = KernelBlock((0, 0b1, 0b10, 0b100))
     streams = Streams(((0, 1, 3), (2,)), ((1, 2), (2, 3)))
     with pytest.raises(RaceError) as raised:
         steps_of(block, streams, [(1, 3)])
@@ -128,7 +130,7 @@ def test_merged_kernels_that_wait_for_themselves_are_refused():
 @pytest.mark.parametrize("seed", range(10))
 def test_what_merged_kernels_write_is_checked_as_one(seed):
     #   0 -> 1, 2 -> 3, 4: 1 and 2 are merged; 3 reads 1, and 4 reads 2, in another stream
-    block = Block((0, 0b1, 0b1, 0b10, 0b100, 0b11000))
+    block = KernelBlock((0, 0b1, 0b1, 0b10, 0b100, 0b11000))
     streams = together(Streams(((0, 1, 2, 3, 5), (4,)), ((2, 4), (4, 5))), [(1, 2)])
     buffers = [[Buffer(0, 8)], [Buffer(8, 22)], [Buffer(10, 24)], [Buffer(24, 32)], [], []]
     whole, owned, outputs = as_one(block, buffers, 1 << 5, [(1, 2)])
@@ -255,7 +257,7 @@ def test_a_wait_that_is_not_issued_gives_wrong_numbers(randwire, lost, monkeypat
     event = lost * (len(found.waits) - 1) // 3
 
     def but_one(*arguments):
-        waits = [Wait(stream, event) for stream in range(4)]
+        waits = [WaitEvent(stream, event) for stream in range(4)]
         return tuple(step for step in steps_of(*arguments) if step not in waits)
 
     monkeypatch.setattr(cuda_module, "steps_of", but_one)

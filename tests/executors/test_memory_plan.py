@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import RaceError
-from dovetail.executors.stages.issuing import Run, steps_of
+from dovetail.executors.stages.issuing import RunKernels, steps_of
 from dovetail.executors.stages.memory import plan_memory
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.races import Buffer, check_races
-from dovetail.schedulers.records import Block, members
+from dovetail.schedulers.records import KernelBlock, members
 
 #      0
 #    / | \
@@ -19,7 +19,7 @@ from dovetail.schedulers.records import Block, members
 #   4  5  |      waits: 0 -> 2, 0 -> 3, 5 -> 6, 3 -> 6
 #    \ | /
 #      6
-FORK = Block((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
+FORK = KernelBlock((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
 STREAMS = Streams(((0, 1, 4, 6), (2, 5), (3,)), ((0, 2), (0, 3), (3, 6), (5, 6)))
 
 
@@ -29,7 +29,9 @@ def cases(draw):
     rng = random.Random(draw(st.integers(0, 10**6)))
     ops = draw(st.integers(1, 20))
     share = draw(st.sampled_from([0.1, 0.3, 0.6]))
-    block = Block(tuple(sum(1 << j for j in range(i) if rng.random() < share) for i in range(ops)))
+    block = KernelBlock(
+        tuple(sum(1 << j for j in range(i) if rng.random() < share) for i in range(ops))
+    )
     streams, _ = dataflow(block, [rng.random() for _ in range(ops)], draw(st.integers(1, 4)))
     sizes = [[rng.randrange(3000) for _ in range(rng.randrange(3))] for _ in range(ops)]
     sinks = sum(1 << op for op in range(ops) if not block.successors[op])
@@ -70,7 +72,7 @@ def test_in_one_stream_a_plan_holds_all_that_is_live_at_once(case):
 
 
 def test_a_chain_needs_two_buffers():
-    chain = Block(tuple(1 << i >> 1 for i in range(10)))
+    chain = KernelBlock(tuple(1 << i >> 1 for i in range(10)))
     plan = plan_memory(chain, Streams((tuple(range(10)),), ()), [[512]] * 10, 1 << 9)
     assert plan.total_bytes == 1024
 
@@ -78,7 +80,7 @@ def test_a_chain_needs_two_buffers():
 #   0: 4096   1: 3072   2: 2048   3: 1536     all live at once, stacked in this order;
 #   4 reads 0 and 2, so that 5: 1024, beside 1 and 3, fits where 0 was and where 2 was
 def test_the_smallest_gap_that_fits_is_taken():
-    block = Block((0, 0, 0, 0, 0b101, 0b1010, 0b101010))
+    block = KernelBlock((0, 0, 0, 0, 0b101, 0b1010, 0b101010))
     sizes = [[4096], [3072], [2048], [1536], [0], [1024], [0]]
     plan = plan_memory(block, Streams((tuple(range(7)),), ()), sizes, 1 << 6)
     assert plan.buffers[5] == (Buffer(7168, 8192),)
@@ -127,7 +129,7 @@ def test_what_is_given_back_to_an_allocator_is_never_reused_too_early(case):
     block, streams, _, outputs = case
     allocator, buffers, stream_of = PerStreamAllocator(), [None] * len(block), {}
     for step in steps_of(block, streams, (), outputs):
-        if isinstance(step, Run):
+        if isinstance(step, RunKernels):
             for dead in step.dead:
                 assert stream_of[dead] == step.stream
                 allocator.free[step.stream].append(buffers[dead])

@@ -2,7 +2,13 @@
 
 import pytest
 
-from dovetail.executors.stages.phases import AloneSeconds, Phase, phases_of, predicted, whole
+from dovetail.executors.stages.phases import (
+    AloneSeconds,
+    SchedulePhase,
+    phases_of,
+    predicted,
+    whole,
+)
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.results import KernelStage
 
@@ -17,7 +23,7 @@ def stage(*groups, seconds=0.0, merged=False):
 def test_one_after_another_with_all_threads_or_on_one():
     stages = [stage((kernel,), seconds=99.0) for kernel in range(4)]
     assert predicted(whole(4), stages, ALONE) == 15.0
-    alone = [Phase((0, 1, 2, 3), Streams(((0, 1, 2, 3),), ()))]
+    alone = [SchedulePhase((0, 1, 2, 3), Streams(((0, 1, 2, 3),), ()))]
     assert predicted(alone, stages, ALONE) == 20.0  # one stream: nobody to hand over to
 
 
@@ -47,5 +53,5 @@ def test_a_chain_by_itself_takes_what_its_kernels_do():
 
 def test_merged_stages():
     stages = [stage((1, 2), seconds=4.0, merged=True)]
-    assert predicted([Phase((1, 2))], stages, ALONE) == 3.0  # all threads: 6/8 of the time
-    assert predicted([Phase((1, 2), Streams(((1, 2),), ()))], stages, ALONE) == 4.0
+    assert predicted([SchedulePhase((1, 2))], stages, ALONE) == 3.0  # all threads: 6/8 of the time
+    assert predicted([SchedulePhase((1, 2), Streams(((1, 2),), ()))], stages, ALONE) == 4.0

@@ -6,10 +6,10 @@ import pytest
 
 from dovetail.errors import OrderError
 from dovetail.executors.shares import (
-    Run,
-    Send,
-    Together,
-    Wait,
+    AwaitFlag,
+    RunLanes,
+    RunOp,
+    SendTensor,
     extent_of,
     share_out,
 )
@@ -65,13 +65,13 @@ def words(share):
     text = []
     for i in share.instructions:
         match i:
-            case Run():
+            case RunOp():
                 said = f"run {i.op}"
-            case Together():
+            case RunLanes():
                 said = "together " + " | ".join(" ".join(map(str, lane)) for lane in i.lanes)
-            case Send():
+            case SendTensor():
                 said = f"send {i.tensor if i.tensor >= 0 else f'end of {i.op}'} to {i.destination}"
-            case Wait():
+            case AwaitFlag():
                 said = f"wait {i.tensor if i.tensor >= 0 else 'end'} for {i.op}"
         text.append(said + "".join(f" -{tensor}" for tensor in getattr(i, "frees", ())))
     return text
@@ -98,10 +98,16 @@ def test_two_devices_send_sources_first_and_each_tensor_once():
     assert [tensor for tensor, _ in second.sources] == [WEIGHT]
     # Both ends of a transfer agree on its flag and its slot.
     sends = {
-        (i.flag, i.slot) for s in (first, second) for i in s.instructions if isinstance(i, Send)
+        (i.flag, i.slot)
+        for s in (first, second)
+        for i in s.instructions
+        if isinstance(i, SendTensor)
     }
     waits = {
-        (i.flag, i.slot) for s in (first, second) for i in s.instructions if isinstance(i, Wait)
+        (i.flag, i.slot)
+        for s in (first, second)
+        for i in s.instructions
+        if isinstance(i, AwaitFlag)
     }
     assert sends == waits
     assert len(sends) == 3
@@ -126,7 +132,7 @@ def test_slots_do_not_overlap():
     slots = [*shares.sources.values(), *shares.outputs.values()]
     spans = [(slot.offset, slot.offset + slot.bytes) for slot in slots]
     for share in shares.shares:
-        sends = [i for i in share.instructions if isinstance(i, Send)]
+        sends = [i for i in share.instructions if isinstance(i, SendTensor)]
         spans += [(i.slot.offset, i.slot.offset + i.slot.bytes + 63) for i in sends if i.slot]
         spans += [(i.flag, i.flag + 8) for i in sends]
         spans.append((share.progress, share.progress + 24))
@@ -160,15 +166,15 @@ def test_every_wait_has_its_send_and_every_op_its_run(seed):
     graph = small_graph()
     placement = random_placement(graph, seed)
     shares = share_out(plan_for(graph, placement), graph).shares
-    sent = [(i.flag, s.device) for s in shares for i in s.instructions if isinstance(i, Send)]
-    awaited = [i.flag for s in shares for i in s.instructions if isinstance(i, Wait)]
+    sent = [(i.flag, s.device) for s in shares for i in s.instructions if isinstance(i, SendTensor)]
+    awaited = [i.flag for s in shares for i in s.instructions if isinstance(i, AwaitFlag)]
     assert sorted(flag for flag, _ in sent) == sorted(awaited)
     assert sorted(op for share in shares for op in share.ops) == [A, B, C, UPDATE]
     for share in shares:
         for index, instruction in enumerate(share.instructions):
             later = share.instructions[index + 1 :]
-            used = {int(t) for i in later if isinstance(i, Run) for t in graph.inputs_of(i.op)}
-            used |= {i.tensor for i in later if isinstance(i, Send)}
+            used = {int(t) for i in later if isinstance(i, RunOp) for t in graph.inputs_of(i.op)}
+            used |= {i.tensor for i in later if isinstance(i, SendTensor)}
             assert not used & set(getattr(instruction, "frees", ()))
 
 

@@ -12,13 +12,13 @@ from dovetail.costs.cache import MeasuredCost
 from dovetail.executors.stages import choosing, measuring
 from dovetail.executors.stages.measuring import CpuStages
 from dovetail.schedulers.dos import dos
-from dovetail.schedulers.records import Block, groups_of, members
+from dovetail.schedulers.records import KernelBlock, groups_of, members
 from tests.support.dags import random_block
 
 #   0   1
 #   |   |
 #   2   3     4
-TWINS = Block((0, 0, 0b1, 0b10, 0))
+TWINS = KernelBlock((0, 0, 0b1, 0b10, 0))
 SIGNATURES = ["conv", "conv", "pool", "pool", "pool"]
 NO_KEYS = (None,) * 5
 
@@ -210,7 +210,7 @@ def test_merging_that_is_slower_is_left(cache):
 
 
 def test_equal_kernels_of_another_input_do_not_pass_for_merged(cache):
-    block = Block((0,) * 4)
+    block = KernelBlock((0,) * 4)
     keys = ("one", "one", "two", None)
     stages = Whole(cache, block, ["conv"] * 4, keys)
     found = stages.timer([0b0011, 0b0101, 0b1001, 0b1100])
@@ -229,7 +229,7 @@ def test_what_can_merge_is_measured_even_where_it_cannot_win_side_by_side(cache)
 
 
 def test_an_interrupt_keeps_what_was_measured(cache):
-    wide = Block((0,) * 40)
+    wide = KernelBlock((0,) * 40)
     names = [f"kernel {i}" for i in range(40)]
 
     class Many(Whole):
@@ -261,7 +261,7 @@ def test_progress_is_told(cache):
     told.clear()
     wide = Whole(
         cache,
-        Block((0,) * 40),
+        KernelBlock((0,) * 40),
         ["conv"] * 40,
         (None,) * 40,
         device="wide",
@@ -291,7 +291,7 @@ def test_what_starting_a_stages_threads_takes_is_no_part_of_it(expected, doubtfu
 
     monkeypatch.setattr(choosing, "clock", lambda: now[0])
     monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 20.0)
-    loop = measuring._Loop(Starting(), expected)
+    loop = measuring._StageLoop(Starting(), expected)
     for _ in range(8):
         loop.visit(None)
     assert loop.measured.seconds == pytest.approx(3.0)

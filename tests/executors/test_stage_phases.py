@@ -6,7 +6,7 @@ from dovetail.errors import RaceError
 from dovetail.executors.stages.cpu import check_phases
 from dovetail.executors.stages.phases import (
     AloneSeconds,
-    Phase,
+    SchedulePhase,
     barriers,
     joined,
     phases_of,
@@ -17,7 +17,7 @@ from dovetail.executors.stages.phases import (
 from dovetail.schedulers.additivity import random_stages
 from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.races import happens_before
-from dovetail.schedulers.records import Block, groups_of, members
+from dovetail.schedulers.records import KernelBlock, groups_of, members
 from dovetail.schedulers.results import KernelStage
 from tests.support.dags import random_block
 
@@ -68,7 +68,7 @@ def test_a_stage_waits_for_all_of_the_one_before():
 
 def test_a_step_without_kernels_has_no_phases():
     assert whole(0) == []
-    check_phases(Block(()), [])
+    check_phases(KernelBlock(()), [])
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -100,17 +100,17 @@ def test_phases_of_any_stages_keep_every_edge(seed):
         done |= sum(1 << kernel for kernel in own.kernels)
 
 
-FORK = Block((0, 0b1, 0b1, 0b110))
+FORK = KernelBlock((0, 0b1, 0b1, 0b110))
 
 
 @pytest.mark.parametrize(
     ("phases", "rule"),
     [
-        ([Phase((0, 1, 3))], 1),
-        ([Phase((0, 1, 2)), Phase((2, 3))], 1),
-        ([Phase((0, 1)), Phase((3, 2))], 3),
-        ([Phase((0,)), Phase((1, 2, 3), Streams(((1, 3), (2,)), ()))], 3),
-        ([Phase((0, 1, 2, 3), Streams(((0, 1, 3), (2,)), ((0, 2), (3, 2), (2, 3))))], 2),
+        ([SchedulePhase((0, 1, 3))], 1),
+        ([SchedulePhase((0, 1, 2)), SchedulePhase((2, 3))], 1),
+        ([SchedulePhase((0, 1)), SchedulePhase((3, 2))], 3),
+        ([SchedulePhase((0,)), SchedulePhase((1, 2, 3), Streams(((1, 3), (2,)), ()))], 3),
+        ([SchedulePhase((0, 1, 2, 3), Streams(((0, 1, 3), (2,)), ((0, 2), (3, 2), (2, 3))))], 2),
     ],
     ids=["left out", "twice", "reader first", "no wait", "deadlock"],
 )
@@ -122,5 +122,5 @@ def test_phases_that_could_collide_are_refused(phases, rule):
 
 def test_streams_without_barriers_are_one_phase():
     found, _ = dataflow(FORK, [1.0] * 4, 2)
-    check_phases(FORK, [Phase((0, 1, 2, 3), found)])
-    assert joined([Phase((0, 1, 2, 3), found)]) == found
+    check_phases(FORK, [SchedulePhase((0, 1, 2, 3), found)])
+    assert joined([SchedulePhase((0, 1, 2, 3), found)]) == found

@@ -9,7 +9,7 @@ from torch import nn
 
 from dovetail.errors import WorkerError
 from dovetail.executors import Workers, run
-from dovetail.executors.shares import Together, groups_of, lanes_of, ops_of, share_out
+from dovetail.executors.shares import RunLanes, groups_of, lanes_of, ops_of, share_out
 from dovetail.frontends import SGD, capture, initial_values, run_step
 from dovetail.plans import Schedule, Stage, check
 from tests.executors.test_shares import UPDATE, A, B, C, small_graph, words
@@ -125,7 +125,7 @@ def with_threads(captured, plan):
     for share in share_out(plan, captured.graph).shares:
         every = len(plan.machine.devices[share.device].cores)
         for instruction in share.instructions:
-            threads = 1 if isinstance(instruction, Together) else every
+            threads = 1 if isinstance(instruction, RunLanes) else every
             for op in ops_of(instruction):
                 calls[op] = dataclasses.replace(calls[op], target=on(threads, calls[op].target))
     program = dataclasses.replace(captured.program, calls=tuple(calls))
@@ -149,7 +149,7 @@ def test_random_stages_change_no_bit(seed, wide, one_thread):
     schedules = random_schedules(graph, placement, seed, most=12)
     plan = staged(plan_for(captured, placement, machine=two_devices(2)), *schedules)
     check(plan, graph)
-    assert any(isinstance(i, Together) for i in share_out(plan, graph).shares[0].instructions)
+    assert any(isinstance(i, RunLanes) for i in share_out(plan, graph).shares[0].instructions)
     values, same = initial_values(captured), with_threads(captured, plan)
     expected = [run_step(same, values, *data, seed=7, step=i) for i in range(STEPS)]
     with run(plan, captured, seed=7, workers=wide) as placed:

@@ -7,7 +7,7 @@ from dovetail.executors.stages.cpu import segments_within
 from dovetail.executors.stages.segments import Segment, segments_of
 from dovetail.schedulers.dataflow import Streams, dataflow, with_waits
 from dovetail.schedulers.races import happens_before
-from dovetail.schedulers.records import Block, members
+from dovetail.schedulers.records import KernelBlock, members
 from tests.support.dags import random_block
 
 #      0
@@ -17,7 +17,7 @@ from tests.support.dags import random_block
 #   4  5  |      waits: 0 -> 2, 0 -> 3, 5 -> 6, 3 -> 6
 #    \ | /
 #      6
-FORK = Block((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
+FORK = KernelBlock((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
 STREAMS = Streams(((0, 1, 4, 6), (2, 5), (3,)), ((0, 2), (0, 3), (3, 6), (5, 6)))
 READERS = {op: [op, *members(FORK.successors[op])] for op in range(6)}
 
@@ -36,7 +36,7 @@ def test_segments_of_the_fork():
 
 def test_a_tensor_that_no_segment_comes_after_all_readers_of_is_left():
     apart = Streams(((0, 1), (2,)), ((0, 2),))
-    found = segments_of(Block((0, 1, 1)), apart, {0: [0, 1, 2], 1: [1]})
+    found = segments_of(KernelBlock((0, 1, 1)), apart, {0: [0, 1, 2], 1: [1]})
     assert [segment.frees for stream in found for segment in stream] == [(), (1,), ()]
 
 

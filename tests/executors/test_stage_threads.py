@@ -11,9 +11,9 @@ from torch import nn
 from dovetail.errors import UsageError
 from dovetail.executors.stages.cpu import crew_of, segments_within
 from dovetail.executors.stages.functions import running
-from dovetail.executors.stages.phases import Phase, whole
+from dovetail.executors.stages.phases import SchedulePhase, whole
 from dovetail.executors.stages.segments import Segment
-from dovetail.executors.stages.threads import Crew, Threads
+from dovetail.executors.stages.threads import CompiledStreams, StreamThreads
 from dovetail.schedulers.dataflow import Streams, with_waits
 from tests.support.cpu_steps import Branches, Lookups, Ready
 from tests.support.stages_by_hand import assert_equal_values
@@ -65,9 +65,9 @@ def test_phases_of_both_kinds_hand_over(branches):
         if block.predecessors[then] >> k & 1 and stream_of[k] != stream_of[then]
     )
     phases = [
-        Phase((0,)),
-        Phase(middle, Streams(tuple(map(tuple, inner)), waits)),
-        Phase((count - 1,)),
+        SchedulePhase((0,)),
+        SchedulePhase(middle, Streams(tuple(map(tuple, inner)), waits)),
+        SchedulePhase((count - 1,)),
     ]
     step = branches.step(*phases)
     for _ in range(3):
@@ -181,7 +181,7 @@ def threads_of(ready, count):
     values = ready.functions.values()
     for tensor in ready.prepared.inputs:
         values[tensor] = ready.functions.example[tensor]
-    return Threads(segments, ready.functions, crew_of(len(segments) - 1)), values
+    return CompiledStreams(segments, ready.functions, crew_of(len(segments) - 1)), values
 
 
 def assert_made(ready, values):
@@ -252,7 +252,7 @@ def test_a_second_interrupt_while_threads_end_is_made_good_by_the_next_run(branc
 
     threads._streams[0] = interrupt
     with monkeypatch.context() as patch:
-        patch.setattr(Crew, "_settle", interrupt)
+        patch.setattr(StreamThreads, "_settle", interrupt)
         with pytest.raises(KeyboardInterrupt):
             threads.run(values)
     threads._streams[0] = own
@@ -289,7 +289,7 @@ def test_steps_take_turns_and_come_from_any_thread(branches, lookups, threads):
 
 
 def test_a_crew_leaves_the_callers_threads_alone_and_each_of_its_own_has_one(threads):
-    crew, found = Crew(2), []
+    crew, found = StreamThreads(2), []
     elsewhere = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     elsewhere.start()
     elsewhere.join()
@@ -339,7 +339,7 @@ def test_a_function_that_takes_nothing_is_run_in_every_step():
 
 
 def test_a_task_that_fails_stops_those_that_wait_for_it():
-    crew, seen = Crew(1), []
+    crew, seen = StreamThreads(1), []
     stopped = threading.Event()
     with pytest.raises(ValueError, match="real"):
         crew.run([stopped.wait, partial(_raise, ValueError("real"))], stopped.set)
@@ -375,7 +375,7 @@ def test_sums_of_products_are_not_rewritten():
 
 def test_one_stream_needs_no_thread_but_the_callers(branches):
     order = tuple(range(len(branches.block)))
-    threads = Threads([[Segment(order)]], branches.functions, crew_of(0))
+    threads = CompiledStreams([[Segment(order)]], branches.functions, crew_of(0))
     values = branches.functions.values()
     for tensor in branches.prepared.inputs:
         values[tensor] = branches.functions.example[tensor]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dovetail.schedulers.records import Block
+from dovetail.schedulers.records import KernelBlock
 from tests.support.benchmark_scripts import BENCHMARKS, benchmark_scripts
 
 TINY = "zoo:squeezenet_1_1?batch=1&size=64&classes=10"
@@ -63,7 +63,7 @@ def test_random_schedules_are_predicted_and_run(scripts):
 
 
 def test_a_narrow_network_has_fewer_schedules(scripts):
-    chain = SimpleNamespace(block=Block((0, 1)))
+    chain = SimpleNamespace(block=KernelBlock((0, 1)))
     arguments = scripts.additivity.parse(["--schedules", "9", "--out", "unused"])
     assert sorted(scripts.additivity.draws(chain, arguments)) == [(1, 2), (3,)]
 

@@ -15,7 +15,7 @@ from dovetail.frontends import SGD, matrix_flops, resolve
 from dovetail.networks import NETWORKS
 from dovetail.networks.amoebanet import NORMAL, NORMAL_CONCAT, REDUCTION, REDUCTION_CONCAT
 from dovetail.networks.images import FactorizedReduce
-from dovetail.networks.randwire import Node, Stage, watts_strogatz
+from dovetail.networks.randwire import RandWireNode, RandWireStage, watts_strogatz
 from dovetail.networks.wavenet import FirstConv
 
 NAMES = [
@@ -384,7 +384,7 @@ def test_a_stage_averages_the_nodes_that_no_other_reads():
     #  input ─► 0 ─┬─► 1 ─► 3
     #              └─► 2 ─┘
     #  input ─► 4
-    stage = Stage(5, [(0, 1), (0, 2), (1, 3), (2, 3)], 3, 6).eval()
+    stage = RandWireStage(5, [(0, 1), (0, 2), (1, 3), (2, 3)], 3, 6).eval()
     for parameter in stage.parameters():
         nn.init.normal_(parameter)
 
@@ -405,7 +405,7 @@ def test_a_stage_averages_the_nodes_that_no_other_reads():
 
 def test_the_weight_of_a_single_input_would_not_matter():
     torch.manual_seed(0)
-    node = Node(1, 4, 4).double()
+    node = RandWireNode(1, 4, 4).double()
     x = torch.randn(4, 4, 8, 8, dtype=torch.double)
     node.bn.eps = 1e-12
     assert torch.allclose(node(x), node(0.5 * x), atol=1e-6)

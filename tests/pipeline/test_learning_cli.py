@@ -14,7 +14,7 @@ from dovetail.cli import learning
 from dovetail.pipeline import LearnRequest, learn, open_plan, resolve_model
 from dovetail.placers.learned import files
 from dovetail.placers.learned.catalog import settings_of
-from dovetail.placers.learned.pretraining import Recipe, Wanted
+from dovetail.placers.learned.pretraining import ExampleSpec, Recipe
 from dovetail.simulator import Simulator
 from tests.support import small_models
 
@@ -393,7 +393,9 @@ def test_without_a_shipped_policy_the_error_says_how_to_make_one(dovetail, monke
 @pytest.fixture
 def small_recipe(monkeypatch):
     """The recipe, but for its sizes."""
-    small = Recipe(wanted=Wanted(random=1, networks=()), evaluations=30, passes=1, validation=1)
+    small = Recipe(
+        wanted=ExampleSpec(random=1, networks=()), evaluations=30, passes=1, validation=1
+    )
     monkeypatch.setattr(learning, "_recipe", lambda *_: small)
 
 

@@ -11,7 +11,7 @@ from dovetail.errors import InfeasibleError, UsageError, WorkerDiedError, Worker
 from dovetail.machine.local import local_machine
 from dovetail.pipeline import TaskRequest, learn, learning, planning, resolve_model
 from dovetail.pipeline.learning import FINAL_RUNS, LONG_RUNS, MOST_RUNS, MeasuredTrials, task_of
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
@@ -30,19 +30,19 @@ def _quick_costs():
 
 
 @pytest.fixture(scope="module")
-def learn_request():
+def asked():
     return TaskRequest(
         "m", resolve_model("tests.support.small_models:trained", "adam"), local_machine(2)
     )
 
 
 @pytest.fixture(scope="module")
-def task(learn_request):
-    return task_of(learn_request)
+def task(asked):
+    return task_of(asked)
 
 
 @pytest.fixture
-def fake(monkeypatch, task, learn_request):
+def fake(monkeypatch, task, asked):
     """fake(seconds of a placement's step, or an error to raise) -> trials that run nothing."""
 
     def make(seconds_of, steps=10, of=task):
@@ -53,7 +53,7 @@ def fake(monkeypatch, task, learn_request):
             return Loaded(seconds_of(plan.placement, len(runs)), steps)
 
         monkeypatch.setattr(learning, "execute", loaded)
-        trials = MeasuredTrials(learn_request.step, of, steps=steps)
+        trials = MeasuredTrials(asked.step, of, steps=steps)
         trials.runs_made = runs
         return trials
 
@@ -86,7 +86,7 @@ def placements(trials, count, seed=0):
 
 
 def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
-    learn_request, task, monkeypatch
+    asked, task, monkeypatch
 ):
     made, pids = [], []
 
@@ -103,7 +103,7 @@ def test_a_killed_process_costs_its_trial_and_the_best_placement_is_the_plan(
     monkeypatch.setattr(learning, "MeasuredTrials", Kept)
     monkeypatch.setattr(learning, "FINAL_RUNS", 2)
     result = learn(
-        learn_request.step, task.machine, method="seq2seq", measured=True, trials=12,
+        asked.step, task.machine, method="seq2seq", measured=True, trials=12,
         settings={"trials": 4}, progress=heard,
     )  # fmt: skip
     assert len(pids[0]) == 2
@@ -132,7 +132,7 @@ def test_a_placement_that_fails_is_invalid_and_no_more(fake):
 
 def test_what_is_predicted_not_to_fit_is_not_run(fake, task):
     caps = tuple((name, 1024) for name in task.machine.device_names)
-    tight = Task(**{**vars(task), "caps": caps})
+    tight = PlacementTask(**{**vars(task), "caps": caps})
     trials = fake(lambda *_: pytest.fail("it ran"), of=tight)
     assert not trials.judge(placements(trials, 2)).valid.any()
     with pytest.raises(InfeasibleError, match="predicted to fit"):
@@ -179,13 +179,11 @@ def test_long_runs_are_repeated_less_often_and_failures_drop_out(fake):
     assert [len(one.run_seconds) for one in timed] == [LONG_RUNS]
 
 
-def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(
-    fake, learn_request, task
-):
+def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(fake, asked, task):
     trials = fake(lambda _placement, _run: 0.1)
     points = []
     result = learn(
-        learn_request.step, task.machine, measured=True, trials=4, simulated_first=12,
+        asked.step, task.machine, measured=True, trials=4, simulated_first=12,
         settings={"trials": 4}, progress=points.append,
     )  # fmt: skip
     assert [point.trials for point in points] == [4, 8, 12, 4]
@@ -198,9 +196,7 @@ def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(
     assert result.learned.trials == 4
 
 
-def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
-    fake, learn_request, task, monkeypatch
-):
+def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(fake, asked, task, monkeypatch):
     def seconds_of(_placement, run):
         if run == 6:
             signal.raise_signal(signal.SIGINT)
@@ -208,16 +204,14 @@ def test_ctrl_c_in_a_measured_trial_keeps_the_best_of_those_before(
 
     fake(seconds_of)
     monkeypatch.setattr(learning, "FINAL_RUNS", 2)
-    result = learn(
-        learn_request.step, task.machine, measured=True, trials=400, settings={"trials": 4}
-    )
+    result = learn(asked.step, task.machine, measured=True, trials=400, settings={"trials": 4})
     assert result.learned.interrupted
     assert result.plan.interrupted
     assert len(result.measured) == 5
 
 
 def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_best(
-    fake, learn_request, task
+    fake, asked, task
 ):
     trials = fake(lambda _placement, _run: 0.1)
 
@@ -226,7 +220,7 @@ def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_
             signal.raise_signal(signal.SIGINT)
 
     result = learn(
-        learn_request.step, task.machine, measured=True, trials=4, simulated_first=400,
+        asked.step, task.machine, measured=True, trials=4, simulated_first=400,
         settings={"trials": 4}, progress=press,
     )  # fmt: skip
     assert trials.runs == 0
@@ -236,8 +230,8 @@ def test_ctrl_c_in_the_simulated_trials_before_measures_nothing_and_keeps_their_
     assert result.plan.value == min(point.best for point in result.learned.points)
 
 
-def test_only_devices_of_this_machine_can_measure(learn_request):
+def test_only_devices_of_this_machine_can_measure(asked):
     with pytest.raises(UsageError, match="here/2"):
-        learn(learn_request.step, "2 x p100", measured=True, trials=16)
+        learn(asked.step, "2 x p100", measured=True, trials=16)
     with pytest.raises(UsageError, match="only a network can run"):
-        learn(learn_request.step.graph, "here/2", measured=True, trials=16)
+        learn(asked.step.graph, "here/2", measured=True, trials=16)

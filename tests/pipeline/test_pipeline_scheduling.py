@@ -26,7 +26,7 @@ from dovetail.pipeline.scheduling import (
 )
 from dovetail.schedulers.merge import can_merge
 from dovetail.schedulers.races import check_races
-from dovetail.schedulers.records import Timing, members
+from dovetail.schedulers.records import StageTiming, members
 from dovetail.schedulers.results import SEQUENTIAL
 
 
@@ -124,8 +124,8 @@ def _paying(problem):
     def of(stage):
         kernels = list(members(stage))
         if can_merge(problem.keys, kernels):
-            return Timing(0.1, merged=True)
-        return Timing(1.0 if len(kernels) == 1 else 0.45 * len(kernels))
+            return StageTiming(0.1, merged=True)
+        return StageTiming(1.0 if len(kernels) == 1 else 0.45 * len(kernels))
 
     def timer(stages):
         return list(map(of, stages))

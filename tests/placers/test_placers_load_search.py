@@ -12,11 +12,11 @@ from dovetail.placers import Budget, parse_budget
 from dovetail.placers.load_search import (
     BEST,
     LACKING,
-    Heat,
+    Temperature,
     anneal,
     load_search,
-    make_field,
-    make_walk,
+    load_tables,
+    new_walk,
     start,
 )
 from dovetail.simulator import group_loads
@@ -87,8 +87,8 @@ def random_load_problem(rng, *, host_counts=False, share=0.5, groups=14, work=1.
 
 
 def walk_on(problem, placement, *, seed=1):
-    terrain = make_field(problem)
-    walk = make_walk(terrain)
+    terrain = load_tables(problem)
+    walk = new_walk(terrain)
     walk.placement[:] = placement
     walk.random[0] = seed
     return terrain, walk
@@ -108,7 +108,7 @@ def test_loads_after_thousands_of_moves_are_those_from_scratch(host_counts, shar
         before = random_placement(problem, rng)
         terrain, walk = walk_on(problem, before, seed=seed + 1)
         assert terrain.star == (share == 0.0 and not host_counts)
-        heat = Heat(temperature=5.0, scale_seconds=10.0, doublings=3)
+        heat = Temperature(temperature=5.0, scale_seconds=10.0, doublings=3)
         start(terrain, walk, heat)
         made = anneal(terrain, walk, heat, 3000)
         assert made > 1500
@@ -128,7 +128,7 @@ def test_a_rejected_change_leaves_no_trace():
     rng = np.random.default_rng(3)
     problem = random_load_problem(rng, host_counts=False, share=0.5)
     terrain, walk = walk_on(problem, random_placement(problem, rng))
-    heat = Heat(temperature=0.0, scale_seconds=10.0, doublings=3)
+    heat = Temperature(temperature=0.0, scale_seconds=10.0, doublings=3)
     start(terrain, walk, heat)
     anneal(terrain, walk, heat, 20_000)  # a local optimum: nearly all is rejected from here on
     state = [walk.placement.copy(), walk.loads.copy(), walk.counts.copy(), walk.relays.copy()]
@@ -141,7 +141,7 @@ def test_the_best_of_a_walk_is_the_least_largest_load_it_saw():
     rng = np.random.default_rng(4)
     problem = random_load_problem(rng, host_counts=True, share=0.5)
     terrain, walk = walk_on(problem, random_placement(problem, rng))
-    heat = Heat(temperature=1.0, scale_seconds=10.0, doublings=3)
+    heat = Temperature(temperature=1.0, scale_seconds=10.0, doublings=3)
     start(terrain, walk, heat)
     least = np.inf
     for _ in range(200):
@@ -223,7 +223,7 @@ def test_memory_is_packed_tight():
 def test_a_walk_that_lacks_memory_never_lacks_more():
     problem = as_load(packed(170))
     terrain, walk = walk_on(problem, np.zeros(8, np.int32))
-    heat = Heat(temperature=1.0, scale_seconds=10.0, doublings=3)
+    heat = Temperature(temperature=1.0, scale_seconds=10.0, doublings=3)
     start(terrain, walk, heat)
     lacking = [walk.scalars[LACKING]]
     for _ in range(300):

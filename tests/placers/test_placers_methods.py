@@ -11,7 +11,7 @@ from dovetail.placers import Budget, Score, parse_budget
 from dovetail.placers.baselines import balanced, single
 from dovetail.placers.etf import etf
 from dovetail.placers.expert import expert
-from dovetail.placers.local_search import MOVES, CriticalPath, landscape, local_search
+from dovetail.placers.local_search import MOVES, CriticalPath, local_search, move_tables
 from tests.support.placer_instances import build_graph, build_machine, build_problem, random_problem
 
 
@@ -141,7 +141,7 @@ def test_every_move_changes_only_groups_with_a_choice(move):
         readers=np.array([5, 9], dtype=np.int32),
         crowded=np.array([1.0, 0.0, 2.0]),
     )
-    land = replace(landscape(problem), path=path)
+    land = replace(move_tables(problem), path=path)
     changed = 0
     for _ in range(100):
         placement = problem.settle(rng.integers(0, 3, size=20))

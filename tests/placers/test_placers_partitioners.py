@@ -13,7 +13,7 @@ from dovetail.machine import Device, Link, Machine, parse_machine
 from dovetail.placers import Budget
 from dovetail.placers.metis import metis
 from dovetail.placers.partitioning import (
-    Candidate,
+    PartitionCandidate,
     has_empty_part,
     integers,
     net_of,
@@ -149,12 +149,16 @@ def test_a_group_that_must_move_goes_where_it_talks_most_and_fits():
     placement = np.array([0, 0, 0, 0, 1, 1, 1, 2], np.int32)
     sizes = np.full(8, 100)
     moved = refit(
-        problem, net_of(problem), Candidate([0, 1, 2], placement), sizes, problem.capacities
+        problem,
+        net_of(problem),
+        PartitionCandidate([0, 1, 2], placement),
+        sizes,
+        problem.capacities,
     )
     # Op 3 has the bridge to op 4: leaving cuts least.
     assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
     alone = refit(
-        problem, net_of(problem), Candidate([0], placement * 0), sizes, problem.capacities
+        problem, net_of(problem), PartitionCandidate([0], placement * 0), sizes, problem.capacities
     )
     assert alone.tolist() == [0] * 8, "nothing else may be used: it stays and is scored as lacking"
 

@@ -12,7 +12,7 @@ from dovetail.reports import schedules_table
 from dovetail.reports import stages_page as drawing
 from dovetail.reports.stages_figures import answer
 from dovetail.reports.stages_page import drawable, render_stages, write_stages_page
-from dovetail.schedulers.results import Effort, Schedules
+from dovetail.schedulers.results import Schedules, SearchEffort
 from tests.support.page_checks import check_self_contained
 from tests.support.schedule_samples import make_matrix, make_scheduled, make_schedules
 
@@ -98,7 +98,9 @@ def test_all_sections_stand_there_with_their_figures():
 
 def test_what_is_not_known_is_left_out():
     result = make_scheduled(measured=(None, None, None))
-    candidates = tuple(replace(c, block_seconds=(), effort=Effort()) for c in result.candidates)
+    candidates = tuple(
+        replace(c, block_seconds=(), effort=SearchEffort()) for c in result.candidates
+    )
     bare = replace(result, candidates=candidates, sampled=(), peak_bytes=0)
     page = render_stages(make_schedules(bare, costs="analytic, within 30 %"))
     assert headings(page) == ["The answer", "Stages", "Latency of all schedules", "Work and memory"]

@@ -7,13 +7,13 @@ from dovetail.pipeline import resolve_model
 from dovetail.schedulers.blocks import cut
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import ios
-from dovetail.schedulers.records import Block, Timing
+from dovetail.schedulers.records import KernelBlock, StageTiming
 from dovetail.schedulers.timing import OnceTimer, block_of, key_of, signatures_of
 
 #   0   1
 #   |   |
 #   2   3     4
-TWINS = Block((0, 0, 0b1, 0b10, 0))
+TWINS = KernelBlock((0, 0, 0b1, 0b10, 0))
 
 
 def test_equal_chains_make_equal_stages():
@@ -30,7 +30,7 @@ def test_a_distinct_stage_is_timed_once_over_all_blocks():
 
     def timer(stages):
         asked.extend(stages)
-        return [Timing(float(stage.bit_count())) for stage in stages]
+        return [StageTiming(float(stage.bit_count())) for stage in stages]
 
     once = OnceTimer()
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_stages_of_real_networks_repeat(graph):
     states = 0
     for part in cut(block):
         own = [signatures[op] for op in part.ops]
-        timer = once.of(part.block, own, lambda stages: [Timing(rng.random()) for _ in stages])
+        timer = once.of(part.block, own, lambda stages: [StageTiming(rng.random()) for _ in stages])
         found = dos(part.block, timer)
         states += found.states
         assert ios(part.block, timer).seconds <= found.seconds + 1e-12
@@ -88,11 +88,11 @@ def test_stages_of_real_networks_repeat(graph):
 
 def test_equal_ops_of_two_inputs_are_not_timed_as_merged():
     once, signatures = OnceTimer(), ["conv"] * 4
-    block = Block((0,) * 4)
+    block = KernelBlock((0,) * 4)
     timer = once.of(
         block,
         signatures,
-        lambda stages: [Timing(1.0, merged=stage == 0b0011) for stage in stages],
+        lambda stages: [StageTiming(1.0, merged=stage == 0b0011) for stage in stages],
         merge_keys=["a", "a", "a", "b"],
     )
     found = timer([0b0011, 0b1001, 0b0110, 0b1010])

@@ -3,14 +3,14 @@ import random
 import pytest
 
 from dovetail.schedulers.merge import merge
-from dovetail.schedulers.records import Block, Timing, members
+from dovetail.schedulers.records import KernelBlock, StageTiming, members
 
 #       0
 #    / / \ \
 #   1 2  3  4      1, 2 and 4 are alike
 #    \ \ / /
 #       5
-BLOCK = Block((0, 1, 1, 1, 1, 0b11110))
+BLOCK = KernelBlock((0, 1, 1, 1, 1, 0b11110))
 KEYS = [None, "a", "a", "b", "a", None]
 
 
@@ -19,7 +19,9 @@ def timer_of(seconds):
 
     def timer(stages):
         return [
-            Timing(seconds[stage], merged=True) if stage in seconds else Timing(stage.bit_count())
+            StageTiming(seconds[stage], merged=True)
+            if stage in seconds
+            else StageTiming(stage.bit_count())
             for stage in stages
         ]
 
@@ -48,7 +50,7 @@ def test_nothing_is_merged_that_does_not_pay():
 def test_the_best_of_all_partitions(seed):
     rng = random.Random(seed)
     ops = rng.randrange(2, 7)
-    block = Block((0,) * ops)
+    block = KernelBlock((0,) * ops)
     seconds = {s: rng.random() * s.bit_count() for s in range(1, 1 << ops) if s & (s - 1)}
 
     def partitions(left):

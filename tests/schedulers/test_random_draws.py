@@ -4,13 +4,13 @@ import random
 import pytest
 
 from dovetail.schedulers.additivity import random_stages
-from dovetail.schedulers.records import Block, Timing, groups_of
+from dovetail.schedulers.records import KernelBlock, StageTiming, groups_of
 from dovetail.schedulers.scheduling import greedy
 from tests.support.dags import random_block
 
 
 def chain(ops):
-    return Block(tuple(1 << op - 1 if op else 0 for op in range(ops)))
+    return KernelBlock(tuple(1 << op - 1 if op else 0 for op in range(ops)))
 
 
 @pytest.mark.parametrize(("groups", "ops"), [(1, 1), (1, 4), (3, 1), (8, 3)])
@@ -39,7 +39,7 @@ def test_a_seed_gives_one_schedule_and_others_others():
 
 def test_draws_reach_from_one_op_after_another_to_all_that_is_ready():
     block = random_block(random.Random(2), 40, 0.06)
-    least = len(greedy(block, lambda stages: [Timing(1.0)] * len(stages)).stages)
+    least = len(greedy(block, lambda stages: [StageTiming(1.0)] * len(stages)).stages)
     rng = random.Random(3)
     counts = [len(random_stages(block, rng, 8, 1)) for _ in range(200)]
     assert max(counts) >= 38
@@ -54,7 +54,7 @@ def test_groups_are_chains_where_they_may_be():
 
 
 def test_groups_that_one_op_reads_become_one():
-    block = Block((0, 0, 0b11))
+    block = KernelBlock((0, 0, 0b11))
     stages = [random_stages(block, random.Random(seed), 2, 2) for seed in range(200)]
     assert all(0b111 not in of_draw for of_draw in stages)
     stages = [random_stages(block, random.Random(seed), 2, 3) for seed in range(200)]

@@ -11,8 +11,8 @@ from dovetail.schedulers.dataflow import dataflow, replayed
 from dovetail.schedulers.dos import endings_of
 from dovetail.schedulers.ios import ios
 from dovetail.schedulers.races import check_races
-from dovetail.schedulers.records import Block, Timing, groups_of, members
-from dovetail.schedulers.scheduling import MOST_STATES, Problem, sequential
+from dovetail.schedulers.records import KernelBlock, StageTiming, groups_of, members
+from dovetail.schedulers.scheduling import MOST_STATES, StageProblem, sequential
 from dovetail.schedulers.states import states_of
 from dovetail.schedulers.timing import block_of, key_of, signatures_of
 from tests.support.dags import random_block
@@ -34,8 +34,8 @@ class Table:
         seconds = random.Random(f"{self.seed} {key}").uniform(0.3, 1.0) * stage.bit_count()
         kinds = {self.keys[op] for op in members(stage)}
         if stage.bit_count() > 1 and len(kinds) == 1 and kinds != {None}:
-            return Timing(0.5 * seconds, merged=True)
-        return Timing(seconds)
+            return StageTiming(0.5 * seconds, merged=True)
+        return StageTiming(seconds)
 
 
 def problem_of(seed, ops=12, share=0.25):
@@ -49,7 +49,7 @@ def problem_of(seed, ops=12, share=0.25):
     ]
     table = Table(block, signatures, keys, seed)
     seconds = [table.of(1 << op).seconds for op in range(ops)]
-    return Problem(block, signatures, table, table, keys, rng.randrange(1, 4), seconds, 0.01)
+    return StageProblem(block, signatures, table, table, keys, rng.randrange(1, 4), seconds, 0.01)
 
 
 def unmerged(problem):
@@ -124,7 +124,7 @@ def repeated(block, times):
             before.append(own or 1 << start)
         ends = [op for op in range(len(block)) if not block.successors[op]]
         before.append(sum(1 << inner[op] for op in ends) or 1 << start)  # join
-    return Block(tuple(before))
+    return KernelBlock(tuple(before))
 
 
 @pytest.mark.parametrize("name", ["dos", "ios", "greedy", "merge"])
@@ -139,7 +139,7 @@ def test_equal_parts_are_searched_once_and_scheduled_as_if_each_was(name, seed):
         for s, before in zip(signatures, block.predecessors, strict=True)
     ]
     table = Table(block, signatures, keys, seed)
-    problem = Problem(block, signatures, table, table, keys, 2, [1.0] * len(block))
+    problem = StageProblem(block, signatures, table, table, keys, 2, [1.0] * len(block))
     found = SCHEDULERS[name](problem)
     shared = len(table.asked)
     # Told apart, each part is searched: same seconds.
@@ -156,11 +156,11 @@ def test_equal_parts_are_searched_once_and_scheduled_as_if_each_was(name, seed):
 
 def test_parts_are_told_apart_by_what_may_merge():
     # Two forks of two equal ops; of the second the ops read two different views.
-    block = Block((0, 0b1, 0b1, 0b110, 1 << 3, 1 << 3, 0b110000))
+    block = KernelBlock((0, 0b1, 0b1, 0b110, 1 << 3, 1 << 3, 0b110000))
     signatures = ["end", "conv", "conv", "end", "conv", "conv", "end"]
     keys = [None, "a", "a", None, "b", "c", None]
     table = Table(block, signatures, keys, 0)
-    found = SCHEDULERS["merge"](Problem(block, signatures, table, table, keys, 2, [1.0] * 7))
+    found = SCHEDULERS["merge"](StageProblem(block, signatures, table, table, keys, 2, [1.0] * 7))
     assert [(s.kernels, s.merged) for s in found.stages if s.merged] == [((1, 2), True)]
 
 
@@ -186,7 +186,7 @@ def test_seconds_of_streams_are_those_of_running_them(seed):
 
 
 def test_waiting_keeps_ops_on_one_stream_where_events_cost_more_than_they_win():
-    fork = Block((0, 0b1, 0b1, 0b110))
+    fork = KernelBlock((0, 0b1, 0b1, 0b110))
     cheap, _ = dataflow(fork, [1.0] * 4, 2, 0.1)
     dear, seconds = dataflow(fork, [1.0] * 4, 2, 5.0)
     assert (len(cheap.orders), len(dear.orders), seconds) == (2, 1, 4.0)
@@ -201,7 +201,7 @@ def test_a_window_is_kept_only_where_a_part_needs_it():
     second = len(before)
     before.append(sum(1 << op for op in range(join + 1, second)))
     before += [1 << second] * 12
-    block = Block(tuple(before))
+    block = KernelBlock(tuple(before))
     found = narrowed(block, 100)
     widths = {
         len(part.ops): window for part, window in zip(found.parts, found.windows, strict=True)
@@ -215,7 +215,9 @@ def test_a_window_is_kept_only_where_a_part_needs_it():
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_nothing_is_scheduled_of_nothing(name):
-    found = SCHEDULERS[name](Problem(Block(()), [], lambda _: [], lambda _: [], [], 2, []))
+    found = SCHEDULERS[name](
+        StageProblem(KernelBlock(()), [], lambda _: [], lambda _: [], [], 2, [])
+    )
     assert (found.seconds, found.stages) == (0, ())
 
 
@@ -259,7 +261,9 @@ def test_stages_of_a_real_network_are_found_and_no_slower():
     block, signatures, kept = parts_of("squeezenet_1_0?batch=1&size=64")
     assert len(kept.parts) == len(cut(block))
     table = Table(block, signatures, [None] * len(block), 0)
-    problem = Problem(block, signatures, table, table, [None] * len(block), 2, [1.0] * len(block))
+    problem = StageProblem(
+        block, signatures, table, table, [None] * len(block), 2, [1.0] * len(block)
+    )
     found = SCHEDULERS["dos"](problem)
     asked = {key_of(block, stage, signatures) for stage in table.asked}
     assert found.states == sum(
@@ -270,7 +274,7 @@ def test_stages_of_a_real_network_are_found_and_no_slower():
     assert len(asked) <= found.states
     alone = sequential(block, table)
     assert found.seconds <= alone.seconds
-    assert ios(kept.parts[1].block, lambda s: [Timing(1.0) for _ in s]).stages
+    assert ios(kept.parts[1].block, lambda s: [StageTiming(1.0) for _ in s]).stages
 
 
 def _named(part, signatures):

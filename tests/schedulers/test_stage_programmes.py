@@ -6,7 +6,7 @@ import pytest
 from dovetail.errors import TooManyStatesError
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import endings_of, ios
-from dovetail.schedulers.records import Block, groups_of, members
+from dovetail.schedulers.records import KernelBlock, groups_of, members
 from dovetail.schedulers.scheduling import greedy, sequential
 from dovetail.schedulers.states import estimate, states_of
 from tests.support.dags import occupancy, random_block, random_seconds
@@ -18,7 +18,7 @@ def diamond():
     #  1     2
     #   \   /
     #     3
-    return Block((0, 0b1, 0b1, 0b110))
+    return KernelBlock((0, 0b1, 0b1, 0b110))
 
 
 def schedules(block, allowed):
@@ -171,7 +171,7 @@ def test_states_are_in_bijection_with_stages_of_independent_ops():
 
 
 def test_a_wide_block_is_refused_with_an_estimate_and_a_window_opens_it():
-    block = Block((0,) * 30)
+    block = KernelBlock((0,) * 30)
     with pytest.raises(TooManyStatesError, match="30 ops") as raised:
         dos(block, random_seconds(0), most=10_000)
     assert raised.value.states == pytest.approx(2**30, rel=0.5)
@@ -182,7 +182,7 @@ def test_a_wide_block_is_refused_with_an_estimate_and_a_window_opens_it():
 
 
 def test_a_window_leaves_out_what_runs_far_ahead():
-    block = Block((0,) * 8)
+    block = KernelBlock((0,) * 8)
     for state in states_of(block, window=3):
         lacking = [op for op in range(8) if not state.ops >> op & 1]
         assert not lacking or state.ops.bit_length() - 1 < lacking[0] + 3
@@ -190,4 +190,4 @@ def test_a_window_leaves_out_what_runs_far_ahead():
 
 def test_an_edge_backwards_is_refused():
     with pytest.raises(ValueError, match="op 1"):
-        Block((0, 0b10))
+        KernelBlock((0, 0b10))

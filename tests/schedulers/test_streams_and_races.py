@@ -8,7 +8,7 @@ from dovetail.schedulers.blocks import cut, joined, narrowed, whole
 from dovetail.schedulers.dataflow import Streams, dataflow, with_waits
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.races import Buffer, check_races, happens_before
-from dovetail.schedulers.records import Block, Timing, members
+from dovetail.schedulers.records import KernelBlock, StageTiming, members
 from dovetail.schedulers.states import states_of
 from tests.support.dags import random_block
 
@@ -19,7 +19,7 @@ from tests.support.dags import random_block
 #   4  5  |      waits: 0 -> 2, 0 -> 3, 5 -> 6, 3 -> 6
 #    \ | /
 #      6
-FORK = Block((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
+FORK = KernelBlock((0, 0b1, 0b1, 0b1, 0b10, 0b100, 0b111000))
 STREAMS = Streams(((0, 1, 4, 6), (2, 5), (3,)), ((0, 2), (0, 3), (3, 6), (5, 6)))
 BUFFERS = [
     Buffer(0, 8),
@@ -123,20 +123,20 @@ def test_orders_that_deadlock_are_refused():
 
 
 def test_blocks_end_at_ops_that_all_paths_pass():
-    chained = Block((*FORK.predecessors, 1 << 6, 1 << 7, 1 << 7, 0b11 << 8))
+    chained = KernelBlock((*FORK.predecessors, 1 << 6, 1 << 7, 1 << 7, 0b11 << 8))
     parts = cut(chained)
     assert [part.ops for part in parts] == [(0,), (1, 2, 3, 4, 5, 6), (7,), (8, 9, 10)]
     assert parts[1].block.predecessors == (0, 0, 0, 0b1, 0b10, 0b11100)
 
 
 def test_two_ends_are_one_block():
-    assert [part.ops for part in cut(Block((0, 0b1, 0b1)))] == [(0,), (1, 2)]
-    assert [part.ops for part in cut(Block((0, 0)))] == [(0, 1)]
+    assert [part.ops for part in cut(KernelBlock((0, 0b1, 0b1)))] == [(0,), (1, 2)]
+    assert [part.ops for part in cut(KernelBlock((0, 0)))] == [(0, 1)]
 
 
 def test_cells_that_read_two_cells_before_are_cut_between_cells():
     # 0 | 1 2 3 | 4 5 6 | 7 8 9: each cell reads the last op of the two before.
-    cells = Block((0, 0b1, 0b1, 0b110, 0b1000, 0b1, 0b110000, 1 << 6, 1 << 3, 0b110000000))
+    cells = KernelBlock((0, 0b1, 0b1, 0b110, 0b1000, 0b1, 0b110000, 1 << 6, 1 << 3, 0b110000000))
     assert [part.ops for part in cut(cells)] == [(0,), (1, 2, 3, 4, 5, 6, 7, 8, 9)]
     assert [part.ops for part in cut(cells, crossing=2)] == [
         (0,), (1,), (2, 3), (4, 5, 6), (7,), (8, 9)
@@ -144,13 +144,13 @@ def test_cells_that_read_two_cells_before_are_cut_between_cells():
 
 
 def test_a_wide_block_is_cut_no_finer_than_it_must_be():
-    cells = Block((0, 0b1, 0b1, 0b110, 0b1000, 0b1, 0b110000, 1 << 6, 1 << 3, 0b110000000))
+    cells = KernelBlock((0, 0b1, 0b1, 0b110, 0b1000, 0b1, 0b110000, 1 << 6, 1 << 3, 0b110000000))
     assert [part.ops for part in narrowed(cells, most=100).parts] == [(0,), tuple(range(1, 10))]
     found = narrowed(cells, most=6)
     assert found.pruning == "cut where 2 ops are read later"
     assert all(len(states_of(part.block)) <= 6 for part in found.parts)
     assert sorted(op for part in found.parts for op in part.ops) == list(range(10))
-    wide = narrowed(Block((0,) * 24), most=1000)
+    wide = narrowed(KernelBlock((0,) * 24), most=1000)
     assert wide.pruning == "a window of 6 ops"
     assert len(states_of(wide.parts[0].block, wide.windows[0])) <= 1000
 
@@ -161,7 +161,7 @@ def test_stages_of_independent_ops_lose_nothing_by_cutting(seed):
     block = random_block(rng, 12, 0.5)
 
     def timer(stages):
-        return [Timing(random.Random(f"{seed} {stage}").random() + 0.1) for stage in stages]
+        return [StageTiming(random.Random(f"{seed} {stage}").random() + 0.1) for stage in stages]
 
     found = []
     for part in cut(block):

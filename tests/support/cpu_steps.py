@@ -5,7 +5,7 @@ from torch import nn
 
 from dovetail.executors.stages.cpu import CpuStep
 from dovetail.executors.stages.functions import Functions
-from dovetail.executors.stages.phases import Phase
+from dovetail.executors.stages.phases import SchedulePhase
 from dovetail.executors.stages.targets import example_of
 from dovetail.schedulers.dataflow import dataflow
 from dovetail.schedulers.timing import block_of
@@ -27,7 +27,7 @@ class Ready:
         return dataflow(self.block, [1.0] * len(self.block), count)[0]
 
     def phase(self, streams):
-        return Phase(tuple(range(len(self.block))), streams)
+        return SchedulePhase(tuple(range(len(self.block))), streams)
 
     def step(self, *phases, threads=1):
         return CpuStep(self.prepared, self.block, phases, self.functions, threads)

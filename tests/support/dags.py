@@ -2,18 +2,20 @@
 
 import random
 
-from dovetail.schedulers.records import Block, Timing, groups_of, members
+from dovetail.schedulers.records import KernelBlock, StageTiming, groups_of, members
 
 
 def random_block(rng, ops, share=0.35):
-    return Block(tuple(sum(1 << j for j in range(i) if rng.random() < share) for i in range(ops)))
+    return KernelBlock(
+        tuple(sum(1 << j for j in range(i) if rng.random() < share) for i in range(ops))
+    )
 
 
 def random_seconds(seed):
     """A timer whose seconds depend on the stage alone."""
 
     def timer(stages):
-        return [Timing(random.Random(f"{seed} {stage}").random() + 0.1) for stage in stages]
+        return [StageTiming(random.Random(f"{seed} {stage}").random() + 0.1) for stage in stages]
 
     return timer
 
@@ -25,7 +27,7 @@ def occupancy(block, op_seconds, launch_seconds=0.1, together=3.0):
         found = []
         for stage in stages:
             totals = [sum(op_seconds[i] for i in members(g)) for g in groups_of(block, stage)]
-            found.append(Timing(launch_seconds + max(max(totals), sum(totals) / together)))
+            found.append(StageTiming(launch_seconds + max(max(totals), sum(totals) / together)))
         return found
 
     return timer

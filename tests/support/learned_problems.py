@@ -4,7 +4,7 @@ import numpy as np
 
 from dovetail.costs import Costs
 from dovetail.graph import Groups, Phase
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 from dovetail.simulator import Simulator
 from tests.support.builders import Op, graph_of, machine_of, source
 
@@ -86,7 +86,7 @@ def random_task(seed, groups=8, devices=2, *, training=True, tight=None):
         split, whole = simulator.evaluate(np.stack([halves, one])).peak_memory_bytes.max(axis=1)
         memory = int(min(1.05 * split, 0.98 * whole) if 1.02 * split < whole else 1.05 * split)
         machine = machine_of(devices, memory_bytes=memory, bandwidth=BANDWIDTH, latency=1e-3)
-    return Task(f"random {seed}", graph, machine, costs, of_groups)
+    return PlacementTask(f"random {seed}", graph, machine, costs, of_groups)
 
 
 def random_problem(seed, groups=8, devices=2, **options):

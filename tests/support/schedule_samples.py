@@ -7,14 +7,14 @@
 import random
 
 from dovetail.schedulers.dataflow import dataflow
-from dovetail.schedulers.records import Block
+from dovetail.schedulers.records import KernelBlock
 from dovetail.schedulers.results import (
-    Candidate,
-    Effort,
     KernelStage,
     KernelWork,
+    ScheduleCandidate,
     Scheduled,
     Schedules,
+    SearchEffort,
     Specialisation,
 )
 
@@ -34,7 +34,7 @@ def network(blocks=3, branches=2, depth=2):
         before.append(sum(1 << group[-1] for group in groups))
         parts.append(tuple(range(first, len(before))))
         sides.append(tuple(groups))
-    return Block(tuple(before)), tuple(parts), sides
+    return KernelBlock(tuple(before)), tuple(parts), sides
 
 
 def staged(parts, sides, together, merged=()):
@@ -56,7 +56,7 @@ def make_candidate(name, block, stages=(), seconds=(), measured=None, **rest):
     streams, _ = dataflow(block, [MS] * len(block), 1 if stages else 2)
     predicted = sum(stage.seconds for stage in stages) or 0.01
     steps = () if measured is None else tuple(measured * (1 + 0.001 * i) for i in range(9))
-    return Candidate(name, stages, streams, predicted, seconds, steps, **rest)
+    return ScheduleCandidate(name, stages, streams, predicted, seconds, steps, **rest)
 
 
 def make_scheduled(batch=1, name="kernel", measured=(0.016, 0.012, 0.013), chosen="ios", **sizes):
@@ -67,7 +67,7 @@ def make_scheduled(batch=1, name="kernel", measured=(0.016, 0.012, 0.013), chose
         for i in range(len(block))
     )
     merged = (parts[-1],) if sizes.get("depth") == 1 else ()
-    effort = Effort(1206, 9504, 659, 321, 4.5, 3.25)
+    effort = SearchEffort(1206, 9504, 659, 321, 4.5, 3.25)
     candidates = (
         make_candidate("sequential", block, *staged(parts, sides, None), measured[0]),
         make_candidate(

@@ -9,7 +9,7 @@ from dovetail.frontends import capture
 from dovetail.frontends.program import Ref
 from dovetail.graph.kernels import fuse
 from dovetail.schedulers.merge import merge
-from dovetail.schedulers.records import Timing, members
+from dovetail.schedulers.records import StageTiming, members
 from dovetail.schedulers.timing import block_of
 
 
@@ -32,7 +32,7 @@ class Step:
         block = block_of(self.captured.graph, self.kernels)
 
         def timer(stages):
-            return [Timing(1.0, merged=stage & stage - 1 != 0) for stage in stages]
+            return [StageTiming(1.0, merged=stage & stage - 1 != 0) for stage in stages]
 
         return [tuple(members(stage)) for stage in merge(block, timer, self.keys).stages]
 

@@ -29,13 +29,13 @@ from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.grouping import merge_single_consumers
 from dovetail.machine import Machine, parse_machine
 from dovetail.machine.files import machine_to_dict
-from dovetail.placers.learned.records import LearningSettings, Task, Trials
+from dovetail.placers.learned.records import LearningSettings, PlacementTask, Trials
 from dovetail.placers.multilevel import coarsen
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # they need torch
-    from dovetail.placers.learned.learner import PolicyLearner, Seen
+    from dovetail.placers.learned.learner import PolicyLearner, TaskView
     from dovetail.placers.learned.policy import Policy
 
 TellTraining = Callable[[int, float], None]
@@ -50,7 +50,7 @@ then, and all further placements would be repeats."""
 _FINEST_SHARE = 2.0**-12
 
 
-def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Task, str]:
+def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[PlacementTask, str]:
     """The task a method is trained on, and how its groups came about."""
     task = by_rule(name, graph, machine)
     if method in RL17_METHODS:
@@ -59,12 +59,14 @@ def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Tas
     return replace(task, groups=groups), grouping
 
 
-def by_rule(name: str, graph: Graph, machine: Machine) -> Task:
+def by_rule(name: str, graph: Graph, machine: Machine) -> PlacementTask:
     """A row as planners get it: the groups of RL17's rule."""
-    return Task(name, graph, machine, analytic_costs(graph, machine), group(graph), ranked=True)
+    return PlacementTask(
+        name, graph, machine, analytic_costs(graph, machine), group(graph), ranked=True
+    )
 
 
-def _sized(task: Task) -> tuple[Groups, str]:
+def _sized(task: PlacementTask) -> tuple[Groups, str]:
     """`FEWEST_GROUPS` groups or more, as few as can be: RL17's rule with ever smaller groups, all
     that colocation leaves where even they are too few; where there are more than `MOST_GROUPS`,
     joined by heavy edges."""
@@ -91,7 +93,7 @@ class Tally:
     A placement that was simulated before is looked up; it counts as a trial all the same.
     """
 
-    def __init__(self, problem: Problem, tell: TellTraining) -> None:
+    def __init__(self, problem: PlacementProblem, tell: TellTraining) -> None:
         self.problem, self._tell = problem, tell
         self._known: dict[bytes, tuple[float, bool]] = {}
         self._seen: set[bytes] = set()
@@ -149,7 +151,7 @@ class Tally:
 
 
 def train(
-    method: str, tasks: Sequence[Task], tallies: Sequence[Tally], *, trials: int, seed: int
+    method: str, tasks: Sequence[PlacementTask], tallies: Sequence[Tally], *, trials: int, seed: int
 ) -> int:
     """Train a fresh policy on the tasks in turn; how many updates it took."""
     from dovetail.placers.learned.catalog import make_policy, settings_of
@@ -161,18 +163,18 @@ def train(
     return drive(policy, settings_of(method), views, tallies, trials=trials, seed=seed).updates
 
 
-def views_of(tasks: Sequence[Task]) -> list["Seen"]:
+def views_of(tasks: Sequence[PlacementTask]) -> list["TaskView"]:
     """The tasks as a policy sees them."""
     from dovetail.placers.learned.features import look
-    from dovetail.placers.learned.learner import Seen
+    from dovetail.placers.learned.learner import TaskView
 
-    return [Seen(task.name, look(task.problem(threads=1))) for task in tasks]
+    return [TaskView(task.name, look(task.problem(threads=1))) for task in tasks]
 
 
 def drive(
     policy: "Policy",
     settings: LearningSettings,
-    seen: Sequence["Seen"],
+    seen: Sequence["TaskView"],
     tallies: Sequence[Tally],
     *,
     trials: int,
@@ -183,14 +185,14 @@ def drive(
     tallies know."""
     import torch
 
-    from dovetail.placers.learned.learner import Best, PolicyLearner
+    from dovetail.placers.learned.learner import BestPlacement, PolicyLearner
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     learner = PolicyLearner(policy, seen, tallies, settings, seed=seed)
     for one, tally in zip(seen, tallies, strict=True):
         if tally.placement is not None:
-            learner.best[one.name] = Best(tally.placement, tally.best_seconds, 0)
+            learner.best[one.name] = BestPlacement(tally.placement, tally.best_seconds, 0)
     theta, idle = learner.theta, 0
     try:
         for first in range(0, trials, settings.trials):
@@ -207,7 +209,7 @@ def drive(
 
 
 def run_learned(
-    task: Task,
+    task: PlacementTask,
     grouping: str,
     method: str,
     *,

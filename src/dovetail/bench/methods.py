@@ -21,8 +21,8 @@ from dovetail.placers import (
     PLACERS,
     Budget,
     GroupPlacement,
+    PlacementProblem,
     Placer,
-    Problem,
     make_problem,
     parse_budget,
     permitted,
@@ -115,7 +115,7 @@ class Ground:
     permitted   [ops, devices] where an op may be, whatever group it is in
     """
 
-    problem: Problem
+    problem: PlacementProblem
     permitted: NDArray[np.bool_]
     bound: LowerBound
 
@@ -211,7 +211,7 @@ def _on_one(kind: str) -> Placer:
     """Everything on the first device of that kind, as RL17's two first columns: what may not be
     there goes to its fastest device."""
 
-    def place(problem: Problem, _budget: Budget) -> GroupPlacement:
+    def place(problem: PlacementProblem, _budget: Budget) -> GroupPlacement:
         return problem.settle(np.full(problem.groups.count, first_of(problem.machine, kind)))
 
     return place
@@ -224,7 +224,7 @@ def _limit(name: str, budget: str) -> Budget:
     return limit
 
 
-def _refuse_exact(problem: Problem, name: str) -> None:
+def _refuse_exact(problem: PlacementProblem, name: str) -> None:
     """Raise for `exact` where it would take its budget for nothing, as `auto` leaves it out."""
     if name == "exact" and len(problem.free) > MOST_EXACT_GROUPS:
         raise InfeasibleError(

@@ -517,7 +517,7 @@ HOW_LEARNED = {
         "as stand there."
     ),
 }
-SYNCHRONOUS, ASYNCHRONOUS = "synchronous towers", "asynchronous towers"  # as `Curve.name` says
+SYNCHRONOUS, ASYNCHRONOUS = "synchronous towers", "asynchronous towers"  # `LossCurve.name`
 TOWERS_TEXT = (
     "The paper compares its placement with data parallelism on Inception-V3 (section 4.4): batch "
     "128 as 4 towers of 32, parameters and data reading on the CPU. Its placement trains 19.7 % "

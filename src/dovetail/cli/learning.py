@@ -27,7 +27,7 @@ from dovetail.pipeline.requests import HERE, LEARNERS, TRIALS, LearnRequest, Tas
 if TYPE_CHECKING:
     from dovetail.cli.learning_run import LearningOutputs
     from dovetail.pipeline.sources import Step
-    from dovetail.placers.learned.pretraining import Progress, Recipe
+    from dovetail.placers.learned.pretraining import PretrainingProgress, Recipe
     from dovetail.placers.learned.records import Point
 
 # --- `dovetail learn pretrain`: the recipe of the shipped policy, as one command ---
@@ -80,7 +80,7 @@ def pretrain(  # noqa: PLR0913  one argument an option
         where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bar = stack.enter_context(progress_bar())
 
-        def heard(news: "Progress") -> None:
+        def heard(news: "PretrainingProgress") -> None:
             share = news.done / news.of if news.of else 0.0
             point = news.point
             bar(f"{news.stage} {news.text}", share, None if point is None else point.best)

@@ -1,4 +1,4 @@
-"""A plan at work: its parameters in shared memory, its devices' processes ready for steps.
+"""A loaded plan: its parameters are in shared memory, and its devices' processes run its steps.
 
     parent                   shared block                       worker of a device
     step(*inputs) ─ copy ──► inputs                             reads its sources in place
@@ -29,7 +29,7 @@ from dovetail.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from dovetail.executors.shares import Send, Share, distinct, ops_of, share_out, tensor_at
+from dovetail.executors.shares import SendTensor, Share, distinct, ops_of, share_out, tensor_at
 from dovetail.executors.worker import Failed, Load, Step, Unload
 from dovetail.executors.workers import Workers
 from dovetail.frontends.interpret import example_values, held_values, source_value
@@ -46,11 +46,10 @@ from dovetail.runtime.timers import summarise
 from dovetail.runtime.waiting import address_of, publish
 from dovetail.timeline import Timeline
 
-# From the stamps that a timed step leaves in shared memory to a Timeline.
-
 
 def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Timeline:
-    """What the last step did, which must have been a timed one, from the stamps in the block.
+    """The timeline of the last step, which must have been a timed one, from its stamps in the
+    block.
 
     A transfer's span is the copy by the sending device; where the machine has no link, it is on
     the channel of its first hop. Ops that ran together have the span of all, as where a stage is
@@ -64,7 +63,7 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
         stamps = block.view(share.stamps, shape, np.int64).tolist()
         for instruction, (start, stop) in zip(share.instructions, stamps, strict=True):
             spans += [(start, op, share.device, stop) for op in ops_of(instruction)]
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendTensor):
                 to = instruction.destination
                 channel = _channel(machine, share.device, to)
                 row = (instruction.tensor, instruction.op, share.device, to)
@@ -110,15 +109,8 @@ def _channel(machine: Machine, source: int, destination: int) -> int:
     return machine.channels.index(machine.links[link].channel)
 
 
-# Measuring plans at work.
-#
-# The protocol is RL17's (Mirhoseini et al., "Device Placement Optimization with Reinforcement
-# Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4): warm up, run some steps, drop
-# the first, report the rest. Differences: the median, as identical runs differ on a shared machine.
-# The steps that count are not stamped; a few more are, for the timeline.
-
-
 TIMED_STEPS = 3
+"""Steps that are stamped for the timeline, after those that count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +148,12 @@ def measure_steps(
     warmup: int,
     others_cores: Callable[[], float | None] = lambda: None,
 ) -> Measurement:
-    """Warm up, run `steps` (at least 2) steps, drop the first; then stamped ones.
+    """Warm up, run `steps` (at least 2) steps, drop the first; then run the stamped ones.
+
+    Paper: the protocol of RL17 (Mirhoseini et al., "Device Placement Optimization with
+    Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4). Differences:
+    the median is reported, because identical runs differ on a shared machine. Steps that count are
+    not stamped, since stamping takes time.
 
     `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's;
     `others_cores()` says what other programs used since this was called.
@@ -186,9 +183,10 @@ def _check_steps(steps: int) -> None:
 
 
 DRAIN_SECONDS = 10.0
+"""After a failed step, borrowed workers have this long to answer before they are given up."""
 
 
-class Placed:
+class PlacedNetwork:
     """A loaded plan; a context manager. Made by `executors.run`.
 
     After a failed step it is closed, and says so.
@@ -422,11 +420,11 @@ class Placed:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
 
     def _results(self) -> Any:
-        found = {
+        values = {
             tensor: distinct(tensor_at(self._block, slot), slot.strides).expand(slot.shape).clone()
             for tensor, slot in self._shares.outputs.items()
         }
-        return substitute(self.captured.program.outputs, Ref, lambda ref: found[ref.tensor])
+        return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
 
     def _value_of(self, name: str) -> Tensor:
         """The parameter or buffer itself, by any of its names."""
@@ -448,7 +446,9 @@ class Placed:
         return self.captured.graph.names[op] if op >= 0 else ""
 
 
-def run(plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None) -> Placed:
+def run(
+    plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None
+) -> PlacedNetwork:
     """Load the plan on this machine's CPU devices.
 
     `seed` draws the weights where the captured module is fake, and the numbers of random ops.
@@ -459,11 +459,11 @@ def run(plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | Non
     """
     check(plan, captured.graph)
     if workers is None:
-        return Placed(plan, captured, Workers(plan.machine), True, seed)
+        return PlacedNetwork(plan, captured, Workers(plan.machine), True, seed)
     if not workers.serves(plan.machine):
         raise UsageError("workers", f"are for other devices than {plan.machine.name}'s")
     workers.check_open()
-    return Placed(plan, captured, workers, False, seed)
+    return PlacedNetwork(plan, captured, workers, False, seed)
 
 
 def _source_tensors(captured: Captured) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""A plan's shares: what each device's process does in one step, as flat lists of instructions.
+"""A plan's shares: for each device's process, the flat list of instructions of one step.
 
     device 0                          device 1
-    Run a                             Wait x       flag of (x, device 1) ≥ this step
+    Run a                             Await x      flag of (x, device 1) ≥ this step
     Send x -> 1   ── slot of x ──►    Run b        reads the slot itself, nothing is copied again
     Run c         ◄── flag only ──    Send -> 0    a control edge
 
@@ -13,8 +13,8 @@ simulator frees after their last use, all stand in the block at once.
 A stage waits for all it needs from other devices, runs, and then sends. Where a device has cores
 for it, the groups of a stage run at the same time:
 
-    Wait x, Wait y ── Together ┬ a, b ┬── Send a, Send c
-                               └ c    ┘
+    Await x, Await y ── RunLanes ┬ a, b ┬── Send a, Send c
+                                 └ c    ┘
 
 Takes O(ops + tensors + reads).
 """
@@ -40,14 +40,14 @@ from dovetail.runtime.setup import set_up_thread
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 from dovetail.units import DTYPE_BYTES
 
-# Stages whose groups run at the same time, one lane of groups a core.
+# ── Lanes: the groups of a stage run at the same time, one lane of groups for each core ──────────
 #
 #     stage  a ─► b   c   d ─► e          groups: ab, c, de
 #     lanes  ├─ a ─┤├─ b ─┤├─ c ─┤        on two cores, the longest group first
 #            ├─── d ───┤├── e ──┤
 #
-# Torch's threads are set per thread: those of a `Team` give each op one, and never change, so that
-# the thread that runs everything else keeps all of the device's.
+# Torch's number of threads is a setting of each thread: `LaneThreads` give each op one thread and
+# never change that, so the thread that runs everything else keeps all threads of the device.
 
 
 Lane = Callable[[], None]
@@ -83,7 +83,7 @@ def groups_of(stages: Sequence[Stages], graph: Graph) -> NDArray[np.int32]:
     return labels
 
 
-class Team:
+class LaneThreads:
     """Threads that run lanes at the same time, one a lane. They start with the first lanes that
     need them, and end with the process."""
 
@@ -94,21 +94,21 @@ class Team:
     def run(self, lanes: Sequence[Lane]) -> None:
         """Run the lanes; once all have ended, raise what one of them has raised."""
         while len(self._waiting) < len(lanes):
-            own: SimpleQueue[Lane] = SimpleQueue()
-            self._waiting.append(own)
-            Thread(target=self._serve, args=(own,), daemon=True).start()
-        for own, lane in zip(self._waiting, lanes, strict=False):
-            own.put(lane)
+            queue: SimpleQueue[Lane] = SimpleQueue()
+            self._waiting.append(queue)
+            Thread(target=self._serve, args=(queue,), daemon=True).start()
+        for queue, lane in zip(self._waiting, lanes, strict=False):
+            queue.put(lane)
         raised = [error for _ in lanes if (error := self._ended.get()) is not None]
         if raised:
             raise raised[0]
 
-    def _serve(self, own: SimpleQueue[Lane]) -> None:
+    def _serve(self, queue: SimpleQueue[Lane]) -> None:
         set_up_thread(1)
         with torch.inference_mode():
             while True:
                 try:
-                    own.get()()  # and keep nothing of it
+                    queue.get()()  # and keep nothing of it
                 except BaseException as error:  # the thread that waits raises it
                     self._ended.put(error)
                 else:
@@ -119,7 +119,7 @@ LINE_BYTES = ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
-class Slot:
+class BlockSlot:
     """Where a tensor lies in the block: `bytes` from `offset` on, gaps of its strides included."""
 
     offset: int
@@ -130,7 +130,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOp:
     """Call the op; then forget tensors `frees`."""
 
     op: int
@@ -138,7 +138,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Together:
+class RunLanes:
     """Call the ops of each lane one after another, all lanes at the same time; then forget `frees`.
 
     lanes   none empty, and none needs what another makes
@@ -154,7 +154,7 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Send:
+class SendTensor:
     """Copy `tensor` to its slot for `destination` and raise the flag; then forget `frees`.
 
     tensor -1: a control edge, the flag alone. `op` made the tensor, or has ended.
@@ -164,21 +164,21 @@ class Send:
     tensor: int
     destination: int
     flag: int
-    slot: Slot | None
+    slot: BlockSlot | None
     frees: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Wait:
+class AwaitFlag:
     """Before `op`, wait for the flag; then `tensor` is in `slot` (-1, None: a control edge)."""
 
     op: int
     tensor: int
     flag: int
-    slot: Slot | None
+    slot: BlockSlot | None
 
 
-Instruction = Run | Together | Send | Wait
+Instruction = RunOp | RunLanes | SendTensor | AwaitFlag
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Share:
     barrier: int
     abort: int
     instructions: tuple[Instruction, ...]
-    sources: tuple[tuple[int, Slot], ...]
-    outputs: tuple[tuple[int, Slot], ...]
+    sources: tuple[tuple[int, BlockSlot], ...]
+    outputs: tuple[tuple[int, BlockSlot], ...]
     progress: int
     stamps: int
 
@@ -219,8 +219,8 @@ class Shares:
     shares: tuple[Share, ...]
     size_bytes: int
     abort: int
-    sources: dict[int, Slot]
-    outputs: dict[int, Slot]
+    sources: dict[int, BlockSlot]
+    outputs: dict[int, BlockSlot]
 
 
 def share_out(plan: Plan, graph: Graph) -> Shares:
@@ -230,7 +230,7 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
     layout = Layout()
     abort, barrier = layout.reserve(8), layout.reserve(LINE_BYTES * len(devices))
     outputs = tuple(dict.fromkeys(graph.outputs.tolist()))
-    cut = _Cut(plan, graph, stages, layout, outputs)
+    cut = _InstructionBuilder(plan, graph, stages, layout, outputs)
     lists = [tuple(cut.instructions(device, stages[device])) for device in devices]
     sources = {
         tensor: cut.slot(tensor)
@@ -261,8 +261,8 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
     return Shares(shares, layout.size_bytes, abort, sources, copied)
 
 
-class _Cut:
-    """Finds the instructions of every device; hands out flags and slots on the way."""
+class _InstructionBuilder:
+    """Builds the instructions of every device, and hands out flags and slots for them."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class _Cut:
             EVERYWHERE if graph.residences[op] == EVERYWHERE else self.placement[op]
             for op in graph.producers.tolist()
         ]
-        self.flags: dict[tuple[int, int, int], tuple[int, Slot | None]] = {}
+        self.flags: dict[tuple[int, int, int], tuple[int, BlockSlot | None]] = {}
         self.after: dict[int, set[int]] = defaultdict(set)  # op -> devices that wait for its end
         self.before: dict[int, list[int]] = defaultdict(list)
         for before, op in graph.control.tolist():
@@ -294,14 +294,14 @@ class _Cut:
         """The device where the tensor is made; of what lives everywhere, a reader of it."""
         return int(self.placement[self.graph.producers[tensor]])
 
-    def slot(self, tensor: int, slack_bytes: int = 0) -> Slot:
+    def slot(self, tensor: int, slack_bytes: int = 0) -> BlockSlot:
         """A fresh slot for the tensor, which may start up to `slack_bytes` later."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
         extent = extent_of(shape, strides) * DTYPE_BYTES[dtype]
-        return Slot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
+        return BlockSlot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
 
-    def flag(self, op: int, tensor: int, destination: int) -> tuple[int, Slot | None]:
+    def flag(self, op: int, tensor: int, destination: int) -> tuple[int, BlockSlot | None]:
         """Flag and slot of the tensor, or of the op's end (tensor -1), for the destination."""
         key = (op, tensor, destination)
         if key not in self.flags:
@@ -313,33 +313,33 @@ class _Cut:
 
     def instructions(self, device: int, stages: Stages) -> list[Instruction]:
         graph = self.graph
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         for op in np.flatnonzero(graph.is_source).tolist():
             if graph.residences[op] != EVERYWHERE and self.placement[op] == device:
-                found += self.sends(op)
+                instructions += self.sends(op)
         arrived: set[int] = set()
         for stage in stages:
             for op in stage:
-                found += self.waits(device, op, arrived)
-            found += self.runs(device, stage)
+                instructions += self.waits(device, op, arrived)
+            instructions += self.runs(device, stage)
             for op in stage:
-                found += self.sends(op)
-        return self.with_frees(device, found)
+                instructions += self.sends(op)
+        return self.with_frees(device, instructions)
 
     def waits(self, device: int, op: int, arrived: set[int]) -> list[Instruction]:
-        """What goes before an op: what it needs of other devices and has not `arrived` yet."""
-        found: list[Instruction] = []
+        """The waits before an op: for what it needs from other devices and has not `arrived`."""
+        instructions: list[Instruction] = []
         for tensor in self.graph.inputs_of(op).tolist():
             home = self.homes[tensor]
             if home not in (device, EVERYWHERE) and tensor not in arrived:
                 arrived.add(tensor)
                 flag = self.flag(int(self.graph.producers[tensor]), tensor, device)
-                found.append(Wait(op, tensor, *flag))
+                instructions.append(AwaitFlag(op, tensor, *flag))
         for before in self.before[op]:
             if ~before not in arrived:
                 arrived.add(~before)
-                found.append(Wait(op, -1, *self.flag(before, -1, device)))
-        return found
+                instructions.append(AwaitFlag(op, -1, *self.flag(before, -1, device)))
+        return instructions
 
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
         """The ops of a stage: its groups together, if there are several and cores for them."""
@@ -348,26 +348,27 @@ class _Cut:
             seconds = self.plan.compute_seconds[:, device]
             lanes = lanes_of(stage, self.groups, seconds, cores)
             if len(lanes) > 1:
-                return [Together(lanes)]
-        return [Run(op) for op in stage]
+                return [RunLanes(lanes)]
+        return [RunOp(op) for op in stage]
 
     def sends(self, op: int) -> list[Instruction]:
-        """What follows an op: its outputs to whom they are missing, then word of its end."""
-        found: list[Instruction] = []
+        """The sends after an op: its outputs to each device that reads them, then flags of its end
+        for the devices that wait for it."""
+        instructions: list[Instruction] = []
         for tensor in self.graph.outputs_of(op):
             readers = {self.placement[c] for c in self.graph.consumers_of(tensor).tolist()}
             for to in sorted(readers - {self.placement[op]}):
-                found.append(Send(op, tensor, to, *self.flag(op, tensor, to)))
+                instructions.append(SendTensor(op, tensor, to, *self.flag(op, tensor, to)))
         for to in sorted(self.after[op]):
-            found.append(Send(op, -1, to, *self.flag(op, -1, to)))
-        return found
+            instructions.append(SendTensor(op, -1, to, *self.flag(op, -1, to)))
+        return instructions
 
     def with_frees(self, device: int, instructions: list[Instruction]) -> list[Instruction]:
         """The same, each tensor made here forgotten after the last instruction that needs it."""
         graph = self.graph
         last: dict[int, int] = {}
         for index, instruction in enumerate(instructions):
-            used = [instruction.tensor] if isinstance(instruction, Send) else []
+            used = [instruction.tensor] if isinstance(instruction, SendTensor) else []
             for op in ops_of(instruction):
                 used += [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
             last |= dict.fromkeys(used, index)
@@ -378,7 +379,7 @@ class _Cut:
                 frees[index].append(tensor)
         return [
             instruction
-            if index not in frees or isinstance(instruction, Wait)
+            if index not in frees or isinstance(instruction, AwaitFlag)
             else replace(instruction, frees=tuple(frees[index]))
             for index, instruction in enumerate(instructions)
         ]
@@ -387,14 +388,14 @@ class _Cut:
 def ops_of(instruction: Instruction) -> tuple[int, ...]:
     """The ops that it calls."""
     match instruction:
-        case Run(op=op):
+        case RunOp(op=op):
             return (op,)
-        case Together(lanes=lanes):
+        case RunLanes(lanes=lanes):
             return tuple(chain.from_iterable(lanes))
     return ()
 
 
-def _sources_read(graph: Graph, cut: _Cut, device: int, stages: Stages) -> set[int]:
+def _sources_read(graph: Graph, cut: _InstructionBuilder, device: int, stages: Stages) -> set[int]:
     """Tensors of sources that the device needs in place: those that live here, or are read here
     and live everywhere."""
     ops = chain.from_iterable(stages)
@@ -414,10 +415,7 @@ def extent_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-# Tensors that lie in a block of shared memory.
-
-
-def tensor_at(block: Block, slot: Slot, skew_bytes: int = 0) -> Tensor:
+def tensor_at(block: Block, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
     """The slot as a tensor of its shape and strides, `skew_bytes` into the slot.
 
     Each has a torch storage of its own, as ops that address storage expect.

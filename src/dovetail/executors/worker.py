@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from dovetail.executors.shares import (
+    AwaitFlag,
+    BlockSlot,
     Instruction,
     Lane,
-    Run,
-    Send,
+    LaneThreads,
+    RunLanes,
+    RunOp,
+    SendTensor,
     Share,
-    Slot,
-    Team,
-    Together,
-    Wait,
     distinct,
     tensor_at,
 )
@@ -73,7 +73,7 @@ class Unload:
 
 
 @dataclass(frozen=True)
-class Threads:
+class UseThreads:
     """Use `count` threads an op from here on; the reply is "ready"."""
 
     count: int
@@ -105,7 +105,7 @@ def serve(channel: Channel) -> None:
     set_up(threads)
     cores = os.sched_getaffinity(0)
     spinning = Spinning(cores, threads)
-    team = Team()
+    team = LaneThreads()
     loaded: dict[int, _Loaded] = {}
     program, calls = 0, dict[int, Call]()
     with torch.inference_mode():
@@ -125,7 +125,7 @@ def serve(channel: Channel) -> None:
                 case Unload(key=key):
                     loaded.pop(key).block.close()
                     gc.collect()  # its values and its instructions refer to each other
-                case Threads(count=count):
+                case UseThreads(count=count):
                     set_up_thread(count)
                     channel.send("ready")
 
@@ -134,7 +134,12 @@ class _Loaded:
     """A share bound to its values."""
 
     def __init__(
-        self, load: Load, calls: dict[int, Call], block: Block, team: Team, spinning: Spinning
+        self,
+        load: Load,
+        calls: dict[int, Call],
+        block: Block,
+        team: LaneThreads,
+        spinning: Spinning,
     ) -> None:
         self.block = block
         self.team = team
@@ -206,8 +211,8 @@ class _Loaded:
     def _meet(self, value: int) -> None:
         share = self.share
         flags, spin_ns = self.base + share.barrier, self.spin_ns[0]
-        found = barrier(flags, share.seats, share.seat, value, self.abort, spin_ns)
-        if found == ABORTED:
+        reached = barrier(flags, share.seats, share.seat, value, self.abort, spin_ns)
+        if reached == ABORTED:
             raise Aborted
 
     def _current_op(self) -> int:
@@ -216,15 +221,15 @@ class _Loaded:
 
     def _bind(self, instruction: Instruction, calls: dict[int, Call]) -> Bound:
         match instruction:
-            case Run(op=op, frees=frees):
+            case RunOp(op=op, frees=frees):
                 return bind(calls[op], self.values, frees, self._seed_of(calls[op].seed_index(op)))
-            case Together(lanes=lanes, frees=frees):
+            case RunLanes(lanes=lanes, frees=frees):
                 return self._bind_together([self._bind_lane(ops, calls) for ops in lanes], frees)
-            case Send(slot=None) as send:
+            case SendTensor(slot=None) as send:
                 return self._bind_signal(send)
-            case Send(slot=Slot() as slot) as send:
+            case SendTensor(slot=BlockSlot() as slot) as send:
                 return self._bind_send(send, slot)
-            case Wait() as waiting:
+            case AwaitFlag() as waiting:
                 return self._bind_wait(waiting)
         raise AssertionError(instruction)
 
@@ -256,11 +261,11 @@ class _Loaded:
 
         return run
 
-    def _bind_signal(self, send: Send) -> Bound:
+    def _bind_signal(self, send: SendTensor) -> Bound:
         flag, now = self.base + send.flag, self.now
         return lambda: publish(flag, now[0])
 
-    def _bind_send(self, send: Send, slot: Slot) -> Bound:
+    def _bind_send(self, send: SendTensor, slot: BlockSlot) -> Bound:
         copying = self._bind_copying_send(send, slot)
         if slot.bytes > _PLAIN_BYTES or not tensor_at(self.block, slot).is_contiguous():
             return copying
@@ -285,7 +290,7 @@ class _Loaded:
 
         return run
 
-    def _bind_copying_send(self, send: Send, slot: Slot) -> Bound:
+    def _bind_copying_send(self, send: SendTensor, slot: BlockSlot) -> Bound:
         """A send of any layout, by torch."""
         flag, now, frees = self.base + send.flag, self.now, send.frees
         values, tensor, block, strides = self.values, send.tensor, self.block, slot.strides
@@ -305,7 +310,7 @@ class _Loaded:
 
         return run
 
-    def _bind_wait(self, waiting: Wait) -> Bound:
+    def _bind_wait(self, waiting: AwaitFlag) -> Bound:
         flag, now, abort = self.base + waiting.flag, self.now, self.abort
         spin_ns = self.spin_ns
         values, tensor, slot, block = self.values, waiting.tensor, waiting.slot, self.block
@@ -315,12 +320,12 @@ class _Loaded:
 
         def run() -> None:
             nonlocal skew
-            found = wait(flag, now[0], abort, spin_ns[0])
-            if found != now[0] + skew:
-                if found == ABORTED:
+            reached = wait(flag, now[0], abort, spin_ns[0])
+            if reached != now[0] + skew:
+                if reached == ABORTED:
                     raise Aborted
                 assert slot is not None
-                skew = found & SKEW
+                skew = reached & SKEW
                 values[tensor] = tensor_at(block, slot, skew)
 
         return run

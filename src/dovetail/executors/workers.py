@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import Self
 
 from dovetail.errors import RunError, UsageError
-from dovetail.executors.worker import Threads
+from dovetail.executors.worker import UseThreads
 from dovetail.machine import Device, Machine
 from dovetail.runtime.processes import Worker, launch
 
 ENTRY = "dovetail.executors.worker:serve"
+"""What a device's process runs."""
 
 
 class Workers:
@@ -59,7 +60,7 @@ class Workers:
         """Have the processes that were started use so many threads an op from here on."""
         self.check_open()
         for worker in self._started.values():
-            worker.send(Threads(threads))
+            worker.send(UseThreads(threads))
         for worker in self._started.values():
             worker.receive()
 

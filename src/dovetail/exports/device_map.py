@@ -79,24 +79,26 @@ def device_map(
     graph = graph_behind(plan, graph, FORMAT)
     check_one_replica(graph, FORMAT)
     named = _named(plan, graph, names)
-    main = _main_device(plan, graph, named)
-    found = module_devices(plan, graph)
-    if set(found) == {""}:
-        return DeviceMap({"": named[found[""]]}, named[found[""]])
-    for path in found:
-        if "." not in path and path in _own_tensors(graph):
-            found[path] = main
-    _check_tied(plan, graph, found)
-    check_glue(plan, graph, found, main)
-    return DeviceMap({path: named[device] for path, device in found.items()}, named[main])
+    on_cpu = [device for device, name in named.items() if name == "cpu"]
+    main = on_cpu[0] if on_cpu else first_device(plan, graph)
+    devices = module_devices(plan, graph)
+    if set(devices) == {""}:
+        return DeviceMap({"": named[devices[""]]}, named[devices[""]])
+    outer_tensors = {graph.names[op] for op in module_tree(graph).held}
+    for path in devices:
+        if "." not in path and path in outer_tensors:
+            devices[path] = main
+    _check_tied(plan, graph, devices)
+    check_glue(plan, graph, devices, main)
+    return DeviceMap({path: named[device] for path, device in devices.items()}, named[main])
 
 
 def module_devices(plan: Plan, graph: Graph) -> dict[str, int]:
     """Path of the largest modules that are on one device -> its index, in the model's order; of a
     split module's own tensors likewise, by their names."""
-    found: dict[str, int] = {}
-    _descend(module_tree(graph), plan, graph, found)
-    return found
+    devices: dict[str, int] = {}
+    _descend(module_tree(graph), plan, graph, devices)
+    return devices
 
 
 def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
@@ -115,23 +117,12 @@ def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[i
     return {d: "cpu" if kinds[d] == "cpu" else kinds[:d].count("gpu") for d in used}
 
 
-def _main_device(plan: Plan, graph: Graph, named: dict[int, Name]) -> int:
-    """The CPU if it has a part, else the device of the first forward op."""
-    on_cpu = [device for device, name in named.items() if name == "cpu"]
-    return on_cpu[0] if on_cpu else first_device(plan, graph)
-
-
 def first_device(plan: Plan, graph: Graph) -> int:
     """The device of the model's first forward op."""
     return int(plan.placement[placed_ops(graph)[0]])
 
 
-def _own_tensors(graph: Graph) -> set[str]:
-    """Names of the outermost module's own parameters and buffers."""
-    return {graph.names[op] for op in module_tree(graph).held}
-
-
-def _check_tied(plan: Plan, graph: Graph, found: dict[str, int]) -> None:
+def _check_tied(plan: Plan, graph: Graph, homes: dict[str, int]) -> None:
     """Raise for a parameter or buffer that two modules on different devices read."""
     for op in np.flatnonzero(graph.is_source).tolist():
         if graph.kinds[op] not in ("parameter", "buffer"):
@@ -139,27 +130,27 @@ def _check_tied(plan: Plan, graph: Graph, found: dict[str, int]) -> None:
         readers: dict[int, str] = {}
         for tensor in graph.outputs_of(op):
             for reader in graph.consumers_of(tensor).tolist():
-                home = home_of(graph.modules[reader], found)
+                home = home_of(graph.modules[reader], homes)
                 if home is not None and graph.phases[reader] == Phase.FORWARD:
                     readers.setdefault(home, graph.modules[reader])
         if len(readers) > 1:
-            (one, a), (other, b) = sorted(readers.items())[:2]
+            (first, a), (second, b) = sorted(readers.items())[:2]
             names = plan.machine.device_names
             raise ExportError(
                 FORMAT,
                 f"{graph.kinds[op]} {graph.names[op]!r}",
-                f"is read by {a!r} on {names[one]} and by {b!r} on {names[other]}, and accelerate "
-                "keeps a tied tensor on one device; pin both modules to one device",
+                f"is read by {a!r} on {names[first]} and by {b!r} on {names[second]}, and "
+                "accelerate keeps a tied tensor on one device; pin both modules to one device",
             )
 
 
-def _descend(module: Module, plan: Plan, graph: Graph, found: dict[str, int]) -> None:
+def _descend(module: Module, plan: Plan, graph: Graph, homes: dict[str, int]) -> None:
     """Enter the module if it is whole, else its children and its own tensors."""
     ops = module.all_ops
     devices = sorted(set(plan.placement[ops].tolist()))
     if len(devices) <= 1:
         if devices or any(inner.held for inner in module.walk()):
-            found[module.path] = devices[0] if devices else first_device(plan, graph)
+            homes[module.path] = devices[0] if devices else first_device(plan, graph)
         return
     if not module.children:
         at = [next(op for op in ops if plan.placement[op] == device) for device in devices[:2]]
@@ -175,20 +166,20 @@ def _descend(module: Module, plan: Plan, graph: Graph, found: dict[str, int]) ->
     for op in module.held:
         readers = [int(r) for t in graph.outputs_of(op) for r in graph.consumers_of(t)]
         at_home = [r for r in readers if not graph.is_source[r]][:1]
-        found[graph.names[op]] = (
+        homes[graph.names[op]] = (
             int(plan.placement[at_home[0]]) if at_home else first_device(plan, graph)
         )
     for child in module.children.values():
-        _descend(child, plan, graph, found)
+        _descend(child, plan, graph, homes)
 
 
 def check_glue(
-    plan: Plan, graph: Graph, found: dict[str, int], main: int, format: str = FORMAT
+    plan: Plan, graph: Graph, homes: dict[str, int], main: int, format: str = FORMAT
 ) -> None:
     """Follow every tensor as hooks at the listed modules would move it; raise where an op between
     modules, which nothing moves tensors for, reads from two devices. `main` is where the model
     gets its inputs."""
-    made: dict[int, int] = {}  # tensor -> device; constants and the like are missing
+    device_of: dict[int, int] = {}  # tensor -> device; constants and the like are missing
     origins = origins_in(graph)
     copies = np.flatnonzero(origins != np.arange(len(graph))).tolist()
     copies_of: dict[int, list[int]] = {}
@@ -197,13 +188,13 @@ def check_glue(
     for op in np.flatnonzero(graph.is_source).tolist():
         for tensor in graph.outputs_of(op):
             if graph.residences[op] == HOST:
-                made[tensor] = main
-            elif graph.names[op] in found:
-                made[tensor] = found[graph.names[op]]
+                device_of[tensor] = main
+            elif graph.names[op] in homes:
+                device_of[tensor] = homes[graph.names[op]]
     for op in placed_ops(graph):
-        home = home_of(graph.modules[op], found)
+        home = home_of(graph.modules[op], homes)
         if home is None:
-            reads = {made[t]: t for t in graph.inputs_of(op).tolist() if t in made}
+            reads = {device_of[t]: t for t in graph.inputs_of(op).tolist() if t in device_of}
             if len(reads) > 1:
                 devices = sorted(plan.machine.device_names[device] for device in reads)
                 raise ExportError(
@@ -215,14 +206,14 @@ def check_glue(
             home = next(iter(reads), main)
         # There it is the origin that the copy's readers read.
         for same in (op, *copies_of.get(op, ())):
-            made.update(dict.fromkeys(graph.outputs_of(same), home))
+            device_of.update(dict.fromkeys(graph.outputs_of(same), home))
 
 
-def home_of(path: str, found: Mapping[str, Home]) -> Home | None:
+def home_of(path: str, homes: Mapping[str, Home]) -> Home | None:
     """The device of the listed module around a path; None: it is in none."""
     while path:
-        if path in found:
-            return found[path]
+        if path in homes:
+            return homes[path]
         path = path.rpartition(".")[0]
     return None
 
@@ -242,13 +233,13 @@ def module_units(graph: Graph, whole: Sequence[str]) -> tuple[Units, NDArray[np.
     together, as accelerate keeps a tied one on one device. Raises `ExportError` for towers.
     """
     check_one_replica(graph, FORMAT)
-    search = _Units(graph, set(whole))
+    search = _ModuleUnits(graph, set(whole))
     search.descend(module_tree(graph))
     search.tie_readers()
     return units_of(graph, search.roots, search.ties), search.main
 
 
-class _Units:
+class _ModuleUnits:
     """The modules that are units so far, and what is tied together between them."""
 
     def __init__(self, graph: Graph, whole: set[str]) -> None:
@@ -270,16 +261,16 @@ class _Units:
         if module.path and self._joins(origins) and self._small(module):
             self.roots.append(module.path)
             return
-        for op, found in origins.items():
+        for op, places in origins.items():
             makers = [self._maker(t) for t in self.graph.inputs_of(op).tolist()]
-            made_by_modules = found - {_INPUTS}
+            made_by_modules = places - {_INPUTS}
             if made_by_modules:
                 self.ties += [
                     (op, maker)
                     for maker in makers
                     if maker >= 0 and origins.get(maker) != {_INPUTS}
                 ]
-                self.main[op] = _INPUTS in found
+                self.main[op] = _INPUTS in places
         for child in module.children.values():
             self.descend(child)
 
@@ -301,21 +292,23 @@ class _Units:
         """Of each op that the module runs itself: where what it reads comes from."""
         origins: dict[int, set[str]] = {}
         for op in module.ops:
-            found = origins[op] = set()
+            places = origins[op] = set()
             for tensor in self.graph.inputs_of(op).tolist():
                 maker = int(self.graph.producers[tensor])
                 if self.graph.is_source[maker]:
                     # The outermost module's own tensors are put where its inputs are.
-                    own = not module.path and self.graph.kinds[maker] in HELD
-                    found |= {_INPUTS} if own or self.graph.residences[maker] == HOST else set()
+                    with_inputs = not module.path and self.graph.kinds[maker] in HELD
+                    places |= (
+                        {_INPUTS} if with_inputs or self.graph.residences[maker] == HOST else set()
+                    )
                 elif maker in origins:
-                    found |= origins[maker]
+                    places |= origins[maker]
                 else:
-                    found.add(self._child_around(module, maker))
-            if not found:  # what is made of nothing, such as a range, lives where inputs do
+                    places.add(self._child_around(module, maker))
+            if not places:  # what is made of nothing, such as a range, lives where inputs do
                 makers = self.graph.producers[self.graph.inputs_of(op)].tolist()
-                own = any(self.graph.kinds[maker] in HELD for maker in makers)
-                found.add(_OWN if own and module.path else _INPUTS)
+                with_inputs = any(self.graph.kinds[maker] in HELD for maker in makers)
+                places.add(_OWN if with_inputs and module.path else _INPUTS)
         return origins
 
     def _child_around(self, module: Module, op: int) -> str:
@@ -331,7 +324,7 @@ class _Units:
         return -1 if self.graph.is_source[maker] else maker
 
     def _joins(self, origins: dict[int, set[str]]) -> bool:
-        return any(len(found) > 1 for found in origins.values())
+        return any(len(places) > 1 for places in origins.values())
 
     def _small(self, module: Module) -> bool:
         """May it be kept whole: is it little of the work, with nothing within that is whole?"""

@@ -1,4 +1,4 @@
-"""A model put to work where a plan says, by hooks of PyTorch alone.
+"""Runs a model on the devices that a plan says, by hooks of PyTorch alone.
 
     model = dispatch(model, plan)            the same object
     loss = model(**batch).loss               each module computes on its device, the CPU's there
@@ -77,7 +77,7 @@ def dispatch(
     for path, module in modules.items():
         home = _home(path, homes) or (None if path else main)
         if home is not None:
-            entry = _Entry(home, skipped)
+            entry = _ArgumentMover(home, skipped)
             handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
     # Prepended after the model's own entry, so that it comes before it.
     handles.append(model.register_forward_pre_hook(_begin, prepend=True))
@@ -101,18 +101,18 @@ def _of_plan(
 ) -> tuple[dict[str, "torch.device"], "torch.device"]:
     """Path -> torch device, and the device that the model's inputs go to."""
     check_one_replica(graph, FORMAT)
-    found, main = module_devices(plan, graph), first_device(plan, graph)
-    if set(found) != {""}:
-        check_glue(plan, graph, found, main, FORMAT)
+    module_homes, main = module_devices(plan, graph), first_device(plan, graph)
+    if set(module_homes) != {""}:
+        check_glue(plan, graph, module_homes, main, FORMAT)
     kinds = [device.kind for device in plan.machine.devices]
     real: dict[int, torch.device] = {}
-    for device in sorted({*found.values(), main}):
+    for device in sorted({*module_homes.values(), main}):
         name = plan.machine.device_names[device]
         if devices is not None and name not in devices:
             raise UsageError("devices", f"does not say which torch device {name} is")
         usual = kinds[:device].count("gpu") if kinds[device] == "gpu" else "cpu"
         real[device] = _torch_device(usual if devices is None else devices[name], name)
-    return {path: real[device] for path, device in found.items()}, real[main]
+    return {path: real[device] for path, device in module_homes.items()}, real[main]
 
 
 def _of_map(
@@ -159,10 +159,10 @@ def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> Non
     """Raise `UsageError` for a path that the model does not have, and `ExportError` for one module
     under two paths on two devices."""
     first: dict[int, str] = {}
-    known = set()
+    paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        known.add(path)
-        known.update(f"{path}.{name}" if path else name for name in _own(module))
+        paths.add(path)
+        paths.update(f"{path}.{name}" if path else name for name in _own(module))
         other = first.setdefault(id(module), path)
         if _home(path, homes) != _home(other, homes):
             raise ExportError(
@@ -172,7 +172,7 @@ def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> Non
                 "to one device",
             )
     for path in homes:
-        if path not in known:
+        if path not in paths:
             raise UsageError("plan", f"places {path!r}, which the model does not have")
 
 
@@ -199,7 +199,7 @@ def _placed(
     return placed
 
 
-def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Borrowed"]:
+def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_LentTensor"]:
     """Every tensor to the device of its first owner; what owners on other devices borrow."""
     import torch
 
@@ -212,7 +212,7 @@ def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Bo
         if tensor.device != home:
             tensor = _moved_in_place(tensor, home, [owner for _, _, owner in shared])
         borrowed += [
-            _Borrowed(*owner, tensor, device) for _, device, owner in shared if device != home
+            _LentTensor(*owner, tensor, device) for _, device, owner in shared if device != home
         ]
     return borrowed
 
@@ -239,8 +239,9 @@ def _moved_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner])
 
 
 @dataclass
-class _Borrowed:
-    """A tensor that a module has and another device holds: lent for the time of its forward."""
+class _LentTensor:
+    """A tensor of a module that lives on another device: the module gets a copy for the time of its
+    forward."""
 
     module: "nn.Module"
     name: str
@@ -267,7 +268,7 @@ class _Borrowed:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ArgumentMover:
     """Moves what a module is called with to its device, but for keyword arguments in `skipped`:
     a cache of keys and values holds each layer's where the layer is."""
 
@@ -278,8 +279,8 @@ class _Entry:
         self, _module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         move = self._move
-        kept = {k: v if k in self.skipped else move(v) for k, v in kwargs.items()}
-        return tuple(move(value) for value in args), kept
+        moved_kwargs = {k: v if k in self.skipped else move(v) for k, v in kwargs.items()}
+        return tuple(move(value) for value in args), moved_kwargs
 
     def _move(self, value: Any) -> Any:
         return _moved(value, self.device)
@@ -313,27 +314,27 @@ def _like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
     if type(value) is dict:
         return items
-    made = copy(value)
+    alike = copy(value)
     for key, item in items.items():
-        made[key] = item
-    return made
+        alike[key] = item
+    return alike
 
 
 @dataclass
-class _Sent:
+class _ForwardCopies:
     """Copies made in one forward of a whole model: (tensor, device, with gradients) -> the tensor,
     its version then, and its copy. It holds the tensor, so that no other gets its id."""
 
-    around: "_Sent | None"
+    around: "_ForwardCopies | None"
     copies: dict[tuple[int, "torch.device", bool], tuple["Tensor", int, "Tensor"]]
 
 
 # Per thread and per nested call.
-_SENT: ContextVar[_Sent | None] = ContextVar("dovetail_sent", default=None)
+_SENT: ContextVar[_ForwardCopies | None] = ContextVar("dovetail_sent", default=None)
 
 
 def _begin(_module: "nn.Module", _args: object) -> None:
-    _SENT.set(_Sent(_SENT.get(), {}))
+    _SENT.set(_ForwardCopies(_SENT.get(), {}))
 
 
 def _end(_module: "nn.Module", _args: object, _output: object) -> None:
@@ -352,7 +353,7 @@ def _copied(tensor: "Tensor", device: "torch.device") -> "Tensor":
     if sent is None or tensor.is_inference():  # which count no versions
         return copy()
     key = (id(tensor), device, torch.is_grad_enabled())
-    known = sent.copies.get(key)
-    if known is None or known[1] != tensor._version:
-        known = sent.copies[key] = (tensor, tensor._version, copy())
-    return known[2]
+    entry = sent.copies.get(key)
+    if entry is None or entry[1] != tensor._version:
+        entry = sent.copies[key] = (tensor, tensor._version, copy())
+    return entry[2]

@@ -43,7 +43,7 @@ def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str
     seconds = plan.compute_seconds[np.arange(len(graph)), plan.placement]
     where = {op: {"value": names[d], "bgColor": colours[d]} for op, d in devices.items()}
     spent = {op: float(seconds[op]) for op in np.flatnonzero(~graph.is_source).tolist()}
-    made = {
+    output_bytes = {
         op: sum(int(graph.tensor_bytes[t]) for t in graph.outputs_of(op))
         for op in range(len(graph))
     }
@@ -60,7 +60,7 @@ def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str
         "graph.json": {"label": plan.source.model or "plan", "graphs": [drawn]},
         "device.json": _data(graph, "device", where, showExpandedSummaryOnGroupNode=True),
         "seconds.json": _data(graph, "predicted seconds", spent, **heat),
-        "bytes.json": _data(graph, "bytes", made, **heat),
+        "bytes.json": _data(graph, "bytes", output_bytes, **heat),
         "transfers.json": _data(graph, "bytes sent to other devices", carried, **heat),
     }
 

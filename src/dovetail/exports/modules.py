@@ -53,14 +53,14 @@ def module_tree(graph: Graph) -> Module:
 def graph_behind(plan: Plan, graph: Graph | None, format: str) -> Graph:
     """The graph to read module paths from, with the plan's copies: of the one given, or else of
     the one that the plan remembers."""
-    known = graph or plan.graph
-    if known is None:
+    source = graph or plan.graph
+    if source is None:
         raise ExportError(
             format,
             "a plan from a file",
             "does not hold the paths of modules; give the graph as well, or open it with open_plan",
         )
-    return planned_graph(plan, known)
+    return planned_graph(plan, source)
 
 
 def check_one_replica(graph: Graph, format: str) -> None:

@@ -1,4 +1,4 @@
-"""What a format asks of a plan: where a search keeps to it, every plan it finds can be exported."""
+"""Rules of export formats: a search that keeps to them only finds plans that can be exported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -40,20 +40,20 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
 
     ops = forward_ops(graph)
     starts = [i for i in range(1, len(ops)) if plan.placement[ops[i]] != plan.placement[ops[i - 1]]]
-    seen = {int(plan.placement[ops[0]])} if ops else set()
+    devices_begun = {int(plan.placement[ops[0]])} if ops else set()
     begins = _begins(graph)
-    found = {}
+    points = {}
     for start in starts:
         op, device = ops[start], int(plan.placement[ops[start]])
         name = plan.machine.device_names[device]
-        if device in seen:
+        if device in devices_begun:
             raise ExportError(
                 FORMAT,
                 f"device {name}",
                 f"comes back at op {graph.names[op]!r}: in the order of the forward ops its part "
                 f"is not contiguous; {_advice(plan, graph, ops[start - 1], op)}",
             )
-        seen.add(device)
+        devices_begun.add(device)
         if op not in begins:
             raise ExportError(
                 FORMAT,
@@ -61,8 +61,8 @@ def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
                 f"is split: the stage on {name} begins within it, at op {graph.names[op]!r}, and "
                 "not where a module begins that is called once; pin modules whole",
             )
-        found[begins[op]] = SplitPoint.BEGINNING
-    return found
+        points[begins[op]] = SplitPoint.BEGINNING
+    return points
 
 
 def _advice(plan: Plan, graph: Graph, before: int, op: int) -> str:
@@ -70,7 +70,7 @@ def _advice(plan: Plan, graph: Graph, before: int, op: int) -> str:
     still split the branches of a module, which the model calls one after the other."""
     if not plan.contiguous:
         return "plan with objective load and contiguous"
-    paths = [graph.modules[one].split(".") for one in (before, op)]
+    paths = [graph.modules[o].split(".") for o in (before, op)]
     shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False))]
     where = f"module {'.'.join(shared)!r}" if any(shared) else "its branches"
     return f"pin {where} to one device"

@@ -1,4 +1,4 @@
-"""What the decoders share: causal attention by heads, next-token loss and examples."""
+"""Common parts of the decoders: causal attention by heads, next-token loss and examples."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[batch, length, heads x size] of three [batch, heads, length, size], each position with
-    those up to its own. One op, as it is run: the scores are nobody's to place."""
+    """[batch, length, heads x size] of three [batch, heads, length, size]; each position attends to
+    those up to its own. It is one op, as networks run it, so a placer cannot place the scores."""
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return attended.transpose(1, 2).flatten(2)
 

@@ -29,9 +29,9 @@ from dovetail.networks.lstm import (
     AdditiveAttention,
     ContextCell,
     LSTMCell,
+    LSTMState,
     Memory,
     Softmax,
-    State,
     steps_loss,
     translation_examples,
     zero_state,
@@ -39,7 +39,7 @@ from dovetail.networks.lstm import (
 from dovetail.networks.records import Examples, Network
 
 FIRST_RESIDUAL = 2
-"""The third layer from the bottom."""
+"""Index of the first layer with a residual connection: the third from the bottom."""
 
 
 class BidirectionalLayer(nn.Module):
@@ -51,7 +51,7 @@ class BidirectionalLayer(nn.Module):
         self.forwards = LSTMCell(inputs, hidden)
         self.backwards = LSTMCell(inputs, hidden)
 
-    def forward(self, words: Tensor) -> tuple[list[Tensor], State]:
+    def forward(self, words: Tensor) -> tuple[list[Tensor], LSTMState]:
         """(per step [batch, 2 hidden], last state of the backward cell) of words
         [steps, batch, inputs]."""
         xs = words.unbind(0)
@@ -121,13 +121,13 @@ class GNMT(nn.Module):
         for x in given.unbind(0):
             context = self.attention(states[0][0], *memory)
             for layer, cell in enumerate(self.decoder_lstm):
-                made = cell(x, context, *states[layer])
-                states[layer] = made[-2:]
-                x = made[0]
+                state = cell(x, context, *states[layer])
+                states[layer] = state[-2:]
+                x = state[0]
             outputs.append(self.softmax(x))
         return tuple(outputs)
 
-    def _encode(self, words: Tensor) -> tuple[list[Tensor], list[State]]:
+    def _encode(self, words: Tensor) -> tuple[list[Tensor], list[LSTMState]]:
         """(the top layer's output per step, the last state per layer)."""
         bottom, *above = self.encoder_lstm
         xs, last = bottom(words)
@@ -135,9 +135,9 @@ class GNMT(nn.Module):
         tops = []
         for x in xs:
             for layer, cell in enumerate(above, 1):
-                made = cell(x, *states[layer])
-                states[layer] = made[-2:]
-                x = made[0]
+                state = cell(x, *states[layer])
+                states[layer] = state[-2:]
+                x = state[0]
             tops.append(x)
         return tops, states
 

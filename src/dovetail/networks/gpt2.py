@@ -19,7 +19,7 @@ from dovetail.networks.decoder import causal_attention, split_heads, token_examp
 from dovetail.networks.records import Examples, Network
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Causal self-attention; one product for query, key and value."""
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -35,13 +35,13 @@ class Attention(nn.Module):
         return attended
 
 
-class Layer(nn.Module):
+class GPT2Layer(nn.Module):
     """Attention and a feed-forward network of 4 x hidden, each normalised before it."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads)
+        self.attention = GPT2Attention(hidden, heads)
         self.mlp_norm = nn.LayerNorm(hidden)
         self.mlp = nn.Sequential(
             nn.Linear(hidden, 4 * hidden),
@@ -66,7 +66,7 @@ class GPT2(nn.Module):
             raise ValueError(f"hidden is {hidden}, but must be a multiple of {heads} heads")
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Embedding(context, hidden)
-        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(GPT2Layer(hidden, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.logits = nn.Linear(hidden, vocabulary, bias=False)
         self.logits.weight = self.embedding.weight

@@ -1,4 +1,4 @@
-"""What the image classifiers have in common: examples, losses, and half the grid."""
+"""Common parts of the image classifiers: examples, losses, and the layer that halves the grid."""
 
 from typing import Any
 

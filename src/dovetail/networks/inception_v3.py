@@ -164,7 +164,7 @@ class _Split(nn.Module):
         return torch.cat([self.wide(x), self.tall(x)], 1)
 
 
-class Auxiliary(nn.Module):
+class InceptionAuxiliary(nn.Module):
     """The second classifier, on the 17x17 grid."""
 
     def __init__(self, inputs: int, w128: int, w768: int, classes: int) -> None:
@@ -213,7 +213,7 @@ class InceptionV3(nn.Module):
         self.blocks = nn.Sequential(*grid35, *grid17)
         channels = grid17[-1].outputs
         w128, w768 = scaled(128, 768)
-        self.aux = Auxiliary(channels, w128, w768, classes) if aux else None
+        self.aux = InceptionAuxiliary(channels, w128, w768, classes) if aux else None
         down8 = BlockD(channels, w192, w320)
         first = BlockE(down8.outputs, scaled(192, 320, 384, 448))
         second = BlockE(first.outputs, scaled(192, 320, 384, 448))

@@ -57,7 +57,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal self-attention of `heads` queries in groups that share one of `key_heads` keys."""
 
     def __init__(self, hidden: int, heads: int, key_heads: int) -> None:
@@ -98,13 +98,13 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     """Attention and a feed-forward network, each normalised before it."""
 
     def __init__(self, hidden: int, heads: int, key_heads: int, inner: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(hidden)
-        self.attention = Attention(hidden, heads, key_heads)
+        self.attention = LlamaAttention(hidden, heads, key_heads)
         self.feed_forward_norm = RMSNorm(hidden)
         self.feed_forward = SwiGLU(hidden, inner)
 
@@ -133,7 +133,9 @@ class Llama(nn.Module):
         check_heads(hidden, heads, key_heads)
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.rotary = Rotary(context, hidden // heads, theta)
-        self.layers = nn.ModuleList(Layer(hidden, heads, key_heads, inner) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            LlamaLayer(hidden, heads, key_heads, inner) for _ in range(layers)
+        )
         self.norm = RMSNorm(hidden)
         self.logits = nn.Linear(hidden, vocabulary, bias=False)
         if tied:

@@ -1,7 +1,7 @@
-"""What the recurrent networks share: an LSTM cell, its attention and its softmax, step by step.
+"""Common parts of the recurrent networks: an LSTM cell, attention and softmax, step by step.
 
-Every cell of every step is its own ops, as a placer of ops wants them: a fused LSTM kernel would
-hide from it that layer 0 can be at step 5 while layer 1 is at step 4. Sequences are time-major,
+Every cell of every step has its own ops, so that a placer can place them: a fused LSTM kernel would
+hide that layer 0 can be at step 5 while layer 1 is at step 4. Sequences are time-major,
 [steps, batch], so that what a step reads is contiguous.
 
 Papers: Hochreiter and Schmidhuber, "Long Short-Term Memory", Neural Computation 1997,
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dovetail.networks.records import Examples
 
-State = tuple[Tensor, Tensor]
+LSTMState = tuple[Tensor, Tensor]
 
 
 class LSTMCell(nn.Module):
@@ -36,7 +36,7 @@ class LSTMCell(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)
 
-    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> State:
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> LSTMState:
         """(h', c') of x [batch, inputs] and h, c [batch, hidden]."""
         gates = torch.addmm(torch.addmm(self.bias, x, self.weight_x), h, self.weight_h)
         i, f, g, o = gates.chunk(4, dim=1)
@@ -51,9 +51,9 @@ class ContextCell(nn.Module):
         super().__init__()
         self.cell = LSTMCell(inputs + context, hidden)
 
-    def forward(self, x: Tensor, context: Tensor, h: Tensor, c: Tensor) -> State:
+    def forward(self, x: Tensor, context: Tensor, h: Tensor, c: Tensor) -> LSTMState:
         """(h', c') of x [batch, inputs], context [batch, context] and h, c [batch, hidden]."""
-        state: State = self.cell(torch.cat([x, context], dim=1), h, c)
+        state: LSTMState = self.cell(torch.cat([x, context], dim=1), h, c)
         return state
 
 
@@ -104,7 +104,7 @@ class Softmax(nn.Module):
         return torch.log_softmax(torch.addmm(self.bias, h, self.weight), dim=1)
 
 
-def zero_state(x: Tensor, hidden: int) -> State:
+def zero_state(x: Tensor, hidden: int) -> LSTMState:
     """(h, c), each [batch, hidden], before the first step of x [steps, batch, inputs]."""
     zeros = x.new_zeros(x.shape[1], hidden)
     return zeros, zeros

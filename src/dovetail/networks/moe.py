@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.networks.decoder import token_examples, token_loss
-from dovetail.networks.llama import Attention, RMSNorm, Rotary, SwiGLU, check_heads
+from dovetail.networks.llama import LlamaAttention, RMSNorm, Rotary, SwiGLU, check_heads
 from dovetail.networks.records import Examples, Network
 
 BALANCE = 0.01
@@ -45,7 +45,7 @@ class Expert(nn.Module):
         return taken * weights.unsqueeze(1)  # type: ignore[no-any-return]
 
 
-class Gate(nn.Module):
+class ExpertGate(nn.Module):
     """Which experts a token goes to."""
 
     def __init__(self, hidden: int, experts: int, active: int) -> None:
@@ -72,7 +72,7 @@ class MixtureOfExperts(nn.Module):
         if capacity <= 0:
             raise ValueError(f"capacity is {capacity}, but an expert takes some tokens")
         self.share = capacity * active / experts
-        self.gate = Gate(hidden, experts, active)
+        self.gate = ExpertGate(hidden, experts, active)
         self.experts = nn.ModuleList(Expert(hidden, inner) for _ in range(experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,10 +90,10 @@ class MixtureOfExperts(nn.Module):
         return whole.view_as(x), balance
 
 
-class Layer(nn.Module):
+class MoELayer(nn.Module):
     """Attention and a mixture of experts, each normalised before it."""
 
-    def __init__(self, attention: Attention, hidden: int, mixture: MixtureOfExperts) -> None:
+    def __init__(self, attention: LlamaAttention, hidden: int, mixture: MixtureOfExperts) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(hidden)
         self.attention = attention
@@ -131,8 +131,8 @@ class MoE(nn.Module):
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.rotary = Rotary(context, hidden // heads, theta)
         self.layers = nn.ModuleList(
-            Layer(
-                Attention(hidden, heads, key_heads),
+            MoELayer(
+                LlamaAttention(hidden, heads, key_heads),
                 hidden,
                 MixtureOfExperts(hidden, inner, experts, active, capacity),
             )

@@ -126,7 +126,7 @@ class ReductionCell(nn.Module):
         return torch.cat([second, third, fourth, fifth], 1)
 
 
-class Auxiliary(nn.Module):
+class NASNetAuxiliary(nn.Module):
     """The second classifier, on the grid before the last reduction, of `grid` a side."""
 
     def __init__(self, inputs: int, grid: int, classes: int) -> None:
@@ -192,14 +192,14 @@ class NASNetA(nn.Module):
                 self.reductions.append(ReductionCell(widths[-2], widths[-1], channels))
                 beside = widths[-2] if skip else widths[-1]
                 widths.append(4 * channels)
-            made = []
+            stage_cells = []
             for n in range(cells):
                 before = widths[-2] if n else beside
-                made.append(NormalCell(before, widths[-1], channels, reduced=n == 0))
-                widths.append(made[-1].outputs)
-            self.stages.append(nn.ModuleList(made))
+                stage_cells.append(NormalCell(before, widths[-1], channels, reduced=n == 0))
+                widths.append(stage_cells[-1].outputs)
+            self.stages.append(nn.ModuleList(stage_cells))
         grid = _halved((size - 1) // 2, 3)
-        self.aux = Auxiliary(6 * channels // 2, grid, classes) if aux else None
+        self.aux = NASNetAuxiliary(6 * channels // 2, grid, classes) if aux else None
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(filters, classes)
 

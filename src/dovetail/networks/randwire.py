@@ -61,7 +61,7 @@ def watts_strogatz(nodes: int, neighbours: int, probability: float, draws: rando
     return [(v, w) for v in range(nodes) for w in sorted(joined[v]) if v < w]
 
 
-class Node(nn.Module):
+class RandWireNode(nn.Module):
     """The sum of `reads` inputs, weighted and transformed."""
 
     def __init__(self, reads: int, inputs: int, outputs: int, stride: int = 1) -> None:
@@ -84,7 +84,7 @@ class Node(nn.Module):
         return transformed
 
 
-class Stage(nn.Module):
+class RandWireStage(nn.Module):
     """A random graph: half the grid, `outputs` channels."""
 
     def __init__(self, nodes: int, edges: Edges, inputs: int, outputs: int) -> None:
@@ -92,16 +92,18 @@ class Stage(nn.Module):
         self.reads = tuple(tuple(v for v, w in edges if w == node) for node in range(nodes))
         self.last = sorted(set(range(nodes)) - {v for v, _ in edges})
         self.nodes = nn.ModuleList(
-            Node(len(reads), outputs, outputs) if reads else Node(1, inputs, outputs, 2)
+            RandWireNode(len(reads), outputs, outputs)
+            if reads
+            else RandWireNode(1, inputs, outputs, 2)
             for reads in self.reads
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for node, reads in zip(self.nodes, self.reads, strict=True):
-            made.append(node(*(made[v] for v in reads)) if reads else node(x))
-        first, *others = (made[v] for v in self.last)
-        for other in others:
+            outputs.append(node(*(outputs[v] for v in reads)) if reads else node(x))
+        first, *further = (outputs[v] for v in self.last)
+        for other in further:
             first = first + other
         return first / len(self.last)
 
@@ -137,7 +139,7 @@ class RandWire(nn.Module):
         stages = []
         for many, factor in sizes:
             edges = watts_strogatz(many, neighbours, rewired, draws)
-            stages.append(Stage(many, edges, inputs, factor * channels))
+            stages.append(RandWireStage(many, edges, inputs, factor * channels))
             inputs = factor * channels
         self.stages = nn.Sequential(*stages)
         self.head = nn.Sequential(

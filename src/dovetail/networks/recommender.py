@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from dovetail.networks.records import Examples, Network
 
 TEMPERATURE = 0.05
+"""Scores are divided by this before the softmax of the loss."""
 
 
-class Tower(nn.Module):
+class FeatureTower(nn.Module):
     """Unit vectors [batch, last width] of inputs [batch, inputs]."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
@@ -52,8 +53,8 @@ class TwoTower(nn.Module):
         for table in (self.items, self.words):
             nn.init.normal_(table.weight, std=embedding**-0.5)
         widths = (width, max(1, width // 2), vector)
-        self.user = Tower(2 * embedding + features, widths)
-        self.item = Tower(embedding, widths)
+        self.user = FeatureTower(2 * embedding + features, widths)
+        self.item = FeatureTower(embedding, widths)
 
     def forward(self, watches: Tensor, searches: Tensor, features: Tensor, item: Tensor) -> Tensor:
         """watches and searches [batch, history], features [batch, features], item [batch]."""
@@ -67,8 +68,8 @@ def in_batch_loss(scores: Tensor, log_probabilities: Tensor) -> Tensor:
     """Mean cross entropy of each user with its own item among the batch's, scores corrected by the
     items' log-probabilities [batch] of being in it."""
     corrected = scores - log_probabilities
-    own = torch.arange(len(scores), device=scores.device)
-    return F.cross_entropy(corrected, own)
+    matches = torch.arange(len(scores), device=scores.device)
+    return F.cross_entropy(corrected, matches)
 
 
 def _module(*, batch: int, history: int, **sizes: Any) -> nn.Module:

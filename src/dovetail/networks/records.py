@@ -42,14 +42,10 @@ class Network:
         return self.modules(**full), inputs, self.loss, targets
 
 
-# How large the networks are at their default options, from a table that captures made.
-#
-# python benchmarks/capture/run.py --write
-
-
 @dataclass(frozen=True)
 class Sizes:
-    """Of a network at its defaults.
+    """How large a network is at its default options, from a table that captures made:
+    `python benchmarks/capture/run.py --write`.
 
     flops                of one inference, 2 a multiply-add
     ops, training_ops    of one inference and of one training step, sources apart

@@ -22,7 +22,7 @@ from dovetail.networks.images import classification_loss, image_examples
 from dovetail.networks.records import Examples, Network, Options
 
 POOL = 0
-"""Among the fires: a pool here."""
+"""Stands for a pooling layer in the list of fire modules."""
 FIRES_1_0 = (16, 16, 32, POOL, 32, 48, 48, 64, POOL, 64)
 FIRES_1_1 = (16, 16, POOL, 32, 32, POOL, 48, 48, 64, 64)
 """Squeezed channels; each of the two expansions has four times as many."""

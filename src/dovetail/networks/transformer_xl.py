@@ -91,7 +91,7 @@ class RelativeAttention(nn.Module):
         return attended
 
 
-class Layer(nn.Module):
+class TransformerXLLayer(nn.Module):
     """Attention and a feed-forward network, each with a residual and normalised after it."""
 
     def __init__(self, hidden: int, heads: int, inner: int) -> None:
@@ -144,7 +144,7 @@ class TransformerXL(nn.Module):
         self.embedding = nn.Embedding(vocabulary, hidden)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.positions = RelativePositions(memory + segment, hidden, heads)
-        self.layers = nn.ModuleList(Layer(hidden, heads, inner) for _ in range(layers))
+        self.layers = nn.ModuleList(TransformerXLLayer(hidden, heads, inner) for _ in range(layers))
         self.softmax = TiedSoftmax(self.embedding)
 
     def forward(self, tokens: Tensor, *memories: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -154,8 +154,8 @@ class TransformerXL(nn.Module):
         positions = (self.positions.R, self.positions.u, self.positions.v)
         following = []
         for layer, memory in zip(self.layers, memories, strict=True):
-            x, kept = layer(x, memory, positions)
-            following.append(kept)
+            x, cached = layer(x, memory, positions)
+            following.append(cached)
         return self.softmax(x), tuple(following)
 
 

@@ -20,7 +20,7 @@ from dovetail.networks.records import Examples, Network
 EPS = 1e-6
 
 
-class Attention(nn.Module):
+class ViTAttention(nn.Module):
     """Multi-head self-attention, written unfused."""
 
     def __init__(self, hidden: int, heads: int) -> None:
@@ -38,13 +38,13 @@ class Attention(nn.Module):
         return attended
 
 
-class Layer(nn.Module):
+class ViTLayer(nn.Module):
     """Attention and a feed-forward network, each normalised before it and added to its input."""
 
     def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden, eps=EPS)
-        self.attention = Attention(hidden, heads)
+        self.attention = ViTAttention(hidden, heads)
         self.feed_forward_norm = nn.LayerNorm(hidden, eps=EPS)
         self.feed_forward = nn.Sequential(
             nn.Linear(hidden, inner), nn.GELU(), nn.Dropout(dropout), nn.Linear(inner, hidden)
@@ -82,7 +82,9 @@ class ViT(nn.Module):
         self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2 + 1, hidden))
         nn.init.normal_(self.positions, std=0.02)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.Sequential(*(Layer(hidden, heads, inner, dropout) for _ in range(layers)))
+        self.layers = nn.Sequential(
+            *(ViTLayer(hidden, heads, inner, dropout) for _ in range(layers))
+        )
         self.norm = nn.LayerNorm(hidden, eps=EPS)
         self.linear = nn.Linear(hidden, classes)
 

@@ -45,11 +45,11 @@ class FirstConv(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         """[batch, channels, length] of samples [batch, length]."""
         before = F.pad(self.before(samples[:, :-1]), (0, 0, 1, 0))
-        made: Tensor = self.here(samples) + before
-        return made.transpose(1, 2)
+        convolved: Tensor = self.here(samples) + before
+        return convolved.transpose(1, 2)
 
 
-class Layer(nn.Module):
+class WaveNetLayer(nn.Module):
     """A gated dilated convolution; of the last one only the skip is read."""
 
     def __init__(
@@ -68,10 +68,10 @@ class Layer(nn.Module):
         return x if self.residual is None else x + self.residual(z), self.skip(z)
 
 
-class Stack(nn.Module):
+class WaveNetStack(nn.Module):
     """Layers one after the other, whose skips are summed."""
 
-    def __init__(self, layers: Iterable[Layer]) -> None:
+    def __init__(self, layers: Iterable[WaveNetLayer]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
@@ -106,12 +106,12 @@ class WaveNet(nn.Module):
         dilations = [2 ** (n % cycle) for n in range(layers)]
         self.receptive_field = 2 + stacks * sum(dilations)
 
-        def layer(stack: int, n: int) -> Layer:
+        def layer(stack: int, n: int) -> WaveNetLayer:
             last = (stack, n) == (stacks - 1, layers - 1)
-            return Layer(residual, gated, skip, dilations[n], last=last)
+            return WaveNetLayer(residual, gated, skip, dilations[n], last=last)
 
         self.stacks = nn.ModuleList(
-            Stack(layer(stack, n) for n in range(layers)) for stack in range(stacks)
+            WaveNetStack(layer(stack, n) for n in range(layers)) for stack in range(stacks)
         )
         self.output = nn.Sequential(
             nn.ReLU(), nn.Conv1d(skip, skip, 1), nn.ReLU(), nn.Conv1d(skip, classes, 1)

@@ -40,8 +40,8 @@ from dovetail.pipeline.sources import (
     machine_of,
     silent,
 )
-from dovetail.placers import GroupPlacement, Problem, permitted
-from dovetail.placers.learned.records import Judge, Learned, Point, Task, Trials
+from dovetail.placers import GroupPlacement, PlacementProblem, permitted
+from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
 from dovetail.plans import Plan, Source, normalise
 
 # --- Measured trials ---
@@ -110,9 +110,11 @@ class MeasuredTrials:
     task   of `step`, on a machine whose devices are cores of this one, else `UsageError`
     """
 
-    def __init__(self, step: Captured, task: Task, *, steps: int = STEPS, seed: int = 0) -> None:
+    def __init__(
+        self, step: Captured, task: PlacementTask, *, steps: int = STEPS, seed: int = 0
+    ) -> None:
         self.step, self.task, self.steps, self.seed = step, task, steps, seed
-        self.problem: Problem = task.problem(threads=1)
+        self.problem: PlacementProblem = task.problem(threads=1)
         self.failures: list[str] = []
         self._tallies: dict[bytes, _Tally] = {}
         self._workers = Workers(task.machine)
@@ -211,7 +213,7 @@ class MeasuredTrials:
             return None
 
 
-def loadable(problem: Problem, placement: NDArray[np.int32]) -> Plan:
+def loadable(problem: PlacementProblem, placement: NDArray[np.int32]) -> Plan:
     """A plan of this placement [ops] that can be run: in the simulator's orders, with no promise
     but its predicted step and memory."""
     if problem.trace is None:
@@ -320,13 +322,13 @@ def learn_all(
     )
 
 
-def task_of(request: TaskRequest, progress: TellProgress = silent) -> Task:
+def task_of(request: TaskRequest, progress: TellProgress = silent) -> PlacementTask:
     """The task, its machine probed and its costs measured where that is this one."""
     step = request.planned_step
     graph, machine = graph_of(step), machine_of(step, request.machine, progress)
     permitted(graph, machine, request.pins)
     objective = request.objective or default_objective(step)
-    return Task(
+    return PlacementTask(
         request.name,
         graph,
         machine,
@@ -340,7 +342,7 @@ def task_of(request: TaskRequest, progress: TellProgress = silent) -> Task:
 
 
 def _starting_policy(
-    request: LearnRequest, tasks: Sequence[Task]
+    request: LearnRequest, tasks: Sequence[PlacementTask]
 ) -> tuple["Policy", dict[str, object]]:
     """A new policy, or the file's, and the card it brings. Raises `PolicyMismatchError` for one
     that was made for another graph."""
@@ -354,7 +356,9 @@ def _starting_policy(
     return (policy.alone(view) if len(tasks) == 1 else policy), card
 
 
-def _loaded(method: str, task: Task, path: str | Path) -> tuple["Policy", dict[str, object]]:
+def _loaded(
+    method: str, task: PlacementTask, path: str | Path
+) -> tuple["Policy", dict[str, object]]:
     from dovetail.placers.learned.files import load_policy
 
     policy, card = load_policy(path, method)
@@ -368,14 +372,14 @@ def _loaded(method: str, task: Task, path: str | Path) -> tuple["Policy", dict[s
     return policy, card
 
 
-def _sizes(task: Task) -> list[object]:
+def _sizes(task: PlacementTask) -> list[object]:
     """What a policy of one graph must agree with."""
     return [task.graph.fingerprint, task.groups.count, len(task.machine.devices)]
 
 
 def _train(
     request: LearnRequest,
-    tasks: Sequence[Task],
+    tasks: Sequence[PlacementTask],
     policy: "Policy",
     progress: Callable[[Point], None] | None,
 ) -> Learned:
@@ -401,7 +405,7 @@ def _train(
 
 def _learn_measured(
     request: LearnRequest,
-    task: Task,
+    task: PlacementTask,
     start: tuple["Policy", dict[str, object]],
     progress: Callable[[Point], None] | None,
     doing: TellProgress,
@@ -439,7 +443,7 @@ def _learn_measured(
 
 def _finish(
     request: LearnRequest,
-    tasks: Sequence[Task],
+    tasks: Sequence[PlacementTask],
     chosen: Sequence[GroupPlacement | None],
     policy: "Policy",
     card: dict[str, object],
@@ -454,7 +458,11 @@ def _finish(
 
 
 def _plan_of(
-    request: TaskRequest, task: Task, placement: GroupPlacement, method: str, learned: Learned
+    request: TaskRequest,
+    task: PlacementTask,
+    placement: GroupPlacement,
+    method: str,
+    learned: Learned,
 ) -> Plan:
     """The plan of what was learned, among the cheap methods' baselines and above a bound."""
     found = find_plan(
@@ -482,7 +490,7 @@ def _plan_of(
 
 
 def _card(
-    request: LearnRequest, tasks: Sequence[Task], policy: "Policy", learned: Learned
+    request: LearnRequest, tasks: Sequence[PlacementTask], policy: "Policy", learned: Learned
 ) -> dict[str, object]:
     """What the policy file says of its making; an earlier card's counts are not added up."""
     return {
@@ -505,7 +513,7 @@ def _card(
 def train_here(
     request: LearnRequest,
     policy: "Policy",
-    task: Task,
+    task: PlacementTask,
     judge: Judge,
     progress: Callable[[Point], None] | None,
 ) -> Learned:

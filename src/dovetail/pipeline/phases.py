@@ -58,9 +58,9 @@ from dovetail.pipeline.sources import (
 from dovetail.placers import (
     Budget,
     GroupPlacement,
-    Outcome,
+    PlacementProblem,
     Placer,
-    Problem,
+    PlacerOutcome,
     keeping_interrupts,
     parse_budget,
 )
@@ -185,7 +185,7 @@ class _Phase:
     name: str
     step: Captured
     weight: float
-    problem: Problem
+    problem: PlacementProblem
     simulator: Simulator
     whole: tuple[str, ...]
     units: Units
@@ -216,7 +216,7 @@ class _Phase:
         lacking = np.where(found.feasible, over, np.maximum(over, 1))
         return lacking.astype(np.float64), np.asarray(found.values, dtype=np.float64)
 
-    def under(self, map_: Maps) -> Problem:
+    def under(self, map_: Maps) -> PlacementProblem:
         """The problem that is left under the map: where to run what holds no parameters."""
         allowed = self.problem.allowed.copy()
         held = np.flatnonzero(self.own_block >= 0)
@@ -358,7 +358,7 @@ def _keys(graph: Graph, modules: Sequence[str]) -> dict[int, str]:
 
 
 def _blocks(
-    every: Sequence[str], phases: Sequence[tuple[dict[int, str], Problem]]
+    every: Sequence[str], phases: Sequence[tuple[dict[int, str], PlacementProblem]]
 ) -> dict[str, int]:
     """Key -> block: keys in one group of some phase are one block, as that group is placed once."""
     index = {key: i for i, key in enumerate(every)}
@@ -382,7 +382,7 @@ def _parameter_bytes(graph: Graph, keys: Mapping[int, str]) -> dict[tuple[str, s
     return sizes
 
 
-def _followed(problem: Problem, own: NDArray[np.int32]) -> NDArray[np.int32]:
+def _followed(problem: PlacementProblem, own: NDArray[np.int32]) -> NDArray[np.int32]:
     """[groups] the block of each group: its own, else the one of the group that made what its first
     op reads, else the first."""
     graph, of_op = problem.graph, problem.groups.of_op
@@ -407,7 +407,7 @@ def _search(joint: _Joint, limit: Budget, progress: TellProgress) -> PhasesPlan:
     together = _climbed(joint, maps[best], score, limit, progress)
     tried = {**maps, TOGETHER: together}
     share = UNDER_MAPS / (len(tried) * len(joint.phases))
-    outcomes: dict[str, dict[str, Outcome]] = {}
+    outcomes: dict[str, dict[str, PlacerOutcome]] = {}
     lacking: InfeasibleError | None = None
     for i, (name, map_) in enumerate(tried.items()):
         progress(f"planning all phases under one map: {name}", i / len(tried), None)
@@ -486,11 +486,13 @@ def _climbed(
     return best
 
 
-def _under(phase: _Phase, map_: Maps, options: PlanRequest, limit: Budget, share: float) -> Outcome:
+def _under(
+    phase: _Phase, map_: Maps, options: PlanRequest, limit: Budget, share: float
+) -> PlacerOutcome:
     """The phase under the map. Raises `InfeasibleError`."""
     start = phase.placements(map_[None])
 
-    def method(problem: Problem, budget: Budget) -> GroupPlacement:
+    def method(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         (score,) = budget.score(problem, start, always=True)
         budget.note(FOLLOWING, score, start[0])
         PLACERS[options.placer](problem, budget)
@@ -501,8 +503,12 @@ def _under(phase: _Phase, map_: Maps, options: PlanRequest, limit: Budget, share
 
 
 def _interruptible(
-    problem: Problem, placer: str, limit: Budget, share: float, method: Placer | None = None
-) -> Outcome:
+    problem: PlacementProblem,
+    placer: str,
+    limit: Budget,
+    share: float,
+    method: Placer | None = None,
+) -> PlacerOutcome:
     """One search with a share of the budget; after a Ctrl-C in it or before, the cheapest methods
     alone."""
     evaluations = 1.0 if limit.interrupted else max(1.0, limit.evaluations * share // 1)
@@ -513,7 +519,7 @@ def _interruptible(
     return outcome
 
 
-def _plan(joint: _Joint, phase: _Phase, map_: Maps, outcome: Outcome) -> Plan:
+def _plan(joint: _Joint, phase: _Phase, map_: Maps, outcome: PlacerOutcome) -> Plan:
     """The phase's plan, its modules pinned to the map."""
     graph, machine, costs = phase.problem.graph, joint.machine, phase.problem.costs
     names = machine.device_names

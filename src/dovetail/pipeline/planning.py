@@ -46,9 +46,9 @@ from dovetail.pipeline.sources import (
 )
 from dovetail.placers import (
     Budget,
-    Outcome,
+    PlacementProblem,
     Placer,
-    Problem,
+    PlacerOutcome,
     keeping_interrupts,
     make_problem,
     parse_budget,
@@ -136,7 +136,7 @@ def problem_of(
     costs: Costs,
     groups: Groups,
     kept: "_Kept | None" = None,
-) -> tuple[Problem, Simulator]:
+) -> tuple[PlacementProblem, Simulator]:
     """What placers search, and the simulator that values each placement."""
     kept = kept or _Kept(())
     graph, objective = graph_of(request.planned_step), request.resolved_objective
@@ -161,7 +161,9 @@ def problem_of(
     return problem, simulator
 
 
-def to_plan(problem: Problem, outcome: Outcome, simulator: Simulator, bound: LowerBound) -> Plan:
+def to_plan(
+    problem: PlacementProblem, outcome: PlacerOutcome, simulator: Simulator, bound: LowerBound
+) -> Plan:
     """The plan but for what the problem does not know: its graph's source, pins and caps."""
     graph, machine, costs = problem.graph, problem.machine, problem.costs
     timeline = simulator.timeline(outcome.placement)
@@ -253,7 +255,7 @@ def _budget_of(request: PlanRequest) -> Budget:
 
 
 def _proven_bound(
-    request: PlanRequest, problem: Problem, budget: Budget, progress: TellProgress
+    request: PlanRequest, problem: PlacementProblem, budget: Budget, progress: TellProgress
 ) -> LowerBound:
     """A lower bound of every plan that pins and caps permit. The search knows it, too."""
     progress("proving a bound", 0.0, None)
@@ -279,7 +281,7 @@ def _of_search(progress: TellProgress) -> Callable[[float, float], None]:
     return lambda done, best: progress("planning", done, best if best < np.inf else None)
 
 
-def _stronger(bound: LowerBound, outcome: Outcome, step: Step) -> LowerBound:
+def _stronger(bound: LowerBound, outcome: PlacerOutcome, step: Step) -> LowerBound:
     """The search's bound if it is better and the step is an instance: only its groups never part,
     so only there a bound for whole groups holds for every plan."""
     if isinstance(step, Instance) and outcome.bound is not None:
@@ -288,7 +290,12 @@ def _stronger(bound: LowerBound, outcome: Outcome, step: Step) -> LowerBound:
 
 
 def _signed(
-    found: Plan, request: PlanRequest, kept: "_Kept", notes: Notes, outcome: Outcome, began: float
+    found: Plan,
+    request: PlanRequest,
+    kept: "_Kept",
+    notes: Notes,
+    outcome: PlacerOutcome,
+    began: float,
 ) -> Plan:
     """The plan with what its file says of the request."""
     return replace(

@@ -17,7 +17,12 @@ from dovetail.costs import CostCache
 from dovetail.errors import UnequalError, UsageError
 from dovetail.executors.stages.choosing import fastest, measure
 from dovetail.executors.stages.preparing import draws_nothing, prepare
-from dovetail.executors.stages.targets import Target, analytic_target, cpu_target, cuda_target
+from dovetail.executors.stages.targets import (
+    ScheduleTarget,
+    analytic_target,
+    cpu_target,
+    cuda_target,
+)
 from dovetail.frontends import Captured
 from dovetail.frontends.interpret import example_values
 from dovetail.frontends.models import parse_zoo
@@ -35,15 +40,15 @@ from dovetail.schedulers.dataflow import replayed
 from dovetail.schedulers.records import OpSet, groups_of, members
 from dovetail.schedulers.results import (
     SEQUENTIAL,
-    Candidate,
-    Effort,
     KernelStage,
     KernelWork,
+    ScheduleCandidate,
     Scheduled,
     Schedules,
+    SearchEffort,
     Specialisation,
 )
-from dovetail.schedulers.scheduling import Schedule
+from dovetail.schedulers.scheduling import SchedulerResult
 
 RANDOM = "random"
 """In place of a scheduler's name."""
@@ -60,7 +65,7 @@ def target_of(
     seed: int = 0,
     cache: CostCache | None = None,
     progress: TellProgress = silent,
-) -> Target:
+) -> ScheduleTarget:
     """The step's kernels on a device, prepared and timed by themselves.
 
     device   "cpu": this machine's cores; "cuda" or "cuda:1"; or a preset such as "v100", which is
@@ -131,7 +136,7 @@ def schedule(
 
 
 def find(
-    target: Target,
+    target: ScheduleTarget,
     schedulers: Sequence[str] = (),
     *,
     rounds: int = ScheduleRequest.rounds,
@@ -160,8 +165,8 @@ def find(
 
 
 def _scheduled(
-    target: Target,
-    candidates: Mapping[str, Candidate],
+    target: ScheduleTarget,
+    candidates: Mapping[str, ScheduleCandidate],
     seconds: Mapping[str, tuple[float, ...]],
     chosen: str,
 ) -> Scheduled:
@@ -176,13 +181,13 @@ def _scheduled(
     )
 
 
-def search(target: Target, name: str) -> Candidate:
+def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
     """One scheduler's schedule, and what it took to find."""
     costs = target.costs
     before, began = (costs.asked, costs.timed, costs.seconds), clock()
     found = SCHEDULERS[name](target.problem)
     measuring = costs.seconds - before[2]
-    effort = Effort(
+    effort = SearchEffort(
         found.states,
         found.transitions,
         costs.asked - before[0],
@@ -190,7 +195,7 @@ def search(target: Target, name: str) -> Candidate:
         clock() - began - measuring,
         measuring,
     )
-    return Candidate(
+    return ScheduleCandidate(
         name,
         found.stages,
         found.streams or target.streams(found.stages),
@@ -201,14 +206,14 @@ def search(target: Target, name: str) -> Candidate:
     )
 
 
-def reseen(target: Target, candidate: Candidate) -> Candidate:
+def reseen(target: ScheduleTarget, candidate: ScheduleCandidate) -> ScheduleCandidate:
     """A schedule that was made for another target of the same kernels, as this one runs it: what is
     merged is this one's choice."""
     if not candidate.stages:
         seconds = replayed(
             target.block, candidate.streams, target.problem.seconds, target.problem.wait_seconds
         )
-        found = Schedule(seconds, streams=candidate.streams)
+        found = SchedulerResult(seconds, streams=candidate.streams)
         total = target.predicted(candidate.scheduler, found)
         return replace(candidate, predicted_seconds=total, seconds=())
     asked = [sum(1 << kernel for kernel in stage.kernels) for stage in candidate.stages]
@@ -223,7 +228,11 @@ def reseen(target: Target, candidate: Candidate) -> Candidate:
 
 
 def sample(
-    target: Target, count: int, rng: random.Random, rounds: int, progress: TellProgress = silent
+    target: ScheduleTarget,
+    count: int,
+    rng: random.Random,
+    rounds: int,
+    progress: TellProgress = silent,
 ) -> list[tuple[float, float]]:
     """(predicted, measured) seconds of random schedules; measured side by side."""
     groups, ops = target.problem.groups, target.problem.group_ops
@@ -242,7 +251,9 @@ def sample(
     ]
 
 
-def as_candidate(target: Target, stages: Sequence[OpSet], scheduler: str = RANDOM) -> Candidate:
+def as_candidate(
+    target: ScheduleTarget, stages: Sequence[OpSet], scheduler: str = RANDOM
+) -> ScheduleCandidate:
     """Any stages, as they would run, each by its faster strategy, and what they are predicted to
     take."""
     own = []
@@ -251,12 +262,12 @@ def as_candidate(target: Target, stages: Sequence[OpSet], scheduler: str = RANDO
         if timing.merged:
             groups = (tuple(kernel for group in groups for kernel in group),)
         own.append(KernelStage(groups, timing.seconds, timing.merged))
-    schedule = Schedule(sum(stage.seconds for stage in own), tuple(own))
+    schedule = SchedulerResult(sum(stage.seconds for stage in own), tuple(own))
     total = target.predicted(scheduler, schedule)
-    return Candidate(scheduler, tuple(own), target.streams(own), total)
+    return ScheduleCandidate(scheduler, tuple(own), target.streams(own), total)
 
 
-def check_equal(target: Target, steps: Mapping[str, Step]) -> None:
+def check_equal(target: ScheduleTarget, steps: Mapping[str, Step]) -> None:
     """Raise `UnequalError` for a schedule whose outputs are not the sequential one's."""
     wanted = _outputs(steps[SEQUENTIAL](*target.inputs))
     for name, step in steps.items():
@@ -390,7 +401,7 @@ def _step(model: str | Captured, batch: int, progress: TellProgress) -> Captured
     return step
 
 
-def _found(target: Target, request: ScheduleRequest, progress: TellProgress) -> Scheduled:
+def _found(target: ScheduleTarget, request: ScheduleRequest, progress: TellProgress) -> Scheduled:
     found, step = find(target, request.schedulers, rounds=request.rounds, progress=progress)
     if request.sampled and step is not None:
         rng = random.Random(request.seed)
@@ -400,7 +411,7 @@ def _found(target: Target, request: ScheduleRequest, progress: TellProgress) -> 
 
 
 def _over_batches(
-    targets: Sequence[Target], results: Sequence[Scheduled], rounds: int
+    targets: Sequence[ScheduleTarget], results: Sequence[Scheduled], rounds: int
 ) -> list[Specialisation]:
     """Each batch size by the schedules made for each; measured where the device is here."""
     if len(targets) < 2 or len({target.block for target in targets}) > 1:
@@ -410,7 +421,7 @@ def _over_batches(
     return [Specialisation("batch sizes", names, names, tuple(rows))]
 
 
-def _row(target: Target, results: Sequence[Scheduled], rounds: int) -> tuple[float, ...]:
+def _row(target: ScheduleTarget, results: Sequence[Scheduled], rounds: int) -> tuple[float, ...]:
     steps = [target.step(reseen(target, result.best)) for result in results]
     running = [step for step in steps if step is not None]
     if len(running) < len(steps):
@@ -421,7 +432,7 @@ def _row(target: Target, results: Sequence[Scheduled], rounds: int) -> tuple[flo
 
 
 def _over_devices(
-    targets: Sequence[Sequence[Target]], found: Sequence[Schedules]
+    targets: Sequence[Sequence[ScheduleTarget]], found: Sequence[Schedules]
 ) -> list[Specialisation]:
     """Per batch size each device by the schedules made for each, as predicted."""
     if len(found) < 2:

@@ -26,7 +26,7 @@ from dovetail.errors import (
     RunError,
     UsageError,
 )
-from dovetail.executors import Placed, Workers
+from dovetail.executors import PlacedNetwork, Workers
 from dovetail.executors import run as execute
 from dovetail.frontends import Captured, parse_optimizer, towers
 from dovetail.frontends import resolve as resolve_network
@@ -182,7 +182,7 @@ def fewest_of_the_best(seconds: dict[int, float]) -> int:
     return min(count for count, value in seconds.items() if value <= _EQUAL * best)
 
 
-def _rounds_of(placed: Placed, workers: Workers) -> Rounds:
+def _rounds_of(placed: PlacedNetwork, workers: Workers) -> Rounds:
     def rounds(threads: int) -> float:
         workers.set_threads(threads)
         first = float(placed.step_seconds(2)[0])  # the first with other threads starts them

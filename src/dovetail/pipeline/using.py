@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import UnwritableError, UsageError
-from dovetail.executors import Measurement, Placed
+from dovetail.executors import Measurement, PlacedNetwork
 from dovetail.executors import run as execute
 from dovetail.exports import device_map, model_explorer, split_points
 from dovetail.frontends import Captured, duplicated
@@ -21,7 +21,7 @@ from dovetail.runtime.files import write_atomically
 from dovetail.runtime.neighbours import disturbs
 
 
-def run(plan: Plan, step: Captured, *, seed: int = 0) -> Placed:
+def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork:
     """The plan at work: a context manager with `step`, `measure` and `state_dict`."""
     check_seed(seed)
     step = duplicated(step, plan.copies) if planned(plan, step) is not step else step

@@ -3,17 +3,17 @@
 from dovetail.methods import PLACERS
 from dovetail.placers.baselines import BASELINES, Placer
 from dovetail.placers.budget import Budget, Score, keeping_interrupts, parse_budget
-from dovetail.placers.placing import Outcome, place
-from dovetail.placers.problem import GroupPlacement, Problem, make_problem, permitted
+from dovetail.placers.placing import PlacerOutcome, place
+from dovetail.placers.problem import GroupPlacement, PlacementProblem, make_problem, permitted
 
 __all__ = [
     "BASELINES",
     "PLACERS",
     "Budget",
     "GroupPlacement",
-    "Outcome",
+    "PlacementProblem",
     "Placer",
-    "Problem",
+    "PlacerOutcome",
     "Score",
     "keeping_interrupts",
     "make_problem",

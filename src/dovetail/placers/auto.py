@@ -29,7 +29,7 @@ from dovetail.methods import PLACERS, Method
 from dovetail.placers.baselines import attempt, try_baselines
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, exhaustive
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 CONSTRUCTIVE_SHARE = 0.4
 """Of the budget: no constructive method begins once so much of it is spent."""
@@ -48,7 +48,7 @@ LEARNED = False
 """Whether the shipped policy proposes as well, after the constructive methods of a step."""
 
 
-def auto(problem: Problem, budget: Budget) -> GroupPlacement:
+def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement of all methods; of equally good ones that of the first method."""
     try_baselines(problem, budget)
     if can_enumerate(problem, budget):
@@ -65,7 +65,7 @@ def methods_of(role: str, objective: str) -> list[Method]:
     return sorted(suited, key=lambda method: objective not in method.first_for)
 
 
-def _construct(problem: Problem, budget: Budget) -> None:
+def _construct(problem: PlacementProblem, budget: Budget) -> None:
     """Run each constructive method once, with a quarter of the share that is left for them."""
     methods = methods_of("constructive", problem.objective)
     if LEARNED and problem.objective == "step":
@@ -79,7 +79,7 @@ def _construct(problem: Problem, budget: Budget) -> None:
         attempt(method.name, method.load(), problem, _part(budget, left / 4), may_refuse=True)
 
 
-def _improve(problem: Problem, budget: Budget) -> None:
+def _improve(problem: PlacementProblem, budget: Budget) -> None:
     """Spend the rest of the budget on the improving methods, by what each has brought."""
     arms = [_Arm(method) for method in methods_of("improving", problem.objective)]
     if problem.objective == "step" and len(problem.free) > MOST_EXACT_GROUPS:
@@ -102,7 +102,7 @@ def _improve(problem: Problem, budget: Budget) -> None:
             arms.remove(arm)
 
 
-def _is_large(problem: Problem) -> bool:
+def _is_large(problem: PlacementProblem) -> bool:
     return len(problem.graph) > LARGE_OPS
 
 

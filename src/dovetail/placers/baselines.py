@@ -1,4 +1,4 @@
-"""The cheap methods, which every outcome is compared with and every search starts from."""
+"""The cheap methods. Every result is compared with them, and every search starts from them."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,16 @@ from numpy.typing import NDArray
 from dovetail.errors import InvalidError
 from dovetail.methods import PLACERS
 from dovetail.placers.budget import UNKNOWN, Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
-# Everything on one device: the best of them. What is pinned elsewhere stays there.
+# ── One device ──────────────────────────────────────────────────────────────────────────────────
 
 
-def single(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best of one placement per device; ties: the first device.
+def single(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Everything on one device: the best of one placement per device; ties: the first device.
 
-    A group that may not be on the device goes to its fastest one, as RL17 puts ops without a GPU
-    kernel on the CPU.
+    A group that may not be on the device goes to its fastest one: what is pinned elsewhere stays
+    there, and ops without a GPU kernel are on the CPU, as in RL17.
     """
     candidates = np.stack(
         [
@@ -30,49 +30,51 @@ def single(problem: Problem, budget: Budget) -> GroupPlacement:
     return np.asarray(candidates[scores.index(min(scores))])
 
 
-# Contiguous runs of equal work: the largest load is the least that contiguous runs allow.
-#
-# Groups stand in the order of their first op. With W_d(i, j) the seconds of groups i to j - 1 on
-# device d, and devices in machine order,
-#
-#     load_d(j) = min over i <= j of   max(load_{d-1}(i), W_d(i, j))     where the run fits memory
-#
-# which is solved exactly in O(devices x groups^2), or over `MAX_CELLS` equal cells of groups where
-# there are more. A run may be empty. A group that may not be on its run's device goes to its
-# fastest one and weighs nothing in the run. Balance looks at no schedule and no communication.
-#
-# Source: the partitioning of torchgpipe's `balance` (Kim et al., 2020,
-# https://arxiv.org/abs/2004.09910, section 4). Differences: unlike devices, and memory.
-
+# ── Contiguous runs of equal work ───────────────────────────────────────────────────────────────
 
 MAX_CELLS = 512
+"""Runs are cut exactly between this many groups; more groups are first merged to equal cells."""
 MEMORY_ATTEMPTS = 4
+"""Cuts per set of devices: one, and three more where memory turns out short."""
 
 
-def balanced(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The better of runs over all devices and runs over the fastest model of device only.
+def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Contiguous runs of groups whose largest load is the least that contiguous runs allow: the
+    better of runs over all devices and runs over the fastest model of device only.
+
+    Groups stand in the order of their first op. With W_d(i, j) the seconds of groups i to j - 1 on
+    device d, and devices in machine order,
+
+        load_d(j) = min over i <= j of   max(load_{d-1}(i), W_d(i, j))   where the run fits memory
+
+    This is solved exactly in O(devices x groups^2), or over `MAX_CELLS` equal cells of groups. A
+    run may be empty. A group that may not be on its run's device goes to its fastest one and counts
+    nothing in the run. The method ignores schedules and communication.
+
+    Source: the partitioning of torchgpipe's `balance` (Kim et al., 2020,
+    https://arxiv.org/abs/2004.09910, section 4). Differences: unlike devices, and memory.
 
     Memory is estimated while cutting. Where the evaluator then finds a device over its capacity,
     the runs are cut again as if all that a group makes stayed, then with that much less room.
     """
-    found: list[tuple[Score, GroupPlacement]] = []
+    scored_placements: list[tuple[Score, GroupPlacement]] = []
     for devices in problem.device_sets:
         room = problem.capacities.astype(np.float64)
         for attempt in range(MEMORY_ATTEMPTS):
             sizes = problem.made_bytes if attempt else problem.group_bytes
             placement = problem.settle(runs(problem, devices, sizes, room))
             score = budget.score(problem, placement[None], always=True)[0]
-            found.append((score, placement))
+            scored_placements.append((score, placement))
             if not 0 < score.lacking_bytes < np.inf:
                 break
             if attempt:
                 share = problem.capacities / np.maximum(budget.peaks(placement), 1)
                 room = room * np.where(share < 1, 0.95 * share, 1.0)
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
 def runs(
-    problem: Problem,
+    problem: PlacementProblem,
     devices: list[int],
     group_bytes: NDArray[np.int64],
     room_bytes: NDArray[np.float64],
@@ -92,7 +94,7 @@ def runs(
 
 
 def _cuts(
-    problem: Problem,
+    problem: PlacementProblem,
     devices: list[int],
     bounds: NDArray[np.int_],
     memory: tuple[NDArray[np.int64], NDArray[np.float64]],
@@ -128,28 +130,34 @@ def _spans(values: NDArray[np.float64], bounds: NDArray[np.int_]) -> NDArray[np.
     return np.asarray(sums[None, :] - sums[:, None])
 
 
-Placer = Callable[[Problem, Budget], GroupPlacement]
+Placer = Callable[[PlacementProblem, Budget], GroupPlacement]
 BASELINES: dict[str, Placer] = {
     name: method for name, method in PLACERS.items() if method.role == "baseline"
 }
 """The methods of that role."""
 
 
-def try_baselines(problem: Problem, budget: Budget) -> None:
-    """Note in `budget.found` what each of them finds, even beyond the budget."""
+def try_baselines(problem: PlacementProblem, budget: Budget) -> None:
+    """Run each baseline, even beyond the budget, and note its result in `budget.found`."""
     for name, method in BASELINES.items():
         if name not in budget.found:
             attempt(name, method, problem, budget)
 
 
 def attempt(
-    name: str, method: Placer, problem: Problem, budget: Budget, *, may_refuse: bool = False
+    name: str,
+    method: Placer,
+    problem: PlacementProblem,
+    budget: Budget,
+    *,
+    may_refuse: bool = False,
 ) -> bool:
-    """Note in `budget.found` what a method finds, if that is better than what stands there; a
-    Ctrl-C leaves it out.
+    """Run a method and note its result in `budget.found`, unless a better one of that name stands
+    there. A method that a Ctrl-C breaks is not noted.
 
     Returns False where `may_refuse` and the method raises an `InvalidError`: a library is absent,
-    or the problem exceeds a limit. Raises `KeyboardInterrupt` if nothing at all is found by then.
+    or the problem exceeds a limit. Raises `KeyboardInterrupt` if no method has found anything by
+    then.
     """
     try:
         placement = method(problem, budget)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import UsageError
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import working_clock
 from dovetail.simulator.bounds import LowerBound
 
@@ -221,7 +221,7 @@ class Budget:
         return self._shared.entries[_digest(placement)][1]
 
     def score(
-        self, problem: Problem, placements: NDArray[np.int32], *, always: bool = False
+        self, problem: PlacementProblem, placements: NDArray[np.int32], *, always: bool = False
     ) -> list[Score]:
         """The score of each group placement [batch, groups]; `UNKNOWN` where the budget is out.
 
@@ -242,21 +242,21 @@ class Budget:
                 self.interrupted = True
         return [entries[key][0] if key in entries else UNKNOWN for key in keys]
 
-    def _buy(self, problem: Problem, placements: NDArray[np.int32]) -> None:
+    def _buy(self, problem: PlacementProblem, placements: NDArray[np.int32]) -> None:
         began = self.clock()
-        found = problem.evaluate(problem.spread(placements))
+        evaluation = problem.evaluate(problem.spread(placements))
         self.charge(len(placements))
-        over = np.maximum(found.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
-        lacking = np.where(found.feasible, over, np.maximum(over, 1))
+        over = np.maximum(evaluation.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
+        lacking = np.where(evaluation.feasible, over, np.maximum(over, 1))
         used = _devices_used(placements[:, problem.running], problem.devices).tolist()
         for i, row in enumerate(placements):
-            score = Score(float(lacking[i]), float(found.values[i]))
+            score = Score(float(lacking[i]), float(evaluation.values[i]))
             simple = self._shared.fewest.get(used[i])
             if simple is None or score < simple[0]:
                 self._shared.fewest[used[i]] = (score, row.copy())
-            self._shared.entries[_digest(row)] = (score, found.peak_memory_bytes[i])
+            self._shared.entries[_digest(row)] = (score, evaluation.peak_memory_bytes[i])
             if self.best is None or score < self.best[0]:
-                self._shared.best = (score, row.copy(), found.peak_memory_bytes[i])
+                self._shared.best = (score, row.copy(), evaluation.peak_memory_bytes[i])
         self._shared.pace_seconds = (self.clock() - began) / len(placements)
         self.report()
 

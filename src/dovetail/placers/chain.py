@@ -8,8 +8,8 @@ A dynamic programme over prefixes of the order and over how many devices of each
     best(prefix j, used + k)  =  min over i < j of  best(prefix i, used) (+) seconds of i..j on k
 
 where (+) is the sum for the objective `step`, one stage after another, and the maximum for `load`.
-It yields the best estimate for every number of devices. The evaluator judges these, and each cut is
-then moved while that makes the plan better.
+It yields the best plan by estimate for every number of devices. The evaluator judges these plans,
+and each of their cuts is then moved while that makes the plan better.
 
 PipeDream's planner (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
 Training", SOSP 2019, https://doi.org/10.1145/3341301.3359646, section 3.1) has the recurrence for
@@ -25,14 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 Float64 = NDArray[np.float64]
 ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
-"""Shares of memory that stages may fill by the estimate, tried until a plan fits."""
+"""Shares of each device's memory that stages may fill by the estimate: tried in turn until the
+evaluator finds that a plan fits."""
 SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)
+"""Units by which a cut is moved when a plan is improved."""
 MOST_STATES = 2048
-"""Beyond it kinds of devices are merged with those that are most like them in speed."""
+"""Where there are more states, kinds of devices that follow each other are merged into one."""
 
 
 class _Stages(NamedTuple):
@@ -46,26 +48,27 @@ class _Stages(NamedTuple):
     devices: tuple[int, ...]
 
 
-def chain(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best that was found; ties: the fewest devices. `problem.chain` must be there."""
+def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """The best plan along `problem.chain`, which must be given; ties: the fewest devices."""
     order = ordered_groups(problem)
     candidates: dict[_Stages, Score] = {}
     for room in ROOMS:
         stages = _best_stages(problem, order, room)
         _judge(problem, budget, order, candidates, stages, always=True)
-        if any(not candidates[one].lacking_bytes for one in stages):
+        if any(not candidates[candidate].lacking_bytes for candidate in stages):
             break
-    # The simpler plans are improved too: what a plan with more devices gains is measured by them.
+    # Plans with fewer devices are improved as well: `auto` compares plans with more devices to
+    # them.
     by_count: dict[int, _Stages] = {}
-    for one in sorted(candidates, key=lambda one: candidates[one]):
-        by_count.setdefault(len(one.devices), one)
+    for candidate in sorted(candidates, key=lambda candidate: candidates[candidate]):
+        by_count.setdefault(len(candidate.devices), candidate)
     for count in sorted(by_count, key=lambda count: candidates[by_count[count]]):
         _improve(problem, budget, order, candidates, by_count[count])
-    best = min(candidates, key=lambda one: (candidates[one], len(one.devices)))
+    best = min(candidates, key=lambda candidate: (candidates[candidate], len(candidate.devices)))
     return _placement(problem, order, best)
 
 
-def ordered_groups(problem: Problem) -> NDArray[np.int64]:
+def ordered_groups(problem: PlacementProblem) -> NDArray[np.int64]:
     """[units] the groups that have a place in the order, along it."""
     assert problem.chain is not None, "only where an order is asked for"
     placed = np.flatnonzero(problem.chain >= 0)
@@ -73,7 +76,7 @@ def ordered_groups(problem: Problem) -> NDArray[np.int64]:
 
 
 def _improve(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     order: NDArray[np.int64],
     candidates: dict[_Stages, Score],
@@ -84,7 +87,9 @@ def _improve(
         near = [moved for moved in _moved(best, len(order)) if moved not in candidates]
         _judge(problem, budget, order, candidates, near)
         better = min(
-            (one for one in near if one in candidates), key=candidates.__getitem__, default=best
+            (candidate for candidate in near if candidate in candidates),
+            key=candidates.__getitem__,
+            default=best,
         )
         if candidates[better] >= candidates[best]:
             return
@@ -92,17 +97,17 @@ def _improve(
 
 
 def _moved(stages: _Stages, units: int) -> list[_Stages]:
-    found = []
+    neighbours = []
     for i, cut in enumerate(stages.cuts):
         for shift in SHIFTS:
             cuts = (*stages.cuts[:i], cut + shift, *stages.cuts[i + 1 :])
             if all(a < b for a, b in pairwise((0, *cuts, units))):
-                found.append(_Stages(cuts, stages.devices))
-    return found
+                neighbours.append(_Stages(cuts, stages.devices))
+    return neighbours
 
 
 def _judge(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     order: NDArray[np.int64],
     candidates: dict[_Stages, Score],
@@ -111,16 +116,18 @@ def _judge(
     always: bool = False,
 ) -> None:
     """Enter the score of each that can be afforded."""
-    new = [one for one in dict.fromkeys(stages) if one not in candidates]
+    new = [candidate for candidate in dict.fromkeys(stages) if candidate not in candidates]
     if not new:
         return
-    placements = np.stack([_placement(problem, order, one) for one in new])
-    for one, score in zip(new, budget.score(problem, placements, always=always), strict=True):
+    placements = np.stack([_placement(problem, order, candidate) for candidate in new])
+    for candidate, score in zip(new, budget.score(problem, placements, always=always), strict=True):
         if np.isfinite(score.lacking_bytes):
-            candidates[one] = score
+            candidates[candidate] = score
 
 
-def _placement(problem: Problem, order: NDArray[np.int64], stages: _Stages) -> GroupPlacement:
+def _placement(
+    problem: PlacementProblem, order: NDArray[np.int64], stages: _Stages
+) -> GroupPlacement:
     placement = problem.fastest.copy()
     ends = (0, *stages.cuts, len(order))
     for device, (start, end) in zip(stages.devices, pairwise(ends), strict=True):
@@ -128,7 +135,7 @@ def _placement(problem: Problem, order: NDArray[np.int64], stages: _Stages) -> G
     return placement
 
 
-def _best_stages(problem: Problem, order: NDArray[np.int64], room: float) -> list[_Stages]:
+def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: float) -> list[_Stages]:
     """The best by the estimate for each number of devices, the fewest first."""
     kinds = _kinds(problem)
     seconds = [_run_seconds(problem, order, kind[0], room) for kind in kinds]
@@ -137,7 +144,7 @@ def _best_stages(problem: Problem, order: NDArray[np.int64], room: float) -> lis
     start = np.full(units + 1, np.inf)
     start[0] = 0.0
     layer: dict[tuple[int, ...], Float64] = {(0,) * len(kinds): start}
-    found: list[_Stages] = []
+    best_of_counts: list[_Stages] = []
     cells: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
     for _ in range(sum(map(len, kinds))):
         following: dict[tuple[int, ...], Float64] = {}
@@ -160,8 +167,11 @@ def _best_stages(problem: Problem, order: NDArray[np.int64], room: float) -> lis
         ends = [used for used in layer if np.isfinite(layer[used][units])]
         if ends:
             best_used = min(ends, key=lambda used: layer[used][units])
-            found.append(_walk_back(kinds, cells, best_used, units))
-    return found or [_one_stage(problem, order)]
+            best_of_counts.append(_walk_back(kinds, cells, best_used, units))
+    # Nothing fits: one stage on the device that may run most units, whose evaluation then says what
+    # does not fit.
+    most_units = int(problem.allowed[order].sum(axis=0).argmax())
+    return best_of_counts or [_Stages((), (most_units,))]
 
 
 def _walk_back(
@@ -182,12 +192,7 @@ def _walk_back(
     return _Stages(tuple(reversed(cuts[:-1])), tuple(next(left[k]) for k in reversed(chosen)))
 
 
-def _one_stage(problem: Problem, order: NDArray[np.int64]) -> _Stages:
-    """One stage on the device that may run most units: evaluating it names what does not fit."""
-    return _Stages((), (int(problem.allowed[order].sum(axis=0).argmax()),))
-
-
-def _kinds(problem: Problem) -> list[list[int]]:
+def _kinds(problem: PlacementProblem) -> list[list[int]]:
     """Devices that are alike for the estimate: in work, in what may be there, and in memory."""
     alike: dict[tuple[bytes, bytes, int], list[int]] = {}
     for device in range(problem.devices):
@@ -202,7 +207,9 @@ def _kinds(problem: Problem) -> list[list[int]]:
     return kinds
 
 
-def _run_seconds(problem: Problem, order: NDArray[np.int64], device: int, room: float) -> Float64:
+def _run_seconds(
+    problem: PlacementProblem, order: NDArray[np.int64], device: int, room: float
+) -> Float64:
     """[units + 1, units + 1] seconds of units i to j on the device, with what it reads over the cut
     before i; inf where that may not be or does not fit."""
     units = len(order)
@@ -220,7 +227,7 @@ def _run_seconds(problem: Problem, order: NDArray[np.int64], device: int, room: 
     return np.where(fits & ahead & clear, seconds, np.inf)
 
 
-def _slowest_link(problem: Problem, device: int) -> tuple[float, float]:
+def _slowest_link(problem: PlacementProblem, device: int) -> tuple[float, float]:
     """(seconds per tensor, seconds per byte) of the slowest way to the device."""
     name = problem.machine.device_names[device]
     links = [link for link in problem.machine.links if link.destination == name]
@@ -230,7 +237,7 @@ def _slowest_link(problem: Problem, device: int) -> tuple[float, float]:
     return slowest.latency_seconds, 1 / slowest.bandwidth_bytes_per_second
 
 
-def _cut_bytes(problem: Problem, order: NDArray[np.int64]) -> Float64:
+def _cut_bytes(problem: PlacementProblem, order: NDArray[np.int64]) -> Float64:
     """[units + 1] bytes that go over the cut before each unit, in either direction."""
     place = np.full(problem.groups.count, -1)
     place[order] = np.arange(len(order))

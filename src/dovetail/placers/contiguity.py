@@ -1,4 +1,4 @@
-"""What it means that a plan is contiguous, and a problem as stages of devices see it.
+"""Contiguous plans: what they are, a problem contracted for them, and the best chain of stages.
 
 A placement is *contiguous* when its devices can be put in an order in which no forward edge goes
 back. Every device's forward part is then convex (no path leaves it and comes back), and each device
@@ -22,17 +22,19 @@ from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph import Phase
 from dovetail.placers.budget import Budget
-from dovetail.placers.problem import Problem
+from dovetail.placers.problem import PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 from dovetail.simulator.loads import HOST_SOURCE, LoadModel
 
 LOOSE = -1
-"""`element_of` a group that is in no element: it has no forward op, and goes where it fits last."""
+"""`element_of` a group that is in no element: it has no forward op, and is placed last, where it
+fits."""
 _DROPPED = -2
+"""Source of a net that a loose group makes: such nets are left out."""
 
 
-class Kinds(NamedTuple):
+class DeviceKinds(NamedTuple):
     """Devices that are alike.
 
     members    devices of each kind, ascending
@@ -67,7 +69,7 @@ class Elements(NamedTuple):
     touches: Int32
 
 
-class Order(NamedTuple):
+class ElementOrder(NamedTuple):
     """The groups as a partial order.
 
     element_of   [groups] or `LOOSE`; elements are numbered so that edges go up
@@ -80,7 +82,7 @@ class Order(NamedTuple):
     edges: Int32
 
 
-def is_star(problem: Problem) -> bool:
+def is_star(problem: PlacementProblem) -> bool:
     """All transfers go over a host that counts for nothing: the loads of stages are exact."""
     model = problem.load
     devices = np.flatnonzero(model.counted)
@@ -89,7 +91,7 @@ def is_star(problem: Problem) -> bool:
     return not model.counted[model.host] and not between.any()
 
 
-def order_of(problem: Problem, *, merging: bool = False) -> Order:
+def order_of(problem: PlacementProblem, *, merging: bool = False) -> ElementOrder:
     """The order with orphans in it, unless that ties forward groups together: then without."""
     order = forward_order(problem, mirrored=False, merging=merging)
     if len(_orphans(problem)):
@@ -99,7 +101,9 @@ def order_of(problem: Problem, *, merging: bool = False) -> Order:
     return order
 
 
-def forward_order(problem: Problem, *, mirrored: bool, merging: bool = False) -> Order:
+def forward_order(
+    problem: PlacementProblem, *, mirrored: bool, merging: bool = False
+) -> ElementOrder:
     """The order that forward edges make.
 
     mirrored   orphaned backward groups take part too: an edge between backward ops of which one
@@ -124,7 +128,7 @@ def forward_order(problem: Problem, *, mirrored: bool, merging: bool = False) ->
     rank = np.empty(len(used), np.int32)
     rank[topological(len(used), ends, np.argsort(firsts, kind="stable"))] = np.arange(len(used))
     element_of[taking] = rank[compact]
-    return Order(element_of, len(used), _distinct(rank[ends], len(used)))
+    return ElementOrder(element_of, len(used), _distinct(rank[ends], len(used)))
 
 
 def topological(
@@ -151,8 +155,8 @@ def topological(
 
 
 def kinds_of(
-    problem: Problem, devices: list[int], room_bytes: Float64, *, alone: bool = False
-) -> Kinds:
+    problem: PlacementProblem, devices: list[int], room_bytes: Float64, *, alone: bool = False
+) -> DeviceKinds:
     """Devices alike in everything that a stage's load depends on, by their first device.
 
     room_bytes   [devices] of the machine
@@ -165,7 +169,7 @@ def kinds_of(
         key = (work, float(room_bytes[device]), hop, device if alone else 0)
         alike.setdefault(key, []).append(device)
     hops_of = np.array([key[2] for key in alike]).T
-    return Kinds(
+    return DeviceKinds(
         members=tuple(tuple(members) for members in alike.values()),
         room_bytes=np.array([key[1] for key in alike]),
         in_seconds=hops_of[:2],
@@ -174,9 +178,9 @@ def kinds_of(
 
 
 def elements_of(
-    problem: Problem,
+    problem: PlacementProblem,
     element_of: Int32,
-    kinds: Kinds,
+    kinds: DeviceKinds,
     group_bytes: Float64,
     strict: bool = True,
 ) -> Elements:
@@ -198,14 +202,14 @@ def elements_of(
     )
     nets = np.repeat(np.arange(len(sources)), np.diff(model.net_offsets))
     targets = element_of[model.net_targets]
-    kept = (targets != LOOSE) & (targets != sources[nets]) & (sources[nets] != _DROPPED)
-    pairs = _distinct(np.stack([nets[kept], targets[kept]], axis=1), count)
+    is_read = (targets != LOOSE) & (targets != sources[nets]) & (sources[nets] != _DROPPED)
+    pairs = _distinct(np.stack([nets[is_read], targets[is_read]], axis=1), count)
     used, net = np.unique(pairs[:, 0], return_inverse=True)
     sources = sources[used].astype(np.int32)
     amounts = np.stack([model.net_sends[used], model.net_bytes[used]], axis=1)
-    made = np.flatnonzero(sources >= 0)
-    owners = np.concatenate([pairs[:, 1], sources[made]])
-    touches = np.concatenate([net, ~made])
+    inner_nets = np.flatnonzero(sources >= 0)
+    owners = np.concatenate([pairs[:, 1], sources[inner_nets]])
+    touches = np.concatenate([net, ~inner_nets])
     by_owner = np.argsort(owners, kind="stable")
     return Elements(
         work_seconds=work,
@@ -225,25 +229,25 @@ def _distinct(pairs: NDArray[np.integer], seconds: int) -> Int32:
     return np.stack([keys // max(seconds, 1), keys % max(seconds, 1)], axis=1).astype(np.int32)
 
 
-def _orphans(problem: Problem) -> Int32:
+def _orphans(problem: PlacementProblem) -> Int32:
     """Groups with backward ops and none of forward."""
     backward = np.unique(problem.groups.of_op[problem.graph.phases == Phase.BACKWARD])
     return np.asarray(backward[problem.load.forward[backward] == 0], np.int32)
 
 
-def _mirrored(problem: Problem) -> Int32:
+def _mirrored(problem: PlacementProblem) -> Int32:
     """[edges, 2] of groups: backward edges that touch an orphan, turned round."""
     graph, of_op = problem.graph, problem.groups.of_op
     before, after = graph.producers[graph.input_tensors], graph.readers
     backward = graph.phases == Phase.BACKWARD
-    kept = backward[before] & backward[after]
-    ends = np.stack([of_op[after[kept]], of_op[before[kept]]], axis=1)
+    is_backward = backward[before] & backward[after]
+    ends = np.stack([of_op[after[is_backward]], of_op[before[is_backward]]], axis=1)
     orphaned = problem.load.forward[ends] == 0
     ends = ends[orphaned.any(axis=1) & (ends[:, 0] != ends[:, 1])]
     return _distinct(ends, problem.groups.count)
 
 
-def _idle_leaves(problem: Problem, edges: Int32) -> Int32:
+def _idle_leaves(problem: PlacementProblem, edges: Int32) -> Int32:
     """[pairs, 2] (a group without work and with one neighbour, that neighbour).
 
     Together they send no more than apart. Where memory could bind, only groups that hold nothing.
@@ -256,10 +260,10 @@ def _idle_leaves(problem: Problem, edges: Int32) -> Int32:
     sources = np.repeat(model.net_sources, np.diff(model.net_offsets))
     ends = np.concatenate([edges, np.stack([sources, model.net_targets], axis=1)])
     neighbours: list[set[int]] = [set() for _ in range(model.groups)]
-    for one, other in ends.tolist():
-        neighbours[other].add(one)
-        if one != HOST_SOURCE:
-            neighbours[one].add(other)
+    for source, target in ends.tolist():
+        neighbours[target].add(source)
+        if source != HOST_SOURCE:
+            neighbours[source].add(target)
     pairs: list[tuple[int, int]] = []
     waiting = np.flatnonzero(idle & (model.forward == 1)).tolist()
     while waiting:
@@ -267,8 +271,8 @@ def _idle_leaves(problem: Problem, edges: Int32) -> Int32:
         if len(neighbours[group]) != 1:
             continue
         (beside,) = neighbours[group]
-        kept = (problem.allowed[group] | ~problem.allowed[beside]).all()
-        if beside != HOST_SOURCE and model.forward[beside] and kept:
+        may_join = (problem.allowed[group] | ~problem.allowed[beside]).all()
+        if beside != HOST_SOURCE and model.forward[beside] and may_join:
             pairs.append((group, beside))
             neighbours[group].clear()
             neighbours[beside].remove(group)
@@ -280,25 +284,24 @@ def _idle_leaves(problem: Problem, edges: Int32) -> Int32:
 def _hop(model: LoadModel, device: int) -> tuple[float, float, float, float]:
     """Seconds of a hop from and to the host, each per tensor and per byte; without such a link,
     or on the host itself, the mean of the device's links."""
-    others = [model.host] if device != model.host and model.linked[device, model.host] else None
-    if others is None:
-        others = np.flatnonzero(model.linked[device] * model.counted).tolist()
-        others = [other for other in others if other != device]
-    if not others:
+    neighbours = [model.host] if device != model.host and model.linked[device, model.host] else None
+    if neighbours is None:
+        neighbours = np.flatnonzero(model.linked[device] * model.counted).tolist()
+        neighbours = [neighbour for neighbour in neighbours if neighbour != device]
+    if not neighbours:
         return (0.0, 0.0, 0.0, 0.0)
     return (
-        float(model.latency_seconds[others, device].mean()),
-        float(model.seconds_per_byte[others, device].mean()),
-        float(model.latency_seconds[device, others].mean()),
-        float(model.seconds_per_byte[device, others].mean()),
+        float(model.latency_seconds[neighbours, device].mean()),
+        float(model.seconds_per_byte[neighbours, device].mean()),
+        float(model.latency_seconds[device, neighbours].mean()),
+        float(model.seconds_per_byte[device, neighbours].mean()),
     )
 
 
-# The walks up a lattice of ideals, that `stages.best_chain` spends its time in.
-
+# ── The walk up a lattice of ideals: the kernels in which `best_chain` spends its time ───────────
 
 STEPS = 2_000_000
-"""Of the walks between two looks at the budget: about .1 s."""
+"""Steps of the walks between two looks at the budget: they take about .1 s."""
 
 
 class Lattice(NamedTuple):
@@ -318,7 +321,7 @@ class Lattice(NamedTuple):
     ranks: Int32
 
 
-class Table(NamedTuple):
+class StageTable(NamedTuple):
     """values, origins, kinds   [ideals, states] f, the ideal before the last stage, its kind
     left_work     [ideals] weighed work of the elements that are not in it
     power         [states] weighed number of devices that are left
@@ -337,7 +340,7 @@ class Table(NamedTuple):
     ceiling: Float64
 
 
-class Walk(NamedTuple):
+class StageWorkspace(NamedTuple):
     """The walk up from one ideal.
 
     states, kinds     [states], [kinds] states of the ideal that go on; 1: one has this kind left
@@ -371,7 +374,12 @@ def left_work(lattice: Lattice, weighed: Float64, total: float, left_work: Float
 
 @kernel
 def push(
-    elements: Elements, lattice: Lattice, table: Table, walk: Walk, ideal: int, steps: Int64
+    elements: Elements,
+    lattice: Lattice,
+    table: StageTable,
+    walk: StageWorkspace,
+    ideal: int,
+    steps: Int64,
 ) -> int:
     """Push the values of ideals from `ideal` on to those above; the next one after enough steps."""
     while ideal < len(lattice.parents) and steps[0] < STEPS:
@@ -385,8 +393,8 @@ def push(
 
 
 @inlined
-def _alive(table: Table, walk: Walk, ideal: int) -> int:
-    """How many states of the ideal may still lead below the ceiling; they stand in `walk`."""
+def _alive(table: StageTable, walk: StageWorkspace, ideal: int) -> int:
+    """Number of states of the ideal that may still lead below the ceiling; fills `walk.states`."""
     ceiling, alive = table.ceiling[0], 0
     for kind in range(len(walk.kinds)):
         walk.kinds[kind] = 0
@@ -403,7 +411,7 @@ def _alive(table: Table, walk: Walk, ideal: int) -> int:
 
 
 @inlined
-def _begin(elements: Elements, lattice: Lattice, walk: Walk, ideal: int) -> None:
+def _begin(elements: Elements, lattice: Lattice, walk: StageWorkspace, ideal: int) -> None:
     """An empty stage on top of the ideal."""
     for net in range(len(elements.net_sources)):
         walk.homes[net] = 2 if elements.net_sources[net] < 0 else 0
@@ -424,9 +432,14 @@ def _begin(elements: Elements, lattice: Lattice, walk: Walk, ideal: int) -> None
 
 @inlined
 def _climb(
-    elements: Elements, lattice: Lattice, table: Table, walk: Walk, alive: int, steps: Int64
+    elements: Elements,
+    lattice: Lattice,
+    table: StageTable,
+    walk: StageWorkspace,
+    alive: int,
+    steps: Int64,
 ) -> None:
-    """Visit every ideal above, and note what a stage from the bottom to there gives."""
+    """Visit every ideal above, and note the value of a stage from the bottom to there."""
     depth = 0
     while depth >= 0:
         edge = walk.next_add[depth]
@@ -453,7 +466,9 @@ def _climb(
 
 
 @inlined
-def _may_add(elements: Elements, table: Table, walk: Walk, depth: int, element: int) -> bool:
+def _may_add(
+    elements: Elements, table: StageTable, walk: StageWorkspace, depth: int, element: int
+) -> bool:
     """Before anything is counted: do work and bytes fit some kind of device?"""
     held = walk.held_bytes[depth] + elements.held_bytes[element]
     fits = False
@@ -465,7 +480,7 @@ def _may_add(elements: Elements, table: Table, walk: Walk, depth: int, element: 
 
 
 @inlined
-def _add(elements: Elements, walk: Walk, depth: int, element: int) -> None:
+def _add(elements: Elements, walk: StageWorkspace, depth: int, element: int) -> None:
     """Put an element into the stage: loads and bytes at `depth` follow from those below."""
     kinds = len(walk.kinds)
     walk.held_bytes[depth] = walk.held_bytes[depth - 1] + elements.held_bytes[element]
@@ -499,7 +514,7 @@ def _add(elements: Elements, walk: Walk, depth: int, element: int) -> None:
 
 
 @inlined
-def _take_back(elements: Elements, walk: Walk, element: int) -> None:
+def _take_back(elements: Elements, walk: StageWorkspace, element: int) -> None:
     for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
         touch = elements.touches[i]
         if touch < 0:
@@ -509,7 +524,7 @@ def _take_back(elements: Elements, walk: Walk, element: int) -> None:
 
 
 @inlined
-def _note(table: Table, walk: Walk, depth: int, alive: int) -> bool:
+def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bool:
     """Note the stage in the table; whether some kind of device could take more."""
     ceiling, below, above = table.ceiling[0], walk.at[0], walk.at[depth]
     grows = False
@@ -535,8 +550,9 @@ def _note(table: Table, walk: Walk, depth: int, alive: int) -> bool:
     return grows
 
 
-# The best chain of stages through a lattice of ideals: the programme that `ideal_dp` and
-# `linear_dp` share.
+# ── The best chain of stages through a lattice of ideals ────────────────────────────────────────
+#
+# `ideal_dp` and `linear_dp` share this dynamic programme.
 #
 # An ideal is a set of elements that holds all predecessors of its members. With f(I, c) the least
 # possible largest load of stages that make up I on devices c (a count of each kind),
@@ -544,18 +560,16 @@ def _note(table: Table, walk: Walk, depth: int, alive: int) -> bool:
 #     f({}, none) = 0
 #     f(I, c) = min over ideals J below I and kinds k in c of   max(f(J, c - k), load(k, I \ J))
 #
-# From every J that is reached, a depth-first walk up adds elements in ascending rank, which meets
-# each I above it exactly once: the walk to I adds the elements of I \ J in the order of their
-# ranks,
-# and every prefix of that is an ideal with J. Along the walk loads follow from counts per net.
+# From every J that is reached, a depth-first walk up adds elements in ascending rank. It meets each
+# I above J exactly once: the walk to I adds the elements of I \ J in the order of their ranks, and
+# every prefix of that, with J, is an ideal. Loads along the walk follow from counts per net.
 #
-# Only plans below a known value (`ceiling`) are looked for, so most of it is cut off:
-# * the walk, where work, bytes and those transfers that more elements cannot undo reach it for
-# every
-#   kind of device that is left;
-# * the states (I, c), where what is left of the work is more than the devices that are left can do:
-#   sum of lambda_k x devices left of k x ceiling < sum over elements left of min_k lambda_k x
-# work_k.
+# Only plans below a known value (`ceiling`) are searched for, which cuts off most of the walk:
+# * a stage ends where its work, its bytes and those transfers that more elements cannot undo reach
+#   the ceiling for every kind of device that is left;
+# * a state (I, c) is skipped where the devices that are left cannot do the work that is left:
+#   sum over k of lambda_k x devices left of k x ceiling
+#                                           < sum over elements left of min_k lambda_k x work_k
 #
 # Exact for any weights lambda. O(ideals x ideals above) steps at most, each O(nets of an element x
 # kinds + states).
@@ -564,10 +578,10 @@ def _note(table: Table, walk: Walk, depth: int, alive: int) -> bool:
 MOST_ENTRIES = 2**24
 """Largest table, in ideals x states: 13 bytes each."""
 _ROUNDING = 1e-9
-"""Share of all work that sums in another order must not cut a plan off for."""
+"""Share of all work by which sums in another order may differ: no plan is cut off for less."""
 
 
-class Chain(NamedTuple):
+class StageChain(NamedTuple):
     """value: the largest load; stages: [elements] index of its stage; devices: of each stage."""
 
     value: float
@@ -575,14 +589,14 @@ class Chain(NamedTuple):
     devices: list[int]
 
 
-class States(NamedTuple):
-    """Devices in use. nexts: as in `Table`; left [states, kinds]: devices that are left."""
+class DeviceStates(NamedTuple):
+    """Devices in use. nexts: as in `StageTable`; left [states, kinds]: devices that are left."""
 
     nexts: Int32
     left: Int64
 
 
-def states_of(counts: NDArray[np.int64], most: int) -> States:
+def states_of(counts: NDArray[np.int64], most: int) -> DeviceStates:
     """Every count of devices of each kind; where these are more than `most`, devices are used in
     their order only (one kind each, then)."""
     kinds = len(counts)
@@ -590,23 +604,23 @@ def states_of(counts: NDArray[np.int64], most: int) -> States:
         assert (counts == 1).all(), "devices in order are kinds of their own"
         upto = np.arange(kinds + 1)
         nexts = np.where(upto[:, None] <= np.arange(kinds), np.arange(kinds) + 1, -1)
-        return States(nexts.astype(np.int32), (nexts >= 0).astype(np.int64))
+        return DeviceStates(nexts.astype(np.int32), (nexts >= 0).astype(np.int64))
     used = np.indices(tuple(counts + 1)).reshape(kinds, -1).T
     strides = np.cumprod(np.concatenate([[1], (counts + 1)[:0:-1]]))[::-1]
     index = np.arange(len(used))[:, None] + strides
-    return States(np.where(used < counts, index, -1).astype(np.int32), counts - used)
+    return DeviceStates(np.where(used < counts, index, -1).astype(np.int32), counts - used)
 
 
 def best_chain(
     elements: Elements,
     lattice: Lattice,
-    kinds: Kinds,
+    kinds: DeviceKinds,
     *,
     ceiling: float,
     budget: Budget,
     step_evaluations: float,
     always: bool = False,
-) -> tuple[Chain | None, bool]:
+) -> tuple[StageChain | None, bool]:
     """The best chain below `ceiling`, or None; and whether the search came to its end.
 
     budget             ends it early, unless `always`
@@ -630,13 +644,13 @@ def best_chain(
 
 
 def _table(
-    elements: Elements, lattice: Lattice, kinds: Kinds, states: States, ceiling: float
-) -> Table:
+    elements: Elements, lattice: Lattice, kinds: DeviceKinds, states: DeviceStates, ceiling: float
+) -> StageTable:
     shape = (len(lattice.parents), len(states.nexts))
     weights, weighed = _weights(elements.work_seconds, states.left[0])
     left = np.zeros(shape[0])
     left_work(lattice, weighed, weighed.sum(), left)
-    table = Table(
+    table = StageTable(
         values=np.full(shape, np.inf),
         origins=np.full(shape, -1, np.int32),
         kinds=np.full(shape, -1, np.int8),
@@ -677,10 +691,10 @@ def _times(column: Float64, weight: float) -> Float64:
     return np.where(finite, np.where(finite, column, 0.0) * weight, np.inf)
 
 
-def _walk(elements: Elements, lattice: Lattice, states: int) -> Walk:
+def _walk(elements: Elements, lattice: Lattice, states: int) -> StageWorkspace:
     (count, kinds), nets = elements.work_seconds.shape, len(elements.net_sources)
     depth = count + 1
-    return Walk(
+    return StageWorkspace(
         states=np.zeros(states, np.int32),
         kinds=np.zeros(kinds, np.int8),
         homes=np.zeros(nets, np.int8),
@@ -695,7 +709,7 @@ def _walk(elements: Elements, lattice: Lattice, states: int) -> Walk:
     )
 
 
-def _backtrack(lattice: Lattice, table: Table, kinds: Kinds, state: int) -> Chain:
+def _backtrack(lattice: Lattice, table: StageTable, kinds: DeviceKinds, state: int) -> StageChain:
     """Follow the origins down; stages are numbered from the bottom, and take the devices of their
     kind in machine order."""
     ideal = len(lattice.parents) - 1
@@ -715,4 +729,4 @@ def _backtrack(lattice: Lattice, table: Table, kinds: Kinds, state: int) -> Chai
         while top:
             stages[lattice.lasts[top]] = len(steps) - 1 - stage
             top = int(lattice.parents[top])
-    return Chain(value, stages, devices)
+    return StageChain(value, stages, devices)

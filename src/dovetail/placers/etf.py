@@ -11,8 +11,8 @@ communication times", SIAM Journal on Computing 18(2), 1989,
 https://doi.org/10.1137/0218016, section 4. With memory: m-ETF of Jeon et al., "Baechi: Fast Device
 Placement of Machine Learning Graphs", SoCC 2020, https://arxiv.org/abs/2301.08695.
 Differences: unlike devices; a group follows the first of its ops; a group goes only where its
-bytes (`Problem.group_bytes`) still fit, and where none has room, to the one with the most left.
-As in the paper links are never busy.
+bytes (`PlacementProblem.group_bytes`) still fit, and where none has room, to the one with the most
+left. As in the paper, links are never busy.
 
 Each device keeps the ready ops in two heaps: those whose inputs are there by the time it is free,
 by rank, and those that come later, by arrival. O((ops x log ops + reads) x devices).
@@ -28,9 +28,9 @@ import numpy as np
 
 from dovetail.placers.budget import Budget
 from dovetail.placers.list_scheduling import (
-    Heaps,
-    Limits,
-    Listed,
+    GroupLimits,
+    LaneHeaps,
+    ListSchedule,
     Tasks,
     arrival,
     best_of_sets,
@@ -45,7 +45,7 @@ from dovetail.placers.list_scheduling import (
     roomiest_unless_fitting,
     tasks_of,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
@@ -58,7 +58,7 @@ class Favourites(NamedTuple):
     patience_seconds: Float64
 
 
-class _Work(NamedTuple):
+class _EtfSchedule(NamedTuple):
     """The growing schedule. Times in seconds from the start of the step.
 
     placed, room     [groups] device or -1, [devices] bytes left
@@ -81,7 +81,7 @@ class _Work(NamedTuple):
     done: Int8
     ready_heads: Int32
     ready_next: Int32
-    heaps: Heaps
+    heaps: LaneHeaps
     firsts: Int32
     first_times: Float64
     last: Int32
@@ -89,13 +89,15 @@ class _Work(NamedTuple):
     fresh_count: Int64
 
 
-def etf(problem: Problem, budget: Budget) -> GroupPlacement:
+def etf(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The better of schedules over all devices and over the fastest model of device only."""
     tasks = tasks_of(problem)
     return best_of_sets(problem, budget, lambda limits: etf_schedule(tasks, limits).placed)
 
 
-def etf_schedule(tasks: Tasks, limits: Limits, favourites: Favourites | None = None) -> Listed:
+def etf_schedule(
+    tasks: Tasks, limits: GroupLimits, favourites: Favourites | None = None
+) -> ListSchedule:
     """The schedule of one set of devices; with `favourites` that of `sct`."""
     ops, devices = tasks.seconds.shape
     aware = favourites is not None
@@ -106,12 +108,12 @@ def etf_schedule(tasks: Tasks, limits: Limits, favourites: Favourites | None = N
     work = _workspace(tasks, limits, lanes=2 * devices if aware else devices)
     left = _schedule(tasks, limits, favourites, *ranked(levels), work)
     assert left == 0, "some op never became ready: its predecessors form a cycle"
-    return Listed(work.placed, work.starts, work.ends)
+    return ListSchedule(work.placed, work.starts, work.ends)
 
 
-def _workspace(tasks: Tasks, limits: Limits, lanes: int) -> _Work:
+def _workspace(tasks: Tasks, limits: GroupLimits, lanes: int) -> _EtfSchedule:
     (ops, devices), groups = tasks.seconds.shape, len(limits.choices)
-    return _Work(
+    return _EtfSchedule(
         placed=np.full(groups, -1, np.int32),
         room=limits.room_bytes.copy(),
         starts=np.zeros(ops),
@@ -132,7 +134,12 @@ def _workspace(tasks: Tasks, limits: Limits, lanes: int) -> _Work:
 
 @kernel
 def _schedule(
-    tasks: Tasks, limits: Limits, favourites: Favourites, by_rank: Int32, ranks: Int32, work: _Work
+    tasks: Tasks,
+    limits: GroupLimits,
+    favourites: Favourites,
+    by_rank: Int32,
+    ranks: Int32,
+    work: _EtfSchedule,
 ) -> int:
     """Fill `work`; return how many ops never became ready."""
     left = 0
@@ -168,11 +175,11 @@ def _schedule(
 @inlined
 def look(
     tasks: Tasks,
-    limits: Limits,
+    limits: GroupLimits,
     favourites: Favourites,
     by_rank: Int32,
     ranks: Int32,
-    work: _Work,
+    work: _EtfSchedule,
     device: int,
 ) -> bool:
     """Fill `firsts` and `first_times` of a device with what it could start earliest.
@@ -200,7 +207,9 @@ def look(
 
 
 @inlined
-def child_start(tasks: Tasks, limits: Limits, work: _Work, child: int, device: int) -> float:
+def child_start(
+    tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, child: int, device: int
+) -> float:
     """When a favourite child could start on `device`; inf if it may not, or sooner elsewhere."""
     group = tasks.of_op[child]
     home = work.placed[group]
@@ -218,7 +227,7 @@ def child_start(tasks: Tasks, limits: Limits, work: _Work, child: int, device: i
 
 @inlined
 def find_first(
-    tasks: Tasks, limits: Limits, by_rank: Int32, work: _Work, lane: int, device: int
+    tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _EtfSchedule, lane: int, device: int
 ) -> None:
     """Fill `firsts` and `first_times` of a device with what is first in a lane."""
     heaps, free = work.heaps, work.free[device]
@@ -240,7 +249,7 @@ def find_first(
 
 
 @inlined
-def is_gone(tasks: Tasks, limits: Limits, work: _Work, op: int, device: int) -> bool:
+def is_gone(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, device: int) -> bool:
     """Has the op started, or can its group not be here? A group that fits nowhere is given away."""
     group = tasks.of_op[op]
     home = work.placed[group]
@@ -261,26 +270,26 @@ def is_gone(tasks: Tasks, limits: Limits, work: _Work, op: int, device: int) -> 
 
 
 @inlined
-def settle(limits: Limits, work: _Work, group: int, device: int) -> None:
+def settle(limits: GroupLimits, work: _EtfSchedule, group: int, device: int) -> None:
     work.placed[group] = device
     work.room[device] -= limits.group_bytes[group]
 
 
 @inlined
-def add_fresh(work: _Work, op: int) -> None:
+def add_fresh(work: _EtfSchedule, op: int) -> None:
     work.fresh[work.fresh_count[0]] = op
     work.fresh_count[0] += 1
 
 
 @inlined
-def offer_fresh(tasks: Tasks, limits: Limits, ranks: Int32, work: _Work) -> None:
+def offer_fresh(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSchedule) -> None:
     while work.fresh_count[0] > 0:
         work.fresh_count[0] -= 1
         offer(tasks, limits, ranks, work, work.fresh[work.fresh_count[0]])
 
 
 @inlined
-def offer(tasks: Tasks, limits: Limits, ranks: Int32, work: _Work, op: int) -> None:
+def offer(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSchedule, op: int) -> None:
     """Put a ready op into the lanes of every device where its group may be."""
     group = tasks.of_op[op]
     home = work.placed[group]
@@ -304,7 +313,7 @@ def offer(tasks: Tasks, limits: Limits, ranks: Int32, work: _Work, op: int) -> N
 
 
 @inlined
-def start(tasks: Tasks, limits: Limits, work: _Work, op: int, device: int) -> None:
+def start(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, device: int) -> None:
     group = tasks.of_op[op]
     if work.placed[group] < 0:
         settle(limits, work, group, device)

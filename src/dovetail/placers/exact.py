@@ -7,10 +7,10 @@ no placement beats, and the two meet by logic-based Benders decomposition:
             infeasible: the best so far is optimal; none so far: no placement fits
             evaluate the placement, and rule it out
 
-`load`: `exact_load`, whose relaxation is the objective itself but for memory, and, where a first
-round leaves a gap, the bound of `exact_share`. `step`: `exact_step`, where ops and transfers are
-intervals. `latency`: `exact_latency`. Where placements are few (`can_enumerate`), evaluating every
-one is the faster proof, and is used if the budget reaches for it.
+`load`: `load_master`, whose relaxation is the objective itself but for memory, and, where a first
+round leaves a gap, the bound of `share_bound`. `step`: `step_master`, where ops and transfers are
+intervals. `latency`: `latency_master`. Where placements are few (`can_enumerate`), evaluating every
+one is the faster proof, and is used if the budget is large enough.
 
 Papers: Hooker & Ottosson, "Logic-based Benders decomposition", Mathematical Programming 96 (2003),
 https://doi.org/10.1007/s10107-003-0375-9, section 3; Perron & Didier, CP-SAT,
@@ -37,14 +37,17 @@ from dovetail.errors import NoPlanFitsError, TooManyIntervalsError
 from dovetail.graph import HOST, Graph, Phase
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, every_placement
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.latency import LatencyModel, latency_model
 
-# What both CP-SAT models share: who is where, devices that are alike, memory, what is ruled out.
+# ── The master problem: parts that the CP-SAT models of all objectives share ────────────────────
+#
+# These are literals for where each group is, devices that are alike, memory, and placements that
+# are ruled out.
 #
 # Symmetry. Devices are alike if swapping them changes neither costs, links, memory nor what is
-# allowed. Of the placements that only swap alike devices one is kept: going through the groups, the
-# heaviest first, device k of a class is used only after device k - 1 of the class.
+# allowed. Of the placements that only swap alike devices the model keeps one: going through the
+# groups, the heaviest first, device k of a class is used only after device k - 1 of the class.
 #
 # Memory. A placement is judged by its simulated peak, which no linear rule gives. The model holds
 # what every placement needs, whatever the order of its ops: on each device
@@ -52,8 +55,7 @@ from dovetail.simulator.latency import LatencyModel, latency_model
 #     sum of resident and output bytes of its groups <= capacity
 #     sum of resident bytes of its groups + what one op of them reads and makes <= capacity
 #
-# and what fits by these rules and lacks memory in truth is ruled out one placement at a time.
-
+# A placement that fits by these rules but lacks memory when it is simulated is ruled out by itself.
 
 SCALE_UNITS = 2**26
 """Units of time that a step or load of the size expected has: durations are rounded down to whole
@@ -65,7 +67,7 @@ HORIZON_UNITS = 2**46
 """Above the sum of the durations of every model that there is memory for: no plan is cut off,
 however much slower than expected."""
 ROOM_UNITS = 2**26
-"""Units of memory that a device's capacity has, for the same reason."""
+"""Units of memory that a device's capacity is counted in: few, for the same reason."""
 
 
 @dataclass(eq=False)
@@ -80,7 +82,7 @@ class Master:
     terms       most durations that add up to the objective
     """
 
-    problem: Problem
+    problem: PlacementProblem
     model: cp_model.CpModel
     at: list[dict[int, cp_model.IntVar]]
     objective: cp_model.IntVar
@@ -145,7 +147,7 @@ class Hop:
         return here and any(int(placement[t]) in self.destinations for t in self.targets)
 
 
-def new_master(problem: Problem, scale_seconds: float) -> Master:
+def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """A model with placements, memory and symmetry, and an objective that nothing binds yet.
 
     scale_seconds   about what a good plan takes: `SCALE_UNITS` units
@@ -192,7 +194,7 @@ def _break_symmetry(master: Master) -> None:
                     used.append(literals[before])
 
 
-def alike_devices(problem: Problem) -> list[list[int]]:
+def alike_devices(problem: PlacementProblem) -> list[list[int]]:
     """Classes of two or more devices that may be swapped."""
     devices = list(range(problem.devices))
     classes: list[list[int]] = []
@@ -206,12 +208,12 @@ def alike_devices(problem: Problem) -> list[list[int]]:
     return [of_class for of_class in classes if len(of_class) > 1]
 
 
-def _swappable(problem: Problem, a: int, b: int) -> bool:
+def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
     load, host = problem.load, problem.load.host
     if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
         return False
-    one, other = problem.machine.devices[a], problem.machine.devices[b]
-    same = one.kind == other.kind  # `latency` tells accelerators from CPUs
+    first_device, second_device = problem.machine.devices[a], problem.machine.devices[b]
+    same = first_device.kind == second_device.kind  # `latency` tells accelerators from CPUs
     same &= (problem.allowed[:, a] == problem.allowed[:, b]).all()
     seconds = problem.costs.compute_seconds
     same &= (seconds[:, a] == seconds[:, b]).all()
@@ -222,7 +224,7 @@ def _swappable(problem: Problem, a: int, b: int) -> bool:
     return bool(same and load.counted[a] == load.counted[b] and _channels_swap(problem, a, b))
 
 
-def _channels_swap(problem: Problem, a: int, b: int) -> bool:
+def _channels_swap(problem: PlacementProblem, a: int, b: int) -> bool:
     """Swapping two devices permutes the channels, and no channel serves both of them: where one
     does, it serves the device of lower index first, which makes them unlike."""
     machine = problem.machine
@@ -266,27 +268,27 @@ def _limit_memory(master: Master) -> None:
 Int64 = NDArray[np.int64]
 
 
-def necessary_bytes(problem: Problem) -> tuple[Int64, Int64, Int64]:
+def necessary_bytes(problem: PlacementProblem) -> tuple[Int64, Int64, Int64]:
     """[groups] bytes that are on a group's device from begin to end; at the end, with the outputs
     of the graph; and besides the first while the neediest op of the group runs."""
     graph, of_op, count = problem.graph, problem.groups.of_op, problem.groups.count
     stay = problem.load.resident_bytes.astype(np.int64)
-    own = graph.bases < 0
+    is_base = graph.bases < 0
     end = stay.copy()
     for tensor in np.unique(graph.outputs).tolist():
-        if own[tensor] and not graph.is_source[graph.producers[tensor]]:
+        if is_base[tensor] and not graph.is_source[graph.producers[tensor]]:
             end[of_op[graph.producers[tensor]]] += graph.tensor_bytes[tensor]
     passing = np.zeros(count, np.int64)
-    np.maximum.at(passing, of_op, _bytes_while_running(graph, own))
+    np.maximum.at(passing, of_op, _bytes_while_running(graph, is_base))
     return stay, end, passing
 
 
-def _bytes_while_running(graph: Graph, own: NDArray[np.bool_]) -> Int64:
+def _bytes_while_running(graph: Graph, is_base: NDArray[np.bool_]) -> Int64:
     """[ops] what an op reads and makes, without views and what is resident."""
-    made = own & ~graph.is_source[graph.producers]
+    is_made = is_base & ~graph.is_source[graph.producers]
     needed = np.zeros(len(graph), np.int64)
-    np.add.at(needed, graph.producers, np.where(made, graph.tensor_bytes, 0))
-    passes = made | (own & (graph.residences[graph.producers] == HOST))
+    np.add.at(needed, graph.producers, np.where(is_made, graph.tensor_bytes, 0))
+    passes = is_made | (is_base & (graph.residences[graph.producers] == HOST))
     reads = np.stack([graph.readers, graph.input_tensors], axis=1)
     reads = np.unique(reads[passes[graph.input_tensors]], axis=0)
     np.add.at(needed, reads[:, 0], graph.tensor_bytes[reads[:, 1]])
@@ -356,8 +358,8 @@ def add_hop(
         elsewhere = _none_of(master.at[target], destinations)
         master.model.add_bool_or([literal, *not_there, *elsewhere])
     if literal is not None:
-        known = Hop(literal, source, targets, frozenset(sources), frozenset(destinations))
-        master.hops.append(known)
+        hop = Hop(literal, source, targets, frozenset(sources), frozenset(destinations))
+        master.hops.append(hop)
     return literal
 
 
@@ -369,7 +371,7 @@ def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model
     return [literal for d, literal in at.items() if d not in devices]
 
 
-# The `latency` of one sample as a CP-SAT model.
+# ── `latency`: the time of one sample as a CP-SAT model ─────────────────────────────────────────
 #
 #     min T   with, for every accelerator d and each of its calls (forward ops, backward ops) S,
 #     start(S) >= end(u)                         for every u elsewhere that an op of S reads
@@ -379,19 +381,18 @@ def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model
 #     end(v)   >= end(S) on an accelerator,      end(u) + w(v) for all u that v reads on a CPU
 #     T        >= end(v)
 #
-# where placements, memory and the order of alike accelerators are those of `exact_master`. Parts
-# that wait for each other are ruled out by the times, as far as these are not 0.
+# Placements, memory and the order of alike accelerators are those of the master problem. The times
+# rule out parts that wait for each other, unless their durations are 0.
 #
 # Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4. Differences: a second call for backward
 # ops, as in `simulator.latency`; integers, rounded down, so that the bound holds.
 
-
 Call = tuple[int, int]  # (device, 0: forward or 1: backward)
 
 
 @dataclass(eq=False)
-class _Calls:
+class _CallModel:
     """A model under construction.
 
     carries     what a call's seconds are the sum of
@@ -409,11 +410,11 @@ class _Calls:
     sum_units: int = 0
 
 
-def latency_master(problem: Problem, scale_seconds: float) -> Master:
+def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """The model; O(reads x devices) literals."""
     master = new_master(problem, scale_seconds)
     model = latency_model(problem.graph, problem.machine, problem.costs)
-    calls = _Calls(master, model)
+    calls = _CallModel(master, model)
     ops = [op for op in range(model.ops) if not model.is_source[op]]
     for op in ops:
         calls.ends[op] = _time(calls)
@@ -432,23 +433,24 @@ def latency_master(problem: Problem, scale_seconds: float) -> Master:
         took = cp_model.LinearExpr.sum(terms)
         master.model.add(calls.call_ends[call] >= calls.starts[call] + took)
         master.terms += len(terms)
-    # Parts that wait for each other creep towards the horizon, one duration at a time.
+    # Without this limit, propagation over parts that wait for each other would creep towards the
+    # horizon, one duration at a time.
     for moment in [master.objective, *calls.times]:
         master.model.add(moment <= calls.sum_units)
     return master
 
 
-def _time(calls: _Calls) -> cp_model.IntVar:
+def _time(calls: _CallModel) -> cp_model.IntVar:
     calls.times.append(calls.master.model.new_int_var(0, HORIZON_UNITS, ""))
     return calls.times[-1]
 
 
-def _carry(calls: _Calls, call: Call, units: int, literal: cp_model.IntVar) -> None:
+def _carry(calls: _CallModel, call: Call, units: int, literal: cp_model.IntVar) -> None:
     calls.carries[call].append(units * literal)
     calls.sum_units += units
 
 
-def _add_call(calls: _Calls, op: int) -> None:
+def _add_call(calls: _CallModel, op: int) -> None:
     """What the op costs where, and when it ends there."""
     master, model = calls.master, calls.model
     for device, here in _at(calls, op).items():
@@ -463,7 +465,7 @@ def _add_call(calls: _Calls, op: int) -> None:
             master.terms += 1
 
 
-def _add_reads(calls: _Calls, op: int) -> None:
+def _add_reads(calls: _CallModel, op: int) -> None:
     """The users of what `op` makes wait for it, and where they are elsewhere it is moved."""
     master, model = calls.master, calls.model
     group = int(master.problem.groups.of_op[op])
@@ -485,8 +487,8 @@ def _add_reads(calls: _Calls, op: int) -> None:
     for device in everywhere:
         if not model.accelerator[device]:
             continue
-        others = everywhere - {device}
-        into = [add_hop(master, group, targets[late], others, {device}) for late in (0, 1)]
+        elsewhere = everywhere - {device}
+        into = [add_hop(master, group, targets[late], elsewhere, {device}) for late in (0, 1)]
         units = master.units(model.in_seconds[op, device])
         if into[0] is not None:
             _carry(calls, (device, 0), units, into[0])
@@ -496,30 +498,29 @@ def _add_reads(calls: _Calls, op: int) -> None:
             master.model.add_bool_or([fetched, ~into[1], *forward])
             _carry(calls, (device, 1), units, fetched)
         if device in _at(calls, op):
-            out = add_hop(master, group, targets[0] + targets[1], {device}, others)
+            out = add_hop(master, group, targets[0] + targets[1], {device}, elsewhere)
             if out is not None:
                 units = master.units(model.out_seconds[op, device])
                 _carry(calls, (device, int(model.late[op])), units, out)
 
 
-def _at(calls: _Calls, op: int) -> dict[int, cp_model.IntVar]:
+def _at(calls: _CallModel, op: int) -> dict[int, cp_model.IntVar]:
     return calls.master.at[int(calls.master.problem.groups.of_op[op])]
 
 
-def _groups(calls: _Calls, users: list[int], late: int) -> list[int]:
+def _groups(calls: _CallModel, users: list[int], late: int) -> list[int]:
     """Groups of the users that run forward, or backward."""
     of_op = calls.master.problem.groups.of_op
     return sorted({int(of_op[user]) for user in users if calls.model.late[user] == late})
 
 
-# The `load` objective as a CP-SAT model.
+# ── `load`: the largest load of a device as a CP-SAT model ──────────────────────────────────────
 #
 #     min L   with, for every device d that counts,
 #     L >= sum_g work(g, d) x(g, d) + sum of its hops
 #     hop(net, from a to d) >= x(source, a) + x(target, d) - 1                 linked devices
-#     hop(net, from a to host) >= x(source, a) + x(target, d) - 1              for every d that a
-# has
-#     hop(net, from host to d) >= x(source, a) + x(target, d) - 1              no link to
+#     hop(net, from a to host) >= x(source, a) + x(target, d) - 1          for every d without a
+#     hop(net, from host to d) >= x(source, a) + x(target, d) - 1          link from a
 #
 # where x(g, d) says that group g is on device d. Sources that reach d through the host alike share
 # their last hop, so a machine whose accelerators meet at the host only needs two literals a net and
@@ -529,11 +530,10 @@ def _groups(calls: _Calls, users: list[int], late: int) -> list[int]:
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423. Differences: any links; alike devices ordered;
 # integers, rounded down, so that the bound holds.
 
-
 Terms = defaultdict[int, list[cp_model.LinearExprT]]
 
 
-def load_master(problem: Problem, scale_seconds: float) -> Master:
+def load_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """The model; O(nets x devices^2) literals at most."""
     master = new_master(problem, scale_seconds)
     load = problem.load
@@ -561,7 +561,8 @@ def _add_net(master: Master, net: int, terms: Terms) -> None:
         for d in sorted(direct):
             _add(master, net, (a, d), ({a}, {d}), terms)
         if a != host:
-            # Once, however many lie behind it, and whether it stays or goes on.
+            # The net goes to the host once, however many devices behind the host read it, and
+            # whether it stays there or goes on.
             _add(master, net, (a, host), ({a}, ends - direct - {a}), terms)
     for d in sorted(ends - {host}):
         relayed = {a for a in homes - {d} if not load.linked[a, d]}
@@ -593,7 +594,7 @@ def _add(
             terms[device].append(units * literal)
 
 
-# A bound on `load` from one device of each kind: what the best of them may do.
+# ── A lower bound on `load` from one device of each kind ────────────────────────────────────────
 #
 # Let every group have a weight p(g) >= 0, of sum 1. In a plan of largest load L the devices of kind
 # c, k(c) of them and alike, hold disjoint sets of groups; take of each kind the set that weighs
@@ -602,15 +603,16 @@ def _add(
 #     share(p, L) = max sum_c k(c) p(S(c))    with disjoint sets S(c), load(S(c)) <= L,
 #                                             bytes(S(c)) <= capacity(c)
 #
-# is less than 1. That has one device where the whole problem has k: nothing is symmetric, and a
-# mixed-integer solver proves much in it. `load` counts a net that enters or leaves the set at its
-# cheapest hop. First p are seconds, and L the least that makes share(p, L) >= 1. Then p is bettered
-# for an L half way to the best plan: the sets found so far give the linear programme
+# is less than 1. This programme has one device where the whole problem has k: nothing in it is
+# symmetric, and a mixed-integer solver proves much in it. `load` counts a net that enters or leaves
+# the set at its cheapest hop. First p are seconds, and L the least that makes share(p, L) >= 1.
+# Then p is bettered for an L half way to the best plan: the sets found so far give the linear
+# programme
 #
 #     min sum_c k(c) s(c)    with p(S) <= s(c) for each set S of kind c found so far, sum p = 1
 #
-# whose p are mixed half and half with the best so far; where its optimum is 1 or more no p refutes
-# L.
+# whose p are mixed half and half with the best so far. Where its optimum is 1 or more, no p can
+# refute L.
 #
 # This is the dual of the formulation by sets of groups, solved by cutting planes: Vanderbeck, "On
 # Dantzig-Wolfe decomposition in integer programming and ways to perform branching", Operations
@@ -618,22 +620,22 @@ def _add(
 # Differences: no branching; stabilised by mixing, within a box about the best p.
 # HiGHS solves in floating point to a feasibility of 1e-6; bounds are lowered by `MARGIN`.
 
-
 MARGIN = 2e-6
+"""Bounds are lowered by this share, twice HiGHS's feasibility tolerance of 1e-6."""
 NODE_EVALUATIONS = 10.0
 """Evaluations of a budget that one node of a search tree costs."""
 CLOSE_ENOUGH = 1e-3
-"""Relative gap that weights are not bettered for."""
+"""Relative gap between bound and value at which weights are no longer improved."""
 BOX = 0.8
 """How far weights may move at once, relative to themselves and to an equal share."""
 RELATIVE_GAP = 1e-3
-"""Of the solver: what is left open is lost to the bound."""
+"""Relative gap at which the solver stops; the bound is weaker by this gap."""
 
 Float64 = NDArray[np.float64]
 
 
 @dataclass
-class _Rows:
+class _SparseRows:
     """A sparse system lower <= A v <= upper under construction, rows of (column, value)."""
 
     rows: list[int] = field(default_factory=list)
@@ -654,12 +656,12 @@ class _Rows:
         return coo_array((self.values, (self.rows, self.columns)), shape=shape)
 
 
-def share_bound(problem: Problem, budget: Budget) -> None:
-    """Prove what can be proven within `budget`, each bound as it is found.
+def share_bound(problem: PlacementProblem, budget: Budget) -> None:
+    """Search for lower bounds within `budget`, and hand it each as it is found.
 
     A budget in evaluations pays `NODE_EVALUATIONS` a node of the search trees.
     """
-    shares = _Shares(problem)
+    shares = _ShareModel(problem)
     if not shares.kinds or shares.sum_seconds <= 0:
         return
     weights = shares.seconds / shares.sum_seconds
@@ -698,20 +700,20 @@ def _interval(budget: Budget) -> tuple[float, float]:
     return 0.0 if bound is None else bound.seconds, high
 
 
-class _Shares:
+class _ShareModel:
     """The mixed-integer programme, whatever the weights.
 
     seconds    [groups] on the device that takes each fastest; `sum_seconds` is the unit of load
     first      first column of each kind; column 0 is L
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.kinds = [_Kind(problem, of_kind) for of_kind in _kinds(problem)]
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.kinds = [_DeviceKind(problem, of_kind) for of_kind in _kinds(problem)]
         seconds = np.where(problem.allowed, problem.load.work_seconds, np.inf).min(axis=1)
         self.seconds, self.sum_seconds = seconds, float(seconds.sum())
         self.groups = problem.groups.count
         self.first: list[int] = []
-        self._system = _Rows()
+        self._system = _SparseRows()
         columns = 1
         for kind in self.kinds if self.sum_seconds > 0 else []:
             self.first.append(columns)
@@ -747,15 +749,17 @@ class _Shares:
             for sets in pool
             for c, of_kind in enumerate(sets)
         ])  # fmt: skip
-        one = np.concatenate([np.ones(self.groups), np.zeros(count)])[None]
+        sum_row = np.concatenate([np.ones(self.groups), np.zeros(count)])[None]
         free = [(0.0, None)] * (self.groups + count)
         width = BOX * centre
         box = [*zip(centre - width, centre + width + BOX / self.groups, strict=True)]
-        found = [
-            linprog(objective, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=one, b_eq=[1], bounds=b)
+        solutions = [
+            linprog(
+                objective, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=sum_row, b_eq=[1], bounds=b
+            )
             for b in (free, box + free[:count])
         ]
-        least, moved = found[0].fun, found[1].x
+        least, moved = solutions[0].fun, solutions[1].x
         assert least is not None and moved is not None, "bounded, and the centre is feasible"
         return float(least), (centre + moved[: self.groups]) / 2
 
@@ -778,7 +782,7 @@ class _Shares:
             constraints.append(LinearConstraint(share[None], 1.0, np.inf))
         most = np.concatenate([[limits[1]], *(kind.most for kind in self.kinds)])
         nodes = int(min(budget.left / NODE_EVALUATIONS, 10**9)) if not budget.timed else 10**9
-        found = milp(
+        solution = milp(
             objective,
             integrality=np.concatenate([[0], *(kind.whole for kind in self.kinds)]),
             bounds=Bounds(np.zeros(self._columns), most),
@@ -790,21 +794,21 @@ class _Shares:
             },
         )
         if not budget.timed:
-            budget.charge(NODE_EVALUATIONS * (1 + int(found.mip_node_count or 0)))
-        bound = found.mip_dual_bound
-        if bound is None and found.status == 0:
-            bound = found.fun
-        return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, found.x
+            budget.charge(NODE_EVALUATIONS * (1 + int(solution.mip_node_count or 0)))
+        bound = solution.mip_dual_bound
+        if bound is None and solution.status == 0:
+            bound = solution.fun
+        return float(bound) if bound is not None and np.isfinite(bound) else -np.inf, solution.x
 
 
-class _Kind:
+class _DeviceKind:
     """Devices that the bound does not tell apart.
 
     enters, leaves   [nets] seconds at least, if it is made elsewhere and read here, or the reverse
     whole, most      [columns] of its variables: is it an integer, and its upper bound
     """
 
-    def __init__(self, problem: Problem, devices: list[int]) -> None:
+    def __init__(self, problem: PlacementProblem, devices: list[int]) -> None:
         self.problem, self.device, self.count = problem, devices[0], len(devices)
         self.enters, self.leaves = _crossings(problem, self.device)
         groups, nets = problem.groups.count, len(self.enters)
@@ -813,7 +817,7 @@ class _Kind:
         self.most = np.concatenate([may, np.ones(2 * nets)])
 
 
-def _add_kind(kind: _Kind, first: int, sum_seconds: float, system: _Rows) -> int:
+def _add_kind(kind: _DeviceKind, first: int, sum_seconds: float, system: _SparseRows) -> int:
     """Rows of one kind's set, whose columns begin at `first`; return how many it has."""
     load, groups, device = kind.problem.load, kind.problem.groups.count, kind.device
     into = first + groups
@@ -842,9 +846,9 @@ def _add_kind(kind: _Kind, first: int, sum_seconds: float, system: _Rows) -> int
     return len(kind.most)
 
 
-def _kinds(problem: Problem) -> list[list[int]]:
-    """Devices that count, the alike together; none where a device that does not count may be
-    used, since what it holds nobody pays for."""
+def _kinds(problem: PlacementProblem) -> list[list[int]]:
+    """Devices whose load counts, alike ones together. The result is empty where ops may also run
+    on a device whose load does not count: no set of groups is then a load of someone."""
     counted = problem.load.counted.astype(bool)
     if problem.allowed[:, ~counted].any():
         return []
@@ -857,7 +861,7 @@ def _kinds(problem: Problem) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _crossings(problem: Problem, device: int) -> tuple[Float64, Float64]:
+def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64]:
     """[nets] seconds that `device` pays at least for a net that enters it, and for one that leaves
     it."""
     load = problem.load
@@ -865,21 +869,22 @@ def _crossings(problem: Problem, device: int) -> tuple[Float64, Float64]:
         load.net_sends[:, None, None] * load.latency_seconds
         + load.net_bytes[:, None, None] * load.seconds_per_byte
     )
-    hops[hops < 1e-18] = 0.0  # links that cost nothing have a bandwidth nevertheless
-    others = [d for d in range(load.devices) if d != device]
+    # Links of instances that cost nothing are given a huge bandwidth, not an infinite one.
+    hops[hops < 1e-18] = 0.0
+    elsewhere = [d for d in range(load.devices) if d != device]
     enters, leaves = np.zeros(len(hops)), np.zeros(len(hops))
     for net in range(len(hops)):
         source = int(load.net_sources[net])
-        homes = [load.host] if source < 0 else others
+        homes = [load.host] if source < 0 else elsewhere
         into = [a if load.linked[a, device] else load.host for a in homes]
         enters[net] = min((float(hops[net, a, device]) for a in into), default=0.0)
-        away = [d if load.linked[device, d] else load.host for d in others]
+        away = [d if load.linked[device, d] else load.host for d in elsewhere]
         if source >= 0:
             leaves[net] = min((float(hops[net, device, d]) for d in away), default=0.0)
     return enters, leaves
 
 
-# The seconds of a step as a CP-SAT model: a job shop with a choice of machines.
+# ── `step`: the seconds of a step as a CP-SAT model, a job shop with a choice of machines ───────
 #
 #     min T   with, where x(g, d) says that group g is on device d,
 #     one interval (o, d) for each op, present if x(group of o, d)
@@ -895,14 +900,13 @@ def _crossings(problem: Problem, device: int) -> tuple[Float64, Float64]:
 #
 # Source: optional intervals and `NoOverlap` of the OR-tools manual, "Scheduling",
 # https://developers.google.com/optimization/scheduling/job_shop; the rules are those of section 3
-# of docs/design.md. Differences: memory is what `exact_master` says, not a peak over time.
-
+# of docs/design.md. Differences: memory is that of the master problem, not a peak over time.
 
 Spot = tuple[int, int]  # (unit, device): a tensor, or tensors + op for a control edge, arriving
 
 
 @dataclass(eq=False)
-class _Shop:
+class _JobShopModel:
     """What a model under construction consists of.
 
     ends      [ops] 0 for sources
@@ -926,7 +930,7 @@ class _Shop:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _SentUnit:
     """What is sent: a tensor, or the end of an op that others wait for."""
 
     index: int
@@ -937,21 +941,17 @@ class _Unit:
     targets: tuple[int, ...]
 
 
-def intervals_needed(problem: Problem) -> int:
+def intervals_needed(problem: PlacementProblem) -> int:
     """How many intervals the model has at most."""
     graph, devices = problem.graph, problem.devices
-    return int((~graph.is_source).sum()) * devices + _sends(problem) * devices * devices
+    sends = sum(bool(unit.targets) for unit in _units(problem))  # those between groups
+    return int((~graph.is_source).sum()) * devices + sends * devices * devices
 
 
-def _sends(problem: Problem) -> int:
-    """Tensors and ends of ops that go between groups."""
-    return sum(bool(unit.targets) for unit in _units(problem))
-
-
-def step_master(problem: Problem, scale_seconds: float) -> Master:
+def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     """The model; see `intervals_needed` for its size."""
     master = new_master(problem, scale_seconds)
-    shop = _Shop(master)
+    shop = _JobShopModel(master)
     for op in range(len(problem.graph)):
         _add_job(shop, op)
     for unit in _units(problem):
@@ -966,7 +966,7 @@ def step_master(problem: Problem, scale_seconds: float) -> Master:
     return master
 
 
-def _add_job(shop: _Shop, op: int) -> None:
+def _add_job(shop: _JobShopModel, op: int) -> None:
     master, problem = shop.master, shop.master.problem
     if problem.graph.is_source[op]:
         shop.ends.append(0)
@@ -985,7 +985,7 @@ def _add_job(shop: _Shop, op: int) -> None:
     model.add(start + duration <= master.objective)
 
 
-def _units(problem: Problem) -> list[_Unit]:
+def _units(problem: PlacementProblem) -> list[_SentUnit]:
     """Everything that ops wait for."""
     graph, of_op = problem.graph, problem.groups.of_op
     units = []
@@ -1012,14 +1012,14 @@ def _units(problem: Problem) -> list[_Unit]:
 
 
 def _unit(
-    problem: Problem, key: tuple[int, int, int], size_bytes: float, readers: list[int]
-) -> _Unit:
+    problem: PlacementProblem, key: tuple[int, int, int], size_bytes: float, readers: list[int]
+) -> _SentUnit:
     index, producer, group = key
     targets = {int(problem.groups.of_op[op]) for op in readers} - {group}
-    return _Unit(index, producer, group, size_bytes, tuple(readers), tuple(sorted(targets)))
+    return _SentUnit(index, producer, group, size_bytes, tuple(readers), tuple(sorted(targets)))
 
 
-def _add_unit(shop: _Shop, unit: _Unit) -> None:
+def _add_unit(shop: _JobShopModel, unit: _SentUnit) -> None:
     """Sends of a unit, and the waiting of its readers for it."""
     master, load = shop.master, shop.master.problem.load
     host = load.host
@@ -1040,7 +1040,7 @@ def _add_unit(shop: _Shop, unit: _Unit) -> None:
         _wait_for(shop, unit, op)
 
 
-def _wait_for(shop: _Shop, unit: _Unit, op: int) -> None:
+def _wait_for(shop: _JobShopModel, unit: _SentUnit, op: int) -> None:
     """An op starts when what it reads has been made and, if that was elsewhere, has arrived."""
     master, start = shop.master, shop.starts[op]
     group = int(master.problem.groups.of_op[op])
@@ -1058,8 +1058,8 @@ def _wait_for(shop: _Shop, unit: _Unit, op: int) -> None:
 
 
 def _add_send(
-    shop: _Shop,
-    unit: _Unit,
+    shop: _JobShopModel,
+    unit: _SentUnit,
     link: Spot,
     when: tuple[set[int], set[int]],
     ready: cp_model.LinearExprT,
@@ -1105,26 +1105,31 @@ def _add_work(master: Master) -> None:
             master.model.add(sum(terms) <= master.objective)
 
 
+# ── The search: rounds of CP-SAT and evaluations ────────────────────────────────────────────────
+
 MOST_INTERVALS = 40_000
-"""Of the `step` model: beyond it CP-SAT spends minutes before its first bound."""
+"""Largest `step` model: with more intervals CP-SAT spends minutes before its first bound."""
 MOST_HOPS = 60_000
-"""Of the `load` model, nets x devices: building it takes no more than some 20 s, which no budget
-cuts short."""
+"""Largest `load` model, in nets x devices: building it takes up to about 20 s, and no budget cuts
+that short."""
 DETERMINISTIC_SECONDS = 1e-3
 """CP-SAT's deterministic seconds that one evaluation of a budget buys."""
 FIRST_EVALUATIONS = 2000.0
-"""What CP-SAT may spend on `load` before `exact_share`: what is easy needs no more."""
+"""Evaluations that CP-SAT may spend on `load` before `share_bound`: easy problems need no more."""
 SHARE_OF_SHARE = 0.6
-"""Share of the budget that `exact_share` may have."""
+"""Share of the budget that `share_bound` may spend."""
 NEVER = 2**31
-"""Rounds that no search has."""
+"""A number of rounds that no search reaches."""
 ROUNDING = 1e-9
-"""Relative: what sums in another order may differ by."""
+"""Relative difference that sums may have in another order."""
 POLL_SECONDS = 0.05
+"""The main thread looks this often whether a Ctrl-C has arrived."""
+PATIENCE_POLLS = 40
+"""After a Ctrl-C the main thread waits this many polls for the solver to stop."""
 
 
 def exact(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     *,
     enumerate_after: int = 0,
@@ -1137,7 +1142,7 @@ def exact(
     into memory, which is then proven, and `TooManyIntervalsError` for a model of more than
     `MOST_INTERVALS` or `MOST_HOPS`.
     """
-    search = _Search(problem, budget)
+    search = _ExactSearch(problem, budget)
     budget.score(problem, problem.fastest[None], always=True)
     if not enumerate_after and search.enumerate():
         return search.answer()
@@ -1161,7 +1166,7 @@ def exact(
     return search.answer()
 
 
-def _builder(problem: Problem) -> Callable[[Problem, float], Master]:
+def _builder(problem: PlacementProblem) -> Callable[[PlacementProblem, float], Master]:
     if problem.objective == "load":
         hops = len(problem.load.net_sources) * problem.devices
         if hops > MOST_HOPS:
@@ -1175,8 +1180,8 @@ def _builder(problem: Problem) -> Callable[[Problem, float], Master]:
 
 
 @dataclass(eq=False)
-class _Search:
-    """What a call of `exact` knows.
+class _ExactSearch:
+    """The state of one call of `exact`.
 
     master    the model, once it is built
     scale_seconds   the value that it was built for
@@ -1185,7 +1190,7 @@ class _Search:
     proof     why no placement fits, where that is proven
     """
 
-    problem: Problem
+    problem: PlacementProblem
     budget: Budget
     master: Master | None = None
     scale_seconds: float = np.inf
@@ -1203,10 +1208,10 @@ class _Search:
         gap_seconds = self.limit_seconds - self.budget.bound.seconds
         return gap_seconds <= self.master.resolution_seconds + ROUNDING * self.limit_seconds
 
-    def prepare(self, build: Callable[[Problem, float], Master]) -> None:
+    def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
         """Build the model, again where the best value is far from what it was built for."""
-        known = self.budget.score(self.problem, self.problem.fastest[None])[0].value
-        scale_seconds = self.limit_seconds if np.isfinite(self.limit_seconds) else known
+        fastest_value = self.budget.score(self.problem, self.problem.fastest[None])[0].value
+        scale_seconds = self.limit_seconds if np.isfinite(self.limit_seconds) else fastest_value
         far = max(scale_seconds, self.scale_seconds) > 2 * min(scale_seconds, self.scale_seconds)
         if self.master is None or far:
             self.scale_seconds = scale_seconds
@@ -1256,11 +1261,11 @@ class _Search:
         assert self.master is not None, "built before the first round"
         master, budget = self.master, self.budget
         self._tighten(master)
-        seen = _Seen(master)
+        collector = _SolutionCollector(master)
         solver = _solver(self.problem, budget, most_evaluations)
         status: list[cp_model.CpSolverStatus] = []
         in_background(
-            budget, lambda: status.append(solver.solve(master.model, seen)), solver.stop_search
+            budget, lambda: status.append(solver.solve(master.model, collector)), solver.stop_search
         )
         if not status:
             return False
@@ -1273,7 +1278,7 @@ class _Search:
         bound_seconds = solver.best_objective_bound * master.unit_seconds * (1 - ROUNDING)
         if bound_seconds > 0:
             budget.prove(min(bound_seconds, self.limit_seconds), "CP-SAT")
-        return self._rule_out(seen.placements)
+        return self._rule_out(collector.placements)
 
     def _tighten(self, master: Master) -> None:
         """Look only for what is better than the best, and start from it."""
@@ -1296,7 +1301,7 @@ class _Search:
         return any(np.isfinite(score.lacking_bytes) for score in scores)
 
 
-class _Seen(cp_model.CpSolverSolutionCallback):
+class _SolutionCollector(cp_model.CpSolverSolutionCallback):
     """Keeps the placement of every solution, in the order found."""
 
     def __init__(self, master: Master) -> None:
@@ -1313,7 +1318,9 @@ class _Seen(cp_model.CpSolverSolutionCallback):
         self.placements.append(placement)
 
 
-def _solver(problem: Problem, budget: Budget, most_evaluations: float) -> cp_model.CpSolver:
+def _solver(
+    problem: PlacementProblem, budget: Budget, most_evaluations: float
+) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.random_seed = problem.seed % 2**31
@@ -1328,9 +1335,9 @@ def _solver(problem: Problem, budget: Budget, most_evaluations: float) -> cp_mod
 
 
 def in_background(budget: Budget, work: Callable[[], object], stop: Callable[[], object]) -> None:
-    """Run `work` in a thread, so that a Ctrl-C is seen here and `stop`s it.
+    """Run `work` in a thread, so that this thread sees a Ctrl-C and calls `stop`.
 
-    What cannot be stopped is left behind, to end at its own limit.
+    Work that does not stop is left behind; it ends at its own limit.
     """
     failures: list[BaseException] = []
 
@@ -1342,7 +1349,7 @@ def in_background(budget: Budget, work: Callable[[], object], stop: Callable[[],
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    patience = 40
+    patience = PATIENCE_POLLS
     while thread.is_alive() and patience > 0:
         try:
             thread.join(POLL_SECONDS)

@@ -4,14 +4,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.budget import UNKNOWN, Budget
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 MOST_PLACEMENTS = 20_000
+"""Placements up to which all of them may be evaluated."""
 MOST_ENTRIES = 2**27
-"""Of all placements, in groups x placements: half a GiB."""
+"""Most groups x placements in one array of all placements: half a GiB."""
 
 
-def can_enumerate(problem: Problem, budget: Budget) -> bool:
+def can_enumerate(problem: PlacementProblem, budget: Budget) -> bool:
     """Few enough placements, and the budget is likely to reach for all of them."""
     count = problem.placements
     if count > min(MOST_PLACEMENTS, MOST_ENTRIES / max(1, problem.groups.count)):
@@ -22,7 +23,7 @@ def can_enumerate(problem: Problem, budget: Budget) -> bool:
     return bool(budget.pace_seconds * count <= (budget.seconds - budget.spent_seconds) / 2)
 
 
-def exhaustive(problem: Problem, budget: Budget) -> GroupPlacement:
+def exhaustive(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best of all placements if the budget reaches for them, else the best of those seen.
 
     Placements are tried in lexicographic order; ties: the first.
@@ -37,7 +38,7 @@ def exhaustive(problem: Problem, budget: Budget) -> GroupPlacement:
     return budget.best[1] if budget.best is not None else problem.fastest
 
 
-def every_placement(problem: Problem) -> NDArray[np.int32]:
+def every_placement(problem: PlacementProblem) -> NDArray[np.int32]:
     """[placements, groups]"""
     options = [np.flatnonzero(problem.allowed[group]) for group in problem.free]
     count = int(problem.placements)

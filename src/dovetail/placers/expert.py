@@ -1,4 +1,4 @@
-"""What an expert does by hand: layers of an RNN on devices of their own, else runs of layers.
+"""The expert's placement by hand: each layer of an RNN on its own device, else runs of layers.
 
 Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 https://arxiv.org/abs/1706.04972, section 4.1 and table 2: each LSTM layer on its own device,
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dovetail.graph import Graph, Phase
 from dovetail.graph.replicate import tower_count, towers_of
 from dovetail.placers.budget import Budget
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 _LAYER = re.compile(
     r"(?:^|\.)((?:\w*_)?(?:lstms?|grus?|rnns?|cells?|layers?))[._]?(\d+)(?=\.|$)",
@@ -30,14 +30,14 @@ _LAYER = re.compile(
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _StackLayer:
     """A place in the stack: `stack` tells encoder from decoder layers."""
 
     stack: str
     index: int
 
 
-def expert(problem: Problem, budget: Budget) -> GroupPlacement:
+def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The expert's placement on the devices that an expert would use: the GPUs, if there are any,
     else the CPUs. Evaluates nothing."""
     devices = np.array(_expert_devices(problem), dtype=np.int32)
@@ -54,19 +54,19 @@ def expert(problem: Problem, budget: Budget) -> GroupPlacement:
     return problem.settle(devices[_vote(problem, part_of_op, len(devices))])
 
 
-def _expert_devices(problem: Problem) -> list[int]:
+def _expert_devices(problem: PlacementProblem) -> list[int]:
     kinds = [device.kind for device in problem.machine.devices]
     wanted = "gpu" if "gpu" in kinds else "cpu"
     return [d for d, kind in enumerate(kinds) if kind == wanted]
 
 
-def _layer_of(module: str) -> _Layer | None:
+def _layer_of(module: str) -> _StackLayer | None:
     """The outermost indexed layer that `module` is or lies in."""
     match = _LAYER.search(module)
-    return _Layer(module[: match.end(1)], int(match[2])) if match else None
+    return _StackLayer(module[: match.end(1)], int(match[2])) if match else None
 
 
-def _by_layer(graph: Graph, layers: dict[str, _Layer | None], devices: int) -> dict[str, int]:
+def _by_layer(graph: Graph, layers: dict[str, _StackLayer | None], devices: int) -> dict[str, int]:
     """module -> part. Layers are counted per stack, since indices may begin anywhere. What runs
     before the first layer (the embedding, a stem) goes with it, the rest with the top one."""
     stacks: dict[str, list[int]] = {}
@@ -74,9 +74,9 @@ def _by_layer(graph: Graph, layers: dict[str, _Layer | None], devices: int) -> d
         if layer is not None:
             stacks.setdefault(layer.stack, []).append(layer.index)
     ranks = {
-        _Layer(stack, index): (rank, len(set(found)))
-        for stack, found in stacks.items()
-        for rank, index in enumerate(sorted(set(found)))
+        _StackLayer(stack, index): (rank, len(set(indices)))
+        for stack, indices in stacks.items()
+        for rank, index in enumerate(sorted(set(indices)))
     }
 
     def part(rank: int, count: int) -> int:
@@ -114,7 +114,7 @@ def _by_tower(graph: Graph, devices: int) -> NDArray[np.int_]:
     return np.where(towers < 0, spread, parts)
 
 
-def _vote(problem: Problem, part_of_op: NDArray[np.int_], parts: int) -> NDArray[np.int_]:
+def _vote(problem: PlacementProblem, part_of_op: NDArray[np.int_], parts: int) -> NDArray[np.int_]:
     """[groups] the part with the most forward work, or of update work; ties: the first. Groups
     with neither (sums of gradients) go where most of their bytes come from and go to."""
     graph, of_op = problem.graph, problem.groups.of_op
@@ -126,14 +126,14 @@ def _vote(problem: Problem, part_of_op: NDArray[np.int_], parts: int) -> NDArray
         undecided = ~votes.any(axis=1)
         votes[undecided] = of_phase[undecided]
     sources, destinations, one_way = problem.edges
-    ends, others = np.append(sources, destinations), np.append(destinations, sources)
+    ends, far_ends = np.append(sources, destinations), np.append(destinations, sources)
     sizes = np.append(one_way, one_way)
     while True:
         decided = np.asarray(votes.any(axis=1))
         pulled = np.zeros_like(votes)
-        known = decided[others]
-        parts_there = votes.argmax(axis=1)[others[known]]
-        np.add.at(pulled, (ends[known], parts_there), sizes[known] + 1)
+        is_decided = decided[far_ends]
+        parts_there = votes.argmax(axis=1)[far_ends[is_decided]]
+        np.add.at(pulled, (ends[is_decided], parts_there), sizes[is_decided] + 1)
         follows = ~decided & pulled.any(axis=1)
         if not follows.any():
             return np.asarray(votes.argmax(axis=1))

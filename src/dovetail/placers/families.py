@@ -1,32 +1,37 @@
 """Weights stay with all that reads them: a search over few, large units.
 
-Moving the weights of a layer means moving every group that reads them with it: one by one each such
-move loses, so a search that moves groups never sees what a layer of its own would bring. Here a
-unit is a *family*: the groups that read one parameter, most bytes first, with the groups that read
-none and exchange most bytes with them. Units descend, from the best placement known and from random
-ones,
+To move the weights of a layer, a search must move every group that reads them. Moved one by one,
+each of these groups makes the step longer, so a search that moves single groups never finds what
+moving the whole layer would gain. Here a unit is a *family*: the groups that read one parameter (of
+several parameters the largest), with those groups that read none and exchange most bytes with them.
+From the best placement so far, and from random ones, the search descends:
 
     each unit in random order goes to the device where the step is shortest, until none moves
 
-which is coordinate descent over units x devices. By hand it is what RL17's expert does
-(https://arxiv.org/abs/1706.04972, section 4.1), who gives each layer a device. Differences: the
-input and the recurrent weights of a layer are two families, and the step decides, not a rule.
+This is coordinate descent over units x devices.
+
+Source: RL17's expert gives each layer a device by hand (Mirhoseini et al., ICML 2017,
+https://arxiv.org/abs/1706.04972, section 4.1). Differences: the input and the recurrent weights of
+a layer are two families, and the simulated step decides, not a rule.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 RESTARTS = 6
+"""Descents: from the best placement so far, from the fastest devices, and the rest from random
+placements."""
 MOST_HOPS = 100
+"""A group without a parameter joins a family that is at most this many edges away."""
 MOST_UNITS = 512
-"""Beyond it a sweep over all units and devices costs too much, and only the start is scored."""
+"""With more units a sweep over all units and devices costs too much: only the start is scored."""
 
 
-def families(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best placement of whole families that some descents find."""
+def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """The best placement of whole families that `RESTARTS` descents find; ties: the first."""
     units = family_of(problem)
     count = int(units.max(initial=-1)) + 1
     rng = np.random.default_rng((problem.seed, budget.next_round()))
@@ -48,7 +53,7 @@ def families(problem: Problem, budget: Budget) -> GroupPlacement:
     return chosen
 
 
-def family_of(problem: Problem) -> NDArray[np.int32]:
+def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
     """[groups] the unit of each group, numbered by first group. O(reads x log reads)."""
     graph, of_op = problem.graph, problem.groups.of_op
     reads = np.flatnonzero(graph.is_source[graph.producers[graph.input_tensors]])
@@ -69,22 +74,22 @@ def family_of(problem: Problem) -> NDArray[np.int32]:
     return rank[inverse.ravel()]
 
 
-def _follow_neighbours(problem: Problem, family: NDArray[np.int64]) -> None:
+def _follow_neighbours(problem: PlacementProblem, family: NDArray[np.int64]) -> None:
     """Groups without a family, up to `MOST_HOPS` from one, join that of the neighbour they
     exchange most bytes with. O(edges x hops)."""
     sources, destinations, sizes = problem.edges
-    ends, others = np.append(sources, destinations), np.append(destinations, sources)
-    order = np.lexsort((-others, np.append(sizes, sizes)))
-    ends, others = ends[order], others[order]
+    ends, far_ends = np.append(sources, destinations), np.append(destinations, sources)
+    order = np.lexsort((-far_ends, np.append(sizes, sizes)))
+    ends, far_ends = ends[order], far_ends[order]
     for _ in range(MOST_HOPS):
-        joins = (family[ends] < 0) & (family[others] >= 0)
+        joins = (family[ends] < 0) & (family[far_ends] >= 0)
         if not joins.any():
             return
-        family[ends[joins]] = family[others[joins]]  # of several the heaviest comes last
+        family[ends[joins]] = family[far_ends[joins]]  # of several the heaviest comes last
 
 
 def _majority(
-    problem: Problem, units: NDArray[np.int32], placement: GroupPlacement
+    problem: PlacementProblem, units: NDArray[np.int32], placement: GroupPlacement
 ) -> GroupPlacement:
     """Each unit whole, on the device where most of its work is in `placement`."""
     work = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0).min(axis=1)
@@ -94,7 +99,7 @@ def _majority(
 
 
 def _descend(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     units: NDArray[np.int32],
     placement: GroupPlacement,
@@ -119,6 +124,6 @@ def _descend(
 
 
 def _score(
-    problem: Problem, budget: Budget, placement: GroupPlacement, *, always: bool = False
+    problem: PlacementProblem, budget: Budget, placement: GroupPlacement, *, always: bool = False
 ) -> Score:
     return budget.score(problem, placement[None], always=always)[0]

@@ -16,9 +16,10 @@ Paper: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task 
 heterogeneous computing", IEEE Transactions on Parallel and Distributed Systems 13(3), 2002,
 https://doi.org/10.1109/71.993206, section 4.2.
 Differences: a group follows the first of its ops; a group goes only where it may and its bytes
-(`Problem.group_bytes`) still fit, and where none has room, to the one with the most left. A device
-remembers its latest `MOST_GAPS` gaps: up to then the policy is the paper's. O(ops x log ops +
-(reads + ops x MOST_GAPS) x devices), and gaps that end too soon are skipped by bisection.
+(`PlacementProblem.group_bytes`) still fit, and where none has room, to the one with the most left.
+A device remembers its latest `MOST_GAPS` gaps; while it has fewer, the policy is the paper's.
+Complexity: O(ops x log ops + (reads + ops x MOST_GAPS) x devices); gaps that end too soon are
+skipped by bisection.
 """
 
 from typing import NamedTuple
@@ -27,8 +28,8 @@ import numpy as np
 
 from dovetail.placers.budget import Budget
 from dovetail.placers.list_scheduling import (
-    Limits,
-    Listed,
+    GroupLimits,
+    ListSchedule,
     Tasks,
     arrival,
     best_of_sets,
@@ -40,15 +41,15 @@ from dovetail.placers.list_scheduling import (
     roomiest_unless_fitting,
     tasks_of,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int32, Int64
 
 MOST_GAPS = 256
-"""Gaps that a device remembers: the latest."""
+"""A device remembers this many of its latest gaps."""
 
 
-class _Work(NamedTuple):
+class _HeftSchedule(NamedTuple):
     """The growing schedule. Times in seconds from the start of the step.
 
     placed, room      [groups] device or -1, [devices] bytes left
@@ -66,17 +67,17 @@ class _Work(NamedTuple):
     gap_counts: Int64
 
 
-def heft(problem: Problem, budget: Budget) -> GroupPlacement:
+def heft(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The better of schedules over all devices and over the fastest model of device only."""
     tasks = tasks_of(problem)
     return best_of_sets(problem, budget, lambda limits: heft_schedule(tasks, limits).placed)
 
 
-def heft_schedule(tasks: Tasks, limits: Limits) -> Listed:
+def heft_schedule(tasks: Tasks, limits: GroupLimits) -> ListSchedule:
     """The schedule of one set of devices."""
     ops, devices = tasks.seconds.shape
     by_rank, _ = ranked(upward_ranks(tasks, limits))
-    work = _Work(
+    work = _HeftSchedule(
         placed=np.full(len(limits.choices), -1, np.int32),
         room=limits.room_bytes.copy(),
         starts=np.zeros(ops),
@@ -87,20 +88,20 @@ def heft_schedule(tasks: Tasks, limits: Limits) -> Listed:
         gap_counts=np.zeros(devices, np.int64),
     )
     _schedule(tasks, limits, by_rank, work)
-    return Listed(work.placed, work.starts, work.ends)
+    return ListSchedule(work.placed, work.starts, work.ends)
 
 
-def upward_ranks(tasks: Tasks, limits: Limits) -> Float64:
+def upward_ranks(tasks: Tasks, limits: GroupLimits) -> Float64:
     """[ops] seconds. An op is never ranked above one before it."""
     latency, per_byte = mean_transfer(tasks, limits)
     ranks = np.zeros(len(tasks.of_op))
-    own = mean_seconds(tasks, limits)
-    longest_paths(tasks, own, latency + per_byte * tasks.before_bytes, ranks)
+    op_seconds = mean_seconds(tasks, limits)
+    longest_paths(tasks, op_seconds, latency + per_byte * tasks.before_bytes, ranks)
     return ranks
 
 
 @kernel
-def _schedule(tasks: Tasks, limits: Limits, by_rank: Int32, work: _Work) -> None:
+def _schedule(tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _HeftSchedule) -> None:
     """Fill `work`."""
     for i in range(len(by_rank)):
         op = by_rank[i]
@@ -128,11 +129,12 @@ def _schedule(tasks: Tasks, limits: Limits, by_rank: Int32, work: _Work) -> None
 
 
 @inlined
-def find_gap(work: _Work, device: int, ready: float, seconds: float) -> int:
+def find_gap(work: _HeftSchedule, device: int, ready: float, seconds: float) -> int:
     """The first gap that holds an op that is ready then; the number of gaps: behind the last op."""
     low, count = 0, work.gap_counts[device]
     high = count
-    while low < high:  # gaps that end too soon for certain
+    # Gaps do not overlap and stand in order of time: bisection skips those that end too soon.
+    while low < high:
         middle = (low + high) >> 1
         if work.gap_ends[device, middle] < ready + seconds:
             low = middle + 1
@@ -147,7 +149,7 @@ def find_gap(work: _Work, device: int, ready: float, seconds: float) -> int:
 
 
 @inlined
-def gap_start(work: _Work, device: int, gap: int) -> float:
+def gap_start(work: _HeftSchedule, device: int, gap: int) -> float:
     start: float = work.tails[device]
     if gap < work.gap_counts[device]:
         start = work.gap_starts[device, gap]
@@ -155,7 +157,7 @@ def gap_start(work: _Work, device: int, gap: int) -> float:
 
 
 @inlined
-def fill_gap(work: _Work, device: int, gap: int, start: float, end: float) -> None:
+def fill_gap(work: _HeftSchedule, device: int, gap: int, start: float, end: float) -> None:
     """Take start to end out of a gap; what is left before and after it are gaps."""
     before, after = gap_start(work, device, gap), end
     if gap < work.gap_counts[device]:
@@ -166,14 +168,15 @@ def fill_gap(work: _Work, device: int, gap: int, start: float, end: float) -> No
             work.gap_ends[device, i] = work.gap_ends[device, i + 1]
     else:
         work.tails[device] = end
-    for part in range(2):  # the later first, so that the earlier goes before it
+    # The later rest is inserted first, so that the earlier one, at the same index, goes before it.
+    for part in range(2):
         first, last = (end, after) if part == 0 else (before, start)
         if first < last:
             add_gap(work, device, gap, first, last)
 
 
 @inlined
-def add_gap(work: _Work, device: int, gap: int, first: float, last: float) -> None:
+def add_gap(work: _HeftSchedule, device: int, gap: int, first: float, last: float) -> None:
     """Insert a gap at index `gap`; beyond `MOST_GAPS` the earliest is forgotten."""
     count = work.gap_counts[device]
     if count == MOST_GAPS:

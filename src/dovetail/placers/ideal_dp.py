@@ -1,8 +1,8 @@
 """The contiguous optimum: a dynamic programme over all ideals of the groups.
 
 An ideal is a set of groups that holds all predecessors of its members; contiguous stages are the
-differences along a chain of ideals, and `stages.best_chain` finds the best chain. Ideals come from
-one another by adding an element all of whose predecessors are in. Elements are numbered in
+differences along a chain of ideals, and `contiguity.best_chain` finds the best chain. Ideals come
+from one another by adding an element all of whose predecessors are in. Elements are numbered in
 topological order, so each ideal is made once, from the one without its last element, and no set is
 ever looked up:
 
@@ -12,8 +12,8 @@ ever looked up:
 Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 5.
 Differences: only plans better than those of `linear_dp` are looked for, which cuts off most pairs
-of ideals (see `stages`); any number of kinds of devices, and pins; where the evaluator finds that
-memory lacks, rooms shrink and it is done again. More ideals than `MOST_IDEALS` are refused.
+of ideals (see `contiguity`); any number of kinds of devices, and pins; where the evaluator finds
+that memory lacks, rooms shrink and it is done again. More ideals than `MOST_IDEALS` are refused.
 
 Exact where all transfers go over a host that counts for nothing, as on published instances, and
 memory is what parameters and state take; elsewhere as good as that estimate.
@@ -26,9 +26,9 @@ from dovetail.errors import TooManyIdealsError
 from dovetail.placers.budget import Budget
 from dovetail.placers.contiguity import (
     MOST_ENTRIES,
-    Chain,
+    ElementOrder,
     Lattice,
-    Order,
+    StageChain,
     best_chain,
     elements_of,
     forward_order,
@@ -36,7 +36,7 @@ from dovetail.placers.contiguity import (
     order_of,
 )
 from dovetail.placers.linear_dp import (
-    Task,
+    StageLimits,
     along_orders,
     fitted,
     is_exact,
@@ -44,17 +44,19 @@ from dovetail.placers.linear_dp import (
     step_evaluations,
     to_placement,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Int32, Int64
 
 MOST_IDEALS = 100_000
+"""More ideals than this are refused: they would take too much memory."""
 PROOF = "ideals (dynamic programme)"
+"""Name of this method's lower bounds in plans and reports."""
 _SHAVED = 1e-12
-"""Relative: what the same sums in another order may differ by."""
+"""Relative difference that the same sums may have in another order: bounds are lowered by it."""
 
 
-def ideal_dp(problem: Problem, budget: Budget) -> GroupPlacement:
+def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best contiguous plan; where the budget ends first, the best along the orders of
     `linear_dp`. Each step of the programme is charged as one op of an evaluation.
 
@@ -69,50 +71,55 @@ def ideal_dp(problem: Problem, budget: Budget) -> GroupPlacement:
 
     proven: list[float] = []
 
-    def search(task: Task) -> list[GroupPlacement]:
-        chain, element_of, complete = best_stages(problem, budget, (order, lattice, orders), task)
+    def search(limits: StageLimits) -> list[GroupPlacement]:
+        chain, element_of, complete = best_stages(problem, budget, (order, lattice, orders), limits)
         # What groups hold for sure, and all the room there is: later searches have less.
-        relaxed = task.strict and task.group_bytes is problem.load.resident_bytes
+        relaxed = limits.strict and limits.group_bytes is problem.load.resident_bytes
         if relaxed and complete and chain is not None:
             proven.append(chain.value)
         return [] if chain is None else [to_placement(problem, chain, element_of)]
 
-    found = fitted(problem, budget, (problem.device_sets[0], True), search)
+    scored_placements = fitted(problem, budget, (problem.device_sets[0], True), search)
     if problem.contiguous and is_exact(problem) and proven:
         plain = forward_order(problem, mirrored=False, merging=True)
         if (plain.element_of == order.element_of).all():
             budget.prove(proven[0] * (1 - _SHAVED), PROOF)
         else:
             _prove_without_orphans(problem, budget, plain)
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
-def _prove_without_orphans(problem: Problem, budget: Budget, plain: Order) -> None:
+def _prove_without_orphans(problem: PlacementProblem, budget: Budget, plain: ElementOrder) -> None:
     """Hand the budget a lower bound on contiguous plans: groups without forward ops, which
     contiguity says nothing of, are left out."""
     kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
     orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
-    task = Task(kinds, problem.load.resident_bytes)
+    limits = StageLimits(kinds, problem.load.resident_bytes)
     space = (plain, ideals_of(plain), orders)
-    chain, _, complete = best_stages(problem, budget, space, task)
+    chain, _, complete = best_stages(problem, budget, space, limits)
     if complete and chain is not None:
         budget.prove(chain.value * (1 - _SHAVED), PROOF)
 
 
 def best_stages(
-    problem: Problem, budget: Budget, space: tuple[Order, Lattice, list[Int32]], task: Task
-) -> tuple[Chain | None, Int32, bool]:
+    problem: PlacementProblem,
+    budget: Budget,
+    space: tuple[ElementOrder, Lattice, list[Int32]],
+    limits: StageLimits,
+) -> tuple[StageChain | None, Int32, bool]:
     """The best chain, what [groups] is its element, and whether it is known to be the best."""
     order, lattice, orders = space
-    states = np.prod([len(members) + 1.0 for members in task.kinds.members])
+    states = np.prod([len(members) + 1.0 for members in limits.kinds.members])
     if len(lattice.parents) * states > MOST_ENTRIES:
         raise TooManyIdealsError(len(lattice.parents), int(MOST_ENTRIES / states))
-    seeds = along_orders(problem, budget, (order, orders), task)
-    elements = elements_of(problem, order.element_of, task.kinds, task.group_bytes, task.strict)
+    seeds = along_orders(problem, budget, (order, orders), limits)
+    elements = elements_of(
+        problem, order.element_of, limits.kinds, limits.group_bytes, limits.strict
+    )
     best, complete = best_chain(
         elements,
         lattice,
-        task.kinds,
+        limits.kinds,
         ceiling=seeds[0][0].value if seeds else np.inf,
         budget=budget,
         step_evaluations=step_evaluations(problem),
@@ -122,7 +129,7 @@ def best_stages(
     return best, order.element_of, complete
 
 
-def ideals_of(order: Order, most: int = MOST_IDEALS) -> Lattice:
+def ideals_of(order: ElementOrder, most: int = MOST_IDEALS) -> Lattice:
     """Every ideal, by size. Raises `TooManyIdealsError` beyond `most`. O(ideals x elements)."""
     before_offsets, befores = _csr(order.elements, order.edges[:, ::-1])
     after_offsets, afters = _csr(order.elements, order.edges)
@@ -166,8 +173,11 @@ def _enumerate(
     lattice: Lattice,
     most: int,
 ) -> int:
-    """Make the ideals, with the edges to those above them that they are made for; return their
-    number, or more than `most`, or 0: the edges have no room. `ranks` are marks, -1 at first."""
+    """Make the ideals, and the edges from each to the ideals that are made from it.
+
+    Returns the number of ideals; a number above `most` if there are more; 0 if the arrays of edges
+    are too short. `lattice.ranks` serves as marks.
+    """
     marks = lattice.ranks
     count, ideal, end = 1, 0, 0
     for element in range(len(marks)):

@@ -6,10 +6,10 @@ groups in topological order, depth first, and puts as many as fit into the memor
 accelerator, then of the second, and so on; what is left goes to a CPU. Groups that wait for each
 other are one block.
 
-Differences: four orders instead of one, and from the best placement known, `latency_kernel`'s
-annealing with restarts, at geometrically falling temperatures, where the paper solves an integer
-programme. Only for the objective `latency`; elsewhere it returns the best that is known, or else
-the fastest devices.
+Differences: four orders instead of one; then annealing with restarts from the best placement so
+far, at geometrically falling temperatures, where the paper solves an integer programme. Only for
+the objective `latency`: for another one it returns the best placement so far, or else the fastest
+devices.
 """
 
 from typing import NamedTuple
@@ -21,16 +21,23 @@ from scipy.sparse.csgraph import connected_components
 
 from dovetail.graph.records import csr_offsets
 from dovetail.placers.budget import Budget
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int32
-from dovetail.simulator.latency import LatencyModel, LatencyWork, latency_model, latency_work, walk
+from dovetail.simulator.latency import (
+    LatencyModel,
+    LatencyWorkspace,
+    latency_model,
+    latency_work,
+    walk,
+)
 
-# Annealing of the latency: one proposed change after the other, each walked through in full.
+# ── Annealing of the latency: kernels over flat arrays ──────────────────────────────────────────
 #
-# A change moves a group, two groups past each other, or what is on a device from one group on, in
-# topological order, to another device. A full walk takes O(ops + reads), some microseconds for the
-# published instances, so nothing is kept between changes but the placement and the bytes used. With
+# One change is proposed after the other, and each is walked through in full. A change moves a
+# group, two groups past each other, or what is on a device from one group on, in topological order,
+# to another device. A full walk takes O(ops + reads), some microseconds for the published
+# instances, so nothing is kept between changes but the placement and the bytes used. With
 #
 #     energy = latency + penalty x (calls that wait for themselves, and all that wait for those
 #                                   + share by which devices exceed their capacities, 1 + at least)
@@ -41,10 +48,12 @@ from dovetail.simulator.latency import LatencyModel, LatencyWork, latency_model,
 
 
 UInt64 = NDArray[np.uint64]
-ENERGY, BEST, PENALTY = range(3)  # in `Search.scalars`
+
+# Where `LatencyAnnealing.scalars` keeps what a search carries from call to call.
+ENERGY, BEST, PENALTY = range(3)
 
 
-class Search(NamedTuple):
+class LatencyAnnealing(NamedTuple):
     """One annealing search.
 
     free                      groups that have a choice
@@ -79,7 +88,7 @@ class Search(NamedTuple):
 
 
 @kernel
-def start(model: LatencyModel, work: LatencyWork, search: Search) -> None:
+def start(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing) -> None:
     """Bytes, placement and energy of `search.groups` from scratch."""
     search.used_bytes[:] = 0.0
     for group in range(len(search.groups)):
@@ -90,7 +99,11 @@ def start(model: LatencyModel, work: LatencyWork, search: Search) -> None:
 
 @kernel
 def anneal(
-    model: LatencyModel, work: LatencyWork, search: Search, temperature: float, changes: int
+    model: LatencyModel,
+    work: LatencyWorkspace,
+    search: LatencyAnnealing,
+    temperature: float,
+    changes: int,
 ) -> None:
     """Propose `changes` changes, and accept or undo each."""
     for _ in range(changes):
@@ -112,7 +125,7 @@ def anneal(
 
 
 @inlined
-def target(search: Search, group: int) -> int:
+def target(search: LatencyAnnealing, group: int) -> int:
     """Mostly the device of a group that shares a tensor with it, else any that it may be on."""
     near = search.near_offsets[group + 1] - search.near_offsets[group]
     if near and draw(search, 4):
@@ -122,8 +135,9 @@ def target(search: Search, group: int) -> int:
 
 
 @inlined
-def change(search: Search, group: int, old: int, new: int) -> None:
-    """One in eight a swap, two in eight what is later or earlier on the same device moves too."""
+def change(search: LatencyAnnealing, group: int, old: int, new: int) -> None:
+    """Move the group. In one case of eight another group comes back in exchange; in two of eight
+    the later, or the earlier, groups of the same device move too."""
     kind = draw(search, 8)
     shift(search, group, new)
     if kind == 0:
@@ -138,7 +152,7 @@ def change(search: Search, group: int, old: int, new: int) -> None:
 
 
 @inlined
-def accept(search: Search, after: float) -> None:
+def accept(search: LatencyAnnealing, after: float) -> None:
     search.scalars[ENERGY] = after
     if after < search.scalars[BEST]:
         search.scalars[BEST] = after
@@ -147,8 +161,9 @@ def accept(search: Search, after: float) -> None:
 
 
 @inlined
-def energy(model: LatencyModel, work: LatencyWork, search: Search) -> float:
-    """Does not walk what does not fit: the larger part of a walk's price is saved."""
+def energy(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing) -> float:
+    """The energy of the current placement. A placement that does not fit is not walked through,
+    which saves most of the time."""
     excess = 0.0
     for device in range(len(search.used_bytes)):
         over = search.used_bytes[device] - search.capacities[device]
@@ -164,15 +179,15 @@ def energy(model: LatencyModel, work: LatencyWork, search: Search) -> float:
 
 
 @inlined
-def may(search: Search, group: int, device: int) -> bool:
-    found = False
+def may(search: LatencyAnnealing, group: int, device: int) -> bool:
+    allowed = False
     for i in range(search.choice_offsets[group], search.choice_offsets[group + 1]):
-        found = found or search.choices[i] == device
-    return found
+        allowed = allowed or search.choices[i] == device
+    return allowed
 
 
 @inlined
-def shift(search: Search, group: int, device: int) -> None:
+def shift(search: LatencyAnnealing, group: int, device: int) -> None:
     search.used_bytes[search.groups[group]] -= search.sizes[group]
     search.used_bytes[device] += search.sizes[group]
     search.groups[group] = device
@@ -180,13 +195,13 @@ def shift(search: Search, group: int, device: int) -> None:
 
 
 @inlined
-def put(search: Search, group: int, device: int) -> None:
+def put(search: LatencyAnnealing, group: int, device: int) -> None:
     for i in range(search.member_offsets[group], search.member_offsets[group + 1]):
         search.placement[search.members[i]] = device
 
 
 @inlined
-def draw(search: Search, count: int) -> int:
+def draw(search: LatencyAnnealing, count: int) -> int:
     """0 to count - 1; xorshift64* (Marsaglia, https://doi.org/10.18637/jss.v008.i14)."""
     x = search.random[0]
     x ^= x >> np.uint64(12)
@@ -207,7 +222,7 @@ HOTTEST, COLDEST = 0.05, 1e-5
 """Relative to the latency at the start."""
 
 
-def latency_search(problem: Problem, budget: Budget) -> GroupPlacement:
+def latency_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement by the budget's end: greedy ones, then annealed. Ties: the first found."""
     if problem.objective == "latency":
         budget.score(problem, np.stack(greedy_placements(problem)), always=True)
@@ -216,22 +231,24 @@ def latency_search(problem: Problem, budget: Budget) -> GroupPlacement:
     return problem.fastest.copy() if budget.best is None else budget.best[1].copy()
 
 
-def greedy_placements(problem: Problem) -> list[GroupPlacement]:
+def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
     """The paper's greedy placement, the same along three other orders, every group where it works
     fastest, and all on CPUs."""
     edges = _group_edges(problem)
     blocks = _blocks(problem, edges)
-    found = []
+    placements = []
     for depth_first in (True, False):
         for ascending in (True, False):
             order = _order(blocks, edges, depth_first, ascending)
-            found.append(_fill(problem, blocks, order))
-    return [*found, problem.fastest, problem.settle(_on_cpus(problem))]
+            placements.append(_fill(problem, blocks, order))
+    return [*placements, problem.fastest, problem.settle(_on_cpus(problem))]
 
 
-def _fill(problem: Problem, blocks: NDArray[np.int32], order: list[int]) -> GroupPlacement:
+def _fill(problem: PlacementProblem, blocks: NDArray[np.int32], order: list[int]) -> GroupPlacement:
     """Blocks [groups] in turn onto the accelerators; what fits none, to the CPU that is best."""
-    accelerators = [d for d, one in enumerate(problem.machine.devices) if one.kind == "gpu"]
+    accelerators = [
+        index for index, device in enumerate(problem.machine.devices) if device.kind == "gpu"
+    ]
     placement = _on_cpus(problem)
     sizes = problem.load.resident_bytes
     turn, used = 0, 0.0
@@ -250,7 +267,7 @@ def _fill(problem: Problem, blocks: NDArray[np.int32], order: list[int]) -> Grou
     return problem.settle(placement)
 
 
-def _on_cpus(problem: Problem) -> GroupPlacement:
+def _on_cpus(problem: PlacementProblem) -> GroupPlacement:
     """Every group on the first CPU that is fastest; those that may be on none, where they are."""
     on_cpu = np.array([device.kind != "gpu" for device in problem.machine.devices])
     seconds = np.where(problem.allowed & on_cpu, problem.work_seconds, np.inf)
@@ -281,7 +298,7 @@ def _order(
     return order
 
 
-def _blocks(problem: Problem, edges: NDArray[np.int32]) -> NDArray[np.int32]:
+def _blocks(problem: PlacementProblem, edges: NDArray[np.int32]) -> NDArray[np.int32]:
     """[groups] the strongly connected component of each, numbered by its first group."""
     count = problem.groups.count
     matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), (count, count))
@@ -292,7 +309,7 @@ def _blocks(problem: Problem, edges: NDArray[np.int32]) -> NDArray[np.int32]:
     return rank[inverse]
 
 
-def _group_edges(problem: Problem) -> NDArray[np.int32]:
+def _group_edges(problem: PlacementProblem) -> NDArray[np.int32]:
     """[edges, 2] distinct (from group, to group) along which tensors move."""
     graph, of_op = problem.graph, problem.groups.of_op
     makers = graph.producers[graph.input_tensors]
@@ -301,7 +318,7 @@ def _group_edges(problem: Problem) -> NDArray[np.int32]:
     return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2).astype(np.int32)
 
 
-def _anneal(problem: Problem, budget: Budget) -> None:
+def _anneal(problem: PlacementProblem, budget: Budget) -> None:
     """Coolings, each with twice the changes of the one before, until the budget is spent. What
     they find is evaluated, and so known to the budget."""
     model = latency_model(problem.graph, problem.machine, problem.costs)
@@ -324,9 +341,9 @@ def _anneal(problem: Problem, budget: Budget) -> None:
 
 
 def _cool(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
-    at: tuple[LatencyModel, LatencyWork, Search],
+    at: tuple[LatencyModel, LatencyWorkspace, LatencyAnnealing],
     changes: int,
 ) -> None:
     """`changes` changes in `STEPS` temperatures from `HOTTEST` down to `COLDEST`."""
@@ -344,13 +361,13 @@ def _cool(
             left -= some
 
 
-def _search(problem: Problem, rng: np.random.Generator) -> Search:
+def _search(problem: PlacementProblem, rng: np.random.Generator) -> LatencyAnnealing:
     count = problem.groups.count
     rows, choices = np.nonzero(problem.allowed)
     edges = _group_edges(problem)
     both = np.unique(np.concatenate([edges, edges[:, ::-1]]), axis=0)
     of_op = problem.groups.of_op
-    return Search(
+    return LatencyAnnealing(
         free=problem.free,
         choice_offsets=csr_offsets(rows, count),
         choices=choices.astype(np.int32),

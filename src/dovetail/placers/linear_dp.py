@@ -1,8 +1,9 @@
 """Contiguous stages along one order of the groups: the best that any of several orders allows.
 
-A dynamic programme over the prefixes of a topological order: `stages.best_chain` where prefixes are
-the only ideals. Orders go depth first (of the groups that are ready, one that became so last), from
-the inputs and, turned round, from the outputs, or by levels; random ones follow, new at each call.
+A dynamic programme over the prefixes of a topological order: `contiguity.best_chain` on a lattice
+whose only ideals are these prefixes. Orders go depth first (of the groups that are ready, one that
+became so last), from the inputs and, turned round, from the outputs, or by levels; random ones
+follow, new at each call.
 
 Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 5 (a Hamiltonian path, found by a
@@ -27,10 +28,10 @@ from dovetail.placers.budget import Budget, Score
 from dovetail.placers.contiguity import (
     LOOSE,
     MOST_ENTRIES,
-    Chain,
-    Kinds,
+    DeviceKinds,
+    ElementOrder,
     Lattice,
-    Order,
+    StageChain,
     best_chain,
     elements_of,
     is_star,
@@ -38,22 +39,27 @@ from dovetail.placers.contiguity import (
     order_of,
     topological,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator import group_loads
 from dovetail.simulator.flat import Float64, Int32
 
 MAX_CELLS = 512
+"""An order of more elements is cut into this many cells of about equal work."""
 SHRINKS = 2
+"""Searches for each way of counting bytes: one, and one more with less room."""
 FIXED_ORDERS = 6
+"""Orders that are tried even beyond the budget; `_endless_orders` yields them first."""
 RANDOM_ORDERS = 24
+"""Random orders at each call, at most."""
 MOST_CANDIDATES = 8
+"""Chains, the best by the estimate, that the evaluator judges."""
 ESTIMATE_SLACK = 1.25
-"""Plans that the estimate puts this far behind the best are still evaluated."""
+"""Chains whose estimate is up to this many times the best are still evaluated."""
 ORDER_STEPS = 1_000_000
-"""Orders are made for as long as all together take no more steps (elements and edges)."""
+"""All orders together take at most this many steps (elements and edges)."""
 
 
-class Task(NamedTuple):
+class StageLimits(NamedTuple):
     """What a search for stages is handed.
 
     kinds        devices, and their room
@@ -61,78 +67,81 @@ class Task(NamedTuple):
     strict       a group is only where it may be
     """
 
-    kinds: Kinds
+    kinds: DeviceKinds
     group_bytes: Float64
     strict: bool = True
 
 
-Search = Callable[[Task], list[GroupPlacement]]
+Search = Callable[[StageLimits], list[GroupPlacement]]
 
 
-def linear_dp(problem: Problem, budget: Budget) -> GroupPlacement:
+def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best plan of all orders by the evaluator; ties: of the first. The fixed orders are tried
     even beyond the budget; each step of the programme is charged as one op of an evaluation."""
     order = order_of(problem)
     orders = list(orders_of(order, np.random.default_rng([problem.seed, budget.next_round()])))
 
-    def search(task: Task) -> list[GroupPlacement]:
-        found = along_orders(problem, budget, (order, orders), task)
-        found = found[:1] if is_exact(problem) else found
-        return [to_placement(problem, chain, element_of) for chain, element_of in found]
+    def search(limits: StageLimits) -> list[GroupPlacement]:
+        chains = along_orders(problem, budget, (order, orders), limits)
+        chains = chains[:1] if is_exact(problem) else chains
+        return [to_placement(problem, chain, element_of) for chain, element_of in chains]
 
-    found = []
+    scored_placements = []
     for devices in problem.device_sets:
         for strict in (True, False):
             if strict or not (problem.contiguous or problem.allowed[:, devices].all()):
-                found += fitted(problem, budget, (devices, strict), search)
-    return min(found, key=lambda pair: pair[0])[1]
+                scored_placements += fitted(problem, budget, (devices, strict), search)
+    return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
-def is_exact(problem: Problem) -> bool:
+def is_exact(problem: PlacementProblem) -> bool:
     """The loads of stages are the objective."""
     return problem.objective == "load" and is_star(problem)
 
 
 def fitted(
-    problem: Problem, budget: Budget, where: tuple[list[int], bool], search: Search
+    problem: PlacementProblem, budget: Budget, where: tuple[list[int], bool], search: Search
 ) -> list[tuple[Score, GroupPlacement]]:
-    """What `search` finds. Where the evaluator then finds a device over its capacity, again with
-    less room, and again with more of what groups make counted as theirs. Never nothing: where no
-    room is enough, room is ignored.
+    """The placements that `search` finds, with their scores; at least one.
+
+    Where the evaluator finds a device over its capacity, the search runs again with less room, and
+    then with more of what groups make counted as theirs. Where no room is enough, it is ignored.
 
     where   (devices, strict)
     """
     devices, strict = where
-    found: list[tuple[Score, GroupPlacement]] = []
-    held = problem.load.resident_bytes  # as it is: least, and what bounds rely on
+    scored_placements: list[tuple[Score, GroupPlacement]] = []
+    # Resident bytes come first, as they are: they are the least a group holds, and bounds rely on
+    # a search with exactly these bytes.
+    held = problem.load.resident_bytes
     for sizes in (held, problem.group_bytes, problem.made_bytes):
         room = problem.capacities.astype(np.float64)
         for _ in range(SHRINKS):
             kinds = usable_kinds(problem, devices, room)
-            placements = search(Task(kinds, np.asarray(sizes, np.float64), strict))
+            placements = search(StageLimits(kinds, np.asarray(sizes, np.float64), strict))
             if not placements:
                 break
             scores = budget.score(problem, placements[0][None], always=True)
             scores += budget.score(problem, np.stack(placements))[1:]
-            found += zip(scores, placements, strict=True)
-            score, placement = min(found[-len(scores) :], key=lambda pair: pair[0])
+            scored_placements += zip(scores, placements, strict=True)
+            score, placement = min(scored_placements[-len(scores) :], key=lambda pair: pair[0])
             if not 0 < score.lacking_bytes < np.inf:
-                return found
+                return scored_placements
             share = problem.capacities / np.maximum(budget.peaks(placement), 1)
             for members in map(list, kinds.members):
                 if share[members].min() < 1:
                     room[members] *= 0.95 * share[members].min()
-    if not found:
+    if not scored_placements:
         unlimited = usable_kinds(problem, devices, np.full(problem.devices, np.inf))
-        placements = search(Task(unlimited, problem.load.resident_bytes, False))[:1]
+        placements = search(StageLimits(unlimited, problem.load.resident_bytes, False))[:1]
         placements = placements or [problem.fastest]
-        found += zip(
+        scored_placements += zip(
             budget.score(problem, placements[0][None], always=True), placements, strict=True
         )
-    return found
+    return scored_placements
 
 
-def usable_kinds(problem: Problem, devices: list[int], room_bytes: Float64) -> Kinds:
+def usable_kinds(problem: PlacementProblem, devices: list[int], room_bytes: Float64) -> DeviceKinds:
     """Kinds of device; where the table would be too large, every device one of its own."""
     kinds = kinds_of(problem, devices, room_bytes)
     if np.prod([len(members) + 1.0 for members in kinds.members]) > MOST_ENTRIES // MAX_CELLS:
@@ -140,21 +149,24 @@ def usable_kinds(problem: Problem, devices: list[int], room_bytes: Float64) -> K
     return kinds
 
 
-def step_evaluations(problem: Problem) -> float:
+def step_evaluations(problem: PlacementProblem) -> float:
     """What a step of a programme costs: an evaluation takes about one for every op and read."""
     return 1 / (len(problem.graph) + len(problem.graph.input_tensors))
 
 
 def along_orders(
-    problem: Problem, budget: Budget, space: tuple[Order, list[Int32]], task: Task
-) -> list[tuple[Chain, Int32]]:
+    problem: PlacementProblem,
+    budget: Budget,
+    space: tuple[ElementOrder, list[Int32]],
+    limits: StageLimits,
+) -> list[tuple[StageChain, Int32]]:
     """The best chain of each order with what [groups] is its element, best first: of orders better
     than those before, or where loads of stages are an estimate, not much worse. Random orders end
     with the budget."""
     order, orders = space
     exact = is_exact(problem)
-    whole = elements_of(problem, order.element_of, task.kinds, task.group_bytes, task.strict)
-    found: list[tuple[Chain, Int32]] = []
+    whole = elements_of(problem, order.element_of, limits.kinds, limits.group_bytes, limits.strict)
+    chains: list[tuple[StageChain, Int32]] = []
     ceiling = np.inf
     for number, sequence in enumerate(orders):
         if number >= FIXED_ORDERS and budget.exhausted:
@@ -163,24 +175,26 @@ def along_orders(
         if order.elements > MAX_CELLS:
             cells = _cells(whole.work_seconds.min(axis=1), sequence)
             element_of = np.where(element_of == LOOSE, LOOSE, cells[element_of])
-            elements = elements_of(problem, element_of, task.kinds, task.group_bytes, task.strict)
+            elements = elements_of(
+                problem, element_of, limits.kinds, limits.group_bytes, limits.strict
+            )
             sequence = np.arange(len(elements.held_bytes), dtype=np.int32)
         chain, _ = best_chain(
             elements,
             _path(sequence),
-            task.kinds,
+            limits.kinds,
             ceiling=ceiling,
             budget=budget,
             step_evaluations=step_evaluations(problem),
             always=True,
         )
         if chain is not None:
-            found.append((chain, element_of))
+            chains.append((chain, element_of))
             ceiling = min(ceiling, chain.value * (1.0 if exact else ESTIMATE_SLACK))
-    return sorted(found, key=lambda pair: pair[0].value)[:MOST_CANDIDATES]
+    return sorted(chains, key=lambda pair: pair[0].value)[:MOST_CANDIDATES]
 
 
-def to_placement(problem: Problem, chain: Chain, element_of: Int32) -> GroupPlacement:
+def to_placement(problem: PlacementProblem, chain: StageChain, element_of: Int32) -> GroupPlacement:
     """Groups on the devices of their stages; loose ones, in descending work, each where the largest
     load is then least and what they hold fits; ties: the lowest device."""
     placement = problem.fastest.copy()
@@ -207,7 +221,7 @@ def to_placement(problem: Problem, chain: Chain, element_of: Int32) -> GroupPlac
     return placement
 
 
-def orders_of(order: Order, rng: np.random.Generator) -> Iterator[Int32]:
+def orders_of(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
     """Topological orders of the elements, within `ORDER_STEPS` but at least two: six fixed ones,
     then random ones."""
     steps = order.elements + len(order.edges)
@@ -215,7 +229,7 @@ def orders_of(order: Order, rng: np.random.Generator) -> Iterator[Int32]:
     yield from itertools.islice(_endless_orders(order, rng), most)
 
 
-def _endless_orders(order: Order, rng: np.random.Generator) -> Iterator[Int32]:
+def _endless_orders(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
     edges, turned = order.edges, order.edges[:, ::-1]
     ascending = np.arange(order.elements)
     yield topological(order.elements, edges, ascending)

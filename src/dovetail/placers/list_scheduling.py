@@ -1,4 +1,4 @@
-"""What the list schedulers share: the problem as flat arrays, and how memory is respected.
+"""Common parts of the list schedulers: the problem as flat arrays, memory, and heaps of ready ops.
 
 A list scheduler takes the ops one after another, in an order of its own, and gives each a device
 and a time there. Its picture of the machine is that of the papers: a device runs one op at a time,
@@ -8,8 +8,9 @@ links are never busy, and what an op reads from another device arrives at
                                                            + bytes x seconds_per_byte(b's d, d)
 
 with the bytes of all that op reads of b, each tensor once. Where there is no link, latencies and
-seconds per byte of the two hops through the host add. A source op is no op: what it holds is there.
-Order without data is an empty send. A group goes where the first of its ops goes.
+seconds per byte of the two hops through the host are summed. Source ops are not scheduled: what
+they hold is there from the start. A control edge is an empty send. A group goes where the first of
+its ops goes.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from dovetail.graph.records import csr_offsets
 from dovetail.machine import Machine
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
@@ -53,7 +54,7 @@ class Tasks(NamedTuple):
     seconds_per_byte: Float64
 
 
-class Limits(NamedTuple):
+class GroupLimits(NamedTuple):
     """Where groups may go.
 
     choices       [groups, devices] 1 where allowed
@@ -66,7 +67,7 @@ class Limits(NamedTuple):
     room_bytes: Int64
 
 
-class Listed(NamedTuple):
+class ListSchedule(NamedTuple):
     """A schedule: placed [groups], and of each op its start and end, seconds; 0 for source ops."""
 
     placed: Int32
@@ -74,10 +75,10 @@ class Listed(NamedTuple):
     ends: Float64
 
 
-Scheduler = Callable[[Limits], Int32]  # -> placed [groups], -1 where nothing runs
+Scheduler = Callable[[GroupLimits], Int32]  # -> placed [groups], -1 where nothing runs
 
 
-def tasks_of(problem: Problem) -> Tasks:
+def tasks_of(problem: PlacementProblem) -> Tasks:
     """The flat arrays of a problem. O(ops x devices + reads x log reads)."""
     graph = problem.graph
     readers, befores, sizes = _edges(problem)
@@ -97,36 +98,43 @@ def tasks_of(problem: Problem) -> Tasks:
     )
 
 
-def best_of_sets(problem: Problem, budget: Budget, schedule: Scheduler) -> GroupPlacement:
+def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler) -> GroupPlacement:
     """The better of schedules over all devices and over the fastest model of device only.
 
-    Starting early says nothing of ending: idle slow devices draw ops that fast ones should run.
-    Memory is estimated while scheduling. Where the evaluator then finds a device over its capacity,
-    the same is done again as if all that a group makes stayed, and then with that much less room.
-    Ties: the earlier attempt, the larger set.
+    A set of only the fast devices helps because starting early does not mean ending early: idle
+    slow devices draw ops that fast ones should run. Memory is estimated while scheduling. Where the
+    evaluator then finds a device over its capacity, the same is done again as if all that a group
+    makes stayed, and then with that much less room. Ties: the earlier attempt, the larger set.
     """
     open_sets = {i: problem.capacities.astype(np.int64) for i in range(len(problem.device_sets))}
-    found: list[tuple[Score, GroupPlacement]] = []
+    scored_placements: list[tuple[Score, GroupPlacement]] = []
     for attempt in range(MEMORY_ATTEMPTS):
         placements = [
             problem.settle(schedule(limits_of(problem, i, room, made=attempt > 0)))
             for i, room in open_sets.items()
         ]
         scores = budget.score(problem, np.stack(placements), always=True)
-        found += zip(scores, placements, strict=True)
+        scored_placements += zip(scores, placements, strict=True)
         for i, score, placement in zip(list(open_sets), scores, placements, strict=True):
             if not 0 < score.lacking_bytes < np.inf:
                 del open_sets[i]
             elif attempt:
-                open_sets[i] = _less_room(problem, open_sets[i], budget.peaks(placement))
+                # Less by the share that each device's peak is above its capacity, and a little.
+                share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+                room = np.where(share < 1, 0.95 * share * open_sets[i], open_sets[i])
+                open_sets[i] = np.asarray(room, np.int64)
         if not open_sets:
             break
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
 def limits_of(
-    problem: Problem, device_set: int, room_bytes: Int64 | None = None, *, made: bool = False
-) -> Limits:
+    problem: PlacementProblem,
+    device_set: int,
+    room_bytes: Int64 | None = None,
+    *,
+    made: bool = False,
+) -> GroupLimits:
     """Groups keep to `problem.device_sets[device_set]`, but for those that may not be there.
 
     room_bytes   [devices]; None: the capacities
@@ -137,18 +145,12 @@ def limits_of(
     choices = np.where(np.any(choices, axis=1, keepdims=True), choices, problem.allowed)
     sizes = problem.made_bytes if made else problem.group_bytes
     room = problem.capacities if room_bytes is None else room_bytes
-    return Limits(
+    return GroupLimits(
         np.array(choices, np.int8, order="C"), np.array(sizes, np.int64), np.array(room, np.int64)
     )
 
 
-def _less_room(problem: Problem, room: Int64, peaks: Int64) -> Int64:
-    """`room`, less by the share that each device's peak is above its capacity, and a little."""
-    share = problem.capacities / np.maximum(peaks, 1)
-    return np.asarray(np.where(share < 1, 0.95 * share * room, room), np.int64)
-
-
-def _edges(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64], Float64]:
+def _edges(problem: PlacementProblem) -> tuple[NDArray[np.int64], NDArray[np.int64], Float64]:
     """(op, op before it, bytes sent) by op, then op before. Sources are no ops."""
     graph = problem.graph
     source, ops = graph.is_source, len(graph)
@@ -178,7 +180,7 @@ def _transfers(machine: Machine) -> tuple[Float64, Float64]:
     return latency, per_byte
 
 
-def mean_transfer(tasks: Tasks, limits: Limits) -> tuple[float, float]:
+def mean_transfer(tasks: Tasks, limits: GroupLimits) -> tuple[float, float]:
     """(latency seconds, seconds per byte), means over ordered pairs of the devices that any group
     may choose; 0 where that is one device."""
     used = np.flatnonzero(limits.choices.any(axis=0))
@@ -188,7 +190,7 @@ def mean_transfer(tasks: Tasks, limits: Limits) -> tuple[float, float]:
     return float(latency.sum() / pairs), float(per_byte.sum() / pairs)
 
 
-def mean_seconds(tasks: Tasks, limits: Limits) -> Float64:
+def mean_seconds(tasks: Tasks, limits: GroupLimits) -> Float64:
     """[ops] mean seconds over the devices that each may choose."""
     may = limits.choices[tasks.of_op] == 1
     return np.asarray(np.where(may, tasks.seconds, 0.0).sum(axis=1) / may.sum(axis=1))
@@ -235,13 +237,13 @@ def arrival(tasks: Tasks, placed: Int32, ends: Float64, op: int, device: int) ->
 
 
 @inlined
-def fits(limits: Limits, room: Int64, group: int, device: int) -> bool:
+def fits(limits: GroupLimits, room: Int64, group: int, device: int) -> bool:
     """May the group go there, and is there room left?"""
     return bool(limits.choices[group, device] == 1 and room[device] >= limits.group_bytes[group])
 
 
 @inlined
-def roomiest_unless_fitting(limits: Limits, room: Int64, group: int) -> int:
+def roomiest_unless_fitting(limits: GroupLimits, room: Int64, group: int) -> int:
     """-1 if some device has room for the group, else the one that may and has most; ties: first."""
     best = -1
     for device in range(len(room)):
@@ -253,7 +255,7 @@ def roomiest_unless_fitting(limits: Limits, room: Int64, group: int) -> int:
     return best
 
 
-class Heaps(NamedTuple):
+class LaneHeaps(NamedTuple):
     """Two binary heaps per lane, of which the first `*_sizes[lane]` entries count.
 
     now           [lanes, most] ranks of what may start as soon as the lane is free
@@ -267,9 +269,9 @@ class Heaps(NamedTuple):
     later_sizes: Int64
 
 
-def empty_heaps(lanes: int, most: int) -> Heaps:
+def empty_heaps(lanes: int, most: int) -> LaneHeaps:
     """Room for `most` entries per heap; memory that is never used is never taken."""
-    return Heaps(
+    return LaneHeaps(
         now=np.empty((lanes, most), np.int32),
         now_sizes=np.zeros(lanes, np.int64),
         later_times=np.empty((lanes, most)),
@@ -279,7 +281,7 @@ def empty_heaps(lanes: int, most: int) -> Heaps:
 
 
 @inlined
-def push_now(heaps: Heaps, lane: int, rank: int) -> None:
+def push_now(heaps: LaneHeaps, lane: int, rank: int) -> None:
     i = heaps.now_sizes[lane]
     heaps.now_sizes[lane] = i + 1
     while i > 0:
@@ -292,7 +294,7 @@ def push_now(heaps: Heaps, lane: int, rank: int) -> None:
 
 
 @inlined
-def pop_now(heaps: Heaps, lane: int) -> None:
+def pop_now(heaps: LaneHeaps, lane: int) -> None:
     size = heaps.now_sizes[lane] - 1
     heaps.now_sizes[lane] = size
     rank = heaps.now[lane, size]
@@ -309,7 +311,7 @@ def pop_now(heaps: Heaps, lane: int) -> None:
 
 
 @inlined
-def push_later(heaps: Heaps, lane: int, rank: int, time: float) -> None:
+def push_later(heaps: LaneHeaps, lane: int, rank: int, time: float) -> None:
     i = heaps.later_sizes[lane]
     heaps.later_sizes[lane] = i + 1
     while i > 0:
@@ -324,7 +326,7 @@ def push_later(heaps: Heaps, lane: int, rank: int, time: float) -> None:
 
 
 @inlined
-def pop_later(heaps: Heaps, lane: int) -> None:
+def pop_later(heaps: LaneHeaps, lane: int) -> None:
     size = heaps.later_sizes[lane] - 1
     heaps.later_sizes[lane] = size
     time, rank = heaps.later_times[lane, size], heaps.later_ranks[lane, size]
@@ -345,7 +347,7 @@ def pop_later(heaps: Heaps, lane: int) -> None:
 
 
 @inlined
-def is_sooner(heaps: Heaps, lane: int, i: int, time: float, rank: int) -> bool:
+def is_sooner(heaps: LaneHeaps, lane: int, i: int, time: float, rank: int) -> bool:
     """Does entry `i` come before (time, rank)?"""
     other = heaps.later_times[lane, i]
     return bool(other < time or (other == time and heaps.later_ranks[lane, i] < rank))

@@ -1,15 +1,15 @@
 """Local search for the `load` objective: annealing walks in parallel, from a pool of good plans.
 
-Each *cycle* anneals one walk per core (`load_kernel.anneal`) from a plan of the pool. Temperature
-falls, and the power under the loads rises, so that at first all devices count and at last only the
-one with the largest load:
+Each *cycle* anneals one walk per core (`anneal`) from a plan of the pool. The temperature falls and
+the exponent of the loads rises, so that at first all devices count, and at last only the one with
+the largest load:
 
     temperature(t) = hot x COLD^t          power(t) = 2^(first + floor(3 t))       t from 0 to 1
 
-Hot is drawn anew for every walk; a cold walk refines its plan, a hot one leaves it. What a walk
-found joins the pool, which keeps the best `POOL`. So a cycle is one step of an iterated local
-search (Lourenco, Martin and Stutzle, 2003, https://doi.org/10.1007/0-306-48056-5_11) whose descent
-is annealing (Kirkpatrick, Gelatt and Vecchi, Science 220, 1983,
+`hot` is drawn anew for every walk: a cold walk refines its plan, a hot one leaves it. The best plan
+of each walk joins the pool, which keeps the best `POOL` plans. So a cycle is one step of an
+iterated local search (Lourenco, Martin and Stutzle, 2003, https://doi.org/10.1007/0-306-48056-5_11)
+whose descent is annealing (Kirkpatrick, Gelatt and Vecchi, Science 220, 1983,
 https://doi.org/10.1126/science.220.4598.671), over hypergraph moves kept up to date as in Fiduccia
 and Mattheyses, DAC 1982, https://doi.org/10.1109/DAC.1982.1585498.
 
@@ -17,7 +17,8 @@ Differences: the energy is a power of the loads, not the largest load, on which 
 difference; the gain of every proposed move is computed when it is proposed, not kept in buckets.
 
 Memory: walks see the bytes that groups always occupy. Where the evaluator finds a plan over
-capacity, sizes become `Problem.group_bytes` and the room of that device shrinks by as much.
+capacity, the walks count `PlacementProblem.group_bytes` instead, and the room of that device
+shrinks by what was over.
 
 Budget: one evaluation buys as many proposed moves as there are groups. Under a budget of
 evaluations there are `WALKS` walks on however many cores, and no decision looks at a clock, so the
@@ -33,15 +34,15 @@ from numpy.typing import NDArray
 
 from dovetail.placers.baselines import try_baselines
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator import LoadModel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 from dovetail.simulator.kernel import copy
 
-# Random draws in kernels: xorshift64* (Marsaglia, "Xorshift RNGs", 2003,
-# https://doi.org/10.18637/jss.v008.i14), its state in an array of one.
-
+# ── Random draws in kernels: xorshift64*, whose state is an array of one number ──────────────────
+#
+# Marsaglia, "Xorshift RNGs", 2003, https://doi.org/10.18637/jss.v008.i14
 
 UInt64 = NDArray[np.uint64]
 
@@ -64,7 +65,7 @@ def exponential(random: UInt64) -> float:
     return float(-np.log((below(random, 2**31 - 1) + 1) / 2.0**31))
 
 
-# Annealing of the largest load, one proposed change after the other, over flat arrays.
+# ── Annealing of the largest load: kernels over flat arrays ─────────────────────────────────────
 #
 # A change moves one group, a cluster of neighbours, or two clusters past each other. Loads are kept
 # as nets see them: `counts` says how many readers a net has on each device, `relays` how many
@@ -72,10 +73,9 @@ def exponential(random: UInt64) -> float:
 #
 #     O(nets that it reads + nets that it makes x devices)
 #
-# without the factor in a *star*, where all goes through a host whose load does not count. The
-# largest
-# load after a change is exact. What is minimised is not the largest load, a plateau, but with
-# x(d) = load(d) / scale
+# In a *star*, where everything goes through a host whose load does not count, the factor `devices`
+# falls away. The largest load after a change is exact. Annealing does not minimise the largest load
+# itself, which most changes leave as it is, but with x(d) = load(d) / scale
 #
 #     energy = sum over devices of x(d) ^ (2 ^ doublings)
 #
@@ -85,12 +85,11 @@ def exponential(random: UInt64) -> float:
 #
 # and never if it makes memory lack more bytes. Temperature falls geometrically, call by call.
 
-
-# Where `Walk.scalars` keeps what a walk carries from call to call.
+# Where `AnnealingState.scalars` keeps what a walk carries from call to call.
 WORST, ENERGY, LACKING, BEST = range(4)
 
 
-class Field(NamedTuple):
+class LoadTables(NamedTuple):
     """What does not change: groups, nets and links. Shapes as in `LoadModel`, and
 
     free                 groups that have a choice
@@ -126,7 +125,7 @@ class Field(NamedTuple):
     reads: Int32
 
 
-class Walk(NamedTuple):
+class AnnealingState(NamedTuple):
     """One annealing walk.
 
     placement, best      [groups] where it stands, and the best that it has seen
@@ -154,7 +153,7 @@ class Walk(NamedTuple):
     random: UInt64
 
 
-class Heat(NamedTuple):
+class Temperature(NamedTuple):
     """temperature   relative, of the energy; `scale_seconds` is the load whose power is 1"""
 
     temperature: float
@@ -163,51 +162,53 @@ class Heat(NamedTuple):
 
 
 @kernel
-def start(field: Field, walk: Walk, heat: Heat) -> None:
+def start(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> None:
     """Counts, loads and energy of `walk.placement` from scratch; `best` is not touched."""
     walk.loads[:] = 0.0
     walk.used_bytes[:] = 0.0
-    for group in range(field.groups):
+    for group in range(tables.groups):
         there = walk.placement[group]
-        walk.loads[there] += field.work_seconds[group, there]
-        walk.used_bytes[there] += field.sizes[group]
+        walk.loads[there] += tables.work_seconds[group, there]
+        walk.used_bytes[there] += tables.sizes[group]
         walk.stamps[group] = -1
-    for net in range(len(field.net_sources)):
+    for net in range(len(tables.net_sources)):
         walk.relays[net] = 0
-        for device in range(field.devices):
+        for device in range(tables.devices):
             walk.counts[net, device] = 0
-        for i in range(field.net_offsets[net], field.net_offsets[net + 1]):
-            walk.counts[net, walk.placement[field.net_targets[i]]] += 1
-        add_all_hops(field, walk, net, home_of(field, walk, net), 1)
-    walk.scalars[ENERGY] = energy(field, walk, heat)
-    walk.scalars[LACKING] = lacking_bytes(field, walk)
+        for i in range(tables.net_offsets[net], tables.net_offsets[net + 1]):
+            walk.counts[net, walk.placement[tables.net_targets[i]]] += 1
+        add_all_hops(tables, walk, net, home_of(tables, walk, net), 1)
+    walk.scalars[ENERGY] = energy(tables, walk, heat)
+    walk.scalars[LACKING] = lacking_bytes(tables, walk)
 
 
 @kernel
-def anneal(field: Field, walk: Walk, heat: Heat, moves: int) -> int:
-    """Propose `moves` times, and accept or undo each change; number of changes, of each of which
-    the exact loads were computed. The others were none, as from a device to itself."""
-    made = 0
+def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: int) -> int:
+    """Propose `moves` changes, and accept or undo each. Returns how many of them changed something,
+    for each of which the exact loads were computed; the others led from a device to itself."""
+    changes = 0
     for move in range(moves):
-        count = propose(field, walk, move)
+        count = propose(tables, walk, move)
         if not count:
             continue
-        made += 1
+        changes += 1
         keep(walk.loads, walk.saved_loads)
         keep(walk.used_bytes, walk.saved_bytes)
+        # The first turn makes the change. If it is not accepted, the second turn undoes it: `ends`
+        # then holds where the groups came from, and the saved loads avoid sums that drift.
         for turn in range(2):
             for i in range(count):
                 group = walk.moved[i]
                 old = walk.placement[group]
-                shift(field, walk, group, old, walk.ends[i])
+                shift(tables, walk, group, old, walk.ends[i])
                 walk.ends[i] = old
             if turn:
                 keep(walk.saved_loads, walk.loads)
                 keep(walk.saved_bytes, walk.used_bytes)
                 break
-            lacking = lacking_bytes(field, walk)
+            lacking = lacking_bytes(tables, walk)
             worst = walk.scalars[WORST]
-            last = energy(field, walk, heat)
+            last = energy(tables, walk, heat)
             before = walk.scalars[LACKING]
             accepted = lacking < before
             if lacking == before:
@@ -224,9 +225,9 @@ def anneal(field: Field, walk: Walk, heat: Heat, moves: int) -> int:
                     copy(walk.placement, walk.best)
                 break
             walk.scalars[WORST] = worst
-    for group in range(field.groups):
+    for group in range(tables.groups):
         walk.stamps[group] = -1
-    return made
+    return changes
 
 
 @inlined
@@ -236,36 +237,36 @@ def keep(source: Float64, destination: Float64) -> None:
 
 
 @inlined
-def propose(field: Field, walk: Walk, move: int) -> int:
+def propose(tables: LoadTables, walk: AnnealingState, move: int) -> int:
     """Fill `moved` and `ends` with a change; number of its groups, 0 where none was found.
 
     Half of the changes begin on the device with the largest load. Half go where a neighbour is.
     Half of them send something back, or on to a third device.
     """
-    group = field.free[below(walk.random, len(field.free))]
+    group = tables.free[below(walk.random, len(tables.free))]
     if below(walk.random, 2):
-        group = pick_on(field, walk, int(walk.scalars[WORST]), group)
+        group = pick_on(tables, walk, int(walk.scalars[WORST]), group)
     here = walk.placement[group]
     target = -1
     if below(walk.random, 2):
-        other = neighbour(field, walk, group)
+        other = neighbour(tables, walk, group)
         if other >= 0:
             target = walk.placement[other]
     if target < 0 or target == here:
-        target = pick_choice(field, walk, group)
+        target = pick_choice(tables, walk, group)
     count = 0
     for turn in range(2):
-        if target == here or not allowed(field.work_seconds, group, target):
+        if target == here or not allowed(tables.work_seconds, group, target):
             break
-        count = grow(field, walk, (group, here, target), count, pick_size(walk.random), move)
+        count = grow(tables, walk, (group, here, target), count, pick_size(walk.random), move)
         if turn or below(walk.random, 2):
             break
-        group = pick_on(field, walk, target, field.free[below(walk.random, len(field.free))])
+        group = pick_on(tables, walk, target, tables.free[below(walk.random, len(tables.free))])
         if walk.placement[group] != target or walk.stamps[group] == move:
             break
         back = here
         here = target
-        target = back if below(walk.random, 4) else pick_choice(field, walk, group)
+        target = back if below(walk.random, 4) else pick_choice(tables, walk, group)
     return count
 
 
@@ -279,25 +280,30 @@ def pick_size(random: UInt64) -> int:
 
 
 @inlined
-def pick_on(field: Field, walk: Walk, device: int, group: int) -> int:
+def pick_on(tables: LoadTables, walk: AnnealingState, device: int, group: int) -> int:
     """A group on the device, at random; any, where eight draws after `group` meet none."""
     for _ in range(8):
         if walk.placement[group] == device:
             break
-        group = field.free[below(walk.random, len(field.free))]
+        group = tables.free[below(walk.random, len(tables.free))]
     return group
 
 
 @inlined
-def pick_choice(field: Field, walk: Walk, group: int) -> int:
+def pick_choice(tables: LoadTables, walk: AnnealingState, group: int) -> int:
     """A device where the group may be, at random."""
-    first, last = field.choice_offsets[group], field.choice_offsets[group + 1]
-    return int(field.choices[first + below(walk.random, last - first)])
+    first, last = tables.choice_offsets[group], tables.choice_offsets[group + 1]
+    return int(tables.choices[first + below(walk.random, last - first)])
 
 
 @inlined
 def grow(
-    field: Field, walk: Walk, step: tuple[int, int, int], count: int, size: int, move: int
+    tables: LoadTables,
+    walk: AnnealingState,
+    step: tuple[int, int, int],
+    count: int,
+    size: int,
+    move: int,
 ) -> int:
     """Append a cluster around `group` that goes from `here` to `there`: mostly neighbours, and
     some that merely balance work or bytes. Its end of `moved`."""
@@ -309,15 +315,15 @@ def grow(
     count += 1
     if size > 1:
         for _ in range(2 * size):
-            if count - first >= size or count >= field.groups:
+            if count - first >= size or count >= tables.groups:
                 break
             member = walk.moved[first + below(walk.random, count - first)]
-            other = field.free[below(walk.random, len(field.free))]
+            other = tables.free[below(walk.random, len(tables.free))]
             if below(walk.random, 8):
-                other = neighbour(field, walk, member)
+                other = neighbour(tables, walk, member)
             if other < 0 or walk.placement[other] != here or walk.stamps[other] == move:
                 continue
-            if allowed(field.work_seconds, other, there):
+            if allowed(tables.work_seconds, other, there):
                 walk.moved[count] = other
                 walk.ends[count] = there
                 walk.stamps[other] = move
@@ -326,18 +332,18 @@ def grow(
 
 
 @inlined
-def neighbour(field: Field, walk: Walk, group: int) -> int:
+def neighbour(tables: LoadTables, walk: AnnealingState, group: int) -> int:
     """A group that shares a net with `group`, at random; -1: none was met."""
-    first, reads = field.read_offsets[group], field.read_offsets[group + 1]
-    made = field.made_offsets[group]
-    nets = reads - first + field.made_offsets[group + 1] - made
+    first, reads = tables.read_offsets[group], tables.read_offsets[group + 1]
+    first_made = tables.made_offsets[group]
+    nets = reads - first + tables.made_offsets[group + 1] - first_made
     if not nets:
         return -1
     i = below(walk.random, nets)
-    net = field.reads[first + i] if i < reads - first else made + i - (reads - first)
-    begin, end = field.net_offsets[net], field.net_offsets[net + 1]
+    net = tables.reads[first + i] if i < reads - first else first_made + i - (reads - first)
+    begin, end = tables.net_offsets[net], tables.net_offsets[net + 1]
     j = begin + below(walk.random, end - begin + 1)
-    return int(field.net_sources[net] if j == end else field.net_targets[j])
+    return int(tables.net_sources[net] if j == end else tables.net_targets[j])
 
 
 @inlined
@@ -346,95 +352,97 @@ def allowed(work_seconds: Float64, group: int, device: int) -> bool:
 
 
 @inlined
-def shift(field: Field, walk: Walk, group: int, here: int, there: int) -> None:
+def shift(tables: LoadTables, walk: AnnealingState, group: int, here: int, there: int) -> None:
     """Move one group: loads, bytes, counts and relays."""
     walk.placement[group] = there
-    walk.loads[here] -= field.work_seconds[group, here]
-    walk.loads[there] += field.work_seconds[group, there]
-    walk.used_bytes[here] -= field.sizes[group]
-    walk.used_bytes[there] += field.sizes[group]
-    for i in range(field.read_offsets[group], field.read_offsets[group + 1]):
-        net = field.reads[i]
-        home = home_of(field, walk, net)
+    walk.loads[here] -= tables.work_seconds[group, here]
+    walk.loads[there] += tables.work_seconds[group, there]
+    walk.used_bytes[here] -= tables.sizes[group]
+    walk.used_bytes[there] += tables.sizes[group]
+    for i in range(tables.read_offsets[group], tables.read_offsets[group + 1]):
+        net = tables.reads[i]
+        home = home_of(tables, walk, net)
         for sign in range(-1, 2, 2):
             device = here if sign < 0 else there
             count = walk.counts[net, device] + sign
             walk.counts[net, device] = count
             if count == (1 + sign) // 2 and device != home:
-                add_hop(field, walk, net, home, device, sign)
-    for net in range(field.made_offsets[group], field.made_offsets[group + 1]):
-        if field.star:
-            turn_hops(field, walk, net, here, there)
+                add_hop(tables, walk, net, home, device, sign)
+    for net in range(tables.made_offsets[group], tables.made_offsets[group + 1]):
+        if tables.star:
+            turn_hops(tables, walk, net, here, there)
         else:
             for sign in range(-1, 2, 2):
                 home = here if sign < 0 else there
-                add_all_hops(field, walk, net, home, sign)
+                add_all_hops(tables, walk, net, home, sign)
 
 
 @inlined
-def turn_hops(field: Field, walk: Walk, net: int, here: int, there: int) -> None:
+def turn_hops(tables: LoadTables, walk: AnnealingState, net: int, here: int, there: int) -> None:
     """The maker of a net moves in a star: its readers elsewhere notice nothing."""
     if walk.relays[net] > 0:
-        walk.loads[here] -= price(field, net, here, field.host)
+        walk.loads[here] -= price(tables, net, here, tables.host)
     if walk.counts[net, here] > 0:
         walk.relays[net] += 1
-        walk.loads[here] += price(field, net, field.host, here)
+        walk.loads[here] += price(tables, net, tables.host, here)
     if walk.counts[net, there] > 0:
         walk.relays[net] -= 1
-        walk.loads[there] -= price(field, net, field.host, there)
+        walk.loads[there] -= price(tables, net, tables.host, there)
     if walk.relays[net] > 0:
-        walk.loads[there] += price(field, net, there, field.host)
+        walk.loads[there] += price(tables, net, there, tables.host)
 
 
 @inlined
-def home_of(field: Field, walk: Walk, net: int) -> int:
-    source = field.net_sources[net]
-    return int(field.host if source < 0 else walk.placement[source])
+def home_of(tables: LoadTables, walk: AnnealingState, net: int) -> int:
+    source = tables.net_sources[net]
+    return int(tables.host if source < 0 else walk.placement[source])
 
 
 @inlined
-def add_all_hops(field: Field, walk: Walk, net: int, home: int, sign: int) -> None:
-    for device in range(field.devices):
+def add_all_hops(tables: LoadTables, walk: AnnealingState, net: int, home: int, sign: int) -> None:
+    for device in range(tables.devices):
         if walk.counts[net, device] > 0 and device != home:
-            add_hop(field, walk, net, home, device, sign)
+            add_hop(tables, walk, net, home, device, sign)
 
 
 @inlined
-def add_hop(field: Field, walk: Walk, net: int, home: int, device: int, sign: int) -> None:
+def add_hop(
+    tables: LoadTables, walk: AnnealingState, net: int, home: int, device: int, sign: int
+) -> None:
     """The hops of a net from `home` to one destination come, or go: the first one through the
     host, or the last, pays the way to the host."""
-    if field.direct[home, device]:
-        seconds = sign * price(field, net, home, device)
+    if tables.direct[home, device]:
+        seconds = sign * price(tables, net, home, device)
         walk.loads[home] += seconds
         walk.loads[device] += seconds
         return
-    others = walk.relays[net] + (sign - 1) // 2
+    relays_besides = walk.relays[net] + (sign - 1) // 2
     walk.relays[net] += sign
-    if others == 0:
-        seconds = sign * price(field, net, home, field.host)
+    if relays_besides == 0:
+        seconds = sign * price(tables, net, home, tables.host)
         walk.loads[home] += seconds
-        walk.loads[field.host] += seconds
-    if device != field.host:
-        seconds = sign * price(field, net, field.host, device)
-        walk.loads[field.host] += seconds
+        walk.loads[tables.host] += seconds
+    if device != tables.host:
+        seconds = sign * price(tables, net, tables.host, device)
+        walk.loads[tables.host] += seconds
         walk.loads[device] += seconds
 
 
 @inlined
-def price(field: Field, net: int, source: int, destination: int) -> float:
+def price(tables: LoadTables, net: int, source: int, destination: int) -> float:
     """Seconds of one hop; 0 where there is no link."""
     return float(
-        field.net_sends[net] * field.latency_seconds[source, destination]
-        + field.net_bytes[net] * field.seconds_per_byte[source, destination]
+        tables.net_sends[net] * tables.latency_seconds[source, destination]
+        + tables.net_bytes[net] * tables.seconds_per_byte[source, destination]
     )
 
 
 @inlined
-def energy(field: Field, walk: Walk, heat: Heat) -> float:
+def energy(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> float:
     """The sum of powers of loads; notes the worst device, of equal ones the first."""
     total, largest, worst = 0.0, -1.0, 0
-    for device in range(field.devices):
-        if field.counted[device]:
+    for device in range(tables.devices):
+        if tables.counted[device]:
             load = walk.loads[device]
             if load > largest:
                 largest, worst = load, device
@@ -447,32 +455,35 @@ def energy(field: Field, walk: Walk, heat: Heat) -> float:
 
 
 @inlined
-def lacking_bytes(field: Field, walk: Walk) -> float:
+def lacking_bytes(tables: LoadTables, walk: AnnealingState) -> float:
     total = 0.0
-    for device in range(field.devices):
-        total += max(0.0, walk.used_bytes[device] - field.capacities[device])
+    for device in range(tables.devices):
+        total += max(0.0, walk.used_bytes[device] - tables.capacities[device])
     return total
 
 
 WALKS = 2
+"""Walks under a budget of evaluations, on however many cores."""
 POOL = 6
+"""Plans that are kept as starts of walks."""
 CYCLE = (1000, 40_000)
 """Shortest and longest cycle, evaluations of each walk; between them a third of what is left."""
 HOT = (0.004, 0.1)
 """Relative rise of the largest load that is accepted at first: drawn log-uniformly."""
 COLD = 0.01
+"""The last temperature of a walk, relative to its first."""
 CHUNK_WORK = 2e7
-"""Of one call of the kernel, in steps of about a nanosecond: 0.1 s at most."""
+"""Steps of about a nanosecond in one call of the kernel, which so takes at most 0.1 s."""
 PATIENCE = 30
 """Cycles without a new best, where nothing limits the search."""
 
 
-def load_search(problem: Problem, budget: Budget) -> GroupPlacement:
+def load_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement found until the budget is spent; never worse than what was known."""
     try_baselines(problem, budget)
     if len(problem.free) and problem.load.counted.any():
         try:
-            _Search(problem, budget).run()
+            _LoadSearch(problem, budget).run()
         except KeyboardInterrupt:
             budget.interrupted = True
     assert budget.best is not None, "the baselines were evaluated"
@@ -480,22 +491,22 @@ def load_search(problem: Problem, budget: Budget) -> GroupPlacement:
 
 
 @dataclass
-class _Search:
+class _LoadSearch:
     """The moving parts of one search.
 
     pool    (score, placement), best first
     pace    moves per second of one walk, measured; looked at only under a clock
     """
 
-    problem: Problem
+    problem: PlacementProblem
     budget: Budget
     pool: list[tuple[Score, GroupPlacement]] = field(default_factory=list)
     pace: float = 5e5
-    terrain: Field = field(init=False)
+    tables: LoadTables = field(init=False)
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.terrain = make_field(self.problem)
+        self.tables = load_tables(self.problem)
         self.rng = np.random.default_rng([self.problem.seed, self.budget.next_round()])
         assert self.budget.best is not None
         self._join(self.budget.best[0], self.budget.best[1])
@@ -504,7 +515,7 @@ class _Search:
 
     def run(self) -> None:
         count = self.budget.threads if self.budget.timed else WALKS
-        walks = [make_walk(self.terrain) for _ in range(max(1, count))]
+        walks = [new_walk(self.tables) for _ in range(max(1, count))]
         limited = self.budget.timed or np.isfinite(self.budget.left)
         stalled = 0
         with ThreadPoolExecutor(max(1, min(count, self.budget.threads))) as executor:
@@ -515,7 +526,7 @@ class _Search:
                 if stalled >= PATIENCE and not limited:
                     return
 
-    def _cycle(self, walks: list[Walk], executor: ThreadPoolExecutor) -> None:
+    def _cycle(self, walks: list[AnnealingState], executor: ThreadPoolExecutor) -> None:
         moves = self._cycle_moves(len(walks))
         began = self.budget.clock()
         tasks = []
@@ -523,26 +534,26 @@ class _Search:
             base = self._start(walk, i)
             walk.random[0] = np.uint64(self.rng.integers(1, 2**63))
             hot = float(np.exp(self.rng.uniform(*np.log(HOT))))
-            cycle = _Cycle(self.terrain, walk, base, hot, moves)
+            cycle = _CoolingCycle(self.tables, walk, base, hot, moves)
             tasks.append(executor.submit(cycle.run, self.budget))
-        made = [task.result() for task in tasks]
+        moves_made = [task.result() for task in tasks]
         if self.budget.timed:
-            self.pace = max(made) / max(self.budget.clock() - began, 1e-9)
-        self.budget.charge(sum(made) / self.terrain.groups)
-        found = {walk.best.tobytes(): walk.best.copy() for walk in walks}
-        for placement in found.values():
+            self.pace = max(moves_made) / max(self.budget.clock() - began, 1e-9)
+        self.budget.charge(sum(moves_made) / self.tables.groups)
+        best_placements = {walk.best.tobytes(): walk.best.copy() for walk in walks}
+        for placement in best_placements.values():
             self._take(placement)
 
     def _cycle_moves(self, walks: int) -> int:
         """Of each walk. All that is left, where that is less than two of the shortest cycles."""
         left = self.budget.left / walks
         if self.budget.timed:
-            left = min(left, self.budget.left_seconds * self.pace / self.terrain.groups)
+            left = min(left, self.budget.left_seconds * self.pace / self.tables.groups)
         shortest, longest = CYCLE
         evaluations = left if left < 2 * shortest else min(max(left / 3, shortest), longest)
-        return max(1, int(evaluations * self.terrain.groups))
+        return max(1, int(evaluations * self.tables.groups))
 
-    def _start(self, walk: Walk, index: int) -> float:
+    def _start(self, walk: AnnealingState, index: int) -> float:
         """Set a walk on a plan of the pool, the first one mostly on the best; its value."""
         pick = 0
         if index or self.rng.random() < 0.25:
@@ -560,11 +571,11 @@ class _Search:
         if not 0 < score.lacking_bytes < np.inf:
             return
         sizes = np.maximum(self.problem.load.resident_bytes, self.problem.group_bytes)
-        used = np.bincount(placement, weights=sizes, minlength=self.terrain.devices)
+        used = np.bincount(placement, weights=sizes, minlength=self.tables.devices)
         share = self.problem.capacities / np.maximum(self.budget.peaks(placement), 1)
         room = np.where(share < 1, 0.95 * share * used, np.inf)
-        room = np.minimum(self.terrain.capacities, room)
-        self.terrain = self.terrain._replace(sizes=sizes, capacities=room)
+        room = np.minimum(self.tables.capacities, room)
+        self.tables = self.tables._replace(sizes=sizes, capacities=room)
 
     def _join(self, score: Score, placement: GroupPlacement) -> None:
         if all(not np.array_equal(placement, other) for _, other in self.pool):
@@ -574,46 +585,46 @@ class _Search:
 
 
 @dataclass
-class _Cycle:
+class _CoolingCycle:
     """One walk from hot to cold. `scale_seconds` is the value that it starts from."""
 
-    terrain: Field
-    walk: Walk
+    tables: LoadTables
+    walk: AnnealingState
     scale_seconds: float
     hot: float
     moves: int
 
     def run(self, budget: Budget) -> int:
         """Number of moves proposed; less than `moves` where the budget is out earlier."""
-        made = 0
-        chunk = chunk_moves(self.terrain)
-        while made < self.moves and not (made and budget.exhausted):
-            part = min(chunk, self.moves - made)
-            heat = self._heat(made / self.moves)
-            start(self.terrain, self.walk, heat)
-            if not made and np.isinf(self.walk.scalars[BEST]):
+        moves_made = 0
+        chunk = chunk_moves(self.tables)
+        while moves_made < self.moves and not (moves_made and budget.exhausted):
+            part = min(chunk, self.moves - moves_made)
+            heat = self._heat(moves_made / self.moves)
+            start(self.tables, self.walk, heat)
+            if not moves_made and np.isinf(self.walk.scalars[BEST]):
                 self.walk.best[:] = self.walk.placement
-            anneal(self.terrain, self.walk, heat, part)
-            made += part
+            anneal(self.tables, self.walk, heat, part)
+            moves_made += part
         if np.isinf(self.walk.scalars[BEST]):
             self.walk.best[:] = self.walk.placement
-        return made
+        return moves_made
 
-    def _heat(self, share: float) -> Heat:
+    def _heat(self, share: float) -> Temperature:
         doublings = (2 if self.hot > 0.02 else 3) + int(3 * share)
         temperature = self.hot * COLD**share * 2.0**doublings
         best = float(self.walk.scalars[BEST])
         scale = best if np.isfinite(best) else self.scale_seconds
-        return Heat(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
+        return Temperature(temperature, scale if 0 < scale < np.inf else 1.0, doublings)
 
 
-def chunk_moves(field: Field) -> int:
+def chunk_moves(tables: LoadTables) -> int:
     """Moves of one call of the kernel, the fewer the more nets groups have."""
-    nets = len(field.reads) + len(field.net_sources) * field.devices
-    return max(1000, int(CHUNK_WORK / (100 + 10 * nets / max(field.groups, 1))))
+    nets = len(tables.reads) + len(tables.net_sources) * tables.devices
+    return max(1000, int(CHUNK_WORK / (100 + 10 * nets / max(tables.groups, 1))))
 
 
-def make_field(problem: Problem) -> Field:
+def load_tables(problem: PlacementProblem) -> LoadTables:
     """The kernel's view of the problem; groups without a choice may only be where they settle."""
     model: LoadModel = problem.load
     work = model.work_seconds.copy()
@@ -627,7 +638,7 @@ def make_field(problem: Problem) -> Field:
     made_offsets = np.searchsorted(model.net_sources, np.arange(model.groups + 1))
     direct = model.linked.copy()
     direct[:, model.host] = 0
-    return Field(
+    return LoadTables(
         groups=model.groups,
         devices=model.devices,
         host=model.host,
@@ -653,10 +664,10 @@ def make_field(problem: Problem) -> Field:
     )
 
 
-def make_walk(field: Field) -> Walk:
+def new_walk(tables: LoadTables) -> AnnealingState:
     """A walk's arrays, not yet on any placement."""
-    groups, devices, nets = field.groups, field.devices, len(field.net_sources)
-    return Walk(
+    groups, devices, nets = tables.groups, tables.devices, len(tables.net_sources)
+    return AnnealingState(
         placement=np.zeros(groups, np.int32),
         best=np.zeros(groups, np.int32),
         counts=np.zeros((nets, devices), np.int32),

@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from dovetail.placers.baselines import try_baselines
 from dovetail.placers.budget import UNKNOWN, Budget, Score
 from dovetail.placers.load_search import load_search
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.timeline import Timeline
 
-# The critical path of a simulated step: what local search should move.
+# ── The critical path of a simulated step: the groups that local search should move ─────────────
 #
-# From the last event backwards, each event is explained by what ended when it started:
+# From the last event backwards, each event is explained by an event that ended when it started:
 #
 #     op        the op before it on its device, or an input that arrived then
 #     transfer  the transfer before it on its channel, or the op (or first hop) that it carries
@@ -56,16 +56,16 @@ class CriticalPath:
     crowded: NDArray[np.float64]
 
 
-def critical_path(problem: Problem, timeline: Timeline) -> CriticalPath:
+def critical_path(problem: PlacementProblem, timeline: Timeline) -> CriticalPath:
     """Walk back from the end. O(spans + transfers), ties: by the order of inputs."""
-    walk = _Walk(problem, timeline)
+    walk = _PathTracer(problem, timeline)
     return walk.run()
 
 
-class _Walk:
+class _PathTracer:
     """Spans come first, transfers after them: event i is span i, or transfer i - spans."""
 
-    def __init__(self, problem: Problem, timeline: Timeline) -> None:
+    def __init__(self, problem: PlacementProblem, timeline: Timeline) -> None:
         self.problem, self.timeline = problem, timeline
         self.spans = len(timeline.ops)
         self.starts = np.concatenate([timeline.op_starts, timeline.transfer_starts]).tolist()
@@ -119,12 +119,12 @@ class _Walk:
     def _arrivals(self, op: int, span: int) -> list[int]:
         """Events that brought what `op` reads."""
         graph, device = self.problem.graph, int(self.timeline.op_devices[span])
-        found = []
+        events = []
         for tensor in graph.inputs_of(op).tolist():
             maker = int(graph.producers[tensor])
             arrived = self.sent.get((maker, tensor, device))
-            found.append(self.span_of[maker] if arrived is None else arrived)
-        return found
+            events.append(self.span_of[maker] if arrived is None else arrived)
+        return events
 
     def _carried(self, transfer: int) -> list[int]:
         """The op whose output it is, or the hop that brought it to where it leaves from."""
@@ -151,10 +151,9 @@ def _previous(lanes: NDArray[np.integer], starts: NDArray[np.float64]) -> NDArra
     return previous
 
 
-# Moves of the local search: each takes a group placement and returns a changed copy, or None.
+# ── Moves: each takes a group placement and returns a changed copy, or None ─────────────────────
 #
-# Every move only touches groups with a choice and only puts them where they may be.
-
+# A move only touches groups with a choice, and only puts them where they may be.
 
 GroupSet = NDArray[np.int32]
 MODULE_SHARE = 0.8
@@ -166,8 +165,8 @@ CLUSTER_EDGES = 20_000
 
 
 @dataclass(frozen=True, eq=False)
-class Landscape:
-    """What moves look things up in.
+class MoveTables:
+    """Tables of a problem that moves look up.
 
     neighbours       per group, the groups with a choice that it exchanges tensors with
     edges            (from, to) with a choice at either end, and `pull`: the share of bytes
@@ -177,7 +176,7 @@ class Landscape:
     path             critical path of the placement that moves start from, if it is known
     """
 
-    problem: Problem
+    problem: PlacementProblem
     free: GroupSet
     neighbours: tuple[GroupSet, ...]
     edges: NDArray[np.int32]  # [edges, 2]
@@ -187,12 +186,12 @@ class Landscape:
     path: CriticalPath | None = None
 
 
-Move = Callable[[GroupPlacement, Landscape, np.random.Generator], GroupPlacement | None]
+Move = Callable[[GroupPlacement, MoveTables, np.random.Generator], GroupPlacement | None]
 
 
 @lru_cache(maxsize=1)
-def landscape(problem: Problem) -> Landscape:
-    """Built once a problem. O(ops x module depth + reads)."""
+def move_tables(problem: PlacementProblem) -> MoveTables:
+    """The tables of a problem, built once for it. O(ops x module depth + reads)."""
     sources, destinations, sizes = problem.edges
     can = np.zeros(problem.groups.count, dtype=bool)
     can[problem.free] = True
@@ -200,15 +199,15 @@ def landscape(problem: Problem) -> Landscape:
     for a, b in zip(sources.tolist(), destinations.tolist(), strict=True):
         near[a].add(b)
         near[b].add(a)
-    kept = can[sources] | can[destinations]
-    weights = sizes[kept] + sizes.mean() if len(sizes) else sizes
-    return Landscape(
+    is_movable = can[sources] | can[destinations]
+    weights = sizes[is_movable] + sizes.mean() if len(sizes) else sizes
+    return MoveTables(
         problem=problem,
         free=problem.free,
         neighbours=tuple(
             np.array([g for g in sorted(groups) if can[g]], dtype=np.int32) for groups in near
         ),
-        edges=np.stack([sources[kept], destinations[kept]], axis=1),
+        edges=np.stack([sources[is_movable], destinations[is_movable]], axis=1),
         pull=weights / max(weights.sum(), 1e-300),
         modules=_module_sets(problem, can),
         clusters=_cluster_sets(problem, can),
@@ -216,7 +215,7 @@ def landscape(problem: Problem) -> Landscape:
 
 
 def relocate(
-    placement: GroupPlacement, groups: GroupSet, device: int, problem: Problem
+    placement: GroupPlacement, groups: GroupSet, device: int, problem: PlacementProblem
 ) -> GroupPlacement:
     """`groups` on `device`, but for those that may not be there."""
     moved = placement.copy()
@@ -225,30 +224,30 @@ def relocate(
 
 
 def one_group(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One group to another device."""
-    group = land.free[rng.integers(len(land.free))]
-    return relocate(placement, group[None], _other(placement, group, land, rng), land.problem)
+    group = tables.free[rng.integers(len(tables.free))]
+    return relocate(placement, group[None], _other(placement, group, tables, rng), tables.problem)
 
 
 def with_neighbours(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One group and some of its neighbours to one device."""
-    group = land.free[rng.integers(len(land.free))]
-    near = land.neighbours[group]
-    some = near[rng.random(len(near)) < rng.choice((0.3, 0.6, 1.0))]
-    device = _other(placement, group, land, rng)
-    return relocate(placement, np.append(some, group), device, land.problem)
+    group = tables.free[rng.integers(len(tables.free))]
+    near = tables.neighbours[group]
+    joining = near[rng.random(len(near)) < rng.choice((0.3, 0.6, 1.0))]
+    device = _other(placement, group, tables, rng)
+    return relocate(placement, np.append(joining, group), device, tables.problem)
 
 
 def swap(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """Two groups change places."""
-    a, b = land.free[rng.integers(len(land.free), size=2)]
-    allowed = land.problem.allowed
+    a, b = tables.free[rng.integers(len(tables.free), size=2)]
+    allowed = tables.problem.allowed
     if not (allowed[a, placement[b]] and allowed[b, placement[a]]):
         return None
     moved = placement.copy()
@@ -257,21 +256,21 @@ def swap(
 
 
 def window(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A run of groups, in order of their first ops, to one device."""
-    count = len(land.free)
+    count = len(tables.free)
     length = min(count, 2 + int(count / 2 * rng.random() ** 3))
     start = rng.integers(count - length + 1)
-    device = int(rng.integers(land.problem.devices))
-    return relocate(placement, land.free[start : start + length], device, land.problem)
+    device = int(rng.integers(tables.problem.devices))
+    return relocate(placement, tables.free[start : start + length], device, tables.problem)
 
 
 def boundary(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One side of a boundary between two devices grows over the other, along the order."""
-    here = placement[land.free]
+    here = placement[tables.free]
     at = np.flatnonzero(here[1:] != here[:-1])
     if not len(at):
         return None
@@ -281,71 +280,71 @@ def boundary(
         span, device = slice(max(0, edge + 1 - length), edge + 1), int(here[edge + 1])
     else:
         span, device = slice(edge + 1, edge + 1 + length), int(here[edge])
-    return relocate(placement, land.free[span], device, land.problem)
+    return relocate(placement, tables.free[span], device, tables.problem)
 
 
 def module(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """All groups of one module to one device."""
-    if not land.modules:
+    if not tables.modules:
         return None
-    groups = land.modules[rng.integers(len(land.modules))]
-    return relocate(placement, groups, int(rng.integers(land.problem.devices)), land.problem)
+    groups = tables.modules[rng.integers(len(tables.modules))]
+    return relocate(placement, groups, int(rng.integers(tables.problem.devices)), tables.problem)
 
 
 def cluster(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """All groups that heavy tensors join to one device, e.g. the sums of one gradient."""
-    if not land.clusters:
+    if not tables.clusters:
         return None
-    groups = land.clusters[rng.integers(len(land.clusters))]
-    return relocate(placement, groups, int(rng.integers(land.problem.devices)), land.problem)
+    groups = tables.clusters[rng.integers(len(tables.clusters))]
+    return relocate(placement, groups, int(rng.integers(tables.problem.devices)), tables.problem)
 
 
 def follow(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """Some groups each to the device that they exchange most bytes with."""
-    if not len(land.edges):
+    if not len(tables.edges):
         return None
-    pulled = np.zeros(land.problem.allowed.shape)
-    for ends, others in (land.edges.T, land.edges.T[::-1]):
-        np.add.at(pulled, (ends, placement[others]), land.pull)
-    pulled[~land.problem.allowed] = -1
-    some = land.free[rng.random(len(land.free)) < rng.choice((0.1, 0.3, 1.0))]
+    pulled = np.zeros(tables.problem.allowed.shape)
+    for ends, far_ends in (tables.edges.T, tables.edges.T[::-1]):
+        np.add.at(pulled, (ends, placement[far_ends]), tables.pull)
+    pulled[~tables.problem.allowed] = -1
+    followers = tables.free[rng.random(len(tables.free)) < rng.choice((0.1, 0.3, 1.0))]
     moved = placement.copy()
-    moved[some] = pulled[some].argmax(axis=1)
+    moved[followers] = pulled[followers].argmax(axis=1)
     return moved
 
 
 def cut_edge(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One end of an edge that crosses devices joins the other; heavy edges first."""
-    crosses = placement[land.edges[:, 0]] != placement[land.edges[:, 1]]
-    weights = np.cumsum(land.pull * crosses)
+    crosses = placement[tables.edges[:, 0]] != placement[tables.edges[:, 1]]
+    weights = np.cumsum(tables.pull * crosses)
     if not len(weights) or weights[-1] <= 0:
         return None
     edge = int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
-    mover, stays = land.edges[edge][:: 1 if rng.random() < 0.5 else -1]
+    mover, stays = tables.edges[edge][:: 1 if rng.random() < 0.5 else -1]
     if rng.random() < 0.5:
-        return relocate(placement, mover[None], int(placement[stays]), land.problem)
-    near = land.neighbours[mover]
+        return relocate(placement, mover[None], int(placement[stays]), tables.problem)
+    near = tables.neighbours[mover]
     along = near[placement[near] == placement[mover]]
     along = along[rng.random(len(along)) < 0.5]
-    return relocate(placement, np.append(along, mover), int(placement[stays]), land.problem)
+    return relocate(placement, np.append(along, mover), int(placement[stays]), tables.problem)
 
 
 def unload(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group of the busiest device to the least busy one."""
-    problem = land.problem
+    problem = tables.problem
     seconds = problem.work_seconds[np.arange(len(placement)), placement]
     loads = np.bincount(placement, weights=seconds, minlength=problem.devices)
-    groups = land.free[placement[land.free] == loads.argmax()]
+    groups = tables.free[placement[tables.free] == loads.argmax()]
     if not len(groups):
         return None
     group = groups[rng.integers(len(groups))]
@@ -354,61 +353,61 @@ def unload(
 
 
 def critical_group(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group of the critical path to another device, the longest ones first."""
-    group = _critical(land, rng)
+    group = _critical(tables, rng)
     if group is None:
         return None
     alone = np.array([group], dtype=np.int32)
-    return relocate(placement, alone, _other(placement, group, land, rng), land.problem)
+    return relocate(placement, alone, _other(placement, group, tables, rng), tables.problem)
 
 
 def critical_send(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """One end of a send on the critical path joins the other, perhaps with its neighbours."""
-    path = land.path
+    path = tables.path
     if path is None or not len(path.producers):
         return None
     send = rng.integers(len(path.producers))
     mover, stays = path.producers[send], path.readers[send]
     if rng.random() < 0.5:
         mover, stays = stays, mover
-    near = land.neighbours[mover]
+    near = tables.neighbours[mover]
     along = near[(placement[near] == placement[mover]) & (near != stays)]
     along = along[rng.random(len(along)) < rng.choice((0.0, 0.5))]
-    return relocate(placement, np.append(along, mover), int(placement[stays]), land.problem)
+    return relocate(placement, np.append(along, mover), int(placement[stays]), tables.problem)
 
 
 def make_room(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group that is not on the critical path leaves the device that the path waits for."""
-    path = land.path
+    path = tables.path
     if path is None or path.crowded.sum() <= 0:
         return None
     odds = np.cumsum(path.crowded)
     device = int(np.searchsorted(odds, rng.random() * odds[-1], side="right"))
-    here = np.setdiff1d(land.free[placement[land.free] == device], path.groups)
+    here = np.setdiff1d(tables.free[placement[tables.free] == device], path.groups)
     if not len(here):
         return None
     group = here[rng.integers(len(here))]
-    return relocate(placement, group[None], _other(placement, group, land, rng), land.problem)
+    return relocate(placement, group[None], _other(placement, group, tables, rng), tables.problem)
 
 
 def critical_swap(
-    placement: GroupPlacement, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """A group of the critical path changes places with a group of another device."""
-    a = _critical(land, rng)
+    a = _critical(tables, rng)
     if a is None:
         return None
-    others = land.free[placement[land.free] != placement[a]]
-    if not len(others):
+    candidates = tables.free[placement[tables.free] != placement[a]]
+    if not len(candidates):
         return None
-    b = others[rng.integers(len(others))]
-    allowed = land.problem.allowed
+    b = candidates[rng.integers(len(candidates))]
+    allowed = tables.problem.allowed
     if not (allowed[a, placement[b]] and allowed[b, placement[a]]):
         return None
     moved = placement.copy()
@@ -416,15 +415,17 @@ def critical_swap(
     return moved
 
 
-def _critical(land: Landscape, rng: np.random.Generator) -> np.int32 | None:
+def _critical(tables: MoveTables, rng: np.random.Generator) -> np.int32 | None:
     """A group with a choice on the critical path, drawn by its seconds there."""
-    if land.path is None:
+    if tables.path is None:
         return None
-    can = land.problem.allowed[land.path.groups].sum(axis=1) > 1
-    odds = np.cumsum(land.path.seconds * can)
+    can = tables.problem.allowed[tables.path.groups].sum(axis=1) > 1
+    odds = np.cumsum(tables.path.seconds * can)
     if not len(odds) or odds[-1] <= 0:
         return None
-    return np.int32(land.path.groups[np.searchsorted(odds, rng.random() * odds[-1], side="right")])
+    return np.int32(
+        tables.path.groups[np.searchsorted(odds, rng.random() * odds[-1], side="right")]
+    )
 
 
 MOVES: tuple[Move, ...] = (
@@ -446,15 +447,15 @@ MOVES: tuple[Move, ...] = (
 
 
 def _other(
-    placement: GroupPlacement, group: np.int32, land: Landscape, rng: np.random.Generator
+    placement: GroupPlacement, group: np.int32, tables: MoveTables, rng: np.random.Generator
 ) -> int:
     """Another device that `group` may be on."""
-    options = land.problem.allowed[group].copy()
+    options = tables.problem.allowed[group].copy()
     options[placement[group]] = False
     return int(rng.choice(np.flatnonzero(options)))
 
 
-def _module_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
+def _module_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
     """Distinct sets of 2 groups or more that lie in one module, outermost first."""
     inside: dict[str, set[int]] = {}
     pairs = dict.fromkeys(zip(problem.graph.modules, problem.groups.of_op.tolist(), strict=True))
@@ -467,11 +468,11 @@ def _module_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, ..
     return tuple(np.array(groups, dtype=np.int32) for groups in sorted(sets))
 
 
-def _cluster_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
+def _cluster_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
     """Kruskal's unions of 2 to `CLUSTER_GROUPS` groups, in order of making."""
     sources, destinations, sizes = problem.edges
     clusters: list[list[int]] = [[group] for group in range(len(can))]
-    found: list[GroupSet] = []
+    unions: list[GroupSet] = []
     for edge in np.lexsort((destinations, sources, -sizes))[:CLUSTER_EDGES].tolist():
         a, b = clusters[sources[edge]], clusters[destinations[edge]]
         if a is b or not (can[sources[edge]] and can[destinations[edge]]):
@@ -481,13 +482,16 @@ def _cluster_sets(problem: Problem, can: NDArray[np.bool_]) -> tuple[GroupSet, .
         union = sorted(a + b)
         for group in union:
             clusters[group] = union
-        found.append(np.array(union, dtype=np.int32))
-    return tuple(found)
+        unions.append(np.array(union, dtype=np.int32))
+    return tuple(unions)
 
+
+# ── The search ──────────────────────────────────────────────────────────────────────────────────
 
 BATCH = 16
+"""Moves that are proposed and evaluated together."""
 TEMPERATURE = 0.02
-"""Of a fresh search: moves that lose about 2 % are taken."""
+"""Temperature at the start of a search: moves that lose about 2 % are accepted."""
 TRACE_ROUNDS = 6
 """Rounds between two looks at the critical path: one costs about three evaluations."""
 STALL_ROUNDS = 40
@@ -498,7 +502,7 @@ GIVE_UP = 20
 """Restarts in a row without anything new to evaluate before the search counts as complete."""
 
 
-def local_search(problem: Problem, budget: Budget) -> GroupPlacement:
+def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best placement found until the budget is spent, or until nothing new is found.
 
     For `load` that is `load_search`, which needs no evaluator on the way.
@@ -506,36 +510,38 @@ def local_search(problem: Problem, budget: Budget) -> GroupPlacement:
     try_baselines(problem, budget)
     if problem.objective == "load" and not problem.contiguous:
         return load_search(problem, budget)
-    found = [placement for _, placement in sorted(budget.found.values(), key=lambda pair: pair[0])]
+    placements = [
+        placement for _, placement in sorted(budget.found.values(), key=lambda pair: pair[0])
+    ]
     if budget.best is not None:
-        found.insert(0, budget.best[1])
-    starts = list({placement.tobytes(): placement for placement in found}.values())
+        placements.insert(0, budget.best[1])
+    starts = list({placement.tobytes(): placement for placement in placements}.values())
     if len(problem.free):
         try:
-            _Search(problem, budget, np.stack(starts)).run()
+            _LocalSearch(problem, budget, np.stack(starts)).run()
         except KeyboardInterrupt:
             budget.interrupted = True
     return budget.best[1] if budget.best is not None else starts[0]
 
 
 @dataclass
-class _Search:
+class _LocalSearch:
     """The moving parts of one search.
 
     starts   [starts, groups] best first
     wins     [moves] how often each kind was accepted, fading; likewise `tries`
     """
 
-    problem: Problem
+    problem: PlacementProblem
     budget: Budget
     starts: NDArray[np.int32]
-    land: Landscape = field(init=False)
+    tables: MoveTables = field(init=False)
     rng: np.random.Generator = field(init=False)
     wins: NDArray[np.float64] = field(init=False)
     tries: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.land = landscape(self.problem)
+        self.tables = move_tables(self.problem)
         self.rng = np.random.default_rng((self.problem.seed, self.budget.next_round()))
         self.wins = np.ones(len(MOVES))
         self.tries = np.full(len(MOVES), 4.0)
@@ -577,7 +583,7 @@ class _Search:
         """Find the critical path that moves are guided by; it grows old until the next look."""
         if self.problem.trace is not None and self.problem.objective == "step":
             timeline = self.problem.trace(self.problem.spread(current))
-            self.land = replace(self.land, path=critical_path(self.problem, timeline))
+            self.tables = replace(self.tables, path=critical_path(self.problem, timeline))
 
     def _complete(self) -> bool:
         """The budget is spent, or every placement is known."""
@@ -591,10 +597,10 @@ class _Search:
     ) -> tuple[list[int], NDArray[np.int32]]:
         """(kind of move or -1, placement) of up to `BATCH` that were never evaluated."""
         kinds, batch = [], []
-        seen = {current.tobytes()}
+        proposed = {current.tobytes()}
         for candidate in merged:
-            if candidate.tobytes() not in seen and not self.budget.known(candidate):
-                seen.add(candidate.tobytes())
+            if candidate.tobytes() not in proposed and not self.budget.known(candidate):
+                proposed.add(candidate.tobytes())
                 kinds.append(-1)
                 batch.append(candidate)
         odds = np.cumsum(self.wins / self.tries)
@@ -602,10 +608,10 @@ class _Search:
         for kind in draws.tolist():
             if len(batch) >= BATCH:
                 break
-            moved = MOVES[kind](current, self.land, self.rng)
-            if moved is None or moved.tobytes() in seen or self.budget.known(moved):
+            moved = MOVES[kind](current, self.tables, self.rng)
+            if moved is None or moved.tobytes() in proposed or self.budget.known(moved):
                 continue
-            seen.add(moved.tobytes())
+            proposed.add(moved.tobytes())
             kinds.append(kind)
             batch.append(moved)
         return kinds, np.array(batch, dtype=np.int32)
@@ -641,7 +647,7 @@ class _Search:
             a, b = np.sort(self.rng.integers(len(current) + 1, size=2))
             current[a:b] = other[a:b]
         for _ in range(int(self.rng.integers(1, 6))):
-            moved = MOVES[self.rng.integers(len(MOVES))](current, self.land, self.rng)
+            moved = MOVES[self.rng.integers(len(MOVES))](current, self.tables, self.rng)
             current = current if moved is None else moved
         return current
 

@@ -12,8 +12,8 @@ Machine Learning Graphs", SoCC 2020, https://arxiv.org/abs/2301.08695, algorithm
 Differences: devices of unlike capacity: what one cannot hold of its even share the others share
 evenly, up to their capacities; where the sum is above all capacities, shares are as capacities. A
 group that may not be on the device of its run goes to the one with most left of those where it may.
-What a group takes is all it makes (`Problem.made_bytes`), as in the paper, which counts an op's
-outputs; memory is reused in a step, so this balances rather than fits, and the evaluator says what
+A group's size is all that it makes (`PlacementProblem.made_bytes`), as in the paper, which counts
+an op's outputs. A step reuses memory, so this balances rather than fits: the evaluator says what
 fits.
 """
 
@@ -21,22 +21,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.placers.budget import Budget
-from dovetail.placers.list_scheduling import Limits, best_of_sets
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.list_scheduling import GroupLimits, best_of_sets
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import kernel
 from dovetail.simulator.flat import Float64, Int32, Int64
 
 
-def m_topo(problem: Problem, budget: Budget) -> GroupPlacement:
+def m_topo(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The better of runs over all devices and over the fastest model of device only. O(groups x
     devices)."""
-    made = problem.made_bytes.astype(np.int64)
+    made_bytes = problem.made_bytes.astype(np.int64)
     return best_of_sets(
-        problem, budget, lambda limits: runs(limits._replace(group_bytes=made), problem.capacities)
+        problem,
+        budget,
+        lambda limits: runs(limits._replace(group_bytes=made_bytes), problem.capacities),
     )
 
 
-def runs(limits: Limits, capacities: NDArray[np.int64]) -> Int32:
+def runs(limits: GroupLimits, capacities: NDArray[np.int64]) -> Int32:
     """[groups] the device of each group, in runs of the group order.
 
     Shares are by `capacities`; where the limits leave a device less room, its share is that much
@@ -69,7 +71,7 @@ def even_shares(total_bytes: int, room_bytes: Float64) -> Float64:
 
 
 @kernel
-def _fill(limits: Limits, devices: Int32, room: Int64, placed: Int32) -> None:
+def _fill(limits: GroupLimits, devices: Int32, room: Int64, placed: Int32) -> None:
     """Fill `placed`; the last device takes what is left."""
     now = 0
     for group in range(len(placed)):

@@ -25,9 +25,9 @@ import numpy as np
 
 from dovetail.placers.budget import Budget
 from dovetail.placers.partitioning import (
-    Candidate,
-    Net,
-    Parts,
+    GroupNetwork,
+    PartitionCandidate,
+    PartitionProblem,
     best_fitting,
     has_empty_part,
     net_of,
@@ -36,7 +36,7 @@ from dovetail.placers.partitioning import (
     placed,
     trivial_labels,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.flat import Int64
 
 TRIES = ((True, 5), (False, 30), (True, 100), (False, 100), (True, 300), (False, 300))
@@ -46,20 +46,22 @@ VERTICES_PER_SET = 400_000
 _STDOUT = threading.Lock()
 
 
-def metis(problem: Problem, budget: Budget) -> GroupPlacement:
+def metis(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best cut over all devices, and over the fastest model of device only. Ties: the larger
     set, the earlier try."""
     net = net_of(problem)
     candidates = []
     for within in problem.device_sets:
-        found = _cuts(problem, net, parts_of(problem, net, within))
-        candidates += found
-        if any(overflows(problem, candidate.placement) for candidate in found):
+        cuts = _cuts(problem, net, parts_of(problem, net, within))
+        candidates += cuts
+        if any(overflows(problem, candidate.placement) for candidate in cuts):
             candidates += _cuts(problem, net, parts_of(problem, net, within, memory=True))
     return best_fitting(problem, net, budget, candidates)
 
 
-def _cuts(problem: Problem, net: Net, parts: Parts) -> list[Candidate]:
+def _cuts(
+    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem
+) -> list[PartitionCandidate]:
     """One candidate for each try; those with an empty part only if all have one."""
     labels = trivial_labels(parts)
     if labels is not None:
@@ -73,7 +75,7 @@ def _cuts(problem: Problem, net: Net, parts: Parts) -> list[Candidate]:
     return [placed(problem, net, parts, labels, reorder=True) for labels in full or tried]
 
 
-def partition(parts: Parts, seed: int, *, recursive: bool, imbalance: int) -> Int64:
+def partition(parts: PartitionProblem, seed: int, *, recursive: bool, imbalance: int) -> Int64:
     """[vertices] the part of each.
 
     imbalance   thousandths that a part may be above its share

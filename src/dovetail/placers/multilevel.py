@@ -4,14 +4,14 @@
        ▲                                 │         placements of large graphs are simulated ten
     refine ◄──── … ◄────refine◄────── plan         times as fast or more
 
-1. Coarsen groups by heavy edges until `COARSEST` units are left (`placers.coarsening`), and merge
-   their ops (`placers.merging`): once, if that graph is small enough for all levels, else anew.
-2. Where nothing is known yet, plan at every level with the baselines, and with repeated modules as
-   units; the best on the true graph is the first incumbent.
+1. Coarsen groups by heavy edges until `COARSEST` units are left, and merge their ops: once, if that
+   graph is small enough for all levels, else for each level.
+2. If there is no placement yet, plan at every level with the baselines, and with repeated modules
+   as units; the best on the true graph is the first incumbent.
 3. In cycles: coarsen again, but join only groups that the incumbent puts on one device, so that it
    is one of the coarse placements (a V-cycle); go on from it by local search with whole units, then
    level by level with smaller ones. What is better on the true graph is the next incumbent.
-4. What is left of the budget goes to local search on the true graph.
+4. Local search on the true graph spends the rest of the budget.
 
 Paper: Walshaw, "Multilevel refinement for combinatorial optimisation problems", Annals of
 Operations Research 131, 2004, https://doi.org/10.1023/B:ANOR.0000039525.80601.15.
@@ -20,9 +20,8 @@ own; all levels plan, not the coarsest alone; refinement is local search with al
 of one along boundaries.
 
 Budget: an evaluation on a merged graph is charged as the share that its ops are of the graph's.
-With a budget of evaluations no decision looks at the clock. Memory: where what was found lacks
-bytes on the true graph, the devices of the merged graphs get as much smaller as their peaks were
-underestimated.
+With a budget of evaluations no decision looks at the clock. Memory: where a placement lacks bytes
+on the true graph, the devices of the merged graphs shrink by what their peaks were underestimated.
 """
 
 import heapq
@@ -40,11 +39,11 @@ from dovetail.graph.records import csr_offsets
 from dovetail.placers.baselines import BASELINES, try_baselines
 from dovetail.placers.budget import Budget, Score
 from dovetail.placers.local_search import local_search
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator import Simulator
 
-# A smaller graph that stands for a large one: the ops of each unit merged into few.
+# ── Merging: a small graph stands for a large one, the ops of each unit merged into few ─────────
 #
 # A *unit* is a set of groups that go to one device together. Ops are merged where they agree in
 #
@@ -61,27 +60,25 @@ from dovetail.simulator import Simulator
 # starts once all inputs are there; windows bound how much later that is. Windows are as many as
 # keep the merged graph below a number of ops.
 #
-# Seconds are summed. Tensors that go from one merged op to the same others are one, with their
-# bytes
-# summed and, for each that is saved, what the latency of a transfer is worth in bytes. What stays
-# inside a merged op is not seen: peaks of memory are those of what is kept between merged ops.
-# Parameters, state and what several merged ops read keep their homes, as in the graph.
+# Seconds are summed. Tensors that go from one merged op to the same other ones become one tensor:
+# their bytes are summed, and each transfer that is saved adds what its latency is worth in bytes.
+# Tensors inside a merged op disappear, so peaks of memory count only what is kept between merged
+# ops. Parameters, state and tensors that several merged ops read keep their homes.
 #
-# Own work. Of random placements of synthetic networks of 100,000 ops values were 0 to 3 % off with
-# as many windows as `MOST_OPS` of `placers.multilevel` leaves, up to 7 % with one window, by the
-# lowest
-# index alone. Ranked, merged ops that wait as one are off by up to 20 % (4,000 ops in training).
-
+# Source: own work. For random placements of synthetic networks of 100,000 ops, values were 0 to 3 %
+# off with as many windows as `MOST_OPS` leaves, and up to 7 % with one window, where devices choose
+# by lowest index alone. Where they choose by rank, merged ops that wait as one are up to 20 % off
+# (4,000 ops in training).
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 MOST_WINDOWS, FEWER_WINDOWS = 512, 8
-"""Windows that are tried first, and how many times fewer next."""
+"""Number of windows that is tried first, and the factor by which the next number is smaller."""
 
 
-def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
+def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> PlacementProblem:
     """The problem of placing units on a graph of about `most_ops` merged ops.
 
     `unit_of` [groups] numbers units from 0 in the order of their first groups. A placement of
@@ -97,7 +94,7 @@ def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
         capacities=problem.capacities,
         ranked=problem.ranked,
     )
-    return Problem(
+    return PlacementProblem(
         graph=merged.graph,
         machine=problem.machine,
         costs=merged.costs,
@@ -112,14 +109,14 @@ def merged_problem(problem: Problem, unit_of: Int32, most_ops: int) -> Problem:
     )
 
 
-def under_units(problem: Problem, unit_of: Int32) -> Problem:
+def under_units(problem: PlacementProblem, unit_of: Int32) -> PlacementProblem:
     """The problem of placing units on the same graph; `unit_of` [groups] as above."""
     allowed = _allowed(problem, unit_of)
     groups = Groups(unit_of[problem.groups.of_op], len(allowed))
     return replace(problem, groups=groups, allowed=allowed)
 
 
-def _allowed(problem: Problem, unit_of: Int32) -> NDArray[np.bool_]:
+def _allowed(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bool_]:
     """[units, devices] where all groups of each may go."""
     allowed = np.ones((int(unit_of.max()) + 1, problem.devices), dtype=bool)
     np.logical_and.at(allowed, unit_of, problem.allowed)
@@ -127,7 +124,7 @@ def _allowed(problem: Problem, unit_of: Int32) -> NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Merged:
+class _MergedGraph:
     """units [ops] of the merged graph; a source has that of an op that reads it."""
 
     graph: Graph
@@ -136,7 +133,7 @@ class _Merged:
 
 
 @dataclass(frozen=True, eq=False)
-class _Nodes:
+class _MergedNodes:
     """The merged ops, in topological order; among those that are ready, by first op.
 
     of_op   [ops] node of each op; -1: a source
@@ -151,7 +148,7 @@ class _Nodes:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tensors:
+class _MergedTensors:
     """What goes between nodes, those of sources first, then by node.
 
     owners     [tensors] node that makes it; for sources see `_owners`
@@ -166,7 +163,7 @@ class _Tensors:
     readers: Int64
 
 
-def _merge(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Merged:
+def _merge(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedGraph:
     graph = problem.graph
     nodes = _nodes(problem, unit_of_op, most_ops)
     tensors = _tensors(problem, nodes)
@@ -210,17 +207,20 @@ def _merge(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Merged:
         sources + tensors.readers[::-1, 0][tensors.readers[::-1, 1] < sources]
     ]
     units[written] = units[sources + writers]
-    return _Merged(merged, Costs(seconds, "given", sent), units)
+    return _MergedGraph(merged, Costs(seconds, "given", sent), units)
 
 
 def _graph(
-    graph: Graph, nodes: _Nodes, tensors: _Tensors, columns: dict[str, NDArray[np.generic]]
+    graph: Graph,
+    nodes: _MergedNodes,
+    tensors: _MergedTensors,
+    columns: dict[str, NDArray[np.generic]],
 ) -> Graph:
     """The merged graph: sources, then nodes."""
     count = len(nodes)
     owners = tensors.owners[tensors.owners >= count]
     sources = len(owners)
-    ops, made = sources + count, len(columns["producers"])
+    ops, tensor_count = sources + count, len(columns["producers"])
     phases = np.zeros(ops, np.int8)
     phases[sources:] = graph.phases[nodes.first]
     before, after = nodes.of_op[graph.control.T]
@@ -234,16 +234,16 @@ def _graph(
         signatures=("",) * ops,
         modules=("",) * sources + tuple(graph.modules[op] for op in nodes.first.tolist()),
         phases=phases,
-        shapes=((),) * made,
-        strides=((),) * made,
-        dtypes=("uint8",) * made,
+        shapes=((),) * tensor_count,
+        strides=((),) * tensor_count,
+        dtypes=("uint8",) * tensor_count,
         input_offsets=csr_offsets(sources + tensors.readers[:, 0], ops),
         control=sources + np.stack([control // count, control % count], axis=1),
         **columns,  # type: ignore[arg-type]  # arrays by their names
     )
 
 
-def _nodes(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Nodes:
+def _nodes(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedNodes:
     """As many windows as keep the nodes to `most_ops`; at least one."""
     graph = problem.graph
     real = np.flatnonzero(~graph.is_source)
@@ -274,7 +274,7 @@ def _nodes(problem: Problem, unit_of_op: Int32, most_ops: int) -> _Nodes:
     of_op[real] = rank[of_op[real]]
     ordered = np.empty(len(first), np.int64)
     ordered[rank] = real[first]
-    return _Nodes(of_op, ordered)
+    return _MergedNodes(of_op, ordered)
 
 
 @kernel
@@ -334,8 +334,8 @@ def _topological(graph: Graph, of_op: Int64, first: Int64) -> Int64:
         [of_op[graph.producers[graph.input_tensors]], of_op[graph.control[:, 0]]]
     )
     afters = np.concatenate([of_op[graph.readers], of_op[graph.control[:, 1]]])
-    kept = (befores >= 0) & (befores != afters)
-    edges = np.unique(befores[kept] * count + afters[kept])
+    crosses = (befores >= 0) & (befores != afters)
+    edges = np.unique(befores[crosses] * count + afters[crosses])
     befores, afters = edges // count, edges % count
     offsets, targets = csr_offsets(befores, count).tolist(), afters.tolist()
     waits = np.bincount(afters, minlength=count).tolist()
@@ -353,7 +353,7 @@ def _topological(graph: Graph, of_op: Int64, first: Int64) -> Int64:
     return rank
 
 
-def _owners(graph: Graph, nodes: _Nodes) -> Int64:
+def _owners(graph: Graph, nodes: _MergedNodes) -> Int64:
     """[tensors of the graph] node that makes it; of a source: nodes + 0 for inputs, + 1 for what
     is resident everywhere, + 2 + writer for what is written."""
     homes = graph.residences[graph.producers].astype(np.int64)
@@ -362,7 +362,7 @@ def _owners(graph: Graph, nodes: _Nodes) -> Int64:
     return np.where(graph.is_source[graph.producers], sources, nodes.of_op[graph.producers])
 
 
-def _tensors(problem: Problem, nodes: _Nodes) -> _Tensors:
+def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
     """Tensors of one owner with the same readers are one."""
     graph, count = problem.graph, len(nodes)
     owners = _owners(graph, nodes)
@@ -378,24 +378,24 @@ def _tensors(problem: Problem, nodes: _Nodes) -> _Tensors:
     words = np.random.default_rng(0).integers(2**63, size=2 * count + 2, dtype=np.uint64)
     key = words[owners % len(words)] * np.uint64(3) + is_output.astype(np.uint64)
     np.add.at(key, tensors, words[readers])
-    seen = is_output.copy()
-    seen[tensors] = True
-    kept = np.flatnonzero(seen)
-    _, first, of_kept = np.unique(key[kept], return_index=True, return_inverse=True)
-    first = kept[first]
+    is_seen = is_output.copy()
+    is_seen[tensors] = True
+    tensors_seen = np.flatnonzero(is_seen)
+    _, first, node_tensors = np.unique(key[tensors_seen], return_index=True, return_inverse=True)
+    first = tensors_seen[first]
     rank = np.empty(len(first), np.int64)
     order = np.lexsort((first, owners[first], owners[first] < count))
     rank[order] = np.arange(len(order))
     first = first[order]
     of = np.full(graph.tensors, -1, np.int64)
-    of[kept] = rank[of_kept.reshape(-1)]
-    occupied = np.bincount(of[kept], weights=_occupied_bytes(graph, seen)[kept])
+    of[tensors_seen] = rank[node_tensors.reshape(-1)]
+    occupied = np.bincount(of[tensors_seen], weights=_occupied_bytes(graph, is_seen)[tensors_seen])
     links = problem.machine.links
     beyond = [link.latency_seconds * link.bandwidth_bytes_per_second for link in links]
-    several = (np.bincount(of[kept]) - 1) * (float(np.mean(beyond)) if beyond else 0.0)
-    sent = several + np.bincount(of[kept], weights=problem.sent_bytes[kept])
+    several = (np.bincount(of[tensors_seen]) - 1) * (float(np.mean(beyond)) if beyond else 0.0)
+    sent = several + np.bincount(of[tensors_seen], weights=problem.sent_bytes[tensors_seen])
     reads = np.unique(readers * len(first) + of[tensors])
-    return _Tensors(
+    return _MergedTensors(
         owners=owners[first],
         occupied_bytes=occupied.astype(np.int64),
         sent_bytes=sent.astype(np.float64),
@@ -404,17 +404,17 @@ def _tensors(problem: Problem, nodes: _Nodes) -> _Tensors:
     )
 
 
-def _occupied_bytes(graph: Graph, seen: NDArray[np.bool_]) -> Int64:
+def _occupied_bytes(graph: Graph, is_seen: NDArray[np.bool_]) -> Int64:
     """[tensors] bytes of memory that lives as long as each: its own; of a view none where what it
     looks into is there anyway."""
     roots = np.where(graph.bases < 0, np.arange(graph.tensors), graph.bases)
     while (roots[roots] != roots).any():
         roots = roots[roots]
-    there = seen[roots] | graph.is_source[graph.producers[roots]]
+    there = is_seen[roots] | graph.is_source[graph.producers[roots]]
     return np.where((graph.bases >= 0) & there, 0, graph.tensor_bytes)
 
 
-# Groups joined to ever fewer units, so that a search sees a few hundred instead of many thousands.
+# ── Coarsening: groups are joined to ever fewer units, hundreds instead of many thousands ────────
 #
 # By heavy edges: units at the two ends of an edge become one, heaviest edges first, each unit at
 # most once a round, until few enough are left. An edge between units u and v is rated
@@ -434,14 +434,14 @@ def _occupied_bytes(graph: Graph, seen: NDArray[np.bool_]) -> Int64:
 # By repeated modules: groups at the same position of a repeated module path, "layers.3" of
 # "layers.3.attention.query", are one unit from the start.
 #
-# Differences: where groups wait for each other in a circle, its groups count as of one level. Where
-# rounds stall the levels are let go: whether the ops stay acyclic is seen to when they are merged
-# (`placers.merging`). Edges join only units with the same choice of devices, and no unit grows
-# beyond `LARGEST_SHARE` of an even share of the work, or `LARGEST_MEMORY` of the smallest device.
-
+# Differences: groups that wait for each other in a circle count as of one level. Where rounds
+# stall, levels are ignored: windows and steps keep the merged ops acyclic anyway. Edges join only
+# units with the same choice of devices.
 
 LARGEST_SHARE = 2.0
+"""No unit grows beyond this many times an even share of the work."""
 LARGEST_MEMORY = 1 / 8
+"""No unit grows beyond this share of the smallest device's memory."""
 LEAST_FALL = 0.05
 """A round that joins fewer units than this share has stalled."""
 LOOSE = -2
@@ -449,7 +449,9 @@ LOOSE = -2
 _REPEATED = re.compile(r"^(.*\.)?\d+(?=\.|$)")
 
 
-def coarsen(problem: Problem, most: int, labels: NDArray[np.integer] | None = None) -> list[Int32]:
+def coarsen(
+    problem: PlacementProblem, most: int, labels: NDArray[np.integer] | None = None
+) -> list[Int32]:
     """Ever coarser units, each [groups] the unit of every group, numbered by first group: from
     every group its own to at most `most` units, or as few as can be.
 
@@ -459,7 +461,7 @@ def coarsen(problem: Problem, most: int, labels: NDArray[np.integer] | None = No
     _, choice = np.unique(problem.allowed, axis=0, return_inverse=True)
     if labels is not None:
         _, choice = np.unique([choice.reshape(-1), labels], axis=1, return_inverse=True)
-    units = _Units.of(problem, choice.reshape(-1), most)
+    units = _UnitGraph.of(problem, choice.reshape(-1), most)
     levels = [np.arange(groups, dtype=np.int32)]
     strict = True
     while units.count > most:
@@ -474,7 +476,7 @@ def coarsen(problem: Problem, most: int, labels: NDArray[np.integer] | None = No
     return levels
 
 
-def by_modules(problem: Problem) -> Int32:
+def by_modules(problem: PlacementProblem) -> Int32:
     """[groups] unit: groups whose heaviest op lies in the same repetition of a repeated module are
     one; others stay apart, and so do those with different choices of devices."""
     graph, of_op = problem.graph, problem.groups.of_op
@@ -484,14 +486,14 @@ def by_modules(problem: Problem) -> Int32:
     names: dict[tuple[str, bytes], int] = {}
     unit = np.empty(problem.groups.count, np.int32)
     for group, op in enumerate(heaviest.tolist()):
-        found = _REPEATED.match(graph.modules[op])
-        name = found[0] if found else f"group {group}"
+        repetition = _REPEATED.match(graph.modules[op])
+        name = repetition[0] if repetition else f"group {group}"
         unit[group] = names.setdefault((name, problem.allowed[group].tobytes()), len(names))
     return unit
 
 
 @dataclass(frozen=True, eq=False)
-class _Units:
+class _UnitGraph:
     """The graph of units of one round.
 
     ends, weights    [edges, 2], [edges] distinct pairs with a < b, and bytes between them
@@ -514,7 +516,7 @@ class _Units:
         return len(self.choice)
 
     @staticmethod
-    def of(problem: Problem, choice: NDArray[np.integer], most: int) -> "_Units":
+    def of(problem: PlacementProblem, choice: NDArray[np.integer], most: int) -> "_UnitGraph":
         befores, afters, weights = problem.edges
         links = problem.machine.links
         beyond = [link.latency_seconds * link.bandwidth_bytes_per_second for link in links]
@@ -523,7 +525,7 @@ class _Units:
         seconds = np.nan_to_num(np.nanmin(work[:, real], axis=1))
         sizes = problem.group_bytes.astype(np.float64)
         roomy = problem.capacities[real]
-        return _Units(
+        return _UnitGraph(
             *_summed(befores, afters, weights + (np.mean(beyond) if beyond else 0.0)),
             problem.load.edges,
             choice,
@@ -557,18 +559,18 @@ class _Units:
             np.ascontiguousarray(backward[:, 0], np.int32),
             mates,
         )
-        own = np.arange(self.count)
-        first = np.where((mates >= 0) & (mates < own), mates, own)
-        return (np.cumsum(first == own) - 1).astype(np.int32)[first]
+        numbers = np.arange(self.count)
+        first = np.where((mates >= 0) & (mates < numbers), mates, numbers)
+        return (np.cumsum(first == numbers) - 1).astype(np.int32)[first]
 
-    def under(self, joined: Int32) -> "_Units":
+    def under(self, joined: Int32) -> "_UnitGraph":
         """The units that they become."""
         count = int(joined.max()) + 1
         choice = np.empty(count, self.choice.dtype)
         choice[joined] = self.choice
         forward = joined[self.forward]
         forward = np.unique(forward[forward[:, 0] != forward[:, 1]], axis=0)
-        return _Units(
+        return _UnitGraph(
             *_summed(joined[self.ends[:, 0]], joined[self.ends[:, 1]], self.weights),
             forward,
             choice,
@@ -593,11 +595,11 @@ class _Units:
             np.zeros(circles, np.int32),
             levels,
         )
-        found = levels[circle]
+        unit_levels = levels[circle]
         touched = np.zeros(self.count, dtype=bool)
         touched[self.forward] = True
-        found[~touched] = LOOSE
-        return found
+        unit_levels[~touched] = LOOSE
+        return unit_levels
 
 
 def _summed(a: Int32, b: Int32, weights: Float64) -> tuple[Int32, Float64]:
@@ -670,59 +672,65 @@ def _match(  # noqa: PLR0913 (kernel)
 
 @inlined
 def _paired(
-    unit: int, mate: int, offsets: Int32, others: Int32, levels: Int32, mates: Int32
+    unit: int, mate: int, offsets: Int32, neighbours: Int32, levels: Int32, mates: Int32
 ) -> bool:
     """Is a neighbour on the mate's level joined with one on this unit's?"""
-    found = False
+    paired = False
     for i in range(offsets[unit], offsets[unit + 1]):
-        other = others[i]
-        there = mates[other]
-        if there >= 0 and levels[other] == levels[mate] and levels[there] == levels[unit]:
-            found = True
+        neighbour = neighbours[i]
+        there = mates[neighbour]
+        if there >= 0 and levels[neighbour] == levels[mate] and levels[there] == levels[unit]:
+            paired = True
             break
-    return found
+    return paired
 
+
+# ── The search over levels ──────────────────────────────────────────────────────────────────────
 
 COARSEST = 60
+"""Units of the coarsest level."""
 GROWTH = 4
+"""Each level has at least this many times the units of the next coarser one."""
 MOST_OPS = 4000
-"""Of a merged graph, where its units allow."""
+"""Ops of a merged graph, unless its units need more."""
 FINE_OPS = 32000
-"""Up to here the merged graph of the groups themselves serves every level."""
+"""Up to this many ops, the merged graph of the groups themselves serves every level."""
 CYCLE_SHARE = 0.45
-"""Of what is left of the budget for one cycle."""
+"""Share of the budget's rest that one cycle spends."""
 MOST_CYCLES = 3
+"""Cycles before local search on the true graph."""
 OBJECTIVES = ("step", "load")
+"""Objectives that a merged graph can estimate."""
 
 
-def multilevel(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best placement found; where only convex placements are feasible, or there are no more
-    than `COARSEST` groups, local search's."""
+def multilevel(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """The best placement found. Where only contiguous placements are feasible, or at most
+    `COARSEST` groups have a choice, this is local search."""
     small = len(problem.free) <= COARSEST
     if problem.contiguous or problem.objective not in OBJECTIVES or small:
         return local_search(problem, budget)
-    levels = _Levels(problem, budget)
+    levels = _MultilevelSearch(problem, budget)
     best = levels.plan() if budget.best is None else budget.best[1]
     while not budget.exhausted and levels.cycles < MOST_CYCLES:
         best = levels.cycle(best, CYCLE_SHARE)
     return best if budget.exhausted else local_search(problem, budget)
 
 
-class _Levels:
-    """The way down and up, again and again.
+class _MultilevelSearch:
+    """Levels of one problem, and the cycles over them.
 
     shifts   [devices] bytes by which merged graphs underestimated peaks
     """
 
-    def __init__(self, problem: Problem, budget: Budget) -> None:
+    def __init__(self, problem: PlacementProblem, budget: Budget) -> None:
         self.problem, self.budget = problem, budget
         self.shifts = np.zeros(problem.devices)
         self.cycles = self.refined = 0
-        self._finest: Problem | None = None
+        self._finest: PlacementProblem | None = None
 
     def plan(self) -> GroupPlacement:
         """The best of the baselines of all levels, and with repeated modules as units."""
-        found = []
+        placements = []
         levels = _spaced(coarsen(self.problem, COARSEST))
         modules = by_modules(self.problem)
         if int(modules.max()) + 1 < len(modules):
@@ -733,8 +741,8 @@ class _Levels:
             try_baselines(small, part)
             self._charge(part, small)
             assert part.best is not None, "the baselines were evaluated"
-            found.append(part.best[1][units])
-        return min(found, key=self._score)
+            placements.append(part.best[1][units])
+        return min(placements, key=self._score)
 
     def cycle(self, incumbent: GroupPlacement, share: float) -> GroupPlacement:
         """The better of `incumbent` and what one cycle finds with `share` of what is left."""
@@ -743,14 +751,14 @@ class _Levels:
         share *= 1 - self.budget.fraction
         for units in levels:
             if not self.budget.exhausted:
-                found = self._refine(units, incumbent, share / len(levels))
-                incumbent = min(incumbent, found, key=self._score)
+                refined = self._refine(units, incumbent, share / len(levels))
+                incumbent = min(incumbent, refined, key=self._score)
         return incumbent
 
     def _score(self, placement: GroupPlacement) -> Score:
         return self.budget.score(self.problem, placement[None], always=True)[0]
 
-    def _merged(self, units: NDArray[np.int32]) -> Problem:
+    def _merged(self, units: NDArray[np.int32]) -> PlacementProblem:
         """The finest merged graph where that is small, since it is the truest, else one of these
         units."""
         if self._finest is None:
@@ -775,17 +783,18 @@ class _Levels:
         of_units = np.empty(small.groups.count, np.int32)
         of_units[units] = start
         score = part.score(small, of_units[None], always=True)[0]
-        for name in BASELINES:  # nothing to construct: this is where the search goes on
+        # Noted under every baseline's name, so that local search constructs none and starts here.
+        for name in BASELINES:
             part.note(name, score, of_units)
-        found = local_search(small, part)
+        of_units_refined = local_search(small, part)
         self._charge(part, small)
-        placement = found[units]
+        placement = of_units_refined[units]
         if self._score(placement).lacking_bytes > 0:
-            under = self.budget.peaks(placement) - part.peaks(found)
+            under = self.budget.peaks(placement) - part.peaks(of_units_refined)
             self.shifts = np.maximum(self.shifts, under)
         return placement
 
-    def _part(self, share: float, small: Problem) -> Budget:
+    def _part(self, share: float, small: PlacementProblem) -> Budget:
         """A budget of its own, since its placements are others; interrupted with the whole."""
         whole = self.budget
         evaluations = share * whole.evaluations * len(self.problem.graph) / len(small.graph)
@@ -802,7 +811,7 @@ class _Levels:
         part.progress = relay
         return part
 
-    def _charge(self, part: Budget, small: Problem) -> None:
+    def _charge(self, part: Budget, small: PlacementProblem) -> None:
         self.budget.charge(part.spent * len(small.graph) / len(self.problem.graph))
         self.budget.interrupted |= part.interrupted
 
@@ -810,9 +819,9 @@ class _Levels:
 def _spaced(levels: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
     """From coarse to fine, a factor of `GROWTH` in units or more between any two; the last has
     every group apart."""
-    kept = [levels[-1]] if len(levels) > 1 else []
+    spaced = [levels[-1]] if len(levels) > 1 else []
     for units in reversed(levels[1:-1]):
         count = int(units.max()) + 1
-        if GROWTH * (int(kept[-1].max()) + 1) <= count <= len(units) / GROWTH:
-            kept.append(units)
-    return [*kept, levels[0]]
+        if GROWTH * (int(spaced[-1].max()) + 1) <= count <= len(units) / GROWTH:
+            spaced.append(units)
+    return [*spaced, levels[0]]

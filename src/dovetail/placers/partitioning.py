@@ -1,5 +1,5 @@
-"""What the partitioners share: a problem as an undirected graph with weights, and its parts back as
-a placement that respects memory.
+"""Common parts of the partitioners: a problem as a weighted undirected graph, and its parts turned
+back into a placement that respects memory.
 
 Vertices are groups with a choice, weighed by the seconds of the fastest device that they may use.
 Groups without one stay where they must and are left out; their work lowers the share of their
@@ -21,7 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_matrix
 
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
@@ -30,11 +30,12 @@ MOST_WEIGHT = 2**28
 MIN_SHARE = 1e-3
 """A device that should get less than this gets no part: partitioners cannot cut one so small."""
 MEMORY_ATTEMPTS = 4
+"""Times that groups are moved: once, and three more where memory turns out short."""
 HEAVY = 1.1
 """Groups that must move avoid devices that have this much more than their share of the work."""
 
 
-class Net(NamedTuple):
+class GroupNetwork(NamedTuple):
     """Symmetric CSR over groups: offsets [groups + 1], neighbours and their bytes [2 x edges]."""
 
     offsets: Int64
@@ -42,7 +43,7 @@ class Net(NamedTuple):
     edge_bytes: Float64
 
 
-class Parts(NamedTuple):
+class PartitionProblem(NamedTuple):
     """What is partitioned, and into what.
 
     within        devices that groups may use
@@ -65,7 +66,7 @@ class Parts(NamedTuple):
     edge_weights: Int64
 
 
-class _Moves(NamedTuple):
+class _RepairState(NamedTuple):
     """What moving groups looks at, and what it changes.
 
     choices       [groups, devices] 1: may go there
@@ -86,24 +87,26 @@ class _Moves(NamedTuple):
     placement: Int32
 
 
-class Candidate(NamedTuple):
+class PartitionCandidate(NamedTuple):
     """A placement [groups] that uses the devices `within`, memory and constraints ignored."""
 
     within: list[int]
     placement: GroupPlacement
 
 
-def net_of(problem: Problem) -> Net:
+def net_of(problem: PlacementProblem) -> GroupNetwork:
     """The edges of a problem without direction; an edge without bytes counts 1. O(edges x log)."""
     before, after, sizes = problem.edges
     count = problem.groups.count
     one_way = csr_matrix((np.maximum(sizes, 1.0), (before, after)), shape=(count, count))
     both = (one_way + one_way.T).tocsr()
     both.sort_indices()
-    return Net(both.indptr.astype(np.int64), both.indices.astype(np.int32), both.data)
+    return GroupNetwork(both.indptr.astype(np.int64), both.indices.astype(np.int32), both.data)
 
 
-def parts_of(problem: Problem, net: Net, within: list[int], *, memory: bool = False) -> Parts:
+def parts_of(
+    problem: PlacementProblem, net: GroupNetwork, within: list[int], *, memory: bool = False
+) -> PartitionProblem:
     """The graph of the groups that may choose among the devices `within`.
 
     memory   weigh groups by bytes as much as by work; no share is above what fits its device
@@ -119,14 +122,16 @@ def parts_of(problem: Problem, net: Net, within: list[int], *, memory: bool = Fa
     if memory:
         sizes = problem.group_bytes[groups].astype(np.float64)
         weights = _normal(weights) + _normal(sizes)
-        room = problem.capacities[within] - _held(problem, fixed, choices > 1)[within]
+        fixed_bytes = np.where(choices > 1, 0, problem.group_bytes)
+        held = np.bincount(fixed, weights=fixed_bytes, minlength=problem.devices)
+        room = problem.capacities[within] - held.astype(np.float64)[within]
         shares = _normal(np.minimum(shares, np.maximum(room, 0) / max(1.0, sizes.sum())))
-    kept = shares >= min(MIN_SHARE, shares.max())
+    has_part = shares >= min(MIN_SHARE, shares.max())
     offsets, neighbours, edge_bytes = _induced(net, groups)
-    return Parts(
+    return PartitionProblem(
         within=within,
-        devices=[device for device, keep in zip(within, kept, strict=True) if keep],
-        shares=_normal(shares[kept]),
+        devices=[device for device, keep in zip(within, has_part, strict=True) if keep],
+        shares=_normal(shares[has_part]),
         fixed=fixed,
         groups=groups,
         weights=integers(weights),
@@ -141,7 +146,7 @@ def integers(values: Float64, most: int = MOST_WEIGHT) -> Int64:
     return np.maximum(np.rint(_normal(values) * most), 1).astype(np.int64)
 
 
-def trivial_labels(parts: Parts) -> Int64 | None:
+def trivial_labels(parts: PartitionProblem) -> Int64 | None:
     """[vertices] the part of each where there is nothing to cut: one part, or no more vertices than
     parts (the heaviest goes to the largest share); else None."""
     if len(parts.devices) == 1:
@@ -154,7 +159,7 @@ def trivial_labels(parts: Parts) -> Int64 | None:
     return labels
 
 
-def has_empty_part(parts: Parts, labels: Int64) -> bool:
+def has_empty_part(parts: PartitionProblem, labels: Int64) -> bool:
     """Is there a part without a vertex, though there were enough of them?"""
     assert labels.min(initial=0) >= 0, "a partitioner answered with a negative part"
     assert labels.max(initial=0) < len(parts.devices), "a partitioner answered with a part too many"
@@ -162,7 +167,14 @@ def has_empty_part(parts: Parts, labels: Int64) -> bool:
     return enough and len(np.unique(labels)) < len(parts.devices)
 
 
-def placed(problem: Problem, net: Net, parts: Parts, labels: Int64, *, reorder: bool) -> Candidate:
+def placed(
+    problem: PlacementProblem,
+    net: GroupNetwork,
+    parts: PartitionProblem,
+    labels: Int64,
+    *,
+    reorder: bool,
+) -> PartitionCandidate:
     """Parts as a placement.
 
     reorder   swap the parts of devices that are alike: to be with the groups that are fixed there,
@@ -173,11 +185,14 @@ def placed(problem: Problem, net: Net, parts: Parts, labels: Int64, *, reorder: 
         devices = _reordered(problem, net, parts, labels)
     placement = parts.fixed.copy()
     placement[parts.groups] = devices[labels]
-    return Candidate(parts.within, placement)
+    return PartitionCandidate(parts.within, placement)
 
 
 def best_fitting(
-    problem: Problem, net: Net, budget: Budget, candidates: list[Candidate]
+    problem: PlacementProblem,
+    net: GroupNetwork,
+    budget: Budget,
+    candidates: list[PartitionCandidate],
 ) -> GroupPlacement:
     """The best of the candidates, once their groups are where they may be and where they fit.
 
@@ -186,7 +201,7 @@ def best_fitting(
     Ties: the earlier attempt, the earlier candidate.
     """
     rooms = dict.fromkeys(range(len(candidates)), problem.capacities.astype(np.int64))
-    found: list[tuple[Score, GroupPlacement]] = []
+    scored_placements: list[tuple[Score, GroupPlacement]] = []
     for attempt in range(MEMORY_ATTEMPTS):
         sizes = problem.made_bytes if attempt == 1 else problem.group_bytes
         placements = [
@@ -194,7 +209,7 @@ def best_fitting(
             for i, room in rooms.items()
         ]
         scores = budget.score(problem, np.stack(placements), always=True)
-        found += zip(scores, placements, strict=True)
+        scored_placements += zip(scores, placements, strict=True)
         for i, score, placement in zip(list(rooms), scores, placements, strict=True):
             if not 0 < score.lacking_bytes < np.inf:
                 del rooms[i]
@@ -203,19 +218,19 @@ def best_fitting(
                 rooms[i] = (rooms[i] * np.where(share < 1, 0.95 * share, 1.0)).astype(np.int64)
         if not rooms:
             break
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(scored_placements, key=lambda pair: pair[0])[1]
 
 
-def overflows(problem: Problem, placement: GroupPlacement) -> bool:
+def overflows(problem: PlacementProblem, placement: GroupPlacement) -> bool:
     """Is a device over-full by the bytes that stay for long?"""
     held = np.bincount(placement, weights=problem.group_bytes, minlength=problem.devices)
     return bool((held > problem.capacities).any())
 
 
 def refit(
-    problem: Problem,
-    net: Net,
-    candidate: Candidate,
+    problem: PlacementProblem,
+    net: GroupNetwork,
+    candidate: PartitionCandidate,
     group_bytes: NDArray[np.int64],
     room_bytes: Int64,
 ) -> GroupPlacement:
@@ -233,7 +248,7 @@ def refit(
     work = np.where(problem.allowed, problem.work_seconds, 0.0)
     seconds = work[np.arange(len(placement)), placement]
     loads = np.bincount(placement, weights=seconds, minlength=problem.devices).astype(np.float64)
-    moves = _Moves(
+    moves = _RepairState(
         choices=choices.astype(np.int8),
         group_bytes=group_bytes,
         work_seconds=np.ascontiguousarray(work),
@@ -250,7 +265,7 @@ def refit(
 
 
 @kernel
-def _relocate(order: Int32, net: Net, moves: _Moves) -> None:
+def _relocate(order: Int32, net: GroupNetwork, moves: _RepairState) -> None:
     """Move groups, one by one: to a device that has room, then one that is not heavy, then the one
     that most bytes go to and from, then the one with the least work; ties: the first."""
     placement, room, loads = moves.placement, moves.room, moves.loads
@@ -281,7 +296,7 @@ def _relocate(order: Int32, net: Net, moves: _Moves) -> None:
 
 
 @inlined
-def _bytes_to(net: Net, placement: Int32, group: int, device: int) -> float:
+def _bytes_to(net: GroupNetwork, placement: Int32, group: int, device: int) -> float:
     """Bytes between a group and its neighbours on a device."""
     total = 0.0
     for i in range(net.offsets[group], net.offsets[group + 1]):
@@ -291,7 +306,7 @@ def _bytes_to(net: Net, placement: Int32, group: int, device: int) -> float:
 
 
 def _cheapest_first(
-    net: Net, placement: GroupPlacement, group_bytes: NDArray[np.int64], groups: Int32
+    net: GroupNetwork, placement: GroupPlacement, group_bytes: NDArray[np.int64], groups: Int32
 ) -> Int32:
     """`groups` by bytes that leaving their device would cut, less those it may mend, per byte."""
     rows = np.repeat(np.arange(len(placement)), np.diff(net.offsets))
@@ -302,15 +317,17 @@ def _cheapest_first(
 
 
 def _work_shares(
-    problem: Problem, within: list[int], fixed: GroupPlacement, groups: Int32
+    problem: PlacementProblem, within: list[int], fixed: GroupPlacement, groups: Int32
 ) -> tuple[Float64, Float64]:
     """([vertices] weight in seconds, [within] share of each device)"""
     allowed = problem.allowed[groups][:, within]
     seconds = np.where(allowed, problem.work_seconds[groups][:, within], 0.0)
     fastest = np.where(allowed, seconds, np.inf).min(axis=1, initial=np.inf)
     reachable = np.where(allowed, fastest[:, None], 0.0).sum(axis=0)
-    own = seconds.sum(axis=0)
-    speeds = np.divide(reachable, own, out=np.ones(len(within)), where=own > 0)
+    device_seconds = seconds.sum(axis=0)
+    speeds = np.divide(
+        reachable, device_seconds, out=np.ones(len(within)), where=device_seconds > 0
+    )
     elsewhere = np.ones(problem.groups.count, dtype=bool)
     elsewhere[groups] = False
     there = fixed[elsewhere]
@@ -327,13 +344,7 @@ def _normal(values: Float64) -> Float64:
     return values / total if total > 0 else np.full(len(values), 1 / max(1, len(values)))
 
 
-def _held(problem: Problem, fixed: GroupPlacement, vertex: NDArray[np.bool_]) -> Float64:
-    """[devices] bytes of the groups that are no vertices."""
-    sizes = np.where(vertex, 0, problem.group_bytes)
-    return np.bincount(fixed, weights=sizes, minlength=problem.devices).astype(np.float64)
-
-
-def _induced(net: Net, groups: Int32) -> tuple[Int64, Int64, Float64]:
+def _induced(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:
     """CSR of the edges among `groups`, renumbered."""
     count = len(net.offsets) - 1
     shape = (count, count)
@@ -343,7 +354,9 @@ def _induced(net: Net, groups: Int32) -> tuple[Int64, Int64, Float64]:
     return inner.indptr.astype(np.int64), inner.indices.astype(np.int64), inner.data
 
 
-def _reordered(problem: Problem, net: Net, parts: Parts, labels: Int64) -> Int32:
+def _reordered(
+    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, labels: Int64
+) -> Int32:
     """[parts] device of each part, swapped only among devices alike in model, room and share."""
     devices = np.array(parts.devices, np.int32)
     talk = _talk(problem, net, parts, labels)
@@ -363,13 +376,17 @@ def _reordered(problem: Problem, net: Net, parts: Parts, labels: Int64) -> Int32
     return answer
 
 
-def _talk(problem: Problem, net: Net, parts: Parts, labels: Int64) -> Float64:
+def _talk(
+    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, labels: Int64
+) -> Float64:
     """[parts, devices] bytes between each part and the groups that are fixed on each device."""
     part_of = np.full(problem.groups.count, -1, np.int64)
     part_of[parts.groups] = labels
-    rows = np.repeat(np.arange(len(part_of)), np.diff(net.offsets))
-    kept = (part_of[rows] >= 0) & (part_of[net.neighbours] < 0)
-    cells = part_of[rows[kept]] * problem.devices + parts.fixed[net.neighbours[kept]]
+    vertices = np.repeat(np.arange(len(part_of)), np.diff(net.offsets))
+    is_boundary = (part_of[vertices] >= 0) & (part_of[net.neighbours] < 0)
+    cells = (
+        part_of[vertices[is_boundary]] * problem.devices + parts.fixed[net.neighbours[is_boundary]]
+    )
     shape = (len(parts.devices), problem.devices)
-    sums = np.bincount(cells, weights=net.edge_bytes[kept], minlength=shape[0] * shape[1])
+    sums = np.bincount(cells, weights=net.edge_bytes[is_boundary], minlength=shape[0] * shape[1])
     return sums.reshape(shape).astype(np.float64)

@@ -13,7 +13,7 @@ from dovetail.placers.baselines import BASELINES, Placer, attempt, single, try_b
 from dovetail.placers.budget import CLOSED_GAP, Budget, Score
 from dovetail.placers.chain import chain
 from dovetail.placers.local_search import local_search
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound
 
@@ -39,7 +39,7 @@ EMPTIED = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Simplest:
+class SimplestPlan:
     """score, placement   of the plan that is returned
     devices   it uses
     best      value and number of devices of the best plan of all
@@ -52,8 +52,8 @@ class Simplest:
 
 
 def simplest(
-    problem: Problem, budget: Budget, best: tuple[Score, GroupPlacement], min_gain: float
-) -> Simplest:
+    problem: PlacementProblem, budget: Budget, best: tuple[Score, GroupPlacement], min_gain: float
+) -> SimplestPlan:
     """The plan to return instead of `best`, which may be itself. One that does not fit is none."""
     by_count = _emptied(problem, budget, best)
     if problem.chain is None and not budget.interrupted:
@@ -67,18 +67,20 @@ def simplest(
         if score.lacking_bytes:
             continue
         if kept is None or score.value < kept.score.value * (1 - min_gain):
-            kept = Simplest(score, placement, count, (best[0].value, devices_of(problem, best[1])))
+            kept = SimplestPlan(
+                score, placement, count, (best[0].value, devices_of(problem, best[1]))
+            )
     assert kept is not None, "the best plan fits"
     return kept
 
 
-def devices_of(problem: Problem, placement: GroupPlacement) -> int:
+def devices_of(problem: PlacementProblem, placement: GroupPlacement) -> int:
     """Number of devices that run something."""
     return len(np.unique(placement[problem.running]))
 
 
 def _emptied(
-    problem: Problem, budget: Budget, best: tuple[Score, GroupPlacement]
+    problem: PlacementProblem, budget: Budget, best: tuple[Score, GroupPlacement]
 ) -> dict[int, tuple[Score, GroupPlacement]]:
     """number of devices -> a plan, from that of `best` down to 1."""
     by_count = {devices_of(problem, best[1]): best}
@@ -101,7 +103,7 @@ def _emptied(
     return by_count
 
 
-def _with_one_less(problem: Problem, placement: GroupPlacement) -> NDArray[np.int32]:
+def _with_one_less(problem: PlacementProblem, placement: GroupPlacement) -> NDArray[np.int32]:
     """[candidates, groups] each with all of a device that does little on another one."""
     groups = np.flatnonzero(problem.running)
     used = np.unique(placement[groups])
@@ -117,7 +119,7 @@ def _with_one_less(problem: Problem, placement: GroupPlacement) -> NDArray[np.in
 
 
 def _improve(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     by_count: dict[int, tuple[Score, GroupPlacement]],
     best_value: float,
@@ -165,7 +167,7 @@ FEWER = "fewer_devices"
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class PlacerOutcome:
     """What a placer found.
 
     placement           [ops], source entries filled in
@@ -195,13 +197,13 @@ class Outcome:
 
 
 def place(
-    problem: Problem,
+    problem: PlacementProblem,
     placer_name: str,
     budget: Budget,
     progress: Callable[[float, float], None] | None = None,
     method: Placer | None = None,
     min_gain: float = 0.0,
-) -> Outcome:
+) -> PlacerOutcome:
     """Run one method, and the cheap ones to compare it with.
 
     budget     of the search; the four baselines are always evaluated, and count
@@ -249,12 +251,12 @@ ALONG = {"single": single, "chain": chain}
 
 
 def _place_along(
-    problem: Problem,
+    problem: PlacementProblem,
     placer_name: str,
     budget: Budget,
     progress: Callable[[float, float], None] | None,
     min_gain: float,
-) -> Outcome:
+) -> PlacerOutcome:
     """As `place`, of a problem with a chain."""
     if placer_name not in (*ALONG, "auto"):
         detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single or chain"
@@ -267,12 +269,12 @@ def _place_along(
 
 
 def _outcome(
-    problem: Problem,
+    problem: PlacementProblem,
     budget: Budget,
     chosen: str,
     progress: Callable[[float, float], None] | None,
     min_gain: float,
-) -> Outcome:
+) -> PlacerOutcome:
     """What the method `chosen` found, beside all others; or, where more devices gain too little,
     the best plan with fewer. Raises `InfeasibleError`."""
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
@@ -290,7 +292,7 @@ def _outcome(
         notes = _why(problem, kept, min_gain)
     if progress is not None:
         progress(1.0, score.value)
-    return Outcome(
+    return PlacerOutcome(
         placement=normalise(problem.spread(placement), problem.graph, problem.machine),
         value=score.value,
         peak_memory_bytes=budget.peaks(placement),
@@ -314,7 +316,7 @@ def _name_of(found: Mapping[str, tuple[Score, GroupPlacement]], placement: Group
     return next(same, FEWER)
 
 
-def _why(problem: Problem, kept: Simplest, min_gain: float) -> tuple[str, ...]:
+def _why(problem: PlacementProblem, kept: SimplestPlan, min_gain: float) -> tuple[str, ...]:
     """What to tell of the number of devices."""
     notes = []
     value, devices = kept.best
@@ -338,7 +340,7 @@ def _count(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
-def _infeasible(problem: Problem, peaks: NDArray[np.int64]) -> InfeasibleError:
+def _infeasible(problem: PlacementProblem, peaks: NDArray[np.int64]) -> InfeasibleError:
     """The error that names the device that lacks most, or says that memory is not what lacks."""
     device = int((peaks - problem.capacities).argmax())
     if peaks[device] <= problem.capacities[device]:

@@ -1,6 +1,6 @@
-"""Problem: what a placer is handed, with what all of them derive from it.
+"""PlacementProblem: what a placer is given, with the figures that all placers derive from it.
 
-Placers decide per *group* [groups]; `spread` turns that into a placement [ops].
+Placers decide for each *group* [groups]; `spread` turns that into a placement [ops].
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from dovetail.simulator.loads import LoadModel, load_model
 from dovetail.timeline import Timeline
 
 if TYPE_CHECKING:  # placers are handed an evaluator
-    from dovetail.simulator import Evaluation
+    from dovetail.simulator import BatchEvaluation
 
 GroupPlacement = NDArray[np.int32]  # [groups]
-Evaluate = Callable[[NDArray[np.int32]], "Evaluation"]  # [batch, ops] -> Evaluation
+Evaluate = Callable[[NDArray[np.int32]], "BatchEvaluation"]  # [batch, ops] -> BatchEvaluation
 Trace = Callable[[NDArray[np.int32]], Timeline]  # [ops] -> Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class PlacementProblem:
     """A graph to place on a machine.
 
     allowed      [groups, devices] where each group may go: kinds, costs and pins together
     capacities   [devices] bytes each device may use, caps applied
-    evaluate     placements [batch, ops] -> Evaluation of the objective
+    evaluate     placements [batch, ops] -> BatchEvaluation of the objective
     trace        placement [ops] -> Timeline of the step; None: nobody simulates it
     contiguous   only placements whose devices can be ordered are feasible: `graph.convexity`
-    ranked       `evaluate` tries upward ranks as well: `Simulator`
+    ranked       `evaluate` also tries devices that choose by upward rank: see `Simulator`
     chain        [groups] place in an order of which each device has one run or none, -1: no place;
                  None: there is no such order
     """
@@ -91,24 +91,25 @@ class Problem:
     def group_bytes(self) -> NDArray[np.int64]:
         """[groups] bytes that stay for long: parameters and state, and what backward reads later.
 
-        An estimate that guides; whether a placement fits is for `evaluate` to say.
+        Searches are guided by this estimate; only `evaluate` says whether a placement fits.
         """
         graph = self.graph
         producers, readers = graph.producers, graph.readers
         source = graph.is_source[producers]
         lives = self._lives
         late = np.isin(graph.phases[readers], (Phase.BACKWARD, Phase.UPDATE))
-        kept = np.zeros(graph.tensors, dtype=bool)
-        kept[graph.input_tensors[late]] = True
-        kept[graph.outputs] = True
-        kept &= ~source & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
-        weights = np.where(lives | kept, graph.tensor_bytes, 0)
+        is_kept = np.zeros(graph.tensors, dtype=bool)
+        is_kept[graph.input_tensors[late]] = True
+        is_kept[graph.outputs] = True
+        is_kept &= ~source & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
+        weights = np.where(lives | is_kept, graph.tensor_bytes, 0)
         owners = self.groups.of_op[producers]
         return np.bincount(owners, weights=weights, minlength=self.groups.count).astype(np.int64)
 
     @cached_property
     def made_bytes(self) -> NDArray[np.int64]:
-        """[groups] bytes if all that a group makes stayed: parameters, state, every output."""
+        """[groups] bytes of all that a group makes, as if it all stayed: parameters, state,
+        outputs."""
         graph = self.graph
         made = self._lives | (~graph.is_source[graph.producers] & (graph.bases < 0))
         weights = np.where(made, graph.tensor_bytes, 0)
@@ -117,7 +118,8 @@ class Problem:
 
     @property
     def _lives(self) -> NDArray[np.bool_]:
-        """[tensors] there before the step, on a device of our choice."""
+        """[tensors] True for tensors that are there before the step, on a device that a plan
+        chooses."""
         graph = self.graph
         home = graph.residences[graph.producers]
         used = (home >= 0) | ((home != HOST) & (np.diff(graph.consumer_offsets) > 0))
@@ -145,7 +147,8 @@ class Problem:
 
     @cached_property
     def device_sets(self) -> list[list[int]]:
-        """All devices; and where they are unlike, those of the model that works fastest."""
+        """All devices; and, if they are unlike, a second set: those of the model that is
+        fastest."""
         devices = [d for d, device in enumerate(self.machine.devices) if device.kind != "host"]
         models = [self.machine.devices[d].model for d in devices]
         if len(set(models)) == 1:
@@ -203,14 +206,14 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     ranked: bool = False,
     may_run: NDArray[np.bool_] | None = None,
     chain: NDArray[np.int32] | None = None,
-) -> Problem:
+) -> PlacementProblem:
     """Build the problem that placers solve.
 
     pins   (pattern, device name): glob on op names and module paths; a module's path, or a glob
            that matches it, pins everything inside
     caps   (device name, bytes) the device may use at most
     may_run   [ops, devices] where each op may go besides; None: anywhere
-    chain  [ops] place of each op's group in an order, as in `Problem`; -1: none
+    chain  [ops] place of each op's group in an order, as in `PlacementProblem`; -1: none
 
     Raises `PinError` (a pin that matches nothing, or against another pin), `UnknownDeviceError`,
     `NoDeviceError` (an op that no device may run) and `CostError`.
@@ -236,7 +239,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
         places = np.full(groups.count, -1, dtype=np.int32)
         np.maximum.at(places, groups.of_op, chain)
         evaluate = _only_runs(evaluate, groups, places)
-    return Problem(
+    return PlacementProblem(
         graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
         contiguous, trace, ranked, places,
     )  # fmt: skip
@@ -248,13 +251,13 @@ def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> 
     placed = np.flatnonzero(chain >= 0)
     along = first[placed[np.argsort(chain[placed], kind="stable")]]
 
-    def evaluate_runs(placements: NDArray[np.int32]) -> Evaluation:
-        found = evaluate(placements)
+    def evaluate_runs(placements: NDArray[np.int32]) -> BatchEvaluation:
+        evaluation = evaluate(placements)
         runs = [
             int((row[1:] != row[:-1]).sum()) + 1 <= len(set(row.tolist()))
             for row in placements[:, along]
         ]
-        return replace(found, feasible=found.feasible & np.array(runs, dtype=bool))
+        return replace(evaluation, feasible=evaluation.feasible & np.array(runs, dtype=bool))
 
     return evaluate_runs
 
@@ -262,10 +265,10 @@ def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> 
 def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
     """`evaluate`, but a placement whose devices cannot be ordered is infeasible."""
 
-    def evaluate_contiguous(placements: NDArray[np.int32]) -> Evaluation:
-        found = evaluate(placements)
+    def evaluate_contiguous(placements: NDArray[np.int32]) -> BatchEvaluation:
+        evaluation = evaluate(placements)
         contiguous = [find_return(graph, placement) is None for placement in placements]
-        return replace(found, feasible=found.feasible & np.array(contiguous, dtype=bool))
+        return replace(evaluation, feasible=evaluation.feasible & np.array(contiguous, dtype=bool))
 
     return evaluate_contiguous
 
@@ -307,15 +310,15 @@ def _pinned(
 
 
 def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
-    """[ops, devices] where kinds of device and pins let each op run, whatever group it is in: what
-    holds for every plan that the user permits, not only for those that a placer looks at.
+    """[ops, devices] where kinds of device and pins let each op run, whatever its group. This holds
+    for every plan that the user permits; lower bounds need that.
 
     Raises `PinError` and `UnknownDeviceError`.
     """
     allowed = np.stack([graph.runs_on(device.kind) for device in machine.devices], axis=1)
     for pattern, name in pins:
         pinned = np.arange(allowed.shape[1]) == machine.device_index(name)
-        # What is updated lives with its update.
+        # A parameter is where its update runs, so a pin on the one is a pin on the other.
         allowed[graph.residences[_choosable(graph, pattern)]] &= pinned
     return allowed
 

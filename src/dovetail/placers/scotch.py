@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from dovetail.errors import MissingLibraryError
 from dovetail.placers.budget import Budget
 from dovetail.placers.partitioning import (
-    Candidate,
-    Net,
-    Parts,
+    GroupNetwork,
+    PartitionCandidate,
+    PartitionProblem,
     best_fitting,
     has_empty_part,
     integers,
@@ -43,10 +43,10 @@ from dovetail.placers.partitioning import (
     placed,
     trivial_labels,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.flat import Int64
 
-# The Scotch library through ctypes: one call, which maps a graph onto another.
+# ── The Scotch library through ctypes: one call, which maps a graph onto another ────────────────
 #
 # Objects of Scotch are opaque: it allocates them itself, since their sizes differ between versions.
 # Its integers have 32 or 64 bits (`SCOTCH_numSizeof`). Since version 7 it works on all cores, and
@@ -65,6 +65,7 @@ _FOLDERS = (
     *map(Path, ("/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/homebrew/lib")),
 )
 _QUALITY = 1
+"""`SCOTCH_STRATQUALITY`: prefer good mappings to fast ones."""
 _LOCK = threading.Lock()
 
 
@@ -140,20 +141,20 @@ class Scotch:
         """A new object, which goes with the stack."""
         allocate = self._function(f"{kind}Alloc")
         allocate.restype = ctypes.c_void_p
-        made = ctypes.c_void_p(allocate())
-        assert made.value, f"Scotch found no memory for a {kind}"
-        stack.callback(self._function("memFree"), made)
-        self._call(f"{kind}Init", made)
-        stack.callback(self._function(f"{kind}Exit"), made)
-        return made
+        handle = ctypes.c_void_p(allocate())
+        assert handle.value, f"Scotch found no memory for a {kind}"
+        stack.callback(self._function("memFree"), handle)
+        self._call(f"{kind}Init", handle)
+        stack.callback(self._function(f"{kind}Exit"), handle)
+        return handle
 
     def _call(self, name: str, *arguments: object) -> None:
         status = self._function(name)(*arguments)
         assert status == 0, f"SCOTCH_{name} failed; it wrote why to stderr"
 
     def _function(self, name: str) -> "ctypes._NamedFuncPointer":
-        found: ctypes._NamedFuncPointer = getattr(self._library, f"SCOTCH_{name}")
-        return found
+        function: ctypes._NamedFuncPointer = getattr(self._library, f"SCOTCH_{name}")
+        return function
 
 
 def load_scotch(open_library: Callable[..., ctypes.CDLL] = ctypes.CDLL) -> Scotch:
@@ -187,13 +188,17 @@ def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
+# ── The placers ─────────────────────────────────────────────────────────────────────────────────
+
 IMBALANCES = (0.01, 0.05, 0.2)
+"""Shares by which a device may have more than its part; each is tried."""
 MOST_DISTANCE = 32
 """Distances are integers, the shortest link is 4: no link counts as more than 8 times as long."""
 SPEEDS = 1000
+"""Sum of the integer speeds of the devices, for each device."""
 
 
-def scotch(problem: Problem, budget: Budget) -> GroupPlacement:
+def scotch(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The best mapping on all devices. Ties: the smaller imbalance.
 
     Raises `MissingLibraryError`.
@@ -201,7 +206,7 @@ def scotch(problem: Problem, budget: Budget) -> GroupPlacement:
     return map_within(problem, budget, problem.device_sets[0])
 
 
-def map_within(problem: Problem, budget: Budget, within: list[int]) -> GroupPlacement:
+def map_within(problem: PlacementProblem, budget: Budget, within: list[int]) -> GroupPlacement:
     """The best mapping on some devices; groups that may not be there go to their fastest."""
     library = load_scotch()
     net = net_of(problem)
@@ -212,7 +217,7 @@ def map_within(problem: Problem, budget: Budget, within: list[int]) -> GroupPlac
     return best_fitting(problem, net, budget, candidates)
 
 
-def distances(problem: Problem, devices: list[int], transfer_bytes: float) -> Int64:
+def distances(problem: PlacementProblem, devices: list[int], transfer_bytes: float) -> Int64:
     """[devices, devices] of a transfer, 4 for the nearest pair, at most `MOST_DISTANCE`."""
     machine, index = problem.machine, problem.machine.link_index
     host = machine.host_index
@@ -230,38 +235,38 @@ def distances(problem: Problem, devices: list[int], transfer_bytes: float) -> In
     return np.clip(scaled, 1, MOST_DISTANCE).astype(np.int64)
 
 
-def _mappings(problem: Problem, net: Net, parts: Parts, library: Scotch) -> list[Candidate]:
+def _mappings(
+    problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, library: Scotch
+) -> list[PartitionCandidate]:
     labels = trivial_labels(parts)
     if labels is not None:
         return [placed(problem, net, parts, labels, reorder=True)]
     mean_bytes = float(problem.edges[2].mean()) if len(problem.edges[2]) else 0.0
     lengths = distances(problem, parts.devices, mean_bytes)
-    others = ~np.eye(len(parts.devices), dtype=bool)
+    is_pair = ~np.eye(len(parts.devices), dtype=bool)
     target = Csr(
-        offsets=np.arange(len(others) + 1) * (len(others) - 1),
-        neighbours=np.nonzero(others)[1],
-        weights=integers(parts.shares, SPEEDS * len(others)),
-        edge_weights=lengths[others],
+        offsets=np.arange(len(is_pair) + 1) * (len(is_pair) - 1),
+        neighbours=np.nonzero(is_pair)[1],
+        weights=integers(parts.shares, SPEEDS * len(is_pair)),
+        edge_weights=lengths[is_pair],
     )
     shrunk = np.maximum(parts.edge_weights // MOST_DISTANCE, 1)
     source = Csr(parts.offsets, parts.neighbours, parts.weights, shrunk)
     tried = [library.map(source, target, imbalance, problem.seed) for imbalance in IMBALANCES]
     full = [labels for labels in tried if not has_empty_part(parts, labels)]
     # A swap of parts costs nothing only where all links are alike.
-    uniform = len(np.unique(lengths[others])) == 1
+    uniform = len(np.unique(lengths[is_pair])) == 1
     return [placed(problem, net, parts, labels, reorder=uniform) for labels in full or tried]
 
 
-# MinCut: Scotch's mapping on all devices but the CPU.
-#
-# Ops that only a CPU can run stay there; where a machine has nothing but CPUs, this is `scotch`.
-#
-# Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
-# https://arxiv.org/abs/1706.04972, section 4.2. Differences: as in `scotch`.
+def mincut(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Scotch's best mapping on all devices but the CPUs. Raises `MissingLibraryError`.
 
+    Ops that only a CPU can run stay there; where a machine has only CPUs, this is `scotch`.
 
-def mincut(problem: Problem, budget: Budget) -> GroupPlacement:
-    """The best mapping on the devices that are no CPU. Raises `MissingLibraryError`."""
+    Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML
+    2017, https://arxiv.org/abs/1706.04972, section 4.2. Differences: as in `scotch`.
+    """
     devices = problem.device_sets[0]
     within = [d for d in devices if problem.machine.devices[d].kind != "cpu"]
     return map_within(problem, budget, within or devices)

@@ -18,14 +18,14 @@ Papers: Hanen and Munier, "An approximation algorithm for scheduling dependent t
 with small communication delays", ETFA 1995, https://doi.org/10.1109/ETFA.1995.496777; with memory,
 m-SCT of Jeon et al., "Baechi: Fast Device Placement of Machine Learning Graphs", SoCC 2020,
 https://arxiv.org/abs/2301.08695.
-Differences: p and c are means over the devices of the last of `Problem.device_sets` (the papers'
-are alike). Sends within a group take no time, as groups stay together, and ops that can share no
-device are no favourites. Of solutions that are as good to 1/1000 that which saves more seconds of
-sends is taken. A device waits no longer than the send to the child takes, the favourite child goes
-before urgent ops if it can start, and ties of starts fall to devices that are not awake. Where more
-than `MOST_EDGES` sends go between groups, or the solver finds nothing within `MOST_ITERATIONS`,
-favourite children come from the heaviest sends, heaviest first. Unlike devices, groups and memory:
-as in `etf`.
+Differences: p and c are means over the devices of the last of `PlacementProblem.device_sets` (the
+papers' devices are alike). Sends within a group take no time, because groups stay together. Ops
+that can share no device are never favourites. Of solutions within 1/1000 of each other, the one
+that saves more seconds of sends is taken. A device waits at most as long as the send to the child
+takes; the favourite child goes before urgent ops if it can start; ties of starts fall to devices
+that are not awake. Where more than `MOST_EDGES` sends go between groups, or the solver finds no
+solution within `MOST_ITERATIONS`, favourite children come from the heaviest sends, heaviest first.
+Unlike devices, groups and memory: as in `etf`.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ from scipy.optimize import linprog
 from dovetail.placers.budget import Budget
 from dovetail.placers.etf import Favourites, etf_schedule
 from dovetail.placers.list_scheduling import (
-    Limits,
+    GroupLimits,
     Tasks,
     best_of_sets,
     limits_of,
@@ -47,7 +47,7 @@ from dovetail.placers.list_scheduling import (
     mean_transfer,
     tasks_of,
 )
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.compiling import kernel
 from dovetail.simulator.flat import Float64, Int8, Int32
 
@@ -61,7 +61,7 @@ ROUNDING = 1e-6
 """What the solver may be off."""
 
 
-def sct(problem: Problem, budget: Budget) -> GroupPlacement:
+def sct(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The better of schedules over all devices and over the fastest model of device only."""
     tasks = tasks_of(problem)
     favourites = favourites_of(tasks, limits_of(problem, len(problem.device_sets) - 1))
@@ -70,15 +70,15 @@ def sct(problem: Problem, budget: Budget) -> GroupPlacement:
     )
 
 
-def favourites_of(tasks: Tasks, limits: Limits, most_edges: int = MOST_EDGES) -> Favourites:
+def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGES) -> Favourites:
     """Favourite children, and what the sends to them take."""
     latency, per_byte = mean_transfer(tasks, limits)
     sends = latency + per_byte * tasks.before_bytes
     ops = np.arange(len(tasks.of_op), dtype=np.int32)
     afters = np.repeat(ops, np.diff(tasks.before_offsets))
-    groups, others = tasks.of_op[tasks.befores], tasks.of_op[afters]
-    sends[groups == others] = 0.0
-    together = (limits.choices[groups] & limits.choices[others]).any(axis=1)
+    before_groups, after_groups = tasks.of_op[tasks.befores], tasks.of_op[afters]
+    sends[before_groups == after_groups] = 0.0
+    together = (limits.choices[before_groups] & limits.choices[after_groups]).any(axis=1)
     may = together & (sends > 0)
     chosen = None
     if may.any() and may.sum() <= most_edges:
@@ -94,15 +94,15 @@ def favourites_of(tasks: Tasks, limits: Limits, most_edges: int = MOST_EDGES) ->
 
 
 def _solve(
-    tasks: Tasks, own: Float64, sends: Float64, afters: Int32, may: NDArray[np.bool_]
+    tasks: Tasks, op_seconds: Float64, sends: Float64, afters: Int32, may: NDArray[np.bool_]
 ) -> NDArray[np.intp] | None:
     """Indices of the sends to favourite children, by the linear programme; None: not solved.
 
     Columns: x of the sends that `may`, then s of the ops, then w; times over the longest path.
     """
-    paths = np.zeros(len(own))
-    longest_paths(tasks, own, sends, paths)
-    span, befores, ops = paths.max(), tasks.befores, len(own)
+    paths = np.zeros(len(op_seconds))
+    longest_paths(tasks, op_seconds, sends, paths)
+    span, befores, ops = paths.max(), tasks.befores, len(op_seconds)
     edges = np.flatnonzero(may)
     count, columns = len(edges), len(edges) + ops + 1
     x, s, w = np.arange(count), count + np.arange(ops), np.full(ops, columns - 1)
@@ -122,13 +122,15 @@ def _solve(
     ends = block(ops, (ones(ops), each, s), (-ones(ops), each, w))
     children = block(ops, (-ones(count), befores[edges], x))
     parents = block(ops, (-ones(count), afters[edges], x))
-    waits = own[befores] + np.where(may, 0.0, sends)
+    waits = op_seconds[befores] + np.where(may, 0.0, sends)
     most = [1.0 - np.bincount(by[edges], minlength=ops) for by in (befores, afters)]
     solve: Any = linprog  # its stubs know no sparse matrices
     solved = solve(
         np.concatenate([SAVING_WEIGHT * sends[edges] / sends[edges].sum(), np.zeros(ops), [1.0]]),
         A_ub=sparse.vstack([order, ends, children, parents]).tocsr(),
-        b_ub=np.concatenate([-waits / span, -own / span, *(np.minimum(m, 0.0) for m in most)]),
+        b_ub=np.concatenate(
+            [-waits / span, -op_seconds / span, *(np.minimum(m, 0.0) for m in most)]
+        ),
         bounds=np.stack([np.zeros(columns), np.repeat([1.0, np.inf], [count, ops + 1])], axis=1),
         method="highs-ds",
         options={"maxiter": MOST_ITERATIONS},

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
-from dovetail.placers.learned.curves import Curve, Floats, curves_of
+from dovetail.placers.learned.curves import Floats, LearningCurve, curves_of
 from dovetail.placers.learned.records import Learned
 from dovetail.plans import Plan
 from dovetail.reports.markup import Card, PageTable, render_page, save_page
@@ -89,7 +89,7 @@ def _cards(learned: Learned, method: str) -> list[Card]:
 
 
 def _tasks(
-    learned: Learned, curves: Sequence[Curve], plans: Mapping[str, Plan | None]
+    learned: Learned, curves: Sequence[LearningCurve], plans: Mapping[str, Plan | None]
 ) -> PageTable:
     """A row for each task: its best placement, and the values of the methods that do not learn."""
     baselines = list(
@@ -109,7 +109,7 @@ def _tasks(
     return PageTable(["task", "best tried", "after trials", *baselines, "bound"], rows)
 
 
-def _charts(curves: Sequence[Curve]) -> list[tuple[str, Markup]]:
+def _charts(curves: Sequence[LearningCurve]) -> list[tuple[str, Markup]]:
     """(title, chart) of each figure in `_SHOWN`, a line a curve."""
     charts = []
     for field, title in _SHOWN:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dovetail.runtime.timers import Timing, summarise
-from dovetail.schedulers.results import SEQUENTIAL, Candidate, Scheduled
+from dovetail.schedulers.results import SEQUENTIAL, ScheduleCandidate, Scheduled
 from dovetail.units import format_seconds
 
 
@@ -18,16 +18,16 @@ class Ratio:
         return f"{self.value:.3f} x" + ("" if self.measured else " (predicted)")
 
 
-def measured_of(candidate: Candidate) -> Timing | None:
+def measured_of(candidate: ScheduleCandidate) -> Timing | None:
     """Median and spread of the measured rounds; None where there are none."""
     return summarise(list(candidate.seconds)) if candidate.seconds else None
 
 
-def sequential_of(scheduled: Scheduled) -> Candidate | None:
+def sequential_of(scheduled: Scheduled) -> ScheduleCandidate | None:
     return next((c for c in scheduled.candidates if c.scheduler == SEQUENTIAL), None)
 
 
-def ratio_of(scheduled: Scheduled, candidate: Candidate) -> Ratio | None:
+def ratio_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> Ratio | None:
     """Sequential's seconds over the schedule's; None if that is not known."""
     base = sequential_of(scheduled)
     if base is None:
@@ -38,7 +38,7 @@ def ratio_of(scheduled: Scheduled, candidate: Candidate) -> Ratio | None:
     return Ratio(theirs / ours, both) if ours > 0 else None
 
 
-def measured_text(candidate: Candidate) -> str:
+def measured_text(candidate: ScheduleCandidate) -> str:
     """ "4.03 ms (1.2 %)": median, and interquartile range over median."""
     timing = measured_of(candidate)
     if timing is None:
@@ -46,7 +46,7 @@ def measured_text(candidate: Candidate) -> str:
     return f"{format_seconds(timing.median_seconds)} ({100 * timing.spread:.1f} %)"
 
 
-def stages_text(candidate: Candidate) -> str:
+def stages_text(candidate: ScheduleCandidate) -> str:
     """The number of stages, or of streams if there are no stages."""
     if candidate.stages or not candidate.streams.orders:
         return f"{len(candidate.stages):,}"
@@ -54,7 +54,7 @@ def stages_text(candidate: Candidate) -> str:
     return f"{streams} stream{'s' * (streams != 1)}"
 
 
-def largest_text(candidate: Candidate) -> str:
+def largest_text(candidate: ScheduleCandidate) -> str:
     """Kernels of the largest stage."""
     sizes = [len(stage.kernels) for stage in candidate.stages]
     return f"{max(sizes):,}" if sizes else "-"
@@ -85,7 +85,7 @@ def overview_rows(
     return head + ("left out",) * pruned, rows
 
 
-def launches_of(scheduled: Scheduled, candidate: Candidate) -> int:
+def launches_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
     """Kernels that run: the kernels of a merged stage are one."""
     saved = sum(len(stage.kernels) - 1 for stage in candidate.stages if stage.merged)
     return len(scheduled.kernels) - saved
@@ -123,7 +123,7 @@ def answer(scheduled: Scheduled, costs_source: str) -> str:
     return text + (", but the difference is within their spread." if apart < noise else ".")
 
 
-def _faster_by_prediction(scheduled: Scheduled) -> list[Candidate]:
+def _faster_by_prediction(scheduled: Scheduled) -> list[ScheduleCandidate]:
     """The schedules with less predicted seconds than the chosen one, the least first."""
     limit = scheduled.best.predicted_seconds
     faster = [c for c in scheduled.candidates if c.predicted_seconds < limit]
@@ -156,7 +156,7 @@ def _predicted_faster(scheduled: Scheduled) -> str:
     )
 
 
-def _against(scheduled: Scheduled, best: Candidate) -> str:
+def _against(scheduled: Scheduled, best: ScheduleCandidate) -> str:
     base, ratio = sequential_of(scheduled), ratio_of(scheduled, best)
     if base is None or ratio is None or best is base:
         return ""
@@ -164,7 +164,7 @@ def _against(scheduled: Scheduled, best: Candidate) -> str:
     return f", {ratio.value:.3f} x sequential's speed ({format_seconds(theirs)})"
 
 
-def _next(scheduled: Scheduled) -> Candidate | None:
+def _next(scheduled: Scheduled) -> ScheduleCandidate | None:
     """The fastest that was measured beside the chosen one; none that runs as that one does, for
     its seconds are the same."""
     best = scheduled.best

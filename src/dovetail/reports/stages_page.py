@@ -36,12 +36,12 @@ from dovetail.runtime.timers import summarise
 from dovetail.schedulers.additivity import pairs_ordered_right
 from dovetail.schedulers.records import members
 from dovetail.schedulers.results import (
-    Candidate,
-    Effort,
     KernelStage,
     KernelWork,
+    ScheduleCandidate,
     Scheduled,
     Schedules,
+    SearchEffort,
     Specialisation,
 )
 from dovetail.units import format_bytes, format_count, format_seconds
@@ -105,13 +105,13 @@ class Picture:
     waits: dict[int, set[int]] = field(default_factory=dict)
 
 
-def effort_of(scheduled: Scheduled, candidate: Candidate) -> int:
+def effort_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
     """Boxes and lines that a picture of it has."""
     reads = sum(before.bit_count() for before in scheduled.block.predecessors)
     return len(scheduled.kernels) + reads + len(candidate.stages)
 
 
-def draw_schedule(scheduled: Scheduled, candidate: Candidate) -> Markup:
+def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> Markup:
     """All kernels of a schedule, each once. O(kernels + edges)."""
     if not candidate.stages:
         picture = render(scheduled, streamed(scheduled, candidate))
@@ -132,7 +132,7 @@ def draw_schedule(scheduled: Scheduled, candidate: Candidate) -> Markup:
     return joined(drawn)
 
 
-def pieces(scheduled: Scheduled, candidate: Candidate) -> list[range]:
+def pieces(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[range]:
     """Stages by number that are drawn together, all of them in running order."""
     block_of = {k: b for b, kernels in enumerate(scheduled.blocks) for k in kernels}
     blocks = [block_of.get(min(stage.kernels, default=-1), -1) for stage in candidate.stages]
@@ -173,7 +173,7 @@ def staged(stages: Sequence[KernelStage], first: int) -> Picture:
     return Picture(places, tuple(bands))
 
 
-def streamed(scheduled: Scheduled, candidate: Candidate) -> Picture:
+def streamed(scheduled: Scheduled, candidate: ScheduleCandidate) -> Picture:
     """Streams side by side; each kernel in the row below the last that it waits for."""
     streams = candidate.streams
     before: dict[int, set[int]] = {
@@ -306,7 +306,7 @@ def _end(name: str, most: int) -> str:
     return name if len(name) <= most else "…" + name[1 - most :]
 
 
-def _piece_title(scheduled: Scheduled, candidate: Candidate, piece: range) -> str:
+def _piece_title(scheduled: Scheduled, candidate: ScheduleCandidate, piece: range) -> str:
     stages = [candidate.stages[i] for i in piece]
     kernels = {k for stage in stages for k in stage.kernels}
     total = sum(stage.seconds for stage in candidate.stages)
@@ -332,7 +332,7 @@ HEATS = (0.005, 0.02, 0.05, 0.10)
 """A cell is one step hotter from each of these losses on."""
 
 
-def latency_chart(candidates: Sequence[Candidate], chosen: str) -> Markup:
+def latency_chart(candidates: Sequence[ScheduleCandidate], chosen: str) -> Markup:
     """A row for each schedule: predicted above measured, with the middle half of the rounds."""
     ends = [c.predicted_seconds for c in candidates]
     ends += [_quartiles(c)[1] for c in candidates if c.seconds]
@@ -372,7 +372,7 @@ def _bar(
     )
 
 
-def _quartiles(candidate: Candidate) -> tuple[float, float]:
+def _quartiles(candidate: ScheduleCandidate) -> tuple[float, float]:
     ordered = sorted(candidate.seconds)
     last = len(ordered) - 1
     return ordered[round(last / 4)], ordered[round(3 * last / 4)]
@@ -469,7 +469,7 @@ def _own(matrix: Specialisation, row: int) -> int | None:
     return row if len(matrix.rows) == len(matrix.columns) else None
 
 
-def noise_of(candidates: Sequence[Candidate]) -> float:
+def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
     """Interquartile range over median of the measured rounds, of the schedule in the middle."""
     spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
     return spreads[len(spreads) // 2] if spreads else 0.0
@@ -611,12 +611,12 @@ def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
     return drawn
 
 
-def _by_choice(scheduled: Scheduled) -> list[Candidate]:
+def _by_choice(scheduled: Scheduled) -> list[ScheduleCandidate]:
     """The chosen one first."""
     return sorted(scheduled.candidates, key=lambda c: c.scheduler != scheduled.chosen)
 
 
-def _same_as(scheduled: Scheduled, candidate: Candidate) -> str | None:
+def _same_as(scheduled: Scheduled, candidate: ScheduleCandidate) -> str | None:
     """An earlier scheduler that found the same stages."""
     for other in _by_choice(scheduled):
         if other is candidate:
@@ -626,7 +626,7 @@ def _same_as(scheduled: Scheduled, candidate: Candidate) -> str | None:
     return None
 
 
-def _form(candidate: Candidate) -> object:
+def _form(candidate: ScheduleCandidate) -> object:
     return [(stage.groups, stage.merged) for stage in candidate.stages] or candidate.streams
 
 
@@ -650,7 +650,9 @@ def _batch(schedules: Schedules, scheduled: Scheduled, drawn: Collection[str]) -
     )
 
 
-def _shown(scheduled: Scheduled, candidate: Candidate, drawn: Collection[str]) -> _ShownSchedule:
+def _shown(
+    scheduled: Scheduled, candidate: ScheduleCandidate, drawn: Collection[str]
+) -> _ShownSchedule:
     name = candidate.scheduler
     chosen = name == scheduled.chosen
     title = f"{name}{' (chosen)' * chosen}: {stages_text(candidate)}"
@@ -713,7 +715,7 @@ def _blocks(scheduled: Scheduled) -> _BlockGains | None:
 
 
 def _block_table(
-    scheduled: Scheduled, base: Candidate, gains: Mapping[str, list[float]]
+    scheduled: Scheduled, base: ScheduleCandidate, gains: Mapping[str, list[float]]
 ) -> PageTable:
     sizes = [f"{len(kernels):,}" for kernels in scheduled.blocks]
     rows = [
@@ -752,7 +754,7 @@ def _work(scheduled: Scheduled) -> PageTable | None:
 
 def _search(scheduled: Scheduled) -> PageTable | None:
     """The effort of finding each schedule (table 4)."""
-    if all(candidate.effort == Effort() for candidate in scheduled.candidates):
+    if all(candidate.effort == SearchEffort() for candidate in scheduled.candidates):
         return None
     rows = [
         (

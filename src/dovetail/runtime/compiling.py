@@ -4,8 +4,8 @@ numba counts references to every array on every call, atomically; with dozens of
 twenty times the work itself. The kernels allocate nothing, so the manager is off (`_nrt`, which
 numba's type stubs do not know). Helpers are inlined, so that their arrays are not passed at all.
 
-The first run on a machine compiles for the better part of a minute, later ones load the cache.
-`working_clock` is the time without that, so that a budget of seconds buys the same search always.
+The first run on a machine compiles for the better part of a minute; later runs load the cache.
+`working_clock` leaves this time out, so that a budget of seconds always buys the same search.
 """
 
 import threading
@@ -73,9 +73,3 @@ def _compiler() -> _Compiler:
     listener = _Compiler()
     event.register("numba:compiler_lock", listener)  # type: ignore[no-untyped-call]
     return listener
-
-
-# How kernels are compiled: see `dovetail.runtime.compiling`.
-
-
-__all__ = ["inlined", "kernel"]

@@ -71,12 +71,12 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise UnwritableError(os.fspath(path), detail or str(error)) from error
 
 
-# Reading JSON of unknown origin.
-
+# ── Reading JSON of unknown origin ──────────────────────────────────────────────────────────────
 
 MOST_BYTES = 2**31
 """Largest JSON that is read. A gzip file of a few kilobytes can unpack to any size."""
 _CHUNK_BYTES = 2**20
+"""Bytes that are unpacked at a time."""
 
 
 def read_json(path: str | Path) -> Any:

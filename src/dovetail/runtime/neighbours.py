@@ -1,4 +1,4 @@
-"""How many cores other programs keep busy, and what to do about threads that wait meanwhile.
+"""Measures how many cores other programs keep busy, and decides how long waiting threads spin.
 
 A thread that spins holds its core. Where another program wants that core the kernel gives it whole
 time slices of some milliseconds, in which ops of microseconds stand still. So threads spin only on
@@ -27,7 +27,7 @@ _TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def disturbs(others_cores: float) -> bool:
-    """Is what was measured not to be relied on, for other programs used so many cores?"""
+    """True if other programs used so many cores that a measurement cannot be relied on."""
     return others_cores >= BUSY_CORES
 
 
@@ -53,8 +53,8 @@ class Neighbours:
         self._before = now
         if now[1] is None or before[1] is None:
             return None
-        busy, own = now[1] - before[1], now[2] - before[2]
-        return max(0.0, (busy - own) / (now[0] - before[0]))
+        busy, our_seconds = now[1] - before[1], now[2] - before[2]
+        return max(0.0, (busy - our_seconds) / (now[0] - before[0]))
 
     def settled(self, sleep: Callable[[float], None] = time.sleep) -> float | None:
         """`look`, after as much more time as it needs."""
@@ -63,14 +63,14 @@ class Neighbours:
 
     def _sample(self) -> tuple[float, float | None, float]:
         """(now, seconds that the cores were busy, seconds of our own processes)."""
-        own = time.process_time() + sum(_process_seconds(pid) for pid in self._processes)
-        return clock(), busy_seconds(self.cores), own
+        our_seconds = time.process_time() + sum(_process_seconds(pid) for pid in self._processes)
+        return clock(), busy_seconds(self.cores), our_seconds
 
 
 def busy_seconds(cores: Collection[int]) -> float | None:
     """Seconds that these cores have worked since the machine started, for programs or, stolen from
     a virtual machine, for other machines. None where /proc/stat does not say."""
-    ticks, seen = 0, 0
+    ticks, cores_read = 0, 0
     try:
         with open("/proc/stat") as lines:
             for line in lines:
@@ -78,14 +78,14 @@ def busy_seconds(cores: Collection[int]) -> float | None:
                 if not name.startswith("cpu"):
                     break  # what follows are interrupts, a long line
                 if name[3:].isdigit() and int(name[3:]) in cores:
-                    seen += 1
+                    cores_read += 1
                     user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(
                         int, fields[:8]
                     )
                     ticks += user + nice + system + interrupts + soft + stolen
     except (OSError, ValueError):
         return None  # not Linux, or a sandbox without the file
-    return ticks * _TICK_SECONDS if seen == len(cores) else None
+    return ticks * _TICK_SECONDS if cores_read == len(cores) else None
 
 
 def _process_seconds(pid: int) -> float:
@@ -124,10 +124,10 @@ class Spinning:
 
     def look(self) -> None:
         """Look at the neighbours, if the last look is some time ago. Call it between steps."""
-        others = self._look()
-        if others is None:
+        others_cores = self._look()
+        if others_cores is None:
             return
-        self._calm = 0 if disturbs(others) else self._calm + 1
+        self._calm = 0 if disturbs(others_cores) else self._calm + 1
         if not self._calm:
             self._wait()
         elif self._calm >= 2:

@@ -26,8 +26,6 @@ from typing import Any, Self
 
 from dovetail.errors import ProcessDiedError, ProcessError
 
-# One end of the socket pair between a process and its worker.
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -76,6 +74,7 @@ class Channel:
 
 
 GRACE_SECONDS = 5.0
+"""A worker whose channel was closed has this long to end by itself before it is killed."""
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -202,10 +201,10 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
 
 
 def _environment(threads: int) -> dict[str, str]:
-    found = dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    if threads > 1 and not any(name in found for name in _SPIN_VARIABLES):
-        found["GOMP_SPINCOUNT"] = str(_SPINS)
-    return found
+    variables = dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    if threads > 1 and not any(name in variables for name in _SPIN_VARIABLES):
+        variables["GOMP_SPINCOUNT"] = str(_SPINS)
+    return variables
 
 
 def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> list[Worker]:

@@ -44,8 +44,8 @@ class Block:
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
-        """A new block. The system promises its memory to whoever asks, and kills a process that
-        writes to what is not there: compare with what is available first."""
+        """A new block. The system promises more memory than it has, and kills a process that writes
+        to memory that is not there, so compare `size_bytes` with what is available first."""
         descriptor = os.memfd_create("dovetail", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(size_bytes, 1))

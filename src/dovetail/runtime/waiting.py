@@ -138,8 +138,8 @@ def _now_ns(typing: Any) -> Any:
         external = _declare(builder.module, function, "clock_gettime")
         builder.call(external, [ir.Constant(ir.IntType(32), _CLOCK_MONOTONIC), pointer])
         seconds = builder.load(pointer)
-        rest = builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(32), 1)]))
-        return builder.add(builder.mul(seconds, ir.Constant(_INT64, 10**9)), rest)
+        nanoseconds = builder.load(builder.gep(pointer, [ir.Constant(ir.IntType(32), 1)]))
+        return builder.add(builder.mul(seconds, ir.Constant(_INT64, 10**9)), nanoseconds)
 
     return types.int64(), generate
 
@@ -170,35 +170,35 @@ def _futex(typing: Any, address: Any, operation: Any, value: Any, timeout_ns: An
 def _sleep(flag: int, value: int, abort: int) -> int:
     """`wait`, asleep until the flag is published."""
     while True:
-        found = _load(flag)
-        if found >= value:
-            return int(found)
+        now = _load(flag)
+        if now >= value:
+            return int(now)
         if _load(abort) != 0:
             return ABORTED
         # Whoever publishes sets the flag and then looks whether somebody sleeps. Both in this order
         # one of the two sees the other, and a flag that has changed puts nobody to sleep.
         _store(flag + 8, 1)
         _fence()
-        found = _load(flag)
-        if found < value:
-            _futex(flag, _FUTEX_WAIT, found & 0xFFFFFFFF, _NAP_NS)
+        now = _load(flag)
+        if now < value:
+            _futex(flag, _FUTEX_WAIT, now & 0xFFFFFFFF, _NAP_NS)
 
 
 @njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)
 def wait(flag: int, value: int, abort: int, spin_ns: int) -> int:
     """Block until the flag is at least `value`; what it is then, or `ABORTED`."""
     for _ in range(SPINS):
-        found = _load(flag)
-        if found >= value:
-            return int(found)
+        reached = _load(flag)
+        if reached >= value:
+            return int(reached)
         _pause()
     begin = _now_ns()
     now = begin
     while now - begin < spin_ns:
         for _ in range(SPINS):
-            found = _load(flag)
-            if found >= value:
-                return int(found)
+            reached = _load(flag)
+            if reached >= value:
+                return int(reached)
             _pause()
         if _load(abort) != 0:
             return ABORTED
@@ -237,10 +237,10 @@ def publish_copy(flag: int, value: int, target: int, source: int, size_bytes: in
 
 
 @njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def barrier(flags: int, count: int, own: int, value: int, abort: int, spin_ns: int) -> int:
+def barrier(flags: int, count: int, seat: int, value: int, abort: int, spin_ns: int) -> int:
     """Arrive at flag `own` of the `count` flags (one a cache line) from address `flags` on, and
     block until every one is at least `value`. Returns `value`, or `ABORTED`."""
-    publish(flags + 64 * own, value)
+    publish(flags + 64 * seat, value)
     for other in range(count):
         if wait(flags + 64 * other, value, abort, spin_ns) == ABORTED:
             return ABORTED

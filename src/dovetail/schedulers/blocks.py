@@ -6,8 +6,9 @@ Nothing is lost where stages hold independent ops: an op that all others precede
 stage by itself. Where groups are chains, those that would cross a cut are.
 
 Where cells read the two cells before (NASNet), no op is passed by all paths, and the papers cut by
-hand between cells. Ours does it by `crossing`: after an op and all that it needs, where at most so
-many of these ops are read later. That is pruning: what could run beside another block does not.
+hand between cells. This module cuts by `crossing`: after an op and all that it needs, where at most
+so many of these ops are read later. That is pruning: ops of different blocks never run side by
+side.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dovetail.errors import TooManyStatesError
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 from dovetail.schedulers.states import states_of
 
 
@@ -24,10 +25,10 @@ class Part:
     """A block of a block. ops: of the whole, ascending; op i of `block` is `ops[i]`."""
 
     ops: tuple[int, ...]
-    block: Block
+    block: KernelBlock
 
 
-def cut(block: Block, crossing: int = 0) -> list[Part]:
+def cut(block: KernelBlock, crossing: int = 0) -> list[Part]:
     """The parts, in running order; `crossing` 0: lossless cuts only. O(ops²) bits."""
     parts = []
     done = 0
@@ -38,7 +39,7 @@ def cut(block: Block, crossing: int = 0) -> list[Part]:
     return parts
 
 
-def prefixes(block: Block, crossing: int) -> list[OpSet]:
+def prefixes(block: KernelBlock, crossing: int) -> list[OpSet]:
     """Sets of ops that a part may end with, each within the next."""
     chosen: list[OpSet] = []
     ancestors: list[OpSet] = []
@@ -58,13 +59,13 @@ def prefixes(block: Block, crossing: int) -> list[OpSet]:
     return chosen
 
 
-def part_of(block: Block, ops: OpSet) -> Part:
+def part_of(block: KernelBlock, ops: OpSet) -> Part:
     """Some ops as a block of their own; what they read from elsewhere is there."""
     chosen = tuple(members(ops))
     place = {op: i for i, op in enumerate(chosen)}
     return Part(
         chosen,
-        Block(
+        KernelBlock(
             tuple(
                 sum(1 << place[p] for p in members(block.predecessors[op] & ops)) for op in chosen
             )
@@ -82,14 +83,14 @@ def joined(parts: Sequence[tuple[Part, Sequence[OpSet]]]) -> list[OpSet]:
     return [whole(part, stage) for part, stages in parts for stage in stages]
 
 
-# What is left out where a block is too wide to be searched whole, by name.
+# ── Narrowing: pruning of blocks that are too wide to be searched whole ─────────────────────────
 #
-# First blocks are cut where nothing is lost. One that still has too many states is cut where few of
-# its ops are read later, after as long a part as can be searched; where no such cut helps, states
-# are kept within a window, the widest that can be searched.
-
+# First blocks are cut where nothing is lost. A block that still has too many states is cut where
+# few of its ops are read later, after as long a part as can be searched. Where no such cut helps,
+# the search keeps states within a window, the widest that can be searched.
 
 MOST_CROSSING = 4
+"""Most ops that are read after a cut, when a block is cut where something is lost."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Narrowed:
     pruning: str = ""
 
 
-def narrowed(block: Block, most: int) -> Narrowed:
+def narrowed(block: KernelBlock, most: int) -> Narrowed:
     """Parts of at most `most` states each. O(parts x most x ready ops)."""
     parts: list[Part] = []
     crossings, windows = [0], []
@@ -115,7 +116,9 @@ def narrowed(block: Block, most: int) -> Narrowed:
             finer = _longest(part.block, crossing, most)
             if finer:
                 crossings.append(crossing)
-                parts += [_within(part, inner) for inner in finer]
+                parts += [
+                    Part(tuple(part.ops[op] for op in inner.ops), inner.block) for inner in finer
+                ]
                 windows += [0] * len(finer)
                 break
         else:
@@ -129,7 +132,7 @@ def narrowed(block: Block, most: int) -> Narrowed:
     return Narrowed(tuple(parts), tuple(windows), " and ".join(said))
 
 
-def _longest(block: Block, crossing: int, most: int) -> list[Part]:
+def _longest(block: KernelBlock, crossing: int, most: int) -> list[Part]:
     """Parts that end at such cuts, each as long as fits; empty where one does not fit."""
     ends = [*prefixes(block, crossing), block.everything]
     parts: list[Part] = []
@@ -151,11 +154,7 @@ def _longest(block: Block, crossing: int, most: int) -> list[Part]:
     return [part for part in parts if part.ops]
 
 
-def _within(outer: Part, inner: Part) -> Part:
-    return Part(tuple(outer.ops[op] for op in inner.ops), inner.block)
-
-
-def _window(block: Block, most: int) -> int:
+def _window(block: KernelBlock, most: int) -> int:
     """The widest window that leaves no more than `most` states."""
     window = 1
     while _fits(block, most, window + 1):
@@ -164,7 +163,7 @@ def _window(block: Block, most: int) -> int:
 
 
 @lru_cache(maxsize=4096)  # networks repeat their cells
-def _fits(block: Block, most: int, window: int = 0) -> bool:
+def _fits(block: KernelBlock, most: int, window: int = 0) -> bool:
     try:
         states_of(block, window, most)
     except TooManyStatesError:

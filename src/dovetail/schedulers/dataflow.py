@@ -1,8 +1,9 @@
-"""Streams with events: no stages, so no op waits for one that it does not need.
+"""Streams with events instead of stages: an op waits only for the ops whose outputs it reads.
 
 List scheduling by critical path: of the ops that are ready, the one with the longest way to the end
 goes first, to the stream where it can start earliest. R. L. Graham, "Bounds on Multiprocessing
-Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969. Neither paper on stages has it.
+Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969. Differences: an event of another
+stream comes later than its op. The papers on stages (`dos`, `ios`) have no such schedule.
 
 An op that reads what another stream makes waits for an event there. Waits that others imply, by
 the order of a stream or through other waits, are left out.
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Streams:
 
 
 def dataflow(
-    block: Block, seconds: Sequence[float], streams: int, wait_seconds: float = 0.0
+    block: KernelBlock, seconds: Sequence[float], streams: int, wait_seconds: float = 0.0
 ) -> tuple[Streams, float]:
     """Orders and waits for at most `streams` streams, and the seconds that they take if ops take
     `seconds` [ops] and an event of another stream comes `wait_seconds` after its op.
@@ -45,8 +46,8 @@ def dataflow(
             max([free[s], *(ended[p] + wait_seconds * (stream_of[p] != s) for p in producers)])
             for s in range(streams)
         ]
-        # Where two streams could start as early, that of the op whose output came last needs no
-        # event.
+        # Of streams that could start equally early, the one of the producer that ended last is
+        # taken, because there the op needs no event.
         near = stream_of[max(producers, key=lambda p: ended[p])] if producers else 0
         stream = min(range(streams), key=lambda s: (starts[s], s != near, s))
         stream_of[op] = stream
@@ -60,7 +61,7 @@ def dataflow(
 
 
 def replayed(
-    block: Block, streams: Streams, seconds: Sequence[float], wait_seconds: float = 0.0
+    block: KernelBlock, streams: Streams, seconds: Sequence[float], wait_seconds: float = 0.0
 ) -> float:
     """Seconds that streams take, as `dataflow` counts them."""
     stream_of = {op: s for s, order in enumerate(streams.orders) for op in order}
@@ -78,7 +79,7 @@ def replayed(
     return max(ended.values(), default=0.0)
 
 
-def with_waits(block: Block, orders: Sequence[Sequence[int]]) -> Streams:
+def with_waits(block: KernelBlock, orders: Sequence[Sequence[int]]) -> Streams:
     """Streams of these orders with the fewest waits that keep every edge of the block.
 
     Raises ValueError for orders that deadlock, or do not name every op once.
@@ -91,21 +92,22 @@ def with_waits(block: Block, orders: Sequence[Sequence[int]]) -> Streams:
     waits = []
     happened: dict[int, OpSet] = {}  # op -> all that has ended for sure when it starts
     for op in _sequence(block, orders):
-        known = 0
+        ended = 0
         if op in previous:
-            known = happened[previous[op]] | 1 << previous[op]
-        others = [p for p in members(block.predecessors[op]) if stream_of[p] != stream_of[op]]
-        # The latest of a stream, and what happened before it, come with one wait.
-        others.sort(key=lambda p: happened[p].bit_count(), reverse=True)
-        for producer in others:
-            if not known >> producer & 1:
+            ended = happened[previous[op]] | 1 << previous[op]
+        awaited = [p for p in members(block.predecessors[op]) if stream_of[p] != stream_of[op]]
+        # A wait for one op also covers all that happened before that op, so the ops with the
+        # longest history are waited for first.
+        awaited.sort(key=lambda p: happened[p].bit_count(), reverse=True)
+        for producer in awaited:
+            if not ended >> producer & 1:
                 waits.append((producer, op))
-                known |= happened[producer] | 1 << producer
-        happened[op] = known
+                ended |= happened[producer] | 1 << producer
+        happened[op] = ended
     return Streams(tuple(tuple(order) for order in orders if order), tuple(sorted(waits)))
 
 
-def _sequence(block: Block, orders: Sequence[Sequence[int]]) -> list[int]:
+def _sequence(block: KernelBlock, orders: Sequence[Sequence[int]]) -> list[int]:
     """The ops in an order that keeps both edges and streams."""
     done, sequence = 0, []
     heads = [0] * len(orders)
@@ -129,7 +131,7 @@ def _sequence(block: Block, orders: Sequence[Sequence[int]]) -> list[int]:
     return sequence
 
 
-def _ranks(block: Block, seconds: Sequence[float]) -> list[float]:
+def _ranks(block: KernelBlock, seconds: Sequence[float]) -> list[float]:
     """[ops] seconds of the longest way from each op's start to the end."""
     ranks = list(seconds)
     for op in reversed(range(len(block))):

@@ -11,17 +11,26 @@ Differences: iterative, smaller sets first; all stages are timed in one go befor
 ones can be measured once.
 
 Sets of independent ops and states are in bijection (a state is known by its sinks), so there are as
-many distinct stages as states. A window leaves out endings whose rest is no state. Exact without a
-window. O(sum over states of 2^sinks).
+many distinct stages as states. With a window, the search skips an ending if the remaining ops are
+not themselves a state. Exact without a window. O(sum over states of 2^sinks).
 """
 
 from collections.abc import Iterator
 
-from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, members, subsets_of
-from dovetail.schedulers.states import MOST_STATES, State, states_of, trace
+from dovetail.schedulers.records import (
+    BlockSchedule,
+    KernelBlock,
+    OpSet,
+    StageTimer,
+    members,
+    subsets_of,
+)
+from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
 
 
-def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_STATES) -> Found:
+def dos(
+    block: KernelBlock, timer: StageTimer, *, window: int = 0, most: int = MOST_STATES
+) -> BlockSchedule:
     """The best stages of independent ops. Raises `TooManyStatesError`."""
     states = states_of(block, window, most)
     stages = list(dict.fromkeys(e for state in states for e in endings_of(state, window)))
@@ -32,7 +41,7 @@ def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_ST
     transitions = 0
     for ops, sinks in states:
         least, chosen = float("inf"), 0
-        for ending in endings_of(State(ops, sinks), window):
+        for ending in endings_of(BlockState(ops, sinks), window):
             transitions += 1
             total = best[ops ^ ending] + seconds[ending]
             if total < least:
@@ -41,11 +50,11 @@ def dos(block: Block, timer: StageTimer, *, window: int = 0, most: int = MOST_ST
     return trace(block, last, timings, (len(states), transitions))
 
 
-def endings_of(state: State, window: int = 0) -> Iterator[OpSet]:
-    """Every non-empty set of sinks; with a window, those whose rest is a state.
+def endings_of(state: BlockState, window: int = 0) -> Iterator[OpSet]:
+    """Every non-empty set of sinks; with a window, those that leave a state behind.
 
-    With its lowest op m, an ending must hold all that is `window` or more places after m: else what
-    is left would hold such an op and lack m.
+    An ending whose lowest op is m must hold all ops `window` or more places after m: otherwise the
+    remaining ops would hold such an op and lack m, which the window rules out.
     """
     if not window:
         yield from subsets_of(state.sinks)
@@ -55,6 +64,6 @@ def endings_of(state: State, window: int = 0) -> Iterator[OpSet]:
         if far & ~state.sinks:
             continue
         near = state.sinks & ~far & ~((2 << lowest) - 1)
-        for others in subsets_of(near):
-            yield 1 << lowest | far | others
+        for nearer in subsets_of(near):
+            yield 1 << lowest | far | nearer
         yield 1 << lowest | far

@@ -19,31 +19,33 @@ many states, and is timed once.
 
 from collections.abc import Iterator
 
-from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, members
-from dovetail.schedulers.states import MOST_STATES, State, states_of, trace
+from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTimer, members
+from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
 
 GROUP_OPS = 3
+"""Most ops of a group, unless told: the paper's r."""
 GROUPS = 8
+"""Most groups of a stage, unless told: the paper's s."""
 
 
 def ios(
-    block: Block,
+    block: KernelBlock,
     timer: StageTimer,
     *,
     group_ops: int = GROUP_OPS,
     groups: int = GROUPS,
     window: int = 0,
     most: int = MOST_STATES,
-) -> Found:
+) -> BlockSchedule:
     """The best stages of at most `groups` groups (the paper's s) of at most `group_ops` ops (its
     r). Raises `TooManyStatesError`."""
     states = states_of(block, window, most)
-    known = {0, *(state.ops for state in states)}
+    state_sets = {0, *(state.ops for state in states)}
     endings = [
         [
             ending
             for ending in endings_of(block, state, group_ops, groups)
-            if not window or state.ops ^ ending in known
+            if not window or state.ops ^ ending in state_sets
         ]
         for state in states
     ]
@@ -63,26 +65,28 @@ def ios(
     return trace(block, last, timings, (len(states), sum(map(len, endings))))
 
 
-def endings_of(block: Block, state: State, group_ops: int, groups: int) -> Iterator[OpSet]:
+def endings_of(
+    block: KernelBlock, state: BlockState, group_ops: int, groups: int
+) -> Iterator[OpSet]:
     """Every ending of a state of at most `groups` groups of at most `group_ops` ops, once."""
-    found = _groups(block, state, group_ops)
+    groups_found = _groups(block, state, group_ops)
     # By the lowest sink that a group holds: an ending's groups are taken in that order.
-    found.sort(key=lambda group: ((group & state.sinks) & -(group & state.sinks), group))
+    groups_found.sort(key=lambda group: ((group & state.sinks) & -(group & state.sinks), group))
     stack = [(0, 0, 0)]
     while stack:
         ending, taken, start = stack.pop()
-        for place in range(start, len(found)):
-            if found[place] & ending:
+        for place in range(start, len(groups_found)):
+            if groups_found[place] & ending:
                 continue
-            yield ending | found[place]
+            yield ending | groups_found[place]
             if taken + 1 < groups:
-                stack.append((ending | found[place], taken + 1, place + 1))
+                stack.append((ending | groups_found[place], taken + 1, place + 1))
 
 
-def _groups(block: Block, state: State, group_ops: int) -> list[OpSet]:
+def _groups(block: KernelBlock, state: BlockState, group_ops: int) -> list[OpSet]:
     """The connected subsets of at most `group_ops` ops that no edge leaves within the state."""
     closures = _closures(block, state, group_ops)
-    found = dict.fromkeys(closures)
+    groups = dict.fromkeys(closures)
     fresh = closures
     while fresh:
         grown: dict[OpSet, None] = {}
@@ -90,24 +94,24 @@ def _groups(block: Block, state: State, group_ops: int) -> list[OpSet]:
             for closure in closures:
                 union = group | closure
                 overlaps = group & closure and union != group
-                if overlaps and union not in found and union.bit_count() <= group_ops:
+                if overlaps and union not in groups and union.bit_count() <= group_ops:
                     grown[union] = None
-        found |= grown
+        groups |= grown
         fresh = list(grown)
-    return list(found)
+    return list(groups)
 
 
-def _closures(block: Block, state: State, group_ops: int) -> list[OpSet]:
+def _closures(block: KernelBlock, state: BlockState, group_ops: int) -> list[OpSet]:
     """Each op of the state with all that waits for it there, where that is `group_ops` at most."""
-    ops, found, fresh = state.ops, [], state.sinks
-    seen = fresh
+    ops, closures, fresh = state.ops, [], state.sinks
+    visited = fresh
     while fresh:
         around = 0
         for op in members(fresh):
             closure = block.descendants[op] & ops | 1 << op
             if closure.bit_count() <= group_ops:
-                found.append(closure)
+                closures.append(closure)
                 around |= block.predecessors[op]
-        fresh = around & ~seen
-        seen |= fresh
-    return found
+        fresh = around & ~visited
+        visited |= fresh
+    return closures

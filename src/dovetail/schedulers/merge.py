@@ -15,17 +15,17 @@ found by a programme over their subsets:
 from collections.abc import Hashable, Sequence
 
 from dovetail.schedulers.records import (
-    Block,
-    Found,
+    BlockSchedule,
+    KernelBlock,
     OpSet,
     StageTimer,
-    Timing,
+    StageTiming,
     members,
     subsets_of,
 )
 
 MOST_MERGED = 8
-"""Ops of one key that are partitioned together; more are taken so many at a time."""
+"""Ops of one key that are partitioned together; where there are more, so many at a time."""
 
 
 def can_merge(keys: Sequence[Hashable | None], ops: Sequence[int]) -> bool:
@@ -33,8 +33,11 @@ def can_merge(keys: Sequence[Hashable | None], ops: Sequence[int]) -> bool:
     return len(ops) > 1 and len({keys[op] for op in ops}) == 1 and keys[ops[0]] is not None
 
 
-def merge(block: Block, timer: StageTimer, keys: Sequence[Hashable | None]) -> Found:
-    """keys [ops]: None for an op that merges with none. O(3^`MOST_MERGED`) a key."""
+def merge(block: KernelBlock, timer: StageTimer, keys: Sequence[Hashable | None]) -> BlockSchedule:
+    """The stages of one op or one merged set each, in the order of their first ops.
+
+    keys [ops]: None for an op that merges with none. O(3^`MOST_MERGED`) for each key.
+    """
     alike: dict[Hashable, list[int]] = {}
     for op, key in enumerate(keys):
         if key is not None:
@@ -56,20 +59,20 @@ def merge(block: Block, timer: StageTimer, keys: Sequence[Hashable | None]) -> F
             del chosen[1 << op]
         chosen |= {part: timings[part] for part in parts}
     order = sorted(chosen, key=lambda stage: stage & -stage)
-    return Found(
+    return BlockSchedule(
         tuple(order), tuple(chosen[s] for s in order), len(sets), transitions, len(timings)
     )
 
 
-def _partition(whole: OpSet, timings: dict[OpSet, Timing]) -> tuple[list[OpSet], int]:
+def _partition(whole: OpSet, timings: dict[OpSet, StageTiming]) -> tuple[list[OpSet], int]:
     """(the sets of least total seconds, how many were compared)."""
     best: dict[OpSet, tuple[float, OpSet]] = {0: (0.0, 0)}
     compared = 0
     for ops in sorted(subsets_of(whole)):  # every subset of a set is a smaller number
         first = ops & -ops
         choices = []
-        for others in (*subsets_of(ops ^ first), 0):
-            part = first | others
+        for rest_of_part in (*subsets_of(ops ^ first), 0):
+            part = first | rest_of_part
             if part == first or timings[part].merged:
                 compared += 1
                 choices.append((timings[part].seconds + best[ops ^ part][0], part))

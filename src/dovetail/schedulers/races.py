@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dovetail.errors import RaceError
 from dovetail.schedulers.dataflow import Streams
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Buffer:
 
 
 def check_races(
-    block: Block,
+    block: KernelBlock,
     streams: Streams,
     buffers: Sequence[Buffer | Sequence[Buffer] | None] = (),
     outputs: OpSet = 0,
@@ -59,20 +59,20 @@ def check_races(
         live.append((start, end, op))
 
 
-def happens_before(block: Block, streams: Streams) -> list[OpSet]:
+def happens_before(block: KernelBlock, streams: Streams) -> list[OpSet]:
     """[ops] all that has ended for sure when each starts. Raises `RaceError` for rules 1 and 2."""
-    seen = 0
+    named = 0
     before: list[OpSet] = [0] * len(block)
     for order in streams.orders:
         last = None
         for op in order:
-            if not 0 <= op < len(block) or seen >> op & 1:
+            if not 0 <= op < len(block) or named >> op & 1:
                 raise RaceError(1, op, op, "it is named twice, or is no op of the block")
-            seen |= 1 << op
+            named |= 1 << op
             if last is not None:
                 before[op] |= 1 << last
             last = op
-    for op in members(block.everything & ~seen):
+    for op in members(block.everything & ~named):
         raise RaceError(1, op, op, "no stream runs it")
     for event, waiting in streams.waits:
         before[waiting] |= 1 << event
@@ -103,7 +103,9 @@ def _closed(before: list[OpSet]) -> list[OpSet]:
     return closed
 
 
-def _over(block: Block, earlier: Sequence[OpSet], outputs: OpSet, first: int, then: int) -> bool:
+def _over(
+    block: KernelBlock, earlier: Sequence[OpSet], outputs: OpSet, first: int, then: int
+) -> bool:
     """May `then` write over the output of `first`: have it and its readers ended by then?"""
     used = block.successors[first] | 1 << first
     return not outputs >> first & 1 and not used & ~earlier[then]

@@ -1,4 +1,4 @@
-"""What schedulers are given and what they find.
+"""Records of schedulers: the block of kernels that they are given and the stages that they find.
 
 A *stage* is a set of ops that run together; its *groups* are its connected components: groups run
 at the same time, the ops of a group one after another. Sets of ops are bit masks: bit i is op i of
@@ -13,19 +13,19 @@ OpSet = int
 
 
 @dataclass(frozen=True)
-class Timing:
-    """seconds of a stage; merged: as one op in place of all of its ops."""
+class StageTiming:
+    """The seconds of a stage; `merged`: it runs as one op in place of all of its ops."""
 
     seconds: float
     merged: bool = False
 
 
-StageTimer = Callable[[Sequence[OpSet]], Sequence[Timing]]
+StageTimer = Callable[[Sequence[OpSet]], Sequence[StageTiming]]
 """Stages of a block -> how long each takes, by the faster of its strategies."""
 
 
 @dataclass(frozen=True)
-class Block:
+class KernelBlock:
     """Ops of one device that are scheduled together, in topological order.
 
     predecessors   [ops] the ops whose outputs each reads, or that it otherwise waits for
@@ -67,7 +67,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockSchedule:
     """Stages of a block in running order, and the effort.
 
     seconds       the sum over the stages
@@ -77,7 +77,7 @@ class Found:
     """
 
     stages: tuple[OpSet, ...]
-    timings: tuple[Timing, ...]
+    timings: tuple[StageTiming, ...]
     states: int
     transitions: int
     timed: int
@@ -103,7 +103,7 @@ def subsets_of(ops: OpSet) -> Iterator[OpSet]:
         subset = (subset - 1) & ops
 
 
-def groups_of(block: Block, stage: OpSet) -> list[OpSet]:
+def groups_of(block: KernelBlock, stage: OpSet) -> list[OpSet]:
     """The connected components of a stage, by first op."""
     groups = []
     while stage:

@@ -1,4 +1,4 @@
-"""What a search for stages found: schedules of one network on one device, and their figures.
+"""Results of a search for stages: schedules of one network on one device, and their figures.
 
 Kernels are what a device runs: ops, fused where it fuses them. Their numbers are those of
 `graph.kernels.Kernels`, which are topological.
@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 
 from dovetail.schedulers.dataflow import Streams
-from dovetail.schedulers.records import Block
+from dovetail.schedulers.records import KernelBlock
 
 SEQUENTIAL = "sequential"
 
@@ -41,8 +41,11 @@ class KernelStage:
 
 
 @dataclass(frozen=True)
-class Effort:
-    """asked, timed    distinct stages that came up; those of them that had to be measured"""
+class SearchEffort:
+    """What a search took.
+
+    asked, timed    distinct stages that came up; those of them that had to be measured
+    """
 
     states: int = 0
     transitions: int = 0
@@ -53,7 +56,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScheduleCandidate:
     """One scheduler's schedule.
 
     stages               in running order; none where streams run without barriers
@@ -72,7 +75,7 @@ class Candidate:
     predicted_seconds: float
     block_seconds: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
-    effort: Effort = Effort()
+    effort: SearchEffort = SearchEffort()
     pruning: str = ""
 
     @property
@@ -95,18 +98,18 @@ class Scheduled:
 
     batch: int
     kernels: tuple[KernelWork, ...]
-    block: Block
+    block: KernelBlock
     blocks: tuple[tuple[int, ...], ...]
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ScheduleCandidate, ...]
     chosen: str
     sampled: tuple[tuple[float, float], ...] = ()
     peak_bytes: int = 0
 
-    def candidate(self, scheduler: str) -> Candidate:
+    def candidate(self, scheduler: str) -> ScheduleCandidate:
         return next(c for c in self.candidates if c.scheduler == scheduler)
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> ScheduleCandidate:
         return self.candidate(self.chosen)
 
 

@@ -9,26 +9,31 @@ from dovetail.schedulers.dataflow import Streams, dataflow
 from dovetail.schedulers.dos import dos
 from dovetail.schedulers.ios import GROUP_OPS, GROUPS, ios
 from dovetail.schedulers.merge import merge
-from dovetail.schedulers.records import Block, Found, OpSet, StageTimer, Timing, groups_of, members
+from dovetail.schedulers.records import (
+    BlockSchedule,
+    KernelBlock,
+    OpSet,
+    StageTimer,
+    StageTiming,
+    groups_of,
+    members,
+)
 from dovetail.schedulers.results import KernelStage
 
-# One op a stage, in the order of the block: what runs without a scheduler.
 
-
-def sequential(block: Block, timer: StageTimer) -> Found:
-    """Every op by itself. O(ops)."""
+def sequential(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
+    """One op a stage, in the order of the block, as a network runs without a scheduler. O(ops)."""
     stages = tuple(1 << op for op in range(len(block)))
-    return Found(stages, tuple(timer(stages)), 0, 0, len(stages))
+    return BlockSchedule(stages, tuple(timer(stages)), 0, 0, len(stages))
 
 
-# All that is ready, at once: what parallel executors of common frameworks do.
-#
-# The baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN Acceleration",
-# MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
+def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
+    """Stages of all ops whose predecessors ran in earlier stages, as parallel executors of common
+    frameworks run them. O(ops x stages).
 
-
-def greedy(block: Block, timer: StageTimer) -> Found:
-    """Stages of all ops whose predecessors ran in earlier ones. O(ops x stages)."""
+    Paper: the baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN
+    Acceleration", MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
+    """
     stages: list[OpSet] = []
     done = 0
     while done != block.everything:
@@ -39,15 +44,16 @@ def greedy(block: Block, timer: StageTimer) -> Found:
         )
         stages.append(stage)
         done |= stage
-    return Found(tuple(stages), tuple(timer(stages)), 0, 0, len(stages))
+    return BlockSchedule(tuple(stages), tuple(timer(stages)), 0, 0, len(stages))
 
 
 MOST_STATES = {"dos": 50_000, "ios": 5_000}
-"""Of a part: `dos` compares some 40 endings a state here, `ios` hundreds."""
+"""Most states of a part, by scheduler: `dos` compares some 40 endings for each state, `ios`
+hundreds."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class StageProblem:
     """What is to be scheduled, and what it costs.
 
     signatures     [kernels] equal for kernels that cost the same
@@ -61,7 +67,7 @@ class Problem:
     group_ops, groups   what `ios` prunes to: the paper's r and s
     """
 
-    block: Block
+    block: KernelBlock
     signatures: Sequence[str]
     timer: StageTimer
     bounded: StageTimer
@@ -74,7 +80,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SchedulerResult:
     """stages in running order, or streams without barriers.
 
     blocks          kernels of each part that was scheduled on its own
@@ -91,86 +97,90 @@ class Schedule:
     pruning: str = ""
 
 
-Scheduler = Callable[[Problem], Schedule]
+Scheduler = Callable[[StageProblem], SchedulerResult]
 
 
-def schedule_sequential(problem: Problem) -> Schedule:
+def schedule_sequential(problem: StageProblem) -> SchedulerResult:
     return by_parts(problem, lossless(problem), lambda part, t, _: sequential(part.block, t))
 
 
-def schedule_greedy(problem: Problem) -> Schedule:
+def schedule_greedy(problem: StageProblem) -> SchedulerResult:
     return by_parts(problem, lossless(problem), lambda part, t, _: greedy(part.block, t))
 
 
-def schedule_merge(problem: Problem) -> Schedule:
-    def search(part: Part, timer: StageTimer, _window: int) -> Found:
+def schedule_merge(problem: StageProblem) -> SchedulerResult:
+    def search(part: Part, timer: StageTimer, _window: int) -> BlockSchedule:
         return merge(part.block, timer, [problem.keys[op] for op in part.ops])
 
     return by_parts(problem, lossless(problem), search)
 
 
-def schedule_dos(problem: Problem) -> Schedule:
-    kept = narrowed(problem.block, MOST_STATES["dos"])
+def schedule_dos(problem: StageProblem) -> SchedulerResult:
+    parts = narrowed(problem.block, MOST_STATES["dos"])
     compared = replace(problem, timer=problem.bounded)
-    return by_parts(compared, kept, lambda part, t, w: dos(part.block, t, window=w))
+    return by_parts(compared, parts, lambda part, t, w: dos(part.block, t, window=w))
 
 
-def schedule_ios(problem: Problem) -> Schedule:
-    kept = narrowed(problem.block, MOST_STATES["ios"])
+def schedule_ios(problem: StageProblem) -> SchedulerResult:
+    parts = narrowed(problem.block, MOST_STATES["ios"])
     search = partial(ios, group_ops=problem.group_ops, groups=problem.groups)
     compared = replace(problem, timer=problem.bounded)
-    return by_parts(compared, kept, lambda part, t, w: search(part.block, t, window=w))
+    return by_parts(compared, parts, lambda part, t, w: search(part.block, t, window=w))
 
 
-def lossless(problem: Problem) -> Narrowed:
+def lossless(problem: StageProblem) -> Narrowed:
     parts = tuple(cut(problem.block))
     return Narrowed(parts, (0,) * len(parts))
 
 
-def schedule_dataflow(problem: Problem) -> Schedule:
-    found, seconds = dataflow(problem.block, problem.seconds, problem.streams, problem.wait_seconds)
-    return Schedule(seconds, streams=found)
+def schedule_dataflow(problem: StageProblem) -> SchedulerResult:
+    streams, seconds = dataflow(
+        problem.block, problem.seconds, problem.streams, problem.wait_seconds
+    )
+    return SchedulerResult(seconds, streams=streams)
 
 
 def by_parts(
-    problem: Problem, kept: Narrowed, search: Callable[[Part, StageTimer, int], Found]
-) -> Schedule:
+    problem: StageProblem,
+    division: Narrowed,
+    search: Callable[[Part, StageTimer, int], BlockSchedule],
+) -> SchedulerResult:
     """The parts' schedules one after another; parts that are equal are searched once."""
-    known: dict[Hashable, Found] = {}
+    by_key: dict[Hashable, BlockSchedule] = {}
     stages: list[KernelStage] = []
     seconds = []
     states = transitions = 0
-    for part, window in zip(kept.parts, kept.windows, strict=True):
+    for part, window in zip(division.parts, division.windows, strict=True):
         alike = (part.block, _alike(problem, part))
-        if alike not in known:
-            known[alike] = search(part, partial(_time, problem.timer, part), window)
-            states += known[alike].states
-            transitions += known[alike].transitions
-        found = known[alike]
-        seconds.append(found.seconds)
-        for stage, timing in zip(found.stages, found.timings, strict=True):
+        if alike not in by_key:
+            by_key[alike] = search(part, partial(_time, problem.timer, part), window)
+            states += by_key[alike].states
+            transitions += by_key[alike].transitions
+        schedule = by_key[alike]
+        seconds.append(schedule.seconds)
+        for stage, timing in zip(schedule.stages, schedule.timings, strict=True):
             groups = groups_of(part.block, stage)
-            own = tuple(tuple(part.ops[op] for op in members(group)) for group in groups)
+            stage_groups = tuple(tuple(part.ops[op] for op in members(group)) for group in groups)
             if timing.merged:
-                own = (tuple(kernel for group in own for kernel in group),)
-            stages.append(KernelStage(own, timing.seconds, timing.merged))
-    return Schedule(
+                stage_groups = (tuple(kernel for group in stage_groups for kernel in group),)
+            stages.append(KernelStage(stage_groups, timing.seconds, timing.merged))
+    return SchedulerResult(
         sum(seconds),
         tuple(stages),
         None,
-        tuple(part.ops for part in kept.parts),
+        tuple(part.ops for part in division.parts),
         tuple(seconds),
         states,
         transitions,
-        kept.pruning,
+        division.pruning,
     )
 
 
-def _time(timer: StageTimer, part: Part, stages: Sequence[OpSet]) -> Sequence[Timing]:
+def _time(timer: StageTimer, part: Part, stages: Sequence[OpSet]) -> Sequence[StageTiming]:
     return timer([whole(part, stage) for stage in stages])
 
 
-def _alike(problem: Problem, part: Part) -> Hashable:
+def _alike(problem: StageProblem, part: Part) -> Hashable:
     """Equal for parts of one shape whose stages cost the same."""
     first: dict[Hashable, int] = {}
     merging = [

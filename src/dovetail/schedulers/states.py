@@ -13,38 +13,43 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from dovetail.errors import TooManyStatesError
-from dovetail.schedulers.records import Block, Found, OpSet, Timing, members
+from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTiming, members
 
 MOST_STATES = 1_000_000
+"""States of a block, unless told: more would not fit into memory."""
 _PROBES = 2_000
+"""Random probes of `estimate`."""
 
 
-class State(NamedTuple):
+class BlockState(NamedTuple):
+    """A set of ops that holds all predecessors of its members; `sinks` are those of its ops that
+    no other of them waits for."""
+
     ops: OpSet
     sinks: OpSet
-    """Of `ops`, those that none of them waits for."""
 
 
-def states_of(block: Block, window: int = 0, most: int = MOST_STATES) -> list[State]:
+def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> list[BlockState]:
     """Every state but the empty one, smaller sets first; `window` 0: no window.
 
     Raises `TooManyStatesError` as soon as there are more than `most`. O(states x ready ops).
     """
-    found: list[State] = []
-    level = [(0, 0, _ready(block, 0))]
+    states_found: list[BlockState] = []
+    first_ready = sum(1 << op for op, before in enumerate(block.predecessors) if not before)
+    level: list[_Grown] = [(0, 0, first_ready)]
     while level:
         grown: list[_Grown] = []
         for state in level:
             grown.extend(_grown(block, state, window))
-            if len(found) + len(grown) > most:
+            if len(states_found) + len(grown) > most:
                 states = max(estimate(block, window), most)
                 raise TooManyStatesError(len(block), states, most)
-        found.extend(State(ops, sinks) for ops, sinks, _ in grown)
+        states_found.extend(BlockState(ops, sinks) for ops, sinks, _ in grown)
         level = grown
-    return found
+    return states_found
 
 
-def estimate(block: Block, window: int = 0, seed: int = 0) -> float:
+def estimate(block: KernelBlock, window: int = 0, seed: int = 0) -> float:
     """About how many states there are: the mean of unbiased random probes (D. E. Knuth, "Estimating
     the Efficiency of Backtrack Programs", Mathematics of Computation 29, 1975).
 
@@ -76,7 +81,7 @@ def estimate(block: Block, window: int = 0, seed: int = 0) -> float:
 _Grown = tuple[OpSet, OpSet, OpSet]
 
 
-def _grown(block: Block, state: _Grown, window: int) -> Iterator[_Grown]:
+def _grown(block: KernelBlock, state: _Grown, window: int) -> Iterator[_Grown]:
     """(ops, sinks, ready ops) of each state that has one op more, after the last of this one."""
     ops, sinks, ready = state
     later = ready >> ops.bit_length() << ops.bit_length()
@@ -92,29 +97,21 @@ def _grown(block: Block, state: _Grown, window: int) -> Iterator[_Grown]:
         yield with_op, sinks & ~block.predecessors[op] | 1 << op, ready & ~(1 << op) | freed
 
 
-def _ready(block: Block, ops: OpSet) -> OpSet:
-    return sum(
-        1 << op
-        for op, before in enumerate(block.predecessors)
-        if not before & ~ops and not ops >> op & 1
-    )
-
-
-# What the dynamic programmes share: reading the schedule off the last stages.
-
-
 def trace(
-    block: Block,
+    block: KernelBlock,
     last: Mapping[OpSet, OpSet],
-    timings: Mapping[OpSet, Timing],
+    timings: Mapping[OpSet, StageTiming],
     effort: tuple[int, int],
-) -> Found:
-    """The schedule whose last stage is `last` [state] at every state; effort: (states,
-    transitions)."""
+) -> BlockSchedule:
+    """The schedule that the dynamic programmes found, read backwards from the last stages.
+
+    last     state -> the last stage of its best schedule
+    effort   (states, transitions)
+    """
     stages = []
     ops = block.everything
     while ops:
         stages.append(last[ops])
         ops ^= last[ops]
     stages.reverse()
-    return Found(tuple(stages), tuple(timings[s] for s in stages), *effort, len(timings))
+    return BlockSchedule(tuple(stages), tuple(timings[s] for s in stages), *effort, len(timings))

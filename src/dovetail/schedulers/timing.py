@@ -1,4 +1,4 @@
-"""Each distinct stage is timed once, however many states and blocks it comes up in.
+"""Stage timers that time each distinct stage once, in however many states and blocks it occurs.
 
 Two stages are equal if their groups are, in any order, and if both or neither can run merged; two
 groups if their ops are equal one by one and read each other in the same way. Ops are equal if their
@@ -12,13 +12,20 @@ import numpy as np
 from dovetail.graph import Graph
 from dovetail.graph.kernels import Kernels
 from dovetail.schedulers.merge import can_merge
-from dovetail.schedulers.records import Block, OpSet, StageTimer, Timing, groups_of, members
+from dovetail.schedulers.records import (
+    KernelBlock,
+    OpSet,
+    StageTimer,
+    StageTiming,
+    groups_of,
+    members,
+)
 
 StageKey = tuple[tuple[tuple[Hashable, tuple[int, ...]], ...], ...]
 """Per group, sorted: per op its signature, and the places of those of the group that it reads."""
 
 
-def block_of(graph: Graph, kernels: Kernels) -> Block:
+def block_of(graph: Graph, kernels: Kernels) -> KernelBlock:
     """Op i of the block is kernel i."""
     before = [0] * kernels.count
     readers = kernels.of_op[graph.readers]
@@ -29,7 +36,7 @@ def block_of(graph: Graph, kernels: Kernels) -> Block:
     ends = np.unique(ends[(ends >= 0).all(axis=1) & (ends[:, 0] != ends[:, 1])], axis=0)
     for producer, reader in ends.tolist():
         before[reader] |= 1 << producer
-    return Block(tuple(before))
+    return KernelBlock(tuple(before))
 
 
 def signatures_of(graph: Graph, kernels: Kernels) -> list[str]:
@@ -41,18 +48,18 @@ def signatures_of(graph: Graph, kernels: Kernels) -> list[str]:
     return ["; ".join(of_kernel) for of_kernel in parts]
 
 
-def key_of(block: Block, stage: OpSet, signatures: Sequence[Hashable]) -> StageKey:
+def key_of(block: KernelBlock, stage: OpSet, signatures: Sequence[Hashable]) -> StageKey:
     """What the stage's seconds depend on. `signatures` [ops] must be comparable."""
-    found = []
+    group_keys = []
     for group in groups_of(block, stage):
         place = {op: i for i, op in enumerate(members(group))}
-        found.append(
+        group_keys.append(
             tuple(
                 (signatures[op], tuple(place[p] for p in members(block.predecessors[op] & group)))
                 for op in place
             )
         )
-    return tuple(sorted(found))
+    return tuple(sorted(group_keys))
 
 
 class OnceTimer:
@@ -62,12 +69,12 @@ class OnceTimer:
     """
 
     def __init__(self) -> None:
-        self.known: dict[tuple[StageKey, bool], Timing] = {}
+        self.known: dict[tuple[StageKey, bool], StageTiming] = {}
         self.asked = self.timed = 0
 
     def of(
         self,
-        block: Block,
+        block: KernelBlock,
         signatures: Sequence[Hashable],
         timer: StageTimer,
         merge_keys: Sequence[Hashable | None] = (),
@@ -78,7 +85,7 @@ class OnceTimer:
         merged, of two inputs they cannot.
         """
 
-        def time(stages: Sequence[OpSet]) -> list[Timing]:
+        def time(stages: Sequence[OpSet]) -> list[StageTiming]:
             keys = [
                 (
                     key_of(block, stage, signatures),

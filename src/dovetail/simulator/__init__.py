@@ -2,10 +2,10 @@
 
 from dovetail.simulator.bounds import LowerBound, lower_bound
 from dovetail.simulator.loads import LoadModel, device_loads, group_loads, load_model
-from dovetail.simulator.simulate import Evaluation, Simulator
+from dovetail.simulator.simulate import BatchEvaluation, Simulator
 
 __all__ = [
-    "Evaluation",
+    "BatchEvaluation",
     "LoadModel",
     "LowerBound",
     "Simulator",

@@ -34,10 +34,10 @@ from dovetail.simulator.critical_path import (
     longest_seconds,
     without_sends,
 )
-from dovetail.simulator.flat import Flat, Float64, Int8, Int32, Int64, flatten
+from dovetail.simulator.flat import Float64, Int8, Int32, Int64, StepModel, flatten
 from dovetail.simulator.loads import LoadModel, load_model, resident_bytes
 
-# Earliest ends that count sends: what arrives too late from elsewhere was computed here.
+# ── Earliest ends with forced sends: what would arrive too late from elsewhere is computed here ──
 #
 # Paper: Papadimitriou and Yannakakis, "Towards an architecture-independent analysis of parallel
 # algorithms", SIAM Journal on Computing 19, 1990, https://doi.org/10.1137/0219021: their bound on
@@ -66,11 +66,11 @@ from dovetail.simulator.loads import LoadModel, load_model, resident_bytes
 #
 # Cost: O(ops x devices x (MOST_FORCED^2 + reads of MOST_FORCED ops)).
 
-
 MOST_FORCED = 64
+"""Ancestors of an op that are looked at, the nearest ones."""
 
 
-class Edges(NamedTuple):
+class WaitEdges(NamedTuple):
     """Who waits for whom, with each op after those it waits for. CSR by op.
 
     offsets             [ops + 1] into befores and sizes
@@ -89,7 +89,7 @@ class Edges(NamedTuple):
     twins: Int32
 
 
-class _Found(NamedTuple):
+class _AncestorWorkspace(NamedTuple):
     """What was seen of the ancestors of one op.
 
     stamps, away, path       [ops] `stamps` says whether the others are of this op
@@ -108,7 +108,7 @@ class _Found(NamedTuple):
     order: Int32
 
 
-def forced_ends(flat: Flat, seconds: Float64) -> Float64:
+def forced_ends(flat: StepModel, seconds: Float64) -> Float64:
     """[ops, devices] earliest end of each op there, all but rounding."""
     ends = np.zeros((flat.ops, flat.devices))
     inputs = flat.sources[flat.source_homes == HOST]
@@ -119,13 +119,13 @@ def forced_ends(flat: Flat, seconds: Float64) -> Float64:
     return ends
 
 
-def forced_tails(flat: Flat, seconds: Float64) -> Float64:
+def forced_tails(flat: StepModel, seconds: Float64) -> Float64:
     """[ops, devices] least seconds from each op's end there to the step's end, all but rounding:
     the earliest starts of the step run backwards."""
     edges = _edges(flat, seconds)
     owners = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(edges.offsets))
     order = np.argsort(flat.ops - 1 - edges.befores, kind="stable")
-    backwards = Edges(
+    backwards = WaitEdges(
         csr_offsets(flat.ops - 1 - edges.befores, flat.ops),
         np.asarray(flat.ops - 1 - owners[order], np.int32),
         edges.sizes[order],
@@ -141,8 +141,8 @@ def forced_tails(flat: Flat, seconds: Float64) -> Float64:
         return np.where(np.isfinite(seconds), ends[::-1] - seconds, np.inf)
 
 
-def _room(ops: int) -> _Found:
-    return _Found(
+def _room(ops: int) -> _AncestorWorkspace:
+    return _AncestorWorkspace(
         np.full(ops, -1, np.int64),
         np.zeros(ops),
         np.zeros(ops),
@@ -154,7 +154,7 @@ def _room(ops: int) -> _Found:
     )
 
 
-def _edges(flat: Flat, seconds: Float64) -> Edges:
+def _edges(flat: StepModel, seconds: Float64) -> WaitEdges:
     read = flat.input_tensors
     readers = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.input_offsets))
     moves = flat.resident[read] == 0
@@ -166,7 +166,7 @@ def _edges(flat: Flat, seconds: Float64) -> Edges:
     latency, per_byte = (
         _by_pair(flat, of_link) for of_link in (flat.link_latencies, 1 / flat.link_bandwidths)
     )
-    return Edges(
+    return WaitEdges(
         csr_offsets(afters, flat.ops),
         np.asarray(befores[order], np.int32),
         sizes[order],
@@ -194,27 +194,27 @@ def _twins(host: int, seconds: Float64, *of_pairs: Float64) -> Int32:
     return twins
 
 
-def _by_pair(flat: Flat, of_link: Float64) -> Float64:
+def _by_pair(flat: StepModel, of_link: Float64) -> Float64:
     """[devices, devices] sums of `of_link` over the hops from row to column; 0 to oneself."""
-    found = np.zeros((flat.devices, flat.devices))
+    by_pair = np.zeros((flat.devices, flat.devices))
     for source in range(flat.devices):
         for destination in range(flat.devices):
             direct = flat.link_of[source, destination]
             if direct >= 0:
-                found[source, destination] = of_link[direct]
+                by_pair[source, destination] = of_link[direct]
             elif source != destination:
                 hops = flat.link_of[source, flat.host], flat.link_of[flat.host, destination]
-                found[source, destination] = of_link[hops[0]] + of_link[hops[1]]
-    return found
+                by_pair[source, destination] = of_link[hops[0]] + of_link[hops[1]]
+    return by_pair
 
 
 @kernel
 def _fill(
-    edges: Edges,
+    edges: WaitEdges,
     is_source: Int8,
     seconds: Float64,
     least: Float64,
-    found: _Found,
+    ancestors: _AncestorWorkspace,
     ends: Float64,
 ) -> None:
     """Fill `ends` [ops, devices] of ops that are no sources; `least` [ops] seconds anywhere."""
@@ -225,14 +225,14 @@ def _fill(
             if edges.twins[device] < device:
                 ends[op, device] = ends[op, edges.twins[device]]
             elif seconds[op, device] < np.inf:
-                start = _start(edges, seconds, least, found, ends, op, device)
+                start = _start(edges, seconds, least, ancestors, ends, op, device)
                 ends[op, device] = start + seconds[op, device]
             else:
                 ends[op, device] = np.inf
 
 
 @inlined
-def _arrival(edges: Edges, ends: Float64, edge: int, device: int) -> float:
+def _arrival(edges: WaitEdges, ends: Float64, edge: int, device: int) -> float:
     """Earliest time that what an edge carries is on `device` if it was made elsewhere."""
     before, size = edges.befores[edge], edges.sizes[edge]
     earliest = np.inf
@@ -245,10 +245,10 @@ def _arrival(edges: Edges, ends: Float64, edge: int, device: int) -> float:
 
 @kernel
 def _start(
-    edges: Edges,
+    edges: WaitEdges,
     seconds: Float64,
     least: Float64,
-    found: _Found,
+    ancestors: _AncestorWorkspace,
     ends: Float64,
     op: int,
     device: int,
@@ -258,79 +258,88 @@ def _start(
     for edge in range(edges.offsets[op], edges.offsets[op + 1]):
         away = _arrival(edges, ends, edge, device)
         base = max(base, min(away, ends[edges.befores[edge], device]))
-        waiting = _note(found, stamp, edges.befores[edge], away, 0.0, waiting)
+        waiting = _note(ancestors, stamp, edges.befores[edge], away, 0.0, waiting)
     count = 0
     while waiting and count < MOST_FORCED:
         waiting -= 1
-        near = found.front[waiting]
-        if found.away[near] <= base:
+        near = ancestors.front[waiting]
+        if ancestors.away[near] <= base:
             continue
         _insert(
-            found,
+            ancestors,
             count,
-            found.away[near],
+            ancestors.away[near],
             ends[near, device] - seconds[near, device],
             seconds[near, device],
         )
         count += 1
-        here = seconds[near, device] + found.path[near]
+        here = seconds[near, device] + ancestors.path[near]
         for edge in range(edges.offsets[near], edges.offsets[near + 1]):
-            away = min(_arrival(edges, ends, edge, device) + here, found.away[near])
-            path = least[near] + found.path[near]
-            waiting = _note(found, stamp, edges.befores[edge], away, path, waiting)
-    return max(base, _crossing(found, count))
+            away = min(_arrival(edges, ends, edge, device) + here, ancestors.away[near])
+            path = least[near] + ancestors.path[near]
+            waiting = _note(ancestors, stamp, edges.befores[edge], away, path, waiting)
+    return max(base, _crossing(ancestors, count))
 
 
 @inlined
-def _note(found: _Found, stamp: int, op: int, away: float, path: float, waiting: int) -> int:
+def _note(
+    ancestors: _AncestorWorkspace, stamp: int, op: int, away: float, path: float, waiting: int
+) -> int:
     """Keep the most of `away` and `path`; a new op enters the front. Returns the front's length."""
-    if found.stamps[op] == stamp:
-        found.away[op] = max(found.away[op], away)
-        found.path[op] = max(found.path[op], path)
+    if ancestors.stamps[op] == stamp:
+        ancestors.away[op] = max(ancestors.away[op], away)
+        ancestors.path[op] = max(ancestors.path[op], path)
         return waiting
-    found.stamps[op] = stamp
-    found.away[op], found.path[op] = away, path
+    ancestors.stamps[op] = stamp
+    ancestors.away[op], ancestors.path[op] = away, path
     place = waiting
-    while place > 0 and found.front[place - 1] > op:
-        found.front[place] = found.front[place - 1]
+    while place > 0 and ancestors.front[place - 1] > op:
+        ancestors.front[place] = ancestors.front[place - 1]
         place -= 1
-    found.front[place] = op
+    ancestors.front[place] = op
     return waiting + 1
 
 
 @inlined
-def _insert(found: _Found, count: int, away: float, start: float, seconds: float) -> None:
+def _insert(
+    ancestors: _AncestorWorkspace, count: int, away: float, start: float, seconds: float
+) -> None:
     """Keep the `count` ops by falling `of_away`."""
     place = count
-    while place > 0 and found.of_away[place - 1] < away:
-        found.of_away[place] = found.of_away[place - 1]
-        found.starts[place] = found.starts[place - 1]
-        found.seconds[place] = found.seconds[place - 1]
+    while place > 0 and ancestors.of_away[place - 1] < away:
+        ancestors.of_away[place] = ancestors.of_away[place - 1]
+        ancestors.starts[place] = ancestors.starts[place - 1]
+        ancestors.seconds[place] = ancestors.seconds[place - 1]
         place -= 1
-    found.of_away[place], found.starts[place], found.seconds[place] = away, start, seconds
+    ancestors.of_away[place] = away
+    ancestors.starts[place] = start
+    ancestors.seconds[place] = seconds
 
 
 @kernel
-def _crossing(found: _Found, count: int) -> float:
+def _crossing(ancestors: _AncestorWorkspace, count: int) -> float:
     """Least over k of the larger of what the first k take here and when the next arrives."""
     earliest = np.inf
     for k in range(count + 1):
         serial = 0.0
         for i in range(k):
-            serial = max(serial, found.starts[found.order[i]]) + found.seconds[found.order[i]]
-        following = found.of_away[k] if k < count else 0.0
+            serial = (
+                max(serial, ancestors.starts[ancestors.order[i]])
+                + ancestors.seconds[ancestors.order[i]]
+            )
+        following = ancestors.of_away[k] if k < count else 0.0
         earliest = min(earliest, max(serial, following))
         if serial >= following:
             break
         place = k
-        while place > 0 and found.starts[found.order[place - 1]] > found.starts[k]:
-            found.order[place] = found.order[place - 1]
+        while place > 0 and ancestors.starts[ancestors.order[place - 1]] > ancestors.starts[k]:
+            ancestors.order[place] = ancestors.order[place - 1]
             place -= 1
-        found.order[place] = k
+        ancestors.order[place] = k
     return earliest
 
 
-# Load balance: what some device must compute, however the ops are split.
+# ── Load balance: what some device must compute, however the ops are split ──────────────────────
 #
 # Ops with one colocation id move together, as a *class* c of s(c, d) seconds on device d and b(c)
 # bytes of parameters and state, which a device holds for as long as it has the class. Splitting
@@ -340,25 +349,27 @@ def _crossing(found: _Found, count: int) -> float:
 #                           sum over c of x(c, d) s(c, d) <= t             for every device
 #                           sum over c of x(c, d) b(c) <= capacity(d)      for every device
 #
-# Its dual is what we trust. With any weights y >= 0 that sum to 1 and any prices z >= 0 of memory,
+# The proof rests on its dual. With any weights y >= 0 that sum to 1 and any prices z >= 0 of
+# memory,
 #
 #     max_d load(d) >= sum_d y_d load(d) + z_d (memory(d) - capacity(d))
 #                   >= sum over c of  min_d (y_d s(c, d) + z_d b(c))  -  sum_d z_d capacity(d)
 #
-# so that neither the solver's tolerance nor what is done for its speed can spoil the proof: devices
-# that are alike are one *type* with a count, and classes of nearly the same proportions are merged
-# in the programme, while the proof sums every class exactly.
+# so neither the solver's tolerance nor the shortcuts for its speed can spoil the proof. In the
+# programme, devices that are alike are one *type* with a count, and classes of nearly the same
+# proportions are merged; the proof sums every class exactly.
 #
 # Bytes are those that no placement avoids: what is resident everywhere counts once, with its first
 # reader.
 
 
 ROUNDING = 1e-9
-"""Sums of floats round; a bound may not. Far above n * 2**-53 for every n that fits in memory."""
+"""Bounds are lowered by this share, because sums of floats round. It is far above n * 2**-53 for
+every n that fits in memory."""
 _FINEST = 50.0
 """Classes are merged where logarithms of their proportions agree to 1 / this."""
 _MOST_ROWS = 20_000
-"""Of the programme; beyond it proportions are rounded coarser."""
+"""Most rows of the programme; with more classes, proportions are rounded coarser."""
 
 
 class Prices(NamedTuple):
@@ -368,7 +379,7 @@ class Prices(NamedTuple):
     seconds_per_byte: Float64
 
 
-class _Types(NamedTuple):
+class _DeviceTypes(NamedTuple):
     """Devices that are alike: first [types] an example, counts [types], of_device [devices]."""
 
     first: Int64
@@ -379,8 +390,8 @@ class _Types(NamedTuple):
 def classes_of(graph: Graph) -> Int64:
     """[ops] ops with one colocation id are one class, others each their own, numbered by value. A
     source has the class of the op that writes it, else of its first reader."""
-    own = np.arange(len(graph)) + int(graph.colocation.max(initial=-1)) + 1
-    keys = np.where(graph.colocation >= 0, graph.colocation, own)
+    own_class = np.arange(len(graph)) + int(graph.colocation.max(initial=-1)) + 1
+    keys = np.where(graph.colocation >= 0, graph.colocation, own_class)
     is_source = graph.is_source
     from_source = is_source[graph.producers[graph.input_tensors]]
     sources, readers = graph.producers[graph.input_tensors][from_source], graph.readers[from_source]
@@ -388,7 +399,7 @@ def classes_of(graph: Graph) -> Int64:
     np.minimum.at(first, sources, readers)
     home = np.where(first < len(graph), first, np.arange(len(graph)))
     home = np.where(graph.residences >= 0, graph.residences, home)
-    keys = np.where(is_source, np.where(home == np.arange(len(graph)), own, keys[home]), keys)
+    keys = np.where(is_source, np.where(home == np.arange(len(graph)), own_class, keys[home]), keys)
     return np.unique(keys, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
@@ -449,10 +460,10 @@ def load_balance_prices(
     most_bytes = max(float(sizes.sum()), 1.0)
     merged = _merged(np.column_stack([rows / most_seconds, sizes[burdens] / most_bytes]))
     room = capacities[types.first] / most_bytes
-    found = _duals(merged[:, :-1], merged[:, -1], types.counts, room)
-    if found is None:
+    duals = _duals(merged[:, :-1], merged[:, -1], types.counts, room)
+    if duals is None:
         return equal
-    weights, per_byte = found
+    weights, per_byte = duals
     total = float((weights * types.counts).sum())
     if not total > 0:
         return equal
@@ -460,14 +471,14 @@ def load_balance_prices(
     return Prices((weights / total)[types.of_device], per_byte[types.of_device])
 
 
-def _types(seconds: Float64, capacities: Float64) -> _Types:
+def _types(seconds: Float64, capacities: Float64) -> _DeviceTypes:
     index: dict[tuple[bytes, float], int] = {}
     of_device = [
         index.setdefault((column.tobytes(), float(room)), len(index))
         for column, room in zip(seconds.T, capacities, strict=True)
     ]
     first = [of_device.index(t) for t in range(len(index))]
-    return _Types(np.array(first), np.bincount(of_device), np.array(of_device))
+    return _DeviceTypes(np.array(first), np.bincount(of_device), np.array(of_device))
 
 
 def _duals(
@@ -496,12 +507,12 @@ def _duals(
     objective = np.zeros(time + 1)
     objective[-1] = 1.0
     available = np.concatenate([np.zeros(types), (counts * room)[tight]])
-    found = linprog(  # type: ignore[call-overload]  # sparse matrices are fine, stubs differ
+    solution = linprog(  # type: ignore[call-overload]  # sparse matrices are fine, stubs differ
         objective, A_ub=limits, b_ub=available, A_eq=shares, b_eq=np.ones(count)
     )
-    if found.ineqlin is None or found.ineqlin.marginals is None:
+    if solution.ineqlin is None or solution.ineqlin.marginals is None:
         return None
-    duals = np.maximum(-found.ineqlin.marginals, 0.0)
+    duals = np.maximum(-solution.ineqlin.marginals, 0.0)
     per_byte = np.zeros(types)
     per_byte[tight] = duals[types:]
     return duals[:types], per_byte
@@ -524,7 +535,7 @@ def _merged(rows: Float64) -> Float64:
         grain /= 4
 
 
-# Closure: where a group is, there must also be whatever costs more to send than to have.
+# ── Closure: with a group, its device must also have whatever costs more to send than to compute ─
 #
 # The device d that has group g has some set S of groups around it, and pays for the work of S, for
 # every net that comes into S and for every net that leaves it:
@@ -584,32 +595,32 @@ def closures(model: LoadModel, at_least: float = 0.0) -> Closures:
     first, for as long as `_MOST_VISITS` allows; for the others, their work."""
     kinds, of_device = kinds_of_devices(model)
     cuts = np.stack([kind.work_seconds for kind in kinds], axis=1)
-    own = np.stack([own_seconds(model, kind) for kind in kinds], axis=1)
-    own[own <= cuts * (1 + ROUNDING)] = -np.inf  # nothing to send: the work is all
-    own[~np.isfinite(cuts) | (own <= at_least)] = -np.inf
-    top = float(own.max(initial=-np.inf))
+    most_cuts = np.stack([own_seconds(model, kind) for kind in kinds], axis=1)
+    most_cuts[most_cuts <= cuts * (1 + ROUNDING)] = -np.inf  # nothing to send: the work is all
+    most_cuts[~np.isfinite(cuts) | (most_cuts <= at_least)] = -np.inf
+    top = float(most_cuts.max(initial=-np.inf))
     if top > 0:
         networks = [_network(model, kind, top) for kind in kinds]
         flows = max(1, _MOST_VISITS // networks[0].shape[0])
-        order = np.argsort(-own, axis=None, kind="stable")[:flows]
-        for group, kind in zip(*np.unravel_index(order, own.shape), strict=True):
-            if own[group, kind] > 0:
+        order = np.argsort(-most_cuts, axis=None, kind="stable")[:flows]
+        for group, kind in zip(*np.unravel_index(order, most_cuts.shape), strict=True):
+            if most_cuts[group, kind] > 0:
                 least = _least_cut(networks[kind], int(group), top)
                 cuts[group, kind] = max(cuts[group, kind], least)
     return Closures(kinds, of_device, cuts * (1 - ROUNDING))
 
 
-def closure_seconds(found: Closures) -> float:
+def closure_seconds(closed_groups: Closures) -> float:
     """Seconds that the load of some device reaches, for every placement of the groups."""
-    return float(found.cuts_seconds.min(axis=1).max(initial=0.0))
+    return float(closed_groups.cuts_seconds.min(axis=1).max(initial=0.0))
 
 
-def closure_balance_seconds(model: LoadModel, found: Closures, proven: float) -> float:
+def closure_balance_seconds(model: LoadModel, closed_groups: Closures, proven: float) -> float:
     """The same, where groups that are too much for one kind of device burden another: the largest
     T, to 1 in 10,000 of the largest cut, such that load balance reaches T without the devices on
     which a group's cut does. Not less than `proven`, a bound already."""
-    devices = np.flatnonzero(found.of_device >= 0)
-    cuts = found.cuts_seconds[:, found.of_device[devices]]
+    devices = np.flatnonzero(closed_groups.of_device >= 0)
+    cuts = closed_groups.cuts_seconds[:, closed_groups.of_device[devices]]
     work, room = model.work_seconds[:, devices], model.capacities[devices]
     low, high = proven, float(cuts.max(initial=0.0, where=np.isfinite(cuts)))
     grain = 1e-4 * high
@@ -633,8 +644,8 @@ def kinds_of_devices(model: LoadModel) -> tuple[list[DeviceNets], Int64]:
         columns = model.work_seconds[:, device].copy(), *_net_seconds(model, device)
         room = float(model.capacities[device])
         key = room, *(column.tobytes() for column in columns)
-        known = kinds.get(key)
-        kinds[key] = DeviceNets(*columns, room, known.copies + 1 if known else 1)
+        alike = kinds.get(key)
+        kinds[key] = DeviceNets(*columns, room, alike.copies + 1 if alike else 1)
         of_device[device] = list(kinds).index(key)
     return list(kinds.values()), of_device
 
@@ -642,12 +653,12 @@ def kinds_of_devices(model: LoadModel) -> tuple[list[DeviceNets], Int64]:
 def own_seconds(model: LoadModel, kind: DeviceNets) -> Float64:
     """[groups] load of a device of this kind that has one group and nothing else."""
     owners = np.repeat(np.arange(len(model.net_sources)), np.diff(model.net_offsets))
-    own = kind.work_seconds + np.bincount(
+    seconds = kind.work_seconds + np.bincount(
         model.net_targets, weights=kind.in_seconds[owners], minlength=model.groups
     )
-    made = model.net_sources >= 0
-    return own + np.bincount(
-        model.net_sources[made], weights=kind.out_seconds[made], minlength=model.groups
+    is_made = model.net_sources >= 0
+    return seconds + np.bincount(
+        model.net_sources[is_made], weights=kind.out_seconds[is_made], minlength=model.groups
     )
 
 
@@ -660,9 +671,9 @@ def _net_seconds(model: LoadModel, device: int) -> tuple[Float64, Float64]:
         return model.net_sends * latency + model.net_bytes * per_byte
 
     nets = len(model.net_sources)
-    others = [d for d in range(model.devices) if d != device]
-    comes = [hop(d, device) for d in others if model.linked[d, device]]
-    goes = [hop(device, d) for d in others if model.linked[device, d]]
+    elsewhere = [d for d in range(model.devices) if d != device]
+    comes = [hop(d, device) for d in elsewhere if model.linked[d, device]]
+    goes = [hop(device, d) for d in elsewhere if model.linked[device, d]]
     zero = np.zeros(nets)
     into = np.min(comes, axis=0) if comes else zero
     out = np.min(goes, axis=0) if goes else zero
@@ -677,7 +688,7 @@ def _network(model: LoadModel, kind: DeviceNets, top: float) -> csr_array:
     owners = np.repeat(np.arange(nets), np.diff(model.net_offsets))
     readers = model.net_targets
     came, gone, sink = groups + np.arange(nets), groups + nets + np.arange(nets), groups + 2 * nets
-    made = np.flatnonzero(model.net_sources >= 0)
+    made_nets = np.flatnonzero(model.net_sources >= 0)
     whole = np.full(len(readers), np.inf)
     home = np.where(model.net_sources >= 0, model.net_sources, sink)
     of_made = np.flatnonzero(model.net_sources[owners] >= 0)
@@ -685,14 +696,14 @@ def _network(model: LoadModel, kind: DeviceNets, top: float) -> csr_array:
         (np.arange(groups), np.full(groups, sink), kind.work_seconds),
         (readers, came[owners], whole),
         (came, home, kind.in_seconds),
-        (model.net_sources[made], gone[made], kind.out_seconds[made]),
+        (model.net_sources[made_nets], gone[made_nets], kind.out_seconds[made_nets]),
         (gone[owners[of_made]], readers[of_made], whole[: len(of_made)]),
     ]
     tails, heads, seconds = (np.concatenate(part) for part in zip(*arcs, strict=True))
     capacity = np.minimum(seconds * (_WHOLE / top), _WHOLE).astype(np.int32)
-    kept = capacity > 0
-    ends = tails[kept].astype(np.int32), heads[kept].astype(np.int32)
-    return coo_array((capacity[kept], ends), shape=(sink + 1, sink + 1)).tocsr()
+    is_open = capacity > 0
+    ends = tails[is_open].astype(np.int32), heads[is_open].astype(np.int32)
+    return coo_array((capacity[is_open], ends), shape=(sink + 1, sink + 1)).tocsr()
 
 
 def _least_cut(network: csr_array, group: int, top: float) -> float:
@@ -700,9 +711,11 @@ def _least_cut(network: csr_array, group: int, top: float) -> float:
     return float(flow) * (top / _WHOLE) * (1 - ROUNDING)
 
 
-Bool = NDArray[np.bool_]
+# ── The bounds of each objective ────────────────────────────────────────────────────────────────
 
+Bool = NDArray[np.bool_]
 MOST_CLOSURE_CLASSES = 20_000
+"""With more classes than this, the closure bounds are left out: they would take too long."""
 
 
 @dataclass(frozen=True)
@@ -714,7 +727,7 @@ class LowerBound:
 
 
 @dataclass(frozen=True, eq=False)
-class _Case:
+class _BoundProblem:
     """What the bounds of one call look at: seconds [ops, devices] where each op may be, else inf;
     of_op [ops] its class; classes [classes, devices] seconds, sizes [classes] bytes, capacities
     [devices] bytes."""
@@ -722,7 +735,7 @@ class _Case:
     graph: Graph
     machine: Machine
     costs: Costs
-    flat: Flat
+    flat: StepModel
     seconds: Float64
     of_op: Int64
     classes: Float64
@@ -769,7 +782,7 @@ def lower_bounds(
     if stuck.any():
         raise NoDeviceError(graph.names[int(np.flatnonzero(stuck)[0])])
     memory = [device.memory_bytes for device in machine.devices]
-    case = _Case(
+    case = _BoundProblem(
         graph, machine, costs, flat, seconds, of_op, classes,
         resident_bytes(graph, of_op, len(classes)),
         np.array(memory if capacities is None else capacities, np.float64),
@@ -781,7 +794,7 @@ def lower_bounds(
     return bounds + (_of_step(case) if objective == "step" else _of_load(case, bounds))
 
 
-def _load_balance(case: _Case) -> list[LowerBound]:
+def _load_balance(case: _BoundProblem) -> list[LowerBound]:
     plain = load_balance_prices(case.classes)
     bounds = [LowerBound(proven_seconds(case.classes, plain), "load balance (LP)")]
     if case.sizes.sum() > case.capacities.min():
@@ -792,7 +805,7 @@ def _load_balance(case: _Case) -> list[LowerBound]:
     return bounds
 
 
-def _of_step(case: _Case) -> list[LowerBound]:
+def _of_step(case: _BoundProblem) -> list[LowerBound]:
     path = longest_seconds(case.flat, earliest_ends(case.flat, case.seconds))
     ops = np.flatnonzero(case.flat.is_source == 0)
     seconds = case.seconds[ops]
@@ -810,7 +823,7 @@ def _of_step(case: _Case) -> list[LowerBound]:
     ]
 
 
-def _of_load(case: _Case, bounds: list[LowerBound]) -> list[LowerBound]:
+def _of_load(case: _BoundProblem, bounds: list[LowerBound]) -> list[LowerBound]:
     largest = float(case.classes.min(axis=1).max(initial=0.0)) * (1 - ROUNDING)
     if len(case.classes) > MOST_CLOSURE_CLASSES:
         return [LowerBound(largest, "largest op")]
@@ -823,10 +836,10 @@ def _of_load(case: _Case, bounds: list[LowerBound]) -> list[LowerBound]:
         capacities=case.capacities.astype(np.int64),
     )
     proven = max(largest, *(bound.seconds for bound in bounds))
-    found = closures(model, proven)
-    closed = LowerBound(closure_seconds(found), "closure (min cut)")
+    closed_groups = closures(model, proven)
+    closed = LowerBound(closure_seconds(closed_groups), "closure (min cut)")
     proven = max(proven, closed.seconds)
-    balanced = closure_balance_seconds(model, found, proven)
+    balanced = closure_balance_seconds(model, closed_groups, proven)
     bounds = [LowerBound(largest, "largest op"), closed]
     if balanced > proven:
         bounds.append(LowerBound(balanced, "closure (min cut) and load balance"))

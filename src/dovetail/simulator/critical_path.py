@@ -1,4 +1,4 @@
-"""Critical path, and what heads and tails say together with load balance.
+"""Critical path, and the bound from heads, tails and load balance together.
 
 The earliest end of op o on device d, if every predecessor were wherever suits o best and no device
 or channel were ever busy:
@@ -26,10 +26,10 @@ import numpy as np
 from dovetail.graph import HOST
 from dovetail.graph.records import csr_offsets
 from dovetail.runtime.compiling import inlined, kernel
-from dovetail.simulator.flat import Flat, Float64, Int32
+from dovetail.simulator.flat import Float64, Int32, StepModel
 
 
-def earliest_ends(flat: Flat, seconds: Float64) -> Float64:
+def earliest_ends(flat: StepModel, seconds: Float64) -> Float64:
     """[ops, devices] earliest end of each op there; sources: 0 where they may be."""
     ends = np.zeros((flat.ops, flat.devices))
     for op, home in zip(flat.sources.tolist(), flat.source_homes.tolist(), strict=True):
@@ -43,7 +43,7 @@ def earliest_ends(flat: Flat, seconds: Float64) -> Float64:
     return ends
 
 
-def upward_ranks(flat: Flat) -> Float64:
+def upward_ranks(flat: StepModel) -> Float64:
     """[ops] longest chain of least seconds from an op's start to the step's end.
 
     Upward rank of Topcuoglu, Hariri and Wu, "Performance-Effective and Low-Complexity Task
@@ -55,17 +55,17 @@ def upward_ranks(flat: Flat) -> Float64:
     return ranks
 
 
-def longest_seconds(flat: Flat, ends: Float64) -> float:
+def longest_seconds(flat: StepModel, ends: Float64) -> float:
     """Longest chain of ops and sends, each op on the device that suits the chain best."""
     return float(ends.min(axis=1).max(initial=0.0, where=flat.is_source == 0))
 
 
-def without_sends(flat: Flat, seconds: Float64) -> tuple[Flat, Float64]:
+def without_sends(flat: StepModel, seconds: Float64) -> tuple[StepModel, Float64]:
     """The same ops on one device that is the best of all for each, and never busy."""
-    one = flat._replace(
+    one_device = flat._replace(
         devices=1, host=0, link_of=np.full((1, 1), -1, np.int32), compute_seconds=seconds
     )
-    return one, np.ascontiguousarray(seconds.min(axis=1, keepdims=True))
+    return one_device, np.ascontiguousarray(seconds.min(axis=1, keepdims=True))
 
 
 def head_load_tail(heads: Float64, loads: Float64, tails: Float64) -> float:
@@ -88,7 +88,7 @@ def head_load_tail(heads: Float64, loads: Float64, tails: Float64) -> float:
 
 
 @kernel
-def _fill_ranks(flat: Flat, seconds: Float64, ranks: Float64) -> None:
+def _fill_ranks(flat: StepModel, seconds: Float64, ranks: Float64) -> None:
     """Fill `ranks` [ops]; ops stand after what they wait for."""
     for op in range(flat.ops - 1, -1, -1):
         after = 0.0
@@ -101,7 +101,9 @@ def _fill_ranks(flat: Flat, seconds: Float64, ranks: Float64) -> None:
 
 
 @kernel
-def _fill_ends(flat: Flat, seconds: Float64, offsets: Int32, befores: Int32, ends: Float64) -> None:
+def _fill_ends(
+    flat: StepModel, seconds: Float64, offsets: Int32, befores: Int32, ends: Float64
+) -> None:
     """Fill `ends` [ops, devices] of ops that are no sources; `befores` is CSR by `offsets`."""
     for op in range(flat.ops):
         if flat.is_source[op]:
@@ -120,7 +122,7 @@ def _fill_ends(flat: Flat, seconds: Float64, offsets: Int32, befores: Int32, end
 
 
 @inlined
-def _arrival(flat: Flat, ends: Float64, device: int, size_bytes: float) -> float:
+def _arrival(flat: StepModel, ends: Float64, device: int, size_bytes: float) -> float:
     """Earliest time that something could be on `device`, made anywhere."""
     earliest: float = ends[device]
     for there in range(flat.devices):
@@ -150,7 +152,7 @@ def _best_window(
     below it got at once. Thresholds above every tail that entered stay at -inf: no op is there."""
     size = len(best) // 2
     entered = -1
-    found = 0.0
+    largest = 0.0
     for i in range(len(order)):
         op = order[i]
         while entered < ranks[op]:
@@ -165,8 +167,8 @@ def _best_window(
                 added[node - 1] += loads[op]
             node //= 2
             best[node] = max(best[2 * node], best[2 * node + 1]) + added[node]
-        found = max(found, heads[op] + best[1])
-    return found
+        largest = max(largest, heads[op] + best[1])
+    return largest
 
 
 @inlined

@@ -23,8 +23,8 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 
-class Flat(NamedTuple):
-    """What stays the same from placement to placement.
+class StepModel(NamedTuple):
+    """The arrays of a simulation that are the same for every placement.
 
     sources, source_homes   [sources] source ops, ascending, and their `residences`
     is_source          [ops] 1 for source ops
@@ -73,10 +73,10 @@ class Flat(NamedTuple):
     carried: Int32
 
 
-class Rules(NamedTuple):
+class DispatchRules(NamedTuple):
     """How devices choose: by rank, or through slots in the given sequence.
 
-    pending       [ops] as in `Flat`, without arrivals from within an op's own slot
+    pending       [ops] as in `StepModel`, without arrivals from within an op's own slot
     ranks, by_rank   [ops] place of each op by priority, and its inverse
     ordered       [devices] 1: runs its slots `slot_offsets[d]` to `slot_offsets[d + 1]`
     op_offsets, slot_ops   CSR [slots + 1], ops of each slot, ascending
@@ -95,8 +95,8 @@ class Rules(NamedTuple):
     slot_seconds: Float64
 
 
-class Work(NamedTuple):
-    """What one thread writes while it simulates.
+class StepWorkspace(NamedTuple):
+    """The arrays that one thread writes while it simulates.
 
     homes      [tensors] device where each tensor is made
     roots      [tensors] tensor whose memory it uses there; -1: memory that lives to the end
@@ -148,7 +148,7 @@ class Work(NamedTuple):
     log_bytes: Int64
 
 
-def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
+def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
     """The arrays of one graph on one machine. Raises `CostError` for missing costs."""
     costs.check(graph)
     ops, tensors, devices = len(graph), graph.tensors, len(machine.devices)
@@ -162,7 +162,7 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
     links = machine.links
     unlinked = (machine.link_index < 0) & ~np.eye(devices, dtype=bool)
     channel_of = {name: channel for channel, name in enumerate(machine.channels)}
-    return Flat(
+    return StepModel(
         ops=ops,
         tensors=tensors,
         devices=devices,
@@ -201,7 +201,7 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> Flat:
     )
 
 
-def free_rules(flat: Flat, priorities: Float64 | None = None) -> Rules:
+def free_rules(flat: StepModel, priorities: Float64 | None = None) -> DispatchRules:
     """No device has an order: highest priority first, then lowest index."""
     ranks = by_rank = np.arange(flat.ops, dtype=np.int32)
     if priorities is not None:
@@ -209,7 +209,7 @@ def free_rules(flat: Flat, priorities: Float64 | None = None) -> Rules:
         ranks = np.empty_like(by_rank)
         ranks[by_rank] = np.arange(flat.ops, dtype=np.int32)
     none, zeros = np.zeros(0, np.int32), np.zeros(flat.devices + 1, np.int32)
-    return Rules(
+    return DispatchRules(
         pending=flat.pending,
         ranks=ranks,
         by_rank=by_rank,
@@ -225,7 +225,9 @@ def free_rules(flat: Flat, priorities: Float64 | None = None) -> Rules:
 Slots = list[tuple[tuple[int, ...], float]]
 
 
-def ordered_rules(flat: Flat, free: Rules, slots: Sequence[Slots | None]) -> Rules:
+def ordered_rules(
+    flat: StepModel, free: DispatchRules, slots: Sequence[Slots | None]
+) -> DispatchRules:
     """`free`, but where `slots[device]` is a list of (ops, seconds) that device runs those."""
     slot_of, pending = free.slot_of.copy(), flat.pending.copy()
     every = [slot for of_device in slots for slot in of_device or []]
@@ -246,7 +248,7 @@ def ordered_rules(flat: Flat, free: Rules, slots: Sequence[Slots | None]) -> Rul
 
 
 def slots_of(
-    flat: Flat, device: int, order: tuple[int, ...] | None, schedule: Schedule | None
+    flat: StepModel, device: int, order: tuple[int, ...] | None, schedule: Schedule | None
 ) -> Slots | None:
     """What a device starts, one after another; None where it is free to choose."""
     if schedule is not None:
@@ -266,7 +268,7 @@ def check_slots(slots: Slots, placed: list[int], device: str) -> None:
         raise OrderError(device, "has a stage whose seconds are negative or not finite")
 
 
-def workspace(flat: Flat, slots: int = 0, *, record: bool = False) -> Work:
+def workspace(flat: StepModel, slots: int = 0, *, record: bool = False) -> StepWorkspace:
     """Room for one simulation at a time; with the arrays of a timeline if `record`."""
     ops, tensors, devices = flat.ops, flat.tensors, flat.devices
     lanes = devices + flat.channels
@@ -274,7 +276,7 @@ def workspace(flat: Flat, slots: int = 0, *, record: bool = False) -> Work:
     transfers += _most_sends(flat.control_offsets, devices)
     kept_ops, kept_transfers = (ops, transfers) if record else (0, 0)
     entries = 2 * (ops + slots + transfers + devices) if record else 0
-    return Work(
+    return StepWorkspace(
         placed=np.zeros(ops, np.int32),
         homes=np.zeros(tensors, np.int32),
         roots=np.zeros(tensors, np.int32),
@@ -313,7 +315,7 @@ def workspace(flat: Flat, slots: int = 0, *, record: bool = False) -> Work:
     )
 
 
-def homes_of(flat: Flat, placement: NDArray[np.integer]) -> Int32:
+def homes_of(flat: StepModel, placement: NDArray[np.integer]) -> Int32:
     """[ops] the placement with its source entries filled: host, writer's device, `EVERYWHERE`."""
     placed = np.array(placement, np.int32)
     homes = flat.source_homes
@@ -322,7 +324,7 @@ def homes_of(flat: Flat, placement: NDArray[np.integer]) -> Int32:
     return placed
 
 
-def _arrivals_within(flat: Flat, op: int, slot: set[int]) -> int:
+def _arrivals_within(flat: StepModel, op: int, slot: set[int]) -> int:
     reads = flat.input_tensors[flat.input_offsets[op] : flat.input_offsets[op + 1]].tolist()
     count = sum(int(flat.producers[tensor]) in slot for tensor in reads)
     for before in slot:

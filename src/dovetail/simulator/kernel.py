@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from dovetail.graph import EVERYWHERE, HOST
 from dovetail.runtime.compiling import inlined, kernel
-from dovetail.simulator.flat import Flat, Float64, Int32, Int64, Rules, Work
+from dovetail.simulator.flat import DispatchRules, Float64, Int32, Int64, StepModel, StepWorkspace
 
-# What waits in a simulation: ready ops, work to end, and transfers in their channels' queues.
+# ── Queues of a simulation: ready ops, work by its end, and transfers of each channel ───────────
 
 
-# Where `Work.counts` keeps the scalars of one simulation.
+# Where `StepWorkspace.counts` keeps the scalars of one simulation.
 EVENTS, QUEUED, TOUCHED, SENT, DONE, LOGGED, TURNS = range(7)
 
 
@@ -39,7 +39,9 @@ def copy(source: NDArray[np.integer], destination: NDArray[np.integer]) -> None:
 
 
 @inlined
-def enqueue(flat: Flat, work: Work, now: float, unit: int, destination: int, link: int) -> None:
+def enqueue(
+    flat: StepModel, work: StepWorkspace, now: float, unit: int, destination: int, link: int
+) -> None:
     """Queue by (time ready, unit, destination). Nobody in the queue was ready later than now."""
     new = work.counts[QUEUED]
     work.counts[QUEUED] = new + 1
@@ -69,14 +71,14 @@ def enqueue(flat: Flat, work: Work, now: float, unit: int, destination: int, lin
 
 
 @inlined
-def arrive(rules: Rules, work: Work, op: int, device: int) -> None:
+def arrive(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
     work.pending[op] -= 1
     if work.pending[op] == 0:
         make_ready(rules, work, op, device)
 
 
 @inlined
-def make_ready(rules: Rules, work: Work, op: int, device: int) -> None:
+def make_ready(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
     touch(work, device)
     if rules.ordered[device]:
         work.slot_waits[rules.slot_of[op]] -= 1
@@ -95,7 +97,7 @@ def make_ready(rules: Rules, work: Work, op: int, device: int) -> None:
 
 
 @inlined
-def pop_ready(work: Work, device: int) -> int:
+def pop_ready(work: StepWorkspace, device: int) -> int:
     """Remove and return the least rank of a device's ready ops."""
     heap = work.ready[device]
     size = work.ready_sizes[device] - 1
@@ -116,7 +118,7 @@ def pop_ready(work: Work, device: int) -> int:
 
 
 @inlined
-def push_event(work: Work, time: float, lane: int) -> None:
+def push_event(work: StepWorkspace, time: float, lane: int) -> None:
     times, lanes = work.event_times, work.event_slots
     i = work.counts[EVENTS]
     work.counts[EVENTS] = i + 1
@@ -132,7 +134,7 @@ def push_event(work: Work, time: float, lane: int) -> None:
 
 
 @inlined
-def pop_event(work: Work) -> int:
+def pop_event(work: StepWorkspace) -> int:
     times, lanes = work.event_times, work.event_slots
     size = work.counts[EVENTS] - 1
     work.counts[EVENTS] = size
@@ -154,7 +156,7 @@ def pop_event(work: Work) -> int:
 
 
 @inlined
-def touch(work: Work, lane: int) -> None:
+def touch(work: StepWorkspace, lane: int) -> None:
     if not work.is_touched[lane]:
         work.is_touched[lane] = 1
         work.touched[work.counts[TOUCHED]] = lane
@@ -162,16 +164,16 @@ def touch(work: Work, lane: int) -> None:
 
 
 @inlined
-def allocate(work: Work, device: int, size_bytes: int) -> None:
+def allocate(work: StepWorkspace, device: int, size_bytes: int) -> None:
     work.memory[device] += size_bytes
     work.peaks[device] = max(work.peaks[device], work.memory[device])
 
 
 @kernel
 def simulate_batch(
-    flat: Flat,
-    rules: Rules,
-    work: Work,
+    flat: StepModel,
+    rules: DispatchRules,
+    work: StepWorkspace,
     placements: Int32,
     values: Float64,
     peaks: Int64,
@@ -203,7 +205,9 @@ def simulate_batch(
 
 
 @inlined
-def finish(flat: Flat, rules: Rules, work: Work, now: float, lane: int) -> None:
+def finish(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, lane: int
+) -> None:
     """End what a lane has in work."""
     running = work.running[lane]
     work.running[lane] = -1
@@ -220,7 +224,7 @@ def finish(flat: Flat, rules: Rules, work: Work, now: float, lane: int) -> None:
 
 
 @inlined
-def fill_placement(flat: Flat, work: Work, placement: Int32) -> bool:
+def fill_placement(flat: StepModel, work: StepWorkspace, placement: Int32) -> bool:
     """Copy a placement with its source entries filled in; False if an op cannot run there."""
     placed = work.placed
     for op in range(flat.ops):
@@ -239,7 +243,7 @@ def fill_placement(flat: Flat, work: Work, placement: Int32) -> bool:
 
 
 @inlined
-def reset(flat: Flat, rules: Rules, work: Work) -> None:
+def reset(flat: StepModel, rules: DispatchRules, work: StepWorkspace) -> None:
     copy(rules.pending, work.pending)
     work.holds[:, :] = 0
     work.stamps[:] = -1
@@ -261,7 +265,7 @@ def reset(flat: Flat, rules: Rules, work: Work) -> None:
 
 
 @inlined
-def place_sources(flat: Flat, rules: Rules, work: Work, record: bool) -> None:
+def place_sources(flat: StepModel, rules: DispatchRules, work: StepWorkspace, record: bool) -> None:
     """What is there at 0: memory of the sources, ops that wait for nothing, and the first sends."""
     for i in range(len(flat.sources)):
         op = flat.sources[i]
@@ -295,7 +299,9 @@ def place_sources(flat: Flat, rules: Rules, work: Work, record: bool) -> None:
 
 
 @inlined
-def finish_op(flat: Flat, rules: Rules, work: Work, now: float, op: int) -> None:
+def finish_op(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, op: int
+) -> None:
     device = work.placed[op]
     work.counts[DONE] += 1
     for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
@@ -307,7 +313,9 @@ def finish_op(flat: Flat, rules: Rules, work: Work, now: float, op: int) -> None
 
 
 @inlined
-def finish_transfer(flat: Flat, rules: Rules, work: Work, now: float, entry: int) -> None:
+def finish_transfer(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, entry: int
+) -> None:
     unit, device = work.queue_units[entry], work.queue_destinations[entry]
     if unit >= flat.tensors:
         arrive_control(flat, rules, work, now, unit - flat.tensors, device)
@@ -328,7 +336,9 @@ def finish_transfer(flat: Flat, rules: Rules, work: Work, now: float, entry: int
 
 
 @inlined
-def deliver(flat: Flat, rules: Rules, work: Work, now: float, tensor: int, device: int) -> int:
+def deliver(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, tensor: int, device: int
+) -> int:
     """Hand a new tensor to its consumers here and queue its sends; return how many hold it."""
     users = 0
     work.counts[SENT] += 1
@@ -345,7 +355,9 @@ def deliver(flat: Flat, rules: Rules, work: Work, now: float, tensor: int, devic
 
 
 @inlined
-def deliver_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, device: int) -> None:
+def deliver_control(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, op: int, device: int
+) -> None:
     work.counts[SENT] += 1
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
         after = flat.control_targets[k]
@@ -357,7 +369,9 @@ def deliver_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, d
 
 
 @inlined
-def arrive_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, device: int) -> None:
+def arrive_control(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, op: int, device: int
+) -> None:
     home = work.placed[op]
     work.counts[SENT] += 1
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
@@ -369,7 +383,9 @@ def arrive_control(flat: Flat, rules: Rules, work: Work, now: float, op: int, de
 
 
 @inlined
-def send(flat: Flat, work: Work, now: float, unit: int, source: int, destination: int) -> int:
+def send(
+    flat: StepModel, work: StepWorkspace, now: float, unit: int, source: int, destination: int
+) -> int:
     """Queue a send, to the host where there is no link; return 1, or 0 if that is queued."""
     work.stamps[destination] = work.counts[SENT]
     link = flat.link_of[source, destination]
@@ -384,7 +400,9 @@ def send(flat: Flat, work: Work, now: float, unit: int, source: int, destination
 
 
 @inlined
-def send_on(flat: Flat, work: Work, now: float, unit: int, home: int, destination: int) -> int:
+def send_on(
+    flat: StepModel, work: StepWorkspace, now: float, unit: int, home: int, destination: int
+) -> int:
     """Queue the second hop to a device that `home` has no link to; return 1 if it is new."""
     if destination == home or flat.link_of[home, destination] >= 0:
         return 0
@@ -396,7 +414,9 @@ def send_on(flat: Flat, work: Work, now: float, unit: int, home: int, destinatio
 
 
 @inlined
-def hold_output(flat: Flat, work: Work, tensor: int, device: int, users: int, pinned: bool) -> None:
+def hold_output(
+    flat: StepModel, work: StepWorkspace, tensor: int, device: int, users: int, pinned: bool
+) -> None:
     """Note who will use a new tensor's memory; free it if that is nobody."""
     base = flat.bases[tensor]
     root = tensor
@@ -414,7 +434,7 @@ def hold_output(flat: Flat, work: Work, tensor: int, device: int, users: int, pi
 
 
 @inlined
-def release(flat: Flat, work: Work, tensor: int, device: int) -> None:
+def release(flat: StepModel, work: StepWorkspace, tensor: int, device: int) -> None:
     """One user less of the copy of `tensor` on `device`; the last one frees its memory."""
     home = work.homes[tensor]
     if home == EVERYWHERE:
@@ -427,7 +447,9 @@ def release(flat: Flat, work: Work, tensor: int, device: int) -> None:
 
 
 @inlined
-def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) -> None:
+def start_all(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, record: bool
+) -> None:
     """Start what may start on the touched lanes. The lane of a channel that a device carries is
     the device's: it sends what waits before it runs another op."""
     for i in range(work.counts[TOUCHED]):
@@ -467,7 +489,9 @@ def start_all(flat: Flat, rules: Rules, work: Work, now: float, record: bool) ->
 
 
 @inlined
-def start_transfer(flat: Flat, work: Work, now: float, lane: int, record: bool) -> None:
+def start_transfer(
+    flat: StepModel, work: StepWorkspace, now: float, lane: int, record: bool
+) -> None:
     channel = lane - flat.devices
     entry = work.heads[channel]
     after = work.queue_next[entry]
@@ -489,7 +513,9 @@ def start_transfer(flat: Flat, work: Work, now: float, lane: int, record: bool) 
 
 
 @inlined
-def start_slot(flat: Flat, rules: Rules, work: Work, now: float, lane: int, record: bool) -> None:
+def start_slot(
+    flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, lane: int, record: bool
+) -> None:
     slot = work.next_slots[lane]
     if slot == rules.slot_offsets[lane + 1] or work.slot_waits[slot] > 0:
         return
@@ -507,7 +533,7 @@ def start_slot(flat: Flat, rules: Rules, work: Work, now: float, lane: int, reco
 
 
 @inlined
-def log_memory(flat: Flat, work: Work, now: float) -> None:
+def log_memory(flat: StepModel, work: StepWorkspace, now: float) -> None:
     """Note the bytes in use of each device where they changed since the last note."""
     for device in range(flat.devices):
         if work.memory[device] != work.logged[device]:

@@ -22,11 +22,11 @@ backward ops and lets an accelerator have q calls; here q = 1.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.costs import Costs
 from dovetail.errors import UsageError
 from dovetail.graph import Graph, Phase
+from dovetail.graph.records import csr_offsets
 from dovetail.machine import Machine
 from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32
@@ -55,9 +55,9 @@ class LatencyModel(NamedTuple):
     users: Int32
 
 
-class LatencyWork(NamedTuple):
-    """What the walk writes. Calls are numbered 2 x device, + 1 for the backward one, and after
-    those every op on a CPU is its own call.
+class LatencyWorkspace(NamedTuple):
+    """The arrays that one walk writes. Calls are numbered 2 x device, + 1 for the backward one, and
+    after those every op on a CPU is its own call.
 
     call_of                [ops]
     heads, nexts           first op of each call, next op of the same call; -1: none
@@ -103,15 +103,15 @@ def latency_model(graph: Graph, machine: Machine, costs: Costs) -> LatencyModel:
         work_seconds=np.ascontiguousarray(seconds),
         in_seconds=incoming,
         out_seconds=outgoing,
-        user_offsets=_offsets(edges[:, 0], len(graph)),
+        user_offsets=csr_offsets(edges[:, 0], len(graph)),
         users=edges[:, 1].astype(np.int32),
     )
 
 
-def latency_work(model: LatencyModel) -> LatencyWork:
+def latency_work(model: LatencyModel) -> LatencyWorkspace:
     """Room for one walk at a time."""
     calls = 2 * len(model.accelerator) + model.ops
-    return LatencyWork(
+    return LatencyWorkspace(
         call_of=np.zeros(model.ops, np.int32),
         heads=np.zeros(calls, np.int32),
         nexts=np.zeros(model.ops, np.int32),
@@ -123,7 +123,7 @@ def latency_work(model: LatencyModel) -> LatencyWork:
     )
 
 
-def latencies(model: LatencyModel, work: LatencyWork, placements: Int32) -> Float64:
+def latencies(model: LatencyModel, work: LatencyWorkspace, placements: Int32) -> Float64:
     """[batch] latency in seconds of placements [batch, ops]; inf where a call waits for itself or
     an op is where it cannot run. O(batch x (ops + reads))."""
     values = np.empty(len(placements))
@@ -132,14 +132,16 @@ def latencies(model: LatencyModel, work: LatencyWork, placements: Int32) -> Floa
 
 
 @kernel
-def _walk_all(model: LatencyModel, work: LatencyWork, placements: Int32, values: Float64) -> None:
+def _walk_all(
+    model: LatencyModel, work: LatencyWorkspace, placements: Int32, values: Float64
+) -> None:
     for row in range(len(placements)):
         latency = walk(model, work, placements[row])
         values[row] = latency if latency >= 0 else np.inf
 
 
 @inlined
-def walk(model: LatencyModel, work: LatencyWork, placement: Int32) -> float:
+def walk(model: LatencyModel, work: LatencyWorkspace, placement: Int32) -> float:
     """The latency of one placement [ops]; minus the number of calls that never start, if any."""
     devices = len(model.accelerator)
     work.heads[:] = -1
@@ -168,7 +170,7 @@ def walk(model: LatencyModel, work: LatencyWork, placement: Int32) -> float:
 
 
 @inlined
-def _count_reads(model: LatencyModel, work: LatencyWork, placement: Int32, op: int) -> None:
+def _count_reads(model: LatencyModel, work: LatencyWorkspace, placement: Int32, op: int) -> None:
     """Note who waits for what `op` makes, and what moving it costs."""
     call, device = work.call_of[op], placement[op]
     first, last = model.user_offsets[op], model.user_offsets[op + 1]
@@ -191,7 +193,7 @@ def _count_reads(model: LatencyModel, work: LatencyWork, placement: Int32, op: i
 
 
 @inlined
-def _run_calls(model: LatencyModel, work: LatencyWork) -> float:
+def _run_calls(model: LatencyModel, work: LatencyWorkspace) -> float:
     """The last end of all calls; minus the number of those that never start, if any."""
     devices = len(model.accelerator)
     left, ready, latest = 0, 0, 0.0
@@ -246,8 +248,3 @@ def _check(graph: Graph, machine: Machine) -> None:
         raise UsageError(
             "objective", f"latency is defined for published instances alone, and here {reason}"
         )
-
-
-def _offsets(owners: NDArray[np.integer], count: int) -> Int32:
-    """CSR [count + 1]"""
-    return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count))]).astype(np.int32)

@@ -17,7 +17,7 @@ from dovetail.graph import EVERYWHERE, HOST, Graph, Phase
 from dovetail.machine import Machine
 from dovetail.plans import Placement
 from dovetail.runtime.compiling import inlined, kernel
-from dovetail.simulator.flat import Flat, Float64, Int8, Int32, Int64, flatten, homes_of
+from dovetail.simulator.flat import Float64, Int8, Int32, Int64, StepModel, flatten, homes_of
 
 
 def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placement) -> Float64:
@@ -29,7 +29,7 @@ def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placem
 
 
 @kernel
-def sum_loads(flat: Flat, placed: Int32, stamps: Int64, loads: Float64) -> None:
+def sum_loads(flat: StepModel, placed: Int32, stamps: Int64, loads: Float64) -> None:
     """Fill `loads` for `placed`, sources filled in. `stamps` [devices] is scratch."""
     loads[:] = 0.0
     stamps[:] = -1
@@ -52,7 +52,7 @@ def sum_loads(flat: Flat, placed: Int32, stamps: Int64, loads: Float64) -> None:
 
 @inlined
 def add_sends(  # noqa: PLR0913 (kernel)
-    flat: Flat,
+    flat: StepModel,
     placed: Int32,
     stamps: Int64,
     loads: Float64,
@@ -77,14 +77,16 @@ def add_sends(  # noqa: PLR0913 (kernel)
 
 
 @inlined
-def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_bytes: float) -> None:
+def add_hop(
+    flat: StepModel, loads: Float64, source: int, destination: int, size_bytes: float
+) -> None:
     link = flat.link_of[source, destination]
     seconds = flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
     loads[source] += seconds
     loads[destination] += seconds
 
 
-# The `load` objective as a small hypergraph: what searches over groups work on.
+# ── The `load` objective as a small hypergraph, for searches over groups ────────────────────────
 #
 # Ops contract to their groups, and tensors to *nets*: one net per (source group, set of other
 # groups that read), the tensors of which always move together. For a placement of the groups
@@ -92,7 +94,7 @@ def add_hop(flat: Flat, loads: Float64, source: int, destination: int, size_byte
 #     load(device) = work of its groups + hops out of it + hops into it
 #
 # where a net makes one hop per destination device, or, where there is no link, one hop to the host
-# (once per net) and one from there. These are the loads of `simulator.loads`, up to the rounding of
+# (once per net) and one from there. These are the loads of `device_loads`, up to the rounding of
 # sums taken in another order: a published instance, whose accelerators reach each other through the
 # host only, pays for a tensor once on the way out and once per device on the way in.
 
@@ -102,7 +104,7 @@ HOST_SOURCE = -1
 
 
 class LoadModel(NamedTuple):
-    """Flat arrays, so that kernels take it as it is.
+    """The `load` objective of one problem as flat arrays, which kernels take as they are.
 
     groups, devices, host   counts, and the index of the host among the devices
     counted            [devices] 1: its load counts; 0: a host that is no device, only memory
@@ -226,12 +228,12 @@ def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: 
 
 @inlined
 def _seen(model: LoadModel, placement: Int32, first: int, i: int, there: int) -> bool:
-    found = False
+    seen = False
     for j in range(first, i):
         if placement[model.net_targets[j]] == there:
-            found = True
+            seen = True
             break
-    return found
+    return seen
 
 
 @inlined

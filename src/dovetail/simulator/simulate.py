@@ -16,11 +16,11 @@ from dovetail.machine import Machine
 from dovetail.plans import OBJECTIVES, Placement, Schedule
 from dovetail.simulator.critical_path import upward_ranks
 from dovetail.simulator.flat import (
-    Flat,
+    DispatchRules,
     Float64,
     Int64,
-    Rules,
-    Work,
+    StepModel,
+    StepWorkspace,
     check_slots,
     flatten,
     free_rules,
@@ -38,7 +38,7 @@ Bool = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class BatchEvaluation:
     """What a batch of placements costs.
 
     values             [batch] seconds of the objective, also where memory is exceeded; inf where
@@ -80,7 +80,7 @@ class Simulator:
         self._choices = [free_rules(self._flat)]
         if ranked:
             self._choices.append(free_rules(self._flat, upward_ranks(self._flat)))
-        self._works: list[Work] = []
+        self._works: list[StepWorkspace] = []
         self._latency: LatencyModel | None = None
 
     def evaluate(
@@ -89,7 +89,7 @@ class Simulator:
         objective: str = "step",
         *,
         threads: int | None = None,
-    ) -> Evaluation:
+    ) -> BatchEvaluation:
         """Simulate every placement of a batch [batch, ops].
 
         `threads`: default, one per core we may use. Raises `UnplacedOpError` for a device that is
@@ -107,28 +107,29 @@ class Simulator:
             self._replace_by_loads(batch, values)
         elif objective == "latency" and self._latency is not None:
             values[:] = latencies(self._latency, latency_work(self._latency), batch)
-        found = self._evaluation(values, peaks)
+        best = self._evaluation(values, peaks)
         for choice in self._choices[1:] if objective == "step" else ():
-            other = self._evaluation(*self._simulate_all(batch, choice, threads))
-            takes = self._is_better(found, other)
-            found = Evaluation(
-                np.where(takes, other.values, found.values),
-                np.where(takes[:, None], other.peak_memory_bytes, found.peak_memory_bytes),
-                np.where(takes, other.feasible, found.feasible),
+            ranked = self._evaluation(*self._simulate_all(batch, choice, threads))
+            takes = self._is_better(best, ranked)
+            best = BatchEvaluation(
+                np.where(takes, ranked.values, best.values),
+                np.where(takes[:, None], ranked.peak_memory_bytes, best.peak_memory_bytes),
+                np.where(takes, ranked.feasible, best.feasible),
             )
-        return found
+        return best
 
-    def _is_better(self, one: Evaluation, other: Evaluation) -> Bool:
+    def _is_better(self, current: BatchEvaluation, other: BatchEvaluation) -> Bool:
         """[batch] True where `other` lacks less memory than `one`, or as much and is quicker."""
         lacks, other_lacks = (
-            np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1) for e in (one, other)
+            np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1)
+            for e in (current, other)
         )
-        quicker = (other_lacks == lacks) & (other.values < one.values)
+        quicker = (other_lacks == lacks) & (other.values < current.values)
         return np.asarray((other_lacks < lacks) | quicker)
 
-    def _evaluation(self, values: Float64, peaks: Int64) -> Evaluation:
+    def _evaluation(self, values: Float64, peaks: Int64) -> BatchEvaluation:
         feasible = np.isfinite(values) & (peaks <= self.capacities).all(axis=1)
-        return Evaluation(values, peaks, feasible)
+        return BatchEvaluation(values, peaks, feasible)
 
     def timeline(
         self,
@@ -161,7 +162,7 @@ class Simulator:
         return _timeline(self.machine, flat, work, float(values[0]))
 
     def _simulate_all(
-        self, batch: NDArray[np.int32], rules: Rules, threads: int
+        self, batch: NDArray[np.int32], rules: DispatchRules, threads: int
     ) -> tuple[Float64, Int64]:
         """(values, peaks). Threads take small runs of rows until none is left."""
         values, peaks = np.empty(len(batch)), np.zeros((len(batch), self._flat.devices), np.int64)
@@ -172,7 +173,7 @@ class Simulator:
             self._works.append(workspace(self._flat))
         taken = itertools.count()
 
-        def simulate_some(work: Work) -> None:
+        def simulate_some(work: StepWorkspace) -> None:
             while (turn := next(taken)) < len(firsts):
                 part = slice(firsts[turn], firsts[turn] + rows)
                 simulate_batch(
@@ -219,7 +220,7 @@ class Simulator:
         priorities: Float64 | None,
         orders: Sequence[tuple[int, ...] | None] | None,
         schedules: Sequence[Schedule | None] | None,
-    ) -> Rules:
+    ) -> DispatchRules:
         flat = self._flat
         if orders is None and schedules is None and priorities is None:
             return self._chosen(placement)
@@ -236,24 +237,24 @@ class Simulator:
             every.append(slots)
         return ordered_rules(flat, rules, every)
 
-    def _chosen(self, placement: Placement) -> Rules:
+    def _chosen(self, placement: Placement) -> DispatchRules:
         """The choice that counts for this placement."""
         batch = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
-        chosen, found = self._choices[0], None
+        chosen, best = self._choices[0], None
         for choice in self._choices if len(self._choices) > 1 else ():
             other = self._evaluation(*self._simulate_all(batch, choice, 1))
-            if found is None or self._is_better(found, other)[0]:
-                chosen, found = choice, other
+            if best is None or self._is_better(best, other)[0]:
+                chosen, best = choice, other
         return chosen
 
-    def _blocked(self, rules: Rules, work: Work, device: int) -> str:
+    def _blocked(self, rules: DispatchRules, work: StepWorkspace, device: int) -> str:
         slot = work.next_slots[device]
         ops = rules.slot_ops[rules.op_offsets[slot] : rules.op_offsets[slot + 1]]
         waiting = [self.graph.names[op] for op in ops.tolist() if work.pending[op] > 0]
         return f"op {waiting[0]!r} waits for what can never start before it"
 
 
-def _timeline(machine: Machine, flat: Flat, work: Work, seconds: float) -> Timeline:
+def _timeline(machine: Machine, flat: StepModel, work: StepWorkspace, seconds: float) -> Timeline:
     unordered = np.flatnonzero(flat.is_source == 0)
     turns, starts = work.span_turns[unordered], work.span_starts[unordered]
     ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)

@@ -7,7 +7,12 @@ import pytest
 
 from dovetail.errors import EvaluatorsLostError, ProcessError
 from dovetail.placers import Budget
-from dovetail.placers.learned.evaluators import HUNG_SECONDS, BudgetJudge, Crew, SimulatedJudge
+from dovetail.placers.learned.evaluators import (
+    HUNG_SECONDS,
+    BudgetJudge,
+    EvaluatorPool,
+    SimulatedJudge,
+)
 from dovetail.training.liveness import on_alive
 from tests.support.evaluator_judges import DEADLY, HUNG, RAISING, Deadly, Hanging
 from tests.support.learned_problems import random_problem, random_task
@@ -29,7 +34,7 @@ def kill(pid):
 @pytest.fixture
 def crew(tmp_path):
     task = random_task(1, GROUPS)
-    found = Crew(Deadly(tmp_path), [task], 2)
+    found = EvaluatorPool(Deadly(tmp_path), [task], 2)
     yield found
     found.close()
 
@@ -87,7 +92,7 @@ def test_a_crew_judges_every_placement_and_loses_only_what_its_dead_had(crew, tm
 
 
 def test_evaluators_that_die_again_and_again_end_the_run_with_an_error(tmp_path):
-    crew = Crew(Deadly(tmp_path), [random_task(1, GROUPS)], 1, losses=0)
+    crew = EvaluatorPool(Deadly(tmp_path), [random_task(1, GROUPS)], 1, losses=0)
     with pytest.raises(EvaluatorsLostError) as raised:
         crew.judges()[0](placements_of(DEADLY))
     crew.close()
@@ -98,7 +103,7 @@ def test_a_hung_evaluator_loses_its_placement_and_no_other(tmp_path):
     def clock():  # stands still until there is one that hangs
         return 2 * HUNG_SECONDS if (tmp_path / "hung").exists() else 0.0
 
-    crew = Crew(Hanging(tmp_path), [random_task(1, GROUPS)], 1, clock=clock)
+    crew = EvaluatorPool(Hanging(tmp_path), [random_task(1, GROUPS)], 1, clock=clock)
     (pid,) = crew.pids
     found = crew.judges()[0](placements_of(0, HUNG, 1))
     crew.close()

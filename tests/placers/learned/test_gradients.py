@@ -10,7 +10,7 @@ import torch
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.hdp import Hdp
-from dovetail.placers.learned.learner import PolicyLearner, Seen
+from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.losses import ppo, reinforce
 from dovetail.placers.learned.records import LearningSettings, Trials
 from dovetail.placers.learned.seq2seq import Seq2Seq
@@ -186,7 +186,7 @@ def trained_seconds(name, seed, *, shuffled):
     policy = cls.for_view(view, seed=seed, **{**options, "hidden": 16, **further})
     before = likely_seconds(policy, problem, view)
     learner = PolicyLearner(
-        policy, [Seen("", view)], [Judge(problem, shuffled)], settings, seed=seed
+        policy, [TaskView("", view)], [Judge(problem, shuffled)], settings, seed=seed
     )
     theta = learner.theta
     for start in range(0, updates * settings.trials, settings.trials):

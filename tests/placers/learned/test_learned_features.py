@@ -12,7 +12,7 @@ from dovetail.machine.presets import combine
 from dovetail.placers.etf import etf_schedule
 from dovetail.placers.learned import features
 from dovetail.placers.learned.features import DEVICE_NAMES, NUMBER_NAMES, POSITIONS, column, look
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 from dovetail.placers.list_scheduling import limits_of, tasks_of
 from tests.support.learned_problems import random_graph, random_problem, random_task
 
@@ -56,7 +56,7 @@ def test_a_device_that_may_run_nothing_and_a_group_that_may_be_on_one_alone_are_
             graph, device_kinds=((),) * len(graph)
         )  # fmt: skip
         costs = analytic_costs(fitting, where)
-        view = look(Task("one", fitting, where, costs, of_groups).problem())
+        view = look(PlacementTask("one", fitting, where, costs, of_groups).problem())
         assert all(np.isfinite(getattr(view, name)).all() for name in FIELDS)
     assert not view.allowed[:, -1].any()
     assert device_column(view, "width")[-1] == 0
@@ -65,7 +65,7 @@ def test_a_device_that_may_run_nothing_and_a_group_that_may_be_on_one_alone_are_
 def test_equal_cuts_of_a_position_are_parts_of_equal_work():
     graph = layered(4000, seed=1, training=True)
     machine = combine("4 x k80 + haswell")
-    task = Task("one", graph, machine, analytic_costs(graph, machine), colocate(graph))
+    task = PlacementTask("one", graph, machine, analytic_costs(graph, machine), colocate(graph))
     problem = task.problem()
     view = look(problem)
     work = problem.work_seconds.min(axis=1)
@@ -79,7 +79,7 @@ def test_the_place_of_gradients_and_updates_is_that_of_their_forward_op():
     graph, _ = random_graph(1)
     alone = Groups(np.arange(len(graph), dtype=np.int32), len(graph))
     task = random_task(1)
-    view = look(Task("one", graph, task.machine, task.costs, alone).problem())
+    view = look(PlacementTask("one", graph, task.machine, task.costs, alone).problem())
     order = view.numbers[:, column("order")]
     for name, op in graph.index.items():
         if name[0] in "gu":
@@ -90,7 +90,7 @@ def test_like_devices_are_told_apart_and_share_the_scale_by_their_speed():
     graph, of_groups = random_graph(2)
     machine = combine("3 x k80 + haswell")
     costs = analytic_costs(graph, machine)
-    view = look(Task("one", graph, machine, costs, of_groups).problem())
+    view = look(PlacementTask("one", graph, machine, costs, of_groups).problem())
     gpus = view.devices[:3]
     assert len(np.unique(gpus, axis=0)) == 3
     names = [name for name in DEVICE_NAMES if not name.startswith(("sin", "cos", "like", "cent"))]
@@ -124,7 +124,7 @@ def test_what_is_as_large_relative_to_the_graph_looks_the_same():
         ),
     )
     costs = dataclasses.replace(task.costs, compute_seconds=2 * task.costs.compute_seconds)
-    slower = Task("slower", task.graph, machine, costs, task.groups)
+    slower = PlacementTask("slower", task.graph, machine, costs, task.groups)
     one, other = look(task.problem()), look(slower.problem())
     for name in FIELDS:
         np.testing.assert_allclose(
@@ -138,5 +138,5 @@ def test_a_large_graph_is_looked_at_per_op():
     costs = analytic_costs(graph, machine)
     fine, coarse = colocate(graph), group(graph)
     for groups in (fine, coarse):
-        view = look(Task("large", graph, machine, costs, groups).problem())
+        view = look(PlacementTask("large", graph, machine, costs, groups).problem())
         assert view.groups == groups.count and np.isfinite(view.numbers).all()

@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.placers.learned.adam import Adam
-from dovetail.placers.learned.diary import Diary, Entry, Readers
+from dovetail.placers.learned.adam import VectorAdam
+from dovetail.placers.learned.diary import Diary, DiaryEntry, Readers
 from dovetail.placers.learned.evaluators import SimulatedJudge
 from dovetail.placers.learned.features import look
-from dovetail.placers.learned.learner import PolicyLearner, Seen, parameters_of, write_parameters
+from dovetail.placers.learned.learner import (
+    PolicyLearner,
+    TaskView,
+    parameters_of,
+    write_parameters,
+)
 from dovetail.placers.learned.losses import Baseline, cost
 from dovetail.placers.learned.records import LearningSettings, Point, Trials
 from dovetail.training.backends import load_backend
@@ -38,7 +43,7 @@ def trials(*seconds, lost=()):
 
 def learner_of(seed=1, settings=REINFORCE, folder=None, judge=None, **options):
     problem = random_problem(seed, GROUPS)
-    seen = Seen("task", look(problem))
+    seen = TaskView("task", look(problem))
     judge = judge or SimulatedJudge(problem)
     policy = Table(GROUPS, 2)
     return PolicyLearner(policy, [seen], [judge], settings, seed=7, folder=folder, **options)
@@ -106,7 +111,11 @@ def test_normalised_advantages_have_unit_spread_but_do_not_blow_up_what_hardly_d
 def test_adam_steps_as_that_of_torch_does():
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(50))
-    theirs, ours, theta = torch.optim.Adam([parameter], lr=0.05), Adam(parameter.data), parameter
+    theirs, ours, theta = (
+        torch.optim.Adam([parameter], lr=0.05),
+        VectorAdam(parameter.data),
+        parameter,
+    )
     theta = parameter.detach().clone()
     for _ in range(20):
         parameter.grad = torch.randn(50)
@@ -156,7 +165,7 @@ def test_what_is_drawn_depends_on_the_seed_and_the_sample_alone(settings):
     go_on(other, theta, [0, K])  # what it did before does not count
     first = one.gradient(theta, np.arange(40, 40 + K), 0).vector.copy()
     other._baselines = [Baseline.of(settings)]
-    other.updates, other._adam = 0, Adam(other.flat.theta)
+    other.updates, other._adam = 0, VectorAdam(other.flat.theta)
     assert np.array_equal(first, other.gradient(theta, np.arange(40, 40 + K), 0).vector)
 
 
@@ -187,7 +196,7 @@ def test_tasks_take_turns_and_each_has_its_baseline_and_its_best():
             np.full(len(placements), seconds), *np.ones((2, len(placements)), dtype=bool)
         )
 
-    seen = [Seen("a", views[0]), Seen("b", views[1])]
+    seen = [TaskView("a", views[0]), TaskView("b", views[1])]
     judges = [judge_of(4.0), judge_of(9.0)]
     learner = PolicyLearner(Table(GROUPS, 2), seen, judges, MEAN, controller=1)
     go_on(learner, learner.theta, range(0, 4 * K, K))
@@ -245,7 +254,7 @@ def test_a_first_update_that_was_not_committed_is_done_again_from_the_beginning(
 
 def test_updates_are_read_back_as_they_were_written_and_half_a_line_is_none(tmp_path):
     point = Point(0, 3, "net", 32, 1.5, 0.25, float("nan"), 0.5, 0.1, -0.2)
-    whole = Entry(point, 17, 8, 1, 2, np.array([0, 3, 1], np.int32))
+    whole = DiaryEntry(point, 17, 8, 1, 2, np.array([0, 3, 1], np.int32))
     diary = Diary(tmp_path, 0)
     diary.add(whole)
     diary.close()

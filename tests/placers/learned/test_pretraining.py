@@ -15,8 +15,8 @@ from dovetail.placers.learned.pretraining import (
     HELD_OUT,
     NETWORKS,
     Example,
+    ExampleSpec,
     Recipe,
-    Wanted,
     clone,
     good_placement,
     imitation_loss,
@@ -28,7 +28,7 @@ from tests.support.learned_problems import random_problem, random_task
 
 SMALL = {"hidden": 16, "sage_layers": 1, "layers": 1, "heads": 2, "segment": 32}
 RECIPE = Recipe(
-    wanted=Wanted(random=3, networks=(), size=0.2),
+    wanted=ExampleSpec(random=3, networks=(), size=0.2),
     options=SMALL,
     evaluations=60,
     passes=2,
@@ -100,7 +100,7 @@ def test_the_recipe_repeats_itself_resumes_and_says_what_it_did(tmp_path):
 def test_nothing_of_the_held_out_families_is_in_the_training_set(tmp_path):
     models = [model for model, _ in NETWORKS]
     assert models and not [m for m in models for family in HELD_OUT if family in m.lower()]
-    tasks = training_set(tmp_path, Wanted(random=16, networks=()), 0, print)
+    tasks = training_set(tmp_path, ExampleSpec(random=16, networks=()), 0, print)
     names = [task.name for task in tasks]
     assert len(set(names)) == 16 and all(name.startswith("random ") for name in names)
     modules = {module for task in tasks for module in task.graph.modules}

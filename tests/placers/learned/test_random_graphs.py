@@ -14,7 +14,7 @@ from dovetail.placers.learned.random_graphs import (
     random_graph,
     random_machine,
 )
-from dovetail.placers.learned.records import Task
+from dovetail.placers.learned.records import PlacementTask
 
 SIZE = 0.3
 
@@ -45,7 +45,9 @@ def test_it_can_be_grouped_and_simulated_on_a_random_machine(family):
     graph = random_graph(9, family=family, size=SIZE)
     machine = random_machine(9, graph)
     groups = group(graph)
-    problem = Task("one", graph, machine, analytic_costs(graph, machine), groups).problem(threads=1)
+    problem = PlacementTask("one", graph, machine, analytic_costs(graph, machine), groups).problem(
+        threads=1
+    )
     drawn = np.random.default_rng(0).integers(problem.devices, size=(4, groups.count))
     found = problem.evaluate(problem.spread(np.stack([problem.settle(row) for row in drawn])))
     assert np.isfinite(found.values).all() and (found.values > 0).all()

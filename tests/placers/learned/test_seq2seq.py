@@ -9,7 +9,7 @@ import torch
 
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import POSITIONS, column, look
-from dovetail.placers.learned.learner import PolicyLearner, Seen
+from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.records import Trials
 from dovetail.placers.learned.seq2seq import SETTINGS, Seq2Seq, order_of
 from tests.support.learned_problems import random_problem
@@ -195,7 +195,7 @@ def test_it_learns_the_optimum_of_a_tiny_problem(seed):
     everything = judge(all_placements(view))
     optimum = everything.seconds[everything.valid].min()
     policy = Seq2Seq.for_view(view, seed=0)
-    learner = PolicyLearner(policy, [Seen("tiny", view)], [judge], SETTINGS, seed=0)
+    learner = PolicyLearner(policy, [TaskView("tiny", view)], [judge], SETTINGS, seed=0)
     theta = learner.theta
     for update in range(60):
         indices = np.arange(16 * update, 16 * (update + 1))

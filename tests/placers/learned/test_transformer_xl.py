@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dovetail.placers.learned.gdp import Layer, TransformerXL, segments_of
+from dovetail.placers.learned.gdp import GdpLayer, GdpTransformerXL, segments_of
 
 CPU = torch.device("cpu")
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 def placer(seed=0, **options):
     torch.manual_seed(seed)
     options = {"layers": 2, "heads": 2, "segment": 4, **options}
-    return TransformerXL(8, **options)
+    return GdpTransformerXL(8, **options)
 
 
 def states(groups, seed=1):
@@ -86,7 +86,7 @@ def test_without_positions_a_segment_s_groups_may_change_places():
 
 def test_superposition_multiplies_what_every_dense_layer_sees():
     torch.manual_seed(0)
-    layer, h, condition = Layer(8, 2), states(4)[None], states(4, 2)[None]
+    layer, h, condition = GdpLayer(8, 2), states(4)[None], states(4, 2)[None]
     seen = []
     for dense in (layer.query, layer.key_value, layer.out, layer.inner, layer.outer):
         dense.register_forward_hook(lambda _m, given, _out: seen.append(given[0].clone()))
@@ -100,7 +100,7 @@ def test_superposition_multiplies_what_every_dense_layer_sees():
 
 def test_a_condition_of_one_is_no_superposition():
     torch.manual_seed(0)
-    layer, h, segments = Layer(8, 2), states(9), segments_of(9, 4, CPU)
+    layer, h, segments = GdpLayer(8, 2), states(9), segments_of(9, 4, CPU)
     cut = segments.cut(h)
     torch.testing.assert_close(layer(cut, segments), layer(cut, segments, torch.ones(3, 4, 8)))
 

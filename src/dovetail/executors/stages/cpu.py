@@ -16,22 +16,22 @@ from torch import Tensor
 
 from dovetail.errors import UsageError
 from dovetail.executors.stages.functions import Functions, Values, running
-from dovetail.executors.stages.phases import Phase, joined
-from dovetail.executors.stages.preparing import Prepared
+from dovetail.executors.stages.phases import SchedulePhase, joined
+from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.executors.stages.segments import Segment, segments_of
-from dovetail.executors.stages.threads import Crew, Threads
+from dovetail.executors.stages.threads import CompiledStreams, StreamThreads
 from dovetail.frontends.program import Ref
 from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.blocks import part_of
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import check_races
-from dovetail.schedulers.records import Block
+from dovetail.schedulers.records import KernelBlock
 
 
 @cache
-def crew_of(threads: int) -> Crew:
+def crew_of(threads: int) -> StreamThreads:
     """The threads of this process beside the caller's; shared, for steps run one at a time."""
-    return Crew(threads)
+    return StreamThreads(threads)
 
 
 class CpuStep:
@@ -42,9 +42,9 @@ class CpuStep:
 
     def __init__(
         self,
-        prepared: Prepared,
-        block: Block,
-        phases: Sequence[Phase],
+        prepared: PreparedKernels,
+        block: KernelBlock,
+        phases: Sequence[SchedulePhase],
         functions: Functions,
         threads: int,
     ) -> None:
@@ -104,7 +104,7 @@ class CpuStep:
         return self._values[ref.tensor] if found is None else found
 
 
-def check_phases(block: Block, phases: Sequence[Phase]) -> None:
+def check_phases(block: KernelBlock, phases: Sequence[SchedulePhase]) -> None:
     """Raise `RaceError` unless every kernel runs once, after all that it reads."""
     check_races(block, joined(phases))
 
@@ -133,14 +133,14 @@ class _Streamed:
     def __init__(
         self,
         functions: Functions,
-        block: Block,
-        phase: Phase,
+        block: KernelBlock,
+        phase: SchedulePhase,
         inside: Mapping[int, Sequence[int]],
         after: Sequence[int],
     ) -> None:
         assert phase.streams is not None
         segments = segments_within(block, phase.streams, inside)
-        self._threads = Threads(segments, functions, crew_of(len(segments) - 1))
+        self._threads = CompiledStreams(segments, functions, crew_of(len(segments) - 1))
         given_up = {t for stream in segments for segment in stream for t in segment.frees}
         self._frees = (*after, *(t for t in inside if t not in given_up))
         self._nothing = torch.empty(0)
@@ -152,7 +152,7 @@ class _Streamed:
 
 
 def segments_within(
-    block: Block, streams: Streams, readers: Mapping[int, Sequence[int]]
+    block: KernelBlock, streams: Streams, readers: Mapping[int, Sequence[int]]
 ) -> list[list[Segment]]:
     """Segments of streams that run some kernels of a block."""
     part = part_of(block, sum(1 << k for order in streams.orders for k in order))
@@ -179,7 +179,7 @@ def segments_within(
 
 
 def _frees(
-    prepared: Prepared, phases: Sequence[Phase]
+    prepared: PreparedKernels, phases: Sequence[SchedulePhase]
 ) -> list[tuple[dict[int, list[int]], list[int]]]:
     """Per phase: tensors that are made and read there alone -> kernels that use each; and those
     that were made before, and are read there for the last time."""

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.executors.stages.issuing import Group, Run, as_one, issue, steps_of, together
+from dovetail.executors.stages.issuing import Group, RunKernels, as_one, issue, steps_of, together
 from dovetail.executors.stages.memory import plan_memory
-from dovetail.executors.stages.placing import Placed, require
+from dovetail.executors.stages.placing import PlacedKernels, require
 from dovetail.executors.stages.preparing import Function
 from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Ref
@@ -33,11 +33,11 @@ from dovetail.runtime.timers import Timing, summarise
 from dovetail.runtime.torch_versions import pytree
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import Buffer, check_races
-from dovetail.schedulers.records import Block
+from dovetail.schedulers.records import KernelBlock
 
 Merged = Mapping[Group, Function]
-"""Kernels -> one function in place of theirs: it takes and returns what `Prepared.function` of the
-same kernels, in the same order, does."""
+"""Kernels -> one function in place of theirs. It takes and returns what `PreparedKernels.function`
+of the same kernels, in the same order, takes and returns."""
 
 WARM_UPS = 2
 
@@ -51,7 +51,7 @@ class CudaNetwork:
 
     def __init__(
         self,
-        placed: Placed,
+        placed: PlacedKernels,
         streams: Streams,
         *,
         merged: Merged | None = None,
@@ -111,7 +111,7 @@ class CudaNetwork:
         alone = Streams((tuple(range(len(self._block))),), ())
         sizes: list[list[Tensor]] = [[] for _ in range(len(self._block))]
 
-        def measure(step: Run) -> None:
+        def measure(step: RunKernels) -> None:
             self._run(step)
             for kernel in step.kernels:
                 writes = self._placed.prepared.kernels[kernel].writes
@@ -151,7 +151,7 @@ class CudaNetwork:
         self._begin()
         issue(self._steps, self._lanes, self._cuda, self._run)
 
-    def _run(self, step: Run) -> None:
+    def _run(self, step: RunKernels) -> None:
         kernels = self._placed.prepared.kernels
         for kernel in step.dead:
             for tensor in kernels[kernel].writes:
@@ -199,7 +199,7 @@ class StageClock:
     """
 
     def __init__(
-        self, placed: Placed, *, streams: int = 8, repeats: int = 8, cuda: Any = torch.cuda
+        self, placed: PlacedKernels, *, streams: int = 8, repeats: int = 8, cuda: Any = torch.cuda
     ) -> None:
         require(cuda)
         self.block = placed.block
@@ -220,15 +220,15 @@ class StageClock:
     ) -> Timing:
         """Seconds of a stage: its groups at the same time, each one kernel after another; `merged`:
         one function in place of the one group that there is then, which takes and returns what
-        `Prepared.function` of it does."""
+        `PreparedKernels.function` of it does."""
         if merged is not None and len(groups) != 1:
             raise ValueError("merged kernels are one group")
         functions = [self._placed.prepared.function(group) for group in groups]
         count = min(len(self._lanes), len(groups))
         orders = tuple(tuple(range(lane, len(groups), count)) for lane in range(count))
-        steps = steps_of(Block((0,) * len(groups)), Streams(orders, ()))
+        steps = steps_of(KernelBlock((0,) * len(groups)), Streams(orders, ()))
 
-        def run(step: Run) -> None:
+        def run(step: RunKernels) -> None:
             (group,) = step.kernels
             function, takes, _ = functions[group]
             with _naming(groups[group]):

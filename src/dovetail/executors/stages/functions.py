@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dovetail.errors import UsageError
 from dovetail.executors.stages.merging import merged_function
-from dovetail.executors.stages.preparing import Prepared
+from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.runtime.torch_versions import compile_trace, script_list
 
 Values = Any
@@ -57,7 +57,7 @@ class Functions:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedKernels,
         example: Mapping[int, Tensor],
         merges: Sequence[tuple[int, ...]] = (),
     ) -> None:
@@ -148,4 +148,6 @@ class quiet(warnings.catch_warnings):
     def __enter__(self) -> None:
         super().__enter__()
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+        # Public, but torch's type hints do not say so.
+        tracer = torch.jit.TracerWarning  # type: ignore[attr-defined]
+        warnings.filterwarnings("ignore", category=tracer)

@@ -19,13 +19,13 @@ from typing import Any
 
 from dovetail.schedulers.dataflow import Streams, with_waits
 from dovetail.schedulers.races import Buffer, happens_before
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 Group = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordEvent:
     """Event `event` happens when all that was issued to the stream has ended."""
 
     stream: int
@@ -33,7 +33,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitEvent:
     """What is issued to the stream from now on starts after the event."""
 
     stream: int
@@ -41,7 +41,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunKernels:
     """kernels: several where they are merged; dead: kernels whose outputs are given back first."""
 
     stream: int
@@ -49,10 +49,10 @@ class Run:
     dead: Group = ()
 
 
-Step = Record | Wait | Run
+Step = RecordEvent | WaitEvent | RunKernels
 
 
-def streams_of_stages(block: Block, stages: Sequence[Sequence[Group]], most: int) -> Streams:
+def streams_of_stages(block: KernelBlock, stages: Sequence[Sequence[Group]], most: int) -> Streams:
     """Stages, each of groups, in at most `most` streams: the longest group of a stage first, to the
     stream with the fewest kernels of that stage. Between stages kernels wait for what they read,
     not for whole stages. Merged kernels are given as one group."""
@@ -85,11 +85,11 @@ def together(streams: Streams, merged: Collection[Group]) -> Streams:
 
 
 def as_one(
-    block: Block,
+    block: KernelBlock,
     buffers: Sequence[Sequence[Buffer]],
     outputs: OpSet,
     merged: Collection[Group],
-) -> tuple[Block, list[list[Buffer]], OpSet]:
+) -> tuple[KernelBlock, list[list[Buffer]], OpSet]:
     """(block, buffers, outputs) for `check_races` where merged kernels may write views of one
     tensor: all that they write is the first's, which all their readers read."""
     before, owned = list(block.predecessors), [list(own) for own in buffers]
@@ -101,11 +101,11 @@ def as_one(
             owned[first] += owned[kernel]
             owned[kernel] = []
             outputs |= (outputs >> kernel & 1) << first
-    return Block(tuple(before)), owned, outputs
+    return KernelBlock(tuple(before)), owned, outputs
 
 
 def steps_of(
-    block: Block, streams: Streams, merged: Collection[Group] = (), outputs: OpSet = 0
+    block: KernelBlock, streams: Streams, merged: Collection[Group] = (), outputs: OpSet = 0
 ) -> tuple[Step, ...]:
     """What is issued, in order: a kernel of each stream in turn, side streams first.
 
@@ -118,7 +118,7 @@ def steps_of(
 
 class _Issuing:
     def __init__(
-        self, block: Block, streams: Streams, merged: Collection[Group], outputs: OpSet
+        self, block: KernelBlock, streams: Streams, merged: Collection[Group], outputs: OpSet
     ) -> None:
         self.block, self.outputs = block, outputs
         self.earlier = happens_before(block, streams)
@@ -135,8 +135,8 @@ class _Issuing:
 
     def steps(self) -> tuple[Step, ...]:
         sides = range(1, len(self.units))
-        found: list[Step] = [Record(0, self.fork)] if sides else []
-        found += [Wait(side, self.fork) for side in sides]
+        found: list[Step] = [RecordEvent(0, self.fork)] if sides else []
+        found += [WaitEvent(side, self.fork) for side in sides]
         heads = [0] * len(self.units)
         turn = [*sides, 0][: len(self.units)]
         while any(head < len(of) for head, of in zip(heads, self.units, strict=True)):
@@ -145,8 +145,8 @@ class _Issuing:
                 if heads[stream] < len(own) and self._ready(own[heads[stream]]):
                     found += self._unit(stream, own[heads[stream]])
                     heads[stream] += 1
-        found += [Record(side, self.fork + side) for side in sides]
-        found += [Wait(0, self.fork + side) for side in sides]
+        found += [RecordEvent(side, self.fork + side) for side in sides]
+        found += [WaitEvent(0, self.fork + side) for side in sides]
         return tuple(found)
 
     def _ready(self, unit: Group) -> bool:
@@ -158,9 +158,9 @@ class _Issuing:
         after = self.records.get(unit[-1], [])
         self.recorded |= set(after)
         return [
-            *(Wait(stream, event) for event in self.awaits.get(unit[0], ())),
-            Run(stream, unit, dead),
-            *(Record(stream, event) for event in after),
+            *(WaitEvent(stream, event) for event in self.awaits.get(unit[0], ())),
+            RunKernels(stream, unit, dead),
+            *(RecordEvent(stream, event) for event in after),
         ]
 
     def _is_dead(self, kernel: int, then: int) -> bool:
@@ -184,23 +184,25 @@ def _units(streams: Streams, merged: Collection[Group]) -> list[list[Group]]:
 
 
 def issue(
-    steps: Sequence[Step], lanes: Sequence[Any], cuda: Any, run: Callable[[Run], object]
+    steps: Sequence[Step], lanes: Sequence[Any], cuda: Any, run: Callable[[RunKernels], object]
 ) -> None:
     """Issue the steps to `lanes` (streams of `cuda`, which is `torch.cuda` or has its methods);
     `run` is called with the step's stream as the current one."""
     events: dict[int, Any] = {}
     for step in steps:
-        if isinstance(step, Record):
+        if isinstance(step, RecordEvent):
             events[step.event] = cuda.Event()
             events[step.event].record(lanes[step.stream])
-        elif isinstance(step, Wait):
+        elif isinstance(step, WaitEvent):
             lanes[step.stream].wait_event(events[step.event])
         else:
             with cuda.stream(lanes[step.stream]):
                 run(step)
 
 
-def readers_of(reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> Block:
+def readers_of(reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> KernelBlock:
     """The block of kernels that read and write these tensors; tensors of none are given."""
     made: Mapping[int, int] = {t: k for k, own in enumerate(writes) for t in own}
-    return Block(tuple(sum(1 << k for k in {made[t] for t in own if t in made}) for own in reads))
+    return KernelBlock(
+        tuple(sum(1 << k for k in {made[t] for t in own if t in made}) for own in reads)
+    )

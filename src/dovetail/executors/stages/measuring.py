@@ -29,11 +29,11 @@ from dovetail.executors.stages.cuda import StageClock
 from dovetail.executors.stages.functions import Functions, Values, running
 from dovetail.executors.stages.merging import merged_function
 from dovetail.executors.stages.phases import AloneSeconds, barriers, spread
-from dovetail.executors.stages.preparing import Prepared
-from dovetail.executors.stages.threads import Threads
+from dovetail.executors.stages.preparing import PreparedKernels
+from dovetail.executors.stages.threads import CompiledStreams
 from dovetail.runtime.timers import clock, summarise
 from dovetail.schedulers.merge import can_merge
-from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
+from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
 from dovetail.schedulers.timing import key_of
 
 # Seconds of kernels within a step: passes of one kernel after another, each of them timed.
@@ -108,7 +108,7 @@ class MeasuredStages:
 
     def __init__(
         self,
-        block: Block,
+        block: KernelBlock,
         signatures: Sequence[str],
         keys: Sequence[Hashable | None],
         cache: CostCache,
@@ -139,15 +139,15 @@ class MeasuredStages:
         one by one?"""
         raise NotImplementedError
 
-    def timer(self, stages: Sequence[OpSet]) -> list[Timing]:
+    def timer(self, stages: Sequence[OpSet]) -> list[StageTiming]:
         """Seconds of every stage, by the fastest of its strategies."""
         return self._time(stages, bounded=False)
 
-    def bounded(self, stages: Sequence[OpSet]) -> list[Timing]:
+    def bounded(self, stages: Sequence[OpSet]) -> list[StageTiming]:
         """The same; of a stage that cannot beat its kernels one by one, what those take."""
         return self._time(stages, bounded=True)
 
-    def _time(self, stages: Sequence[OpSet], *, bounded: bool) -> list[Timing]:
+    def _time(self, stages: Sequence[OpSet], *, bounded: bool) -> list[StageTiming]:
         ask: dict[str, OpSet] = {}
         names = []
         for stage in stages:
@@ -163,17 +163,17 @@ class MeasuredStages:
         )
         return [self._timing(stage, name, found) for stage, name in zip(stages, names, strict=True)]
 
-    def _timing(self, stage: OpSet, name: str, found: dict[str, MeasuredCost]) -> Timing:
+    def _timing(self, stage: OpSet, name: str, found: dict[str, MeasuredCost]) -> StageTiming:
         kernels = list(members(stage))
         if name not in found:
-            return Timing(self.one_by_one(kernels) * (_NO_TIE if len(kernels) > 1 else 1.0))
+            return StageTiming(self.one_by_one(kernels) * (_NO_TIE if len(kernels) > 1 else 1.0))
         share = self.in_step(kernels)
         concurrent = found[name].seconds * share
         if can_merge(self._keys, kernels):  # not so another of that name, of several inputs
             merged = found[f"merged {name}"].seconds * share
             if merged < concurrent:
-                return Timing(merged, merged=True)
-        return Timing(concurrent)
+                return StageTiming(merged, merged=True)
+        return StageTiming(concurrent)
 
     def _loses(self, stage: OpSet) -> bool:
         if can_merge(self._keys, list(members(stage))):
@@ -220,7 +220,7 @@ class CpuStages(MeasuredStages):
     def __init__(  # noqa: PLR0913  what a measurement depends on
         self,
         functions: Functions,
-        block: Block,
+        block: KernelBlock,
         signatures: Sequence[str],
         keys: Sequence[Hashable | None],
         cache: CostCache,
@@ -250,7 +250,7 @@ class CpuStages(MeasuredStages):
             self._threads_of(own, merged) for own, (_, merged) in zip(orders, stages, strict=True)
         ]
         expected = [max(sum(self._repeated[k] for k in order) for order in own) for own in orders]
-        loops = [_Loop(own, seconds) for own, seconds in zip(threads, expected, strict=True)]
+        loops = [_StageLoop(own, seconds) for own, seconds in zip(threads, expected, strict=True)]
         doubtful = loops
         with running():
             for visit in range(_MOST_VISITS):
@@ -263,10 +263,10 @@ class CpuStages(MeasuredStages):
     def _orders(self, groups: Sequence[Sequence[int]], merged: bool) -> Sequence[Sequence[int]]:
         return groups if merged else spread(groups, self.alone.one_thread, self._threads)
 
-    def _threads_of(self, orders: Sequence[Sequence[int]], merged: bool) -> Threads:
+    def _threads_of(self, orders: Sequence[Sequence[int]], merged: bool) -> CompiledStreams:
         functions = self._functions.merging([tuple(orders[0])]) if merged else self._functions
         segments = segments_within(self._block, barriers([orders]), {})
-        return Threads(segments, functions, crew_of(len(segments) - 1))
+        return CompiledStreams(segments, functions, crew_of(len(segments) - 1))
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone.best(kernel) for kernel in kernels)
@@ -335,7 +335,7 @@ class CpuStages(MeasuredStages):
         given = [self._values[tensor] for tensor in function.takes]
         segments = segments_within(self._block, barriers([[[kernel]]]), {})
         others = [*segments, *([] for _ in range(self._threads - 2))]
-        streams = Threads([[], *others], self._functions, crew_of(self._threads - 1))
+        streams = CompiledStreams([[], *others], self._functions, crew_of(self._threads - 1))
         calls = max(1, round(_PHASE_SECONDS / self.alone.all_threads[kernel]))
         passes = max(1, round(_PHASE_SECONDS / self.alone.one_thread[kernel]))
 
@@ -368,7 +368,7 @@ class CudaStages(MeasuredStages):
     def __init__(
         self,
         stage_clock: StageClock,
-        prepared: Prepared,
+        prepared: PreparedKernels,
         signatures: Sequence[str],
         keys: Sequence[Hashable | None],
         cache: CostCache,
@@ -406,10 +406,10 @@ class CudaStages(MeasuredStages):
         return False
 
 
-class _Loop:
+class _StageLoop:
     """A stage in its threads, to be run over and over; it is expected to take so many seconds."""
 
-    def __init__(self, threads: Threads, expected: float) -> None:
+    def __init__(self, threads: CompiledStreams, expected: float) -> None:
         self._threads, self._expected = threads, expected
         self._passes = min(_MOST_PASSES, max(1, round(_SAMPLE_SECONDS / expected)))
         self._once: list[float] = []

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import Buffer, happens_before
-from dovetail.schedulers.records import Block, OpSet, members
+from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 ALIGNMENT = 512
 """Bytes that every tensor starts at a multiple of: what CUDA's own allocators keep."""
@@ -34,7 +34,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    block: Block,
+    block: KernelBlock,
     streams: Streams,
     sizes: Sequence[Sequence[int]],
     outputs: OpSet,
@@ -73,7 +73,7 @@ def _aligned(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
-def _conflicts(block: Block, earlier: Sequence[OpSet], outputs: OpSet) -> list[OpSet]:
+def _conflicts(block: KernelBlock, earlier: Sequence[OpSet], outputs: OpSet) -> list[OpSet]:
     """[kernels] those whose outputs may be live together with its own, itself not among them."""
     later = [0] * len(block)
     for kernel, before in enumerate(earlier):

@@ -35,7 +35,7 @@ from dovetail.executors.stages.preparing import (
     Function,
     Kernel,
     Layered,
-    Prepared,
+    PreparedKernels,
     refs_of,
     run_prepared,
 )
@@ -60,7 +60,7 @@ _NEEDS_STRIDES = (aten.as_strided.default, aten.view_as_complex.default, aten.vi
 
 
 @dataclass(frozen=True, eq=False)
-class _Head:
+class _MergeHead:
     """A kernel as: before, the convolution or product itself, activations of its output, views of
     theirs. output: the tensor between activations and views."""
 
@@ -94,7 +94,7 @@ class _Head:
         return (self.call, *self.activations)[-1].results[0]
 
 
-def merge_keys(graph: Graph, kernels: Kernels, prepared: Prepared) -> list[Hashable | None]:
+def merge_keys(graph: Graph, kernels: Kernels, prepared: PreparedKernels) -> list[Hashable | None]:
     """[kernels] what `schedulers.merge.merge` wants: kernels of equal keys may be merged in any
     subset; None for one that cannot. O(calls)."""
     values = _value_numbers(prepared)
@@ -120,10 +120,10 @@ def merge_keys(graph: Graph, kernels: Kernels, prepared: Prepared) -> list[Hasha
 
 
 def merged_function(
-    prepared: Prepared, numbers: Sequence[int]
+    prepared: PreparedKernels, numbers: Sequence[int]
 ) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
     """(one function in place of kernels of one key, the tensors it takes, those it returns); as
-    `Prepared.function`. Weights are put together here, once."""
+    `PreparedKernels.function`. Weights are put together here, once."""
     heads = [head for number in numbers if (head := _head_of(prepared.kernels[number])) is not None]
     assert len(heads) == len(numbers), "only kernels that have a key are merged"
     first = heads[0]
@@ -131,7 +131,8 @@ def merged_function(
     with torch.inference_mode():
         call, sizes = join(heads, prepared)
     whole = (*first.before, call, *first.activations)
-    # All reads: equal views of one kernel are other tensors, and `Prepared.function` takes each.
+    # All reads, equal views of one kernel included: they are different tensors, and
+    # `PreparedKernels.function` takes each of them.
     takes = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].reads))
     returns = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].writes))
     copied = _read_dense(prepared, {head.output for head in heads})
@@ -154,7 +155,7 @@ def merged_function(
     return run, takes, returns
 
 
-def _head_of(kernel: Kernel) -> _Head | None:
+def _head_of(kernel: Kernel) -> _MergeHead | None:
     """The kernel in its parts; None where it has other ones."""
     calls = kernel.calls
     places = [
@@ -170,7 +171,7 @@ def _head_of(kernel: Kernel) -> _Head | None:
         if refs_of(calls[end]) != [calls[end - 1].results[0]]:
             return None
         end += 1
-    head = _Head(calls[:at], calls[at], calls[at + 1 : end], calls[end:])
+    head = _MergeHead(calls[:at], calls[at], calls[at + 1 : end], calls[end:])
     made = {head.output}
     for call in head.views:
         if not (_is_view(call) and set(refs_of(call)) <= made):
@@ -191,7 +192,7 @@ def _has_known_form(call: Call) -> bool:
     return not call.kwargs and isinstance(call.args[left], Ref)
 
 
-def _own_key(head: _Head, constants: Values) -> Hashable | None:
+def _own_key(head: _MergeHead, constants: Values) -> Hashable | None:
     """What must be equal of the convolutions or products themselves."""
     weight, bias = (
         value if value is None else constants.get(value.tensor) for value in head.weight_and_bias
@@ -210,13 +211,15 @@ def _own_key(head: _Head, constants: Values) -> Hashable | None:
     return "convolution", weight.dtype, stride, dilation, shifts, odd
 
 
-def _each(head: _Head, place: int) -> tuple[int, ...]:
+def _each(head: _MergeHead, place: int) -> tuple[int, ...]:
     """An argument of a convolution, per dimension."""
     given, dimensions = tuple(head.call.args[place]), len(head.call.args[7])
     return given if len(given) == dimensions else given * dimensions
 
 
-def _one_convolution(heads: Sequence[_Head], prepared: Prepared) -> tuple[Call, list[int]]:
+def _one_convolution(
+    heads: Sequence[_MergeHead], prepared: PreparedKernels
+) -> tuple[Call, list[int]]:
     """(the call that makes all outputs side by side, how many channels of each)."""
     weights, bias = _weights_and_bias(heads, prepared, 0)
     largest = [max(sizes) for sizes in zip(*(w.shape[2:] for w in weights), strict=True)]
@@ -238,7 +241,7 @@ def _one_convolution(heads: Sequence[_Head], prepared: Prepared) -> tuple[Call, 
     return replace(first.call, args=arguments), [len(weight) for weight in weights]
 
 
-def _one_product(heads: Sequence[_Head], prepared: Prepared) -> tuple[Call, list[int]]:
+def _one_product(heads: Sequence[_MergeHead], prepared: PreparedKernels) -> tuple[Call, list[int]]:
     """The same of products. A linear layer's weight stays the transposed of a dense one."""
     weights, bias = _weights_and_bias(heads, prepared, 1)
     whole = torch.cat([weight.t() for weight in weights]).t()
@@ -252,7 +255,7 @@ def _one_product(heads: Sequence[_Head], prepared: Prepared) -> tuple[Call, list
 
 
 def _weights_and_bias(
-    heads: Sequence[_Head], prepared: Prepared, dimension: int
+    heads: Sequence[_MergeHead], prepared: PreparedKernels, dimension: int
 ) -> tuple[list[Tensor], Tensor | None]:
     """(weights, the bias of all; None where none has one); `dimension` is that of outputs."""
     weights, biases = [], []
@@ -270,7 +273,7 @@ def _weights_and_bias(
     )
 
 
-def _read_dense(prepared: Prepared, tensors: set[int]) -> set[int]:
+def _read_dense(prepared: PreparedKernels, tensors: set[int]) -> set[int]:
     """Those of the tensors that a call reads which would copy, or fail on, a strided one."""
     return {
         tensor
@@ -287,7 +290,7 @@ def _reads_strided(call: Call) -> bool:
     return kind_of(call.target) in _READ_STRIDED
 
 
-def _value_numbers(prepared: Prepared) -> dict[int, int]:
+def _value_numbers(prepared: PreparedKernels) -> dict[int, int]:
     """Tensor -> a number, equal for tensors that are made by the same calls of the same tensors."""
     numbers: dict[Hashable, int] = {}
     values: dict[int, int] = {}

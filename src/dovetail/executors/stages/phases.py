@@ -15,7 +15,7 @@ from dovetail.schedulers.results import KernelStage
 
 
 @dataclass(frozen=True)
-class Phase:
+class SchedulePhase:
     """streams: None for one kernel after another with all threads."""
 
     kernels: tuple[int, ...]
@@ -35,22 +35,24 @@ class AloneSeconds:
         return min(self.one_thread[kernel], self.all_threads[kernel])
 
 
-def whole(kernels: int) -> list[Phase]:
+def whole(kernels: int) -> list[SchedulePhase]:
     """All in order, with all threads: what runs without a scheduler."""
-    return [Phase(tuple(range(kernels)))] if kernels else []
+    return [SchedulePhase(tuple(range(kernels)))] if kernels else []
 
 
-def phases_of(stages: Sequence[KernelStage], alone: AloneSeconds, streams: int) -> list[Phase]:
+def phases_of(
+    stages: Sequence[KernelStage], alone: AloneSeconds, streams: int
+) -> list[SchedulePhase]:
     """Phases of stages in running order."""
     runs = [list(run) for _, run in groupby(stages, key=lambda s: len(s.groups) > 1)]
     together: list[KernelStage] = []
-    found: list[Phase] = []
+    found: list[SchedulePhase] = []
     for run in runs:
         if len(run[0].groups) == 1 and _gains(run, alone) > alone.switching:
             if together:
                 found.append(_streamed(together, alone, streams))
                 together = []
-            found.append(Phase(tuple(k for stage in run for k in stage.groups[0])))
+            found.append(SchedulePhase(tuple(k for stage in run for k in stage.groups[0])))
         else:
             together += run
     if together:
@@ -58,7 +60,9 @@ def phases_of(stages: Sequence[KernelStage], alone: AloneSeconds, streams: int) 
     return found
 
 
-def predicted(phases: Sequence[Phase], stages: Sequence[KernelStage], alone: AloneSeconds) -> float:
+def predicted(
+    phases: Sequence[SchedulePhase], stages: Sequence[KernelStage], alone: AloneSeconds
+) -> float:
     """Seconds of stages that run as these phases of theirs.
 
     Stages of several groups take what was measured; kernels that run one after another what each
@@ -87,7 +91,7 @@ def barriers(orders_of_stages: Sequence[Sequence[Sequence[int]]]) -> Streams:
     return Streams(tuple(tuple(order) for order in orders if order), tuple(sorted(waits)))
 
 
-def joined(phases: Sequence[Phase]) -> Streams:
+def joined(phases: Sequence[SchedulePhase]) -> Streams:
     """Streams of all phases: what a whole phase runs is in the first, and each phase waits for all
     of the one before."""
     orders: list[list[int]] = [[]]
@@ -136,7 +140,7 @@ def _gains(run: Sequence[KernelStage], alone: AloneSeconds) -> float:
     return sum(alone.one_thread[k] - alone.all_threads[k] for k in kernels)
 
 
-def _streamed(stages: Sequence[KernelStage], alone: AloneSeconds, streams: int) -> Phase:
+def _streamed(stages: Sequence[KernelStage], alone: AloneSeconds, streams: int) -> SchedulePhase:
     orders = [spread(stage.groups, alone.one_thread, streams) for stage in stages]
     kernels = tuple(k for stage in stages for k in stage.kernels)
-    return Phase(kernels, barriers(orders))
+    return SchedulePhase(kernels, barriers(orders))

@@ -9,22 +9,22 @@ from torch import Tensor
 
 from dovetail.errors import UsageError
 from dovetail.executors.stages.issuing import readers_of
-from dovetail.executors.stages.preparing import Prepared
+from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.frontends.interpret import Values
 from dovetail.frontends.program import Call, Ref
 from dovetail.runtime.torch_versions import pytree
-from dovetail.schedulers.records import Block, OpSet
+from dovetail.schedulers.records import KernelBlock, OpSet
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedKernels:
     """prepared: with constants on the device; inputs: tensor -> example value there."""
 
-    prepared: Prepared
+    prepared: PreparedKernels
     inputs: Values
 
     @property
-    def block(self) -> Block:
+    def block(self) -> KernelBlock:
         """Which kernels wait for which, by the tensors they read."""
         kernels = self.prepared.kernels
         return readers_of([k.reads for k in kernels], [k.writes for k in kernels])
@@ -46,11 +46,11 @@ class Placed:
 
 
 def place(
-    prepared: Prepared,
+    prepared: PreparedKernels,
     inputs: Sequence[Tensor],
     device: str | torch.device = "cuda",
     dtype: torch.dtype = torch.float32,
-) -> Placed:
+) -> PlacedKernels:
     """Constants and inputs on a device, single precision as `dtype` (e.g. `torch.float16`).
 
     Raises `UsageError` without such a device, and for a network whose step draws random numbers or
@@ -81,7 +81,7 @@ def place(
         if prepared.channels_last:
             given = {t: _channels_last(v) for t, v in given.items()}
     kernels = tuple(replace(k, calls=tuple(map(move, k.calls))) for k in prepared.kernels)
-    return Placed(replace(prepared, kernels=kernels, constants=constants), given)
+    return PlacedKernels(replace(prepared, kernels=kernels, constants=constants), given)
 
 
 def require(cuda: Any) -> None:

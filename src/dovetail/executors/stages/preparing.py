@@ -58,7 +58,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PreparedKernels:
     """kernels in order of `Kernels`; constants: tensor -> value, for those tensors of the graph and
     those made here that kernels or the caller want; inputs: tensors that each step is given, in the
     order of the model's; outputs as in `Program`."""
@@ -119,7 +119,9 @@ class Layered(dict[int, Tensor]):
         return self._constants[tensor]
 
 
-def prepare(captured: Captured, kernels: Kernels, *, channels_last: bool = False) -> Prepared:
+def prepare(
+    captured: Captured, kernels: Kernels, *, channels_last: bool = False
+) -> PreparedKernels:
     """The kernels of a captured inference step, with real weights."""
     graph, program = captured.graph, captured.program
     constants = initial_values(captured)
@@ -142,7 +144,7 @@ def prepare(captured: Captured, kernels: Kernels, *, channels_last: bool = False
     found = tuple(_kernel(graph, kernels, number, own) for number, own in enumerate(calls))
     wanted = {*_refs(program.outputs), *(t for own in calls for call in own for t in refs_of(call))}
     constants = {tensor: value for tensor, value in constants.items() if tensor in wanted}
-    return Prepared(found, constants, inputs, program.outputs, channels_last)
+    return PreparedKernels(found, constants, inputs, program.outputs, channels_last)
 
 
 def run_prepared(call: Call, tensors: Values) -> None:

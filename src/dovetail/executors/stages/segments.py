@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.races import happens_before
-from dovetail.schedulers.records import Block, OpSet
+from dovetail.schedulers.records import KernelBlock, OpSet
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Segment:
 
 
 def segments_of(
-    block: Block, streams: Streams, readers: Mapping[int, Iterable[int]]
+    block: KernelBlock, streams: Streams, readers: Mapping[int, Iterable[int]]
 ) -> list[list[Segment]]:
     """Per stream its segments. readers: tensors that may be given up -> the kernels that read each,
     its producer among them. One that no segment has all readers behind it of is in no `frees`."""

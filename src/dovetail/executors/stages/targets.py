@@ -23,9 +23,9 @@ from dovetail.executors.stages.issuing import Group, streams_of_stages
 from dovetail.executors.stages.measuring import CpuStages, CudaStages, Progress
 from dovetail.executors.stages.memory import plan_memory
 from dovetail.executors.stages.merging import merge_keys, merged_function
-from dovetail.executors.stages.phases import Phase, joined, phases_of, predicted, whole
+from dovetail.executors.stages.phases import SchedulePhase, joined, phases_of, predicted, whole
 from dovetail.executors.stages.placing import place
-from dovetail.executors.stages.preparing import Prepared
+from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.frontends import Captured
 from dovetail.graph.kernels import Kernels
 from dovetail.machine import Device
@@ -33,9 +33,9 @@ from dovetail.schedulers.blocks import narrowed
 from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.ios import GROUPS
 from dovetail.schedulers.merge import can_merge
-from dovetail.schedulers.records import Block, OpSet, Timing, groups_of, members
-from dovetail.schedulers.results import SEQUENTIAL, Candidate, KernelStage
-from dovetail.schedulers.scheduling import MOST_STATES, Problem, Schedule
+from dovetail.schedulers.records import KernelBlock, OpSet, StageTiming, groups_of, members
+from dovetail.schedulers.results import SEQUENTIAL, KernelStage, ScheduleCandidate
+from dovetail.schedulers.scheduling import MOST_STATES, SchedulerResult, StageProblem
 from dovetail.schedulers.timing import OnceTimer, block_of, signatures_of
 
 ONE_THREAD = "one thread"
@@ -56,7 +56,7 @@ class StageCosts(Protocol):
 
 
 @dataclass(eq=False)
-class Target:
+class ScheduleTarget:
     """A step's kernels on one device.
 
     source   "measured" or "analytic"
@@ -64,26 +64,26 @@ class Target:
 
     captured: Captured
     kernels: Kernels
-    block: Block
+    block: KernelBlock
     device: str
     source: str
     inputs: tuple[Tensor, ...]
     costs: StageCosts
-    problem: Problem
+    problem: StageProblem
 
     def streams(self, stages: Sequence[KernelStage]) -> Streams:
         """What runs, of stages."""
         raise NotImplementedError
 
-    def predicted(self, scheduler: str, schedule: Schedule) -> float:
+    def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
         """Seconds of a scheduler's schedule by what its stages cost."""
         return schedule.seconds
 
-    def program(self, candidate: Candidate) -> Hashable:
+    def program(self, candidate: ScheduleCandidate) -> Hashable:
         """Equal for schedules that run alike."""
         return candidate.streams
 
-    def step(self, candidate: Candidate) -> Callable[..., Any] | None:
+    def step(self, candidate: ScheduleCandidate) -> Callable[..., Any] | None:
         """A schedule at work, step(*inputs) -> outputs; None where the device is not here. Raises
         `RaceError` for a schedule that could collide."""
         raise NotImplementedError
@@ -92,7 +92,7 @@ class Target:
         """A call that runs a step and says how many seconds it took."""
         return partial(timed, partial(step, *self.inputs))
 
-    def peak_bytes(self, candidate: Candidate) -> int:
+    def peak_bytes(self, candidate: ScheduleCandidate) -> int:
         """Of kernels' outputs in a static plan of the memory that its streams need."""
         graph = self.captured.graph
         of_op = self.kernels.of_op.tolist()
@@ -112,7 +112,7 @@ class Target:
         needed = [list(own.values()) for own in sizes]
         return plan_memory(self.block, candidate.streams, needed, outputs).total_bytes
 
-    def extras(self) -> list[Candidate]:
+    def extras(self) -> list[ScheduleCandidate]:
         """Schedules that no scheduler finds, and that are measured beside theirs."""
         return []
 
@@ -121,7 +121,7 @@ class Target:
         """Kernels of each part that `dos` searches by itself."""
         return tuple(part.ops for part in narrowed(self.block, MOST_STATES["dos"]).parts)
 
-    def block_seconds(self, schedule: Schedule) -> tuple[float, ...]:
+    def block_seconds(self, schedule: SchedulerResult) -> tuple[float, ...]:
         """Of each of these blocks; () where the schedule's own are others."""
         if schedule.blocks == self.blocks:
             return schedule.block_seconds
@@ -132,7 +132,7 @@ class Target:
 
 
 @dataclass(eq=False)
-class CpuTarget(Target):
+class CpuTarget(ScheduleTarget):
     """This process's cores."""
 
     functions: Functions
@@ -142,56 +142,58 @@ class CpuTarget(Target):
     def streams(self, stages: Sequence[KernelStage]) -> Streams:
         return joined(self.phases(stages))
 
-    def phases(self, stages: Sequence[KernelStage]) -> list[Phase]:
+    def phases(self, stages: Sequence[KernelStage]) -> list[SchedulePhase]:
         """How stages run."""
         return phases_of(stages, self.stages.alone, self.threads)
 
-    def predicted(self, scheduler: str, schedule: Schedule) -> float:
+    def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
         if not schedule.stages:
             return schedule.seconds
         if scheduler == SEQUENTIAL:
             return sum(self.stages.alone.all_threads)
         return predicted(self.phases(schedule.stages), schedule.stages, self.stages.alone)
 
-    def program(self, candidate: Candidate) -> tuple[tuple[Phase, ...], tuple[Group, ...]]:
+    def program(
+        self, candidate: ScheduleCandidate
+    ) -> tuple[tuple[SchedulePhase, ...], tuple[Group, ...]]:
         """Phases, and the kernels that are merged."""
         if candidate.scheduler == SEQUENTIAL:
             phases = whole(self.kernels.count)
         elif candidate.stages:
             phases = self.phases(candidate.stages)
         else:
-            phases = [Phase(tuple(range(self.kernels.count)), candidate.streams)]
+            phases = [SchedulePhase(tuple(range(self.kernels.count)), candidate.streams)]
         return tuple(phases), _merged(candidate)
 
-    def step(self, candidate: Candidate) -> CpuStep:
+    def step(self, candidate: ScheduleCandidate) -> CpuStep:
         phases, merges = self.program(candidate)
         functions = self.functions.merging(merges) if merges else self.functions
         return CpuStep(functions.prepared, self.block, phases, functions, self.threads)
 
-    def extras(self) -> list[Candidate]:
+    def extras(self) -> list[ScheduleCandidate]:
         if self.threads == 1:
             return []
         order = Streams((tuple(range(self.kernels.count)),), ())
-        return [Candidate(ONE_THREAD, (), order, sum(self.stages.alone.one_thread))]
+        return [ScheduleCandidate(ONE_THREAD, (), order, sum(self.stages.alone.one_thread))]
 
 
 @dataclass(eq=False)
-class CudaTarget(Target):
+class CudaTarget(ScheduleTarget):
     """A GPU that is here: schedules are CUDA graphs."""
 
     placed: Any
-    prepared: Prepared
+    prepared: PreparedKernels
 
     def streams(self, stages: Sequence[KernelStage]) -> Streams:
         return streams_of_stages(self.block, [stage.groups for stage in stages], CUDA_STREAMS)
 
-    def program(self, candidate: Candidate) -> tuple[Streams, tuple[Group, ...]]:
+    def program(self, candidate: ScheduleCandidate) -> tuple[Streams, tuple[Group, ...]]:
         """Streams, and the kernels that are merged."""
         if candidate.scheduler == SEQUENTIAL:
             return Streams((tuple(range(self.kernels.count)),), ()), ()
         return candidate.streams, _merged(candidate)
 
-    def step(self, candidate: Candidate) -> CudaNetwork:
+    def step(self, candidate: ScheduleCandidate) -> CudaNetwork:
         streams, merges = self.program(candidate)
         merged = {group: merged_function(self.prepared, group)[0] for group in merges}
         return CudaNetwork(self.placed, streams, merged=merged)
@@ -202,13 +204,13 @@ class CudaTarget(Target):
 
 
 @dataclass(eq=False)
-class AnalyticTarget(Target):
+class AnalyticTarget(ScheduleTarget):
     """A device that is not here."""
 
     streams_at_once: int = CUDA_STREAMS
     least_seconds: float = 0.0
 
-    def predicted(self, scheduler: str, schedule: Schedule) -> float:
+    def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
         """Of streams without barriers, which are scheduled as if each had the device for itself, no
         less than all of their work takes: a lower bound."""
         return schedule.seconds if schedule.stages else max(schedule.seconds, self.least_seconds)
@@ -218,14 +220,14 @@ class AnalyticTarget(Target):
             self.block, [stage.groups for stage in stages], self.streams_at_once
         )
 
-    def step(self, candidate: Candidate) -> None:
+    def step(self, candidate: ScheduleCandidate) -> None:
         return None
 
 
 def cpu_target(
     step: Captured,
     kernels: Kernels,
-    prepared: Prepared,
+    prepared: PreparedKernels,
     inputs: tuple[Tensor, ...],
     device: Device,
     cache: CostCache,
@@ -245,7 +247,7 @@ def cpu_target(
         threads=threads,
         progress=progress,
     )
-    problem = Problem(
+    problem = StageProblem(
         block, signatures, stages.timer, stages.bounded, keys, threads, stages.alone.one_thread,
         WAIT_SECONDS, groups=max(2, min(GROUPS, threads)),
     )  # fmt: skip
@@ -258,7 +260,7 @@ def cpu_target(
 def cuda_target(
     step: Captured,
     kernels: Kernels,
-    prepared: Prepared,
+    prepared: PreparedKernels,
     inputs: tuple[Tensor, ...],
     device: str,
     cache: CostCache,
@@ -279,7 +281,7 @@ def cuda_target(
         device=versions,
         progress=progress,
     )
-    problem = Problem(
+    problem = StageProblem(
         block, signatures, stages.timer, stages.bounded, keys, CUDA_STREAMS, stages.alone,
         EVENT_SECONDS,
     )  # fmt: skip
@@ -290,7 +292,7 @@ def cuda_target(
 
 
 def analytic_target(
-    step: Captured, kernels: Kernels, prepared: Prepared, device: Device
+    step: Captured, kernels: Kernels, prepared: PreparedKernels, device: Device
 ) -> AnalyticTarget:
     """The step on a device by its data sheet. Raises `MachineError` for one whose rates are not
     known."""
@@ -299,13 +301,13 @@ def analytic_target(
     model = AnalyticStages(works, stage_rates(device))
     streams = len(device.cores) if device.kind == "cpu" else CUDA_STREAMS
 
-    def time(stages: Sequence[OpSet]) -> list[Timing]:
+    def time(stages: Sequence[OpSet]) -> list[StageTiming]:
         return [_analytic(model, block, keys, stage) for stage in stages]
 
     once = _Counted()
     timer = once.of(block, signatures, time, keys)
     seconds = [model.seconds([[kernel]]) for kernel in range(kernels.count)]
-    problem = Problem(
+    problem = StageProblem(
         block, signatures, timer, timer, keys, max(streams, 1), seconds, EVENT_SECONDS
     )
     return AnalyticTarget(
@@ -314,7 +316,7 @@ def analytic_target(
     )  # fmt: skip
 
 
-def _merged(candidate: Candidate) -> tuple[Group, ...]:
+def _merged(candidate: ScheduleCandidate) -> tuple[Group, ...]:
     return tuple(stage.groups[0] for stage in candidate.stages if stage.merged)
 
 
@@ -325,21 +327,21 @@ class _Counted(OnceTimer):
 
 
 def _analytic(
-    model: AnalyticStages, block: Block, keys: Sequence[Hashable | None], stage: OpSet
-) -> Timing:
+    model: AnalyticStages, block: KernelBlock, keys: Sequence[Hashable | None], stage: OpSet
+) -> StageTiming:
     groups = [list(members(group)) for group in groups_of(block, stage)]
     concurrent = model.seconds(groups)
     kernels = [kernel for group in groups for kernel in group]
     if can_merge(keys, kernels) and all(model.works[kernel].window for kernel in kernels):
         merged = model.seconds(groups, merged=True)
         if merged < concurrent:
-            return Timing(merged, merged=True)
-    return Timing(concurrent)
+            return StageTiming(merged, merged=True)
+    return StageTiming(concurrent)
 
 
 def _described(
-    step: Captured, kernels: Kernels, prepared: Prepared
-) -> tuple[Block, list[str], list[Hashable | None]]:
+    step: Captured, kernels: Kernels, prepared: PreparedKernels
+) -> tuple[KernelBlock, list[str], list[Hashable | None]]:
     graph = step.graph
     return (
         block_of(graph, kernels),
@@ -348,7 +350,7 @@ def _described(
     )
 
 
-def example_of(prepared: Prepared, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+def example_of(prepared: PreparedKernels, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """Tensor -> its value in a step of these inputs."""
     values = dict(zip(prepared.inputs, map(prepared.laid_out, inputs), strict=True))
     with torch.inference_mode():

@@ -59,7 +59,7 @@ _NAMES = {
 }
 
 
-class Crew:
+class StreamThreads:
     """Threads beside the caller's, of one intra-op thread. They treat denormals as the thread does
     that makes them."""
 
@@ -136,11 +136,11 @@ def _attempt(task: Task, stop: Task, errors: list[BaseException]) -> None:
         stop()
 
 
-class Threads:
+class CompiledStreams:
     """Streams of segments, ready to run over and over. At most `crew.size` + 1 streams."""
 
     def __init__(
-        self, segments: Sequence[Sequence[Segment]], functions: Functions, crew: Crew
+        self, segments: Sequence[Sequence[Segment]], functions: Functions, crew: StreamThreads
     ) -> None:
         self._crew = crew
         self._functions = functions  # compiled streams refer to them, and do not keep them

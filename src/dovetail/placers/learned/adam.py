@@ -18,7 +18,7 @@ from torch import Tensor
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
 
-class Adam:
+class VectorAdam:
     """State of the optimizer of a vector [size].
 
     mean, square   [size] moving averages of the gradient, and of its square

@@ -5,7 +5,7 @@ from typing import Any
 from dovetail.errors import UsageError
 from dovetail.placers.learned import gdp, hdp, seq2seq
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import LearningSettings, View
+from dovetail.placers.learned.records import LearningSettings, ProblemView
 
 LEARNED: dict[str, tuple[type[Policy], LearningSettings]] = {
     "seq2seq": (seq2seq.Seq2Seq, seq2seq.SETTINGS),
@@ -14,7 +14,7 @@ LEARNED: dict[str, tuple[type[Policy], LearningSettings]] = {
 }
 
 
-def make_policy(name: str, view: View, seed: int = 0, **options: Any) -> Policy:
+def make_policy(name: str, view: ProblemView, seed: int = 0, **options: Any) -> Policy:
     """A fresh policy of that method for a view. Raises `UsageError` for an unknown name."""
     policy: Policy = _method(name)[0].for_view(view, seed=seed, **options)  # type: ignore[attr-defined]
     return policy

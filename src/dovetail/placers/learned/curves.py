@@ -21,7 +21,7 @@ _FIELDS = tuple(one.name for one in fields(Point))
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class LearningCurve:
     """What one controller learned of one task; [updates] each.
 
     best   seconds, by this controller, nan before anything fitted
@@ -42,7 +42,7 @@ class Curve:
         return f"{self.task}, controller {self.controller}"
 
 
-def curves_of(points: Iterable[Point]) -> list[Curve]:
+def curves_of(points: Iterable[Point]) -> list[LearningCurve]:
     """Of each task and controller, in the order in which they first appear."""
     rows: dict[tuple[str, int], list[Point]] = {}
     for point in points:
@@ -54,7 +54,7 @@ def curves_of(points: Iterable[Point]) -> list[Curve]:
             for name in ("trials", "seconds", "best", "mean", "invalid", "entropy", "loss")
         }
         best = np.where(np.isfinite(columns["best"]), columns["best"], np.nan)
-        found.append(Curve(task, controller, **columns | {"best": best}))
+        found.append(LearningCurve(task, controller, **columns | {"best": best}))
     return found
 
 

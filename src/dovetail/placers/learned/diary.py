@@ -34,7 +34,7 @@ _LINES = "updates.jsonl"
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class DiaryEntry:
     """One update, as its line says it.
 
     first       the first of its sample indices: its name in the run
@@ -61,7 +61,7 @@ class Entry:
         return json.dumps(fields)
 
     @classmethod
-    def parse(cls, line: str) -> "Entry | None":
+    def parse(cls, line: str) -> "DiaryEntry | None":
         """The entry; None for half a line, which a killed controller leaves."""
         try:
             fields = json.loads(line)
@@ -76,7 +76,7 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class LearnerState:
     """What a learner is between two updates.
 
     updates   so far; the rest is after that many
@@ -111,18 +111,18 @@ class Diary:
         self._lines.seek(-1, 2)
         return self._lines.read(1) == b"\n"
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: DiaryEntry) -> None:
         """Write the line of an update."""
         self._lines.write(entry.line().encode() + b"\n")
         self._lines.flush()
 
-    def keep(self, state: State) -> None:
+    def keep(self, state: LearnerState) -> None:
         """In place of the state before the one before it."""
         head = json.dumps({"updates": state.updates, "first": state.first, **state.fields})
         content = save(state.arrays, {"state": head})
         write_atomically(self.path / _SLOTS[state.updates % 2], content)
 
-    def recall(self, first: int) -> State | None:
+    def recall(self, first: int) -> LearnerState | None:
         """The state that meets samples which begin with `first`; None: that of the beginning."""
         found = [state for slot in _SLOTS if (state := _read(self.path / slot)) is not None]
         found.sort(key=lambda state: state.updates)
@@ -135,7 +135,7 @@ class Diary:
         self._lines.close()
 
 
-def _read(path: Path) -> State | None:
+def _read(path: Path) -> LearnerState | None:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -144,7 +144,7 @@ def _read(path: Path) -> State | None:
         arrays = load(content)
         size = int.from_bytes(content[:8], "little")
         fields = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["state"])
-        return State(fields.pop("updates"), fields.pop("first"), fields, arrays)
+        return LearnerState(fields.pop("updates"), fields.pop("first"), fields, arrays)
     except (SafetensorError, ValueError, KeyError) as error:
         raise FileFormatError(str(path), str(error)) from error
 
@@ -156,7 +156,7 @@ class Readers:
         self._folder = folder / "controllers"
         self._read: dict[Path, int] = {}
 
-    def news(self) -> Iterator[Entry]:
+    def news(self) -> Iterator[DiaryEntry]:
         """Entries that were added since; each controller's in their order."""
         for path in sorted(self._folder.glob(f"*/{_LINES}")):
             start = self._read.get(path, 0)
@@ -166,6 +166,6 @@ class Readers:
             whole = content.rfind(b"\n") + 1
             self._read[path] = start + whole
             for line in content[:whole].decode(errors="replace").splitlines():
-                entry = Entry.parse(line)
+                entry = DiaryEntry.parse(line)
                 if entry is not None:
                     yield entry

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from dovetail.errors import EvaluatorsLostError, ProcessDiedError
 from dovetail.placers.budget import Budget, Score
-from dovetail.placers.learned.records import Judge, Task, Trials
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.learned.records import Judge, PlacementTask, Trials
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.processes import Channel, Worker, launch, ready
 from dovetail.training.liveness import alive
 
-JudgeFactory = Callable[[Task], Judge]
+JudgeFactory = Callable[[PlacementTask], Judge]
 """Makes the judge of a task, in the evaluator's process; must travel by cloudpickle."""
 
 BEAT_SECONDS = 1.0
@@ -44,7 +44,7 @@ HUNG_SECONDS = 600.0
 class SimulatedJudge:
     """The simulator, a batch at once, on the threads that the problem's simulator was given."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
 
     def __call__(self, placements: NDArray[np.int32]) -> Trials:
@@ -58,7 +58,7 @@ class BudgetJudge:
     best    (score, placement) of all that passed here; None: nothing yet
     """
 
-    def __init__(self, problem: Problem, budget: Budget) -> None:
+    def __init__(self, problem: PlacementProblem, budget: Budget) -> None:
         self.problem, self.budget = problem, budget
         self.best: tuple[Score, GroupPlacement] | None = None
 
@@ -83,7 +83,7 @@ class _Evaluator:
     since: float = 0.0
 
 
-class Crew:
+class EvaluatorPool:
     """K evaluator processes of one controller. Use it in the thread that made it, and close it.
 
     losses   of each evaluator, with no placement judged in between, that are still an accident
@@ -93,7 +93,7 @@ class Crew:
     def __init__(
         self,
         factory: JudgeFactory,
-        tasks: Sequence[Task],
+        tasks: Sequence[PlacementTask],
         count: int,
         *,
         name: str = "evaluator",
@@ -115,7 +115,7 @@ class Crew:
 
     def judges(self) -> list[Judge]:
         """One for each task."""
-        return [_CrewJudge(self, number) for number in range(self._tasks)]
+        return [_PoolJudge(self, number) for number in range(self._tasks)]
 
     def judge(self, number: int, placements: NDArray[np.int32]) -> Trials:
         """What the evaluators say of placements of task `number`, each as soon as one is free.
@@ -193,10 +193,10 @@ class Crew:
         evaluator.process, evaluator.row = self._start(self._evaluators.index(evaluator)), -1
 
 
-class _CrewJudge:
+class _PoolJudge:
     """A crew's judge of one task."""
 
-    def __init__(self, crew: Crew, number: int) -> None:
+    def __init__(self, crew: EvaluatorPool, number: int) -> None:
         self.crew, self._number = crew, number
 
     def __call__(self, placements: NDArray[np.int32]) -> Trials:

@@ -43,9 +43,9 @@ from dovetail.graph import Graph, Phase
 from dovetail.placers.budget import Budget
 from dovetail.placers.etf import etf_schedule
 from dovetail.placers.expert import expert
-from dovetail.placers.learned.records import Float32, View
+from dovetail.placers.learned.records import Float32, ProblemView
 from dovetail.placers.list_scheduling import limits_of, tasks_of
-from dovetail.placers.problem import Problem
+from dovetail.placers.problem import PlacementProblem
 
 # Where each op stands in its network: see `features` for what the positions are for.
 #
@@ -256,10 +256,10 @@ LIMIT = 3.0
 WAVES = 4
 
 
-class Looking:
+class ProblemFigures:
     """What several columns need, in seconds and bytes."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         graph, of_op = problem.graph, problem.groups.of_op
         self.problem, self.graph, self.of_op = problem, graph, of_op
         op_seconds = np.where(
@@ -334,7 +334,7 @@ def waves(positions: Float64) -> Float64:
     return np.asarray(both.reshape(*positions.shape, 2 * WAVES))
 
 
-def link_rates(problem: Problem) -> tuple[Float64, Float64, NDArray[np.bool_], Float64]:
+def link_rates(problem: PlacementProblem) -> tuple[Float64, Float64, NDArray[np.bool_], Float64]:
     """[devices, devices] seconds a byte, latency in seconds, whether direct, links on the channel;
     through the host where there is no link. The diagonal is 0."""
     machine = problem.machine
@@ -372,7 +372,7 @@ DEVICE_NAMES: tuple[str, ...] = (
     *WAVE_NAMES,
     "count",
 )  # fmt: skip
-"""Columns of `View.devices`.
+"""Columns of `ProblemView.devices`.
 
 speed                   work of all groups that it may run: the best device's seconds by its own
 flops, bandwidth        by the machine's best; memory by the machine's largest that runs anything
@@ -387,9 +387,9 @@ sin0 .. cos3            waves of the centre
 count                   log10 of devices that run anything
 """
 LINK_NAMES: tuple[str, ...] = ("same", "direct", "seconds", "latency", "shared", "distance")
-"""Columns of `View.links`: the device itself; a link of its own (else through the host); seconds
-of a mean edge and the latency by a mean group's work; links on its channel; difference of their
-centres."""
+"""Columns of `ProblemView.links`: the device itself; a link of its own (else through the host);
+seconds of a mean edge and the latency by a mean group's work; links on its channel; difference of
+their centres."""
 DEVICE_NUMBERS, LINK_NUMBERS = len(DEVICE_NAMES), len(LINK_NAMES)
 
 
@@ -403,7 +403,7 @@ class Scale:
     like_share: Float64
 
 
-def scale_of(view: Looking) -> Scale:
+def scale_of(view: ProblemFigures) -> Scale:
     machine, speeds = view.problem.machine, view.speeds
     weights = np.where(view.fast, speeds, 0.0)
     order = np.lexsort((np.arange(len(speeds)), -np.round(speeds, 3)))
@@ -420,7 +420,7 @@ def scale_of(view: Looking) -> Scale:
     return Scale(centre, width, (before + 0.5) / counts, 1 / counts)
 
 
-def look_at_devices(view: Looking) -> tuple[Float32, Float32]:
+def look_at_devices(view: ProblemFigures) -> tuple[Float32, Float32]:
     """([devices, DEVICE_NUMBERS], [devices, devices, LINK_NUMBERS])"""
     problem, machine = view.problem, view.problem.machine
     scale, allowed = scale_of(view), problem.allowed
@@ -494,13 +494,13 @@ NUMBER_NAMES: tuple[str, ...] = (
     *(f"{position}_{wave}" for position in POSITIONS for wave in WAVE_NAMES),
     "graph_groups", "graph_traffic", "graph_memory", "graph_parallelism", "graph_training",
 )  # fmt: skip
-"""Columns of `View.numbers`.
+"""Columns of `ProblemView.numbers`.
 
 work, flops, accessed_bytes, ops        of the group, by the mean group's; work is that of the
                                         fastest device that may run it
 forward, backward, update               shares of the group's work
-parameter_bytes, kept_bytes, made_bytes by the mean; parameters and state, `Problem.group_bytes`
-                                        and `made_bytes`
+parameter_bytes, kept_bytes, made_bytes by the mean; parameters and state, and of the problem its
+                                        `group_bytes` and `made_bytes`
 in_bytes, out_bytes, in_edges, out_edges   between groups, by the mean
 traffic                                 seconds to send its edges by the seconds of its work
 starts, ends                            earliest start and end of its ops in a step without
@@ -520,18 +520,18 @@ ADVICE = tuple(position for position in POSITIONS if position not in OP_POSITION
 """Positions that are classical planners' choices of a device."""
 ADVICE_NUMBERS = [i for i, name in enumerate(NUMBER_NAMES) if name.split("_")[0] in ADVICE]
 ADVICE_CUTS = [i for i in range(CUTS) if POSITIONS[i % len(POSITIONS)] in ADVICE]
-"""Columns of `View.numbers` and of `cuts` that hold it."""
+"""Columns of `ProblemView.numbers` and of `cuts` that hold it."""
 
 
-def look(problem: Problem) -> View:
+def look(problem: PlacementProblem) -> ProblemView:
     """The problem as policies see it. O(ops + reads + groups x devices)."""
-    view = Looking(problem)
+    view = ProblemFigures(problem)
     offsets, buckets, shares = _kinds(problem)
     sources, destinations, edge_bytes = view.edges
     free = np.zeros(problem.groups.count, dtype=bool)
     free[problem.free] = True
     devices, links = look_at_devices(view)
-    return View(
+    return ProblemView(
         kind_offsets=offsets,
         kind_buckets=buckets,
         kind_shares=shares,
@@ -550,11 +550,11 @@ def look(problem: Problem) -> View:
 
 
 def column(name: str) -> int:
-    """The index in `View.numbers` of a column of that name."""
+    """The index in `ProblemView.numbers` of a column of that name."""
     return NUMBER_NAMES.index(name)
 
 
-def cuts(view: View) -> Float32:
+def cuts(view: ProblemView) -> Float32:
     """[groups, devices, CUTS] where each position lies to each device's interval: whether within,
     the signed distance from its centre in widths, and the distance, both cut to 3."""
     first = column(POSITIONS[0])
@@ -573,7 +573,7 @@ def _by_mean(values: NDArray[np.generic]) -> Float32:
     return relative(values, float(np.mean(values.astype(np.float64))))
 
 
-def _numbers(view: Looking) -> Float32:
+def _numbers(view: ProblemFigures) -> Float32:
     """[groups, NUMBERS]"""
     graph, problem, places = view.graph, view.problem, view.places
     groups = problem.groups.count
@@ -614,14 +614,14 @@ def _numbers(view: Looking) -> Float32:
     return np.nan_to_num(numbers.astype(np.float32))
 
 
-def _advised(view: Looking) -> list[Float64]:
+def _advised(view: ProblemFigures) -> list[Float64]:
     """[groups] the middle of the interval of the device that each method chose; -1: of none."""
     scale = scale_of(view)
     middles = np.append(np.where(scale.width > 0, scale.centre, -1.0), -1.0)
     return [middles[view.listed], middles[view.expected]]
 
 
-def _whole(view: Looking, rate: float) -> tuple[float, ...]:
+def _whole(view: ProblemFigures, rate: float) -> tuple[float, ...]:
     """The columns graph_*: of the graph as a whole."""
     problem, work = view.problem, max(float(view.work.sum()), 1e-300)
     largest = float(problem.capacities[view.fast].max(initial=1))
@@ -642,7 +642,7 @@ def _parameter_bytes(graph: Graph) -> Float64:
     return np.where(owned, sizes, 0.0)
 
 
-def _kinds(problem: Problem) -> tuple[Int64, Int64, Float32]:
+def _kinds(problem: PlacementProblem) -> tuple[Int64, Int64, Float32]:
     """CSR of the kinds of op in each group; a group of sources alone has the sources'."""
     graph, of_op = problem.graph, problem.groups.of_op
     hashes = {kind: zlib.crc32(kind.encode()) % BUCKETS for kind in set(graph.kinds)}
@@ -656,7 +656,7 @@ def _kinds(problem: Problem) -> tuple[Int64, Int64, Float32]:
     return offsets, (pairs % BUCKETS).astype(np.int64), (counts / sizes[rows]).astype(np.float32)
 
 
-def cut_placements(view: View, *, advice: bool = True) -> NDArray[np.int32]:
+def cut_placements(view: ProblemView, *, advice: bool = True) -> NDArray[np.int32]:
     """[positions, groups] each position cut into contiguous parts: the nearest interval; of advice
     that is the adviser's own placement. `advice`: with those."""
     chosen = [i for i, position in enumerate(POSITIONS) if advice or position not in ADVICE]
@@ -665,7 +665,7 @@ def cut_placements(view: View, *, advice: bool = True) -> NDArray[np.int32]:
     return np.where(view.free, distance.argmin(axis=1).T, view.settled).astype(np.int32)
 
 
-def _shapes(problem: Problem) -> Float32:
+def _shapes(problem: PlacementProblem) -> Float32:
     """[groups, SHAPES] axes of the largest outputs, as log10(1 + size) / 3."""
     graph, of_op = problem.graph, problem.groups.of_op
     made = np.flatnonzero(~graph.is_source[graph.producers] & (graph.phases[graph.producers] < 2))

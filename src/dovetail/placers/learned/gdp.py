@@ -24,7 +24,7 @@ network's features do not tell apart. How trials are drawn: `exploring`.
 
 `SETTINGS` differ from the paper's in what is ours: advantages by the batch's own mean and spread,
 where its bias is the mean of all trials before, and the best placement so far in every batch
-(`ppo.with_elite`). Rate, trials, passes and entropy are not in the paper.
+(`losses.with_elite`). Rate, trials, passes and entropy are not in the paper.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ from dovetail.placers.learned.features import (
     cuts,
 )
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import Int64, LearningSettings, View
+from dovetail.placers.learned.records import Int64, LearningSettings, ProblemView
 
 # GraphSAGE with max pooling: what each group knows of its surroundings.
 #
@@ -73,7 +73,7 @@ from dovetail.placers.learned.records import Int64, LearningSettings, View
 
 
 @dataclass(frozen=True, eq=False)
-class Edges:
+class GroupEdges:
     """Who reads from whom. [edges] each."""
 
     sources: Tensor
@@ -117,7 +117,7 @@ class SageLayer(nn.Module):
         self.mix = nn.Linear(3 * hidden, hidden)
         self.norm = nn.LayerNorm(hidden)
 
-    def forward(self, h: Tensor, edges: Edges) -> Tensor:
+    def forward(self, h: Tensor, edges: GroupEdges) -> Tensor:
         out, back = torch.sigmoid(self.pool(h)).chunk(2, dim=1)
         before = max_pool(out, edges.sources, edges.destinations)
         after = max_pool(back, edges.destinations, edges.sources)
@@ -184,7 +184,7 @@ def segments_of(groups: int, length: int, device: torch.device) -> Segments:
     return Segments(groups, count, length, torch.cat([previous, own], dim=1)[:, None, None, :])
 
 
-class Layer(nn.Module):
+class GdpLayer(nn.Module):
     """h -> h' [count, length, hidden]. `attention=False` leaves the feed-forward part only."""
 
     def __init__(self, hidden: int, heads: int, *, attention: bool = True) -> None:
@@ -228,7 +228,7 @@ class Layer(nn.Module):
         return x.view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
 
 
-class TransformerXL(nn.Module):
+class GdpTransformerXL(nn.Module):
     """Graph embedding x0 [groups, hidden] -> (states, condition), both [groups, hidden]; condition
     None without superposition."""
 
@@ -245,12 +245,12 @@ class TransformerXL(nn.Module):
         super().__init__()
         self.segment = segment
         self.layers = nn.ModuleList(
-            Layer(hidden, heads, attention=attention) for _ in range(layers)
+            GdpLayer(hidden, heads, attention=attention) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(hidden)
         self.conditioning = None
         if superposition:
-            self.conditioning = Layer(hidden, heads, attention=attention)
+            self.conditioning = GdpLayer(hidden, heads, attention=attention)
             self.scale = nn.Linear(hidden, hidden)
             nn.init.normal_(self.scale.weight, std=0.1 * hidden**-0.5)
             nn.init.ones_(self.scale.bias)
@@ -293,7 +293,9 @@ def _times(x: Tensor, condition: Tensor | None) -> Tensor:
 # what was decided, given the clusters, is exact.
 
 
-def draw_clusters(view: View, likeliest: NDArray[np.integer], share: float, seed: int) -> Int64:
+def draw_clusters(
+    view: ProblemView, likeliest: NDArray[np.integer], share: float, seed: int
+) -> Int64:
     """[batch, groups] the first group of each group's cluster; a trial without clusters has each
     group at itself. `likeliest` [batch, groups]: devices, of the trial's mode."""
     rng = np.random.default_rng(seed)
@@ -420,7 +422,7 @@ class Gdp(Policy):
         self.numbers = nn.Linear(NUMBERS + SHAPES, hidden)
         self.norm = nn.LayerNorm(hidden)
         self.sage = nn.ModuleList(SageLayer(hidden) for _ in range(sage_layers))
-        self.placer = TransformerXL(
+        self.placer = GdpTransformerXL(
             hidden,
             layers=layers,
             heads=heads,
@@ -435,14 +437,14 @@ class Gdp(Policy):
         nn.init.zeros_(self.modes.bias)
 
     @classmethod
-    def for_view(cls, view: View, *, seed: int = 0, **options: Any) -> Self:
+    def for_view(cls, view: ProblemView, *, seed: int = 0, **options: Any) -> Self:
         """A fresh policy. Nothing in it is of the view's sizes."""
         del view
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(**options)
 
-    def alone(self, view: View) -> "Gdp":
+    def alone(self, view: ProblemView) -> "Gdp":
         sizes = (view.groups, view.device_count)
         with torch.random.fork_rng(devices=[]):
             policy = type(self)(**(self.config | {"individual": sizes}))
@@ -452,11 +454,11 @@ class Gdp(Policy):
         policy.load_state_dict(tensors)
         return policy.to(self.norm.weight.device)
 
-    def _knows(self, view: View) -> bool:
+    def _knows(self, view: ProblemView) -> bool:
         """Whether it has a table for the view, told by its sizes."""
         return self.own is not None and self.own.shape == view.seconds.shape
 
-    def logits(self, view: View) -> tuple[Tensor, Tensor]:
+    def logits(self, view: ProblemView) -> tuple[Tensor, Tensor]:
         """([modes], [modes, groups, devices]); -inf where a group may not be."""
         seen = inputs_of(view, self.norm.weight.device)
         if not self.advice:
@@ -480,7 +482,7 @@ class Gdp(Policy):
         kinds = self.kinds(seen.buckets, seen.offsets, per_sample_weights=seen.shares)
         return self.norm(kinds + self.numbers(seen.numbers))  # type: ignore[no-any-return]
 
-    def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
+    def draw(self, view: ProblemView, batch: int, generator: torch.Generator) -> Draw:
         with torch.no_grad():
             modes, logits = self.logits(view)
             device = logits.device
@@ -501,7 +503,7 @@ class Gdp(Policy):
         placements = np.where(view.free, drawn, view.settled).astype(np.int32)
         return Draw(actions, placements, log_probs)
 
-    def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
+    def judge(self, view: ProblemView, actions: dict[str, Tensor]) -> Judged:
         modes, logits = self.logits(view)
         made = _open(view, actions["clusters"])
         each = chances(logits[actions["modes"]], actions["clusters"], made, self.floor)
@@ -512,7 +514,7 @@ class Gdp(Policy):
         of_modes = -(of_modes.exp() * of_modes.clamp(min=-1e9)).sum().expand(len(entropies), 1)
         return Judged(_of(modes, each, actions, made), torch.cat([of_modes, entropies], dim=1))
 
-    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor]:
+    def actions_of(self, view: ProblemView, placement: NDArray[np.int32]) -> dict[str, Tensor]:
         device = self.norm.weight.device
         devices = torch.from_numpy(placement.astype(np.int64)).to(device)
         with torch.no_grad():
@@ -524,11 +526,11 @@ class Gdp(Policy):
         own = torch.arange(len(devices)).to(devices)
         return {"modes": mode[None], "devices": devices[None], "clusters": own[None]}
 
-    def likeliest(self, view: View) -> NDArray[np.int32]:
+    def likeliest(self, view: ProblemView) -> NDArray[np.int32]:
         best: NDArray[np.int32] = self.candidates(view)[0]
         return best
 
-    def candidates(self, view: View) -> NDArray[np.int32]:
+    def candidates(self, view: ProblemView) -> NDArray[np.int32]:
         """[modes, groups] the likeliest placement of each mode, likeliest modes first."""
         with torch.no_grad():
             modes, logits = self.logits(view)
@@ -592,7 +594,7 @@ class Head(nn.Module):
         return starts + torch.cat(columns, dim=1) + matched  # type: ignore[no-any-return]
 
 
-def _open(view: View, clusters: Tensor) -> Tensor:
+def _open(view: ProblemView, clusters: Tensor) -> Tensor:
     """[batch, groups] True at the first group of each cluster that has a choice."""
     own = torch.arange(view.groups, device=clusters.device)
     return (clusters == own) & inputs_of(view, clusters.device).free
@@ -615,7 +617,7 @@ class Inputs:
     offsets: Tensor
     shares: Tensor
     numbers: Tensor
-    edges: Edges
+    edges: GroupEdges
     pairs: Tensor
     allowed: Tensor
     free: Tensor
@@ -630,10 +632,10 @@ class Inputs:
         return replace(self, numbers=numbers, pairs=self.pairs.index_fill(2, columns, 0.0))
 
 
-_INPUTS: WeakKeyDictionary[View, dict[torch.device, Inputs]] = WeakKeyDictionary()
+_INPUTS: WeakKeyDictionary[ProblemView, dict[torch.device, Inputs]] = WeakKeyDictionary()
 
 
-def inputs_of(view: View, device: torch.device) -> Inputs:
+def inputs_of(view: ProblemView, device: torch.device) -> Inputs:
     """The view on that device; made once while the view lives."""
     made = _INPUTS.setdefault(view, {})
     if device not in made:
@@ -647,7 +649,7 @@ def inputs_of(view: View, device: torch.device) -> Inputs:
             put(view.kind_offsets[:-1]),
             put(view.kind_shares),
             put(np.concatenate([view.numbers, view.shapes], axis=1)),
-            Edges(put(view.sources), put(view.destinations)),
+            GroupEdges(put(view.sources), put(view.destinations)),
             put(np.concatenate([slower[:, :, None], cuts(view)], axis=2)),
             put(view.allowed),
             put(view.free),

@@ -5,7 +5,7 @@ Device Placement", ICLR 2018, https://openreview.net/forum?id=Hkc-TeZ0W, section
 of its authors' open version, TensorFlow's python/grappler/hierarchical_controller.py.
 
     ops ──► grouper ──► a group each ──► embeddings of the groups ──► placer ──► a device each
-            softmax(W2 relu(W1 x))       kinds, sizes, adjacency      `hdp_placer`
+            softmax(W2 relu(W1 x))       kinds, sizes, adjacency      `HdpPlacer`
 
 Both are drawn from, both are trained at once by REINFORCE: log π is the sum over ops and groups.
 
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import NUMBERS, SHAPES
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import LearningSettings, View
+from dovetail.placers.learned.records import LearningSettings, ProblemView
 
 # HDP's placer: from embeddings of groups to a device for each, by LSTMs with attention.
 #
@@ -260,7 +260,7 @@ MOST_GROUPS, GROUPS_PER_DEVICE = 256, 20
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _ViewTensors:
     """A view as tensors, of the n groups that are free: the ops.
 
     places     [n] their indices in the view
@@ -285,7 +285,7 @@ class Hdp(Policy):
     kinds          buckets of the kinds that have a vector; others have none
     groups         learned groups
     hidden         of the placer's LSTMs; `grouper_hidden`: of the grouper's layer
-    bound, temperature   of the placer's logits: `hdp_placer`
+    bound, temperature   of the placer's logits: `HdpPlacer`
     noise          share of the logits' size that is added to both networks' logits, until
                    update `noise_until`
     greedy_from    update from which on the placer takes the likeliest device; None: never
@@ -334,10 +334,10 @@ class Hdp(Policy):
             self.placer = HdpPlacer(
                 size, devices, hidden=hidden, bound=bound, temperature=temperature
             )
-        self._last: tuple[View, _Seen] | None = None
+        self._last: tuple[ProblemView, _ViewTensors] | None = None
 
     @classmethod
-    def for_view(cls, view: View, *, seed: int = 0, **options: Any) -> Self:
+    def for_view(cls, view: ProblemView, *, seed: int = 0, **options: Any) -> Self:
         """A policy of the view's kinds, devices and, by the reference's rule, groups."""
         kinds = np.unique(view.kind_buckets).tolist()
         most = min(MOST_GROUPS, GROUPS_PER_DEVICE * view.device_count, int(view.free.sum()))
@@ -347,7 +347,7 @@ class Hdp(Policy):
     def begin(self, update: int) -> None:
         self.update = update
 
-    def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
+    def draw(self, view: ProblemView, batch: int, generator: torch.Generator) -> Draw:
         noisy = self.noise > 0 and self.update <= self.noise_until
         seeds = torch.full((batch,), -1)
         if noisy:
@@ -356,7 +356,7 @@ class Hdp(Policy):
         with torch.no_grad():
             return self._draw(view, seeds, generator, greedy=greedy)
 
-    def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
+    def judge(self, view: ProblemView, actions: dict[str, Tensor]) -> Judged:
         seen, groups = self._see(view), actions["groups"]
         noise = self._noise(seen, actions["noise"])
         logs = self._grouping(seen, noise).log_softmax(dim=2)
@@ -370,14 +370,16 @@ class Hdp(Policy):
             torch.cat([log_probs, placed[0]], dim=1), torch.cat([entropies, placed[1]], dim=1)
         )
 
-    def likeliest(self, view: View) -> NDArray[np.int32]:
+    def likeliest(self, view: ProblemView) -> NDArray[np.int32]:
         with torch.no_grad():
             draw = self._draw(view, torch.tensor([-1]), None, greedy=True)
         placement: NDArray[np.int32] = draw.placements[0]
         return placement
 
     @torch.no_grad()
-    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor] | None:
+    def actions_of(
+        self, view: ProblemView, placement: NDArray[np.int32]
+    ) -> dict[str, Tensor] | None:
         """A way to decide for `placement`, a batch of one; None: there are too few groups.
 
         Of the many ways: a group goes where most of the ops are whose likeliest group it is, a
@@ -403,7 +405,7 @@ class Hdp(Policy):
         return {"groups": groups[None], "devices": devices[None], "noise": torch.tensor([-1])}
 
     def _draw(
-        self, view: View, seeds: Tensor, generator: torch.Generator | None, *, greedy: bool
+        self, view: ProblemView, seeds: Tensor, generator: torch.Generator | None, *, greedy: bool
     ) -> Draw:
         """One trial a seed of noise. Without a generator groups are the likeliest."""
         seen, batch = self._see(view), len(seeds)
@@ -422,7 +424,7 @@ class Hdp(Policy):
         placements[:, seen.places.numpy()] = torch.where(may, there, seen.fastest).numpy()
         return Draw({"groups": groups, "devices": devices, "noise": seeds}, placements, log_probs)
 
-    def _grouping(self, seen: _Seen, noise: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _grouping(self, seen: _ViewTensors, noise: tuple[Tensor, Tensor] | None) -> Tensor:
         """[batch or 1, ops, groups] logits."""
         kinds = seen.kinds @ self.kinds
         logits: Tensor = self.grouper(torch.cat([kinds, seen.features], dim=1))[None]
@@ -430,7 +432,7 @@ class Hdp(Policy):
             return logits
         return logits + noise[0] * logits.square().mean().sqrt()
 
-    def _noise(self, seen: _Seen, seeds: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _noise(self, seen: _ViewTensors, seeds: Tensor) -> tuple[Tensor, Tensor] | None:
         """([batch, ops, groups], [batch, groups, devices]) of both networks; None where the
         trials were drawn without."""
         if bool((seeds < 0).all()):
@@ -446,7 +448,7 @@ class Hdp(Policy):
         first, second = (torch.stack(parts) for parts in zip(*both, strict=True))
         return first.view(-1, ops, self.groups), second.view(-1, self.groups, devices)
 
-    def _embed(self, seen: _Seen, grouped: Tensor) -> tuple[Tensor, Tensor]:
+    def _embed(self, seen: _ViewTensors, grouped: Tensor) -> tuple[Tensor, Tensor]:
         """(embeddings [batch, groups, size], where each may go [batch, groups, devices]) for
         `grouped` [batch, ops]."""
         batch, ops = grouped.shape
@@ -470,7 +472,7 @@ class Hdp(Policy):
         first = torch.arange(devices) == 0
         return torch.cat(parts, dim=2), torch.where(count > 0, allowed > 0, first)
 
-    def _adjacency(self, seen: _Seen, grouped: Tensor) -> Tensor:
+    def _adjacency(self, seen: _ViewTensors, grouped: Tensor) -> Tensor:
         """[batch, groups, 2 (groups + devices)] edges to and from groups, and what is settled."""
         batch, devices = len(grouped), seen.allowed.shape[1]
         nodes = self.groups + devices
@@ -482,7 +484,7 @@ class Hdp(Policy):
         both = torch.cat([matrix, matrix.transpose(1, 2)], dim=2)[:, : self.groups]
         return both / (1 + both.amax(dim=2, keepdim=True))
 
-    def _see(self, view: View) -> _Seen:
+    def _see(self, view: ProblemView) -> _ViewTensors:
         if self._last is None or self._last[0] is not view:
             if view.device_count != self.placer.devices:
                 reason = f"made for {self.placer.devices} devices, not {view.device_count}"
@@ -491,7 +493,7 @@ class Hdp(Policy):
         return self._last[1]
 
 
-def _see(view: View, buckets: NDArray[np.int64], dtype: torch.dtype) -> _Seen:
+def _see(view: ProblemView, buckets: NDArray[np.int64], dtype: torch.dtype) -> _ViewTensors:
     free = np.flatnonzero(view.free)
     code = np.asarray(view.settled, dtype=np.int64) + len(free)
     code[free] = np.arange(len(free))
@@ -505,7 +507,7 @@ def _see(view: View, buckets: NDArray[np.int64], dtype: torch.dtype) -> _Seen:
     given = (given - given.mean(axis=0)) / np.maximum(spread, 1e-3) if len(free) else given
     features = np.concatenate([given, _neighbours(view)[free]], axis=1)
     seconds = np.where(view.allowed, view.seconds, np.inf)[free]
-    return _Seen(
+    return _ViewTensors(
         places=torch.from_numpy(free),
         features=torch.from_numpy(features).to(dtype),
         kinds=torch.from_numpy(kinds[free]).to(dtype),
@@ -515,7 +517,7 @@ def _see(view: View, buckets: NDArray[np.int64], dtype: torch.dtype) -> _Seen:
     )
 
 
-def _neighbours(view: View) -> NDArray[np.float32]:
+def _neighbours(view: ProblemView) -> NDArray[np.float32]:
     """[groups, 2 NEIGHBOURS] the first readers and writers of each group as shares of the order;
     -1: none."""
     found = np.full((view.groups, 2 * NEIGHBOURS), -1, dtype=np.float32)

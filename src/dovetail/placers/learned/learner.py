@@ -29,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.placers.learned.adam import Adam
-from dovetail.placers.learned.diary import Diary, Entry, State
+from dovetail.placers.learned.adam import VectorAdam
+from dovetail.placers.learned.diary import Diary, DiaryEntry, LearnerState
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.losses import Baseline, ppo, reinforce, teaching, with_elite
 from dovetail.placers.learned.policy import Draw, Policy
@@ -38,10 +38,10 @@ from dovetail.placers.learned.records import (
     Float32,
     Judge,
     LearningSettings,
+    PlacementTask,
     Point,
-    Task,
+    ProblemView,
     Trials,
-    View,
 )
 from dovetail.training.learner import Gradient
 from dovetail.training.liveness import alive
@@ -51,15 +51,15 @@ LOSSES = {"reinforce": reinforce, "ppo": ppo}
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class TaskView:
     """A task as a policy sees it."""
 
     name: str
-    view: View
+    view: ProblemView
 
 
 @dataclass(frozen=True, eq=False)
-class Best:
+class BestPlacement:
     """The best valid placement of a task [groups], its seconds, and the trials up to it."""
 
     placement: NDArray[np.int32]
@@ -83,7 +83,7 @@ def write_parameters(policy: Policy, theta: Vector) -> None:
     assert start == len(theta)
 
 
-class Flat:
+class FlatParameters:
     """A policy whose parameters, and their gradients, are views of one vector each [size]."""
 
     def __init__(self, policy: Policy) -> None:
@@ -132,7 +132,7 @@ class PolicyLearner:
     def __init__(  # noqa: PLR0913  keyword-only
         self,
         policy: Policy,
-        tasks: Sequence[Task | Seen],
+        tasks: Sequence[PlacementTask | TaskView],
         judges: Sequence[Judge],
         settings: LearningSettings,
         *,
@@ -144,21 +144,21 @@ class PolicyLearner:
     ) -> None:
         assert len(tasks) == len(judges) > 0
         self.policy, self.settings = policy, settings
-        self.seen = [see(task) if isinstance(task, Task) else task for task in tasks]
+        self.seen = [see(task) if isinstance(task, PlacementTask) else task for task in tasks]
         self.judges, self.controller = list(judges), controller
-        self.flat = Flat(policy)
+        self.flat = FlatParameters(policy)
         self.updates = self.trials = 0
         self.points: list[Point] = []
-        self.best: dict[str, Best] = {}
+        self.best: dict[str, BestPlacement] = {}
         self._seed, self._listen = seed, listen
         self._origin = time.time() if origin is None else origin
         self._loss = LOSSES[settings.objective]
-        self._adam = Adam(self.flat.theta)
+        self._adam = VectorAdam(self.flat.theta)
         self._baselines = [Baseline.of(settings) for _ in self.seen]
         self._counts = [0] * len(self.seen)
         self._diary = None if folder is None else Diary(folder, controller)
         self._began = self._moves = False
-        self._entry: Entry | None = None
+        self._entry: DiaryEntry | None = None
 
     @property
     def theta(self) -> Float32:
@@ -238,7 +238,7 @@ class PolicyLearner:
         generator = torch.Generator(device=self.flat.theta.device)
         return generator.manual_seed(int(key[0] >> np.uint64(1)))
 
-    def _learn(self, view: View, draw: Draw, advantages: Tensor) -> float:
+    def _learn(self, view: ProblemView, draw: Draw, advantages: Tensor) -> float:
         """The mean loss over the passes; what it leads to is in the flat gradient."""
         flat, settings, losses = self.flat, self.settings, []
         if settings.objective != "ppo":
@@ -271,12 +271,12 @@ class PolicyLearner:
         if not seconds[at] < known:
             return -1
         placement = np.array(draw.placements[judged[at]], dtype=np.int32)
-        self.best[name] = Best(placement, float(seconds[at]), before + at + 1)
+        self.best[name] = BestPlacement(placement, float(seconds[at]), before + at + 1)
         return at
 
     def _make_entry(
         self, number: int, first: int, draw: Draw, trials: Trials, at: int, loss: float
-    ) -> Entry:
+    ) -> DiaryEntry:
         name = self.seen[number].name
         judged, ran = trials.judged, trials.judged & trials.valid
         count = int(judged.sum())
@@ -293,7 +293,7 @@ class PolicyLearner:
             loss=loss,
         )
         placement = self.best[name].placement if at >= 0 else None
-        return Entry(point, first, count, len(judged) - count, at, placement)
+        return DiaryEntry(point, first, count, len(judged) - count, at, placement)
 
     def _end_update(self) -> None:
         """Write down what the update has found, and where it leaves this learner."""
@@ -307,7 +307,7 @@ class PolicyLearner:
         if self._listen is not None:
             self._listen(entry.point)
 
-    def _state(self, first: int) -> State:
+    def _state(self, first: int) -> LearnerState:
         fields = {
             "trials": self.trials,
             "counts": self._counts,
@@ -317,7 +317,7 @@ class PolicyLearner:
         }
         arrays = {"mean": self._adam.mean.cpu().numpy(), "square": self._adam.square.cpu().numpy()}
         arrays |= {f"best {name}": best.placement for name, best in self.best.items()}
-        return State(self.updates, first, fields, arrays)
+        return LearnerState(self.updates, first, fields, arrays)
 
     def _recover(self, first: int) -> None:
         """Where a former self has left off, before the samples that begin with `first`."""
@@ -333,14 +333,14 @@ class PolicyLearner:
         self._adam.mean.copy_(torch.from_numpy(arrays["mean"]))
         self._adam.square.copy_(torch.from_numpy(arrays["square"]))
         self.best = {
-            name: Best(arrays[f"best {name}"], seconds, found)
+            name: BestPlacement(arrays[f"best {name}"], seconds, found)
             for name, (seconds, found) in fields["best"].items()
         }
 
 
-def see(task: Task) -> Seen:
+def see(task: PlacementTask) -> TaskView:
     """A task as a policy sees it, from its own problem."""
-    return Seen(task.name, look(task.problem()))
+    return TaskView(task.name, look(task.problem()))
 
 
 def _entropy(draw: Draw) -> float:

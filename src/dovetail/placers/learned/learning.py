@@ -30,17 +30,24 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import TrainingError, UsageError
-from dovetail.placers.learned.diary import Entry, Readers
-from dovetail.placers.learned.evaluators import Crew, JudgeFactory, SimulatedJudge
+from dovetail.placers.learned.diary import DiaryEntry, Readers
+from dovetail.placers.learned.evaluators import EvaluatorPool, JudgeFactory, SimulatedJudge
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.learner import (
     PolicyLearner,
-    Seen,
+    TaskView,
     parameters_of,
     write_parameters,
 )
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import Float32, Judge, Learned, LearningSettings, Point, Task
+from dovetail.placers.learned.records import (
+    Float32,
+    Judge,
+    Learned,
+    LearningSettings,
+    PlacementTask,
+    Point,
+)
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, FailurePolicy, Storage, Watcher
 from dovetail.training.checkpoint import RunFolder, open_folder
@@ -58,7 +65,7 @@ _IN_PROCESS = ("simulated", "threads")
 
 
 def learn(  # noqa: PLR0913  keyword-only
-    tasks: Sequence[Task],
+    tasks: Sequence[PlacementTask],
     policy: Policy,
     settings: LearningSettings,
     *,
@@ -111,7 +118,7 @@ def learn(  # noqa: PLR0913  keyword-only
             run=home.run, size=theta.size, samples=trials, epochs=1, batch=settings.trials,
             window=1, workers=controllers, seed=seed,
         )  # fmt: skip
-        run = _Run(home, progress, listens=backend == "simulated", seconds=seconds)
+        run = _LearningRun(home, progress, listens=backend == "simulated", seconds=seconds)
         recipe = Controllers(
             copy.deepcopy(policy), tuple(tasks), settings, path, evaluators, judge, seed, run.origin
         )
@@ -133,7 +140,7 @@ def learn(  # noqa: PLR0913  keyword-only
 
 
 def _check(
-    tasks: Sequence[Task],
+    tasks: Sequence[PlacementTask],
     trials: int,
     controllers: int,
     evaluators: int,
@@ -159,7 +166,7 @@ def _home(folder: Path | None, resume: bool) -> Iterator[Path]:
         yield Path(name)
 
 
-def _facts_of(task: Task) -> list[Any]:
+def _facts_of(task: PlacementTask) -> list[Any]:
     """What is the same in every life of a run."""
     return [
         task.name, task.graph.fingerprint, task.machine.fingerprint, task.costs.source,
@@ -176,7 +183,7 @@ class Controllers:
     """Controller's number -> its learner, with its evaluators; travels to its process."""
 
     policy: Policy
-    tasks: tuple[Task, ...]
+    tasks: tuple[PlacementTask, ...]
     settings: LearningSettings
     folder: Path
     evaluators: int
@@ -194,8 +201,8 @@ class Controllers:
             judges = [SimulatedJudge(problem) for problem in problems]
         else:
             name = f"evaluator of controller {controller},"
-            judges = Crew(self.judge, self.tasks, self.evaluators, name=name).judges()
-        seen = [Seen(t.name, look(p)) for t, p in zip(self.tasks, problems, strict=True)]
+            judges = EvaluatorPool(self.judge, self.tasks, self.evaluators, name=name).judges()
+        seen = [TaskView(t.name, look(p)) for t, p in zip(self.tasks, problems, strict=True)]
         return PolicyLearner(
             copy.deepcopy(self.policy), seen, judges, self.settings, seed=self.seed,
             controller=controller, folder=self.folder, origin=self.origin, listen=listen,
@@ -203,7 +210,7 @@ class Controllers:
 
 
 @dataclass
-class _Run:
+class _LearningRun:
     """The caller's side of a run.
 
     listens   the learners here tell of their updates themselves; else their diaries are read
@@ -218,7 +225,7 @@ class _Run:
     origin: float = field(default_factory=time.time)
     seconds: float | None = None
     is_over: bool = False
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[DiaryEntry] = field(default_factory=list)
     learners: list[PolicyLearner] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -280,7 +287,7 @@ class _Run:
     def _learned(self, outcome: Outcome | None) -> Learned:
         entries = sorted(self.entries, key=lambda entry: entry.point.seconds)
         counted = list({entry.first: entry for entry in entries}.values())  # the last of each
-        bests: dict[str, tuple[float, int, Entry]] = {}
+        bests: dict[str, tuple[float, int, DiaryEntry]] = {}
         tried: dict[str, int] = {}
         before: dict[int, int] = {}  # trials of its task before each update
         for entry in entries:

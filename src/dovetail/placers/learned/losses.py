@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.placers.learned.policy import Draw, Policy
-from dovetail.placers.learned.records import BASELINES, Bool, LearningSettings, Trials, View
+from dovetail.placers.learned.records import BASELINES, Bool, LearningSettings, ProblemView, Trials
 
 SMALLEST_SPREAD = 1e-3
 """Of the mean cost: differences below that are not made larger."""
@@ -114,11 +114,12 @@ class Baseline:
 #
 # Differences: an entropy term, for exploration (R. J. Williams and J. Peng, "Function optimization
 # using connectionist reinforcement learning algorithms", Connection Science 3, 1991), of weight
-# `Settings.entropy` as a mean over decisions and `Settings.entropy_each` as their sum.
+# `LearningSettings.entropy` as a mean over decisions and `LearningSettings.entropy_each` as their
+# sum.
 
 
 def reinforce(
-    policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: LearningSettings
+    policy: Policy, view: ProblemView, draw: Draw, advantages: Tensor, settings: LearningSettings
 ) -> Tensor:
     """The loss [] to descend: minus the mean over trials of advantage x log-probability, minus the
     weighted entropies.
@@ -155,7 +156,7 @@ def reinforce(
 
 
 def ppo(
-    policy: Policy, view: View, draw: Draw, advantages: Tensor, settings: LearningSettings
+    policy: Policy, view: ProblemView, draw: Draw, advantages: Tensor, settings: LearningSettings
 ) -> Tensor:
     """The loss of one pass over a batch of trials: a scalar with gradient.
 
@@ -179,7 +180,7 @@ def ppo(
 
 def with_elite(
     policy: Policy,
-    view: View,
+    view: ProblemView,
     draw: Draw,
     advantages: Tensor,
     placement: NDArray[np.int32],

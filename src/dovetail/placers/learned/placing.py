@@ -25,11 +25,11 @@ from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.evaluators import BudgetJudge
 from dovetail.placers.learned.features import cut_placements, look
 from dovetail.placers.learned.files import load_policy, shipped
-from dovetail.placers.learned.learner import Best, PolicyLearner, Seen
+from dovetail.placers.learned.learner import BestPlacement, PolicyLearner, TaskView
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import LearningSettings, View
+from dovetail.placers.learned.records import LearningSettings, ProblemView
 from dovetail.placers.local_search import local_search
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 IDLE_UPDATES = 20
 """Updates in a row that drew nothing new: the policy has made up its mind."""
@@ -43,17 +43,17 @@ LARGE = 2048
 half the passes: what 50 updates take is a matter of a minute."""
 
 
-def seq2seq(problem: Problem, budget: Budget) -> GroupPlacement:
+def seq2seq(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Train RL17's policy until the budget is spent; the best placement [groups] it drew."""
     return _train_afresh("seq2seq", problem, budget)
 
 
-def hdp(problem: Problem, budget: Budget) -> GroupPlacement:
+def hdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Train HDP's policy until the budget is spent; the best placement [groups] it drew."""
     return _train_afresh("hdp", problem, budget)
 
 
-def gdp(problem: Problem, budget: Budget) -> GroupPlacement:
+def gdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The shipped policy's proposals, zero-shot; the best of them [groups]."""
     return make_gdp(None, 0)(problem, budget)
 
@@ -64,7 +64,7 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
     It raises what `load_policy` raises.
     """
 
-    def place(problem: Problem, budget: Budget) -> GroupPlacement:
+    def place(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         view = look(problem)
         judge = BudgetJudge(problem, budget)
         if not view.free.any() or budget.exhausted:
@@ -85,7 +85,7 @@ def make_gdp(policy: Path | None, finetune: int) -> Placer:
     return place
 
 
-def finetuning(view: View) -> LearningSettings:
+def finetuning(view: ProblemView) -> LearningSettings:
     """How a policy is tuned on that view: the more groups, the less an update does."""
     settings = settings_of("gdp", finetuned=True)
     less = 1 if view.groups <= LARGE else 2
@@ -93,7 +93,7 @@ def finetuning(view: View) -> LearningSettings:
     return replace(settings, trials=min(settings.trials, trials), passes=settings.passes // less)
 
 
-def proposals(policy: Policy, view: View, seed: int) -> Iterator[NDArray[np.int32]]:
+def proposals(policy: Policy, view: ProblemView, seed: int) -> Iterator[NDArray[np.int32]]:
     """What the policy takes for good, zero-shot, in batches [batch, groups]: its candidates; the
     graph cut by each position, which is what its training began from and what it should not be
     worse than; then what it draws."""
@@ -109,7 +109,7 @@ def proposals(policy: Policy, view: View, seed: int) -> Iterator[NDArray[np.int3
 
 def train(
     policy: Policy,
-    view: View,
+    view: ProblemView,
     judge: BudgetJudge,
     settings: LearningSettings,
     seed: int,
@@ -121,9 +121,9 @@ def train(
 
     It is `theta += U(g)` with one learner: the parameter server with one worker and window 1.
     """
-    learner = PolicyLearner(policy, [Seen("", view)], [judge], settings, seed=seed)
+    learner = PolicyLearner(policy, [TaskView("", view)], [judge], settings, seed=seed)
     if judge.best is not None and not judge.best[0].lacking_bytes:
-        learner.best[""] = Best(judge.best[1], judge.best[0].value, 0)
+        learner.best[""] = BestPlacement(judge.best[1], judge.best[0].value, 0)
     theta, budget, idle = learner.theta, judge.budget, 0
     while idle < IDLE_UPDATES and learner.updates != updates:
         if budget.exhausted or budget.distinct >= judge.problem.placements:
@@ -136,7 +136,7 @@ def train(
     return learner
 
 
-def _train_afresh(name: str, problem: Problem, budget: Budget) -> GroupPlacement:
+def _train_afresh(name: str, problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     view = look(problem)
     if not view.free.any() or budget.exhausted:
         return problem.fastest
@@ -149,7 +149,7 @@ def _train_afresh(name: str, problem: Problem, budget: Budget) -> GroupPlacement
     return _best(problem, judge)
 
 
-def _best(problem: Problem, judge: BudgetJudge) -> GroupPlacement:
+def _best(problem: PlacementProblem, judge: BudgetJudge) -> GroupPlacement:
     """The best that was judged. Raises `KeyboardInterrupt` if one came before anything was."""
     if judge.best is not None:
         return judge.best[1]
@@ -173,7 +173,7 @@ def make_gdp_search(policy: Path | None, finetune: int) -> Placer:
     """`make_gdp` with a search after it."""
     propose = make_gdp(policy, finetune)
 
-    def gdp_search(problem: Problem, budget: Budget) -> GroupPlacement:
+    def gdp_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         """The best placement that the search finds from the policy's proposals. Raises
         `PolicyFileError` where no policy is shipped."""
         try_baselines(problem, budget)
@@ -183,7 +183,7 @@ def make_gdp_search(policy: Path | None, finetune: int) -> Placer:
     return gdp_search
 
 
-def gdp_search(problem: Problem, budget: Budget) -> GroupPlacement:
+def gdp_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """The shipped policy's proposals, improved by local search."""
     return make_gdp_search(None, 0)(problem, budget)
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.placers.learned.records import View
+from dovetail.placers.learned.records import ProblemView
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Policy(nn.Module, ABC):
     name: ClassVar[str]
     config: dict[str, Any]
 
-    def alone(self, view: View) -> "Policy":
+    def alone(self, view: ProblemView) -> "Policy":
         """The policy, drawing as before, with what it can only learn of one view: this one."""
         del view
         return self
@@ -58,21 +58,23 @@ class Policy(nn.Module, ABC):
         updates follows it."""
 
     @abstractmethod
-    def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
+    def draw(self, view: ProblemView, batch: int, generator: torch.Generator) -> Draw:
         """Sample placements, without gradient. The same generator state, the same draw."""
 
     @abstractmethod
-    def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
+    def judge(self, view: ProblemView, actions: dict[str, Tensor]) -> Judged:
         """The probabilities of actions that were drawn."""
 
-    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor] | None:
+    def actions_of(
+        self, view: ProblemView, placement: NDArray[np.int32]
+    ) -> dict[str, Tensor] | None:
         """Actions, a batch of one, that lead to a placement [groups]; None: it cannot say."""
         return None
 
-    def candidates(self, view: View) -> NDArray[np.int32]:
+    def candidates(self, view: ProblemView) -> NDArray[np.int32]:
         """[candidates, groups] what it thinks likeliest, first its one choice."""
         return self.likeliest(view)[None]
 
     @abstractmethod
-    def likeliest(self, view: View) -> NDArray[np.int32]:
+    def likeliest(self, view: ProblemView) -> NDArray[np.int32]:
         """[groups] the placement that takes the most probable device at each decision."""

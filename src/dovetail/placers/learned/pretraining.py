@@ -46,10 +46,16 @@ from dovetail.placers.learned.gdp import Gdp
 from dovetail.placers.learned.learning import learn
 from dovetail.placers.learned.placing import proposals
 from dovetail.placers.learned.random_graphs import FAMILIES, random_graph, random_machine
-from dovetail.placers.learned.records import Int64, LearningSettings, Point, Task, View
+from dovetail.placers.learned.records import (
+    Int64,
+    LearningSettings,
+    PlacementTask,
+    Point,
+    ProblemView,
+)
 from dovetail.placers.local_search import local_search
 from dovetail.placers.multilevel import multilevel
-from dovetail.placers.problem import GroupPlacement, Problem
+from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.runtime.files import write_atomically
 
 # The graphs and machines that the shipped policy is pretrained on.
@@ -104,7 +110,7 @@ MOST_GROUPS = 600
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExampleSpec:
     """What the set consists of.
 
     random        random networks, the families in turn
@@ -120,8 +126,8 @@ class Wanted:
 
 
 def training_set(
-    folder: Path, wanted: Wanted, seed: int, tell: Callable[[str], None]
-) -> list[Task]:
+    folder: Path, wanted: ExampleSpec, seed: int, tell: Callable[[str], None]
+) -> list[PlacementTask]:
     """All tasks, the random ones first. `tell` hears of each network that is captured."""
     tasks = [random_task(seed, number, wanted.size) for number in range(wanted.random)]
     for number, (model, optimizer) in enumerate(wanted.networks):
@@ -136,7 +142,7 @@ def training_set(
     return tasks
 
 
-def random_task(seed: int, number: int, size: float) -> Task:
+def random_task(seed: int, number: int, size: float) -> PlacementTask:
     """Random network `number` of the set with that seed: of the families in turn, and each of them
     in turn in sizes from 0.4 to 1 times `size`."""
     families = list(FAMILIES)
@@ -161,9 +167,9 @@ def captured(folder: Path, model: str, optimizer: str, tell: Callable[[str], Non
     return graph
 
 
-def _task(name: str, graph: Graph, machine: Machine, number: int) -> Task:
+def _task(name: str, graph: Graph, machine: Machine, number: int) -> PlacementTask:
     costs = analytic_costs(graph, machine)
-    return Task(name, graph, machine, costs, _groups(graph, fine=number % 3 == 2))
+    return PlacementTask(name, graph, machine, costs, _groups(graph, fine=number % 3 == 2))
 
 
 def _groups(graph: Graph, *, fine: bool) -> Groups:
@@ -209,12 +215,14 @@ class Example:
     """A view, a good placement of it [groups], and which devices are alike [devices], as
     `likeness_of` says."""
 
-    view: View
+    view: ProblemView
     target: GroupPlacement
     likeness: Int64
 
 
-def good_placement(problem: Problem, view: View, evaluations: int) -> tuple[Score, GroupPlacement]:
+def good_placement(
+    problem: PlacementProblem, view: ProblemView, evaluations: int
+) -> tuple[Score, GroupPlacement]:
     """The best that cuts, baselines and local search find within so many evaluations."""
     budget = Budget(evaluations=evaluations, threads=1)
     try_baselines(problem, budget)
@@ -227,7 +235,7 @@ def good_placement(problem: Problem, view: View, evaluations: int) -> tuple[Scor
     return budget.best[0], budget.best[1]
 
 
-def likeness_of(problem: Problem) -> Int64:
+def likeness_of(problem: PlacementProblem) -> Int64:
     """[devices] the first device that is of the same kind, model, memory and rates."""
     devices = problem.machine.devices
     facts = [
@@ -333,7 +341,7 @@ class Recipe:
     validation    random tasks of other seeds
     """
 
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: ExampleSpec = field(default_factory=ExampleSpec)
     options: dict[str, Any] = field(default_factory=dict)
     evaluations: int = 2000
     passes: int = 20
@@ -344,7 +352,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PretrainingProgress:
     """stage    "capture", "target", "imitation", "validation" or "ppo"
     done, of   of its steps
     text       what is being done, or what has come out
@@ -366,7 +374,7 @@ def pretrain(
     trials: int | None = None,
     seed: int = 0,
     recipe: Recipe | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[PretrainingProgress], None] | None = None,
 ) -> dict[str, object]:
     """Follow the recipe, write the policy to `out`, and return its card.
 
@@ -381,7 +389,7 @@ def pretrain(
     recipe = recipe or Recipe()
     if trials is not None:
         recipe = replace(recipe, trials=trials)
-    run = _Run(folder, recipe, seed, seconds, progress or _silent)
+    run = _PretrainingRun(folder, recipe, seed, seconds, progress or _silent)
     tasks = training_set(folder, recipe.wanted, seed, lambda text: run.tell("capture", 0, 0, text))
     _check_held_out(tasks)
     examples = run.examples(tasks)
@@ -406,12 +414,12 @@ def policy_of(recipe: Recipe, seed: int) -> Gdp:
 
 
 @dataclass
-class _Run:
+class _PretrainingRun:
     folder: Path
     recipe: Recipe
     seed: int
     seconds: float | None
-    progress: Callable[[Progress], None]
+    progress: Callable[[PretrainingProgress], None]
     began: float = field(default_factory=time.time)
 
     @property
@@ -423,9 +431,9 @@ class _Run:
         return dict(json.loads(json.dumps(found)))
 
     def tell(self, stage: str, done: int, of: int, text: str, point: Point | None = None) -> None:
-        self.progress(Progress(stage, done, of, text, point))
+        self.progress(PretrainingProgress(stage, done, of, text, point))
 
-    def examples(self, tasks: Sequence[Task]) -> list[Example]:
+    def examples(self, tasks: Sequence[PlacementTask]) -> list[Example]:
         """Those tasks that have a target which fits."""
         found = []
         for number, task in enumerate(tasks):
@@ -437,7 +445,9 @@ class _Run:
             self.tell("target", number + 1, len(tasks), task.name)
         return found
 
-    def target(self, task: Task, problem: Problem) -> tuple[NDArray[np.int32] | None, float]:
+    def target(
+        self, task: PlacementTask, problem: PlacementProblem
+    ) -> tuple[NDArray[np.int32] | None, float]:
         """(what the search finds for the task, its seconds), from its file if it is there; None:
         nothing that fits."""
         name = f"{task.graph.fingerprint}-{task.machine.fingerprint}-{task.groups.count}"
@@ -489,7 +499,7 @@ class _Run:
         )  # fmt: skip
         return policy, losses
 
-    def learn(self, policy: Gdp, tasks: Sequence[Task]) -> dict[str, float]:
+    def learn(self, policy: Gdp, tasks: Sequence[PlacementTask]) -> dict[str, float]:
         """PPO over all tasks in turn; how many trials, updates and seconds that took."""
         folder, trials = self.folder / "ppo", self.recipe.trials
         if trials < self.recipe.settings.trials:
@@ -501,7 +511,7 @@ class _Run:
         )  # fmt: skip
         return {"trials": learned.trials, "updates": learned.updates, "seconds": learned.seconds}
 
-    def validate(self, policy: Gdp, tasks: Sequence[Task], stage: str) -> dict[str, float]:
+    def validate(self, policy: Gdp, tasks: Sequence[PlacementTask], stage: str) -> dict[str, float]:
         """Geometric means over tasks that nothing was learned from, of zero-shot seconds by those
         of the search: of the likeliest placement, and of the best that is proposed."""
         likeliest, best, failed = [], [], 0
@@ -524,7 +534,7 @@ class _Run:
 
     def card(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[PlacementTask],
         losses: list[float],
         imitated: dict[str, float],
         finished: dict[str, float],
@@ -545,7 +555,7 @@ class _Run:
         }
 
 
-def _check_held_out(tasks: Sequence[Task]) -> None:
+def _check_held_out(tasks: Sequence[PlacementTask]) -> None:
     seen = [task.name for task in tasks for family in HELD_OUT if family in task.name]
     assert not seen, f"held-out families are in the training set: {seen}"
 
@@ -559,5 +569,5 @@ def _geometric(ratios: list[float]) -> float:
     return float(np.exp(np.mean(np.log(ratios)))) if ratios else float("nan")
 
 
-def _silent(_progress: Progress) -> None:
+def _silent(_progress: PretrainingProgress) -> None:
     pass

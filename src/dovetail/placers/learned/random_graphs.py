@@ -124,7 +124,7 @@ STATES = {"sgd": 0, "rmsprop": 1, "adam": 2}
 
 
 @dataclass(frozen=True)
-class _Op:
+class _TapeOp:
     kind: str
     module: str
     phase: Phase
@@ -140,7 +140,7 @@ class Tape:
     """Tensors are numbered in the order in which they are made; every op stands after what it
     reads, sources where they are first needed."""
 
-    _ops: list[_Op] = field(default_factory=list)
+    _ops: list[_TapeOp] = field(default_factory=list)
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
     _producers: list[int] = field(default_factory=list)
     _storages: list[int] = field(default_factory=list)
@@ -268,7 +268,7 @@ class Tape:
         counted = elements if flops == 0 else max(flops, 0)
         reads = tuple(dict.fromkeys(reads))
         self._ops.append(
-            _Op(kind, module, phase, reads, tuple(tensors), counted, flops >= 0, gradient_of)
+            _TapeOp(kind, module, phase, reads, tuple(tensors), counted, flops >= 0, gradient_of)
         )
         return tensors
 
@@ -294,7 +294,9 @@ class Tape:
             total = self._add("aten.add", module, Phase.BACKWARD, (total, gradient), shape, 0)[0]
         return total
 
-    def _gradients(self, index: int, op: _Op, arrived: tuple[int, ...]) -> list[tuple[int, int]]:
+    def _gradients(
+        self, index: int, op: _TapeOp, arrived: tuple[int, ...]
+    ) -> list[tuple[int, int]]:
         """(tensor that it read, gradient) of each that has one."""
         wanted = [tensor for tensor in op.reads if tensor not in self._plain]
         short = op.kind.removeprefix("aten.")
@@ -314,7 +316,7 @@ class Tape:
         made = self._add(kind, op.module, back, (*arrived, *saved), shapes, flops, index)
         return list(zip(wanted, made, strict=True))
 
-    def _apart(self, index: int, op: _Op, arrived: tuple[int, ...], tensor: int) -> int:
+    def _apart(self, index: int, op: _TapeOp, arrived: tuple[int, ...], tensor: int) -> int:
         """A small op for each input by itself."""
         kind = APART[op.kind.removeprefix("aten.")]
         others = tuple(o for o in op.reads if o != tensor) if op.kind == "aten.mul" else ()
@@ -322,7 +324,7 @@ class Tape:
         reads = (*arrived, *others)
         return self._add(kind, op.module, Phase.BACKWARD, reads, shapes, flops, index)[0]
 
-    def _of_product(self, index: int, op: _Op, arrived: int, tensor: int) -> int:
+    def _of_product(self, index: int, op: _TapeOp, arrived: int, tensor: int) -> int:
         """A product as large as the op's own, with its other factor transposed by a view."""
         other = next((o for o in op.reads if o != tensor), tensor)
         turned = tuple(reversed(self._shapes[other]))

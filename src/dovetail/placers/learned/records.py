@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dovetail.costs import Costs
 from dovetail.graph import Graph, Groups
 from dovetail.machine import Machine
-from dovetail.placers.problem import Problem, make_problem
+from dovetail.placers.problem import PlacementProblem, make_problem
 from dovetail.plans import capacities_of
 from dovetail.simulator import Simulator
 
@@ -27,7 +27,7 @@ Bool = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class PlacementTask:
     """One graph on one machine, to learn to place. Plain data: it can be sent to a controller.
 
     pins, caps   as in `make_problem`
@@ -44,7 +44,7 @@ class Task:
     caps: tuple[tuple[str, int], ...] = ()
     ranked: bool = False
 
-    def problem(self, *, seed: int = 0, threads: int | None = None) -> Problem:
+    def problem(self, *, seed: int = 0, threads: int | None = None) -> PlacementProblem:
         """The problem with a simulator of its own, which uses so many threads."""
         capacities = capacities_of(self.machine, dict(self.caps))
         simulator = Simulator(
@@ -66,7 +66,7 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class ProblemView:
     """A problem as policies see it. Groups stand in their own order, which follows the graph's.
 
     kind_offsets   [groups + 1] CSR into the next two: the kinds of op in each group

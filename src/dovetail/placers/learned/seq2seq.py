@@ -19,10 +19,11 @@ Bahdanau's layer of tanh, which takes `ATTENTION` times as many numbers. The dec
 of the very group that it decides. The device before reaches the output directly, F, which begins as
 `stay` on its diagonal, so that the first samples are runs of groups on one device and not a
 scatter. Groups come module by module (`order_of`), not in the graph's order. To type, shapes and
-adjacency the embedding adds the other numbers of the `View`, and g_t says what a device is worth by
-where the group's positions lie to it (`features.cuts`), from the start by module and parameter;
+adjacency the embedding adds the other numbers of the `ProblemView`, and g_t says what a device is
+worth by where the group's positions lie to it (`features.cuts`), from the start by module and
+parameter;
 without those of either that are another method's advice. The best placement so far is one more
-trial of every batch (`Settings.elite`).
+trial of every batch (`LearningSettings.elite`).
 """
 
 from typing import Any, ClassVar, Self
@@ -46,7 +47,7 @@ from dovetail.placers.learned.features import (
     cuts,
 )
 from dovetail.placers.learned.policy import Draw, Judged, Policy
-from dovetail.placers.learned.records import LearningSettings, View
+from dovetail.placers.learned.records import LearningSettings, ProblemView
 
 HIDDEN, ATTENTION, KINDS = 64, 16, 16
 """Sizes: of the LSTMs' states (of the encoder's both ways together), of queries, of kinds."""
@@ -200,7 +201,7 @@ class Seq2Seq(Policy):
     """RL17's policy, for one graph on one machine: its sizes stand in `config`.
 
     An embedding is, of a group: the mean of its ops' kinds, each with a vector of its own; the
-    padded output shapes and the other numbers of the `View`; and one-hot adjacency, readers,
+    padded output shapes and the other numbers of the `ProblemView`; and one-hot adjacency, readers,
     writers and itself, through a linear layer. Actions "devices" [batch, groups] stand in the
     order in which they are decided.
     """
@@ -226,36 +227,36 @@ class Seq2Seq(Policy):
         self.worth = nn.Parameter(worth[_OWN_CUTS])
 
     @classmethod
-    def for_view(cls, view: View, *, seed: int = 0, **options: Any) -> Self:
+    def for_view(cls, view: ProblemView, *, seed: int = 0, **options: Any) -> Self:
         """A policy of the view's sizes."""
         return cls(groups=view.groups, devices=view.device_count, seed=seed, **options)
 
-    def draw(self, view: View, batch: int, generator: torch.Generator) -> Draw:
+    def draw(self, view: ProblemView, batch: int, generator: torch.Generator) -> Draw:
         with torch.no_grad():
             sequence = self._sequence(view)
         devices, log_probs = self.net.sample(*sequence, batch, generator)
         return Draw({"devices": devices}, _placements(view, devices), log_probs)
 
-    def judge(self, view: View, actions: dict[str, Tensor]) -> Judged:
+    def judge(self, view: ProblemView, actions: dict[str, Tensor]) -> Judged:
         return Judged(*self.net.judge(*self._sequence(view), actions["devices"]))
 
-    def actions_of(self, view: View, placement: NDArray[np.int32]) -> dict[str, Tensor]:
+    def actions_of(self, view: ProblemView, placement: NDArray[np.int32]) -> dict[str, Tensor]:
         return {"devices": torch.from_numpy(placement[order_of(view)].astype(np.int64))[None]}
 
-    def likeliest(self, view: View) -> NDArray[np.int32]:
+    def likeliest(self, view: ProblemView) -> NDArray[np.int32]:
         with torch.no_grad():
             sequence = self._sequence(view)
         placement: NDArray[np.int32] = _placements(view, self.net.likeliest(*sequence))[0]
         return placement
 
-    def _sequence(self, view: View) -> tuple[Tensor, Tensor, Tensor]:
+    def _sequence(self, view: ProblemView) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings, choices and worths, in the order in which groups are decided."""
         self._check(view)
         order = torch.from_numpy(order_of(view))
         worths = torch.from_numpy(cuts(view)[:, :, _OWN_CUTS]).to(self.worth) @ self.worth
         return self._embed(view)[None, order], choices_of(view)[order], worths[order]
 
-    def _check(self, view: View) -> None:
+    def _check(self, view: ProblemView) -> None:
         """Raise `PolicyMismatchError` for a view of other sizes."""
         made = self.config["groups"], self.config["devices"]
         if made != (view.groups, view.device_count):
@@ -265,7 +266,7 @@ class Seq2Seq(Policy):
                 f"on {view.device_count}",
             )
 
-    def _embed(self, view: View) -> Tensor:
+    def _embed(self, view: ProblemView) -> Tensor:
         """[groups, size]"""
         kinds = self.kinds(
             torch.from_numpy(view.kind_buckets),
@@ -275,7 +276,7 @@ class Seq2Seq(Policy):
         numbers = np.concatenate([view.shapes, view.numbers[:, _OWN_NUMBERS]], axis=1)
         return torch.cat([kinds, torch.from_numpy(numbers), self._adjacency(view)], dim=1)
 
-    def _adjacency(self, view: View) -> Tensor:
+    def _adjacency(self, view: ProblemView) -> Tensor:
         """[groups, hidden] the linear layer on [readers | writers | itself], rows of length 1: the
         sum of the weights of those that are there."""
         groups = view.groups
@@ -289,18 +290,18 @@ class Seq2Seq(Policy):
         return sums * scale[:, None]
 
 
-def order_of(view: View) -> NDArray[np.int64]:
+def order_of(view: ProblemView) -> NDArray[np.int64]:
     """[groups] the groups as they are decided: by the place of their modules, then as they are."""
     return np.argsort(view.numbers[:, column("module")], kind="stable")
 
 
-def choices_of(view: View) -> Tensor:
+def choices_of(view: ProblemView) -> Tensor:
     """[groups, devices] where each group may be; of those without a choice, where they are."""
     settled = np.arange(view.device_count) == view.settled[:, None]
     return torch.from_numpy(np.where(view.free[:, None], view.allowed, settled))
 
 
-def _placements(view: View, devices: Tensor) -> NDArray[np.int32]:
+def _placements(view: ProblemView, devices: Tensor) -> NDArray[np.int32]:
     """[batch, groups] of devices in the order of decisions."""
     placements = np.empty(devices.shape, dtype=np.int32)
     placements[:, order_of(view)] = devices.numpy()
