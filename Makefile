@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready .venv/scotch
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

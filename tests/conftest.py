@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,6 +11,52 @@ from hypothesis import HealthCheck, settings
 # when torch is imported, which no line above this one may do.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What takes longest begins first, so that no worker is left with it at the end.
+LONGEST = (
+    "training/ray_cluster",
+    "training/processes/test_processes_faults.py",
+    "frontends/test_capture_transparency.py",
+    "frontends/test_onnx_exports.py",
+    "bench/test_bench_learning.py",
+    "executors/test_transparency.py",
+    "test_documents.py",
+    "costs/test_measured.py",
+    "pipeline",
+    "runtime/test_processes.py",
+    "placers/learned",
+    "placers",
+    "executors",
+    "bench",
+)
+TOGETHER = ("training/ray_cluster",)
+"""Folders all of whose tests one worker runs, since they share something costly, a cluster."""
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The tests of one file, or of a folder in `TOGETHER`, go to one worker, in their order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FilesTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::", 1)[0]
+            folders = [folder for folder in TOGETHER if file.startswith(f"tests/{folder}/")]
+            return folders[0] if folders else file
+
+    config.option.loadscopereorder = False
+    return FilesTogether(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    def rank(item):
+        name = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        ranks = [number for number, start in enumerate(LONGEST) if name.startswith(start)]
+        return min(ranks, default=len(LONGEST))
+
+    items.sort(key=rank)
+
 
 # No example fails for being slow: how long it takes is the machine's business.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])

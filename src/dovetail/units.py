@@ -3,6 +3,9 @@
 import re
 from collections.abc import Mapping
 
+HERE = "here"
+"""The MACHINE text of the machine we stand on."""
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MOST_BYTES = 2**62
 """The largest size. Sizes are kept as int64; half of its range leaves room to add two."""

@@ -179,7 +179,7 @@ def middle_within(column: Column, method: str, other: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class SearchEffort:
+class EffortAgainstHDP:
     """How much less one run evaluates than another, for a placement as good as the other's best.
 
     ratio       of evaluated placements; `distinct_ratio` of different ones
@@ -192,7 +192,7 @@ class SearchEffort:
     limit: str = ""
 
 
-def effort(run: LearnedRun, other: LearnedRun) -> SearchEffort:
+def effort(run: LearnedRun, other: LearnedRun) -> EffortAgainstHDP:
     """The search effort of `run` against `other`."""
     last = other.bests[-1] if other.bests else BestSoFar(other.trials, other.distinct, math.inf)
     hit = reached(run, last.seconds)
@@ -200,10 +200,10 @@ def effort(run: LearnedRun, other: LearnedRun) -> SearchEffort:
     if hit is None:
         hit, limit = BestSoFar(run.trials, run.distinct, math.inf), "at most"
     ratio = last.trial / max(1, hit.trial)
-    return SearchEffort(ratio, last.distinct / max(1, hit.distinct), limit)
+    return EffortAgainstHDP(ratio, last.distinct / max(1, hit.distinct), limit)
 
 
-def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[SearchEffort]:
+def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[EffortAgainstHDP]:
     """Seed by seed, of the seeds that both have."""
     of_seed = {run.seed: run for run in column.learned.get(other, ())}
     return [
@@ -441,12 +441,12 @@ def _efforts(trained: _Trained) -> TextTable:
     return head, rows
 
 
-def of_row(found: Sequence[SearchEffort]) -> float:
+def of_row(found: Sequence[EffortAgainstHDP]) -> float:
     """The geometric mean over the seeds of a row."""
     return geometric_mean(effort.ratio for effort in found) or math.nan
 
 
-def _said(trials: float, effort: SearchEffort) -> str:
+def _said(trials: float, effort: EffortAgainstHDP) -> str:
     return f"not in {trials:,.0f}" if effort.limit == "at most" else f"{trials:,.0f}"
 
 

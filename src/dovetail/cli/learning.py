@@ -22,7 +22,8 @@ from dovetail.cli.arguments import (
 )
 from dovetail.cli.output import progress_bar, say, show, show_json
 from dovetail.errors import UsageError
-from dovetail.pipeline.requests import HERE, LEARNERS, TRIALS, LearnRequest, TaskRequest
+from dovetail.pipeline.requests import LEARNERS, TRIALS, LearnRequest, TaskRequest
+from dovetail.units import HERE
 
 if TYPE_CHECKING:
     from dovetail.cli.learning_run import LearningOutputs

@@ -1,6 +1,5 @@
 """`dovetail train`, and `dovetail train-report`: a page about runs that were kept."""
 
-import io
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -351,15 +350,3 @@ def check_folder(folder: Path | None) -> None:
         os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dovetail."))
     except OSError as error:
         raise UnwritableError(str(folder), error.strerror or str(error)) from error
-
-
-def save_weights(model: Any, path: Path) -> None:
-    """Write the model's `state_dict`, for `torch.load(path, weights_only=True)`, whole or not at
-    all. Raises `UnwritableError`."""
-    import torch
-
-    from dovetail.runtime.files import write_atomically
-
-    content = io.BytesIO()
-    torch.save(model.state_dict(), content)
-    write_atomically(path, content.getvalue())

@@ -1,5 +1,6 @@
 """A training run from the command line: shown while it runs, then written and summed up."""
 
+import io
 import math
 import os
 import shlex
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -31,8 +33,8 @@ from dovetail.cli.output import (
     show,
     show_json,
 )
-from dovetail.cli.training import Setup, save_weights
 from dovetail.errors import DovetailError, UsageError
+from dovetail.runtime.files import write_atomically
 from dovetail.training import advice
 from dovetail.training.advice import Advice, Evidence, measure
 from dovetail.training.backends import load_backend
@@ -46,6 +48,9 @@ from dovetail.training.rules.contract import Rule
 from dovetail.training.torch_optimizers import resolve_optimizer
 from dovetail.training.trainer import train
 from dovetail.units import format_count, format_seconds, printable
+
+if TYPE_CHECKING:
+    from dovetail.cli.training import Setup
 
 # ---- A training run as it goes on, on standard error: a table that changes, or lines ----
 #
@@ -247,7 +252,7 @@ class _RunSoFar:
         self.progress.evaluated(figures[-1])
         return False
 
-    def history(self, setup: Setup, error: DovetailError) -> History:
+    def history(self, setup: "Setup", error: DovetailError) -> History:
         """The history of a run that failed."""
         rows = tuple(self.rows)
         request = setup.request
@@ -271,7 +276,7 @@ class _RunSoFar:
         )
 
 
-def train_and_write(function: str, setup: Setup, outputs: TrainingOutputs, as_json: bool) -> None:
+def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_json: bool) -> None:
     """Train; write what was asked for; print the summary, or one JSON object.
 
     Of a run that failed, what it said until then is written too, and its error is raised.
@@ -346,11 +351,19 @@ def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
         write_training_page([history], outputs.report, made=typed())
     written = [outputs.history, outputs.tensorboard, outputs.report]
     if outputs.weights is not None and model is not None:
-        save_weights(model, outputs.weights)
+        _save_weights(model, outputs.weights)
         written.append(outputs.weights)
     for path in written:
         if path is not None:
             say(f"wrote {path}")
+
+
+def _save_weights(model: Any, path: Path) -> None:
+    """Write the model's `state_dict`, for `torch.load(path, weights_only=True)`, whole or not at
+    all. Raises `UnwritableError`."""
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    write_atomically(path, content.getvalue())
 
 
 def summary(
@@ -420,7 +433,7 @@ for them."""
 
 
 def suggest_and_show(
-    function: str, setup: Setup, budget_seconds: float, as_json: bool, context: typer.Context
+    function: str, setup: "Setup", budget_seconds: float, as_json: bool, context: typer.Context
 ) -> None:
     """Measure for part of the budget, simulate for the rest; print the table, or one object.
 

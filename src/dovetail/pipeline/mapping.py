@@ -21,9 +21,9 @@ from dovetail.frontends.transformers_configs import dtype_of, positions_of
 from dovetail.graph import Graph
 from dovetail.machine import Machine
 from dovetail.pipeline.planning import plan as find_plan
-from dovetail.pipeline.requests import HERE
 from dovetail.pipeline.sources import resolve_machine
 from dovetail.plans import Plan
+from dovetail.units import HERE
 
 CONTEXT = 8192
 """Tokens that are planned for where nobody says, or as many as the model has positions for."""

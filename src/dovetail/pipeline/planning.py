@@ -31,7 +31,7 @@ from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here
 from dovetail.methods import PLACERS, imported
 from dovetail.pipeline.opening import bound_of, with_copies
-from dovetail.pipeline.requests import HERE, PlanRequest, with_fields_of
+from dovetail.pipeline.requests import PlanRequest, with_fields_of
 from dovetail.pipeline.sources import (
     Notes,
     Step,
@@ -66,6 +66,7 @@ from dovetail.plans import (
 )
 from dovetail.runtime.files import read_json
 from dovetail.simulator import LowerBound, Simulator
+from dovetail.units import HERE
 
 GivenMap = Mapping[str, int | str]
 """Module or parameter path -> device; a `DeviceMap` says the main device as well."""

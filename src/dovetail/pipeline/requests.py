@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.errors import UsageError
 from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS
+from dovetail.units import HERE
 
 if TYPE_CHECKING:
     from dovetail.frontends import Captured
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from dovetail.placers.learned.records import LearningSettings
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-HERE = "here"
-"""The MACHINE text of the machine we stand on."""
 CPU = "cpu"
 """The DEVICE text of this machine's cores, for `schedule`."""
 MIN_GAIN = 0.02

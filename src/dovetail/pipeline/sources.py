@@ -37,12 +37,11 @@ from dovetail.graph.replicate import towers_of
 from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
-from dovetail.pipeline.requests import HERE
 from dovetail.plans import Plan, Source, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.neighbours import Neighbours, disturbs
 from dovetail.runtime.timers import clock
-from dovetail.units import format_seconds
+from dovetail.units import HERE, format_seconds
 
 # How many threads the ops of `here` use: measured for each step, the fastest kept.
 #
