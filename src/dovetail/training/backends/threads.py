@@ -133,7 +133,7 @@ class ThreadsTransport:
         raise NoWorkersError(len(workers), f"hung for {self.life.lease_seconds:g} s")
 
     def tell(self, message: Gone | Stop) -> None:
-        """Who is gone has said so itself, by its thread's last act."""
+        """Whoever is gone was evicted before the supervisor was told."""
         if isinstance(message, Stop):
             self._deliver(self.server.stop())
 
@@ -146,6 +146,10 @@ class ThreadsTransport:
         while self.ends:
             end = self.ends.popleft()
             self.workers[end.worker].ended = not isinstance(end, WorkerRaised)
+            if isinstance(end, WorkerDied):
+                # Only now: an exception that ends the run leaves no trace in its journal, so that
+                # the run can be resumed as if it had never been.
+                self._deliver(self.server.evict(end.worker))
             yield end
         for worker in self.life.overdue(self.seconds()):
             self._deliver(self.server.evict(worker))
@@ -153,7 +157,8 @@ class ThreadsTransport:
         goes_on = any(not w.ended and w.index not in self.life.silent for w in self._lives())
         yield self._report(progress)
         seconds = self.seconds()
-        if progress.is_due(self.server.samples, seconds):
+        # Workers may have passed the next mark before they heard that the run was stopped.
+        if progress.is_due(self.server.samples, seconds) and not self.server.stopped:
             yield CenterCopy(*self.server.copy(), seconds, news=lambda: self._report(progress))
         if not goes_on:
             yield RunEnded(CenterCopy(*self.server.copy(), self.seconds(), final=True))
@@ -221,7 +226,6 @@ class ThreadsTransport:
         raised = ProcessError(f"worker {worker.index}", traceback.format_exc())
         raised.__cause__ = error
         self.life.stop(worker.index)
-        self._deliver(self.server.evict(worker.index))
         self.ends.append(WorkerRaised(worker.index, raised))
         self.ends.append(WorkerDied(worker.index, f"by {error!r}"))
 
