@@ -21,8 +21,16 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A CPU build of torch comes first, wherever pip finds it: torch's default build for Linux is one of
+# CUDA, of gigabytes. `make TORCH=torch` takes that one; any torch from 2.11 on will do.
+TORCH ?= torch==2.13.0+cpu
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet '$(TORCH)' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --index-url $(CPU_BUILDS) '$(TORCH)' || \
+	  $(BIN)/python -m pip install --quiet 'torch>=2.11'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
