@@ -215,7 +215,7 @@ def test_a_ctrl_c_before_the_search_exits_with_130(dovetail, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dovetail.pipeline.resolve_model", interrupted)
+    monkeypatch.setattr("dovetail.pipeline.sources.resolve_model", interrupted)
     status, out, err = dovetail("plan", "tests.support.small_models:branches", *TWO_GPUS)
     assert (status, out) == (130, "")
     assert "interrupted" in err

@@ -26,7 +26,7 @@ CRASH_POINTS = (
     "snapshot-renamed",
     "segment-removed",
 )
-HALVES = {b"rec\n": "journal-half", b"dovetS1\n": "snapshot-half"}
+HALVES = {b"rec\n": "journal-half", b"dovetS2\n": "snapshot-half"}
 """Where a write that begins so is interrupted in its middle."""
 
 

@@ -50,6 +50,7 @@ from dovetail.runtime.torch_versions import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    backward_passes_run_by,
     run_backward,
     sequence_number,
     unset_fake_temporarily,
@@ -768,12 +769,8 @@ class _Twins(TorchFunctionMode):
             with self:
                 return run_backward(*given, **options)
 
-        before = torch.autograd.run_backward  # type: ignore[attr-defined]
-        torch.autograd.run_backward = run  # type: ignore[attr-defined]
-        try:
+        with backward_passes_run_by(run):
             return func(*self._of(args), **{key: self._of(value) for key, value in kwargs.items()})
-        finally:
-            torch.autograd.run_backward = before  # type: ignore[attr-defined]
 
     def _set_data(self, target: Tensor, value: Tensor) -> None:
         """`target.data = value` of a parameter or buffer of the same form, as a write in place."""

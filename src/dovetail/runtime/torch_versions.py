@@ -39,6 +39,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "autograd_would_have_decomposed",
+    "backward_passes_run_by",
     "can_take_data_of",
     "compile_trace",
     "count_not_finite",
@@ -74,6 +75,17 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
 def without_dispatch() -> contextlib.AbstractContextManager[None]:
     """Hides all tensor subclasses and dispatch modes, so that a meta tensor is made as it is."""
     return torch._C._DisableTorchDispatch()
+
+
+@contextlib.contextmanager
+def backward_passes_run_by(run: Callable[..., Any]) -> Iterator[None]:
+    """Within, `torch.autograd.backward` and `grad` call `run` in place of `run_backward`."""
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
 
 def sequence_number() -> int:

@@ -239,7 +239,7 @@ def test_a_controller_and_then_the_whole_run_are_killed_and_it_goes_on_bit_for_b
     caller = multiprocessing.get_context("fork").Process(target=run_in_processes, args=(tmp_path,))
     caller.start()
     wait_for(Held.DRAWS, tmp_path)
-    (controller,) = children(caller.pid, "connecting:serve")
+    (controller,) = children(caller.pid, "worker:serve")
     os.kill(controller, signal.SIGKILL)
     wait_for(2 * Held.DRAWS - 1, tmp_path)  # the last one may have to be done again
     os.kill(caller.pid, signal.SIGKILL)
