@@ -206,8 +206,7 @@ def _walk_back(
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:
-    """Return the devices in kinds: those of a kind are alike in work, in allowed groups and in
-    memory.
+    """Return the devices by kind: those of a kind are alike in work, allowed groups and memory.
 
     The estimate looks at nothing else, except that a kind's links are those of its first device.
     """

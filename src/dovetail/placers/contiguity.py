@@ -57,9 +57,8 @@ class Elements(NamedTuple):
     net_sources   [nets] element that makes the net; -1: it comes from the host
     net_sizes     [nets] number of other elements that read the net
     in_seconds, out_seconds   [nets, kinds] what a stage pays to read the net, and to send it
-    touch_offsets, touches    CSR by element: the nets that it reads, as net, and those that it
-    makes,
-                  as ~net
+    touch_offsets, touches    CSR by element: the nets that it reads, as net, and those that
+                  it makes, as ~net
     """
 
     work_seconds: Float64
@@ -76,8 +75,7 @@ class ElementOrder(NamedTuple):
     """The groups as a partial order.
 
     element_of   [groups] element of each group, or `LOOSE`; elements are numbered so that every
-    edge
-                 goes from a lower to a higher number
+                 edge goes from a lower to a higher number
     elements     number of elements
     edges        [edges, 2] distinct (from element, to element)
     """
@@ -103,8 +101,8 @@ def order_of(problem: PlacementProblem, *, merging: bool = False) -> ElementOrde
     order = forward_order(problem, mirrored=False, merging=merging)
     if len(_orphans(problem)):
         mirrored = forward_order(problem, mirrored=True, merging=merging)
-        # As many elements have forward groups with orphans as without: orphans tie nothing
-        # together.
+        # The forward groups make as many elements with orphans as without them, so orphans tie
+        # nothing together.
         if len(np.unique(mirrored.element_of[problem.load.forward == 1])) == order.elements:
             return mirrored
     return order
@@ -136,7 +134,7 @@ def forward_order(
     element_of[taking] = compact
     ends = element_of[edges]
     ends = _distinct(ends[ends[:, 0] != ends[:, 1]], len(used))
-    # Of the topological orders, one that stays near the order of the groups.
+    # Elements are numbered along a topological order. Its ties fall to the lowest first group.
     rank = np.empty(len(used), np.int32)
     rank[topological(len(used), ends, np.argsort(firsts, kind="stable"))] = np.arange(len(used))
     element_of[taking] = rank[compact]
@@ -208,8 +206,7 @@ def elements_of(
     element_of    [groups] element of each group, or `LOOSE`
     group_bytes   [groups] bytes that each group holds
     strict        True: an element may not be where one of its groups may not be. False: such a
-    group
-                  counts no work there
+                  group counts no work there
     """
     model, count = problem.load, int(element_of.max(initial=-1)) + 1
     groups = np.flatnonzero(element_of != LOOSE)
@@ -344,10 +341,10 @@ class Lattice(NamedTuple):
     """Ideals by size: the first is empty, the last holds every element.
 
     add_offsets, adds, leads   CSR by ideal: the elements that may be added to it, ascending by
-    rank,
-                     and the ideal that each leads to
+                     rank, and the ideal that each leads to
     parents, lasts   [ideals] an ideal with one element less, and that element; -1 for the empty
-    ideal ranks            [elements] a topological numbering
+                     ideal
+    ranks            [elements] a topological numbering
     """
 
     add_offsets: Int64
@@ -364,10 +361,12 @@ class StageTable(NamedTuple):
     values        [ideals, states] f: the least largest load of stages that make up the ideal on the
                   devices of the state; inf: none is known
     origins, kinds   [ideals, states] the ideal below the last of these stages, and that stage's
-    kind left_work     [ideals] weighted work of the elements that are not in the ideal
+                  kind
+    left_work     [ideals] weighted work of the elements that are not in the ideal
     power         [states] weighted number of devices that are left
     nexts         [states, kinds] the state with one device of the kind more in use; -1: none is
-    left room_bytes    [kinds]
+                  left
+    room_bytes    [kinds]
     ceiling       [1] only values below it are searched for
     """
 
@@ -387,15 +386,13 @@ class StageWorkspace(NamedTuple):
     states            states of the bottom ideal that may still lead below the ceiling
     kinds             [kinds] 1: one of these states has a device of this kind left
     homes             [nets] where the source is: 0 neither below nor in the stage, 1 in the stage,
-    2
-                      below or on the host
+                      2 below or on the host
     below, inside     [nets] number of readers in the bottom ideal, and in the stage
     at, next_add      [depth] ideals on the way up, and the next CSR entry to try from each
     added             [depth] element that was added last
     loads             [depth, kinds] load of the stage
     least             [depth, kinds] that load without the transfers that more elements may undo:
-    the
-                      least load of any larger stage
+                      no larger stage has less
     held_bytes        [depth]
     """
 
@@ -497,8 +494,7 @@ def _climb(
     alive: int,
     steps: Int64,
 ) -> None:
-    """Visit the ideals above the bottom, depth first, and note the stage between the bottom and
-    each."""
+    """Visit the ideals above the bottom, depth first, and note the stage up to each."""
     depth = 0
     while depth >= 0:
         edge = walk.next_add[depth]
@@ -823,8 +819,7 @@ def _backtrack(lattice: Lattice, table: StageTable, kinds: DeviceKinds, state: i
     devices, free = [], [list(members) for members in kinds.members]
     for _, kind in reversed(steps):
         devices.append(free[kind].pop(0))
-    # Steps go from the top down. Each marks its whole ideal, and later ones mark the lower part
-    # anew.
+    # Steps go from the top down. Each marks a whole ideal; later ones mark its lower part anew.
     for stage, (top, _) in enumerate(steps):
         while top:
             stages[lattice.lasts[top]] = len(steps) - 1 - stage

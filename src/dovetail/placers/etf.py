@@ -95,8 +95,7 @@ class _EtfSchedule(NamedTuple):
 
 
 def etf(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Return the better of the schedules over all devices and over the fastest model of device
-    only."""
+    """Return the better of the schedules over all devices and over those of the fastest model."""
     tasks = tasks_of(problem)
     return best_of_sets(problem, budget, lambda limits: etf_schedule(tasks, limits).placed)
 
@@ -104,8 +103,7 @@ def etf(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 def etf_schedule(
     tasks: Tasks, limits: GroupLimits, favourites: Favourites | None = None
 ) -> ListSchedule:
-    """Return the schedule over the devices that `limits` permits; with `favourites` that of
-    `sct`."""
+    """Return the schedule over the devices in `limits`; with `favourites` that of `sct`."""
     ops, devices = tasks.seconds.shape
     aware = favourites is not None
     if favourites is None:
@@ -151,8 +149,7 @@ def _schedule(
     ranks: Int32,
     work: _EtfSchedule,
 ) -> int:
-    """Fill `work`. Returns how many ops were never scheduled: 0 unless predecessors form a
-    cycle."""
+    """Fill `work`. Returns how many ops were never scheduled: 0 unless ops wait in a cycle."""
     left = 0
     for op in range(len(work.done)):
         if not work.done[op]:
@@ -216,8 +213,7 @@ def look(
     if lane == device or begins > free:
         find_first(tasks, limits, by_rank, work, lane, device)
     if lane > device:
-        # Until the child can start, an urgent op may run if it can start as soon as the device is
-        # free.
+        # Until the child can start, an urgent op may run, if it starts once the device is free.
         urgent = begins > free and work.firsts[device] >= 0 and work.first_times[device] <= free
         if not urgent:
             work.firsts[device] = ranks[child]
@@ -249,8 +245,7 @@ def child_start(
 def find_first(
     tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _EtfSchedule, lane: int, device: int
 ) -> None:
-    """Fill `firsts` and `first_times` of a device with the op of a lane that it could start
-    first."""
+    """Fill `firsts` and `first_times` of a device with what it could start first in a lane."""
     heaps, free = work.heaps, work.free[device]
     work.firsts[device] = -1
     # What has arrived by now competes by rank alone. A device's free time never falls, so an op
@@ -277,7 +272,7 @@ def find_first(
 def is_gone(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, device: int) -> bool:
     """Return True if the op has started or its group cannot be on this device.
 
-    A group that fits on no device is given to the one with most room, and its ready ops are offered
+    A group that fits nowhere is given to the device with most room; its ready ops are offered
     again.
     """
     group = tasks.of_op[op]

@@ -45,8 +45,7 @@ class _StackLayer:
 
 
 def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Return the expert's placement on the GPUs, or if there are none on the CPUs. Evaluates
-    nothing."""
+    """Return the expert's placement on the GPUs, or without GPUs on the CPUs. Evaluates nothing."""
     devices = np.array(_expert_devices(problem), dtype=np.int32)
     modules = problem.graph.modules
     layers = {module: _layer_of(module) for module in dict.fromkeys(modules)}

@@ -55,10 +55,9 @@ def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
-    """Return [groups] the unit of each group; units are numbered in the order of their first
-    groups.
+    """Return [groups] the unit of each group. Units are numbered by their first groups.
 
-    O(reads x log reads), beside the edges that groups without a parameter follow.
+    O(reads x log reads), beside the work of `_follow_neighbours`.
     """
     graph, of_op = problem.graph, problem.groups.of_op
     reads = np.flatnonzero(graph.is_source[graph.producers[graph.input_tensors]])
@@ -92,8 +91,7 @@ def _follow_neighbours(problem: PlacementProblem, family: NDArray[np.int64]) -> 
         joins = (family[ends] < 0) & (family[far_ends] >= 0)
         if not joins.any():
             return
-        # The last assignment to a group stays. Edges stand by rising bytes, so it is the
-        # heaviest's.
+        # The last assignment to a group stays. Edges stand by rising bytes: it is the heaviest's.
         family[ends[joins]] = family[far_ends[joins]]
 
 

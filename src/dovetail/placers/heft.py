@@ -70,8 +70,7 @@ class _HeftSchedule(NamedTuple):
 
 
 def heft(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Return the better of the schedules over all devices and over the fastest model of device
-    only."""
+    """Return the better of the schedules over all devices and over those of the fastest model."""
     tasks = tasks_of(problem)
     return best_of_sets(problem, budget, lambda limits: heft_schedule(tasks, limits).placed)
 
@@ -168,8 +167,7 @@ def gap_start(work: _HeftSchedule, device: int, gap: int) -> float:
 
 @inlined
 def fill_gap(work: _HeftSchedule, device: int, gap: int, start: float, end: float) -> None:
-    """Take the time from `start` to `end` out of a gap. The idle times before and after become
-    gaps."""
+    """Take `start` to `end` out of a gap. The idle times before and after it become gaps."""
     before, after = gap_start(work, device, gap), end
     if gap < work.gap_counts[device]:
         after = work.gap_ends[device, gap]
