@@ -1,17 +1,17 @@
-"""The anytime portfolio: every method within one budget, and the table of what each found.
+"""Tries every method within one budget, keeps the best plan, and notes what each method found.
 
 1. The baselines, then, where there are few placements (at most `exhaustive.MOST_PLACEMENTS`, and
    within the budget), all of them, which is exact.
-2. Else the other constructive methods, while they take less than `CONSTRUCTIVE_SHARE`.
-3. What is left goes to the methods that improve, slice by slice. All share the best placement so
-   far and the best bound. A method's share of the budget follows what it has brought,
+2. Otherwise the constructive methods, each once, until `CONSTRUCTIVE_SHARE` of the budget is spent.
+3. The rest of the budget goes to the improving methods, slice by slice. All share the best
+   placement so far and the best bound. A method's share depends on its gains so far:
 
-       share(m)  ~  FLOOR + gains(m) / all gains        gains fade by half at every slice
+       share(m)  ~  FLOOR + gains(m) / all gains        m's gains are halved at each slice of m
 
-   where a gain is the relative fall of the best value plus the relative rise of the bound; the
-   next slice goes to the method furthest behind its share. A method's slices double, since exact
-   search and annealing use one long run better than many short ones. A method that returns early
-   with nothing new is done.
+   A gain is the relative fall of the best value plus the relative rise of the bound. The next slice
+   goes to the method that is furthest behind its share. Each slice of a method is twice as long as
+   the one before, since exact search and annealing use one long run better than many short ones. A
+   method that returns early without a gain gets no more slices.
 
 The search stops early when the value meets the bound or every method is done. It returns the best
 feasible placement that *any* method evaluated, so it is never worse than one of them.
@@ -32,24 +32,27 @@ from dovetail.placers.exhaustive import can_enumerate, exhaustive
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 CONSTRUCTIVE_SHARE = 0.4
-"""Of the budget: no constructive method begins once so much of it is spent."""
+"""No constructive method begins once this share of the budget is spent."""
 FIRST_SLICE = 1 / 24
-"""Of what is left when the improving methods begin; slices double from there. A method that builds
-a model first begins with `Method.slices` times as much."""
+"""A method's first slice, as a share of the budget that is left when the improving methods begin.
+A method that builds a model before it searches gets `Method.slices` times as much."""
 LARGE_OPS, LARGE_SHARE = 20_000, 0.85
-"""On a graph of more ops, `multilevel` begins with that share of what the constructive methods
-leave, since simulating merged graphs is what makes moves cheap there. Methods that are not `large`
-are left out: the linear programme of `sct` takes seconds by then."""
+"""On a graph of more than `LARGE_OPS` ops, a slice of `multilevel` is `LARGE_SHARE` of the budget
+that is left, because moves are cheap only on the merged graphs that it simulates. Constructive
+methods that are not `Method.large` are left out there: the linear programme of `sct` takes seconds
+on such a graph."""
 MOST_EXACT_GROUPS = 64
-"""With more groups that have a choice, `exact` proves and finds nothing on a step in time."""
+"""`auto` leaves out `exact` for the objective `step` if more groups than this have a choice: it
+then neither finds nor proves anything in time."""
 FLOOR = 0.15
-"""Share that even a method without gains keeps, before shares are made to sum to 1."""
+"""A method without gains keeps this share, before shares are scaled to sum to 1."""
 LEARNED = False
-"""Whether the shipped policy proposes as well, after the constructive methods of a step."""
+"""True: for the objective `step` the shipped policy (`gdp`) also runs, after the constructive
+methods."""
 
 
 def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best placement of all methods; of equally good ones that of the first method."""
+    """Return the best placement of all methods; ties: the method that was tried first."""
     try_baselines(problem, budget)
     if can_enumerate(problem, budget):
         attempt("exhaustive", exhaustive, problem, budget)
@@ -60,7 +63,7 @@ def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def methods_of(role: str, objective: str) -> list[Method]:
-    """The methods of a role for an objective, in the order in which `auto` tries them."""
+    """Return the methods of a role for an objective, in the order in which `auto` tries them."""
     suited = [m for m in PLACERS.values() if m.role == role and objective in m.objectives]
     return sorted(suited, key=lambda method: objective not in method.first_for)
 
@@ -76,11 +79,12 @@ def _construct(problem: PlacementProblem, budget: Budget) -> None:
         left = CONSTRUCTIVE_SHARE - budget.fraction
         if left <= 0 or budget.closed or budget.exhausted:
             return
+        # A method gets a quarter of what is left, so that a slow one leaves some to those after it.
         attempt(method.name, method.load(), problem, _part(budget, left / 4), may_refuse=True)
 
 
 def _improve(problem: PlacementProblem, budget: Budget) -> None:
-    """Spend the rest of the budget on the improving methods, by what each has brought."""
+    """Spend the rest of the budget on the improving methods, in proportion to their gains."""
     arms = [_Arm(method) for method in methods_of("improving", problem.objective)]
     if problem.objective == "step" and len(problem.free) > MOST_EXACT_GROUPS:
         arms = [arm for arm in arms if arm.method.name != "exact"]
@@ -97,7 +101,11 @@ def _improve(problem: PlacementProblem, budget: Budget) -> None:
         usable = attempt(arm.method.name, run, problem, part, may_refuse=True)
         gain, spent = _gain(before, _state(budget)), budget.fraction - began
         arm.gains = arm.gains / 2 + gain
+        # A slice counts as at least an eighth spent. A method that returns at once would otherwise
+        # stay furthest behind its share and be chosen again and again.
         arm.spent += max(spent, share / 8)
+        # A method is done if it refused the problem, or if it left more than half of its slice
+        # unspent and gained nothing: it has nothing more to try.
         if not usable or (gain == 0 and spent < share / 2 and not budget.exhausted):
             arms.remove(arm)
 
@@ -108,7 +116,8 @@ def _is_large(problem: PlacementProblem) -> bool:
 
 @dataclass
 class _Arm:
-    """One improving method: what it was given and what it brought."""
+    """An improving method, how often and for how long it ran, and its gains, halved at each
+    slice."""
 
     method: Method
     slices: int = 0
@@ -117,20 +126,22 @@ class _Arm:
 
 
 def _furthest_behind(arms: list[_Arm]) -> _Arm:
-    """Of least spent / share; ties: the first."""
+    """Return the method that has spent least relative to its share; ties: the first."""
+    # Without any gain yet, `total` is 1 and all shares are equal.
     total = sum(arm.gains for arm in arms) or 1.0
     return min(arms, key=lambda arm: arm.spent / (FLOOR + arm.gains / total))
 
 
 def _state(budget: Budget) -> tuple[float, float, float]:
-    """(bytes lacking, best value, bound)"""
+    """Return (bytes lacking, best value, bound); the bound is 0 while none is proven."""
     assert budget.best is not None, "the baselines were evaluated"
     score = budget.best[0]
     return score.lacking_bytes, score.value, 0.0 if budget.bound is None else budget.bound.seconds
 
 
 def _gain(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """Relative fall of the value plus relative rise of the bound; fitting into memory counts 1."""
+    """Return the relative fall of the value plus the relative rise of the bound, or 1 if the best
+    placement lacks less memory than before."""
     (lacking, value, bound), (lacking_now, value_now, bound_now) = before, after
     if lacking_now < lacking:
         return 1.0
@@ -139,7 +150,8 @@ def _gain(before: tuple[float, float, float], after: tuple[float, float, float])
 
 
 def _part(budget: Budget, share: float) -> Budget:
-    """A slice of that share of the whole budget."""
+    """Return a slice of `share` of the whole budget, with at least one evaluation."""
     evaluations = share * budget.evaluations
+    # A budget of seconds has infinitely many evaluations, which `int` cannot take.
     whole = evaluations if evaluations == float("inf") else max(1.0, float(int(evaluations)))
     return budget.slice(seconds=share * budget.seconds, evaluations=whole)

@@ -1,4 +1,7 @@
-"""The cheap methods. Every result is compared with them, and every search starts from them."""
+"""The baselines `single` and `balanced`, and the functions that run all baselines.
+
+Baselines are cheap. Every result is compared with them, and every search starts from them.
+"""
 
 from collections.abc import Callable
 
@@ -14,10 +17,10 @@ from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 
 def single(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Everything on one device: the best of one placement per device; ties: the first device.
+    """Put everything on one device: the best of one placement per device; ties: the first device.
 
-    A group that may not be on the device goes to its fastest one: what is pinned elsewhere stays
-    there, and ops without a GPU kernel are on the CPU, as in RL17.
+    A group that may not be on that device goes to its own fastest one. So pinned groups stay where
+    they are pinned, and ops without a GPU kernel run on the CPU, as in RL17.
     """
     candidates = np.stack(
         [
@@ -33,14 +36,16 @@ def single(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 # ── Contiguous runs of equal work ───────────────────────────────────────────────────────────────
 
 MAX_CELLS = 512
-"""Runs are cut exactly between this many groups; more groups are first merged to equal cells."""
+"""With more groups than this, consecutive groups are first merged into this many cells of equally
+many groups. Runs begin and end between cells."""
 MEMORY_ATTEMPTS = 4
-"""Cuts per set of devices: one, and three more where memory turns out short."""
+"""Times that runs are cut for a set of devices: once, and up to three times more if memory turns
+out to be short."""
 
 
 def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Contiguous runs of groups whose largest load is the least that contiguous runs allow: the
-    better of runs over all devices and runs over the fastest model of device only.
+    """Cut the groups into contiguous runs whose largest load is the least possible. Returns the
+    better of runs over all devices and runs over the devices of the fastest model only.
 
     Groups stand in the order of their first op. With W_d(i, j) the seconds of groups i to j - 1 on
     device d, and devices in machine order,
@@ -54,8 +59,9 @@ def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     Source: the partitioning of torchgpipe's `balance` (Kim et al., 2020,
     https://arxiv.org/abs/2004.09910, section 4). Differences: unlike devices, and memory.
 
-    Memory is estimated while cutting. Where the evaluator then finds a device over its capacity,
-    the runs are cut again as if all that a group makes stayed, then with that much less room.
+    Memory is estimated while cutting. If the evaluator then finds a device over its capacity, the
+    runs are cut again as if all that a group makes stayed in memory, and after that with less room
+    on the devices that were over.
     """
     scored_placements: list[tuple[Score, GroupPlacement]] = []
     for devices in problem.device_sets:
@@ -65,8 +71,11 @@ def balanced(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
             placement = problem.settle(runs(problem, devices, sizes, room))
             score = budget.score(problem, placement[None], always=True)[0]
             scored_placements.append((score, placement))
+            # 0 means that it fits; inf means that a Ctrl-C broke the evaluation.
             if not 0 < score.lacking_bytes < np.inf:
                 break
+            # The second attempt only counts more bytes per group. From the third on the room
+            # shrinks by the share that the peak is above capacity, and 5 % more.
             if attempt:
                 share = problem.capacities / np.maximum(budget.peaks(placement), 1)
                 room = room * np.where(share < 1, 0.95 * share, 1.0)
@@ -79,7 +88,10 @@ def runs(
     group_bytes: NDArray[np.int64],
     room_bytes: NDArray[np.float64],
 ) -> NDArray[np.int32]:
-    """[groups] device of each group; where nothing fits `room_bytes`, memory is ignored."""
+    """Return [groups] the device of each group. If no cut fits `room_bytes`, memory is ignored.
+
+    devices   in the order in which they take their runs
+    """
     count = problem.groups.count
     bounds = np.unique(np.linspace(0, count, min(count, MAX_CELLS) + 1).astype(int))
     cuts = _cuts(problem, devices, bounds, (group_bytes, room_bytes))
@@ -99,8 +111,10 @@ def _cuts(
     bounds: NDArray[np.int_],
     memory: tuple[NDArray[np.int64], NDArray[np.float64]],
 ) -> list[int] | None:
-    """Where each device's run begins, and the end, as indices into `bounds`.
+    """Return where each device's run begins, and then the end, as indices into `bounds`; None if no
+    cut fits.
 
+    bounds   [cells + 1] first group of each cell, and the number of groups
     memory   (bytes of each group, room of each device)
     """
     group_bytes, room_bytes = memory
@@ -108,6 +122,8 @@ def _cuts(
     load = np.full(cells, np.inf)
     load[0] = 0.0
     begins = []
+    # `load[j]` is the least largest load of the first j cells on the devices so far. `worst[i, j]`
+    # is that load if this device takes cells i to j - 1, which i > j rules out (`np.tri`).
     for device in devices:
         ok = problem.allowed[:, device]
         work = _spans(np.where(ok, problem.work_seconds[:, device], 0.0), bounds)
@@ -125,7 +141,7 @@ def _cuts(
 
 
 def _spans(values: NDArray[np.float64], bounds: NDArray[np.int_]) -> NDArray[np.float64]:
-    """[i, j] sum of the values of cells i to j - 1."""
+    """Return a matrix whose [i, j] is the sum of the values of cells i to j - 1."""
     sums = np.concatenate([[0.0], np.cumsum(values)])[bounds]
     return np.asarray(sums[None, :] - sums[:, None])
 
@@ -134,11 +150,12 @@ Placer = Callable[[PlacementProblem, Budget], GroupPlacement]
 BASELINES: dict[str, Placer] = {
     name: method for name, method in PLACERS.items() if method.role == "baseline"
 }
-"""The methods of that role."""
+"""The placers of role "baseline" by name, in the order of `PLACERS`."""
 
 
 def try_baselines(problem: PlacementProblem, budget: Budget) -> None:
-    """Run each baseline, even beyond the budget, and note its result in `budget.found`."""
+    """Run each baseline that has no result yet, even beyond the budget, and note its result in
+    `budget.found`."""
     for name, method in BASELINES.items():
         if name not in budget.found:
             attempt(name, method, problem, budget)
@@ -152,12 +169,12 @@ def attempt(
     *,
     may_refuse: bool = False,
 ) -> bool:
-    """Run a method and note its result in `budget.found`, unless a better one of that name stands
-    there. A method that a Ctrl-C breaks is not noted.
+    """Run a method and note its result in `budget.found`, unless that already holds a result of the
+    same name that is as good. A method that a Ctrl-C breaks is not noted.
 
-    Returns False where `may_refuse` and the method raises an `InvalidError`: a library is absent,
-    or the problem exceeds a limit. Raises `KeyboardInterrupt` if no method has found anything by
-    then.
+    Returns False if `may_refuse` is set and the method raises an `InvalidError`: a library is
+    absent, or the problem exceeds a limit. Otherwise returns True. Raises `KeyboardInterrupt` if
+    no method has found anything so far, since there is nothing to return then.
     """
     try:
         placement = method(problem, budget)

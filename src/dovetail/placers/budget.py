@@ -1,8 +1,8 @@
-"""Budget: what a search may spend, and the ledger of what it has bought.
+"""Budget: what a search may spend, and the ledger of all placements that it has evaluated.
 
 Every placement is evaluated once, however many methods propose it; a repeat is looked up and costs
-nothing. The ledger holds plain tuples that are stored in one assignment, so a Ctrl-C at any moment
-leaves it whole.
+nothing. Each entry of the ledger is a tuple that is stored in one assignment, so a Ctrl-C at any
+moment leaves every entry whole.
 """
 
 import hashlib
@@ -24,14 +24,17 @@ from dovetail.runtime.compiling import working_clock
 from dovetail.simulator.bounds import LowerBound
 
 BATCH_ENTRIES = 2**21
-"""Largest batch handed to the evaluator, in ops x placements: 8 MiB of device indices."""
+"""Largest batch that the evaluator is handed, in ops x placements: 8 MiB of int32 device indices. A
+batch has 16 placements even if these are more."""
 
 
 @dataclass(frozen=True, order=True)
 class Score:
-    """How good a placement is; the smaller the better, fitting into memory first.
+    """How good a placement is. The smaller score is the better one: scores compare by memory first,
+    then by value.
 
-    lacking_bytes   summed over devices what the peak is above capacity; 0: feasible. inf: unknown
+    lacking_bytes   bytes by which peaks exceed capacities, summed over devices; at least 1 for a
+                    placement that is infeasible for any reason. 0: feasible; inf: not evaluated
     value           seconds of the objective
     """
 
@@ -40,19 +43,25 @@ class Score:
 
 
 UNKNOWN = Score(np.inf, np.inf)
+"""Score of a placement that was not evaluated; it is worse than every other score."""
 CLOSED_GAP = 1e-5
-"""Relative: a value this close to a lower bound is the optimum, up to the margins of bounds, which
-an exact method has to leave for rounding."""
+"""A value whose relative distance from a lower bound is at most this counts as the optimum. It
+cannot be 0, because exact methods lower their bounds by small margins for rounding."""
 
 
 @dataclass
 class _Shared:
-    """What a budget and its slices have in common.
+    """The state that a budget and all its slices share.
 
-    entries    placement's digest -> (score, peak bytes)
-    best       of all that was evaluated
-    fewest     number of devices that run something -> the best that was evaluated
-    bound      the best lower bound that holds while groups stay together
+    entries        digest of a placement -> (score, [devices] peak bytes)
+    found          method -> (score, placement) that it returned
+    found_seconds  method -> seconds of the whole budget that had passed by then
+    best           (score, placement, peak bytes) of the best placement that was evaluated
+    fewest         number of devices that run something -> the best such placement
+    bound          the best lower bound that holds while groups stay together
+    interrupted    a Ctrl-C arrived
+    pace_seconds   seconds per evaluation in the latest batch
+    rounds         how many searches have asked for a number of their own
     """
 
     entries: dict[bytes, tuple[Score, NDArray[np.int64]]] = field(default_factory=dict)
@@ -71,11 +80,13 @@ class Budget:
     """Limits of seconds and of evaluations, and everything that was evaluated under them.
 
     seconds, evaluations   limits; inf: none
-    clock        returns seconds; only differences count. By default compiling takes none
+    clock        returns seconds; only differences count. The default clock stands still while numba
+                 compiles
     progress     called with (share of the budget spent, best feasible value or inf)
     threads      cores that a search may use
     gap          (value - bound) / bound at which a search is done
-    spent        evaluations so far, and what was charged as such
+    spent        evaluations so far, with the work that methods charged as evaluations
+    parent       the budget that this one is a slice of; None: a whole budget
     """
 
     seconds: float = np.inf
@@ -93,8 +104,8 @@ class Budget:
         self._began = self.clock()
 
     def slice(self, *, seconds: float = np.inf, evaluations: float = np.inf) -> "Budget":
-        """A smaller budget within this one: what it spends is spent here too, and what it finds
-        is known here."""
+        """Return a smaller budget within this one. What it spends is spent here too, and both share
+        one ledger."""
         return Budget(
             min(seconds, self.left_seconds),
             min(evaluations, self.left),
@@ -107,7 +118,8 @@ class Budget:
 
     @property
     def interrupted(self) -> bool:
-        """A Ctrl-C arrived: nothing more is bought, but for what must be."""
+        """True after a Ctrl-C. From then on only evaluations that must be made (`always`) are
+        made."""
         return self._shared.interrupted
 
     @interrupted.setter
@@ -116,12 +128,13 @@ class Budget:
 
     @property
     def best(self) -> tuple[Score, GroupPlacement, NDArray[np.int64]] | None:
-        """(score, placement, peaks) of the best placement that was evaluated."""
+        """(score, placement, [devices] peak bytes) of the best placement that was evaluated."""
         return self._shared.best
 
     @property
     def fewest(self) -> dict[int, tuple[Score, GroupPlacement]]:
-        """number of devices that run something -> (score, placement) of the best evaluated."""
+        """Number of devices that run something -> (score, placement) of the best placement that
+        uses so many."""
         return self._shared.fewest
 
     @property
@@ -131,21 +144,22 @@ class Budget:
 
     @property
     def found(self) -> dict[str, tuple[Score, GroupPlacement]]:
-        """method -> the best that it returned, in the order tried."""
+        """Method -> (score, placement) of the best that it returned, in the order tried."""
         return self._shared.found
 
     @property
     def found_seconds(self) -> dict[str, float]:
-        """method -> when it first returned that."""
+        """Method -> seconds from the start of the whole budget until it first returned that."""
         return self._shared.found_seconds
 
     @property
     def pace_seconds(self) -> float:
-        """What one evaluation of the latest batch took."""
+        """Seconds that one evaluation of the latest batch took."""
         return self._shared.pace_seconds
 
     @property
     def spent_seconds(self) -> float:
+        """Seconds since this budget was made."""
         return self.clock() - self._began
 
     @property
@@ -160,7 +174,8 @@ class Budget:
 
     @property
     def timed(self) -> bool:
-        """The clock limits it: without that, no decision may look at a clock."""
+        """True if the budget limits seconds. Otherwise no decision may depend on the clock, so that
+        one seed and one budget give one plan."""
         return bool(np.isfinite(self.seconds))
 
     @property
@@ -172,35 +187,43 @@ class Budget:
 
     @property
     def exhausted(self) -> bool:
-        """Interrupted, or nothing more can be bought: charges may leave part of an evaluation."""
+        """True after a Ctrl-C, or if less than one evaluation is left. A part of one may be left
+        because `charge` takes fractions."""
         return self.interrupted or self.fraction >= 1.0 or self.left < 1
 
     @property
     def closed(self) -> bool:
-        """The best placement is as close to the bound as was asked for."""
+        """True if the best placement fits and its value is within `gap` of the bound."""
         if self.best is None or self.bound is None or self.best[0].lacking_bytes:
             return False
         return self.best[0].value <= self.bound.seconds * (1 + self.gap)
 
     def charge(self, evaluations: float) -> None:
-        """Spend what is no evaluation of a whole placement, at the method's rate of exchange."""
+        """Spend evaluations, or a fraction of one, on this budget and on all budgets around it.
+
+        A method also charges here for work that evaluates no whole placement, at a rate of its own.
+        """
         budget: Budget | None = self
         while budget is not None:
             budget.spent += evaluations
             budget = budget.parent
 
     def prove(self, seconds: float, proof: str) -> None:
-        """Note a lower bound on the objective of every placement whose groups stay together."""
+        """Note a lower bound on the objective of every placement whose groups stay together. Only
+        the highest bound is kept.
+
+        proof   what proved it, as reports name it
+        """
         if self._shared.bound is None or seconds > self._shared.bound.seconds:
             self._shared.bound = LowerBound(float(seconds), proof)
 
     def next_round(self) -> int:
-        """0, 1, 2, ...: a new number for each search under this budget, for its random stream."""
+        """Return 0, then 1, 2 and so on: each search takes a number that keys its random stream."""
         self._shared.rounds += 1
         return self._shared.rounds - 1
 
     def note(self, name: str, score: Score, placement: GroupPlacement) -> None:
-        """Enter what a method found, and when."""
+        """Record what a method found, and how many seconds of the whole budget have passed."""
         self._shared.found[name] = (score, placement)
         whole = self
         while whole.parent is not None:
@@ -208,7 +231,7 @@ class Budget:
         self._shared.found_seconds[name] = whole.spent_seconds
 
     def known(self, placement: GroupPlacement) -> bool:
-        """Has this placement been evaluated?"""
+        """Return True if this placement has been evaluated."""
         return _digest(placement) in self._shared.entries
 
     @property
@@ -217,19 +240,22 @@ class Budget:
         return len(self._shared.entries)
 
     def peaks(self, placement: GroupPlacement) -> NDArray[np.int64]:
-        """[devices] peak memory in bytes of a placement that was evaluated."""
+        """Return [devices] the peak bytes of a placement that was evaluated; else `KeyError`."""
         return self._shared.entries[_digest(placement)][1]
 
     def score(
         self, problem: PlacementProblem, placements: NDArray[np.int32], *, always: bool = False
     ) -> list[Score]:
-        """The score of each group placement [batch, groups]; `UNKNOWN` where the budget is out.
+        """Return the score of each group placement [batch, groups], or `UNKNOWN` for those that the
+        budget no longer pays for.
 
-        `always` evaluates even beyond the budget: what every result is compared with. A Ctrl-C in
-        the evaluator is kept in `interrupted`, and the batch that it broke stays unknown.
+        always   evaluate even beyond the budget: for the placements that every result is compared
+                 with. A Ctrl-C in the evaluator sets `interrupted`, and the batch that it broke
+                 stays unknown
         """
         entries = self._shared.entries
         keys = [_digest(row) for row in placements]
+        # One row for each distinct placement that the ledger lacks: repeats are bought once.
         rows = {key: i for i, key in enumerate(keys) if key not in entries}
         wanted = sorted(rows.values())
         for batch in _batches(wanted, len(problem.graph)):
@@ -243,10 +269,13 @@ class Budget:
         return [entries[key][0] if key in entries else UNKNOWN for key in keys]
 
     def _buy(self, problem: PlacementProblem, placements: NDArray[np.int32]) -> None:
+        """Evaluate the placements, charge for them and enter them in the ledger."""
         began = self.clock()
         evaluation = problem.evaluate(problem.spread(placements))
         self.charge(len(placements))
         over = np.maximum(evaluation.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
+        # An infeasible placement that fits into memory (it waits for itself, or is not contiguous)
+        # counts as lacking one byte, so that it is worse than every feasible one.
         lacking = np.where(evaluation.feasible, over, np.maximum(over, 1))
         used = _devices_used(placements[:, problem.running], problem.devices).tolist()
         for i, row in enumerate(placements):
@@ -261,7 +290,7 @@ class Budget:
         self.report()
 
     def report(self) -> None:
-        """Tell `progress` how far the whole budget is spent, and the best value."""
+        """Call `progress` of the whole budget with the share that is spent and the best value."""
         whole = self
         while whole.parent is not None:
             whole = whole.parent
@@ -271,7 +300,10 @@ class Budget:
 
 
 def parse_budget(text: str, clock: Callable[[], float] = working_clock) -> Budget:
-    """ "10" or "10s": a budget of seconds; "5000e": of evaluations. Raises `UsageError`."""
+    """Return the budget that a text names: "10" and "10s" are seconds, "5000e" is evaluations.
+
+    Raises `UsageError` for any other text.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([se]?)\s*", text)
     amount = float(match[1]) if match else 0.0
     if match is None or amount <= 0 or (match[2] == "e" and not amount.is_integer()):
@@ -283,11 +315,11 @@ def parse_budget(text: str, clock: Callable[[], float] = working_clock) -> Budge
 
 @contextmanager
 def keeping_interrupts(budget: Budget) -> Iterator[None]:
-    """Within it a first Ctrl-C only sets `budget.interrupted`, wherever it arrives; a second raises
-    `KeyboardInterrupt`.
+    """Within this context a first Ctrl-C only sets `budget.interrupted`, wherever it arrives. A
+    second one raises `KeyboardInterrupt`.
 
-    Does nothing outside the main thread, which alone is interrupted, or where the program has its
-    own handler.
+    Does nothing outside the main thread, since only the main thread is interrupted, or if the
+    program has installed a handler of its own.
     """
     theirs = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
@@ -310,22 +342,25 @@ def keeping_interrupts(budget: Budget) -> Iterator[None]:
 
 
 class _SecondInterrupt(BaseException):
-    """Passes through whatever keeps the best so far at a `KeyboardInterrupt`."""
+    """Raised at a second Ctrl-C. Searches catch `KeyboardInterrupt` to keep their best placement;
+    they do not catch this."""
 
 
 def _digest(placement: GroupPlacement) -> bytes:
-    """Names a placement in 16 bytes, however many groups there are."""
+    """Return a name of the placement of 16 bytes, however many groups there are."""
     return hashlib.blake2b(placement.tobytes(), digest_size=16).digest()
 
 
 def _devices_used(placements: NDArray[np.int32], devices: int) -> NDArray[np.int64]:
-    """[batch] number of distinct devices of each placement [batch, groups]."""
+    """Return [batch] the number of distinct devices in each placement [batch, groups]."""
     there = np.zeros((len(placements), devices), dtype=bool)
     there[np.arange(len(placements))[:, None], placements] = True
     return np.asarray(there.sum(axis=1), dtype=np.int64)
 
 
 def _batches(rows: list[int], ops: int) -> Iterator[list[int]]:
+    """Yield the rows in batches of at most `BATCH_ENTRIES` entries and 1,024 rows, but of at least
+    16 rows as far as there are so many."""
     size = max(16, BATCH_ENTRIES // max(1, ops))
     size = min(size, 1024)
     for start in range(0, len(rows), size):

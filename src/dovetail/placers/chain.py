@@ -1,21 +1,23 @@
-"""Stages along one given order of units, each device with one run of it or none.
+"""Cuts one given order of units into stages: each device runs one stage or none.
 
     units    0 1 2 3 │ 4 5 6 │ 7 8 9          order: that in which the network calls its modules
     device      d0   │   d2  │  d1
 
-A dynamic programme over prefixes of the order and over how many devices of each kind they use:
+A unit is a group that has a place in the order. A dynamic programme goes over prefixes of the order
+and over how many devices of each kind they use:
 
     best(prefix j, used + k)  =  min over i < j of  best(prefix i, used) (+) seconds of i..j on k
 
-where (+) is the sum for the objective `step`, one stage after another, and the maximum for `load`.
-It yields the best plan by estimate for every number of devices. The evaluator judges these plans,
-and each of their cuts is then moved while that makes the plan better.
+For the objective `load` (+) is the maximum; for the others, where one stage runs after another, it
+is the sum. The programme yields the plan with the best estimate for every number of devices. The
+evaluator judges these plans. Then single cuts of a plan are moved as long as that makes it better.
 
 PipeDream's planner (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
 Training", SOSP 2019, https://doi.org/10.1145/3341301.3359646, section 3.1) has the recurrence for
-`load`. Differences: kinds of devices; no replicas of stages; memory as room for what units hold,
-shrunk where the evaluator says that a plan does not fit. Transfers are estimated by the slowest
-link to a device. O(units^2 x states), states being the product of (devices of a kind + 1).
+`load`. Differences: kinds of devices; no replicas of stages; the bytes that units hold must fit
+into a device's room, which shrinks if the evaluator finds that no plan fits. Transfers are
+estimated by the slowest link to a device. O(units^2 x kinds x states), where the number of states
+is the product of (devices of a kind + 1) over kinds.
 """
 
 from itertools import pairwise
@@ -29,19 +31,20 @@ from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 Float64 = NDArray[np.float64]
 ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
-"""Shares of each device's memory that stages may fill by the estimate: tried in turn until the
-evaluator finds that a plan fits."""
+"""Shares of each device's memory that a stage may fill by the estimate. They are tried in turn
+until the evaluator finds that a plan fits."""
 SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)
-"""Units by which a cut is moved when a plan is improved."""
+"""Numbers of units by which a cut is moved when a plan is improved."""
 MOST_STATES = 2048
-"""Where there are more states, kinds of devices that follow each other are merged into one."""
+"""With more states than this, the first two kinds of devices are merged into one, as often as
+needed. A merged kind is estimated as its first device."""
 
 
 class _Stages(NamedTuple):
     """A plan along the order.
 
-    cuts      units before each stage but the first
-    devices   of each stage
+    cuts      for each stage but the first, the number of units before it
+    devices   the device of each stage
     """
 
     cuts: tuple[int, ...]
@@ -49,7 +52,7 @@ class _Stages(NamedTuple):
 
 
 def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best plan along `problem.chain`, which must be given; ties: the fewest devices."""
+    """Return the best plan along `problem.chain`, which must be given; ties: the fewest devices."""
     order = ordered_groups(problem)
     candidates: dict[_Stages, Score] = {}
     for room in ROOMS:
@@ -57,8 +60,8 @@ def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
         _judge(problem, budget, order, candidates, stages, always=True)
         if any(not candidates[candidate].lacking_bytes for candidate in stages):
             break
-    # Plans with fewer devices are improved as well: `auto` compares plans with more devices to
-    # them.
+    # The best plan for every number of devices is improved, since `auto` keeps a plan with fewer
+    # devices unless more devices gain enough.
     by_count: dict[int, _Stages] = {}
     for candidate in sorted(candidates, key=lambda candidate: candidates[candidate]):
         by_count.setdefault(len(candidate.devices), candidate)
@@ -69,7 +72,7 @@ def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def ordered_groups(problem: PlacementProblem) -> NDArray[np.int64]:
-    """[units] the groups that have a place in the order, along it."""
+    """Return [units] the groups that have a place in the order, in that order."""
     assert problem.chain is not None, "only where an order is asked for"
     placed = np.flatnonzero(problem.chain >= 0)
     return placed[np.argsort(problem.chain[placed], kind="stable")]
@@ -82,7 +85,8 @@ def _improve(
     candidates: dict[_Stages, Score],
     best: _Stages,
 ) -> None:
-    """Move cuts, one at a time, while that is better."""
+    """Move one cut at a time, each time the one that helps most, until no move helps or the budget
+    ends. All scores go into `candidates`."""
     while not (budget.exhausted or budget.closed):
         near = [moved for moved in _moved(best, len(order)) if moved not in candidates]
         _judge(problem, budget, order, candidates, near)
@@ -97,6 +101,7 @@ def _improve(
 
 
 def _moved(stages: _Stages, units: int) -> list[_Stages]:
+    """Return the plans with one cut moved by one of `SHIFTS`, as far as no stage becomes empty."""
     neighbours = []
     for i, cut in enumerate(stages.cuts):
         for shift in SHIFTS:
@@ -115,7 +120,8 @@ def _judge(
     *,
     always: bool = False,
 ) -> None:
-    """Enter the score of each that can be afforded."""
+    """Evaluate those of `stages` that have no score yet, as far as the budget reaches, and enter
+    their scores in `candidates`."""
     new = [candidate for candidate in dict.fromkeys(stages) if candidate not in candidates]
     if not new:
         return
@@ -128,6 +134,7 @@ def _judge(
 def _placement(
     problem: PlacementProblem, order: NDArray[np.int64], stages: _Stages
 ) -> GroupPlacement:
+    """Return the plan's placement. Groups that are no units are on their fastest device."""
     placement = problem.fastest.copy()
     ends = (0, *stages.cuts, len(order))
     for device, (start, end) in zip(stages.devices, pairwise(ends), strict=True):
@@ -136,7 +143,7 @@ def _placement(
 
 
 def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: float) -> list[_Stages]:
-    """The best by the estimate for each number of devices, the fewest first."""
+    """Return the plan with the best estimate for each number of devices, the fewest first."""
     kinds = _kinds(problem)
     seconds = [_run_seconds(problem, order, kind[0], room) for kind in kinds]
     join = np.maximum if problem.objective == "load" else np.add
@@ -146,6 +153,9 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
     layer: dict[tuple[int, ...], Float64] = {(0,) * len(kinds): start}
     best_of_counts: list[_Stages] = []
     cells: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+    # After n rounds `layer` has the states with n devices in use: each maps to [units + 1] values,
+    # of the best plan for every prefix. `cells` has, for the same state and prefix, the start of
+    # the last stage and its kind.
     for _ in range(sum(map(len, kinds))):
         following: dict[tuple[int, ...], Float64] = {}
         for used, best in layer.items():
@@ -153,12 +163,14 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
                 if used[k] == len(kind):
                     continue
                 now = (*used[:k], used[k] + 1, *used[k + 1 :])
+                # [i, j] value of the prefix of j units whose last stage has units i to j - 1.
                 table = join(best[:, None], seconds[k])
                 before = table.argmin(axis=0)
                 values = table[before, np.arange(units + 1)]
                 if now not in following:
                     following[now] = np.full(units + 1, np.inf)
                     cells[now] = (np.zeros(units + 1, np.int64), np.zeros(units + 1, np.int64))
+                # Several states lead to this one; the strict comparison keeps the first of equals.
                 better = values < following[now]
                 following[now][better] = values[better]
                 cells[now][0][better] = before[better]
@@ -168,8 +180,8 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
         if ends:
             best_used = min(ends, key=lambda used: layer[used][units])
             best_of_counts.append(_walk_back(kinds, cells, best_used, units))
-    # Nothing fits: one stage on the device that may run most units, whose evaluation then says what
-    # does not fit.
+    # If nothing fits, everything becomes one stage on the device that may run most units. Its
+    # evaluation then says what does not fit.
     most_units = int(problem.allowed[order].sum(axis=0).argmax())
     return best_of_counts or [_Stages((), (most_units,))]
 
@@ -180,7 +192,8 @@ def _walk_back(
     used: tuple[int, ...],
     units: int,
 ) -> _Stages:
-    """The stages that the programme chose."""
+    """Return the stages behind the value of all `units` in state `used`. The stages of a kind take
+    its devices in machine order."""
     at, cuts, chosen = units, [], []
     while any(used):
         before, k = int(cells[used][0][at]), int(cells[used][1][at])
@@ -193,7 +206,10 @@ def _walk_back(
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:
-    """Devices that are alike for the estimate: in work, in what may be there, and in memory."""
+    """Return the devices by kind: those of a kind are alike in work, allowed groups and memory.
+
+    The estimate looks at nothing else, except that a kind's links are those of its first device.
+    """
     alike: dict[tuple[bytes, bytes, int], list[int]] = {}
     for device in range(problem.devices):
         if problem.machine.devices[device].kind == "host":
@@ -210,10 +226,15 @@ def _kinds(problem: PlacementProblem) -> list[list[int]]:
 def _run_seconds(
     problem: PlacementProblem, order: NDArray[np.int64], device: int, room: float
 ) -> Float64:
-    """[units + 1, units + 1] seconds of units i to j on the device, with what it reads over the cut
-    before i; inf where that may not be or does not fit."""
+    """Return [units + 1, units + 1]: at [i, j] the seconds of units i to j - 1 on the device, with
+    the transfer over the cut before i; inf if these units may not be there or do not fit.
+
+    room   share of the device's memory that they may fill
+    """
     units = len(order)
     allowed = problem.allowed[order, device]
+    # Units that may not be there count 0 in the prefix sums, because inf - inf would be nan. Runs
+    # that contain one are ruled out by `clear`.
     work = np.where(allowed, problem.work_seconds[order, device], 0.0)
     total = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(work), work, 0.0))])
     barred = np.concatenate([[0], np.cumsum(~allowed)])
@@ -228,7 +249,8 @@ def _run_seconds(
 
 
 def _slowest_link(problem: PlacementProblem, device: int) -> tuple[float, float]:
-    """(seconds per tensor, seconds per byte) of the slowest way to the device."""
+    """Return (seconds per tensor, seconds per byte) of the link to the device that has the least
+    bandwidth; zeros if it has no link."""
     name = problem.machine.device_names[device]
     links = [link for link in problem.machine.links if link.destination == name]
     if not links:
@@ -238,12 +260,15 @@ def _slowest_link(problem: PlacementProblem, device: int) -> tuple[float, float]
 
 
 def _cut_bytes(problem: PlacementProblem, order: NDArray[np.int64]) -> Float64:
-    """[units + 1] bytes that go over the cut before each unit, in either direction."""
+    """Return [units + 1] the bytes that cross the cut before each unit, in either direction."""
     place = np.full(problem.groups.count, -1)
     place[order] = np.arange(len(order))
     sources, destinations, sizes = problem.edges
     ends = np.sort(np.stack([place[sources], place[destinations]]), axis=0)
     across = (ends[0] >= 0) & (ends[0] < ends[1])
+    # An edge between units a < b crosses the cuts before units a + 1 to b: its bytes are added at
+    # the first of these cuts and taken away behind the last, and a running sum gives each cut's
+    # bytes.
     change = np.zeros(len(order) + 2)
     np.add.at(change, ends[0, across] + 1, sizes[across])
     np.add.at(change, ends[1, across] + 1, -sizes[across])

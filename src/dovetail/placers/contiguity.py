@@ -1,14 +1,14 @@
-"""Contiguous plans: what they are, a problem contracted for them, and the best chain of stages.
+"""Contracts a problem for contiguous plans, and finds the best chain of stages.
 
 A placement is *contiguous* when its devices can be put in an order in which no forward edge goes
 back. Every device's forward part is then convex (no path leaves it and comes back), and each device
-can run its part in one go: convexity alone would let two devices wait for each other. It makes no
-difference whether ops or groups are looked at, since both have the same edges between devices.
+can run its part in one go. Convexity alone would let two devices wait for each other. Ops and
+groups give the same answer, since both have the same edges between devices.
 
-Here groups contract to *elements*: strongly connected components of forward edges between groups,
-which any order of devices keeps together. Devices contract to *kinds*: alike in work, memory and
-links, so that only their number matters. Transfers are counted as if all went over the host, which
-is exact where devices have no other link (`is_star`):
+Groups contract to *elements*: strongly connected components of the forward edges between groups.
+Every contiguous plan keeps such a component on one device. Devices contract to *kinds*: those of a
+kind are alike in work, memory and links, so that only their number matters. Transfers are counted
+as if all went over the host, which is exact if devices have no other links (`is_star`):
 
     load(kind, S) = work of S + nets from outside read in S + nets of S read outside
 """
@@ -28,18 +28,19 @@ from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 from dovetail.simulator.loads import HOST_SOURCE, LoadModel
 
 LOOSE = -1
-"""`element_of` a group that is in no element: it has no forward op, and is placed last, where it
-fits."""
+"""Entry of `element_of` for a group that is in no element, because it has no forward op and no
+place in the order. Such a group is placed last, where it fits."""
 _DROPPED = -2
-"""Source of a net that a loose group makes: such nets are left out."""
+"""Source of a net that a loose group makes. Such nets are left out of the loads of stages."""
 
 
 class DeviceKinds(NamedTuple):
     """Devices that are alike.
 
-    members    devices of each kind, ascending
-    room_bytes [kinds]
-    in_seconds, out_seconds   [2, kinds] a hop from and to the host: per tensor, and per byte
+    members       devices of each kind, ascending
+    room_bytes    [kinds] bytes that a stage on such a device may hold
+    in_seconds    [2, kinds] a hop from the host: seconds per tensor, and per byte
+    out_seconds   [2, kinds] a hop to the host, likewise
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -51,12 +52,13 @@ class DeviceKinds(NamedTuple):
 class Elements(NamedTuple):
     """What stages are made of, as flat arrays.
 
-    work_seconds  [elements, kinds] inf: may not be there
+    work_seconds  [elements, kinds] inf: the element may not be there
     held_bytes    [elements]
-    net_sources   [nets] element that makes it; -1: it comes from the host
-    net_sizes     [nets] number of other elements that read it
-    in_seconds, out_seconds   [nets, kinds] what a stage pays to read it, and to send it
-    touch_offsets, touches    CSR by element: a net that it reads, or ~net that it makes
+    net_sources   [nets] element that makes the net; -1: it comes from the host
+    net_sizes     [nets] number of other elements that read the net
+    in_seconds, out_seconds   [nets, kinds] what a stage pays to read the net, and to send it
+    touch_offsets, touches    CSR by element: the nets that it reads, as net, and those that
+                  it makes, as ~net
     """
 
     work_seconds: Float64
@@ -72,8 +74,9 @@ class Elements(NamedTuple):
 class ElementOrder(NamedTuple):
     """The groups as a partial order.
 
-    element_of   [groups] or `LOOSE`; elements are numbered so that edges go up
-    elements     number of them
+    element_of   [groups] element of each group, or `LOOSE`; elements are numbered so that every
+                 edge goes from a lower to a higher number
+    elements     number of elements
     edges        [edges, 2] distinct (from element, to element)
     """
 
@@ -83,7 +86,8 @@ class ElementOrder(NamedTuple):
 
 
 def is_star(problem: PlacementProblem) -> bool:
-    """All transfers go over a host that counts for nothing: the loads of stages are exact."""
+    """Return True if all transfers go over a host whose own load does not count. The loads of
+    stages are then exact."""
     model = problem.load
     devices = np.flatnonzero(model.counted)
     between = model.linked[np.ix_(devices, devices)].astype(bool)
@@ -92,10 +96,13 @@ def is_star(problem: PlacementProblem) -> bool:
 
 
 def order_of(problem: PlacementProblem, *, merging: bool = False) -> ElementOrder:
-    """The order with orphans in it, unless that ties forward groups together: then without."""
+    """Return the order of the groups. Orphans (groups with backward ops and no forward ones) take
+    part in it unless they tie forward groups together; then they are loose."""
     order = forward_order(problem, mirrored=False, merging=merging)
     if len(_orphans(problem)):
         mirrored = forward_order(problem, mirrored=True, merging=merging)
+        # The forward groups make as many elements with orphans as without them, so orphans tie
+        # nothing together.
         if len(np.unique(mirrored.element_of[problem.load.forward == 1])) == order.elements:
             return mirrored
     return order
@@ -104,11 +111,12 @@ def order_of(problem: PlacementProblem, *, merging: bool = False) -> ElementOrde
 def forward_order(
     problem: PlacementProblem, *, mirrored: bool, merging: bool = False
 ) -> ElementOrder:
-    """The order that forward edges make.
+    """Return the order that forward edges make.
 
-    mirrored   orphaned backward groups take part too: an edge between backward ops of which one
-               is orphaned is drawn the other way, as if its mirror image were in forward
-    merging    a group without work and with one neighbour joins it, which no plan is the worse for
+    mirrored   orphans take part too: an edge between backward ops, of which at least one is in an
+               orphan, is turned round, since backward runs against the direction of forward
+    merging    a group without work and with a single neighbour joins that neighbour, which makes no
+               plan worse
     """
     model = problem.load
     edges, taking = model.edges, model.forward.astype(bool)
@@ -117,6 +125,7 @@ def forward_order(
         edges = np.concatenate([edges, extra])
         taking[_orphans(problem)] = True
     joined = _idle_leaves(problem, edges) if merging else np.empty((0, 2), np.int32)
+    # Edges in both directions put a joined pair into one strongly connected component.
     both = np.concatenate([edges, joined, joined[:, ::-1]])
     matrix = csr_matrix((np.ones(len(both), np.int8), both.T), shape=(model.groups,) * 2)
     labels = connected_components(matrix, directed=True, connection="strong")[1]
@@ -125,6 +134,7 @@ def forward_order(
     element_of[taking] = compact
     ends = element_of[edges]
     ends = _distinct(ends[ends[:, 0] != ends[:, 1]], len(used))
+    # Elements are numbered along a topological order. Its ties fall to the lowest first group.
     rank = np.empty(len(used), np.int32)
     rank[topological(len(used), ends, np.argsort(firsts, kind="stable"))] = np.arange(len(used))
     element_of[taking] = rank[compact]
@@ -134,11 +144,17 @@ def forward_order(
 def topological(
     count: int, edges: NDArray[np.integer], preference: NDArray[np.integer]
 ) -> NDArray[np.int32]:
-    """A topological order of `count` nodes, depth first: of those ready, one that became so last;
-    ties: the first of `preference`."""
+    """Return a topological order of `count` nodes, depth first: of the ready nodes, the one that
+    became ready last comes next; ties: the first in `preference`.
+
+    edges        [edges, 2] (from, to)
+    preference   [count] every node once
+    """
     position = np.empty(count, np.int64)
     position[preference] = np.arange(count)
     waiting = np.bincount(edges[:, 1], minlength=count).tolist()
+    # The targets of a node stand from the least preferred to the most preferred, since what is
+    # pushed last is popped first.
     sorted_edges = edges[np.lexsort((-position[edges[:, 1]], edges[:, 0]))]
     offsets = np.searchsorted(sorted_edges[:, 0], np.arange(count + 1)).tolist()
     targets = sorted_edges[:, 1].tolist()
@@ -157,10 +173,11 @@ def topological(
 def kinds_of(
     problem: PlacementProblem, devices: list[int], room_bytes: Float64, *, alone: bool = False
 ) -> DeviceKinds:
-    """Devices alike in everything that a stage's load depends on, by their first device.
+    """Return `devices` in kinds, in the order of their first devices. Devices of a kind are alike
+    in everything that a stage's load depends on, and in room.
 
-    room_bytes   [devices] of the machine
-    alone        every device is a kind of its own
+    room_bytes   [devices] of all devices of the machine
+    alone        make every device a kind of its own
     """
     alike: dict[tuple[bytes, float, tuple[float, ...], int], list[int]] = {}
     for device in devices:
@@ -184,8 +201,13 @@ def elements_of(
     group_bytes: Float64,
     strict: bool = True,
 ) -> Elements:
-    """Contract groups, nets and devices. `strict`: a group is only where it may be; otherwise it
-    weighs nothing where it may not be. O(reads of nets x log)."""
+    """Contract groups, nets and devices to elements. O(reads of nets x log).
+
+    element_of    [groups] element of each group, or `LOOSE`
+    group_bytes   [groups] bytes that each group holds
+    strict        True: an element may not be where one of its groups may not be. False: such a
+                  group counts no work there
+    """
     model, count = problem.load, int(element_of.max(initial=-1)) + 1
     groups = np.flatnonzero(element_of != LOOSE)
     firsts = [members[0] for members in kinds.members]
@@ -195,6 +217,7 @@ def elements_of(
         work, element_of[groups], seconds if strict else np.where(seconds < np.inf, seconds, 0)
     )
     held = np.bincount(element_of[groups], weights=group_bytes[groups], minlength=count)
+    # `HOST_SOURCE` is -1 and would index the last group; the outer `where` overrides what it reads.
     sources = np.where(
         model.net_sources == HOST_SOURCE,
         HOST_SOURCE,
@@ -202,11 +225,13 @@ def elements_of(
     )
     nets = np.repeat(np.arange(len(sources)), np.diff(model.net_offsets))
     targets = element_of[model.net_targets]
+    # A net counts only for the elements that read it from outside.
     is_read = (targets != LOOSE) & (targets != sources[nets]) & (sources[nets] != _DROPPED)
     pairs = _distinct(np.stack([nets[is_read], targets[is_read]], axis=1), count)
     used, net = np.unique(pairs[:, 0], return_inverse=True)
     sources = sources[used].astype(np.int32)
     amounts = np.stack([model.net_sends[used], model.net_bytes[used]], axis=1)
+    # A net that comes from the host is made by no element.
     inner_nets = np.flatnonzero(sources >= 0)
     owners = np.concatenate([pairs[:, 1], sources[inner_nets]])
     touches = np.concatenate([net, ~inner_nets])
@@ -224,19 +249,20 @@ def elements_of(
 
 
 def _distinct(pairs: NDArray[np.integer], seconds: int) -> Int32:
-    """Distinct pairs, ascending, of which the second is less than `seconds`."""
+    """Return the distinct pairs in ascending order. Every second number must be less than
+    `seconds`, so that a pair fits into one integer key."""
     keys = np.unique(pairs[:, 0].astype(np.int64) * seconds + pairs[:, 1])
     return np.stack([keys // max(seconds, 1), keys % max(seconds, 1)], axis=1).astype(np.int32)
 
 
 def _orphans(problem: PlacementProblem) -> Int32:
-    """Groups with backward ops and none of forward."""
+    """Return the groups with backward ops and no forward ops."""
     backward = np.unique(problem.groups.of_op[problem.graph.phases == Phase.BACKWARD])
     return np.asarray(backward[problem.load.forward[backward] == 0], np.int32)
 
 
 def _mirrored(problem: PlacementProblem) -> Int32:
-    """[edges, 2] of groups: backward edges that touch an orphan, turned round."""
+    """Return [edges, 2] of groups: the backward edges that touch an orphan, turned round."""
     graph, of_op = problem.graph, problem.groups.of_op
     before, after = graph.producers[graph.input_tensors], graph.readers
     backward = graph.phases == Phase.BACKWARD
@@ -248,11 +274,13 @@ def _mirrored(problem: PlacementProblem) -> Int32:
 
 
 def _idle_leaves(problem: PlacementProblem, edges: Int32) -> Int32:
-    """[pairs, 2] (a group without work and with one neighbour, that neighbour).
+    """Return [pairs, 2] (a group without work and with a single neighbour, that neighbour).
 
-    Together they send no more than apart. Where memory could bind, only groups that hold nothing.
+    Such a pair sends no more together than apart. If memory could bind, only groups that hold no
+    bytes are joined.
     """
     model = problem.load
+    # Memory cannot bind if the smallest device has room for all that there is.
     everything = max(model.resident_bytes.sum(), float(problem.group_bytes.sum()))
     holds = problem.group_bytes + model.resident_bytes > 0
     idle = np.where(problem.allowed, model.work_seconds, 0.0).max(axis=1) == 0.0
@@ -271,19 +299,24 @@ def _idle_leaves(problem: PlacementProblem, edges: Int32) -> Int32:
         if len(neighbours[group]) != 1:
             continue
         (beside,) = neighbours[group]
+        # The pair may be wherever the neighbour may be, so that joining takes no choice away.
         may_join = (problem.allowed[group] | ~problem.allowed[beside]).all()
         if beside != HOST_SOURCE and model.forward[beside] and may_join:
             pairs.append((group, beside))
             neighbours[group].clear()
             neighbours[beside].remove(group)
+            # The neighbour may have become a leaf by this.
             if idle[beside]:
                 waiting.append(beside)
     return np.array(pairs, np.int32).reshape(-1, 2)
 
 
 def _hop(model: LoadModel, device: int) -> tuple[float, float, float, float]:
-    """Seconds of a hop from and to the host, each per tensor and per byte; without such a link,
-    or on the host itself, the mean of the device's links."""
+    """Return the seconds of a hop from the host, per tensor and per byte, and of a hop to the host.
+
+    For the host itself, and for a device without a link to the host, these are the means over the
+    device's links to devices whose load counts; zeros if there are none.
+    """
     neighbours = [model.host] if device != model.host and model.linked[device, model.host] else None
     if neighbours is None:
         neighbours = np.flatnonzero(model.linked[device] * model.counted).tolist()
@@ -301,15 +334,16 @@ def _hop(model: LoadModel, device: int) -> tuple[float, float, float, float]:
 # ── The walk up a lattice of ideals: the kernels in which `best_chain` spends its time ───────────
 
 STEPS = 2_000_000
-"""Steps of the walks between two looks at the budget: they take about .1 s."""
+"""Steps that walks take between two looks at the budget; they take about .1 s."""
 
 
 class Lattice(NamedTuple):
-    """Ideals, by size; the first is empty, the last is everything.
+    """Ideals by size: the first is empty, the last holds every element.
 
-    add_offsets, adds, leads   CSR by ideal: an element that may be added, ascending by rank, and
-                               the ideal that it leads to
-    parents, lasts   [ideals] one ideal below, and the element that is added to it; -1 of the empty
+    add_offsets, adds, leads   CSR by ideal: the elements that may be added to it, ascending by
+                     rank, and the ideal that each leads to
+    parents, lasts   [ideals] an ideal with one element less, and that element; -1 for the empty
+                     ideal
     ranks            [elements] a topological numbering
     """
 
@@ -322,12 +356,18 @@ class Lattice(NamedTuple):
 
 
 class StageTable(NamedTuple):
-    """values, origins, kinds   [ideals, states] f, the ideal before the last stage, its kind
-    left_work     [ideals] weighed work of the elements that are not in it
-    power         [states] weighed number of devices that are left
-    nexts         [states, kinds] state with one device more in use, -1: none is left
+    """The table of the dynamic programme, whose recurrence stands above `best_chain`.
+
+    values        [ideals, states] f: the least largest load of stages that make up the ideal on the
+                  devices of the state; inf: none is known
+    origins, kinds   [ideals, states] the ideal below the last of these stages, and that stage's
+                  kind
+    left_work     [ideals] weighted work of the elements that are not in the ideal
+    power         [states] weighted number of devices that are left
+    nexts         [states, kinds] the state with one device of the kind more in use; -1: none is
+                  left
     room_bytes    [kinds]
-    ceiling       [1] values at and above it are of no interest
+    ceiling       [1] only values below it are searched for
     """
 
     values: Float64
@@ -341,14 +381,18 @@ class StageTable(NamedTuple):
 
 
 class StageWorkspace(NamedTuple):
-    """The walk up from one ideal.
+    """The scratch arrays of a walk up from one ideal. The stage is what the walk has added so far.
 
-    states, kinds     [states], [kinds] states of the ideal that go on; 1: one has this kind left
-    homes             [nets] where the source is: 0 further up, 1 in the stage, 2 below or outside
-    below, inside     [nets] readers below, and in the stage
-    at, next_add      [depth] ideals on the way, and the next edge up to try
-    added             [depth] element added last
-    loads, least      [depth, kinds] load of the stage, and what of it can only grow
+    states            states of the bottom ideal that may still lead below the ceiling
+    kinds             [kinds] 1: one of these states has a device of this kind left
+    homes             [nets] where the source is: 0 neither below nor in the stage, 1 in the stage,
+                      2 below or on the host
+    below, inside     [nets] number of readers in the bottom ideal, and in the stage
+    at, next_add      [depth] ideals on the way up, and the next CSR entry to try from each
+    added             [depth] element that was added last
+    loads             [depth, kinds] load of the stage
+    least             [depth, kinds] that load without the transfers that more elements may undo:
+                      no larger stage has less
     held_bytes        [depth]
     """
 
@@ -367,6 +411,10 @@ class StageWorkspace(NamedTuple):
 
 @kernel
 def left_work(lattice: Lattice, weighed: Float64, total: float, left_work: Float64) -> None:
+    """Fill `left_work` [ideals] with the weighted work of the elements outside each ideal.
+
+    weighed   [elements] weighted work, of sum `total`
+    """
     left_work[0] = total
     for ideal in range(1, len(lattice.parents)):
         left_work[ideal] = left_work[lattice.parents[ideal]] - weighed[lattice.lasts[ideal]]
@@ -381,7 +429,12 @@ def push(
     ideal: int,
     steps: Int64,
 ) -> int:
-    """Push the values of ideals from `ideal` on to those above; the next one after enough steps."""
+    """Walk up from `ideal` and from each ideal after it, and improve the values of the ideals
+    above. After `STEPS` steps no further walk begins. Returns the first ideal that is still to be
+    done.
+
+    Ideals stand by size, so when an ideal's turn comes its own values are final.
+    """
     while ideal < len(lattice.parents) and steps[0] < STEPS:
         alive = _alive(table, walk, ideal)
         steps[0] += 1
@@ -394,7 +447,8 @@ def push(
 
 @inlined
 def _alive(table: StageTable, walk: StageWorkspace, ideal: int) -> int:
-    """Number of states of the ideal that may still lead below the ceiling; fills `walk.states`."""
+    """Return how many states of the ideal may still lead below the ceiling. Fills `walk.states`
+    with them, and `walk.kinds`."""
     ceiling, alive = table.ceiling[0], 0
     for kind in range(len(walk.kinds)):
         walk.kinds[kind] = 0
@@ -412,13 +466,14 @@ def _alive(table: StageTable, walk: StageWorkspace, ideal: int) -> int:
 
 @inlined
 def _begin(elements: Elements, lattice: Lattice, walk: StageWorkspace, ideal: int) -> None:
-    """An empty stage on top of the ideal."""
+    """Begin a walk: the stage is empty, and the ideal lies below it."""
     for net in range(len(elements.net_sources)):
         walk.homes[net] = 2 if elements.net_sources[net] < 0 else 0
         walk.below[net] = 0
         walk.inside[net] = 0
     walk.at[0] = ideal
     walk.next_add[0] = lattice.add_offsets[ideal]
+    # The parents lead down to the empty ideal and name each element of the ideal once.
     while ideal > 0:
         element = lattice.lasts[ideal]
         for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
@@ -439,7 +494,7 @@ def _climb(
     alive: int,
     steps: Int64,
 ) -> None:
-    """Visit every ideal above, and note the value of a stage from the bottom to there."""
+    """Visit the ideals above the bottom, depth first, and note the stage up to each."""
     depth = 0
     while depth >= 0:
         edge = walk.next_add[depth]
@@ -450,6 +505,7 @@ def _climb(
             continue
         walk.next_add[depth] += 1
         element = lattice.adds[edge]
+        # Elements are added in ascending rank only, so that each ideal above is met once.
         if depth > 0 and lattice.ranks[element] < lattice.ranks[walk.added[depth]]:
             continue
         steps[0] += 1
@@ -461,6 +517,7 @@ def _climb(
         walk.at[depth] = above
         walk.next_add[depth] = lattice.add_offsets[above]
         walk.added[depth] = element
+        # If no kind of device could take a larger stage, all edges further up are skipped.
         if not _note(table, walk, depth, alive):
             walk.next_add[depth] = lattice.add_offsets[above + 1]
 
@@ -469,7 +526,8 @@ def _climb(
 def _may_add(
     elements: Elements, table: StageTable, walk: StageWorkspace, depth: int, element: int
 ) -> bool:
-    """Before anything is counted: do work and bytes fit some kind of device?"""
+    """Return True if the stage with this element may fit some kind of device. This looks at work
+    and bytes only, which is cheap; nets are counted when the element is added."""
     held = walk.held_bytes[depth] + elements.held_bytes[element]
     fits = False
     for kind in range(len(walk.kinds)):
@@ -481,7 +539,8 @@ def _may_add(
 
 @inlined
 def _add(elements: Elements, walk: StageWorkspace, depth: int, element: int) -> None:
-    """Put an element into the stage: loads and bytes at `depth` follow from those below."""
+    """Put an element into the stage. Loads and bytes at `depth` are those at `depth - 1` plus what
+    the element changes."""
     kinds = len(walk.kinds)
     walk.held_bytes[depth] = walk.held_bytes[depth - 1] + elements.held_bytes[element]
     for kind in range(kinds):
@@ -490,14 +549,21 @@ def _add(elements: Elements, walk: StageWorkspace, depth: int, element: int) -> 
         walk.least[depth, kind] = walk.least[depth - 1, kind] + work
     for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
         net = elements.touches[i]
+        # By how many hops in and out the load changes; and whether a hop lasts: no larger stage can
+        # undo it.
         came_in, goes_out, lasts = 0.0, 0.0, 0
         if net < 0:
+            # The stage now makes the net: it no longer has it sent in, but sends it out if any
+            # reader is elsewhere. Readers below can never join the stage.
             net = ~net
             walk.homes[net] = 1
             came_in = -1.0 if walk.inside[net] else 0.0
             goes_out = 1.0 if walk.inside[net] < elements.net_sizes[net] else 0.0
             lasts = walk.below[net]
         else:
+            # The stage now reads the net. If it also makes the net, the last reader to join ends
+            # the hop out. Otherwise the first reader brings the hop in, which only a source that is
+            # still to come can undo.
             walk.inside[net] += 1
             if walk.homes[net] == 1:
                 goes_out = -1.0 if walk.inside[net] == elements.net_sizes[net] else 0.0
@@ -515,6 +581,7 @@ def _add(elements: Elements, walk: StageWorkspace, depth: int, element: int) -> 
 
 @inlined
 def _take_back(elements: Elements, walk: StageWorkspace, element: int) -> None:
+    """Undo what `_add` changed of nets. Loads and bytes need no undoing: each depth has its own."""
     for i in range(elements.touch_offsets[element], elements.touch_offsets[element + 1]):
         touch = elements.touches[i]
         if touch < 0:
@@ -525,7 +592,8 @@ def _take_back(elements: Elements, walk: StageWorkspace, element: int) -> None:
 
 @inlined
 def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bool:
-    """Note the stage in the table; whether some kind of device could take more."""
+    """Enter the stage in the table wherever it improves a value. Returns True if some kind of
+    device might take a larger stage."""
     ceiling, below, above = table.ceiling[0], walk.at[0], walk.at[depth]
     grows = False
     for kind in range(len(walk.kinds)):
@@ -533,6 +601,7 @@ def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bo
             continue
         if walk.least[depth, kind] >= ceiling:
             continue
+        # A load above the ceiling does not end the walk: more elements may undo transfers.
         grows = True
         load = walk.loads[depth, kind]
         if load >= ceiling:
@@ -564,10 +633,10 @@ def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bo
 # I above J exactly once: the walk to I adds the elements of I \ J in the order of their ranks, and
 # every prefix of that, with J, is an ideal. Loads along the walk follow from counts per net.
 #
-# Only plans below a known value (`ceiling`) are searched for, which cuts off most of the walk:
-# * a stage ends where its work, its bytes and those transfers that more elements cannot undo reach
-#   the ceiling for every kind of device that is left;
-# * a state (I, c) is skipped where the devices that are left cannot do the work that is left:
+# Only plans below a given value (`ceiling`) are searched for, which cuts off most of the walk:
+# * a stage grows no further if, for every kind of device that is left, its bytes exceed the room or
+#   its work and the transfers that more elements cannot undo reach the ceiling;
+# * a state (I, c) is skipped if the devices that are left cannot do the work that is left:
 #   sum over k of lambda_k x devices left of k x ceiling
 #                                           < sum over elements left of min_k lambda_k x work_k
 #
@@ -576,13 +645,19 @@ def _note(table: StageTable, walk: StageWorkspace, depth: int, alive: int) -> bo
 
 
 MOST_ENTRIES = 2**24
-"""Largest table, in ideals x states: 13 bytes each."""
+"""Most entries, ideals x states, of a table. An entry has 13 bytes: value, origin and kind."""
 _ROUNDING = 1e-9
-"""Share of all work by which sums in another order may differ: no plan is cut off for less."""
+"""The work that is left is lowered by this share of all work, because sums that are taken in
+another order differ by rounding. So rounding cuts off no plan."""
 
 
 class StageChain(NamedTuple):
-    """value: the largest load; stages: [elements] index of its stage; devices: of each stage."""
+    """A chain of stages.
+
+    value     seconds of the largest load
+    stages    [elements] stage of each element, numbered from the bottom
+    devices   device of each stage
+    """
 
     value: float
     stages: Int32
@@ -590,21 +665,31 @@ class StageChain(NamedTuple):
 
 
 class DeviceStates(NamedTuple):
-    """Devices in use. nexts: as in `StageTable`; left [states, kinds]: devices that are left."""
+    """Which devices are in use, as numbered states; state 0 uses none.
+
+    nexts   [states, kinds] as in `StageTable`
+    left    [states, kinds] devices of each kind that are left
+    """
 
     nexts: Int32
     left: Int64
 
 
 def states_of(counts: NDArray[np.int64], most: int) -> DeviceStates:
-    """Every count of devices of each kind; where these are more than `most`, devices are used in
-    their order only (one kind each, then)."""
+    """Return a state for every count of devices of each kind. If these are more than `most`, stages
+    may use the devices only in their order; every device must then be a kind of its own.
+
+    counts   [kinds] number of devices
+    """
     kinds = len(counts)
     if np.prod(counts + 1.0) > most:
         assert (counts == 1).all(), "devices in order are kinds of their own"
+        # In state s the devices before s are used or skipped. A stage on device k >= s leads to the
+        # state k + 1.
         upto = np.arange(kinds + 1)
         nexts = np.where(upto[:, None] <= np.arange(kinds), np.arange(kinds) + 1, -1)
         return DeviceStates(nexts.astype(np.int32), (nexts >= 0).astype(np.int64))
+    # States are all counts in C order, so one device more of a kind adds that kind's stride.
     used = np.indices(tuple(counts + 1)).reshape(kinds, -1).T
     strides = np.cumprod(np.concatenate([[1], (counts + 1)[:0:-1]]))[::-1]
     index = np.arange(len(used))[:, None] + strides
@@ -621,10 +706,10 @@ def best_chain(
     step_evaluations: float,
     always: bool = False,
 ) -> tuple[StageChain | None, bool]:
-    """The best chain below `ceiling`, or None; and whether the search came to its end.
+    """Return the best chain below `ceiling`, or None; and whether the search came to its end.
 
-    budget             ends it early, unless `always`
-    step_evaluations   what it is charged for one step of a walk
+    budget             ends the search early, unless `always` is set
+    step_evaluations   evaluations that the budget is charged for one step of a walk
     """
     counts = np.array([len(members) for members in kinds.members])
     states = states_of(counts, MOST_ENTRIES // len(lattice.parents))
@@ -646,6 +731,7 @@ def best_chain(
 def _table(
     elements: Elements, lattice: Lattice, kinds: DeviceKinds, states: DeviceStates, ceiling: float
 ) -> StageTable:
+    """Return the table in which only the empty ideal has a value: 0, with no device in use."""
     shape = (len(lattice.parents), len(states.nexts))
     weights, weighed = _weights(elements.work_seconds, states.left[0])
     left = np.zeros(shape[0])
@@ -665,10 +751,13 @@ def _table(
 
 
 def _weights(work_seconds: Float64, counts: Int64) -> tuple[Float64, Float64]:
-    """[kinds] weights lambda that make the bound on work high, and [elements] weighed work.
+    """Return [kinds] weights lambda that make the bound on work high, and [elements] weighted work.
 
-    The first kind has weight 1; each other in turn the best of the quantiles of its ratio to what
-    those before it make of the work.
+    Any weights give a valid bound. The first kind has weight 1. For each other kind in turn, eleven
+    quantiles of the ratio between the weighted work so far and the kind's own work are tried. The
+    best has the most weighted work per weighted device.
+
+    counts   [kinds] number of devices
     """
     weights = np.ones(work_seconds.shape[1])
     weighed, power = work_seconds[:, 0], float(counts[0])
@@ -686,12 +775,14 @@ def _weights(work_seconds: Float64, counts: Int64) -> tuple[Float64, Float64]:
 
 
 def _times(column: Float64, weight: float) -> Float64:
-    """0 x inf is inf: what may not be there weighs nothing there."""
+    """Return `column` x `weight`, where 0 x inf is inf and not nan: an element that may not be on a
+    kind never takes its weighted work from that kind."""
     finite = np.isfinite(column)
     return np.where(finite, np.where(finite, column, 0.0) * weight, np.inf)
 
 
 def _walk(elements: Elements, lattice: Lattice, states: int) -> StageWorkspace:
+    """Return scratch arrays for walks of any length, at most one step per element."""
     (count, kinds), nets = elements.work_seconds.shape, len(elements.net_sources)
     depth = count + 1
     return StageWorkspace(
@@ -710,21 +801,25 @@ def _walk(elements: Elements, lattice: Lattice, states: int) -> StageWorkspace:
 
 
 def _backtrack(lattice: Lattice, table: StageTable, kinds: DeviceKinds, state: int) -> StageChain:
-    """Follow the origins down; stages are numbered from the bottom, and take the devices of their
-    kind in machine order."""
+    """Return the chain behind the value of everything in `state`, by following the origins down.
+
+    Stages are numbered from the bottom and take the devices of their kind in machine order.
+    """
     ideal = len(lattice.parents) - 1
     value = float(table.values[ideal, state])
     steps = []
     while ideal:
         kind, origin = int(table.kinds[ideal, state]), int(table.origins[ideal, state])
         steps.append((ideal, kind))
-        befores = np.flatnonzero(table.nexts[:, kind] == state)  # several where some are skipped
+        # Several states lead to `state` if devices may be skipped; the value came from the least.
+        befores = np.flatnonzero(table.nexts[:, kind] == state)
         state = int(befores[table.values[origin, befores].argmin()])
         ideal = origin
     stages = np.zeros(len(lattice.ranks), np.int32)
     devices, free = [], [list(members) for members in kinds.members]
     for _, kind in reversed(steps):
         devices.append(free[kind].pop(0))
+    # Steps go from the top down. Each marks a whole ideal; later ones mark its lower part anew.
     for stage, (top, _) in enumerate(steps):
         while top:
             stages[lattice.lasts[top]] = len(steps) - 1 - stage

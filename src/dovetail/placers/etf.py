@@ -1,8 +1,8 @@
-"""Earliest task first: list scheduling that knows communication and memory.
+"""Earliest task first: list scheduling that takes communication and memory into account.
 
-Of all ready ops and all devices, the pair that can start earliest is scheduled; among pairs that
-start at one instant the op with the longest path to the end (its static level) goes first, then
-the lower op index, then the lower device.
+Of all pairs of a ready op and a device, the one that can start earliest is scheduled. Among pairs
+that start at one instant, the op with the longest path to the end (its static level) goes first,
+then the lower op index, then the lower device.
 
     starts(op, d) = max(free_d, arrives(op, d))            arrives: see `list_scheduling`
 
@@ -10,16 +10,16 @@ Paper: Hwang, Chow, Anger and Lee, "Scheduling precedence graphs in systems with
 communication times", SIAM Journal on Computing 18(2), 1989,
 https://doi.org/10.1137/0218016, section 4. With memory: m-ETF of Jeon et al., "Baechi: Fast Device
 Placement of Machine Learning Graphs", SoCC 2020, https://arxiv.org/abs/2301.08695.
-Differences: unlike devices; a group follows the first of its ops; a group goes only where its
-bytes (`PlacementProblem.group_bytes`) still fit, and where none has room, to the one with the most
-left. As in the paper, links are never busy.
+Differences: unlike devices; a group goes where the first of its ops goes; a group goes only to a
+device that still has room for its bytes (`PlacementProblem.group_bytes`), or, if no device has, to
+the one with the most room left. As in the paper, links are never busy.
 
-Each device keeps the ready ops in two heaps: those whose inputs are there by the time it is free,
-by rank, and those that come later, by arrival. O((ops x log ops + reads) x devices).
+Each device keeps the ready ops in two heaps: ops whose inputs are there by the time the device is
+free, by rank, and ops whose inputs come later, by arrival. O((ops x log ops + reads) x devices).
 
-For `sct` the same loop knows favourite children and lets devices wait for them. An op is *urgent*
-once its inputs could be on every device that it may choose; urgent ops stand in heaps of their own,
-in lanes `devices` to `2 x devices - 1`.
+For `sct` the same loop has favourite children, and lets devices wait for them. An op is *urgent*
+once its inputs could be on every device that it may choose. Urgent ops stand in heaps of their own,
+in lanes `devices` to `2 x devices - 1`; lane d holds all ready ops that device d may run.
 """
 
 from typing import NamedTuple
@@ -51,8 +51,9 @@ from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
 
 class Favourites(NamedTuple):
-    """children [ops] the op that should follow on the same device, -1: none; and
-    patience_seconds [ops] for how long the device may wait for it."""
+    """children           [ops] the op that should follow each op on the same device; -1: none
+    patience_seconds   [ops] how long the device may wait for that child
+    """
 
     children: Int32
     patience_seconds: Float64
@@ -61,15 +62,19 @@ class Favourites(NamedTuple):
 class _EtfSchedule(NamedTuple):
     """The growing schedule. Times in seconds from the start of the step.
 
-    placed, room     [groups] device or -1, [devices] bytes left
-    waiting, done    [ops] ops before it that have not started; 1: started
-    ready_heads, ready_next   [groups], [ops] linked lists: ops that became ready while their group
-                     was nowhere
-    heaps            ranks of ready ops by lane
-    firsts, first_times        [devices] rank that a device could start first, -1: none; and when
-    last             [devices] op that ran last
-    fresh            [ops] stack of ops to offer, `fresh_count[0]` high: they became ready, or their
-                     group was given to the device with most room
+    placed, room     [groups] device, or -1: none yet; [devices] bytes left
+    starts, ends     [ops]
+    free             [devices] when each has ended what it was given so far
+    waiting, done    [ops] number of ops before it that have not started; 1: it has started
+    ready_heads, ready_next   [groups], [ops] linked lists of the ops that became ready before their
+                     group had a device; -1: end
+    heaps            ranks of ready ops, by lane
+    firsts           [devices] rank of the op that each could start earliest; -1: none
+    first_times      [devices] when it could start that op
+    last             [devices] op that ran last, -1: none
+    fresh            [ops] stack of ops that are to be offered to lanes. An op gets here when it
+                     becomes ready, and again when its group is given to the device with most room
+    fresh_count      [1] height of that stack
     """
 
     placed: Int32
@@ -90,7 +95,7 @@ class _EtfSchedule(NamedTuple):
 
 
 def etf(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The better of schedules over all devices and over the fastest model of device only."""
+    """Return the better of the schedules over all devices and over those of the fastest model."""
     tasks = tasks_of(problem)
     return best_of_sets(problem, budget, lambda limits: etf_schedule(tasks, limits).placed)
 
@@ -98,7 +103,7 @@ def etf(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 def etf_schedule(
     tasks: Tasks, limits: GroupLimits, favourites: Favourites | None = None
 ) -> ListSchedule:
-    """The schedule of one set of devices; with `favourites` that of `sct`."""
+    """Return the schedule over the devices in `limits`; with `favourites` that of `sct`."""
     ops, devices = tasks.seconds.shape
     aware = favourites is not None
     if favourites is None:
@@ -112,6 +117,7 @@ def etf_schedule(
 
 
 def _workspace(tasks: Tasks, limits: GroupLimits, lanes: int) -> _EtfSchedule:
+    """Return an empty schedule. Source ops count as done."""
     (ops, devices), groups = tasks.seconds.shape, len(limits.choices)
     return _EtfSchedule(
         placed=np.full(groups, -1, np.int32),
@@ -123,7 +129,9 @@ def _workspace(tasks: Tasks, limits: GroupLimits, lanes: int) -> _EtfSchedule:
         done=(tasks.runs == 0).astype(np.int8),
         ready_heads=np.full(groups, -1, np.int32),
         ready_next=np.full(ops, -1, np.int32),
-        heaps=empty_heaps(lanes, 2 * ops),  # an op is offered twice where its group is given away
+        # An op is offered to a lane at most twice: when it becomes ready, and when its group is
+        # given to the device with most room.
+        heaps=empty_heaps(lanes, 2 * ops),
         firsts=np.zeros(devices, np.int32),
         first_times=np.zeros(devices),
         last=np.full(devices, -1, np.int32),
@@ -141,7 +149,7 @@ def _schedule(
     ranks: Int32,
     work: _EtfSchedule,
 ) -> int:
-    """Fill `work`; return how many ops never became ready."""
+    """Fill `work`. Returns how many ops were never scheduled: 0 unless ops wait in a cycle."""
     left = 0
     for op in range(len(work.done)):
         if not work.done[op]:
@@ -157,13 +165,17 @@ def _schedule(
                 break
             if work.firsts[device] < 0:
                 continue
+            # Ties of time: a device that is not awake goes before one that is; then the lower rank;
+            # then the lower device, which comes first here.
             sooner = best < 0 or work.first_times[device] < work.first_times[best]
             if not sooner and work.first_times[device] == work.first_times[best]:
                 better = work.firsts[device] < work.firsts[best]
                 sooner = better if awake == best_awake else best_awake
             if sooner:
                 best, best_awake = device, awake
-        if work.fresh_count[0] > 0:  # perhaps for a device that had answered: ask all again
+        # `look` has given a group to a device. That device may have answered before the group's ops
+        # were in its lane, so all devices are asked again.
+        if work.fresh_count[0] > 0:
             continue
         if best < 0:
             return left
@@ -182,23 +194,26 @@ def look(
     work: _EtfSchedule,
     device: int,
 ) -> bool:
-    """Fill `firsts` and `first_times` of a device with what it could start earliest.
+    """Fill `firsts` and `first_times` of a device with the op that it could start earliest.
 
-    Returns True if it is awake: it keeps itself for a favourite child that it could start sooner
-    than any other device, and until then takes urgent ops only.
+    Returns True if the device is awake: it keeps itself free for a favourite child that no other
+    device could start sooner, and until then takes urgent ops only.
     """
     free = work.free[device]
     lane = device
     child, begins = -1, np.inf
+    # More lanes than devices: this is a schedule of `sct`.
     if len(work.heaps.now_sizes) > len(work.free) and work.last[device] >= 0:
         child = favourites.children[work.last[device]]
         if child >= 0 and work.waiting[child] == 0 and not work.done[child]:
             begins = child_start(tasks, limits, work, child, device)
             if begins - free <= favourites.patience_seconds[work.last[device]]:
                 lane = len(work.free) + device
+    # An awake device whose child can start at once takes the child and looks at no other op.
     if lane == device or begins > free:
         find_first(tasks, limits, by_rank, work, lane, device)
     if lane > device:
+        # Until the child can start, an urgent op may run, if it starts once the device is free.
         urgent = begins > free and work.firsts[device] >= 0 and work.first_times[device] <= free
         if not urgent:
             work.firsts[device] = ranks[child]
@@ -210,7 +225,8 @@ def look(
 def child_start(
     tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, child: int, device: int
 ) -> float:
-    """When a favourite child could start on `device`; inf if it may not, or sooner elsewhere."""
+    """Return when a favourite child could start on `device`; inf if it may not be there, or if
+    another device could start it sooner."""
     group = tasks.of_op[child]
     home = work.placed[group]
     here = elsewhere = np.inf
@@ -229,12 +245,16 @@ def child_start(
 def find_first(
     tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _EtfSchedule, lane: int, device: int
 ) -> None:
-    """Fill `firsts` and `first_times` of a device with what is first in a lane."""
+    """Fill `firsts` and `first_times` of a device with what it could start first in a lane."""
     heaps, free = work.heaps, work.free[device]
     work.firsts[device] = -1
+    # What has arrived by now competes by rank alone. A device's free time never falls, so an op
+    # that is moved to the heap `now` stays there rightly.
     while heaps.later_sizes[lane] > 0 and heaps.later_times[lane, 0] <= free:
         push_now(heaps, lane, heaps.later_ranks[lane, 0])
         pop_later(heaps, lane)
+    # An op stands in the lanes of several devices. Where it no longer counts, it is dropped only
+    # when it comes to the top.
     while heaps.now_sizes[lane] + heaps.later_sizes[lane] > 0:
         is_now = heaps.now_sizes[lane] > 0
         rank = heaps.now[lane, 0] if is_now else heaps.later_ranks[lane, 0]
@@ -250,7 +270,11 @@ def find_first(
 
 @inlined
 def is_gone(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, device: int) -> bool:
-    """Has the op started, or can its group not be here? A group that fits nowhere is given away."""
+    """Return True if the op has started or its group cannot be on this device.
+
+    A group that fits nowhere is given to the device with most room; its ready ops are offered
+    again.
+    """
     group = tasks.of_op[op]
     home = work.placed[group]
     if work.done[op] == 1:
@@ -263,7 +287,8 @@ def is_gone(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, devi
     if roomiest >= 0:
         settle(limits, work, group, roomiest)
         ready = work.ready_heads[group]
-        while ready >= 0:  # who was dropped there for want of room is offered again
+        # The lane of that device may have dropped these ops already, when they did not fit.
+        while ready >= 0:
             add_fresh(work, ready)
             ready = work.ready_next[ready]
     return True
@@ -271,18 +296,21 @@ def is_gone(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, devi
 
 @inlined
 def settle(limits: GroupLimits, work: _EtfSchedule, group: int, device: int) -> None:
+    """Put a group on a device and take its bytes from the room there."""
     work.placed[group] = device
     work.room[device] -= limits.group_bytes[group]
 
 
 @inlined
 def add_fresh(work: _EtfSchedule, op: int) -> None:
+    """Put an op on the stack of those that are to be offered."""
     work.fresh[work.fresh_count[0]] = op
     work.fresh_count[0] += 1
 
 
 @inlined
 def offer_fresh(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSchedule) -> None:
+    """Offer every op of the stack, and empty it."""
     while work.fresh_count[0] > 0:
         work.fresh_count[0] -= 1
         offer(tasks, limits, ranks, work, work.fresh[work.fresh_count[0]])
@@ -290,13 +318,15 @@ def offer_fresh(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSched
 
 @inlined
 def offer(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSchedule, op: int) -> None:
-    """Put a ready op into the lanes of every device where its group may be."""
+    """Put a ready op into the lanes of every device on which its group may be."""
     group = tasks.of_op[op]
     home = work.placed[group]
     if home < 0:
         work.ready_next[op] = work.ready_heads[group]
         work.ready_heads[group] = op
     time = latest = 0.0
+    # The plain lanes come first. So `latest`, when the op's inputs could be on every device that it
+    # may choose, is complete at the first urgent lane.
     for lane in range(len(work.heaps.now_sizes)):
         urgent = lane >= len(work.free)
         device = lane - len(work.free) if urgent else lane
@@ -314,6 +344,7 @@ def offer(tasks: Tasks, limits: GroupLimits, ranks: Int32, work: _EtfSchedule, o
 
 @inlined
 def start(tasks: Tasks, limits: GroupLimits, work: _EtfSchedule, op: int, device: int) -> None:
+    """Schedule an op on a device at `first_times`, and stack the ops that become ready by that."""
     group = tasks.of_op[op]
     if work.placed[group] < 0:
         settle(limits, work, group, device)

@@ -1,24 +1,24 @@
-"""Exact placement by CP-SAT: a plan, a bound, and a proof where the budget reaches for one.
+"""Exact placement by CP-SAT: a plan, a bound, and a proof if the budget suffices for one.
 
-What a placement costs is what the evaluator says. CP-SAT solves a relaxation of it, whose optimum
-no placement beats, and the two meet by logic-based Benders decomposition:
+The evaluator says what a placement costs. CP-SAT solves a relaxation, whose optimum no placement
+beats. Logic-based Benders decomposition brings the two together:
 
     repeat: placement, bound = CP-SAT, with objective < best value so far
-            infeasible: the best so far is optimal; none so far: no placement fits
+            infeasible: the best so far is optimal; if there is none, no placement fits
             evaluate the placement, and rule it out
 
-`load`: `load_master`, whose relaxation is the objective itself but for memory, and, where a first
-round leaves a gap, the bound of `share_bound`. `step`: `step_master`, where ops and transfers are
-intervals. `latency`: `latency_master`. Where placements are few (`can_enumerate`), evaluating every
-one is the faster proof, and is used if the budget is large enough.
+For `load` the model is `load_master`, whose relaxation is the objective itself but for memory. If a
+first round leaves a gap, `share_bound` adds a bound. For `step` it is `step_master`, where ops and
+transfers are intervals, and for `latency` it is `latency_master`. If there are few placements
+(`can_enumerate`), evaluating every one is the faster proof, and is used if the budget allows it.
 
 Papers: Hooker & Ottosson, "Logic-based Benders decomposition", Mathematical Programming 96 (2003),
 https://doi.org/10.1007/s10107-003-0375-9, section 3; Perron & Didier, CP-SAT,
 https://developers.google.com/optimization/cp/cp_solver. Differences: cuts are plain no-goods, one
 placement (and its copies over alike devices) at a time, since the evaluator's order is no optimum.
 
-A budget in evaluations buys `DETERMINISTIC_SECONDS` of CP-SAT for each, on one thread, so that the
-same budget gives the same plan; a budget of seconds uses `budget.threads`.
+A budget in evaluations buys `DETERMINISTIC_SECONDS` of CP-SAT for each evaluation, on one thread,
+so that the same budget gives the same plan. A budget of seconds uses `budget.threads` threads.
 """
 
 import threading
@@ -42,12 +42,12 @@ from dovetail.simulator.latency import LatencyModel, latency_model
 
 # ── The master problem: parts that the CP-SAT models of all objectives share ────────────────────
 #
-# These are literals for where each group is, devices that are alike, memory, and placements that
-# are ruled out.
+# The parts are literals that say where each group is, the symmetry of alike devices, memory, and
+# placements that are ruled out.
 #
 # Symmetry. Devices are alike if swapping them changes neither costs, links, memory nor what is
-# allowed. Of the placements that only swap alike devices the model keeps one: going through the
-# groups, the heaviest first, device k of a class is used only after device k - 1 of the class.
+# allowed. Of placements that differ only by swaps of alike devices the model keeps one: going
+# through the groups, the heaviest first, device k of a class is used only after device k - 1.
 #
 # Memory. A placement is judged by its simulated peak, which no linear rule gives. The model holds
 # what every placement needs, whatever the order of its ops: on each device
@@ -55,31 +55,32 @@ from dovetail.simulator.latency import LatencyModel, latency_model
 #     sum of resident and output bytes of its groups <= capacity
 #     sum of resident bytes of its groups + what one op of them reads and makes <= capacity
 #
-# A placement that fits by these rules but lacks memory when it is simulated is ruled out by itself.
+# A placement that fits by these rules but lacks memory when it is simulated is ruled out singly.
 
 SCALE_UNITS = 2**26
-"""Units of time that a step or load of the size expected has: durations are rounded down to whole
-units, so that a sum of n of them is short of the truth by less than n units. Larger coefficients
+"""A step or load of the expected length has this many units of time. Durations are rounded down to
+whole units, so a sum of n of them is short of the truth by less than n units. Larger coefficients
 are not safe: with 2**34, CP-SAT 9.15 was seen to cut off the optimum while it simplified."""
 MOST_UNITS = 2 * SCALE_UNITS
-"""A longer duration counts as this: no plan of interest has one."""
+"""A longer duration counts as this many units: no plan of interest has one."""
 HORIZON_UNITS = 2**46
-"""Above the sum of the durations of every model that there is memory for: no plan is cut off,
-however much slower than expected."""
+"""Upper limit of every time in a model. It is above the sum of the durations of every model that
+there is memory for, so it cuts off no plan, however much slower than expected."""
 ROOM_UNITS = 2**26
-"""Units of memory that a device's capacity is counted in: few, for the same reason."""
+"""A device's capacity is counted in about this many units of memory: few, because large
+coefficients are not safe (see `SCALE_UNITS`)."""
 
 
 @dataclass(eq=False)
 class Master:
     """A CP-SAT model over group placements whose optimum is at most the value of the best plan.
 
-    at          [group][device] literal "this group is there"; only where it may be
-    objective   units of `unit_seconds`, to be minimised
+    at          [group][device] literal "this group is there", for devices where it may be
+    objective   in units of `unit_seconds`, to be minimised
     classes     devices that are alike, each class ascending
-    order       groups, heaviest first: the order that breaks symmetry
-    hops        what else to hint, given a placement
-    terms       most durations that add up to the objective
+    order       groups with a choice, heaviest first: the order that breaks symmetry
+    hops        further literals, whose values a placement implies and a hint includes
+    terms       upper limit of the number of durations that add up to the objective
     """
 
     problem: PlacementProblem
@@ -93,23 +94,27 @@ class Master:
     terms: int = 0
 
     def units(self, seconds: float) -> int:
-        """Whole units in a duration, rounded down; `MOST_UNITS` at most."""
+        """Return the whole units in a duration, rounded down; `MOST_UNITS` at most."""
         return int(min(np.floor(seconds / self.unit_seconds), MOST_UNITS))
 
     @property
     def resolution_seconds(self) -> float:
-        """What the objective may be short of the truth by rounding."""
+        """Seconds by which rounded durations may make the objective short of the truth."""
         return self.terms * self.unit_seconds
 
     def forbid(self, placement: GroupPlacement) -> None:
-        """Rule out one placement, and with it those that only swap alike devices."""
+        """Rule out one placement, and with it those that differ from it only by swaps of alike
+        devices."""
         canonical = self.canonical(placement)
         free = self.problem.free.tolist()
         self.model.add_bool_or([~self.at[g][int(canonical[g])] for g in free])
 
     def canonical(self, placement: GroupPlacement) -> GroupPlacement:
-        """The one of all that only swap alike devices which the symmetry rule keeps."""
+        """Return the placement that the symmetry rule keeps of those that differ from this one only
+        by swaps of alike devices."""
         renamed = np.arange(self.problem.devices)
+        # Place in the order at which each device is first used: reversed, so that the first one
+        # stays. The devices of a class are then renamed in the order of first use.
         first = {d: i for i, d in reversed(list(enumerate(placement[self.order].tolist())))}
         for of_class in self.classes:
             by_use = sorted(of_class, key=lambda d: (first.get(d, len(self.order)), d))
@@ -120,7 +125,7 @@ class Master:
         return canonical
 
     def hint(self, placement: GroupPlacement) -> None:
-        """Where a search should look first."""
+        """Tell CP-SAT to start its search from this placement."""
         canonical = self.canonical(placement)
         self.model.clear_hints()  # type: ignore[no-untyped-call]
         for group in self.problem.free.tolist():
@@ -132,8 +137,8 @@ class Master:
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """A literal that is true if the source is on one of `sources` and a target on one of
-    `destinations`."""
+    """A literal that must be true if the source group is on one of `sources` and a target group is
+    on one of `destinations`. A source of -1 is on the host, which always counts."""
 
     literal: cp_model.IntVar
     source: int
@@ -142,19 +147,21 @@ class Hop:
     destinations: frozenset[int]
 
     def happens(self, placement: GroupPlacement) -> bool:
+        """Return True if the placement makes this hop."""
         home = int(placement[self.source]) if self.source >= 0 else -1
         here = self.source < 0 or home in self.sources
         return here and any(int(placement[t]) in self.destinations for t in self.targets)
 
 
 def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
-    """A model with placements, memory and symmetry, and an objective that nothing binds yet.
+    """Return a model with placements, memory and symmetry, whose objective nothing limits yet.
 
-    scale_seconds   about what a good plan takes: `SCALE_UNITS` units
+    scale_seconds   about what a good plan takes; it becomes `SCALE_UNITS` units
     """
     model = cp_model.CpModel()
     at: list[dict[int, cp_model.IntVar]] = []
     free = set(problem.free.tolist())
+    # One constant serves all groups without a choice.
     true = model.new_constant(1)
     for group in range(problem.groups.count):
         if group not in free:
@@ -183,6 +190,7 @@ def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
 
 
 def _break_symmetry(master: Master) -> None:
+    """Let a group use a device only if an earlier group uses the device before it in its class."""
     for of_class in master.classes:
         for before, after in pairwise(of_class):
             used: list[cp_model.IntVar] = []
@@ -195,7 +203,7 @@ def _break_symmetry(master: Master) -> None:
 
 
 def alike_devices(problem: PlacementProblem) -> list[list[int]]:
-    """Classes of two or more devices that may be swapped."""
+    """Return the classes of two or more devices that may be swapped for each other."""
     devices = list(range(problem.devices))
     classes: list[list[int]] = []
     for device in devices:
@@ -209,11 +217,13 @@ def alike_devices(problem: PlacementProblem) -> list[list[int]]:
 
 
 def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
+    """Return True if swapping two devices changes neither the cost nor the fit of any placement."""
     load, host = problem.load, problem.load.host
     if host in (a, b) or problem.capacities[a] != problem.capacities[b]:
         return False
     first_device, second_device = problem.machine.devices[a], problem.machine.devices[b]
-    same = first_device.kind == second_device.kind  # `latency` tells accelerators from CPUs
+    # The objective `latency` tells accelerators from CPUs by their kind.
+    same = first_device.kind == second_device.kind
     same &= (problem.allowed[:, a] == problem.allowed[:, b]).all()
     seconds = problem.costs.compute_seconds
     same &= (seconds[:, a] == seconds[:, b]).all()
@@ -225,12 +235,15 @@ def _swappable(problem: PlacementProblem, a: int, b: int) -> bool:
 
 
 def _channels_swap(problem: PlacementProblem, a: int, b: int) -> bool:
-    """Swapping two devices permutes the channels, and no channel serves both of them: where one
-    does, it serves the device of lower index first, which makes them unlike."""
+    """Return True if swapping two devices permutes the channels and no channel serves both of them.
+
+    A channel that serves both serves the device of lower index first, which makes them unlike.
+    """
     machine = problem.machine
     names = machine.device_names
     swap = {names[a]: names[b], names[b]: names[a]}
     channel = {(link.source, link.destination): link.channel for link in machine.links}
+    # The channel that each one becomes; links that shared a channel must share one after the swap.
     renamed: dict[str, str] = {}
     for (source, destination), name in channel.items():
         there = channel.get((swap.get(source, source), swap.get(destination, destination)))
@@ -239,12 +252,14 @@ def _channels_swap(problem: PlacementProblem, a: int, b: int) -> bool:
     ends: dict[str, set[str]] = {}
     for (_, destination), name in channel.items():
         ends.setdefault(name, set()).add(destination)
+    # A channel that bears a device's name is that device itself and must be swapped along with it.
     swapped = [swap.get(name, name) for name in names]
     carried = all(renamed.get(n, there) == there for n, there in zip(names, swapped, strict=True))
     return carried and not any({names[a], names[b]} <= of_channel for of_channel in ends.values())
 
 
 def _limit_memory(master: Master) -> None:
+    """Add the two necessary rules on memory for every device that could be overfilled."""
     problem, model = master.problem, master.model
     stay, end, passing = necessary_bytes(problem)
     for device in range(problem.devices):
@@ -252,6 +267,8 @@ def _limit_memory(master: Master) -> None:
         here = [(g, at[device]) for g, at in enumerate(master.at) if device in at]
         if sum(int(end[g] + passing[g]) for g, _ in here) <= capacity:
             continue
+        # Room is rounded up and sizes are rounded down, so that the rules exclude no placement that
+        # fits. Groups too large for the device are excluded exactly.
         unit = max(1, capacity // ROOM_UNITS)
         room = -(-capacity // unit)
         for g, literal in here:
@@ -269,8 +286,12 @@ Int64 = NDArray[np.int64]
 
 
 def necessary_bytes(problem: PlacementProblem) -> tuple[Int64, Int64, Int64]:
-    """[groups] bytes that are on a group's device from begin to end; at the end, with the outputs
-    of the graph; and besides the first while the neediest op of the group runs."""
+    """Return three arrays [groups] of bytes that a group needs on its device, wherever that is:
+
+    1. from the beginning to the end of the step;
+    2. at its end: the first, and outputs of the graph that the group makes;
+    3. besides the first, while that op of the group runs that needs most.
+    """
     graph, of_op, count = problem.graph, problem.groups.of_op, problem.groups.count
     stay = problem.load.resident_bytes.astype(np.int64)
     is_base = graph.bases < 0
@@ -284,11 +305,13 @@ def necessary_bytes(problem: PlacementProblem) -> tuple[Int64, Int64, Int64]:
 
 
 def _bytes_while_running(graph: Graph, is_base: NDArray[np.bool_]) -> Int64:
-    """[ops] what an op reads and makes, without views and what is resident."""
+    """Return [ops] the bytes that each op reads and makes, less views, parameters and state."""
     is_made = is_base & ~graph.is_source[graph.producers]
     needed = np.zeros(len(graph), np.int64)
     np.add.at(needed, graph.producers, np.where(is_made, graph.tensor_bytes, 0))
+    # Graph inputs lie on the host and are resident with no group, so a read of one counts here.
     passes = is_made | (is_base & (graph.residences[graph.producers] == HOST))
+    # An op that reads a tensor twice holds it once.
     reads = np.stack([graph.readers, graph.input_tensors], axis=1)
     reads = np.unique(reads[passes[graph.input_tensors]], axis=0)
     np.add.at(needed, reads[:, 0], graph.tensor_bytes[reads[:, 1]])
@@ -296,9 +319,12 @@ def _bytes_while_running(graph: Graph, is_base: NDArray[np.bool_]) -> Int64:
 
 
 def _keep_contiguous(master: Master) -> None:
-    """No path of forward ops leaves a device and comes back: an op between two there is there. And
-    devices have places in an order that no edge goes against, which says the same and more, but
-    propagates less."""
+    """Allow only contiguous placements. Two sets of constraints say so:
+
+    * devices have places in an order that no forward edge goes against, which is the definition;
+    * no path of forward ops leaves a device and comes back: an op between two ops of a device is on
+      that device. This follows from the first, but propagates better.
+    """
     problem, model = master.problem, master.model
     graph, of_op = problem.graph, problem.groups.of_op
     _order_devices(master)
@@ -308,8 +334,10 @@ def _keep_contiguous(master: Master) -> None:
         here = {op: master.at[of_op[op]].get(device) for op in ops}
         if not any(literal is not None for literal in here.values()):
             continue
-        below = {op: model.new_bool_var("") for op in ops}  # reached from the device
-        above = {op: model.new_bool_var("") for op in ops}  # leads to the device
+        # `below`: a path leads from the device to the op. `above`: a path leads from the op to the
+        # device. An op for which both hold must be on the device.
+        below = {op: model.new_bool_var("") for op in ops}
+        above = {op: model.new_bool_var("") for op in ops}
         for op, literal in here.items():
             if literal is not None:
                 model.add_implication(literal, below[op])
@@ -322,7 +350,8 @@ def _keep_contiguous(master: Master) -> None:
 
 
 def _order_devices(master: Master) -> None:
-    """Each device a place of its own; a group has that of its device, and edges do not fall."""
+    """Give each device a place of its own. A group has the place of its device, and no forward edge
+    goes from a higher place to a lower one."""
     model, last = master.model, master.problem.devices - 1
     places = [model.new_int_var(0, last, "") for _ in range(last + 1)]
     model.add_all_different(places)
@@ -342,8 +371,11 @@ def add_hop(
     sources: set[int],
     destinations: set[int],
 ) -> cp_model.IntVar | None:
-    """A new literal that must be true if `source` is on one of `sources` (where it is -1, always)
-    and a target on one of `destinations`; None where that cannot be."""
+    """Return a new literal that must be true if `source` is on one of `sources` and a target is on
+    one of `destinations`; None if that cannot be. A source of -1 is always on one of `sources`.
+
+    No clause forces the literal to be false: a hop without need only adds seconds.
+    """
     literal: cp_model.IntVar | None = None
     targets = tuple(targets)
     source_at = master.at[source] if source >= 0 else {}
@@ -364,7 +396,8 @@ def add_hop(
 
 
 def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model.LiteralT]:
-    """Literals one of which is true if and only if the group is on none of `devices`."""
+    """Return literals of which one is true if and only if the group is on none of `devices`."""
+    # Exactly one literal of a group is true. So a single device needs only its negation.
     inside = devices & at.keys()
     if len(inside) == 1:
         return [~at[next(iter(inside))]]
@@ -382,7 +415,7 @@ def _none_of(at: dict[int, cp_model.IntVar], devices: set[int]) -> list[cp_model
 #     T        >= end(v)
 #
 # Placements, memory and the order of alike accelerators are those of the master problem. The times
-# rule out parts that wait for each other, unless their durations are 0.
+# rule out calls that wait for each other, unless their durations are 0.
 #
 # Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4. Differences: a second call for backward
@@ -395,9 +428,11 @@ Call = tuple[int, int]  # (device, 0: forward or 1: backward)
 class _CallModel:
     """A model under construction.
 
-    carries     what a call's seconds are the sum of
+    ends        end of each op that runs
+    starts, call_ends   of each call
+    carries     terms whose sum is the duration of each call
     times       all starts and ends
-    sum_units   of everything one after the other: no latency is longer
+    sum_units   upper limit of every latency: all durations one after the other
     """
 
     master: Master
@@ -411,7 +446,7 @@ class _CallModel:
 
 
 def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
-    """The model; O(reads x devices) literals."""
+    """Return the model of the objective `latency`; it has O(reads x devices) literals."""
     master = new_master(problem, scale_seconds)
     model = latency_model(problem.graph, problem.machine, problem.costs)
     calls = _CallModel(master, model)
@@ -433,7 +468,7 @@ def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
         took = cp_model.LinearExpr.sum(terms)
         master.model.add(calls.call_ends[call] >= calls.starts[call] + took)
         master.terms += len(terms)
-    # Without this limit, propagation over parts that wait for each other would creep towards the
+    # Without this limit, propagation over calls that wait for each other would creep towards the
     # horizon, one duration at a time.
     for moment in [master.objective, *calls.times]:
         master.model.add(moment <= calls.sum_units)
@@ -441,17 +476,19 @@ def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
 
 
 def _time(calls: _CallModel) -> cp_model.IntVar:
+    """Return a new variable for a time, in units."""
     calls.times.append(calls.master.model.new_int_var(0, HORIZON_UNITS, ""))
     return calls.times[-1]
 
 
 def _carry(calls: _CallModel, call: Call, units: int, literal: cp_model.IntVar) -> None:
+    """Add `units` to the duration of a call if the literal is true."""
     calls.carries[call].append(units * literal)
     calls.sum_units += units
 
 
 def _add_call(calls: _CallModel, op: int) -> None:
-    """What the op costs where, and when it ends there."""
+    """Say what the op costs on each device, and when it ends there."""
     master, model = calls.master, calls.model
     for device, here in _at(calls, op).items():
         units = master.units(model.work_seconds[op, device])
@@ -466,7 +503,8 @@ def _add_call(calls: _CallModel, op: int) -> None:
 
 
 def _add_reads(calls: _CallModel, op: int) -> None:
-    """The users of what `op` makes wait for it, and where they are elsewhere it is moved."""
+    """Let the ops that read the output of `op` wait for it, and count the seconds of moving it to
+    accelerators and from one."""
     master, model = calls.master, calls.model
     group = int(master.problem.groups.of_op[op])
     users = model.users[model.user_offsets[op] : model.user_offsets[op + 1]].tolist()
@@ -479,6 +517,7 @@ def _add_reads(calls: _CallModel, op: int) -> None:
                 later = master.model.add(calls.ends[user] >= calls.ends[op] + units)
                 later.only_enforce_if(there)
                 continue
+            # A call waits for what its ops read from elsewhere, so it starts after all of that.
             start = calls.starts[device, int(model.late[user])]
             waits = master.model.add(start >= calls.ends[op])
             here = _at(calls, op).get(device)
@@ -492,7 +531,8 @@ def _add_reads(calls: _CallModel, op: int) -> None:
         units = master.units(model.in_seconds[op, device])
         if into[0] is not None:
             _carry(calls, (device, 0), units, into[0])
-        if into[1] is not None:  # unless the forward call has fetched it already
+        # The backward call does not move in what the forward call has moved in already.
+        if into[1] is not None:
             fetched = master.model.new_bool_var("")
             forward = [] if into[0] is None else [into[0]]
             master.model.add_bool_or([fetched, ~into[1], *forward])
@@ -505,11 +545,12 @@ def _add_reads(calls: _CallModel, op: int) -> None:
 
 
 def _at(calls: _CallModel, op: int) -> dict[int, cp_model.IntVar]:
+    """Return the literals of the op's group by device."""
     return calls.master.at[int(calls.master.problem.groups.of_op[op])]
 
 
 def _groups(calls: _CallModel, users: list[int], late: int) -> list[int]:
-    """Groups of the users that run forward, or backward."""
+    """Return the groups of those users that run forward (`late` 0), or backward (`late` 1)."""
     of_op = calls.master.problem.groups.of_op
     return sorted({int(of_op[user]) for user in users if calls.model.late[user] == late})
 
@@ -522,9 +563,9 @@ def _groups(calls: _CallModel, users: list[int], late: int) -> list[int]:
 #     hop(net, from a to host) >= x(source, a) + x(target, d) - 1          for every d without a
 #     hop(net, from host to d) >= x(source, a) + x(target, d) - 1          link from a
 #
-# where x(g, d) says that group g is on device d. Sources that reach d through the host alike share
-# their last hop, so a machine whose accelerators meet at the host only needs two literals a net and
-# device: the model of section 3 of the paper below.
+# where x(g, d) says that group g is on device d. All devices from which a net reaches d through the
+# host share one literal for the last hop. So a machine whose accelerators meet only at the host
+# needs two literals per net and device: the model of section 3 of the paper below.
 #
 # Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 # NeurIPS 2020, https://arxiv.org/abs/2006.16423. Differences: any links; alike devices ordered;
@@ -534,7 +575,7 @@ Terms = defaultdict[int, list[cp_model.LinearExprT]]
 
 
 def load_master(problem: PlacementProblem, scale_seconds: float) -> Master:
-    """The model; O(nets x devices^2) literals at most."""
+    """Return the model of the objective `load`; it has O(nets x devices^2) literals at most."""
     master = new_master(problem, scale_seconds)
     load = problem.load
     terms: Terms = defaultdict(list)
@@ -551,6 +592,7 @@ def load_master(problem: PlacementProblem, scale_seconds: float) -> Master:
 
 
 def _add_net(master: Master, net: int, terms: Terms) -> None:
+    """Count every hop that the net may make."""
     load = master.problem.load
     source, host = int(load.net_sources[net]), load.host
     targets = load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist()
@@ -561,8 +603,8 @@ def _add_net(master: Master, net: int, terms: Terms) -> None:
         for d in sorted(direct):
             _add(master, net, (a, d), ({a}, {d}), terms)
         if a != host:
-            # The net goes to the host once, however many devices behind the host read it, and
-            # whether it stays there or goes on.
+            # The net makes this hop once, however many devices behind the host read it, and whether
+            # it stays on the host or goes on.
             _add(master, net, (a, host), ({a}, ends - direct - {a}), terms)
     for d in sorted(ends - {host}):
         relayed = {a for a in homes - {d} if not load.linked[a, d]}
@@ -577,7 +619,11 @@ def _add(
     when: tuple[set[int], set[int]],
     terms: Terms,
 ) -> None:
-    """Count one hop of a net over `link` on both ends, if it is worth a unit there."""
+    """Count one hop of a net over `link` on those of its ends whose load counts, if it takes at
+    least one unit.
+
+    when   (devices of the source, devices of targets) for which the net makes this hop
+    """
     load = master.problem.load
     units = master.units(
         load.net_sends[net] * load.latency_seconds[link]
@@ -596,22 +642,22 @@ def _add(
 
 # ── A lower bound on `load` from one device of each kind ────────────────────────────────────────
 #
-# Let every group have a weight p(g) >= 0, of sum 1. In a plan of largest load L the devices of kind
-# c, k(c) of them and alike, hold disjoint sets of groups; take of each kind the set that weighs
-# most. All sets together weigh 1. So no plan has largest load L where
+# Let every group have a weight p(g) >= 0, and let the weights sum to 1. In a plan of largest load L
+# the k(c) devices of kind c, which are alike, hold disjoint sets of groups. Take of each kind the
+# set that weighs most. All sets of the plan together weigh 1. So no plan has largest load L if
 #
 #     share(p, L) = max sum_c k(c) p(S(c))    with disjoint sets S(c), load(S(c)) <= L,
 #                                             bytes(S(c)) <= capacity(c)
 #
-# is less than 1. This programme has one device where the whole problem has k: nothing in it is
-# symmetric, and a mixed-integer solver proves much in it. `load` counts a net that enters or leaves
-# the set at its cheapest hop. First p are seconds, and L the least that makes share(p, L) >= 1.
-# Then p is bettered for an L half way to the best plan: the sets found so far give the linear
-# programme
+# is less than 1. This programme has one device where the whole problem has k(c). So nothing in it
+# is symmetric, and a mixed-integer solver proves much in it. `load` counts a net that enters or
+# leaves the set at its cheapest hop. At first p is in proportion to seconds, and the bound is the
+# least L that makes share(p, L) >= 1. Then p is improved for an L half way to the best plan: the
+# sets found so far give the linear programme
 #
 #     min sum_c k(c) s(c)    with p(S) <= s(c) for each set S of kind c found so far, sum p = 1
 #
-# whose p are mixed half and half with the best so far. Where its optimum is 1 or more, no p can
+# whose p is mixed half and half with the best p so far. If its optimum is 1 or more, no p can
 # refute L.
 #
 # This is the dual of the formulation by sets of groups, solved by cutting planes: Vanderbeck, "On
@@ -621,22 +667,23 @@ def _add(
 # HiGHS solves in floating point to a feasibility of 1e-6; bounds are lowered by `MARGIN`.
 
 MARGIN = 2e-6
-"""Bounds are lowered by this share, twice HiGHS's feasibility tolerance of 1e-6."""
+"""Bounds are lowered by this share, which is twice HiGHS's feasibility tolerance of 1e-6."""
 NODE_EVALUATIONS = 10.0
-"""Evaluations of a budget that one node of a search tree costs."""
+"""Evaluations that a budget in evaluations is charged for one node of a search tree."""
 CLOSE_ENOUGH = 1e-3
 """Relative gap between bound and value at which weights are no longer improved."""
 BOX = 0.8
-"""How far weights may move at once, relative to themselves and to an equal share."""
+"""How far a weight may move at once: by this share of itself and, upwards, of an equal weight. The
+second part lets a weight of 0 grow."""
 RELATIVE_GAP = 1e-3
-"""Relative gap at which the solver stops; the bound is weaker by this gap."""
+"""Relative gap at which the solver stops. The bound stays valid and is weaker by up to this gap."""
 
 Float64 = NDArray[np.float64]
 
 
 @dataclass
 class _SparseRows:
-    """A sparse system lower <= A v <= upper under construction, rows of (column, value)."""
+    """A sparse system lower <= A v <= upper under construction, as (row, column, value)."""
 
     rows: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
@@ -645,6 +692,7 @@ class _SparseRows:
     upper: list[float] = field(default_factory=list)
 
     def add(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+        """Add a row of terms (column, value) and its limits."""
         self.rows += [len(self.lower)] * len(terms)
         self.columns += [column for column, _ in terms]
         self.values += [value for _, value in terms]
@@ -652,12 +700,13 @@ class _SparseRows:
         self.upper.append(upper)
 
     def matrix(self, columns: int) -> coo_array:
+        """Return A, [rows, columns]."""
         shape = (len(self.lower), columns)
         return coo_array((self.values, (self.rows, self.columns)), shape=shape)
 
 
 def share_bound(problem: PlacementProblem, budget: Budget) -> None:
-    """Search for lower bounds within `budget`, and hand it each as it is found.
+    """Search for lower bounds on the largest load, and note each in `budget` when it is proven.
 
     A budget in evaluations pays `NODE_EVALUATIONS` a node of the search trees.
     """
@@ -668,6 +717,9 @@ def share_bound(problem: PlacementProblem, budget: Budget) -> None:
     _prove(budget, shares.least_load(weights, budget))
     low, high = _interval(budget)
     pool: list[tuple[float, list[Float64]]] = []
+    # Bisection between the best bound and the best value. `target` is the load to refute; `best` is
+    # the least share of it so far, by `best_weights`; `pool` has the sets found, with the largest
+    # load that each was allowed.
     target, best = (low + high) / 2, np.inf
     best_weights = weights
     while np.isfinite(high) and high - low > CLOSE_ENOUGH * high and not budget.exhausted:
@@ -675,35 +727,41 @@ def share_bound(problem: PlacementProblem, budget: Budget) -> None:
         if share < best:
             best, best_weights = share, weights
         pool += [] if sets is None else [(target, sets)]
+        # These weights refute the target: it is a bound, and the next target is higher.
         if share < 1 - MARGIN:
             _prove(budget, target)
             low, target, best = target, (target + high) / 2, np.inf
+        # Only sets that keep to the target count against it.
         within = [of_pool for reached, of_pool in pool if reached <= target]
         if sets is None or not within:
             return
         least, weights = shares.better_weights(within, best_weights)
+        # No weights can refute the target: the next one is lower.
         if least >= 1:
             high, target, best = target, (low + target) / 2, np.inf
 
 
 def _prove(budget: Budget, seconds: float) -> None:
+    """Note a lower bound, less `MARGIN`, if it is better than the one before."""
     low, high = _interval(budget)
+    # No true bound is above the value of a plan.
     seconds = min(seconds * (1 - MARGIN), high)
     if seconds > low:
         budget.prove(seconds, "share of one device (MILP)")
 
 
 def _interval(budget: Budget) -> tuple[float, float]:
-    """The best bound and the best value, inf if nothing fits yet."""
+    """Return the best bound (0 if none) and the best value (inf if nothing fits yet)."""
     best, bound = budget.best, budget.bound
     high = np.inf if best is None or best[0].lacking_bytes else best[0].value
     return 0.0 if bound is None else bound.seconds, high
 
 
 class _ShareModel:
-    """The mixed-integer programme, whatever the weights.
+    """The mixed-integer programme but for the weights, which enter when it is solved.
 
-    seconds    [groups] on the device that takes each fastest; `sum_seconds` is the unit of load
+    kinds      kinds of devices; empty where the bound does not apply
+    seconds    [groups] on the device that runs each fastest; their sum is the unit of load
     first      first column of each kind; column 0 is L
     """
 
@@ -718,12 +776,13 @@ class _ShareModel:
         for kind in self.kinds if self.sum_seconds > 0 else []:
             self.first.append(columns)
             columns += _add_kind(kind, columns, self.sum_seconds, self._system)
+        # A group is in the set of one kind at most.
         for group in range(self.groups):
             self._system.add([(column + group, 1.0) for column in self.first], 0.0, 1.0)
         self._columns = columns
 
     def least_load(self, weights: Float64, budget: Budget) -> float:
-        """Seconds that the largest load has at least by these weights."""
+        """Return a lower bound in seconds: the least L at which these weights give a share of 1."""
         objective = np.zeros(self._columns)
         objective[0] = 1.0
         bound, _ = self._solve(objective, (-self._share(weights), np.inf), budget)
@@ -732,7 +791,8 @@ class _ShareModel:
     def most_share(
         self, weights: Float64, load_seconds: float, budget: Budget
     ) -> tuple[float, list[Float64] | None]:
-        """What the share of a load is at most, and the set of each kind that has about that."""
+        """Return an upper bound on share(p, L), and for each kind the set [groups] of the best
+        solution that was found, as 0 and 1; None if none was found."""
         limit = load_seconds / self.sum_seconds
         bound, columns = self._solve(self._share(weights), (None, limit), budget)
         if columns is None:
@@ -740,8 +800,11 @@ class _ShareModel:
         return -bound, [np.rint(columns[i : i + self.groups]) for i in self.first]
 
     def better_weights(self, pool: list[list[Float64]], centre: Float64) -> tuple[float, Float64]:
-        """The least share that any weights give the sets of a pool, and weights between `centre`
-        and the best of those within a box about it."""
+        """Return the least share that any weights give the sets of a pool, and the next weights:
+        half way between `centre` and the best weights in a box about it.
+
+        pool   of each solution, the set of each kind
+        """
         count = len(self.kinds)
         objective = np.concatenate([np.zeros(self.groups), [kind.count for kind in self.kinds]])
         rows = np.array([
@@ -753,6 +816,8 @@ class _ShareModel:
         free = [(0.0, None)] * (self.groups + count)
         width = BOX * centre
         box = [*zip(centre - width, centre + width + BOX / self.groups, strict=True)]
+        # Without the box the optimum tells whether any weights can refute the load. The box keeps
+        # the next weights near those that have been best, which makes the cutting planes stable.
         solutions = [
             linprog(
                 objective, A_ub=rows, b_ub=np.zeros(len(rows)), A_eq=sum_row, b_eq=[1], bounds=b
@@ -764,7 +829,7 @@ class _ShareModel:
         return float(least), (centre + moved[: self.groups]) / 2
 
     def _share(self, weights: Float64) -> Float64:
-        """[columns] minus what a set weighs, over all devices of its kind."""
+        """Return [columns] minus the share as an objective to be minimised: k(c) p(g) per group."""
         columns = np.zeros(self._columns)
         for first, kind in zip(self.first, self.kinds, strict=True):
             columns[first : first + self.groups] = -kind.count * weights
@@ -773,8 +838,10 @@ class _ShareModel:
     def _solve(
         self, objective: Float64, limits: tuple[Float64 | None, float], budget: Budget
     ) -> tuple[float, Float64 | None]:
-        """The bound on the least objective, and the best columns found; with a share of at least 1
-        by limits[0], if given, and a load of limits[1] at most."""
+        """Return a lower bound on the objective, -inf if there is none, and the best columns.
+
+        limits   (share row or None, largest load). With a row the share must be at least 1
+        """
         system, share = self._system, limits[0]
         matrix = system.matrix(self._columns)
         constraints = [LinearConstraint(matrix, system.lower, system.upper)]
@@ -788,6 +855,7 @@ class _ShareModel:
             bounds=Bounds(np.zeros(self._columns), most),
             constraints=constraints,
             options={
+                # `most_share` (no row) takes half of what is left, so that more calls can follow.
                 "time_limit": float(budget.left_seconds) * (0.5 if share is None else 1.0),
                 "node_limit": max(nodes, 1),
                 "mip_rel_gap": RELATIVE_GAP,
@@ -795,6 +863,7 @@ class _ShareModel:
         )
         if not budget.timed:
             budget.charge(NODE_EVALUATIONS * (1 + int(solution.mip_node_count or 0)))
+        # Without a dual bound, the value of a proven optimum (status 0) is the bound.
         bound = solution.mip_dual_bound
         if bound is None and solution.status == 0:
             bound = solution.fun
@@ -802,23 +871,30 @@ class _ShareModel:
 
 
 class _DeviceKind:
-    """Devices that the bound does not tell apart.
+    """Devices that the bound does not tell apart, and the columns of one of them: a group is in its
+    set [groups], a net enters the set [nets], a net leaves it [nets].
 
-    enters, leaves   [nets] seconds at least, if it is made elsewhere and read here, or the reverse
-    whole, most      [columns] of its variables: is it an integer, and its upper bound
+    enters, leaves   [nets] least seconds of a net that is made elsewhere and read here, and of one
+                     that is made here and read elsewhere
+    whole, most      [columns] 1 if the variable is an integer; its upper bound
     """
 
     def __init__(self, problem: PlacementProblem, devices: list[int]) -> None:
         self.problem, self.device, self.count = problem, devices[0], len(devices)
         self.enters, self.leaves = _crossings(problem, self.device)
         groups, nets = problem.groups.count, len(self.enters)
+        # Nets need no integers: with whole groups the least value of such a variable is 0 or 1.
         self.whole = np.concatenate([np.ones(groups), np.zeros(2 * nets)]).astype(np.int8)
         may = problem.allowed[:, self.device].astype(np.float64)
         self.most = np.concatenate([may, np.ones(2 * nets)])
 
 
 def _add_kind(kind: _DeviceKind, first: int, sum_seconds: float, system: _SparseRows) -> int:
-    """Rows of one kind's set, whose columns begin at `first`; return how many it has."""
+    """Add the rows of one kind's set to the system: its nets, its load and its memory. Its columns
+    begin at `first`. Returns the number of its columns.
+
+    Loads are in units of `sum_seconds`.
+    """
     load, groups, device = kind.problem.load, kind.problem.groups.count, kind.device
     into = first + groups
     out = into + len(kind.enters)
@@ -828,6 +904,8 @@ def _add_kind(kind: _DeviceKind, first: int, sum_seconds: float, system: _Sparse
     for net in range(len(kind.enters)):
         source = int(load.net_sources[net])
         for target in load.net_targets[load.net_offsets[net] : load.net_offsets[net + 1]].tolist():
+            # enters >= x(target) - x(source)   and   leaves >= x(source) - x(target)
+            # where x of a net from the host is 0: it never leaves.
             row = [(first + target, -1.0)]
             if source >= 0:
                 row.append((first + source, 1.0))
@@ -847,8 +925,11 @@ def _add_kind(kind: _DeviceKind, first: int, sum_seconds: float, system: _Sparse
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:
-    """Devices whose load counts, alike ones together. The result is empty where ops may also run
-    on a device whose load does not count: no set of groups is then a load of someone."""
+    """Return the devices whose load counts, alike ones together.
+
+    Returns nothing if groups may also be on a device whose load does not count: such a device could
+    take any share of the groups, so the bound does not hold.
+    """
     counted = problem.load.counted.astype(bool)
     if problem.allowed[:, ~counted].any():
         return []
@@ -862,14 +943,14 @@ def _kinds(problem: PlacementProblem) -> list[list[int]]:
 
 
 def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64]:
-    """[nets] seconds that `device` pays at least for a net that enters it, and for one that leaves
-    it."""
+    """Return two arrays [nets]: the least seconds that `device` pays for a net that enters it, and
+    for one that leaves it."""
     load = problem.load
     hops = (
         load.net_sends[:, None, None] * load.latency_seconds
         + load.net_bytes[:, None, None] * load.seconds_per_byte
     )
-    # Links of instances that cost nothing are given a huge bandwidth, not an infinite one.
+    # Instances give links that cost nothing a huge bandwidth, not an infinite one.
     hops[hops < 1e-18] = 0.0
     elsewhere = [d for d in range(load.devices) if d != device]
     enters, leaves = np.zeros(len(hops)), np.zeros(len(hops))
@@ -889,32 +970,35 @@ def _crossings(problem: PlacementProblem, device: int) -> tuple[Float64, Float64
 #     min T   with, where x(g, d) says that group g is on device d,
 #     one interval (o, d) for each op, present if x(group of o, d)
 #     one interval (t, a, d) for each send of tensor t over the link from a to d, present if its
-#         producer is on a and it goes that way: there is a reader on d, or one behind the host d
+#         producer is on a and a reader is on d, or, if d is the host, is reached through it
 #     intervals of a device do not overlap, nor those of a channel; a channel that is its source
 #         device's own shares the device's
-#     an op starts when its inputs have ended, or, where they are elsewhere, their last send has
+#     an op starts after its inputs were made and, if that was elsewhere, have arrived
 #     T >= every end
 #
-# The simulator's devices take the ready op of lowest index and channels serve by time ready, where
-# this model orders as it likes: its optimum is at most what any placement takes.
+# The simulator's devices take ready ops by a fixed priority, and its channels serve by time ready.
+# This model chooses every order freely, so its optimum is at most what any placement takes.
 #
 # Source: optional intervals and `NoOverlap` of the OR-tools manual, "Scheduling",
 # https://developers.google.com/optimization/scheduling/job_shop; the rules are those of section 3
 # of docs/design.md. Differences: memory is that of the master problem, not a peak over time.
 
-Spot = tuple[int, int]  # (unit, device): a tensor, or tensors + op for a control edge, arriving
+# (unit, device) of an arrival. A unit is a tensor's index, or tensors + op for an op's control
+# edges.
+Spot = tuple[int, int]
 
 
 @dataclass(eq=False)
 class _JobShopModel:
-    """What a model under construction consists of.
+    """A model under construction.
 
-    ends      [ops] 0 for sources
-    starts    [ops] of ops that run
-    lanes     intervals by what may do one at a time: a device's index, or a channel's name
+    ends      [ops] end of each op; 0 for sources
+    starts    start of each op that runs
+    lanes     intervals by what does one of them at a time: a device's index, or a channel's name
     arrivals  when a unit is on a device that it was sent to
-    loose     starts and ends of sends, which nothing bounds where there is none
-    sum_units   of everything one after the other: no better schedule is longer
+    hops      literals of sends; units with the same source, targets and link share one
+    loose     starts and ends of sends, which no constraint limits if the send does not happen
+    sum_units   all durations one after the other: the best schedule is not longer
     """
 
     master: Master
@@ -931,7 +1015,14 @@ class _JobShopModel:
 
 @dataclass(frozen=True)
 class _SentUnit:
-    """What is sent: a tensor, or the end of an op that others wait for."""
+    """What is sent: a tensor, or the end of an op for which others wait by control edges.
+
+    index     the tensor, or number of tensors + op
+    producer  the op that makes it
+    group     where it is made or lives; -1: on the host
+    readers   ops that read it or wait for it
+    targets   other groups with such ops, ascending
+    """
 
     index: int
     producer: int
@@ -942,14 +1033,15 @@ class _SentUnit:
 
 
 def intervals_needed(problem: PlacementProblem) -> int:
-    """How many intervals the model has at most."""
+    """Return an upper limit of the number of intervals in the model."""
     graph, devices = problem.graph, problem.devices
-    sends = sum(bool(unit.targets) for unit in _units(problem))  # those between groups
+    # Only units with targets go between groups.
+    sends = sum(bool(unit.targets) for unit in _units(problem))
     return int((~graph.is_source).sum()) * devices + sends * devices * devices
 
 
 def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
-    """The model; see `intervals_needed` for its size."""
+    """Return the model of the objective `step`; see `intervals_needed` for its size."""
     master = new_master(problem, scale_seconds)
     shop = _JobShopModel(master)
     for op in range(len(problem.graph)):
@@ -959,7 +1051,7 @@ def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
     for intervals in shop.lanes.values():
         master.model.add_no_overlap(intervals)
     _add_work(master)
-    # A horizon that is far off lets propagation creep towards it, one duration at a time.
+    # Towards a horizon that is far off propagation would creep, one duration at a time.
     for moment in [master.objective, *shop.loose]:
         master.model.add(moment <= shop.sum_units)
     master.terms = len(shop.starts) + len(shop.arrivals)
@@ -967,6 +1059,7 @@ def step_master(problem: PlacementProblem, scale_seconds: float) -> Master:
 
 
 def _add_job(shop: _JobShopModel, op: int) -> None:
+    """Add an op's start, its end and its optional interval on each device where it may be."""
     master, problem = shop.master, shop.master.problem
     if problem.graph.is_source[op]:
         shop.ends.append(0)
@@ -986,7 +1079,7 @@ def _add_job(shop: _JobShopModel, op: int) -> None:
 
 
 def _units(problem: PlacementProblem) -> list[_SentUnit]:
-    """Everything that ops wait for."""
+    """Return all that ops wait for: tensors, then the ends of ops with control edges."""
     graph, of_op = problem.graph, problem.groups.of_op
     units = []
     for tensor in range(graph.tensors):
@@ -997,8 +1090,9 @@ def _units(problem: PlacementProblem) -> list[_SentUnit]:
         group = int(of_op[producer])
         if graph.is_source[producer]:
             home = int(graph.residences[producer])
+            # What is resident on every device that reads it is never sent.
             if home < 0 and home != HOST:
-                continue  # wherever it is read
+                continue
             group = -1 if home == HOST else int(of_op[home])
         size_bytes = float(problem.sent_bytes[tensor])
         units.append(_unit(problem, (tensor, producer, group), size_bytes, readers.tolist()))
@@ -1014,13 +1108,14 @@ def _units(problem: PlacementProblem) -> list[_SentUnit]:
 def _unit(
     problem: PlacementProblem, key: tuple[int, int, int], size_bytes: float, readers: list[int]
 ) -> _SentUnit:
+    """Return the unit of a key (index, producer, group)."""
     index, producer, group = key
     targets = {int(problem.groups.of_op[op]) for op in readers} - {group}
     return _SentUnit(index, producer, group, size_bytes, tuple(readers), tuple(sorted(targets)))
 
 
 def _add_unit(shop: _JobShopModel, unit: _SentUnit) -> None:
-    """Sends of a unit, and the waiting of its readers for it."""
+    """Add every send that a unit may make, and let its readers wait for it."""
     master, load = shop.master, shop.master.problem.load
     host = load.host
     homes = set(master.at[unit.group]) if unit.group >= 0 else {host}
@@ -1034,6 +1129,7 @@ def _add_unit(shop: _JobShopModel, unit: _SentUnit) -> None:
             _add_send(shop, unit, (a, host), ({a}, behind), shop.ends[unit.producer])
     for d in sorted(ends - {host}):
         relayed = {a for a in homes - {d} if not load.linked[a, d]}
+        # The second of two hops is ready when the first has arrived on the host.
         if relayed and (unit.index, host) in shop.arrivals:
             _add_send(shop, unit, (host, d), (relayed, {d}), shop.arrivals[unit.index, host])
     for op in sorted(set(unit.readers)):
@@ -1041,7 +1137,7 @@ def _add_unit(shop: _JobShopModel, unit: _SentUnit) -> None:
 
 
 def _wait_for(shop: _JobShopModel, unit: _SentUnit, op: int) -> None:
-    """An op starts when what it reads has been made and, if that was elsewhere, has arrived."""
+    """Let an op start only when a unit has been made and, if that was elsewhere, has arrived."""
     master, start = shop.master, shop.starts[op]
     group = int(master.problem.groups.of_op[op])
     if not master.problem.graph.is_source[unit.producer]:
@@ -1050,6 +1146,7 @@ def _wait_for(shop: _JobShopModel, unit: _SentUnit, op: int) -> None:
         return
     for device, literal in master.at[group].items():
         arrival = shop.arrivals.get((unit.index, device))
+        # An input that is read on the host is there from the start.
         if arrival is None or (unit.group < 0 and device == master.problem.load.host):
             continue
         made_here = master.at[unit.group].get(device) if unit.group >= 0 else None
@@ -1064,7 +1161,13 @@ def _add_send(
     when: tuple[set[int], set[int]],
     ready: cp_model.LinearExprT,
 ) -> None:
-    """One send over a link; sends of a unit to one device end at one variable."""
+    """Add an optional send of a unit over a link. Sends of a unit to one device, of which a
+    placement makes one at most, share the variable of their end.
+
+    link    (from device, to device)
+    when    (devices of the source, devices of targets) for which the send happens
+    ready   when it may start
+    """
     master, problem = shop.master, shop.master.problem
     key = (unit.group, unit.targets, link, frozenset(when[0]), frozenset(when[1]))
     if key not in shop.hops:
@@ -1086,12 +1189,15 @@ def _add_send(
     master.model.add(start >= ready).only_enforce_if(literal)
     shop.loose += [start, end]
     names = machine.device_names
+    # A channel with a device's name is that device: it cannot run an op while it sends.
     lane = names.index(wire.channel) if wire.channel in names else wire.channel
     shop.lanes[lane].append(interval)
 
 
 def _add_work(master: Master) -> None:
-    """Redundant: no device works longer than the step takes."""
+    """Say that no device works longer than the step takes. The intervals imply it already, but not
+    as a linear constraint.
+    """
     for device in range(master.problem.devices):
         seconds = master.problem.costs.compute_seconds[:, device]
         ops = np.flatnonzero(~master.problem.graph.is_source)
@@ -1108,22 +1214,23 @@ def _add_work(master: Master) -> None:
 # ── The search: rounds of CP-SAT and evaluations ────────────────────────────────────────────────
 
 MOST_INTERVALS = 40_000
-"""Largest `step` model: with more intervals CP-SAT spends minutes before its first bound."""
+"""Most intervals of a `step` model. With more, CP-SAT spends minutes before its first bound."""
 MOST_HOPS = 60_000
-"""Largest `load` model, in nets x devices: building it takes up to about 20 s, and no budget cuts
-that short."""
+"""Most nets x devices of a `load` model. Building such a model takes up to about 20 s, and no
+budget cuts that short."""
 DETERMINISTIC_SECONDS = 1e-3
-"""CP-SAT's deterministic seconds that one evaluation of a budget buys."""
+"""One evaluation of a budget buys this many of CP-SAT's deterministic seconds, which count its work
+and do not depend on the clock."""
 FIRST_EVALUATIONS = 2000.0
-"""Evaluations that CP-SAT may spend on `load` before `share_bound`: easy problems need no more."""
+"""Evaluations of CP-SAT on `load` before `share_bound` runs. Easy problems need no more."""
 SHARE_OF_SHARE = 0.6
-"""Share of the budget that `share_bound` may spend."""
+"""Share of what is left of the budget that `share_bound` may spend."""
 NEVER = 2**31
-"""A number of rounds that no search reaches."""
+"""A number of rounds that no search reaches: as `enumerate_after` it switches enumeration off."""
 ROUNDING = 1e-9
-"""Relative difference that sums may have in another order."""
+"""Relative difference between sums that are taken in another order; limits leave room for it."""
 POLL_SECONDS = 0.05
-"""The main thread looks this often whether a Ctrl-C has arrived."""
+"""Seconds between two looks of the main thread at whether a Ctrl-C has arrived."""
 PATIENCE_POLLS = 40
 """After a Ctrl-C the main thread waits this many polls for the solver to stop."""
 
@@ -1134,13 +1241,13 @@ def exact(
     *,
     enumerate_after: int = 0,
 ) -> GroupPlacement:
-    """The best placement, proven if the budget reaches; else the best known when it ends.
+    """Return the best placement, proven if the budget allows it; otherwise the best so far.
 
     enumerate_after   rounds of CP-SAT before every placement may be evaluated instead
 
-    Every bound proven goes to `budget.prove`. Raises `NoPlanFitsError` where no placement fits
-    into memory, which is then proven, and `TooManyIntervalsError` for a model of more than
-    `MOST_INTERVALS` or `MOST_HOPS`.
+    Every bound goes to `budget.prove`. Raises `NoPlanFitsError` if it is proven that no placement
+    fits into memory, and `TooManyIntervalsError` for a model that is larger than `MOST_INTERVALS`
+    or `MOST_HOPS`.
     """
     search = _ExactSearch(problem, budget)
     budget.score(problem, problem.fastest[None], always=True)
@@ -1154,11 +1261,13 @@ def exact(
             search.bound_by_share()
     rounds, most_evaluations = 0, np.inf
     if enumerate_after < NEVER and can_enumerate(problem, budget):
-        most_evaluations = problem.placements  # a round may cost what evaluating all does
+        # A round may cost as much as evaluating every placement, and no more.
+        most_evaluations = problem.placements
     while not (search.settled or budget.exhausted):
         search.prepare(build)
         went_on = search.round(most_evaluations)
         rounds += 1
+        # After enough rounds, or when CP-SAT comes to nothing, evaluating every placement is tried.
         if enumerate_after < NEVER and (rounds >= enumerate_after or not went_on):
             went_on = not (search.settled or search.enumerate()) and went_on
         if not went_on:
@@ -1167,6 +1276,7 @@ def exact(
 
 
 def _builder(problem: PlacementProblem) -> Callable[[PlacementProblem, float], Master]:
+    """Return the function that builds the objective's model. Raises `TooManyIntervalsError`."""
     if problem.objective == "load":
         hops = len(problem.load.net_sources) * problem.devices
         if hops > MOST_HOPS:
@@ -1183,11 +1293,11 @@ def _builder(problem: PlacementProblem) -> Callable[[PlacementProblem, float], M
 class _ExactSearch:
     """The state of one call of `exact`.
 
-    master    the model, once it is built
+    master          the model, once it is built
     scale_seconds   the value that it was built for
-    ruled_out   placements that were evaluated
-    closed    nothing better than the best is left, up to a tolerance
-    proof     why no placement fits, where that is proven
+    ruled_out       placements that were evaluated and are forbidden in every model
+    closed          it is proven that nothing is better than the best, up to a tolerance
+    proof           what proved that no placement fits; "" while that is not proven
     """
 
     problem: PlacementProblem
@@ -1200,7 +1310,7 @@ class _ExactSearch:
 
     @property
     def settled(self) -> bool:
-        """Proven, up to the model's resolution."""
+        """True if the best placement is proven to be optimal, up to the model's resolution."""
         if self.closed or self.budget.closed:
             return True
         if self.master is None or self.budget.bound is None or not np.isfinite(self.limit_seconds):
@@ -1209,7 +1319,8 @@ class _ExactSearch:
         return gap_seconds <= self.master.resolution_seconds + ROUNDING * self.limit_seconds
 
     def prepare(self, build: Callable[[PlacementProblem, float], Master]) -> None:
-        """Build the model, again where the best value is far from what it was built for."""
+        """Build the model, or build it again if the best value is more than twice or less than half
+        of what it was built for. The units of the old one are then too coarse or too fine."""
         fastest_value = self.budget.score(self.problem, self.problem.fastest[None])[0].value
         scale_seconds = self.limit_seconds if np.isfinite(self.limit_seconds) else fastest_value
         far = max(scale_seconds, self.scale_seconds) > 2 * min(scale_seconds, self.scale_seconds)
@@ -1226,12 +1337,13 @@ class _ExactSearch:
         return np.inf if best is None or best[0].lacking_bytes else best[0].value
 
     def answer(self) -> GroupPlacement:
+        """Return the best placement. Raises `NoPlanFitsError` if it is proven that none fits."""
         if self.proof:
             raise NoPlanFitsError(self.proof)
         return self.problem.fastest if self.budget.best is None else self.budget.best[1]
 
     def enumerate(self) -> bool:
-        """Evaluate every placement; False if they are many or the budget does not reach."""
+        """Evaluate every placement. Returns False if the limits or the budget do not allow it."""
         if not can_enumerate(self.problem, self.budget):
             return False
         scores = self.budget.score(self.problem, every_placement(self.problem))
@@ -1241,7 +1353,8 @@ class _ExactSearch:
         return True
 
     def _conclude(self, proof: str, tolerance_seconds: float) -> None:
-        """Nothing is better than the best so far by more than a tolerance."""
+        """Note that nothing is better than the best so far by more than a tolerance, or, if nothing
+        fits so far, that no placement fits."""
         self.closed = True
         if np.isfinite(self.limit_seconds):
             self.budget.prove(self.limit_seconds - tolerance_seconds, proof)
@@ -1249,6 +1362,7 @@ class _ExactSearch:
             self.proof = proof
 
     def bound_by_share(self) -> None:
+        """Run `share_bound` with its share of what is left of the budget."""
         budget = self.budget
         part = budget.slice(
             seconds=SHARE_OF_SHARE * budget.left_seconds, evaluations=SHARE_OF_SHARE * budget.left
@@ -1256,8 +1370,12 @@ class _ExactSearch:
         in_background(budget, lambda: share_bound(self.problem, part), lambda: None)
 
     def round(self, most_evaluations: float) -> bool:
-        """Solve for the worth of some evaluations, evaluate what was found and rule it out; False
-        if that came to nothing."""
+        """Run CP-SAT, evaluate the placements that it finds, and rule them out.
+
+        most_evaluations   what CP-SAT may spend
+
+        Returns False if no placement was evaluated, or if the model is infeasible.
+        """
         assert self.master is not None, "built before the first round"
         master, budget = self.master, self.budget
         self._tighten(master)
@@ -1267,6 +1385,7 @@ class _ExactSearch:
         in_background(
             budget, lambda: status.append(solver.solve(master.model, collector)), solver.stop_search
         )
+        # No status: after a Ctrl-C the solver did not stop in time and was left behind.
         if not status:
             return False
         if not budget.timed:
@@ -1281,8 +1400,10 @@ class _ExactSearch:
         return self._rule_out(collector.placements)
 
     def _tighten(self, master: Master) -> None:
-        """Look only for what is better than the best, and start from it."""
+        """Let the model search only for what beats the best so far, and start from that."""
         budget, model = self.budget, master.model
+        # Objectives are short of the truth by up to the resolution. So this also leaves out plans
+        # that are better by less than the resolution, for which `round` allows when it concludes.
         if np.isfinite(self.limit_seconds):
             less_seconds = self.limit_seconds * (1 - ROUNDING) - master.resolution_seconds
             model.add(master.objective <= int(less_seconds / master.unit_seconds))
@@ -1292,6 +1413,8 @@ class _ExactSearch:
             master.hint(budget.best[1])
 
     def _rule_out(self, placements: list[GroupPlacement]) -> bool:
+        """Evaluate placements and forbid those that the budget paid for. Returns True if there are
+        any."""
         assert self.master is not None, "built before the first round"
         scores = self.budget.score(self.problem, np.array(placements)) if placements else []
         for placement, score in zip(placements, scores, strict=True):
@@ -1321,9 +1444,12 @@ class _SolutionCollector(cp_model.CpSolverSolutionCallback):
 def _solver(
     problem: PlacementProblem, budget: Budget, most_evaluations: float
 ) -> cp_model.CpSolver:
+    """Return a solver with limits from the budget, and with fixed work on one thread if the budget
+    is in evaluations."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.random_seed = problem.seed % 2**31
+    # `in_background` sees the Ctrl-C instead.
     parameters.catch_sigint_signal = False
     parameters.num_workers = budget.threads if budget.timed else 1
     if budget.timed:
@@ -1335,9 +1461,10 @@ def _solver(
 
 
 def in_background(budget: Budget, work: Callable[[], object], stop: Callable[[], object]) -> None:
-    """Run `work` in a thread, so that this thread sees a Ctrl-C and calls `stop`.
+    """Run `work` in another thread, so that this one can see a Ctrl-C and call `stop`.
 
-    Work that does not stop is left behind; it ends at its own limit.
+    Work that does not stop in time is left behind in its thread and ends at its own limit. An
+    exception of `work` is raised here.
     """
     failures: list[BaseException] = []
 
@@ -1355,6 +1482,7 @@ def in_background(budget: Budget, work: Callable[[], object], stop: Callable[[],
             thread.join(POLL_SECONDS)
         except KeyboardInterrupt:
             budget.interrupted = True
+        # The handler of `keeping_interrupts` sets the flag too, without an exception.
         if budget.interrupted:
             stop()
             patience -= 1

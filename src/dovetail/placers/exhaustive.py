@@ -1,4 +1,5 @@
-"""Every placement of the groups: exact, and only for problems with few of them."""
+"""Evaluates every placement of the groups. This is exact, and only for problems with few
+placements."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,26 +8,29 @@ from dovetail.placers.budget import UNKNOWN, Budget
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 MOST_PLACEMENTS = 20_000
-"""Placements up to which all of them may be evaluated."""
+"""All placements are evaluated only if there are at most this many."""
 MOST_ENTRIES = 2**27
-"""Most groups x placements in one array of all placements: half a GiB."""
+"""Most entries, groups x placements, of the array of all placements: half a GiB of int32."""
 
 
 def can_enumerate(problem: PlacementProblem, budget: Budget) -> bool:
-    """Few enough placements, and the budget is likely to reach for all of them."""
+    """Return True if there are few enough placements and the budget probably pays for all of
+    them."""
     count = problem.placements
     if count > min(MOST_PLACEMENTS, MOST_ENTRIES / max(1, problem.groups.count)):
         return False
     if count > budget.left:
         return False
-    # Half of what is left, since the pace was measured on a few placements.
+    # Only half of the seconds left are counted on, since the pace was measured on few placements.
     return bool(budget.pace_seconds * count <= (budget.seconds - budget.spent_seconds) / 2)
 
 
 def exhaustive(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best of all placements if the budget reaches for them, else the best of those seen.
+    """Return the best of all placements if the budget pays for them, else the best that was
+    evaluated.
 
-    Placements are tried in lexicographic order; ties: the first.
+    Placements are tried in lexicographic order; ties: the first. If all were evaluated and one
+    fits, its value is noted as the lower bound.
     """
     try:
         scores = budget.score(problem, every_placement(problem))
@@ -39,7 +43,8 @@ def exhaustive(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def every_placement(problem: PlacementProblem) -> NDArray[np.int32]:
-    """[placements, groups]"""
+    """Return every placement, [placements, groups], in lexicographic order. Groups without a choice
+    are on their fastest device."""
     options = [np.flatnonzero(problem.allowed[group]) for group in problem.free]
     count = int(problem.placements)
     everything = np.repeat(problem.fastest[None], count, axis=0)

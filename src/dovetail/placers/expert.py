@@ -1,15 +1,17 @@
-"""The expert's placement by hand: each layer of an RNN on its own device, else runs of layers.
+"""Places by the rules of RL17's expert: each layer of an RNN on a device of its own, other networks
+in runs of layers.
 
 Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 https://arxiv.org/abs/1706.04972, section 4.1 and table 2: each LSTM layer on its own device,
 attention and softmax with the top layer, the embedding with the first; Inception in contiguous
 parts of equal layer count.
 
-Differences: layer i of more layers than devices goes to device i x devices // layers. A network is
-an RNN if modules named after recurrent layers carry an index ("lstm.0", "cells.1"); one with other
-indexed layers ("layers.2") is treated alike. A group goes where most of its forward work belongs,
-else its updates; one with neither follows the heaviest tensors that it shares. Data-parallel towers
-go to a device each, in order, and what they share is spread over all, as many modules to each.
+Differences: if there are more layers than devices, layer i goes to device i x devices // layers. A
+network is an RNN if modules named after recurrent layers have an index ("lstm.0", "cells.1"); a
+network with other indexed layers ("layers.2") is treated alike. A group goes where most of its
+forward work belongs, or else where its updates belong; a group with neither goes to the neighbours
+with which it exchanges most bytes. Data-parallel towers get a device each, in order. What they
+share is spread over all devices, about as many modules to each.
 """
 
 import re
@@ -27,19 +29,23 @@ _LAYER = re.compile(
     r"(?:^|\.)((?:\w*_)?(?:lstms?|grus?|rnns?|cells?|layers?))[._]?(\d+)(?=\.|$)",
     re.IGNORECASE,
 )
+"""Finds an indexed layer in a module's path: "lstm.0", "encoder_layers.3", "cell_1"."""
 
 
 @dataclass(frozen=True)
 class _StackLayer:
-    """A place in the stack: `stack` tells encoder from decoder layers."""
+    """A layer of a stack.
+
+    stack   path without the index; it tells encoder layers from decoder layers
+    index   as the module's path has it
+    """
 
     stack: str
     index: int
 
 
 def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The expert's placement on the devices that an expert would use: the GPUs, if there are any,
-    else the CPUs. Evaluates nothing."""
+    """Return the expert's placement on the GPUs, or without GPUs on the CPUs. Evaluates nothing."""
     devices = np.array(_expert_devices(problem), dtype=np.int32)
     modules = problem.graph.modules
     layers = {module: _layer_of(module) for module in dict.fromkeys(modules)}
@@ -55,20 +61,24 @@ def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def _expert_devices(problem: PlacementProblem) -> list[int]:
+    """Return the devices that an expert would use: the GPUs, or if there are none the CPUs."""
     kinds = [device.kind for device in problem.machine.devices]
     wanted = "gpu" if "gpu" in kinds else "cpu"
     return [d for d, kind in enumerate(kinds) if kind == wanted]
 
 
 def _layer_of(module: str) -> _StackLayer | None:
-    """The outermost indexed layer that `module` is or lies in."""
+    """Return the outermost indexed layer that `module` is or lies in; None if there is none."""
     match = _LAYER.search(module)
     return _StackLayer(module[: match.end(1)], int(match[2])) if match else None
 
 
 def _by_layer(graph: Graph, layers: dict[str, _StackLayer | None], devices: int) -> dict[str, int]:
-    """module -> part. Layers are counted per stack, since indices may begin anywhere. What runs
-    before the first layer (the embedding, a stem) goes with it, the rest with the top one."""
+    """Return the part of each module. Modules that run before the first layer (the embedding, a
+    stem) belong to part 0; other modules outside all layers belong to the top layer's part.
+
+    Layers are counted per stack, because a stack's indices may begin anywhere and have holes.
+    """
     stacks: dict[str, list[int]] = {}
     for layer in layers.values():
         if layer is not None:
@@ -82,6 +92,7 @@ def _by_layer(graph: Graph, layers: dict[str, _StackLayer | None], devices: int)
     def part(rank: int, count: int) -> int:
         return rank if count <= devices else rank * devices // count
 
+    # Ops stand in topological order, so what precedes the first op of any layer runs before it.
     before: set[str] = set()
     for module, phase in zip(graph.modules, graph.phases.tolist(), strict=True):
         if phase == Phase.FORWARD:
@@ -96,7 +107,8 @@ def _by_layer(graph: Graph, layers: dict[str, _StackLayer | None], devices: int)
 
 
 def _by_run(graph: Graph, devices: int) -> dict[str, int]:
-    """module -> part: layers are the modules with forward ops, in the order they first run."""
+    """Return the part of each module. Layers are the modules with forward ops, in the order in
+    which they first run; other modules belong to the last part."""
     forward = graph.phases == Phase.FORWARD
     ran = dict.fromkeys(m for m, runs in zip(graph.modules, forward, strict=True) if runs)
     place = {module: i * devices // len(ran) for i, module in enumerate(ran)}
@@ -104,7 +116,8 @@ def _by_run(graph: Graph, devices: int) -> dict[str, int]:
 
 
 def _by_tower(graph: Graph, devices: int) -> NDArray[np.int_]:
-    """[ops] part"""
+    """Return [ops] the part of each op: that of its tower, or of a shared module with updates. All
+    other shared ops belong to part 0."""
     towers, count = towers_of(graph), tower_count(graph)
     updates = (towers < 0) & (graph.phases == Phase.UPDATE)
     shared = dict.fromkeys(m for m, is_one in zip(graph.modules, updates, strict=True) if is_one)
@@ -115,9 +128,13 @@ def _by_tower(graph: Graph, devices: int) -> NDArray[np.int_]:
 
 
 def _vote(problem: PlacementProblem, part_of_op: NDArray[np.int_], parts: int) -> NDArray[np.int_]:
-    """[groups] the part with the most forward work, or of update work; ties: the first. Groups
-    with neither (sums of gradients) go where most of their bytes come from and go to."""
+    """Return [groups] the part that has most of the group's forward work, or if it has none, of its
+    update work; ties: the first part.
+
+    Groups with neither (sums of gradients) take the part with which they exchange most bytes.
+    """
     graph, of_op = problem.graph, problem.groups.of_op
+    # The small number lets ops that cost nothing vote too.
     seconds = problem.costs.compute_seconds.min(axis=1) + 1e-12
     votes = np.zeros((problem.groups.count, parts))
     for phase in (Phase.FORWARD, Phase.UPDATE):
@@ -128,11 +145,13 @@ def _vote(problem: PlacementProblem, part_of_op: NDArray[np.int_], parts: int) -
     sources, destinations, one_way = problem.edges
     ends, far_ends = np.append(sources, destinations), np.append(destinations, sources)
     sizes = np.append(one_way, one_way)
+    # Decisions spread edge by edge. A group that no decided group reaches ends in part 0.
     while True:
         decided = np.asarray(votes.any(axis=1))
         pulled = np.zeros_like(votes)
         is_decided = decided[far_ends]
         parts_there = votes.argmax(axis=1)[far_ends[is_decided]]
+        # The added byte lets empty tensors pull too.
         np.add.at(pulled, (ends[is_decided], parts_there), sizes[is_decided] + 1)
         follows = ~decided & pulled.any(axis=1)
         if not follows.any():

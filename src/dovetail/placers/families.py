@@ -1,10 +1,10 @@
-"""Weights stay with all that reads them: a search over few, large units.
+"""Searches over few, large units, in which weights stay together with all that reads them.
 
 To move the weights of a layer, a search must move every group that reads them. Moved one by one,
 each of these groups makes the step longer, so a search that moves single groups never finds what
-moving the whole layer would gain. Here a unit is a *family*: the groups that read one parameter (of
-several parameters the largest), with those groups that read none and exchange most bytes with them.
-From the best placement so far, and from random ones, the search descends:
+moving the whole layer would gain. Here a unit is a *family*: the groups that read one parameter,
+and the groups that read none and exchange most bytes with these. A group that reads several
+parameters belongs to the largest. The search descends from several placements:
 
     each unit in random order goes to the device where the step is shortest, until none moves
 
@@ -22,16 +22,17 @@ from dovetail.placers.budget import Budget, Score
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 RESTARTS = 6
-"""Descents: from the best placement so far, from the fastest devices, and the rest from random
-placements."""
+"""Number of descents. They start from the best placement so far, from every group's fastest device,
+and then from random placements."""
 MOST_HOPS = 100
-"""A group without a parameter joins a family that is at most this many edges away."""
+"""A group that reads no parameter joins a family that is at most this many edges away."""
 MOST_UNITS = 512
-"""With more units a sweep over all units and devices costs too much: only the start is scored."""
+"""With more units than this, a sweep over all units and devices costs too much, and only the first
+start is scored."""
 
 
 def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best placement of whole families that `RESTARTS` descents find; ties: the first."""
+    """Return the best placement of whole families from `RESTARTS` descents; ties: the first."""
     units = family_of(problem)
     count = int(units.max(initial=-1)) + 1
     rng = np.random.default_rng((problem.seed, budget.next_round()))
@@ -54,18 +55,23 @@ def families(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
-    """[groups] the unit of each group, numbered by first group. O(reads x log reads)."""
+    """Return [groups] the unit of each group. Units are numbered by their first groups.
+
+    O(reads x log reads), beside the work of `_follow_neighbours`.
+    """
     graph, of_op = problem.graph, problem.groups.of_op
     reads = np.flatnonzero(graph.is_source[graph.producers[graph.input_tensors]])
     tensors = graph.input_tensors[reads]
     is_weight = np.array([kind != "input" for kind in graph.kinds])[graph.producers[tensors]]
     reads, tensors = reads[is_weight], tensors[is_weight]
     readers = of_op[graph.readers[reads]]
-    # Of what a group reads the largest comes last and stays; ties: the first parameter.
+    # The last assignment to a group stays: that of the largest parameter that it reads; ties: the
+    # first parameter.
     order = np.lexsort((-tensors, graph.tensor_bytes[tensors]))
     family = np.full(problem.groups.count, -1, dtype=np.int64)
     family[readers[order]] = graph.producers[tensors[order]]
     _follow_neighbours(problem, family)
+    # A group that is still without a family becomes one of its own, with a number above all ops'.
     alone = np.flatnonzero(family < 0)
     family[alone] = len(graph) + alone
     _, first, inverse = np.unique(family, return_index=True, return_inverse=True)
@@ -75,8 +81,8 @@ def family_of(problem: PlacementProblem) -> NDArray[np.int32]:
 
 
 def _follow_neighbours(problem: PlacementProblem, family: NDArray[np.int64]) -> None:
-    """Groups without a family, up to `MOST_HOPS` from one, join that of the neighbour they
-    exchange most bytes with. O(edges x hops)."""
+    """Let each group without a family join that of the neighbour it exchanges most bytes with, edge
+    by edge up to `MOST_HOPS` away. O(edges x hops)."""
     sources, destinations, sizes = problem.edges
     ends, far_ends = np.append(sources, destinations), np.append(destinations, sources)
     order = np.lexsort((-far_ends, np.append(sizes, sizes)))
@@ -85,15 +91,18 @@ def _follow_neighbours(problem: PlacementProblem, family: NDArray[np.int64]) -> 
         joins = (family[ends] < 0) & (family[far_ends] >= 0)
         if not joins.any():
             return
-        family[ends[joins]] = family[far_ends[joins]]  # of several the heaviest comes last
+        # The last assignment to a group stays. Edges stand by rising bytes: it is the heaviest's.
+        family[ends[joins]] = family[far_ends[joins]]
 
 
 def _majority(
     problem: PlacementProblem, units: NDArray[np.int32], placement: GroupPlacement
 ) -> GroupPlacement:
-    """Each unit whole, on the device where most of its work is in `placement`."""
+    """Return a placement of whole units, each on the device that has most of its work in
+    `placement`."""
     work = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0).min(axis=1)
     votes = np.zeros((int(units.max()) + 1, problem.devices))
+    # The small number lets groups without work vote too.
     np.add.at(votes, (units, placement), work + 1e-12)
     return problem.settle(votes.argmax(axis=1)[units])
 
@@ -105,6 +114,8 @@ def _descend(
     placement: GroupPlacement,
     rng: np.random.Generator,
 ) -> tuple[Score, GroupPlacement]:
+    """Move one unit after another to its best device, until a whole sweep moves none or the budget
+    ends. Returns the last placement and its score."""
     score = _score(problem, budget, placement)
     moved = True
     while moved:
@@ -112,6 +123,7 @@ def _descend(
         for unit in rng.permutation(int(units.max()) + 1).tolist():
             if budget.exhausted:
                 return score, placement
+            # All devices are options. The present one is in the ledger already and costs nothing.
             members = units == unit
             options = np.repeat(placement[None], problem.devices, axis=0)
             options[:, members] = np.arange(problem.devices)[:, None]

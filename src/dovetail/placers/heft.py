@@ -1,12 +1,12 @@
 """Heterogeneous earliest finish time: list scheduling for unlike devices.
 
-Ops are taken by falling upward rank, the longest path to the end with mean costs,
+Ops are taken by falling upward rank, which is the longest path to the end with mean costs,
 
     rank_u(n_i) = w_i + max over n_j after n_i of   c_ij + rank_u(n_j)
 
-w_i the mean of its seconds over devices, c_ij the mean seconds of the send over pairs of devices.
-Each goes to the device where it finishes first, into the first idle gap between ops there that
-holds it (the insertion-based policy), else behind the last:
+where w_i is the mean of the op's seconds over devices and c_ij the mean seconds of the send over
+pairs of devices. Each op goes to the device where it finishes first. There it takes the first idle
+gap between ops that is long enough (the insertion-based policy), or else the time behind the last:
 
     EFT(n_i, p) = w_i,p + max(start of the gap, arrives(n_i, p))      arrives: see `list_scheduling`
 
@@ -15,11 +15,11 @@ Ties: the lower op index, the lower device.
 Paper: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
 heterogeneous computing", IEEE Transactions on Parallel and Distributed Systems 13(3), 2002,
 https://doi.org/10.1109/71.993206, section 4.2.
-Differences: a group follows the first of its ops; a group goes only where it may and its bytes
-(`PlacementProblem.group_bytes`) still fit, and where none has room, to the one with the most left.
-A device remembers its latest `MOST_GAPS` gaps; while it has fewer, the policy is the paper's.
-Complexity: O(ops x log ops + (reads + ops x MOST_GAPS) x devices); gaps that end too soon are
-skipped by bisection.
+Differences: a group goes where the first of its ops goes; a group goes only to an allowed device
+that still has room for its bytes (`PlacementProblem.group_bytes`), or, if no device has, to the one
+with the most room left. A device remembers its latest `MOST_GAPS` gaps; as long as it has no more,
+the policy is the paper's. Complexity: O(ops x log ops + (reads + ops x MOST_GAPS) x devices); gaps
+that end too soon are skipped by bisection.
 """
 
 from typing import NamedTuple
@@ -46,15 +46,17 @@ from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int32, Int64
 
 MOST_GAPS = 256
-"""A device remembers this many of its latest gaps."""
+"""A device remembers at most this many gaps, the latest ones. That bounds the time of an op."""
 
 
 class _HeftSchedule(NamedTuple):
     """The growing schedule. Times in seconds from the start of the step.
 
-    placed, room      [groups] device or -1, [devices] bytes left
+    placed, room      [groups] device, or -1: none yet; [devices] bytes left
+    starts, ends      [ops]
     tails             [devices] end of the last op there
-    gap_starts, gap_ends, gap_counts   [devices, MOST_GAPS] idle before that, in order of time
+    gap_starts, gap_ends   [devices, MOST_GAPS] idle times before the tail, in order of time
+    gap_counts        [devices] how many of these entries count
     """
 
     placed: Int32
@@ -68,13 +70,13 @@ class _HeftSchedule(NamedTuple):
 
 
 def heft(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The better of schedules over all devices and over the fastest model of device only."""
+    """Return the better of the schedules over all devices and over those of the fastest model."""
     tasks = tasks_of(problem)
     return best_of_sets(problem, budget, lambda limits: heft_schedule(tasks, limits).placed)
 
 
 def heft_schedule(tasks: Tasks, limits: GroupLimits) -> ListSchedule:
-    """The schedule of one set of devices."""
+    """Return the schedule over the devices that `limits` permits."""
     ops, devices = tasks.seconds.shape
     by_rank, _ = ranked(upward_ranks(tasks, limits))
     work = _HeftSchedule(
@@ -92,7 +94,7 @@ def heft_schedule(tasks: Tasks, limits: GroupLimits) -> ListSchedule:
 
 
 def upward_ranks(tasks: Tasks, limits: GroupLimits) -> Float64:
-    """[ops] seconds. An op is never ranked above one before it."""
+    """Return [ops] the upward rank in seconds. No op has a higher rank than an op before it."""
     latency, per_byte = mean_transfer(tasks, limits)
     ranks = np.zeros(len(tasks.of_op))
     op_seconds = mean_seconds(tasks, limits)
@@ -102,13 +104,14 @@ def upward_ranks(tasks: Tasks, limits: GroupLimits) -> Float64:
 
 @kernel
 def _schedule(tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _HeftSchedule) -> None:
-    """Fill `work`."""
+    """Schedule the ops in the order `by_rank` and fill `work`."""
     for i in range(len(by_rank)):
         op = by_rank[i]
         if tasks.runs[op] == 0:
             continue
         group = tasks.of_op[op]
         home = work.placed[group]
+        # -1 stays if some device has room: every device is then tried.
         if home < 0:
             home = roomiest_unless_fitting(limits, work.room, group)
         best, best_gap, best_start = -1, -1, np.inf
@@ -118,6 +121,7 @@ def _schedule(tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _HeftSche
                 gap = find_gap(work, device, ready, tasks.seconds[op, device])
                 begins = max(ready, gap_start(work, device, gap))
                 sooner = begins + tasks.seconds[op, device]
+                # The strict comparison gives ties to the lower device.
                 if best < 0 or sooner < best_start + tasks.seconds[op, best]:
                     best, best_gap, best_start = device, gap, begins
         if work.placed[group] < 0:
@@ -130,10 +134,14 @@ def _schedule(tasks: Tasks, limits: GroupLimits, by_rank: Int32, work: _HeftSche
 
 @inlined
 def find_gap(work: _HeftSchedule, device: int, ready: float, seconds: float) -> int:
-    """The first gap that holds an op that is ready then; the number of gaps: behind the last op."""
+    """Return the first gap that is long enough for an op of `seconds` that is ready at `ready`.
+
+    The number of gaps stands for the time behind the last op.
+    """
     low, count = 0, work.gap_counts[device]
     high = count
-    # Gaps do not overlap and stand in order of time: bisection skips those that end too soon.
+    # Gaps do not overlap and stand in order of time, so bisection can skip those that end too soon.
+    # The rest must be walked: a gap that ends late enough may begin too late.
     while low < high:
         middle = (low + high) >> 1
         if work.gap_ends[device, middle] < ready + seconds:
@@ -150,6 +158,7 @@ def find_gap(work: _HeftSchedule, device: int, ready: float, seconds: float) -> 
 
 @inlined
 def gap_start(work: _HeftSchedule, device: int, gap: int) -> float:
+    """Return when a gap begins; for the number of gaps, when the last op ends."""
     start: float = work.tails[device]
     if gap < work.gap_counts[device]:
         start = work.gap_starts[device, gap]
@@ -158,7 +167,7 @@ def gap_start(work: _HeftSchedule, device: int, gap: int) -> float:
 
 @inlined
 def fill_gap(work: _HeftSchedule, device: int, gap: int, start: float, end: float) -> None:
-    """Take start to end out of a gap; what is left before and after it are gaps."""
+    """Take `start` to `end` out of a gap. The idle times before and after it become gaps."""
     before, after = gap_start(work, device, gap), end
     if gap < work.gap_counts[device]:
         after = work.gap_ends[device, gap]
@@ -168,7 +177,8 @@ def fill_gap(work: _HeftSchedule, device: int, gap: int, start: float, end: floa
             work.gap_ends[device, i] = work.gap_ends[device, i + 1]
     else:
         work.tails[device] = end
-    # The later rest is inserted first, so that the earlier one, at the same index, goes before it.
+    # Both idle times are inserted at the same index, the later one first, so that the earlier one
+    # comes to stand before it.
     for part in range(2):
         first, last = (end, after) if part == 0 else (before, start)
         if first < last:
@@ -177,7 +187,8 @@ def fill_gap(work: _HeftSchedule, device: int, gap: int, start: float, end: floa
 
 @inlined
 def add_gap(work: _HeftSchedule, device: int, gap: int, first: float, last: float) -> None:
-    """Insert a gap at index `gap`; beyond `MOST_GAPS` the earliest is forgotten."""
+    """Insert a gap at index `gap`. If there are `MOST_GAPS` already, the earliest is forgotten,
+    which may be the new one."""
     count = work.gap_counts[device]
     if count == MOST_GAPS:
         if gap == 0:
