@@ -54,8 +54,8 @@ MOST_IDEALS = 100_000
 PROOF = "ideals (dynamic programme)"
 """Name of this method's lower bounds in plans and reports."""
 _SHAVED = 1e-12
-"""Proven bounds are lowered by this relative margin, because floating-point sums of the same numbers
-differ with the order of addition."""
+"""Proven bounds are lowered by this relative margin, because floating-point sums of the same
+numbers differ with the order of addition."""
 
 
 def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
@@ -295,8 +295,8 @@ def _insert(adds: Int32, start: int, end: int, element: int) -> int:
 def _fill_in(lattice: Lattice, ideals: int) -> None:
     """Fill in the edges to ideals that another ideal generated, by the recurrence on top.
 
-    The recurrence needs the edges of two smaller or equal ideals with lower numbers; ascending order
-    has them filled in by then.
+    Of the two edges that the recurrence reads, the parent's is filled in by now, because parents
+    have lower numbers. The other one adds `last`, so it leads to a new ideal and is there already.
     """
     for ideal in range(1, ideals):
         last, parent = lattice.lasts[ideal], lattice.parents[ideal]
