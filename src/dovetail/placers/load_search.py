@@ -69,10 +69,10 @@ def exponential(random: UInt64) -> float:
 
 # ── Annealing of the largest load: kernels over flat arrays ─────────────────────────────────────
 #
-# A change moves one group, a cluster of neighbours, or two clusters past each other. A *net* is a
-# tensor of one group with the groups that read it. `counts` holds how many readers a net has on
-# each device, and `relays` how many remote destinations it reaches through the host. With both,
-# updating the loads when a group moves takes
+# A change moves one group, a cluster of neighbours, or two clusters past each other. A *net* stands
+# for all tensors of one group that the same set of other groups reads. `counts` holds how many
+# readers a net has on each device, and `relays` how many remote destinations it reaches through the
+# host. With both, updating the loads when a group moves takes
 #
 #     O(nets that it reads + nets that it makes x devices)
 #
