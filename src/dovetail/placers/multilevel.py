@@ -398,7 +398,7 @@ def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
     owners = _owners(graph, nodes)
     written = np.flatnonzero(owners >= count + 2)
     tensors = np.append(graph.input_tensors, written).astype(np.int64)
-    # The node that overwrites a tensor counts as a reader, so the tensor keeps its home there.
+    # The node that overwrites a tensor counts as a reader of it, also if none of its ops reads it.
     readers = np.append(nodes.of_op[graph.readers], owners[written] - count - 2)
     outside = owners[tensors] != readers
     pairs = np.unique(tensors[outside] * count + readers[outside])
