@@ -1,22 +1,23 @@
-"""The contiguous optimum: a dynamic programme over all ideals of the groups.
+"""Finds the contiguous optimum by a dynamic programme over all ideals of the groups.
 
-An ideal is a set of groups that holds all predecessors of its members; contiguous stages are the
-differences along a chain of ideals, and `contiguity.best_chain` finds the best chain. Ideals come
-from one another by adding an element all of whose predecessors are in. Elements are numbered in
-topological order, so each ideal is made once, from the one without its last element, and no set is
-ever looked up:
+An ideal is a set of groups that holds all predecessors of its members. Contiguous stages are the
+differences along a chain of ideals, and `contiguity.best_chain` finds the best chain. Adding an
+element whose predecessors are all in an ideal gives another ideal. Elements are numbered in
+topological order, so each ideal is generated once, from the ideal without its last element. The
+ideal up(I, x), which is I with x added, never has to be looked up as a set:
 
     up(I, x), x > last(I)   a new ideal
     up(I, x), x < last(I)   up(up(I - last(I), x), last(I))
 
 Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 5.
-Differences: only plans better than those of `linear_dp` are looked for, which cuts off most pairs
-of ideals (see `contiguity`); any number of kinds of devices, and pins; where the evaluator finds
-that memory lacks, rooms shrink and it is done again. More ideals than `MOST_IDEALS` are refused.
+Differences: the search looks only for plans better than those of `linear_dp`, which cuts off most
+pairs of ideals (see `contiguity`). It serves any number of device kinds, and pins. If the evaluator
+finds that memory lacks, the search runs again with less room. It refuses more than `MOST_IDEALS`
+ideals.
 
-Exact where all transfers go over a host that counts for nothing, as on published instances, and
-memory is what parameters and state take; elsewhere as good as that estimate.
+Exact if all transfers go over a host that has no load, as on published instances, and if only
+parameters and state take memory. Otherwise the plan is only as good as that estimate of the loads.
 """
 
 import numpy as np
@@ -49,19 +50,21 @@ from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Int32, Int64
 
 MOST_IDEALS = 100_000
-"""More ideals than this are refused: they would take too much memory."""
+"""More ideals than this are refused, because they would take too much memory."""
 PROOF = "ideals (dynamic programme)"
 """Name of this method's lower bounds in plans and reports."""
 _SHAVED = 1e-12
-"""Relative difference that the same sums may have in another order: bounds are lowered by it."""
+"""Proven bounds are lowered by this relative margin, because floating-point sums of the same
+numbers differ with the order of addition."""
 
 
 def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best contiguous plan; where the budget ends first, the best along the orders of
-    `linear_dp`. Each step of the programme is charged as one op of an evaluation.
+    """Return the best contiguous plan; if the budget ends first, the best along the orders of
+    `linear_dp`.
 
-    Proves the optimum where contiguity is asked for; where backward groups without forward ops were
-    given a place in the order, what is proven is the optimum without them.
+    Each step of the programme is charged as one op of an evaluation. If contiguity is asked for and
+    the loads are exact, the optimum is handed to the budget as a lower bound. If backward groups
+    without forward ops were given a place in the order, the bound is the optimum without them.
     Raises `TooManyIdealsError`.
     """
     order = order_of(problem, merging=True)
@@ -73,7 +76,9 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
     def search(limits: StageLimits) -> list[GroupPlacement]:
         chain, element_of, complete = best_stages(problem, budget, (order, lattice, orders), limits)
-        # What groups hold for sure, and all the room there is: later searches have less.
+        # A bound must come from a search that excludes no plan that fits: one that counts only the
+        # bytes that groups hold for sure, with all the room there is. `fitted` runs that one first,
+        # so `proven[0]` is it; later searches have less room.
         relaxed = limits.strict and limits.group_bytes is problem.load.resident_bytes
         if relaxed and complete and chain is not None:
             proven.append(chain.value)
@@ -90,8 +95,12 @@ def ideal_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def _prove_without_orphans(problem: PlacementProblem, budget: Budget, plain: ElementOrder) -> None:
-    """Hand the budget a lower bound on contiguous plans: groups without forward ops, which
-    contiguity says nothing of, are left out."""
+    """Hand the budget a lower bound on contiguous plans, computed without the groups that have no
+    forward ops.
+
+    Contiguity does not limit those groups. A search that fixes their place in the order would
+    exclude valid plans, so its optimum would be no bound.
+    """
     kinds = kinds_of(problem, problem.device_sets[0], problem.load.capacities)
     orders = list(orders_of(plain, np.random.default_rng(problem.seed)))
     limits = StageLimits(kinds, problem.load.resident_bytes)
@@ -107,11 +116,19 @@ def best_stages(
     space: tuple[ElementOrder, Lattice, list[Int32]],
     limits: StageLimits,
 ) -> tuple[StageChain | None, Int32, bool]:
-    """The best chain, what [groups] is its element, and whether it is known to be the best."""
+    """Return (the best chain, [groups] the element of each group, whether the search was complete).
+
+    space   (order, its ideals, sequences of its elements for `along_orders`)
+
+    A complete search proves that no chain is better. Raises `TooManyIdealsError` if the table of
+    ideals x used devices would be too large.
+    """
     order, lattice, orders = space
     states = np.prod([len(members) + 1.0 for members in limits.kinds.members])
     if len(lattice.parents) * states > MOST_ENTRIES:
         raise TooManyIdealsError(len(lattice.parents), int(MOST_ENTRIES / states))
+    # A good plan along some order costs little, and its value is a ceiling that cuts off most of
+    # the search over all ideals.
     seeds = along_orders(problem, budget, (order, orders), limits)
     elements = elements_of(
         problem, order.element_of, limits.kinds, limits.group_bytes, limits.strict
@@ -130,12 +147,17 @@ def best_stages(
 
 
 def ideals_of(order: ElementOrder, most: int = MOST_IDEALS) -> Lattice:
-    """Every ideal, by size. Raises `TooManyIdealsError` beyond `most`. O(ideals x elements)."""
+    """Return every ideal, smaller ones first. O(ideals x elements).
+
+    Raises `TooManyIdealsError` if there are more than `most`.
+    """
     before_offsets, befores = _csr(order.elements, order.edges[:, ::-1])
     after_offsets, afters = _csr(order.elements, order.edges)
     parents, lasts = np.full(most + 1, -1, np.int32), np.full(most + 1, -1, np.int32)
     offsets, marks = np.zeros(most + 2, np.int64), np.full(order.elements, -1, np.int32)
     room = 4 * (most + order.elements + 1)
+    # How many edges there are is known only after the enumeration, so it is repeated with twice the
+    # room until they fit.
     while True:
         adds, leads = np.empty(room, np.int32), np.empty(room, np.int32)
         lattice = Lattice(offsets, adds, leads, parents, lasts, marks)
@@ -158,7 +180,7 @@ def ideals_of(order: ElementOrder, most: int = MOST_IDEALS) -> Lattice:
 
 
 def _csr(count: int, edges: NDArray[np.integer]) -> tuple[Int64, Int32]:
-    """Offsets [count + 1] and second ends, by first end."""
+    """Return the edges as CSR by their first end: (offsets [count + 1], second ends)."""
     edges = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
     offsets = np.searchsorted(edges[:, 0], np.arange(count + 1))
     return offsets.astype(np.int64), np.ascontiguousarray(edges[:, 1], np.int32)
@@ -173,10 +195,11 @@ def _enumerate(
     lattice: Lattice,
     most: int,
 ) -> int:
-    """Make the ideals, and the edges from each to the ideals that are made from it.
+    """Fill in the ideals, and the edges from each ideal to those that are generated from it.
 
     Returns the number of ideals; a number above `most` if there are more; 0 if the arrays of edges
-    are too short. `lattice.ranks` serves as marks.
+    are too short. `lattice.ranks` holds marks meanwhile: marks[e] is the ideal that was last marked
+    with element e as a member, so that nothing has to be cleared between ideals.
     """
     marks = lattice.ranks
     count, ideal, end = 1, 0, 0
@@ -190,6 +213,8 @@ def _enumerate(
         if ideal == 0:
             end = _first_adds(before_offsets, lattice.adds, len(marks))
         else:
+            # An element can be added if it could be added to the parent, or if it reads `last` and
+            # all else that it reads is in.
             _mark(lattice, ideal)
             end = _kept_adds(lattice, ideal, end)
             for i in range(after_offsets[last], after_offsets[last + 1]):
@@ -197,6 +222,7 @@ def _enumerate(
                     end = _insert(lattice.adds, start, end, afters[i])
         lattice.add_offsets[ideal + 1] = end
         for i in range(start, end):
+            # An edge to an ideal that another parent generates stays -1 until `_fill_in`.
             lattice.leads[i] = -1
             if lattice.adds[i] > last:
                 if count > most:
@@ -212,7 +238,7 @@ def _enumerate(
 
 @inlined
 def _first_adds(before_offsets: Int64, adds: Int32, count: int) -> int:
-    """What may be added to nothing; return the end."""
+    """Write the elements without predecessors to `adds`; return the end of the list."""
     end = 0
     for element in range(count):
         if before_offsets[element] == before_offsets[element + 1]:
@@ -223,7 +249,8 @@ def _first_adds(before_offsets: Int64, adds: Int32, count: int) -> int:
 
 @inlined
 def _kept_adds(lattice: Lattice, ideal: int, end: int) -> int:
-    """What may still be added once an ideal has its last element; return the new end."""
+    """Append what could be added to the parent of an ideal, without the ideal's last element;
+    return the new end."""
     parent = lattice.parents[ideal]
     for i in range(lattice.add_offsets[parent], lattice.add_offsets[parent + 1]):
         if lattice.adds[i] != lattice.lasts[ideal]:
@@ -234,6 +261,7 @@ def _kept_adds(lattice: Lattice, ideal: int, end: int) -> int:
 
 @inlined
 def _mark(lattice: Lattice, ideal: int) -> None:
+    """Mark the members of an ideal: they are the last elements of the ideal and its ancestors."""
     below = ideal
     while below > 0:
         lattice.ranks[lattice.lasts[below]] = ideal
@@ -244,6 +272,7 @@ def _mark(lattice: Lattice, ideal: int) -> None:
 def _is_ready(
     before_offsets: Int64, befores: Int32, marks: Int32, element: int, ideal: int
 ) -> bool:
+    """Whether all predecessors of an element are in the ideal that was marked."""
     ready = True
     for i in range(before_offsets[element], before_offsets[element + 1]):
         if marks[befores[i]] != ideal:
@@ -253,7 +282,7 @@ def _is_ready(
 
 @inlined
 def _insert(adds: Int32, start: int, end: int, element: int) -> int:
-    """Keep the list ascending; return its new end."""
+    """Insert an element into the ascending list from `start` to `end`; return the new end."""
     i = end
     while i > start and adds[i - 1] > element:
         adds[i] = adds[i - 1]
@@ -264,7 +293,11 @@ def _insert(adds: Int32, start: int, end: int, element: int) -> int:
 
 @kernel
 def _fill_in(lattice: Lattice, ideals: int) -> None:
-    """The edges to ideals that were made from others. Those of smaller ideals are there first."""
+    """Fill in the edges to ideals that another ideal generated, by the recurrence on top.
+
+    Of the two edges that the recurrence reads, the parent's is filled in by now, because parents
+    have lower numbers. The other one adds `last`, so it leads to a new ideal and is there already.
+    """
     for ideal in range(1, ideals):
         last, parent = lattice.lasts[ideal], lattice.parents[ideal]
         for i in range(lattice.add_offsets[ideal], lattice.add_offsets[ideal + 1]):
@@ -275,6 +308,7 @@ def _fill_in(lattice: Lattice, ideals: int) -> None:
 
 @inlined
 def _lead(lattice: Lattice, ideal: int, element: int) -> int:
+    """Return the ideal that adding `element` to an ideal leads to."""
     i = lattice.add_offsets[ideal]
     while lattice.adds[i] != element:
         i += 1

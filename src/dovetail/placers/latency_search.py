@@ -1,15 +1,15 @@
-"""Latency search: fill accelerators greedily, then anneal.
+"""Searches for low latency: fills accelerators greedily, then anneals.
 
 Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, https://arxiv.org/abs/2006.16423, appendix F: the *greedy* baseline goes through the
 groups in topological order, depth first, and puts as many as fit into the memory of the first
-accelerator, then of the second, and so on; what is left goes to a CPU. Groups that wait for each
-other are one block.
+accelerator, then of the second, and so on. The rest goes to a CPU. Groups that wait for each other
+in a circle are one block.
 
-Differences: four orders instead of one; then annealing with restarts from the best placement so
-far, at geometrically falling temperatures, where the paper solves an integer programme. Only for
-the objective `latency`: for another one it returns the best placement so far, or else the fastest
-devices.
+Differences: it tries four orders instead of one. Then it anneals, with geometrically falling
+temperatures and restarts from the best placement so far, where the paper solves an integer
+programme. It serves only the objective `latency`: for any other it returns the best placement so
+far, or else every group on its fastest device.
 """
 
 from typing import NamedTuple
@@ -34,27 +34,29 @@ from dovetail.simulator.latency import (
 
 # ── Annealing of the latency: kernels over flat arrays ──────────────────────────────────────────
 #
-# One change is proposed after the other, and each is walked through in full. A change moves a
-# group, two groups past each other, or what is on a device from one group on, in topological order,
-# to another device. A full walk takes O(ops + reads), some microseconds for the published
-# instances, so nothing is kept between changes but the placement and the bytes used. With
+# Changes are proposed one after another, and for each the latency is computed from scratch, by a
+# walk through the graph. A change moves a group to another device, exchanges two groups, or moves
+# all of a device's groups before or after one group. A walk takes O(ops + reads), some microseconds
+# for the published instances, so only the placement and the used bytes are kept between changes.
+# With
 #
-#     energy = latency + penalty x (calls that wait for themselves, and all that wait for those
-#                                   + share by which devices exceed their capacities, 1 + at least)
+#     energy = latency + penalty x (number of calls that wait for themselves or for such calls
+#                                   + for each over-full device, 1 + its excess / its capacity)
 #
-# and an exponentially distributed X of mean 1 a change is accepted if
+# and an exponentially distributed X of mean 1, a change is accepted if
 #
 #     energy' <= energy + temperature x X
 
 
 UInt64 = NDArray[np.uint64]
 
-# Where `LatencyAnnealing.scalars` keeps what a search carries from call to call.
+# Places in `LatencyAnnealing.scalars`. They are in an array because a kernel cannot assign to the
+# fields of a named tuple, but can write into its arrays.
 ENERGY, BEST, PENALTY = range(3)
 
 
 class LatencyAnnealing(NamedTuple):
-    """One annealing search.
+    """The state of one annealing search.
 
     free                      groups that have a choice
     choice_offsets, choices   CSR of the devices that each group may be on
@@ -62,10 +64,10 @@ class LatencyAnnealing(NamedTuple):
     member_offsets, members   CSR of the ops of each group
     sizes                     [groups] bytes that stay where the group is
     capacities, used_bytes    [devices]
-    groups, saved             [groups] devices now, and before the change in hand
-    placement                 [ops] the same, spread
-    best                      [groups] the best seen
-    scalars                   energy now, and of `best`; the penalty
+    groups, saved             [groups] device of each group now, and before the change under way
+    placement                 [ops] device of each op now
+    best                      [groups] the placement with the least energy so far
+    scalars                   energy now, energy of `best`, and the penalty
     random                    [1] state of the generator
     """
 
@@ -89,7 +91,7 @@ class LatencyAnnealing(NamedTuple):
 
 @kernel
 def start(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing) -> None:
-    """Bytes, placement and energy of `search.groups` from scratch."""
+    """Compute bytes, placement and energy of `search.groups` from scratch."""
     search.used_bytes[:] = 0.0
     for group in range(len(search.groups)):
         put(search, group, search.groups[group])
@@ -115,6 +117,7 @@ def anneal(
             search.saved[g] = search.groups[g]
         change(search, group, old, new)
         after = energy(model, work, search)
+        # Uniform over (0, 1], never 0, so that its logarithm is finite.
         chance = (draw(search, 1 << 30) + 1) / (1 << 30)
         if after <= search.scalars[ENERGY] - temperature * np.log(chance):
             accept(search, after)
@@ -126,7 +129,8 @@ def anneal(
 
 @inlined
 def target(search: LatencyAnnealing, group: int) -> int:
-    """Mostly the device of a group that shares a tensor with it, else any that it may be on."""
+    """Draw a device for the group: in 3 of 4 cases that of a group which shares a tensor with it,
+    else any that it may be on."""
     near = search.near_offsets[group + 1] - search.near_offsets[group]
     if near and draw(search, 4):
         return int(search.groups[search.near[search.near_offsets[group] + draw(search, near)]])
@@ -136,8 +140,11 @@ def target(search: LatencyAnnealing, group: int) -> int:
 
 @inlined
 def change(search: LatencyAnnealing, group: int, old: int, new: int) -> None:
-    """Move the group. In one case of eight another group comes back in exchange; in two of eight
-    the later, or the earlier, groups of the same device move too."""
+    """Move the group from device `old` to `new`.
+
+    In one case of eight, a random group may come back in exchange. In one of eight, the later
+    groups of the old device move too, and in another one the earlier groups.
+    """
     kind = draw(search, 8)
     shift(search, group, new)
     if kind == 0:
@@ -153,6 +160,7 @@ def change(search: LatencyAnnealing, group: int, old: int, new: int) -> None:
 
 @inlined
 def accept(search: LatencyAnnealing, after: float) -> None:
+    """Make the energy after a change current, and keep the placement if it is the best so far."""
     search.scalars[ENERGY] = after
     if after < search.scalars[BEST]:
         search.scalars[BEST] = after
@@ -162,8 +170,10 @@ def accept(search: LatencyAnnealing, after: float) -> None:
 
 @inlined
 def energy(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing) -> float:
-    """The energy of the current placement. A placement that does not fit is not walked through,
-    which saves most of the time."""
+    """Return the energy of the current placement.
+
+    If the placement does not fit, no walk is made, since the penalty is above every latency anyway.
+    """
     excess = 0.0
     for device in range(len(search.used_bytes)):
         over = search.used_bytes[device] - search.capacities[device]
@@ -172,6 +182,7 @@ def energy(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing
     latency = 0.0
     if excess == 0.0:
         latency = walk(model, work, search.placement)
+        # A negative result is minus the number of calls that never become ready.
         if latency < 0:
             excess, latency = -latency, 0.0
     total: float = latency + search.scalars[PENALTY] * excess
@@ -180,6 +191,7 @@ def energy(model: LatencyModel, work: LatencyWorkspace, search: LatencyAnnealing
 
 @inlined
 def may(search: LatencyAnnealing, group: int, device: int) -> bool:
+    """Whether the group may be on the device."""
     allowed = False
     for i in range(search.choice_offsets[group], search.choice_offsets[group + 1]):
         allowed = allowed or search.choices[i] == device
@@ -188,6 +200,7 @@ def may(search: LatencyAnnealing, group: int, device: int) -> bool:
 
 @inlined
 def shift(search: LatencyAnnealing, group: int, device: int) -> None:
+    """Move a group and its bytes to a device."""
     search.used_bytes[search.groups[group]] -= search.sizes[group]
     search.used_bytes[device] += search.sizes[group]
     search.groups[group] = device
@@ -196,13 +209,15 @@ def shift(search: LatencyAnnealing, group: int, device: int) -> None:
 
 @inlined
 def put(search: LatencyAnnealing, group: int, device: int) -> None:
+    """Write a group's device to all its ops in `placement`."""
     for i in range(search.member_offsets[group], search.member_offsets[group + 1]):
         search.placement[search.members[i]] = device
 
 
 @inlined
 def draw(search: LatencyAnnealing, count: int) -> int:
-    """0 to count - 1; xorshift64* (Marsaglia, https://doi.org/10.18637/jss.v008.i14)."""
+    """Draw a number from 0 to count - 1 by xorshift64* (Marsaglia,
+    https://doi.org/10.18637/jss.v008.i14)."""
     x = search.random[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -213,17 +228,22 @@ def draw(search: LatencyAnnealing, count: int) -> int:
 
 
 CHANGES_PER_EVALUATION = 10
-"""Of a budget in evaluations: a simulated step of the same graph takes about ten walks."""
+"""An evaluation of the budget buys this many changes, because a simulated step of the same graph
+takes as long as about ten walks."""
 CALL_OPS = 10**6
-"""Changes x ops of one call of the kernel: a few hundredths of a second."""
+"""Changes x ops of one call of the kernel are at most this, so that a call takes a few hundredths
+of a second and the budget is looked at in between."""
 STEPS = 40
-"""Temperatures of one cooling; the next has twice the changes at each."""
+"""Number of temperatures of one cooling."""
 HOTTEST, COLDEST = 0.05, 1e-5
-"""Relative to the latency at the start."""
+"""First and last temperature of a cooling, relative to the latency at its start."""
 
 
 def latency_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best placement by the budget's end: greedy ones, then annealed. Ties: the first found."""
+    """Return the best placement at the budget's end, of the greedy and then the annealed ones.
+
+    Ties: the earlier one.
+    """
     if problem.objective == "latency":
         budget.score(problem, np.stack(greedy_placements(problem)), always=True)
         if len(problem.free) and budget.best is not None:
@@ -232,8 +252,8 @@ def latency_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
-    """The paper's greedy placement, the same along three other orders, every group where it works
-    fastest, and all on CPUs."""
+    """Return the greedy placements along four orders, the paper's first, then every group on its
+    fastest device, then all groups on CPUs."""
     edges = _group_edges(problem)
     blocks = _blocks(problem, edges)
     placements = []
@@ -245,7 +265,11 @@ def greedy_placements(problem: PlacementProblem) -> list[GroupPlacement]:
 
 
 def _fill(problem: PlacementProblem, blocks: NDArray[np.int32], order: list[int]) -> GroupPlacement:
-    """Blocks [groups] in turn onto the accelerators; what fits none, to the CPU that is best."""
+    """Fill the accelerators with blocks in turn; what fits on none goes to its fastest CPU.
+
+    blocks   [groups] block of each group
+    order    blocks
+    """
     accelerators = [
         index for index, device in enumerate(problem.machine.devices) if device.kind == "gpu"
     ]
@@ -257,6 +281,8 @@ def _fill(problem: PlacementProblem, blocks: NDArray[np.int32], order: list[int]
         size = float(sizes[members].sum())
         while turn < len(accelerators):
             device = accelerators[turn]
+            # A block that the current accelerator cannot take even when empty goes to a CPU. It
+            # does not close the accelerator for the blocks after it.
             if not problem.allowed[members, device].all() or size > problem.capacities[device]:
                 break
             if used + size <= problem.capacities[device]:
@@ -268,7 +294,7 @@ def _fill(problem: PlacementProblem, blocks: NDArray[np.int32], order: list[int]
 
 
 def _on_cpus(problem: PlacementProblem) -> GroupPlacement:
-    """Every group on the first CPU that is fastest; those that may be on none, where they are."""
+    """Return every group on its fastest CPU, or on its fastest device if it may be on no CPU."""
     on_cpu = np.array([device.kind != "gpu" for device in problem.machine.devices])
     seconds = np.where(problem.allowed & on_cpu, problem.work_seconds, np.inf)
     some = np.isfinite(seconds).any(axis=1)
@@ -278,7 +304,11 @@ def _on_cpus(problem: PlacementProblem) -> GroupPlacement:
 def _order(
     blocks: NDArray[np.int32], edges: NDArray[np.int32], depth_first: bool, ascending: bool
 ) -> list[int]:
-    """Blocks in topological order: of those that are free the latest to become so, or the first."""
+    """Return blocks in topological order.
+
+    depth_first   of the ready blocks, the one that became ready last comes next; else the first
+    ascending     blocks that become ready at once do so in the order of their numbers; else reverse
+    """
     count = int(blocks.max(initial=-1)) + 1
     pairs = blocks[edges]
     pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0).reshape(-1, 2)
@@ -299,7 +329,8 @@ def _order(
 
 
 def _blocks(problem: PlacementProblem, edges: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[groups] the strongly connected component of each, numbered by its first group."""
+    """Return [groups] the strongly connected component of each; components are numbered in the
+    order of their first groups."""
     count = problem.groups.count
     matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), (count, count))
     _, labels = connected_components(matrix.tocsr(), connection="strong")
@@ -310,7 +341,8 @@ def _blocks(problem: PlacementProblem, edges: NDArray[np.int32]) -> NDArray[np.i
 
 
 def _group_edges(problem: PlacementProblem) -> NDArray[np.int32]:
-    """[edges, 2] distinct (from group, to group) along which tensors move."""
+    """Return [edges, 2] distinct (from group, to group) with a tensor that an op makes between
+    them."""
     graph, of_op = problem.graph, problem.groups.of_op
     makers = graph.producers[graph.input_tensors]
     moves = ~graph.is_source[makers]
@@ -319,8 +351,11 @@ def _group_edges(problem: PlacementProblem) -> NDArray[np.int32]:
 
 
 def _anneal(problem: PlacementProblem, budget: Budget) -> None:
-    """Coolings, each with twice the changes of the one before, until the budget is spent. What
-    they find is evaluated, and so known to the budget."""
+    """Run coolings until the budget is spent, each with twice the changes of the one before.
+
+    Each starts from the best placement so far. The best that it meets is evaluated, so that the
+    budget holds it.
+    """
     model = latency_model(problem.graph, problem.machine, problem.costs)
     work = latency_work(model)
     rng = np.random.default_rng([problem.seed, budget.next_round()])
@@ -328,7 +363,9 @@ def _anneal(problem: PlacementProblem, budget: Budget) -> None:
     finite = np.where(np.isfinite(problem.work_seconds), problem.work_seconds, 0.0)
     moved = model.in_seconds.max(axis=1) + model.out_seconds.max(axis=1)
     longest = finite.max(axis=1).sum() + problem.devices * moved.sum()
-    search.scalars[PENALTY] = longest  # above every latency
+    # All work and all moves one after another take longer than any placement, so no placement that
+    # fits and completes is ever worse than one that does not.
+    search.scalars[PENALTY] = longest
     changes = 50 * len(problem.free)
     while not budget.exhausted and not budget.closed:
         assert budget.best is not None, "its caller has evaluated something"
@@ -346,9 +383,10 @@ def _cool(
     at: tuple[LatencyModel, LatencyWorkspace, LatencyAnnealing],
     changes: int,
 ) -> None:
-    """`changes` changes in `STEPS` temperatures from `HOTTEST` down to `COLDEST`."""
+    """Propose about `changes` changes, at `STEPS` temperatures from `HOTTEST` down to `COLDEST`."""
     model, work, search = at
     most = max(1, CALL_OPS // model.ops)
+    # The energy of a start that does not fit contains penalties, which are no latency.
     warm = min(float(search.scalars[ENERGY]), float(search.scalars[PENALTY]))
     for share in np.linspace(0.0, 1.0, STEPS).tolist():
         temperature = warm * HOTTEST ** (1 - share) * COLDEST**share
@@ -362,6 +400,7 @@ def _cool(
 
 
 def _search(problem: PlacementProblem, rng: np.random.Generator) -> LatencyAnnealing:
+    """Return the arrays of an annealing search, not yet on any placement."""
     count = problem.groups.count
     rows, choices = np.nonzero(problem.allowed)
     edges = _group_edges(problem)

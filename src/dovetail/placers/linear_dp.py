@@ -1,20 +1,21 @@
-"""Contiguous stages along one order of the groups: the best that any of several orders allows.
+"""Finds the best contiguous stages along each of several topological orders of the groups.
 
-A dynamic programme over the prefixes of a topological order: `contiguity.best_chain` on a lattice
-whose only ideals are these prefixes. Orders go depth first (of the groups that are ready, one that
-became so last), from the inputs and, turned round, from the outputs, or by levels; random ones
-follow, new at each call.
+For one order, a dynamic programme runs over its prefixes: `contiguity.best_chain` on a lattice
+whose only ideals are these prefixes. An order is depth first (of the ready groups, the one that
+became ready last comes next) or by levels. Each kind starts from the inputs or, reversed, from the
+outputs. Random orders follow, which are new at each call.
 
 Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 5 (a Hamiltonian path, found by a
 depth-first search, leaves one ideal per prefix).
-Differences: several orders, not one; any kinds of devices, and pins; more than `MAX_CELLS` elements
-are cut into cells of about equal work; transfers are counted as if all went over the host, and what
-the orders yield is compared by the evaluator, which also says whether it fits: where not, rooms
-shrink and it is done again. A group without forward ops goes where the largest load stays least,
-unless backward edges give it a place in the order (`contiguity.forward_order`). Unless contiguity
-is asked for, also stages where a group that may not be there weighs nothing, and goes to its
-fastest device. For other objectives than `load` it is a guess: the stages of least load.
+Differences: it tries several orders, not one. It serves any kinds of devices, and pins. An order of
+more than `MAX_CELLS` elements is cut into cells of about equal work. The programme counts transfers
+as if all went over the host; the evaluator then compares the plans of the orders. If the evaluator
+finds that memory lacks, the search runs again with less room. A group without forward ops goes
+where the largest load stays least, unless backward edges give it a place in the order
+(`contiguity.forward_order`). Unless contiguity is asked for, it also tries stages with groups that
+may not be on the stage's device: such a group weighs nothing there and goes to its fastest device.
+For other objectives than `load` the plan is a guess, namely the stages of least load.
 """
 
 import itertools
@@ -44,27 +45,27 @@ from dovetail.simulator import group_loads
 from dovetail.simulator.flat import Float64, Int32
 
 MAX_CELLS = 512
-"""An order of more elements is cut into this many cells of about equal work."""
+"""An order of more elements than this is cut into this many cells of about equal work."""
 SHRINKS = 2
-"""Searches for each way of counting bytes: one, and one more with less room."""
+"""Number of searches for each way of counting bytes: one with all room, and one with less."""
 FIXED_ORDERS = 6
-"""Orders that are tried even beyond the budget; `_endless_orders` yields them first."""
+"""The first orders that `_endless_orders` yields are tried even beyond the budget: this many."""
 RANDOM_ORDERS = 24
-"""Random orders at each call, at most."""
+"""At most this many random orders are tried at each call."""
 MOST_CANDIDATES = 8
-"""Chains, the best by the estimate, that the evaluator judges."""
+"""The evaluator judges at most this many chains, the best by estimated load."""
 ESTIMATE_SLACK = 1.25
-"""Chains whose estimate is up to this many times the best are still evaluated."""
+"""If loads are only estimates, a chain is kept if its load is up to this many times the best."""
 ORDER_STEPS = 1_000_000
-"""All orders together take at most this many steps (elements and edges)."""
+"""The orders together take at most this many steps; one order takes elements + edges."""
 
 
 class StageLimits(NamedTuple):
-    """What a search for stages is handed.
+    """What limits a search for stages.
 
-    kinds        devices, and their room
-    group_bytes  [groups] what they hold
-    strict       a group is only where it may be
+    kinds        devices by kind, and their room
+    group_bytes  [groups] bytes that each group is counted with
+    strict       a group is only in stages whose device it may be on
     """
 
     kinds: DeviceKinds
@@ -76,13 +77,17 @@ Search = Callable[[StageLimits], list[GroupPlacement]]
 
 
 def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best plan of all orders by the evaluator; ties: of the first. The fixed orders are tried
-    even beyond the budget; each step of the programme is charged as one op of an evaluation."""
+    """Return the best plan of all orders, judged by the evaluator; ties: the earlier one.
+
+    The fixed orders are tried even beyond the budget. Each step of the programme is charged as one
+    op of an evaluation.
+    """
     order = order_of(problem)
     orders = list(orders_of(order, np.random.default_rng([problem.seed, budget.next_round()])))
 
     def search(limits: StageLimits) -> list[GroupPlacement]:
         chains = along_orders(problem, budget, (order, orders), limits)
+        # If the loads are exact, the first chain is the best, and evaluating others tells nothing.
         chains = chains[:1] if is_exact(problem) else chains
         return [to_placement(problem, chain, element_of) for chain, element_of in chains]
 
@@ -95,19 +100,20 @@ def linear_dp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def is_exact(problem: PlacementProblem) -> bool:
-    """The loads of stages are the objective."""
+    """Whether the loads that the programme computes for stages are exactly the objective."""
     return problem.objective == "load" and is_star(problem)
 
 
 def fitted(
     problem: PlacementProblem, budget: Budget, where: tuple[list[int], bool], search: Search
 ) -> list[tuple[Score, GroupPlacement]]:
-    """The placements that `search` finds, with their scores; at least one.
+    """Return the placements that `search` finds, with their scores; at least one.
 
-    Where the evaluator finds a device over its capacity, the search runs again with less room, and
-    then with more of what groups make counted as theirs. Where no room is enough, it is ignored.
+    If the evaluator finds a device over its capacity, the search runs again with less room, and
+    then with more bytes counted for each group. If no search finds a plan, one more search ignores
+    memory.
 
-    where   (devices, strict)
+    where   (devices that may be used, `StageLimits.strict`)
     """
     devices, strict = where
     scored_placements: list[tuple[Score, GroupPlacement]] = []
@@ -121,6 +127,7 @@ def fitted(
             placements = search(StageLimits(kinds, np.asarray(sizes, np.float64), strict))
             if not placements:
                 break
+            # The first placement is scored even beyond the budget, so that there is a result.
             scores = budget.score(problem, placements[0][None], always=True)
             scores += budget.score(problem, np.stack(placements))[1:]
             scored_placements += zip(scores, placements, strict=True)
@@ -128,6 +135,8 @@ def fitted(
             if not 0 < score.lacking_bytes < np.inf:
                 return scored_placements
             share = problem.capacities / np.maximum(budget.peaks(placement), 1)
+            # Devices of one kind share one room. It shrinks by the worst overrun of the kind, and
+            # by 5 % more, because another plan will not overrun by exactly the same share.
             for members in map(list, kinds.members):
                 if share[members].min() < 1:
                     room[members] *= 0.95 * share[members].min()
@@ -142,7 +151,7 @@ def fitted(
 
 
 def usable_kinds(problem: PlacementProblem, devices: list[int], room_bytes: Float64) -> DeviceKinds:
-    """Kinds of device; where the table would be too large, every device one of its own."""
+    """Return the devices by kind, or each as a kind of its own if the table would be too large."""
     kinds = kinds_of(problem, devices, room_bytes)
     if np.prod([len(members) + 1.0 for members in kinds.members]) > MOST_ENTRIES // MAX_CELLS:
         kinds = kinds_of(problem, devices, room_bytes, alone=True)
@@ -150,7 +159,8 @@ def usable_kinds(problem: PlacementProblem, devices: list[int], room_bytes: Floa
 
 
 def step_evaluations(problem: PlacementProblem) -> float:
-    """What a step of a programme costs: an evaluation takes about one for every op and read."""
+    """Return what one step of a programme is charged, as a share of an evaluation: an evaluation
+    takes about one step for every op and read."""
     return 1 / (len(problem.graph) + len(problem.graph.input_tensors))
 
 
@@ -160,9 +170,11 @@ def along_orders(
     space: tuple[ElementOrder, list[Int32]],
     limits: StageLimits,
 ) -> list[tuple[StageChain, Int32]]:
-    """The best chain of each order with what [groups] is its element, best first: of orders better
-    than those before, or where loads of stages are an estimate, not much worse. Random orders end
-    with the budget."""
+    """Return (chain, [groups] element of each group) for the best chains of the orders, best first.
+
+    An order adds its best chain only if that is better than those of earlier orders or, if the
+    loads are estimates, at most `ESTIMATE_SLACK` times the best. Random orders end with the budget.
+    """
     order, orders = space
     exact = is_exact(problem)
     whole = elements_of(problem, order.element_of, limits.kinds, limits.group_bytes, limits.strict)
@@ -173,6 +185,7 @@ def along_orders(
             break
         elements, element_of = whole, order.element_of
         if order.elements > MAX_CELLS:
+            # Cells are numbered along the sequence, so the order of the cells is 0, 1, 2, ...
             cells = _cells(whole.work_seconds.min(axis=1), sequence)
             element_of = np.where(element_of == LOOSE, LOOSE, cells[element_of])
             elements = elements_of(
@@ -195,8 +208,12 @@ def along_orders(
 
 
 def to_placement(problem: PlacementProblem, chain: StageChain, element_of: Int32) -> GroupPlacement:
-    """Groups on the devices of their stages; loose ones, in descending work, each where the largest
-    load is then least and what they hold fits; ties: the lowest device."""
+    """Return a chain as a placement: groups go to the devices of their stages.
+
+    Loose groups, which stand in no stage, follow in descending work. Each goes to a device that has
+    room for it, where the largest load is then least, then the sum of loads; ties: the lowest
+    device.
+    """
     placement = problem.fastest.copy()
     taken = element_of != LOOSE
     placement[taken] = np.array(chain.devices, np.int32)[chain.stages[element_of[taken]]]
@@ -222,14 +239,17 @@ def to_placement(problem: PlacementProblem, chain: StageChain, element_of: Int32
 
 
 def orders_of(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
-    """Topological orders of the elements, within `ORDER_STEPS` but at least two: six fixed ones,
-    then random ones."""
+    """Yield topological orders of the elements: six fixed ones, then random ones.
+
+    There are as many as `ORDER_STEPS` allows, but at least two.
+    """
     steps = order.elements + len(order.edges)
     most = max(2, min(FIXED_ORDERS + RANDOM_ORDERS, ORDER_STEPS // max(steps, 1)))
     yield from itertools.islice(_endless_orders(order, rng), most)
 
 
 def _endless_orders(order: ElementOrder, rng: np.random.Generator) -> Iterator[Int32]:
+    """Yield the fixed orders, then random depth-first ones for ever, from either end in turn."""
     edges, turned = order.edges, order.edges[:, ::-1]
     ascending = np.arange(order.elements)
     yield topological(order.elements, edges, ascending)
@@ -244,27 +264,32 @@ def _endless_orders(order: ElementOrder, rng: np.random.Generator) -> Iterator[I
 
 
 def _levels(count: int, edges: NDArray[np.integer]) -> NDArray[np.int64]:
-    """[elements] longest path from the start, in edges."""
+    """Return [elements] the length in edges of the longest path to each element."""
     levels = np.zeros(count, np.int64)
     sequence = topological(count, edges, np.arange(count))
     rank = np.empty(count, np.int64)
     rank[sequence] = np.arange(count)
+    # In topological order of their first ends, a level is final before any edge reads it.
     for before, after in edges[np.argsort(rank[edges[:, 0]], kind="stable")].tolist():
         levels[after] = max(levels[after], levels[before] + 1)
     return levels
 
 
 def _cells(work_seconds: Float64, sequence: Int32) -> Int32:
-    """[elements] cell of each: `MAX_CELLS` runs of the order, of about equal work and count."""
+    """Return [elements] the cell of each: at most `MAX_CELLS` runs of the order, balanced in work
+    and in number of elements."""
     finite = np.where(np.isfinite(work_seconds), work_seconds, 0.0)[sequence]
+    # The shares of work and of count sum to 1 each, hence the division by 2 below. The count keeps
+    # elements without work from all falling into one cell.
     share = finite / max(finite.sum(), 1e-300) + 1 / len(sequence)
     cells = np.empty(len(sequence), np.int32)
     cells[sequence] = np.minimum(np.cumsum(share) / 2 * MAX_CELLS, MAX_CELLS - 1).astype(np.int32)
+    # Heavy elements leave cells empty; renumbering closes the gaps.
     return np.unique(cells, return_inverse=True)[1].astype(np.int32)
 
 
 def _path(sequence: Int32) -> Lattice:
-    """The prefixes of an order."""
+    """Return the lattice whose ideals are the prefixes of an order."""
     count = len(sequence)
     ranks = np.empty(count, np.int32)
     ranks[sequence] = np.arange(count)

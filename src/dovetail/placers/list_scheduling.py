@@ -1,16 +1,16 @@
 """Common parts of the list schedulers: the problem as flat arrays, memory, and heaps of ready ops.
 
 A list scheduler takes the ops one after another, in an order of its own, and gives each a device
-and a time there. Its picture of the machine is that of the papers: a device runs one op at a time,
-links are never busy, and what an op reads from another device arrives at
+and a time there. It models the machine as the papers do: a device runs one op at a time, links are
+never busy, and all that an op reads is on device d at the time
 
     arrives(op, d) = max over ops b before it of   ends(b) + latency(b's d, d)
                                                            + bytes x seconds_per_byte(b's d, d)
 
-with the bytes of all that op reads of b, each tensor once. Where there is no link, latencies and
-seconds per byte of the two hops through the host are summed. Source ops are not scheduled: what
-they hold is there from the start. A control edge is an empty send. A group goes where the first of
-its ops goes.
+where bytes are those of all tensors of b that op reads, each counted once. If two devices have no
+link, the latencies and the seconds per byte of the two hops through the host are summed. Source ops
+are not scheduled: what they hold is there from the start. A control edge is an empty send. A group
+goes where the first of its ops goes.
 """
 
 from collections.abc import Callable
@@ -27,16 +27,17 @@ from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
 MEMORY_ATTEMPTS = 4
-"""Schedules per set of devices: one, and three more where memory turns out short."""
+"""At most this many schedules are made per set of devices: one, and more if memory turns out
+short."""
 
 
 class Tasks(NamedTuple):
     """The ops to schedule, in topological order.
 
     of_op             [ops] group
-    runs              [ops] 1 for ops, 0 for source ops
+    runs              [ops] 0 for source ops, 1 for all others
     before_offsets, befores, before_bytes   CSR: distinct ops before each op, ascending, and the
-                      bytes they send it
+                      bytes that each sends to it
     after_offsets, afters   CSR: distinct ops after each op, ascending
     seconds           [ops, devices]
     latency_seconds, seconds_per_byte   [devices, devices] from row to column; 0 on the diagonal
@@ -58,8 +59,8 @@ class GroupLimits(NamedTuple):
     """Where groups may go.
 
     choices       [groups, devices] 1 where allowed
-    group_bytes   [groups] what each takes
-    room_bytes    [devices] what there is
+    group_bytes   [groups] bytes that each group takes
+    room_bytes    [devices] bytes that each device has for groups
     """
 
     choices: Int8
@@ -68,7 +69,11 @@ class GroupLimits(NamedTuple):
 
 
 class ListSchedule(NamedTuple):
-    """A schedule: placed [groups], and of each op its start and end, seconds; 0 for source ops."""
+    """A list scheduler's result.
+
+    placed         [groups] device
+    starts, ends   [ops] seconds; 0 for source ops
+    """
 
     placed: Int32
     starts: Float64
@@ -79,7 +84,7 @@ Scheduler = Callable[[GroupLimits], Int32]  # -> placed [groups], -1 where nothi
 
 
 def tasks_of(problem: PlacementProblem) -> Tasks:
-    """The flat arrays of a problem. O(ops x devices + reads x log reads)."""
+    """Return a problem as flat arrays. O(ops x devices + reads x log reads)."""
     graph = problem.graph
     readers, befores, sizes = _edges(problem)
     latency, per_byte = _transfers(problem.machine)
@@ -99,12 +104,12 @@ def tasks_of(problem: PlacementProblem) -> Tasks:
 
 
 def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler) -> GroupPlacement:
-    """The better of schedules over all devices and over the fastest model of device only.
+    """Return the better of the schedules over all devices and over those of the fastest model.
 
-    A set of only the fast devices helps because starting early does not mean ending early: idle
-    slow devices draw ops that fast ones should run. Memory is estimated while scheduling. Where the
-    evaluator then finds a device over its capacity, the same is done again as if all that a group
-    makes stayed, and then with that much less room. Ties: the earlier attempt, the larger set.
+    A set of only the fast devices helps, because starting early does not mean ending early: idle
+    slow devices draw ops that fast ones should run. Memory is estimated while scheduling. If the
+    evaluator then finds a device over its capacity, the set is scheduled again as if all outputs of
+    a group stayed, and after that with less room. Ties: the earlier attempt, then the larger set.
     """
     open_sets = {i: problem.capacities.astype(np.int64) for i in range(len(problem.device_sets))}
     scored_placements: list[tuple[Score, GroupPlacement]] = []
@@ -119,7 +124,8 @@ def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler)
             if not 0 < score.lacking_bytes < np.inf:
                 del open_sets[i]
             elif attempt:
-                # Less by the share that each device's peak is above its capacity, and a little.
+                # The room shrinks by the share of the overrun, and by 5 % more, because the next
+                # plan will not overrun by exactly the same share.
                 share = problem.capacities / np.maximum(budget.peaks(placement), 1)
                 room = np.where(share < 1, 0.95 * share * open_sets[i], open_sets[i])
                 open_sets[i] = np.asarray(room, np.int64)
@@ -135,10 +141,12 @@ def limits_of(
     *,
     made: bool = False,
 ) -> GroupLimits:
-    """Groups keep to `problem.device_sets[device_set]`, but for those that may not be there.
+    """Return limits that keep groups on the devices of `problem.device_sets[device_set]`.
+
+    A group that may be on none of these devices keeps all its choices.
 
     room_bytes   [devices]; None: the capacities
-    made         count all that a group makes, not only what stays for long
+    made         count all outputs of a group, not only the bytes that stay for long
     """
     within = np.isin(np.arange(problem.devices), problem.device_sets[device_set])
     choices = problem.allowed & within
@@ -151,7 +159,8 @@ def limits_of(
 
 
 def _edges(problem: PlacementProblem) -> tuple[NDArray[np.int64], NDArray[np.int64], Float64]:
-    """(op, op before it, bytes sent) by op, then op before. Sources are no ops."""
+    """Return arrays (op, op before it, bytes sent), sorted by op, then by op before, without source
+    ops."""
     graph = problem.graph
     source, ops = graph.is_source, len(graph)
     tensors, control = graph.input_tensors, graph.control.astype(np.int64)
@@ -165,7 +174,10 @@ def _edges(problem: PlacementProblem) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _transfers(machine: Machine) -> tuple[Float64, Float64]:
-    """(latency seconds, seconds per byte) from row to column; two hops where there is no link."""
+    """Return (latency seconds, seconds per byte), [devices, devices] each, from row to column.
+
+    Without a link, both are sums over the two hops through the host.
+    """
     index, host = machine.link_index, machine.host_index
     count = len(machine.devices)
     latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
@@ -181,8 +193,8 @@ def _transfers(machine: Machine) -> tuple[Float64, Float64]:
 
 
 def mean_transfer(tasks: Tasks, limits: GroupLimits) -> tuple[float, float]:
-    """(latency seconds, seconds per byte), means over ordered pairs of the devices that any group
-    may choose; 0 where that is one device."""
+    """Return (latency seconds, seconds per byte), means over all ordered pairs of devices that some
+    group may choose; 0 if that is one device."""
     used = np.flatnonzero(limits.choices.any(axis=0))
     pairs = max(1, len(used) * (len(used) - 1))
     square = np.ix_(used, used)
@@ -191,13 +203,13 @@ def mean_transfer(tasks: Tasks, limits: GroupLimits) -> tuple[float, float]:
 
 
 def mean_seconds(tasks: Tasks, limits: GroupLimits) -> Float64:
-    """[ops] mean seconds over the devices that each may choose."""
+    """Return [ops] the mean seconds over the devices that each op may choose."""
     may = limits.choices[tasks.of_op] == 1
     return np.asarray(np.where(may, tasks.seconds, 0.0).sum(axis=1) / may.sum(axis=1))
 
 
 def ranked(levels: Float64) -> tuple[Int32, Int32]:
-    """(by rank, ranks): ops by falling level, then index, and the inverse."""
+    """Return (ops by rank, [ops] rank): rank 0 has the highest level; ties: the lower index."""
     by_rank = np.argsort(-levels, kind="stable").astype(np.int32)
     ranks = np.empty_like(by_rank)
     ranks[by_rank] = np.arange(len(by_rank), dtype=np.int32)
@@ -208,7 +220,8 @@ def ranked(levels: Float64) -> tuple[Int32, Int32]:
 def longest_paths(
     tasks: Tasks, own_seconds: Float64, send_seconds: Float64, levels: Float64
 ) -> None:
-    """Fill `levels` [ops] with the seconds of the longest path from each op on, it included.
+    """Fill `levels` [ops] with the seconds of the longest path from each op to the end, the op
+    included.
 
     own_seconds    [ops]
     send_seconds   [befores] of each send
@@ -223,7 +236,10 @@ def longest_paths(
 
 @inlined
 def arrival(tasks: Tasks, placed: Int32, ends: Float64, op: int, device: int) -> float:
-    """When all that `op` reads is on `device`; the ops before it are placed and have ended."""
+    """Return the time at which all that `op` reads is on `device`.
+
+    All ops before it must have been scheduled.
+    """
     latest = 0.0
     for i in range(tasks.before_offsets[op], tasks.before_offsets[op + 1]):
         before = tasks.befores[i]
@@ -238,13 +254,14 @@ def arrival(tasks: Tasks, placed: Int32, ends: Float64, op: int, device: int) ->
 
 @inlined
 def fits(limits: GroupLimits, room: Int64, group: int, device: int) -> bool:
-    """May the group go there, and is there room left?"""
+    """Whether the group may go to the device and the device has room left for it."""
     return bool(limits.choices[group, device] == 1 and room[device] >= limits.group_bytes[group])
 
 
 @inlined
 def roomiest_unless_fitting(limits: GroupLimits, room: Int64, group: int) -> int:
-    """-1 if some device has room for the group, else the one that may and has most; ties: first."""
+    """Return -1 if some allowed device has room for the group, else the allowed device with most
+    room left; ties: the first."""
     best = -1
     for device in range(len(room)):
         if limits.choices[group, device] == 1:
@@ -256,10 +273,10 @@ def roomiest_unless_fitting(limits: GroupLimits, room: Int64, group: int) -> int
 
 
 class LaneHeaps(NamedTuple):
-    """Two binary heaps per lane, of which the first `*_sizes[lane]` entries count.
+    """Two binary min-heaps per lane (see `etf`), of which the first `*_sizes[lane]` entries count.
 
-    now           [lanes, most] ranks of what may start as soon as the lane is free
-    later_times, later_ranks   [lanes, most] of what comes later, by time, then rank
+    now           [lanes, most] ranks of ops that can start as soon as the lane is free
+    later_times, later_ranks   [lanes, most] ops whose inputs come later, by time, then rank
     """
 
     now: Int32
@@ -270,7 +287,10 @@ class LaneHeaps(NamedTuple):
 
 
 def empty_heaps(lanes: int, most: int) -> LaneHeaps:
-    """Room for `most` entries per heap; memory that is never used is never taken."""
+    """Return empty heaps with room for `most` entries each.
+
+    `np.empty` writes nothing, so pages that no entry is written to take no physical memory.
+    """
     return LaneHeaps(
         now=np.empty((lanes, most), np.int32),
         now_sizes=np.zeros(lanes, np.int64),
@@ -282,6 +302,7 @@ def empty_heaps(lanes: int, most: int) -> LaneHeaps:
 
 @inlined
 def push_now(heaps: LaneHeaps, lane: int, rank: int) -> None:
+    """Add a rank to the `now` heap of a lane."""
     i = heaps.now_sizes[lane]
     heaps.now_sizes[lane] = i + 1
     while i > 0:
@@ -295,6 +316,7 @@ def push_now(heaps: LaneHeaps, lane: int, rank: int) -> None:
 
 @inlined
 def pop_now(heaps: LaneHeaps, lane: int) -> None:
+    """Remove the lowest rank from the `now` heap of a lane."""
     size = heaps.now_sizes[lane] - 1
     heaps.now_sizes[lane] = size
     rank = heaps.now[lane, size]
@@ -312,6 +334,7 @@ def pop_now(heaps: LaneHeaps, lane: int) -> None:
 
 @inlined
 def push_later(heaps: LaneHeaps, lane: int, rank: int, time: float) -> None:
+    """Add an entry to the `later` heap of a lane."""
     i = heaps.later_sizes[lane]
     heaps.later_sizes[lane] = i + 1
     while i > 0:
@@ -327,6 +350,7 @@ def push_later(heaps: LaneHeaps, lane: int, rank: int, time: float) -> None:
 
 @inlined
 def pop_later(heaps: LaneHeaps, lane: int) -> None:
+    """Remove the soonest entry from the `later` heap of a lane."""
     size = heaps.later_sizes[lane] - 1
     heaps.later_sizes[lane] = size
     time, rank = heaps.later_times[lane, size], heaps.later_ranks[lane, size]
@@ -348,6 +372,6 @@ def pop_later(heaps: LaneHeaps, lane: int) -> None:
 
 @inlined
 def is_sooner(heaps: LaneHeaps, lane: int, i: int, time: float, rank: int) -> bool:
-    """Does entry `i` come before (time, rank)?"""
+    """Whether entry `i` of the `later` heap comes before (time, rank)."""
     other = heaps.later_times[lane, i]
     return bool(other < time or (other == time and heaps.later_ranks[lane, i] < rank))

@@ -1,27 +1,28 @@
 """Local search for the `load` objective: annealing walks in parallel, from a pool of good plans.
 
-Each *cycle* anneals one walk per core (`anneal`) from a plan of the pool. The temperature falls and
-the exponent of the loads rises, so that at first all devices count, and at last only the one with
-the largest load:
+Each *cycle* anneals one walk per core (`anneal`), each from a plan of the pool. During a walk the
+temperature falls and the exponent of the loads rises: at first the loads of all devices count, at
+the end almost only the largest one:
 
     temperature(t) = hot x COLD^t          power(t) = 2^(first + floor(3 t))       t from 0 to 1
 
-`hot` is drawn anew for every walk: a cold walk refines its plan, a hot one leaves it. The best plan
-of each walk joins the pool, which keeps the best `POOL` plans. So a cycle is one step of an
-iterated local search (Lourenco, Martin and Stutzle, 2003, https://doi.org/10.1007/0-306-48056-5_11)
-whose descent is annealing (Kirkpatrick, Gelatt and Vecchi, Science 220, 1983,
-https://doi.org/10.1126/science.220.4598.671), over hypergraph moves kept up to date as in Fiduccia
-and Mattheyses, DAC 1982, https://doi.org/10.1109/DAC.1982.1585498.
+`hot` is drawn anew for every walk: a walk with a low temperature refines its plan, one with a high
+temperature leaves it. The best plan of each walk joins the pool, which keeps the best `POOL` plans.
+So a cycle is one step of an iterated local search (Lourenco, Martin and Stutzle, 2003,
+https://doi.org/10.1007/0-306-48056-5_11) whose descent is annealing (Kirkpatrick, Gelatt and
+Vecchi, Science 220, 1983, https://doi.org/10.1126/science.220.4598.671). Loads are updated after
+every move by the pin counts of nets, as in Fiduccia and Mattheyses, DAC 1982,
+https://doi.org/10.1109/DAC.1982.1585498.
 
-Differences: the energy is a power of the loads, not the largest load, on which most moves make no
-difference; the gain of every proposed move is computed when it is proposed, not kept in buckets.
+Differences: the energy is a sum of powers of the loads, not the largest load, which most moves do
+not change. The gain of a move is computed when the move is proposed, not kept in buckets.
 
-Memory: walks see the bytes that groups always occupy. Where the evaluator finds a plan over
+Memory: walks count the bytes that groups always occupy. If the evaluator finds a plan over
 capacity, the walks count `PlacementProblem.group_bytes` instead, and the room of that device
-shrinks by what was over.
+shrinks by the overrun.
 
 Budget: one evaluation buys as many proposed moves as there are groups. Under a budget of
-evaluations there are `WALKS` walks on however many cores, and no decision looks at a clock, so the
+evaluations there are `WALKS` walks on any number of cores, and no decision looks at a clock, so the
 result depends on the seed alone. Ties fall to the earlier plan.
 """
 
@@ -49,7 +50,7 @@ UInt64 = NDArray[np.uint64]
 
 @inlined
 def below(random: UInt64, count: int) -> int:
-    """0 to count - 1."""
+    """Draw a number from 0 to count - 1, for a count of at most 2^31."""
     x = random[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -61,21 +62,23 @@ def below(random: UInt64, count: int) -> int:
 
 @inlined
 def exponential(random: UInt64) -> float:
-    """Exp(1)."""
+    """Draw from the exponential distribution of mean 1."""
+    # The uniform number is above 0, so that its logarithm is finite.
     return float(-np.log((below(random, 2**31 - 1) + 1) / 2.0**31))
 
 
 # ── Annealing of the largest load: kernels over flat arrays ─────────────────────────────────────
 #
-# A change moves one group, a cluster of neighbours, or two clusters past each other. Loads are kept
-# as nets see them: `counts` says how many readers a net has on each device, `relays` how many
-# remote destinations it reaches through the host, so that moving a group from a to b costs
+# A change moves one group, a cluster of neighbours, or two clusters past each other. A *net* stands
+# for all tensors of one group that the same set of other groups reads. `counts` holds how many
+# readers a net has on each device, and `relays` how many remote destinations it reaches through the
+# host. With both, updating the loads when a group moves takes
 #
 #     O(nets that it reads + nets that it makes x devices)
 #
-# In a *star*, where everything goes through a host whose load does not count, the factor `devices`
-# falls away. The largest load after a change is exact. Annealing does not minimise the largest load
-# itself, which most changes leave as it is, but with x(d) = load(d) / scale
+# In a *star*, where every transfer goes through a host whose load does not count, the factor
+# `devices` falls away. The loads after a change are exact. Annealing does not minimise the largest
+# load itself, which most changes leave as it is, but, with x(d) = load(d) / scale,
 #
 #     energy = sum over devices of x(d) ^ (2 ^ doublings)
 #
@@ -83,22 +86,24 @@ def exponential(random: UInt64) -> float:
 #
 #     energy' <= energy x (1 + temperature x Exp(1))
 #
-# and never if it makes memory lack more bytes. Temperature falls geometrically, call by call.
+# A change that makes memory lack more bytes is never accepted, and one that makes it lack fewer
+# always is. Temperature falls geometrically, call by call.
 
-# Where `AnnealingState.scalars` keeps what a walk carries from call to call.
+# Places in `AnnealingState.scalars`. They are in an array because a kernel cannot assign to the
+# fields of a named tuple, but can write into its arrays.
 WORST, ENERGY, LACKING, BEST = range(4)
 
 
 class LoadTables(NamedTuple):
-    """What does not change: groups, nets and links. Shapes as in `LoadModel`, and
+    """What does not change during a walk: groups, nets and links. Shapes as in `LoadModel`, and
 
     free                 groups that have a choice
     choice_offsets, choices     CSR of the devices that each group may be on
-    made_offsets         CSR into the nets by their source; nets are sorted so
+    made_offsets         CSR into the nets by their source group, by which nets are sorted
     read_offsets, reads  CSR of the nets that each group reads
-    direct               [devices, devices] 1: one hop, not through the host
-    star                 whether no hop is direct, but from the host, and the host's load does not
-                         count (nor is it kept up to date)
+    direct               [devices, devices] 1: a send takes one hop, not two through the host
+    star                 no hop but those from the host is direct, and the host's load does not
+                         count; then the host's load is not kept up to date
     """
 
     groups: int
@@ -126,14 +131,14 @@ class LoadTables(NamedTuple):
 
 
 class AnnealingState(NamedTuple):
-    """One annealing walk.
+    """The state of one annealing walk.
 
-    placement, best      [groups] where it stands, and the best that it has seen
+    placement, best      [groups] the current placement, and the best one so far
     counts               [nets, devices] readers of the net on the device
-    relays               [nets] remote destinations through the host
-    loads, used_bytes    [devices]; `saved_loads`, `saved_bytes` undo a change
-    moved, ends          [groups] the change in hand: groups, and where each goes
-    stamps               [groups] the change in which a group was last moved
+    relays               [nets] remote destinations that the net reaches through the host
+    loads, used_bytes    [devices]; `saved_loads`, `saved_bytes` are copies that undo a change
+    moved, ends          [groups] the change under way: groups, and where each goes
+    stamps               [groups] number of the change in which a group was last moved, or -1
     scalars              worst device, energy, lacking bytes, largest load of `best`
     random               [1] state of the generator
     """
@@ -154,7 +159,12 @@ class AnnealingState(NamedTuple):
 
 
 class Temperature(NamedTuple):
-    """temperature   relative, of the energy; `scale_seconds` is the load whose power is 1"""
+    """What a call of `anneal` runs with.
+
+    temperature     relative rise of the energy that is accepted, on average
+    scale_seconds   the load whose power is 1
+    doublings       loads are squared this many times
+    """
 
     temperature: float
     scale_seconds: float
@@ -163,7 +173,7 @@ class Temperature(NamedTuple):
 
 @kernel
 def start(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> None:
-    """Counts, loads and energy of `walk.placement` from scratch; `best` is not touched."""
+    """Compute counts, loads and energy of `walk.placement` from scratch; `best` stays as it is."""
     walk.loads[:] = 0.0
     walk.used_bytes[:] = 0.0
     for group in range(tables.groups):
@@ -184,8 +194,11 @@ def start(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> None:
 
 @kernel
 def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: int) -> int:
-    """Propose `moves` changes, and accept or undo each. Returns how many of them changed something,
-    for each of which the exact loads were computed; the others led from a device to itself."""
+    """Propose `moves` changes, and accept or undo each.
+
+    Returns how many of them moved something; for each of those, the exact loads were computed. The
+    others led from a device to itself.
+    """
     changes = 0
     for move in range(moves):
         count = propose(tables, walk, move)
@@ -207,6 +220,7 @@ def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: i
                 keep(walk.saved_bytes, walk.used_bytes)
                 break
             lacking = lacking_bytes(tables, walk)
+            # `energy` overwrites the worst device, so it is put back below if the change is undone.
             worst = walk.scalars[WORST]
             last = energy(tables, walk, heat)
             before = walk.scalars[LACKING]
@@ -225,6 +239,7 @@ def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: i
                     copy(walk.placement, walk.best)
                 break
             walk.scalars[WORST] = worst
+    # The next call numbers its changes from 0 again.
     for group in range(tables.groups):
         walk.stamps[group] = -1
     return changes
@@ -232,16 +247,17 @@ def anneal(tables: LoadTables, walk: AnnealingState, heat: Temperature, moves: i
 
 @inlined
 def keep(source: Float64, destination: Float64) -> None:
+    """Copy `source` over `destination`."""
     for i in range(len(source)):
         destination[i] = source[i]
 
 
 @inlined
 def propose(tables: LoadTables, walk: AnnealingState, move: int) -> int:
-    """Fill `moved` and `ends` with a change; number of its groups, 0 where none was found.
+    """Fill `moved` and `ends` with a change; return the number of its groups, 0 for no change.
 
-    Half of the changes begin on the device with the largest load. Half go where a neighbour is.
-    Half of them send something back, or on to a third device.
+    Half of the changes begin on the device with the largest load. Half go to a neighbour's device.
+    Half also move a cluster of the target device, back to the first device or on to a third.
     """
     group = tables.free[below(walk.random, len(tables.free))]
     if below(walk.random, 2):
@@ -272,7 +288,7 @@ def propose(tables: LoadTables, walk: AnnealingState, move: int) -> int:
 
 @inlined
 def pick_size(random: UInt64) -> int:
-    """Of a cluster: mostly 1, else up to 32, log-uniformly."""
+    """Draw the size of a cluster: in 3 of 4 cases 1, else 1 to 32, small ones more often."""
     size = 1
     if not below(random, 4):
         size += below(random, 1 << (1 + below(random, 5)))
@@ -281,7 +297,8 @@ def pick_size(random: UInt64) -> int:
 
 @inlined
 def pick_on(tables: LoadTables, walk: AnnealingState, device: int, group: int) -> int:
-    """A group on the device, at random; any, where eight draws after `group` meet none."""
+    """Return `group` if it is on the device, else the first of up to eight random groups that is,
+    else the last of these."""
     for _ in range(8):
         if walk.placement[group] == device:
             break
@@ -291,7 +308,7 @@ def pick_on(tables: LoadTables, walk: AnnealingState, device: int, group: int) -
 
 @inlined
 def pick_choice(tables: LoadTables, walk: AnnealingState, group: int) -> int:
-    """A device where the group may be, at random."""
+    """Draw a device where the group may be."""
     first, last = tables.choice_offsets[group], tables.choice_offsets[group + 1]
     return int(tables.choices[first + below(walk.random, last - first)])
 
@@ -305,8 +322,14 @@ def grow(
     size: int,
     move: int,
 ) -> int:
-    """Append a cluster around `group` that goes from `here` to `there`: mostly neighbours, and
-    some that merely balance work or bytes. Its end of `moved`."""
+    """Append to `moved` a cluster around `group` that goes from `here` to `there`; return the new
+    number of groups in `moved`.
+
+    step   (group, here, there)
+
+    In 7 of 8 draws a neighbour of a member joins, which keeps tensors on one device. In the others
+    any group of the device may join, which only balances work or bytes.
+    """
     group, here, there = step
     first = count
     walk.moved[count] = group
@@ -314,6 +337,7 @@ def grow(
     walk.stamps[group] = move
     count += 1
     if size > 1:
+        # Draws may meet groups that cannot join, hence twice as many draws as groups, at most.
         for _ in range(2 * size):
             if count - first >= size or count >= tables.groups:
                 break
@@ -333,7 +357,10 @@ def grow(
 
 @inlined
 def neighbour(tables: LoadTables, walk: AnnealingState, group: int) -> int:
-    """A group that shares a net with `group`, at random; -1: none was met."""
+    """Draw a group that shares a net with `group`, which may be `group` itself.
+
+    -1: the group has no net, or the net drawn has an input as its source, which no group makes.
+    """
     first, reads = tables.read_offsets[group], tables.read_offsets[group + 1]
     first_made = tables.made_offsets[group]
     nets = reads - first + tables.made_offsets[group + 1] - first_made
@@ -348,12 +375,13 @@ def neighbour(tables: LoadTables, walk: AnnealingState, group: int) -> int:
 
 @inlined
 def allowed(work_seconds: Float64, group: int, device: int) -> bool:
+    """Whether the group may be on the device; elsewhere its seconds are inf."""
     return bool(work_seconds[group, device] < np.inf)
 
 
 @inlined
 def shift(tables: LoadTables, walk: AnnealingState, group: int, here: int, there: int) -> None:
-    """Move one group: loads, bytes, counts and relays."""
+    """Move one group, with loads, bytes, counts and relays."""
     walk.placement[group] = there
     walk.loads[here] -= tables.work_seconds[group, here]
     walk.loads[there] += tables.work_seconds[group, there]
@@ -362,6 +390,8 @@ def shift(tables: LoadTables, walk: AnnealingState, group: int, here: int, there
     for i in range(tables.read_offsets[group], tables.read_offsets[group + 1]):
         net = tables.reads[i]
         home = home_of(tables, walk, net)
+        # The reader first leaves `here` (-1), then arrives at `there` (+1). A hop is removed when
+        # the last reader on a device leaves, and added when the first one arrives.
         for sign in range(-1, 2, 2):
             device = here if sign < 0 else there
             count = walk.counts[net, device] + sign
@@ -379,7 +409,11 @@ def shift(tables: LoadTables, walk: AnnealingState, group: int, here: int, there
 
 @inlined
 def turn_hops(tables: LoadTables, walk: AnnealingState, net: int, here: int, there: int) -> None:
-    """The maker of a net moves in a star: its readers elsewhere notice nothing."""
+    """Update the loads for a net whose maker moves in a star.
+
+    Readers on other devices than `here` and `there` still get the tensor from the host, so their
+    loads do not change and need no visit.
+    """
     if walk.relays[net] > 0:
         walk.loads[here] -= price(tables, net, here, tables.host)
     if walk.counts[net, here] > 0:
@@ -394,12 +428,14 @@ def turn_hops(tables: LoadTables, walk: AnnealingState, net: int, here: int, the
 
 @inlined
 def home_of(tables: LoadTables, walk: AnnealingState, net: int) -> int:
+    """Return the device that a net is sent from; inputs, whose source is -1, are on the host."""
     source = tables.net_sources[net]
     return int(tables.host if source < 0 else walk.placement[source])
 
 
 @inlined
 def add_all_hops(tables: LoadTables, walk: AnnealingState, net: int, home: int, sign: int) -> None:
+    """Add (sign 1) or remove (sign -1) a net's hops from `home` to the devices of all readers."""
     for device in range(tables.devices):
         if walk.counts[net, device] > 0 and device != home:
             add_hop(tables, walk, net, home, device, sign)
@@ -409,8 +445,11 @@ def add_all_hops(tables: LoadTables, walk: AnnealingState, net: int, home: int, 
 def add_hop(
     tables: LoadTables, walk: AnnealingState, net: int, home: int, device: int, sign: int
 ) -> None:
-    """The hops of a net from `home` to one destination come, or go: the first one through the
-    host, or the last, pays the way to the host."""
+    """Add (sign 1) or remove (sign -1) the hops of a net from `home` to one destination.
+
+    A tensor goes to the host once for all destinations behind it. So only the first destination
+    that is added, and the last that is removed, changes the loads by the hop to the host.
+    """
     if tables.direct[home, device]:
         seconds = sign * price(tables, net, home, device)
         walk.loads[home] += seconds
@@ -430,7 +469,7 @@ def add_hop(
 
 @inlined
 def price(tables: LoadTables, net: int, source: int, destination: int) -> float:
-    """Seconds of one hop; 0 where there is no link."""
+    """Return the seconds of one hop of a net; 0 if there is no link."""
     return float(
         tables.net_sends[net] * tables.latency_seconds[source, destination]
         + tables.net_bytes[net] * tables.seconds_per_byte[source, destination]
@@ -439,7 +478,10 @@ def price(tables: LoadTables, net: int, source: int, destination: int) -> float:
 
 @inlined
 def energy(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> float:
-    """The sum of powers of loads; notes the worst device, of equal ones the first."""
+    """Return the sum of the powers of loads, and write the worst device to `scalars`.
+
+    Ties of the worst device: the first.
+    """
     total, largest, worst = 0.0, -1.0, 0
     for device in range(tables.devices):
         if tables.counted[device]:
@@ -456,6 +498,7 @@ def energy(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> float
 
 @inlined
 def lacking_bytes(tables: LoadTables, walk: AnnealingState) -> float:
+    """Return the bytes above capacity, summed over devices."""
     total = 0.0
     for device in range(tables.devices):
         total += max(0.0, walk.used_bytes[device] - tables.capacities[device])
@@ -463,23 +506,25 @@ def lacking_bytes(tables: LoadTables, walk: AnnealingState) -> float:
 
 
 WALKS = 2
-"""Walks under a budget of evaluations, on however many cores."""
+"""Number of walks under a budget of evaluations, on any number of cores."""
 POOL = 6
-"""Plans that are kept as starts of walks."""
+"""The pool keeps this many plans as starts of walks."""
 CYCLE = (1000, 40_000)
-"""Shortest and longest cycle, evaluations of each walk; between them a third of what is left."""
+"""Length of the shortest and of the longest cycle, in evaluations of each walk. In between, a cycle
+takes a third of what is left of the budget."""
 HOT = (0.004, 0.1)
-"""Relative rise of the largest load that is accepted at first: drawn log-uniformly."""
+"""Range from which a walk's first temperature is drawn, log-uniformly: the relative rise of the
+largest load that is accepted."""
 COLD = 0.01
 """The last temperature of a walk, relative to its first."""
 CHUNK_WORK = 2e7
-"""Steps of about a nanosecond in one call of the kernel, which so takes at most 0.1 s."""
+"""Steps, of about a nanosecond each, in one call of the kernel. So a call takes at most 0.1 s."""
 PATIENCE = 30
-"""Cycles without a new best, where nothing limits the search."""
+"""Without a limit, the search ends after this many cycles that bring no new best."""
 
 
 def load_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best placement found until the budget is spent; never worse than what was known."""
+    """Return the best placement at the budget's end, never worse than what the budget held."""
     try_baselines(problem, budget)
     if len(problem.free) and problem.load.counted.any():
         try:
@@ -492,10 +537,10 @@ def load_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 @dataclass
 class _LoadSearch:
-    """The moving parts of one search.
+    """The state of one search.
 
     pool    (score, placement), best first
-    pace    moves per second of one walk, measured; looked at only under a clock
+    pace    measured moves per second of one walk; used only if the budget limits seconds
     """
 
     problem: PlacementProblem
@@ -514,6 +559,9 @@ class _LoadSearch:
             self._join(score, placement)
 
     def run(self) -> None:
+        """Run cycles until the budget is spent or nothing improves any more."""
+        # Under a clock, walks use all cores. Without one, their number is fixed, because the result
+        # must not depend on the machine.
         count = self.budget.threads if self.budget.timed else WALKS
         walks = [new_walk(self.tables) for _ in range(max(1, count))]
         limited = self.budget.timed or np.isfinite(self.budget.left)
@@ -527,6 +575,7 @@ class _LoadSearch:
                     return
 
     def _cycle(self, walks: list[AnnealingState], executor: ThreadPoolExecutor) -> None:
+        """Anneal each walk once, and take what they end with into the pool."""
         moves = self._cycle_moves(len(walks))
         began = self.budget.clock()
         tasks = []
@@ -545,7 +594,10 @@ class _LoadSearch:
             self._take(placement)
 
     def _cycle_moves(self, walks: int) -> int:
-        """Of each walk. All that is left, where that is less than two of the shortest cycles."""
+        """Return the moves of each walk in the next cycle.
+
+        If less than two of the shortest cycles are left, they are all that is left.
+        """
         left = self.budget.left / walks
         if self.budget.timed:
             left = min(left, self.budget.left_seconds * self.pace / self.tables.groups)
@@ -554,7 +606,10 @@ class _LoadSearch:
         return max(1, int(evaluations * self.tables.groups))
 
     def _start(self, walk: AnnealingState, index: int) -> float:
-        """Set a walk on a plan of the pool, the first one mostly on the best; its value."""
+        """Set a walk on a plan of the pool, and return that plan's value.
+
+        The first walk mostly starts from the best plan. Other draws prefer the better plans.
+        """
         pick = 0
         if index or self.rng.random() < 0.25:
             pick = int(len(self.pool) * self.rng.random() ** 2)
@@ -565,7 +620,8 @@ class _LoadSearch:
         return score.value
 
     def _take(self, placement: GroupPlacement) -> None:
-        """Verify what a walk found; where memory lacks, let the next walks see less room."""
+        """Evaluate the best plan of a walk and pool it; if memory lacks, give later walks less
+        room."""
         score = self.budget.score(self.problem, placement[None], always=True)[0]
         self._join(score, placement)
         if not 0 < score.lacking_bytes < np.inf:
@@ -578,6 +634,7 @@ class _LoadSearch:
         self.tables = self.tables._replace(sizes=sizes, capacities=room)
 
     def _join(self, score: Score, placement: GroupPlacement) -> None:
+        """Add a plan to the pool, unless it is there, and keep the best `POOL`."""
         if all(not np.array_equal(placement, other) for _, other in self.pool):
             self.pool.append((score, placement))
             self.pool.sort(key=lambda pair: pair[0])
@@ -586,7 +643,12 @@ class _LoadSearch:
 
 @dataclass
 class _CoolingCycle:
-    """One walk from hot to cold. `scale_seconds` is the value that it starts from."""
+    """One walk, from its first temperature to its last.
+
+    scale_seconds   value of the plan that the walk starts from
+    hot             relative rise of the largest load that is accepted at first
+    moves           to propose
+    """
 
     tables: LoadTables
     walk: AnnealingState
@@ -595,12 +657,14 @@ class _CoolingCycle:
     moves: int
 
     def run(self, budget: Budget) -> int:
-        """Number of moves proposed; less than `moves` where the budget is out earlier."""
+        """Run the walk; return the number of moves proposed, fewer if the budget ends earlier."""
         moves_made = 0
         chunk = chunk_moves(self.tables)
         while moves_made < self.moves and not (moves_made and budget.exhausted):
             part = min(chunk, self.moves - moves_made)
             heat = self._heat(moves_made / self.moves)
+            # Loads are computed afresh for each chunk: the exponent may have risen, which changes
+            # the energy, and sums that are updated move by move drift.
             start(self.tables, self.walk, heat)
             if not moves_made and np.isinf(self.walk.scalars[BEST]):
                 self.walk.best[:] = self.walk.placement
@@ -611,7 +675,9 @@ class _CoolingCycle:
         return moves_made
 
     def _heat(self, share: float) -> Temperature:
+        """Return the temperature once a share of the moves is made."""
         doublings = (2 if self.hot > 0.02 else 3) + int(3 * share)
+        # A small relative rise of one load raises its power by 2^doublings times as much.
         temperature = self.hot * COLD**share * 2.0**doublings
         best = float(self.walk.scalars[BEST])
         scale = best if np.isfinite(best) else self.scale_seconds
@@ -619,13 +685,16 @@ class _CoolingCycle:
 
 
 def chunk_moves(tables: LoadTables) -> int:
-    """Moves of one call of the kernel, the fewer the more nets groups have."""
+    """Return the moves of one call of the kernel: the more nets groups have, the fewer."""
     nets = len(tables.reads) + len(tables.net_sources) * tables.devices
     return max(1000, int(CHUNK_WORK / (100 + 10 * nets / max(tables.groups, 1))))
 
 
 def load_tables(problem: PlacementProblem) -> LoadTables:
-    """The kernel's view of the problem; groups without a choice may only be where they settle."""
+    """Return a problem as the kernel's tables.
+
+    Groups without a choice may only be on their fastest device, where `settle` puts them.
+    """
     model: LoadModel = problem.load
     work = model.work_seconds.copy()
     fixed = np.ones(model.groups, bool)
@@ -637,6 +706,8 @@ def load_tables(problem: PlacementProblem) -> LoadTables:
     read_offsets, reads = _rows(model.net_targets, nets, model.groups)
     made_offsets = np.searchsorted(model.net_sources, np.arange(model.groups + 1))
     direct = model.linked.copy()
+    # A send to the host counts as one through the host that ends there: `add_hop` adds no second
+    # hop for it. So all destinations share the one hop to the host.
     direct[:, model.host] = 0
     return LoadTables(
         groups=model.groups,
@@ -665,7 +736,7 @@ def load_tables(problem: PlacementProblem) -> LoadTables:
 
 
 def new_walk(tables: LoadTables) -> AnnealingState:
-    """A walk's arrays, not yet on any placement."""
+    """Return the arrays of a walk, not yet on any placement."""
     groups, devices, nets = tables.groups, tables.devices, len(tables.net_sources)
     return AnnealingState(
         placement=np.zeros(groups, np.int32),
@@ -687,6 +758,6 @@ def new_walk(tables: LoadTables) -> AnnealingState:
 def _rows(
     rows: NDArray[np.integer], values: NDArray[np.integer], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """CSR of `values` by row, in the order given."""
+    """Return `values` as CSR by row (offsets [count + 1], values), in the order given."""
     offsets = np.searchsorted(np.sort(rows), np.arange(count + 1))
     return offsets.astype(np.int32), values[np.argsort(rows, kind="stable")].astype(np.int32)

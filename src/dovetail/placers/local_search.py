@@ -1,22 +1,23 @@
-"""Local search over groups, from the best of the constructed placements.
+"""Local search over groups, starting from the best placement so far.
 
 Each round proposes a batch of moves from the current placement and evaluates them together, so that
-all cores are used. The best of the batch becomes current if it is no worse, or worse by a little:
+all cores are used. The best of the batch becomes current if it is no worse, or only a little worse:
 
     accept if   value <= current x (1 + temperature x Exp(1))
 
 where the temperature falls to 0 as the budget is spent (annealing; Kirkpatrick, Gelatt and Vecchi,
-Science 220, 1983, https://doi.org/10.1126/science.220.4598.671). When several moves of a batch
-improve, the next batch tries them together. A search that stalls goes on from another start, or
-from the best placement, blended with another start or shaken by a few moves (iterated local search;
-Lourenco, Martin and Stutzle, 2003, https://doi.org/10.1007/0-306-48056-5_11).
+Science 220, 1983, https://doi.org/10.1126/science.220.4598.671). If several moves of a batch
+improve, the next batch tries them together. A search that stalls continues from another start, or
+from the best placement after part of it was replaced by another start's or a few random moves were
+made (iterated local search; Lourenco, Martin and Stutzle, 2003,
+https://doi.org/10.1007/0-306-48056-5_11).
 
 Differences: annealing judges the best of a batch instead of one move, and its temperature follows
-the budget spent instead of a fixed schedule; a restart is accepted whatever it finds.
+the budget spent instead of a fixed schedule. A restart is accepted whatever its value.
 
 Memory comes first: of two placements the one that lacks fewer bytes is better, whatever its value.
-Kinds of move that have won are proposed more often. No placement is evaluated twice. Ties fall to
-the earlier proposal, so a seed and a budget of evaluations give one result.
+Kinds of move that have improved placements are proposed more often. No placement is evaluated
+twice. Ties fall to the earlier proposal, so a seed and a budget of evaluations give one result.
 """
 
 from collections.abc import Callable
@@ -34,19 +35,24 @@ from dovetail.timeline import Timeline
 
 # ── The critical path of a simulated step: the groups that local search should move ─────────────
 #
-# From the last event backwards, each event is explained by an event that ended when it started:
+# The path is traced backwards from the event that ends last. The cause of an event is one that
+# ended at the instant when it started:
 #
-#     op        the op before it on its device, or an input that arrived then
-#     transfer  the transfer before it on its channel, or the op (or first hop) that it carries
+#     of an op        the op before it on its device, or the arrival of an input
+#     of a transfer   the transfer before it on its channel, or the op (or first hop) that made what
+#                     it carries available
 #
-# Of several explanations arrivals come first, since they say which ops belong together.
+# Of several causes an arrival is taken first, because arrivals tell which ops belong together.
 
 
 @dataclass(frozen=True, eq=False)
 class CriticalPath:
-    """groups    on the path, ascending, and `seconds` that each spends there
-    producers, readers   [sends] groups at both ends of every send on the path
-    crowded      [devices] seconds of path ops that had to wait for an op of their device
+    """The critical path of a simulated step, in groups.
+
+    groups       groups with an op on the path, ascending
+    seconds      seconds that the ops of each of these groups take on the path
+    producers, readers   [sends] the groups at the two ends of each send on the path
+    crowded      [devices] seconds of ops on the path that had to wait for an op of their device
     """
 
     groups: NDArray[np.int32]
@@ -57,13 +63,16 @@ class CriticalPath:
 
 
 def critical_path(problem: PlacementProblem, timeline: Timeline) -> CriticalPath:
-    """Walk back from the end. O(spans + transfers), ties: by the order of inputs."""
+    """Return the critical path of a timeline. Ties: the first of an op's inputs.
+
+    O(spans + transfers).
+    """
     walk = _PathTracer(problem, timeline)
     return walk.run()
 
 
 class _PathTracer:
-    """Spans come first, transfers after them: event i is span i, or transfer i - spans."""
+    """Traces the critical path over events: event i is span i, or transfer i - spans."""
 
     def __init__(self, problem: PlacementProblem, timeline: Timeline) -> None:
         self.problem, self.timeline = problem, timeline
@@ -88,9 +97,11 @@ class _PathTracer:
         self.crowded = np.zeros(problem.devices)
 
     def run(self) -> CriticalPath:
+        """Follow causes back from the event that ends last."""
         of_op = self.problem.groups.of_op
         event = int(np.argmax(self.ends)) if self.ends else -1
         reader = -1
+        # The number of rounds is bounded in case events of no length are each other's cause.
         for _ in range(len(self.ends)):
             if event < 0:
                 break
@@ -117,7 +128,10 @@ class _PathTracer:
         )
 
     def _arrivals(self, op: int, span: int) -> list[int]:
-        """Events that brought what `op` reads."""
+        """Return the events that brought each input of `op`: a transfer, or the op that made it.
+
+        -1 stands for a source op, which has no span.
+        """
         graph, device = self.problem.graph, int(self.timeline.op_devices[span])
         events = []
         for tensor in graph.inputs_of(op).tolist():
@@ -127,7 +141,8 @@ class _PathTracer:
         return events
 
     def _carried(self, transfer: int) -> list[int]:
-        """The op whose output it is, or the hop that brought it to where it leaves from."""
+        """Return the event that a transfer had to wait for: the op that made the tensor, or the
+        first hop, which brought the tensor to the device that this transfer leaves from."""
         timeline = self.timeline
         maker = int(timeline.transfer_ops[transfer])
         key = (maker, int(timeline.transfer_tensors[transfer]))
@@ -135,7 +150,8 @@ class _PathTracer:
         return [self.span_of[maker] if hop is None else hop]
 
     def _latest(self, events: list[int], start: float) -> int:
-        """The first of `events` that ended at `start`; -1: none did."""
+        """Return the first of `events` that ended at `start`; -1: none did."""
+        # Times are equal bit for bit: the simulator starts an event at the end of its cause.
         for event in events:
             if event >= 0 and self.ends[event] == start:
                 return event
@@ -143,7 +159,7 @@ class _PathTracer:
 
 
 def _previous(lanes: NDArray[np.integer], starts: NDArray[np.float64]) -> NDArray[np.int_]:
-    """[events] the event before each one in its lane; -1: it is the first."""
+    """Return [events] the event before each in its lane (device or channel); -1: there is none."""
     order = np.lexsort((starts, lanes))
     previous = np.full(len(lanes), -1)
     same = lanes[order][1:] == lanes[order][:-1]
@@ -157,11 +173,11 @@ def _previous(lanes: NDArray[np.integer], starts: NDArray[np.float64]) -> NDArra
 
 GroupSet = NDArray[np.int32]
 MODULE_SHARE = 0.8
-"""A module or cluster is one thing to move if it holds at most this share of the groups."""
+"""A module or cluster is moved as a whole only if it holds at most this share of the groups."""
 CLUSTER_GROUPS = 256
-"""Largest cluster, so that building them stays O(edges x this)."""
+"""A cluster has at most this many groups, so that building clusters takes O(edges x this)."""
 CLUSTER_EDGES = 20_000
-"""Edges that make clusters, the heaviest ones."""
+"""Clusters are built along this many edges, the heaviest ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +185,12 @@ class MoveTables:
     """Tables of a problem that moves look up.
 
     neighbours       per group, the groups with a choice that it exchanges tensors with
-    edges            (from, to) with a choice at either end, and `pull`: the share of bytes
+    edges            [edges, 2] (from, to) groups, of which at least one has a choice
+    pull             [edges] weights that sum to 1: the edge's bytes plus the mean bytes of edges
     modules          sets of groups that lie in one module
     clusters         sets of groups that heavy tensors join: every union that arises when groups
                      are joined along edges from the heaviest to the lightest
-    path             critical path of the placement that moves start from, if it is known
+    path             critical path of a recent current placement; None: it was not traced
     """
 
     problem: PlacementProblem
@@ -191,7 +208,10 @@ Move = Callable[[GroupPlacement, MoveTables, np.random.Generator], GroupPlacemen
 
 @lru_cache(maxsize=1)
 def move_tables(problem: PlacementProblem) -> MoveTables:
-    """The tables of a problem, built once for it. O(ops x module depth + reads)."""
+    """Return the tables of a problem. The last problem's are cached.
+
+    O(ops x module depth + reads).
+    """
     sources, destinations, sizes = problem.edges
     can = np.zeros(problem.groups.count, dtype=bool)
     can[problem.free] = True
@@ -200,6 +220,7 @@ def move_tables(problem: PlacementProblem) -> MoveTables:
         near[a].add(b)
         near[b].add(a)
     is_movable = can[sources] | can[destinations]
+    # The mean is added so that moves also draw edges of few or no bytes.
     weights = sizes[is_movable] + sizes.mean() if len(sizes) else sizes
     return MoveTables(
         problem=problem,
@@ -217,7 +238,7 @@ def move_tables(problem: PlacementProblem) -> MoveTables:
 def relocate(
     placement: GroupPlacement, groups: GroupSet, device: int, problem: PlacementProblem
 ) -> GroupPlacement:
-    """`groups` on `device`, but for those that may not be there."""
+    """Return the placement with `groups` moved to `device`, except those that may not be there."""
     moved = placement.copy()
     moved[groups[problem.allowed[groups, device]]] = device
     return moved
@@ -226,7 +247,7 @@ def relocate(
 def one_group(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """One group to another device."""
+    """Move one group to another device."""
     group = tables.free[rng.integers(len(tables.free))]
     return relocate(placement, group[None], _other(placement, group, tables, rng), tables.problem)
 
@@ -234,7 +255,7 @@ def one_group(
 def with_neighbours(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """One group and some of its neighbours to one device."""
+    """Move one group and some of its neighbours to one device."""
     group = tables.free[rng.integers(len(tables.free))]
     near = tables.neighbours[group]
     joining = near[rng.random(len(near)) < rng.choice((0.3, 0.6, 1.0))]
@@ -245,7 +266,7 @@ def with_neighbours(
 def swap(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """Two groups change places."""
+    """Exchange the devices of two groups."""
     a, b = tables.free[rng.integers(len(tables.free), size=2)]
     allowed = tables.problem.allowed
     if not (allowed[a, placement[b]] and allowed[b, placement[a]]):
@@ -258,8 +279,9 @@ def swap(
 def window(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """A run of groups, in order of their first ops, to one device."""
+    """Move a run of groups, in the order of their first ops, to one device."""
     count = len(tables.free)
+    # The cube makes short runs the most likely ones.
     length = min(count, 2 + int(count / 2 * rng.random() ** 3))
     start = rng.integers(count - length + 1)
     device = int(rng.integers(tables.problem.devices))
@@ -269,7 +291,7 @@ def window(
 def boundary(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """One side of a boundary between two devices grows over the other, along the order."""
+    """Shift a boundary between two devices along the order of groups, by a few groups."""
     here = placement[tables.free]
     at = np.flatnonzero(here[1:] != here[:-1])
     if not len(at):
@@ -286,7 +308,7 @@ def boundary(
 def module(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """All groups of one module to one device."""
+    """Move all groups of one module to one device."""
     if not tables.modules:
         return None
     groups = tables.modules[rng.integers(len(tables.modules))]
@@ -296,7 +318,8 @@ def module(
 def cluster(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """All groups that heavy tensors join to one device, e.g. the sums of one gradient."""
+    """Move a cluster of groups that heavy tensors join (such as the sums of one gradient) to one
+    device."""
     if not tables.clusters:
         return None
     groups = tables.clusters[rng.integers(len(tables.clusters))]
@@ -306,7 +329,7 @@ def cluster(
 def follow(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """Some groups each to the device that they exchange most bytes with."""
+    """Move some groups, each to the device that it exchanges most bytes with."""
     if not len(tables.edges):
         return None
     pulled = np.zeros(tables.problem.allowed.shape)
@@ -322,7 +345,11 @@ def follow(
 def cut_edge(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """One end of an edge that crosses devices joins the other; heavy edges first."""
+    """Move one end of an edge that crosses devices to the device of the other end.
+
+    Edges are drawn by their pull. In half of the cases, some neighbours on the same device move
+    along.
+    """
     crosses = placement[tables.edges[:, 0]] != placement[tables.edges[:, 1]]
     weights = np.cumsum(tables.pull * crosses)
     if not len(weights) or weights[-1] <= 0:
@@ -340,7 +367,7 @@ def cut_edge(
 def unload(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """A group of the busiest device to the least busy one."""
+    """Move a group of the busiest device to the device that is least busy with the group added."""
     problem = tables.problem
     seconds = problem.work_seconds[np.arange(len(placement)), placement]
     loads = np.bincount(placement, weights=seconds, minlength=problem.devices)
@@ -355,7 +382,7 @@ def unload(
 def critical_group(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """A group of the critical path to another device, the longest ones first."""
+    """Move a group of the critical path to another device; groups are drawn by seconds there."""
     group = _critical(tables, rng)
     if group is None:
         return None
@@ -366,7 +393,8 @@ def critical_group(
 def critical_send(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """One end of a send on the critical path joins the other, perhaps with its neighbours."""
+    """Move one end of a send on the critical path to the device of the other end, and sometimes
+    neighbours with it."""
     path = tables.path
     if path is None or not len(path.producers):
         return None
@@ -383,7 +411,7 @@ def critical_send(
 def make_room(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """A group that is not on the critical path leaves the device that the path waits for."""
+    """Move a group that is not on the critical path off a device that the path waits for."""
     path = tables.path
     if path is None or path.crowded.sum() <= 0:
         return None
@@ -399,7 +427,7 @@ def make_room(
 def critical_swap(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
-    """A group of the critical path changes places with a group of another device."""
+    """Exchange the devices of a group on the critical path and a group of another device."""
     a = _critical(tables, rng)
     if a is None:
         return None
@@ -416,7 +444,7 @@ def critical_swap(
 
 
 def _critical(tables: MoveTables, rng: np.random.Generator) -> np.int32 | None:
-    """A group with a choice on the critical path, drawn by its seconds there."""
+    """Draw a group with a choice from the critical path, by its seconds there; None: no such."""
     if tables.path is None:
         return None
     can = tables.problem.allowed[tables.path.groups].sum(axis=1) > 1
@@ -449,14 +477,14 @@ MOVES: tuple[Move, ...] = (
 def _other(
     placement: GroupPlacement, group: np.int32, tables: MoveTables, rng: np.random.Generator
 ) -> int:
-    """Another device that `group` may be on."""
+    """Draw another device that `group` may be on."""
     options = tables.problem.allowed[group].copy()
     options[placement[group]] = False
     return int(rng.choice(np.flatnonzero(options)))
 
 
 def _module_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
-    """Distinct sets of 2 groups or more that lie in one module, outermost first."""
+    """Return the distinct sets of groups that lie in one module, each of 2 groups or more."""
     inside: dict[str, set[int]] = {}
     pairs = dict.fromkeys(zip(problem.graph.modules, problem.groups.of_op.tolist(), strict=True))
     for path, group in pairs:
@@ -469,7 +497,7 @@ def _module_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[Gro
 
 
 def _cluster_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[GroupSet, ...]:
-    """Kruskal's unions of 2 to `CLUSTER_GROUPS` groups, in order of making."""
+    """Return the unions of 2 to `CLUSTER_GROUPS` groups, in the order of Kruskal's algorithm."""
     sources, destinations, sizes = problem.edges
     clusters: list[list[int]] = [[group] for group in range(len(can))]
     unions: list[GroupSet] = []
@@ -479,6 +507,7 @@ def _cluster_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[Gr
             continue
         if len(a) + len(b) > min(CLUSTER_GROUPS, MODULE_SHARE * len(problem.free)):
             continue
+        # All members share one list, so `a is b` above tells whether two groups are joined.
         union = sorted(a + b)
         for group in union:
             clusters[group] = union
@@ -489,23 +518,27 @@ def _cluster_sets(problem: PlacementProblem, can: NDArray[np.bool_]) -> tuple[Gr
 # ── The search ──────────────────────────────────────────────────────────────────────────────────
 
 BATCH = 16
-"""Moves that are proposed and evaluated together."""
+"""This many moves are proposed and evaluated together."""
 TEMPERATURE = 0.02
-"""Temperature at the start of a search: moves that lose about 2 % are accepted."""
+"""Temperature at the start of a search. Moves that lose about 2 % are accepted then."""
 TRACE_ROUNDS = 6
-"""Rounds between two looks at the critical path: one costs about three evaluations."""
+"""The critical path is traced once in this many rounds, because tracing costs about three
+evaluations."""
 STALL_ROUNDS = 40
-"""Rounds without a new best before a restart, and as many more as there are groups / `BATCH`."""
+"""A search restarts after this many rounds without a new best, plus (groups with a choice) /
+`BATCH` rounds."""
 TRIES = 6
-"""Proposals drawn for each place in a batch before the neighbourhood counts as known."""
+"""At most this many moves are drawn for each place in a batch; the batch stays smaller if too many
+of them are known."""
 GIVE_UP = 20
-"""Restarts in a row without anything new to evaluate before the search counts as complete."""
+"""The search ends after this many restarts in a row that found nothing new to evaluate."""
 
 
 def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best placement found until the budget is spent, or until nothing new is found.
+    """Return the best placement at the budget's end, or when nothing new is left to evaluate.
 
-    For `load` that is `load_search`, which needs no evaluator on the way.
+    For the objective `load`, unless contiguity is asked for, this is `load_search`, which computes
+    loads itself.
     """
     try_baselines(problem, budget)
     if problem.objective == "load" and not problem.contiguous:
@@ -526,10 +559,11 @@ def local_search(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 @dataclass
 class _LocalSearch:
-    """The moving parts of one search.
+    """The state of one search.
 
     starts   [starts, groups] best first
-    wins     [moves] how often each kind was accepted, fading; likewise `tries`
+    wins     [moves] how often each kind of move improved the current placement; old counts fade
+    tries    [moves] how often each kind was evaluated; old counts fade
     """
 
     problem: PlacementProblem
@@ -543,10 +577,12 @@ class _LocalSearch:
     def __post_init__(self) -> None:
         self.tables = move_tables(self.problem)
         self.rng = np.random.default_rng((self.problem.seed, self.budget.next_round()))
+        # As if each kind had won 1 of 4 tries: so a kind without luck at first is still tried.
         self.wins = np.ones(len(MOVES))
         self.tries = np.full(len(MOVES), 4.0)
 
     def run(self) -> None:
+        """Descend and restart until the budget is spent or nothing new is left."""
         patience = STALL_ROUNDS + len(self.problem.free) // BATCH
         barren = 0
         current = self.starts[0]
@@ -580,13 +616,14 @@ class _LocalSearch:
             best = min(best, score)
 
     def _trace(self, current: GroupPlacement) -> None:
-        """Find the critical path that moves are guided by; it grows old until the next look."""
+        """Trace the critical path of `current`. Moves use it until the next trace, though it is
+        then out of date."""
         if self.problem.trace is not None and self.problem.objective == "step":
             timeline = self.problem.trace(self.problem.spread(current))
             self.tables = replace(self.tables, path=critical_path(self.problem, timeline))
 
     def _complete(self) -> bool:
-        """The budget is spent, or every placement is known."""
+        """Whether the budget is spent, or every placement was evaluated."""
         return self.budget.exhausted or self.budget.distinct >= self.problem.placements
 
     def _scores(self, batch: NDArray[np.int32]) -> list[Score]:
@@ -595,7 +632,10 @@ class _LocalSearch:
     def _propose(
         self, current: GroupPlacement, merged: list[GroupPlacement]
     ) -> tuple[list[int], NDArray[np.int32]]:
-        """(kind of move or -1, placement) of up to `BATCH` that were never evaluated."""
+        """Return (kinds, placements [batch, groups]) of up to `BATCH` that were never evaluated.
+
+        merged   candidates that are proposed first; their kind is -1
+        """
         kinds, batch = [], []
         proposed = {current.tobytes()}
         for candidate in merged:
@@ -617,6 +657,7 @@ class _LocalSearch:
         return kinds, np.array(batch, dtype=np.int32)
 
     def _accepts(self, new: Score, old: Score) -> bool:
+        """Whether a new placement replaces the current one."""
         if new == UNKNOWN:
             return False
         if new <= old:
@@ -627,16 +668,19 @@ class _LocalSearch:
         return new.value <= old.value * (1 + temperature * self.rng.exponential())
 
     def _learn(self, kinds: list[int], scores: list[Score], current: Score) -> None:
+        """Count tries and wins of each kind of move."""
         for kind, score in zip(kinds, scores, strict=True):
             if kind >= 0:
                 self.tries[kind] += 1
                 self.wins[kind] += score < current
+        # Halving old counts lets the odds follow the search: what helps early may not help later.
         if self.tries.sum() > 2000:
             self.wins = 1 + (self.wins - 1) / 2
             self.tries = 4 + (self.tries - 4) / 2
 
     def _restart(self) -> GroupPlacement:
-        """Another start, or the best so far, shaken or blended with another start."""
+        """Return another start, or the best placement after a few random moves. In some cases, a
+        run of its groups is taken from another start before."""
         best = self.budget.best[1] if self.budget.best is not None else self.starts[0]
         current = best.copy()
         chance = self.rng.random()
@@ -655,11 +699,13 @@ class _LocalSearch:
 def _merge(
     current: GroupPlacement, batch: NDArray[np.int32], scores: list[Score], score: Score
 ) -> list[GroupPlacement]:
-    """The improving moves of a batch laid over one another: the best two, three, ..."""
+    """Return combinations of a batch's improving moves: of the best two, the best three, and the
+    best four."""
     gains = [i for i in range(len(batch)) if scores[i] < score]
     better = sorted(gains, key=lambda i: (scores[i], i))
     merged, laid = [], current.copy()
     for rank, i in enumerate(better[:4]):
+        # Where two moves change the same group, the better one wins.
         changed = batch[i] != current
         laid = np.where(changed & (laid == current), batch[i], laid)
         if rank:

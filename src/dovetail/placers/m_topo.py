@@ -4,17 +4,17 @@ Groups in the order of their first op fill one device after another, each up to
 
     limit(d) = share(d) + the largest group's bytes
 
-where share is the total over the number of devices: the simplest method that respects memory, and
-one that looks at no cost at all.
+where share is the total bytes over the number of devices. It is the simplest method that respects
+memory, and it looks at no cost at all.
 
 Paper: Jeon, Cai, Srivastava, Jiang, Ke, Meng, Xie and Gupta, "Baechi: Fast Device Placement of
 Machine Learning Graphs", SoCC 2020, https://arxiv.org/abs/2301.08695, algorithm m-TOPO.
-Differences: devices of unlike capacity: what one cannot hold of its even share the others share
-evenly, up to their capacities; where the sum is above all capacities, shares are as capacities. A
-group that may not be on the device of its run goes to the one with most left of those where it may.
-A group's size is all that it makes (`PlacementProblem.made_bytes`), as in the paper, which counts
-an op's outputs. A step reuses memory, so this balances rather than fits: the evaluator says what
-fits.
+Differences: devices may have unlike capacities. If a device cannot hold its even share, the others
+share the rest evenly, up to their capacities. If the total is above the sum of the capacities,
+shares are in proportion to capacities. A group that may not be on the device of its run goes to the
+device with most room left among those where it may be. A group's size is all that it makes
+(`PlacementProblem.made_bytes`), as in the paper, which counts an op's outputs. A step reuses
+memory, so these shares balance memory but do not tell whether a plan fits: the evaluator does.
 """
 
 import numpy as np
@@ -28,8 +28,10 @@ from dovetail.simulator.flat import Float64, Int32, Int64
 
 
 def m_topo(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The better of runs over all devices and over the fastest model of device only. O(groups x
-    devices)."""
+    """Return the better of two plans: runs over all devices, and over those of the fastest model.
+
+    O(groups x devices).
+    """
     made_bytes = problem.made_bytes.astype(np.int64)
     return best_of_sets(
         problem,
@@ -39,10 +41,10 @@ def m_topo(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def runs(limits: GroupLimits, capacities: NDArray[np.int64]) -> Int32:
-    """[groups] the device of each group, in runs of the group order.
+    """Return [groups] the device of each group, in runs of the group order.
 
-    Shares are by `capacities`; where the limits leave a device less room, its share is that much
-    less.
+    Shares are computed from `capacities`. If the limits leave a device less room than its capacity,
+    its share shrinks in proportion, and all shares are scaled up to the total again.
     """
     used = limits.choices.any(axis=0)
     total, largest = int(limits.group_bytes.sum()), int(limits.group_bytes.max(initial=0))
@@ -57,11 +59,15 @@ def runs(limits: GroupLimits, capacities: NDArray[np.int64]) -> Int32:
 
 
 def even_shares(total_bytes: int, room_bytes: Float64) -> Float64:
-    """[devices] shares that sum to the total: min(room, level) with one level for all; as large as
-    the rooms in proportion, where those are less in all."""
+    """Return [devices] shares that sum to the total: min(room, level), with one level for all.
+
+    If the rooms together are less than the total, shares are in proportion to the rooms.
+    """
     if total_bytes >= room_bytes.sum():
         return np.asarray(room_bytes * (total_bytes / max(1.0, float(room_bytes.sum()))))
     level, left, count = 0.0, float(total_bytes), len(room_bytes)
+    # From the smallest room up: a room below the current even level is filled, and its shortfall
+    # raises the level of the others.
     for room in np.sort(room_bytes).tolist():
         level = left / count
         if room >= level:
@@ -72,13 +78,17 @@ def even_shares(total_bytes: int, room_bytes: Float64) -> Float64:
 
 @kernel
 def _fill(limits: GroupLimits, devices: Int32, room: Int64, placed: Int32) -> None:
-    """Fill `placed`; the last device takes what is left."""
+    """Fill `placed` [groups]. `room` [devices] is what is left of each device's limit.
+
+    The last device takes all groups that are left, even above its limit.
+    """
     now = 0
     for group in range(len(placed)):
         size = limits.group_bytes[group]
         while now + 1 < len(devices) and room[devices[now]] < size:
             now += 1
         here = devices[now]
+        # The group may not be here, so it goes where most room is left; ties: the first device.
         if limits.choices[group, here] == 0:
             here = -1
             for device in range(len(room)):

@@ -1,18 +1,19 @@
-"""METIS: the least bytes cut between parts whose work is in proportion to the speed of devices.
+"""Places with METIS: cuts the fewest bytes, with the work of parts in proportion to device speeds.
 
     minimise    sum of the edge weights between parts
     subject to  weight(part) <= (1 + imbalance) x share(part) x all weights
 
-by multilevel partitioning: heavy edges are contracted, the small graph is cut, and the cut is
-refined level by level on the way back. Vertices, edges and shares: see `partitioning`.
+METIS partitions in levels: it contracts heavy edges, cuts the small graph, and refines the cut
+level by level on the way back. Vertices, edges and shares are those of `partitioning`.
 
 Paper: Karypis and Kumar, "A fast and high quality multilevel scheme for partitioning irregular
 graphs", SIAM Journal on Scientific Computing 20(1), 1998,
 https://doi.org/10.1137/S1064827595287997, sections 3 and 4; k-way: "Multilevel k-way partitioning
 scheme for irregular graphs", JPDC 48(1), 1998, https://doi.org/10.1006/jpdc.1997.1404.
-Differences: METIS knows no memory: groups move afterwards off devices that are over-full, and where
-that is needed bytes also count in the weights. Both recursive and k-way cuts at several imbalances
-are tried, and the evaluator says which is best: METIS knows no schedule either.
+Differences: METIS knows no memory. So groups are moved off over-full devices afterwards, and if any
+device is over-full, METIS also cuts with bytes counted in the weights. METIS knows no schedule
+either. So recursive and k-way cuts are tried at several imbalances, and the evaluator picks the
+best.
 """
 
 import ctypes
@@ -40,15 +41,18 @@ from dovetail.placers.problem import GroupPlacement, PlacementProblem
 from dovetail.simulator.flat import Int64
 
 TRIES = ((True, 5), (False, 30), (True, 100), (False, 100), (True, 300), (False, 300))
-"""(recursive bisection rather than k-way, imbalance in thousandths)"""
+"""Each try is (recursive bisection rather than k-way, imbalance in thousandths)."""
 VERTICES_PER_SET = 400_000
-"""Tries x vertices for a set of devices: one try from here on."""
+"""Tries x vertices are at most this for a set of devices, but there is always one try."""
 _STDOUT = threading.Lock()
+"""Guards the process's standard output while `_silence` redirects it."""
 
 
 def metis(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best cut over all devices, and over the fastest model of device only. Ties: the larger
-    set, the earlier try."""
+    """Return the best of the cuts over all devices and over those of the fastest model.
+
+    Ties: the larger set, then the earlier try.
+    """
     net = net_of(problem)
     candidates = []
     for within in problem.device_sets:
@@ -62,7 +66,7 @@ def metis(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 def _cuts(
     problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem
 ) -> list[PartitionCandidate]:
-    """One candidate for each try; those with an empty part only if all have one."""
+    """Return one candidate for each try. Tries with an empty part count only if all have one."""
     labels = trivial_labels(parts)
     if labels is not None:
         return [placed(problem, net, parts, labels, reorder=True)]
@@ -76,9 +80,9 @@ def _cuts(
 
 
 def partition(parts: PartitionProblem, seed: int, *, recursive: bool, imbalance: int) -> Int64:
-    """[vertices] the part of each.
+    """Return [vertices] the part of each, by one call of METIS.
 
-    imbalance   thousandths that a part may be above its share
+    imbalance   thousandths by which a part may exceed its share
     """
     import pymetis
 
@@ -102,13 +106,19 @@ def partition(parts: PartitionProblem, seed: int, *, recursive: bool, imbalance:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep off our standard output what METIS prints there where a group is heavier than a part:
-    that parts may be empty, which `has_empty_part` notices and the evaluator judges."""
+    """Discard what METIS prints to standard output.
+
+    METIS warns there that parts may be empty if a group is heavier than a part. `has_empty_part`
+    notices that, and the evaluator judges the result.
+    """
     try:
         ours = os.dup(1)
-    except OSError:  # a process without standard output
+    except OSError:
+        # This process has no standard output.
         yield
         return
+    # METIS writes through C's buffered stdout, not Python's. So the buffers of C are flushed before
+    # descriptor 1 is redirected and again before it is restored.
     flush = ctypes.CDLL(None).fflush
     with _STDOUT:
         flush(None)

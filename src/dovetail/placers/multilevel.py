@@ -1,27 +1,29 @@
-"""Multilevel placement: plan a small graph, then refine on ever larger ones.
+"""Multilevel placement: plans a small graph, then refines on ever larger ones.
 
     groups ──coarsen──► … ──coarsen──► units      every level is a graph of merged ops, on which
        ▲                                 │         placements of large graphs are simulated ten
     refine ◄──── … ◄────refine◄────── plan         times as fast or more
 
-1. Coarsen groups by heavy edges until `COARSEST` units are left, and merge their ops: once, if that
-   graph is small enough for all levels, else for each level.
-2. If there is no placement yet, plan at every level with the baselines, and with repeated modules
-   as units; the best on the true graph is the first incumbent.
-3. In cycles: coarsen again, but join only groups that the incumbent puts on one device, so that it
-   is one of the coarse placements (a V-cycle); go on from it by local search with whole units, then
-   level by level with smaller ones. What is better on the true graph is the next incumbent.
+1. Coarsen groups by heavy edges until `COARSEST` units are left, and merge their ops. If the merged
+   graph of single groups is small enough, it serves all levels; else each level has its own.
+2. If there is no placement yet, run the baselines at every level, and with repeated modules as
+   units. The result that is best on the true graph is the first incumbent.
+3. In cycles, coarsen again, but join only groups that the incumbent puts on one device, so that the
+   incumbent is one of the coarse placements (a V-cycle). Improve it by local search that moves
+   whole units, level by level with smaller units. A result that is better on the true graph is the
+   next incumbent.
 4. Local search on the true graph spends the rest of the budget.
 
 Paper: Walshaw, "Multilevel refinement for combinatorial optimisation problems", Annals of
 Operations Research 131, 2004, https://doi.org/10.1023/B:ANOR.0000039525.80601.15.
-Differences: levels differ by a factor of `GROWTH` in units, not 2, since each needs a graph of its
-own; all levels plan, not the coarsest alone; refinement is local search with all its moves instead
-of one along boundaries.
+Differences: levels differ by a factor of `GROWTH` in units, not 2, since each may need a graph of
+its own. Step 2 plans at all levels, not at the coarsest alone. Refinement is local search with all
+its moves, not only along boundaries.
 
-Budget: an evaluation on a merged graph is charged as the share that its ops are of the graph's.
-With a budget of evaluations no decision looks at the clock. Memory: where a placement lacks bytes
-on the true graph, the devices of the merged graphs shrink by what their peaks were underestimated.
+Budget: an evaluation on a merged graph is charged (ops of the merged graph) / (ops of the true
+graph). With a budget of evaluations no decision looks at the clock. Memory: if a placement lacks
+bytes on the true graph, the capacities for merged graphs shrink by the bytes by which the merged
+graph underestimated the peaks.
 """
 
 import heapq
@@ -54,36 +56,39 @@ from dovetail.simulator import Simulator
 # step     step(o) = max over predecessors p of o in its window of
 #                    step(p) + (1 if p has another unit or phase, else 0)
 #
-# Along every edge window and step never fall, and where both stay the unit and phase stay, so that
-# the ops of one merged op never wait for each other through another: the merged graph is acyclic
-# whatever the units are. What an op makes is there once its merged op has ended, and its merged op
-# starts once all inputs are there; windows bound how much later that is. Windows are as many as
-# keep the merged graph below a number of ops.
+# Along every edge the window never falls, within one window the step never falls, and if both stay
+# then unit and phase stay too. So the ops of one merged op never wait for each other through
+# another merged op: the merged graph is acyclic whatever the units are. A merged op starts only
+# when all inputs of its ops are there, and its outputs are there only when all its ops have ended.
+# Windows bound how much later that is than in the true graph. There are as many windows as keep the
+# merged graph below a number of ops.
 #
-# Seconds are summed. Tensors that go from one merged op to the same other ones become one tensor:
-# their bytes are summed, and each transfer that is saved adds what its latency is worth in bytes.
-# Tensors inside a merged op disappear, so peaks of memory count only what is kept between merged
-# ops. Parameters, state and tensors that several merged ops read keep their homes.
+# Seconds are summed. All tensors that one merged op sends to the same set of merged ops become one
+# tensor. Its bytes are their sum, and for each transfer that is saved the bytes that take as long
+# as a latency are added. Tensors inside a merged op disappear, so peaks of memory count only what
+# is kept between merged ops. Parameters, state and tensors that several merged ops read keep their
+# homes.
 #
-# Source: own work. For random placements of synthetic networks of 100,000 ops, values were 0 to 3 %
-# off with as many windows as `MOST_OPS` leaves, and up to 7 % with one window, where devices choose
-# by lowest index alone. Where they choose by rank, merged ops that wait as one are up to 20 % off
-# (4,000 ops in training).
+# Source: own work. For random placements of synthetic networks of 100,000 ops, with devices that
+# choose ops by lowest index alone, values were 0 to 3 % off with as many windows as `MOST_OPS`
+# allows, and up to 7 % off with one window. With devices that choose by rank, values were up to
+# 20 % off, because merged ops wait as one (4,000 ops in training).
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 MOST_WINDOWS, FEWER_WINDOWS = 512, 8
-"""Number of windows that is tried first, and the factor by which the next number is smaller."""
+"""The number of windows that is tried first, and the divisor that gives the next number to try."""
 
 
 def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> PlacementProblem:
-    """The problem of placing units on a graph of about `most_ops` merged ops.
+    """Return the problem of placing units on a graph of about `most_ops` merged ops.
 
-    `unit_of` [groups] numbers units from 0 in the order of their first groups. A placement of
-    units `placement` is the placement `placement[unit_of]` of groups. Values and peaks are
-    estimates of the true ones. O(ops + reads x log reads).
+    unit_of   [groups] unit of each group; units are numbered from 0 in order of their first groups
+
+    A placement of units stands for the placement `placement[unit_of]` of groups. Values and peaks
+    are estimates of those on the true graph. O(ops + reads x log reads).
     """
     allowed = _allowed(problem, unit_of)
     merged = _merge(problem, unit_of[problem.groups.of_op], most_ops)
@@ -110,14 +115,15 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
 
 
 def under_units(problem: PlacementProblem, unit_of: Int32) -> PlacementProblem:
-    """The problem of placing units on the same graph; `unit_of` [groups] as above."""
+    """Return the problem of placing units on the same graph. unit_of [groups]: see
+    `merged_problem`."""
     allowed = _allowed(problem, unit_of)
     groups = Groups(unit_of[problem.groups.of_op], len(allowed))
     return replace(problem, groups=groups, allowed=allowed)
 
 
 def _allowed(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bool_]:
-    """[units, devices] where all groups of each may go."""
+    """Return [units, devices] True where all groups of a unit may go."""
     allowed = np.ones((int(unit_of.max()) + 1, problem.devices), dtype=bool)
     np.logical_and.at(allowed, unit_of, problem.allowed)
     return allowed
@@ -125,7 +131,10 @@ def _allowed(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, eq=False)
 class _MergedGraph:
-    """units [ops] of the merged graph; a source has that of an op that reads it."""
+    """A merged graph and its costs.
+
+    units   [ops of the merged graph] unit of each; a source op has the unit of an op that reads it
+    """
 
     graph: Graph
     costs: Costs
@@ -134,10 +143,10 @@ class _MergedGraph:
 
 @dataclass(frozen=True, eq=False)
 class _MergedNodes:
-    """The merged ops, in topological order; among those that are ready, by first op.
+    """The merged ops (nodes), in topological order; of the ready ones, the lowest first op is next.
 
     of_op   [ops] node of each op; -1: a source
-    first   [nodes] least op of each
+    first   [nodes] the lowest op of each
     """
 
     of_op: Int64
@@ -149,9 +158,9 @@ class _MergedNodes:
 
 @dataclass(frozen=True, eq=False)
 class _MergedTensors:
-    """What goes between nodes, those of sources first, then by node.
+    """The tensors between nodes: those of sources first, then by node.
 
-    owners     [tensors] node that makes it; for sources see `_owners`
+    owners     [tensors] node that makes each; for tensors of sources see `_owners`
     occupied_bytes, sent_bytes, is_output   [tensors]
     readers    [reads, 2] distinct (node, tensor), ordered
     """
@@ -164,6 +173,7 @@ class _MergedTensors:
 
 
 def _merge(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedGraph:
+    """Merge the ops of each unit into nodes, with one source op for each tensor of sources."""
     graph = problem.graph
     nodes = _nodes(problem, unit_of_op, most_ops)
     tensors = _tensors(problem, nodes)
@@ -171,7 +181,8 @@ def _merge(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _Merg
     sources = int((tensors.owners >= count).sum())
     written = np.flatnonzero(tensors.owners[:sources] >= count + 2)
     writers = tensors.owners[written] - count - 2
-    # Tensors stand by producer: the new values of parameters after what their writer makes.
+    # The graph wants tensors in the order of their producers. The new value of a parameter comes
+    # after all other tensors of the node that writes it.
     producers = np.concatenate(
         [np.arange(sources), sources + tensors.owners[sources:], sources + writers]
     )
@@ -203,6 +214,7 @@ def _merge(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _Merg
     )
     units = np.zeros(sources + count, np.int32)
     units[sources:] = unit_of_op[nodes.first]
+    # Reversed, so that of several readers of a source the first one is written last, and stays.
     units[tensors.readers[::-1, 1][tensors.readers[::-1, 1] < sources]] = units[
         sources + tensors.readers[::-1, 0][tensors.readers[::-1, 1] < sources]
     ]
@@ -216,7 +228,10 @@ def _graph(
     tensors: _MergedTensors,
     columns: dict[str, NDArray[np.generic]],
 ) -> Graph:
-    """The merged graph: sources, then nodes."""
+    """Build the merged graph: source ops first, then nodes.
+
+    columns   arrays of `Graph`, by name
+    """
     count = len(nodes)
     owners = tensors.owners[tensors.owners >= count]
     sources = len(owners)
@@ -244,7 +259,10 @@ def _graph(
 
 
 def _nodes(problem: PlacementProblem, unit_of_op: Int32, most_ops: int) -> _MergedNodes:
-    """As many windows as keep the nodes to `most_ops`; at least one."""
+    """Merge ops into nodes, with the most windows tried that give at most `most_ops` nodes.
+
+    One window is accepted with any number of nodes.
+    """
     graph = problem.graph
     real = np.flatnonzero(~graph.is_source)
     order = np.argsort(graph.control[:, 1], kind="stable")
@@ -288,7 +306,10 @@ def _earliest_starts(  # noqa: PLR0913 (kernel)
     seconds: Float64,
     starts: Float64,
 ) -> None:
-    """Fill `starts` [ops] as if every op were on its fastest device and transfers took no time."""
+    """Fill `starts` [ops] with the earliest start of each op.
+
+    Every op is on its fastest device, and transfers take no time.
+    """
     for op in range(len(is_source)):
         start = 0.0
         for i in range(input_offsets[op], input_offsets[op + 1]):
@@ -312,7 +333,10 @@ def _steps(  # noqa: PLR0913 (kernel)
     keys: Int64,
     steps: Int64,
 ) -> None:
-    """Fill `steps` [ops] by the recurrence above; `keys` tell units and phases apart."""
+    """Fill `steps` [ops] by the recurrence for `step` above.
+
+    keys   [ops] equal for ops of the same unit and phase
+    """
     for op in range(len(is_source)):
         step = 0
         reads = input_offsets[op + 1] - input_offsets[op]
@@ -327,8 +351,11 @@ def _steps(  # noqa: PLR0913 (kernel)
 
 
 def _topological(graph: Graph, of_op: Int64, first: Int64) -> Int64:
-    """[nodes] place of each; of those that are ready the one with the least first op goes next, so
-    that nodes stand as nearly in the order of their ops as may be."""
+    """Return [nodes] the place of each node in a topological order.
+
+    Of the ready nodes, the one with the lowest first op goes next, so that nodes stand as nearly in
+    the order of their ops as possible.
+    """
     count = len(first)
     befores = np.concatenate(
         [of_op[graph.producers[graph.input_tensors]], of_op[graph.control[:, 0]]]
@@ -354,8 +381,11 @@ def _topological(graph: Graph, of_op: Int64, first: Int64) -> Int64:
 
 
 def _owners(graph: Graph, nodes: _MergedNodes) -> Int64:
-    """[tensors of the graph] node that makes it; of a source: nodes + 0 for inputs, + 1 for what
-    is resident everywhere, + 2 + writer for what is written."""
+    """Return [tensors of the true graph] the node that makes each tensor.
+
+    Tensors of sources have numbers above the n nodes: n for inputs, n + 1 for tensors resident on
+    every device that reads them, and n + 2 + w for a tensor that node w overwrites.
+    """
     homes = graph.residences[graph.producers].astype(np.int64)
     written = len(nodes) + 2 + nodes.of_op[np.maximum(homes, 0)]
     sources = np.where(homes >= 0, written, len(nodes) + (homes != HOST))
@@ -363,11 +393,12 @@ def _owners(graph: Graph, nodes: _MergedNodes) -> Int64:
 
 
 def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
-    """Tensors of one owner with the same readers are one."""
+    """Merge the tensors of each owner that have the same readers into one tensor."""
     graph, count = problem.graph, len(nodes)
     owners = _owners(graph, nodes)
     written = np.flatnonzero(owners >= count + 2)
     tensors = np.append(graph.input_tensors, written).astype(np.int64)
+    # The node that overwrites a tensor counts as a reader of it, also if none of its ops reads it.
     readers = np.append(nodes.of_op[graph.readers], owners[written] - count - 2)
     outside = owners[tensors] != readers
     pairs = np.unique(tensors[outside] * count + readers[outside])
@@ -375,6 +406,8 @@ def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
     is_output = np.zeros(graph.tensors, dtype=bool)
     is_output[graph.outputs] = True
     is_output &= ~graph.is_source[graph.producers]
+    # Sets of readers are compared by hash: every node has a random 64-bit word, and a set's hash is
+    # the sum of its words, which wraps around. Owner and `is_output` enter the key too.
     words = np.random.default_rng(0).integers(2**63, size=2 * count + 2, dtype=np.uint64)
     key = words[owners % len(words)] * np.uint64(3) + is_output.astype(np.uint64)
     np.add.at(key, tensors, words[readers])
@@ -405,8 +438,10 @@ def _tensors(problem: PlacementProblem, nodes: _MergedNodes) -> _MergedTensors:
 
 
 def _occupied_bytes(graph: Graph, is_seen: NDArray[np.bool_]) -> Int64:
-    """[tensors] bytes of memory that lives as long as each: its own; of a view none where what it
-    looks into is there anyway."""
+    """Return [tensors] the bytes that each keeps occupied.
+
+    A view of a tensor that is kept anyway, or that belongs to a source, occupies nothing more.
+    """
     roots = np.where(graph.bases < 0, np.arange(graph.tensors), graph.bases)
     while (roots[roots] != roots).any():
         roots = roots[roots]
@@ -416,12 +451,13 @@ def _occupied_bytes(graph: Graph, is_seen: NDArray[np.bool_]) -> Int64:
 
 # ── Coarsening: groups are joined to ever fewer units, hundreds instead of many thousands ────────
 #
-# By heavy edges: units at the two ends of an edge become one, heaviest edges first, each unit at
-# most once a round, until few enough are left. An edge between units u and v is rated
+# By heavy edges: in rounds, the units at the two ends of an edge become one unit, edges of the
+# highest rating first and each unit at most once a round, until few enough are left. An edge
+# between units u and v is rated
 #
 #     bytes(u, v)^2 / (seconds(u) seconds(v))
 #
-# where bytes include what the latency of a transfer is worth. Paper: Holtgrewe, Sanders and Schulz,
+# where a transfer's latency is counted as bytes too. Paper: Holtgrewe, Sanders and Schulz,
 # "Engineering a scalable high quality graph partitioner", IPDPS 2010,
 # https://arxiv.org/abs/0910.2004 (the rating expansion*2).
 #
@@ -431,31 +467,35 @@ def _occupied_bytes(graph: Graph, is_seen: NDArray[np.bool_]) -> Int64:
 # algorithms for acyclic partitioning of directed acyclic graphs", SIAM Journal on Scientific
 # Computing 41(4), 2019, https://doi.org/10.1137/18M1176865 (its coarsening).
 #
-# By repeated modules: groups at the same position of a repeated module path, "layers.3" of
+# By repeated modules: all groups in one repetition of a module, such as "layers.3" of
 # "layers.3.attention.query", are one unit from the start.
 #
-# Differences: groups that wait for each other in a circle count as of one level. Where rounds
-# stall, levels are ignored: windows and steps keep the merged ops acyclic anyway. Edges join only
-# units with the same choice of devices.
+# Differences: groups that wait for each other in a circle have one level. If rounds stall, levels
+# are ignored: windows and steps keep the merged ops acyclic anyway. Edges join only units with the
+# same choice of devices.
 
 LARGEST_SHARE = 2.0
-"""No unit grows beyond this many times an even share of the work."""
+"""Units do not join into one with more than this many times an even share of the work."""
 LARGEST_MEMORY = 1 / 8
-"""No unit grows beyond this share of the smallest device's memory."""
+"""Units do not join into one with more than this share of the smallest device's memory."""
 LEAST_FALL = 0.05
-"""A round that joins fewer units than this share has stalled."""
+"""A round has stalled if it lowers the number of units by less than this share."""
 LOOSE = -2
-"""Level of a unit without forward ops between others: it may join any."""
+"""Level of a unit that no forward edge touches: it may join any unit."""
 _REPEATED = re.compile(r"^(.*\.)?\d+(?=\.|$)")
 
 
 def coarsen(
     problem: PlacementProblem, most: int, labels: NDArray[np.integer] | None = None
 ) -> list[Int32]:
-    """Ever coarser units, each [groups] the unit of every group, numbered by first group: from
-    every group its own to at most `most` units, or as few as can be.
+    """Return ever coarser levels, each as [groups] the unit of every group.
 
-    `labels` [groups]: only groups of one label are joined. O(rounds x edges x log edges).
+    The first level has every group as its own unit. The last has at most `most` units, or as few as
+    rounds reach. Units are numbered in the order of their first groups.
+
+    labels   [groups] only groups of one label are joined; None: any
+
+    O(rounds x edges x log edges).
     """
     groups = problem.groups.count
     _, choice = np.unique(problem.allowed, axis=0, return_inverse=True)
@@ -477,8 +517,11 @@ def coarsen(
 
 
 def by_modules(problem: PlacementProblem) -> Int32:
-    """[groups] unit: groups whose heaviest op lies in the same repetition of a repeated module are
-    one; others stay apart, and so do those with different choices of devices."""
+    """Return [groups] units: one for all groups whose heaviest op is in the same repetition of a
+    module.
+
+    Groups in no repeated module stay apart, and so do groups with different choices of devices.
+    """
     graph, of_op = problem.graph, problem.groups.of_op
     seconds = problem.costs.compute_seconds.min(axis=1)
     order = np.lexsort((np.arange(len(graph)), -seconds, of_op))
@@ -496,11 +539,11 @@ def by_modules(problem: PlacementProblem) -> Int32:
 class _UnitGraph:
     """The graph of units of one round.
 
-    ends, weights    [edges, 2], [edges] distinct pairs with a < b, and bytes between them
-    forward          [edges, 2] distinct (before, after) of forward ops
-    choice           [units] id of what the unit may not be joined across
-    seconds, sizes   [units] work, bytes that stay
-    limits           (seconds, bytes) of the largest unit
+    ends, weights    [edges, 2], [edges] distinct pairs with a < b, and the bytes between them
+    forward          [edges, 2] distinct (before, after) with an edge between forward ops
+    choice           [units] id; only units with equal ids may be joined
+    seconds, sizes   [units] work, and bytes that stay for long
+    limits           (seconds, bytes) that a joined unit may have at most
     """
 
     ends: Int32
@@ -538,7 +581,11 @@ class _UnitGraph:
         )
 
     def join(self, strict: bool) -> Int32:
-        """[units] the unit of the next round that each becomes part of."""
+        """Return [units] the unit of the next round that each becomes part of.
+
+        strict   keep to levels
+        """
+        # The floor keeps the rating of units without work finite.
         floor = self.seconds.mean() / 10 + 1e-12
         rating = self.weights**2 / ((self.seconds + floor)[self.ends]).prod(axis=1)
         order = np.lexsort((self.ends[:, 1], self.ends[:, 0], -rating)).astype(np.int32)
@@ -564,7 +611,7 @@ class _UnitGraph:
         return (np.cumsum(first == numbers) - 1).astype(np.int32)[first]
 
     def under(self, joined: Int32) -> "_UnitGraph":
-        """The units that they become."""
+        """Return the graph of the next round's units; `joined` [units] as `join` returns it."""
         count = int(joined.max()) + 1
         choice = np.empty(count, self.choice.dtype)
         choice[joined] = self.choice
@@ -580,8 +627,11 @@ class _UnitGraph:
         )
 
     def _levels(self) -> Int32:
-        """[units] length of the longest forward path to each; units that wait for each other in
-        a circle have one level."""
+        """Return [units] the length of the longest forward path to each.
+
+        Units that wait for each other in a circle have one level. Units that no forward edge
+        touches are `LOOSE`.
+        """
         befores, afters = self.forward.T
         ones = coo_array((np.ones(len(befores), np.int8), (befores, afters)), (self.count,) * 2)
         circles, circle = connected_components(ones, connection="strong")
@@ -603,7 +653,7 @@ class _UnitGraph:
 
 
 def _summed(a: Int32, b: Int32, weights: Float64) -> tuple[Int32, Float64]:
-    """Distinct pairs, the lower first, with their weights summed; without loops."""
+    """Return the distinct pairs, lower end first, and their summed weights. Loops are dropped."""
     low, high = np.minimum(a, b).astype(np.int64), np.maximum(a, b).astype(np.int64)
     count = int(high.max(initial=0)) + 1
     apart = low != high
@@ -620,7 +670,11 @@ def _sums(owners: NDArray[np.integer], values: Float64, count: int) -> Float64:
 def _longest_paths(
     offsets: Int32, targets: Int32, waits: Int32, ready: Int32, levels: Int32
 ) -> None:
-    """Fill `levels` [nodes] of an acyclic graph; `waits` counts predecessors, `ready` is room."""
+    """Fill `levels` [nodes] with the longest path to each node of an acyclic graph.
+
+    waits   [nodes] number of predecessors; used up
+    ready   [nodes] working memory for the queue of ready nodes
+    """
     first = last = 0
     for node in range(len(levels)):
         if waits[node] == 0:
@@ -652,7 +706,10 @@ def _match(  # noqa: PLR0913 (kernel)
     befores: Int32,
     mates: Int32,
 ) -> None:
-    """Fill `mates` [units], -1: alone, greedily along `ends` [edges, 2]."""
+    """Fill `mates` [units] with the unit that each is joined with; those left at -1 stay alone.
+
+    Greedy along `ends` [edges, 2], which stand in the order of their ratings.
+    """
     for edge in range(len(ends)):
         a, b = ends[edge, 0], ends[edge, 1]
         if mates[a] >= 0 or mates[b] >= 0 or choice[a] != choice[b]:
@@ -674,7 +731,10 @@ def _match(  # noqa: PLR0913 (kernel)
 def _paired(
     unit: int, mate: int, offsets: Int32, neighbours: Int32, levels: Int32, mates: Int32
 ) -> bool:
-    """Is a neighbour on the mate's level joined with one on this unit's?"""
+    """Whether a neighbour on the mate's level is joined with a unit on this unit's level.
+
+    Joining this unit with the mate could then close a cycle through that pair.
+    """
     paired = False
     for i in range(offsets[unit], offsets[unit + 1]):
         neighbour = neighbours[i]
@@ -688,24 +748,27 @@ def _paired(
 # ── The search over levels ──────────────────────────────────────────────────────────────────────
 
 COARSEST = 60
-"""Units of the coarsest level."""
+"""The coarsest level has at most this many units, if so few can be reached."""
 GROWTH = 4
 """Each level has at least this many times the units of the next coarser one."""
 MOST_OPS = 4000
-"""Ops of a merged graph, unless its units need more."""
+"""A merged graph has at most this many ops, unless its units need more."""
 FINE_OPS = 32000
-"""Up to this many ops, the merged graph of the groups themselves serves every level."""
+"""The merged graph of the groups themselves serves every level if it has at most this many ops."""
 CYCLE_SHARE = 0.45
-"""Share of the budget's rest that one cycle spends."""
+"""One cycle spends this share of what is left of the budget."""
 MOST_CYCLES = 3
-"""Cycles before local search on the true graph."""
+"""At most this many cycles come before local search on the true graph."""
 OBJECTIVES = ("step", "load")
-"""Objectives that a merged graph can estimate."""
+"""The objectives that a merged graph can estimate."""
 
 
 def multilevel(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best placement found. Where only contiguous placements are feasible, or at most
-    `COARSEST` groups have a choice, this is local search."""
+    """Return the best placement at the budget's end.
+
+    This is plain local search if contiguity is asked for, if at most `COARSEST` groups have a
+    choice, or if a merged graph cannot estimate the objective.
+    """
     small = len(problem.free) <= COARSEST
     if problem.contiguous or problem.objective not in OBJECTIVES or small:
         return local_search(problem, budget)
@@ -717,9 +780,11 @@ def multilevel(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 class _MultilevelSearch:
-    """Levels of one problem, and the cycles over them.
+    """The state of one search over levels.
 
-    shifts   [devices] bytes by which merged graphs underestimated peaks
+    shifts    [devices] most bytes by which merged graphs underestimated peaks
+    cycles    number of cycles so far
+    refined   number of local searches on merged graphs so far; each has another seed
     """
 
     def __init__(self, problem: PlacementProblem, budget: Budget) -> None:
@@ -729,7 +794,8 @@ class _MultilevelSearch:
         self._finest: PlacementProblem | None = None
 
     def plan(self) -> GroupPlacement:
-        """The best of the baselines of all levels, and with repeated modules as units."""
+        """Return the best placement that baselines find at any level, or with repeated modules as
+        units."""
         placements = []
         levels = _spaced(coarsen(self.problem, COARSEST))
         modules = by_modules(self.problem)
@@ -745,7 +811,10 @@ class _MultilevelSearch:
         return min(placements, key=self._score)
 
     def cycle(self, incumbent: GroupPlacement, share: float) -> GroupPlacement:
-        """The better of `incumbent` and what one cycle finds with `share` of what is left."""
+        """Return the better of `incumbent` and the result of one cycle.
+
+        The cycle spends `share` of what is left of the budget.
+        """
         self.cycles += 1
         levels = _spaced(coarsen(self.problem, COARSEST, incumbent))
         share *= 1 - self.budget.fraction
@@ -759,8 +828,10 @@ class _MultilevelSearch:
         return self.budget.score(self.problem, placement[None], always=True)[0]
 
     def _merged(self, units: NDArray[np.int32]) -> PlacementProblem:
-        """The finest merged graph where that is small, since it is the truest, else one of these
-        units."""
+        """Return the problem of placing these units on a merged graph.
+
+        The merged graph of single groups is the most accurate, so it is used if it is small enough.
+        """
         if self._finest is None:
             every = np.arange(len(units), dtype=np.int32)
             self._finest = merged_problem(self.problem, every, MOST_OPS)
@@ -775,7 +846,10 @@ class _MultilevelSearch:
     def _refine(
         self, units: NDArray[np.int32], start: GroupPlacement, share: float
     ) -> GroupPlacement:
-        """What local search finds from `start`, which puts each unit on one device."""
+        """Return the placement that local search on a merged graph finds from `start`.
+
+        `start` must put each unit on one device. If memory lacks on the true graph, `shifts` grows.
+        """
         small = self._merged(units)
         self.refined += 1
         small = replace(small, seed=small.seed + self.refined)
@@ -795,7 +869,11 @@ class _MultilevelSearch:
         return placement
 
     def _part(self, share: float, small: PlacementProblem) -> Budget:
-        """A budget of its own, since its placements are others; interrupted with the whole."""
+        """Return a separate budget for a merged graph, with a share of the whole budget.
+
+        It is separate because the budget's ledger is keyed by placement, and placements of units
+        are not placements of groups. A Ctrl-C that interrupts the whole budget interrupts it too.
+        """
         whole = self.budget
         evaluations = share * whole.evaluations * len(self.problem.graph) / len(small.graph)
         part = Budget(
@@ -812,13 +890,16 @@ class _MultilevelSearch:
         return part
 
     def _charge(self, part: Budget, small: PlacementProblem) -> None:
+        """Charge what a part spent to the whole budget, in evaluations of the true graph."""
         self.budget.charge(part.spent * len(small.graph) / len(self.problem.graph))
         self.budget.interrupted |= part.interrupted
 
 
 def _spaced(levels: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
-    """From coarse to fine, a factor of `GROWTH` in units or more between any two; the last has
-    every group apart."""
+    """Return levels from coarse to fine, with a factor of `GROWTH` or more between their units.
+
+    The last level has every group apart.
+    """
     spaced = [levels[-1]] if len(levels) > 1 else []
     for units in reversed(levels[1:-1]):
         count = int(units.max()) + 1

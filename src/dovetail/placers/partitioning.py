@@ -1,16 +1,17 @@
-"""Common parts of the partitioners: a problem as a weighted undirected graph, and its parts turned
-back into a placement that respects memory.
+"""Common parts of the partitioners: turns a problem into a weighted undirected graph, and the parts
+of that graph back into a placement that respects memory.
 
-Vertices are groups with a choice, weighed by the seconds of the fastest device that they may use.
-Groups without one stay where they must and are left out; their work lowers the share of their
-device. With t(g) that weight and w(g, d) the seconds on a device,
+Vertices are groups with a choice, weighted by their seconds on the fastest device that they may
+use. Groups without a choice stay where they must be and are left out; their work lowers the share
+of their device. With t(g) the weight of group g and w(g, d) its seconds on device d,
 
     speed(d)  =  sum of t(g) / sum of w(g, d)                 over the groups that may be on d
-    share(d)  ~  all work x speed(d) / all speeds - work that is there anyway
+    share(d)  ~  all work x speed(d) / all speeds - work of the groups fixed on d
 
-Edges weigh the bytes that go between two groups, in either direction, each tensor once per reader.
-Partitioners ignore memory and constraints; `best_fitting` moves groups from devices where they may
-not be or that are over-full, to where most of what they talk to is: least bytes cut per byte moved.
+An edge is weighted by the bytes that go between its two groups, in both directions, each tensor
+once per reading group. Partitioners ignore memory and constraints. `best_fitting` repairs that: it
+moves groups off devices where they may not be or that are over-full, first those with the fewest
+bytes newly cut per byte moved, and each to the device that it exchanges most bytes with.
 """
 
 from typing import NamedTuple
@@ -26,13 +27,14 @@ from dovetail.runtime.compiling import inlined, kernel
 from dovetail.simulator.flat import Float64, Int8, Int32, Int64
 
 MOST_WEIGHT = 2**28
-"""Sum of integer weights, so that sums of them fit 32 bits whatever a library adds."""
+"""Integer weights sum to about this, so that sums fit 32 bits, also with what a library adds."""
 MIN_SHARE = 1e-3
-"""A device that should get less than this gets no part: partitioners cannot cut one so small."""
+"""A device with a smaller share gets no part, because partitioners cannot cut one so small."""
 MEMORY_ATTEMPTS = 4
-"""Times that groups are moved: once, and three more where memory turns out short."""
+"""Groups are moved at most this many times: once, and again if memory turns out short."""
 HEAVY = 1.1
-"""Groups that must move avoid devices that have this much more than their share of the work."""
+"""Groups that must move avoid a device that would then have more than this many times the largest
+work that a device had before."""
 
 
 class GroupNetwork(NamedTuple):
@@ -44,15 +46,15 @@ class GroupNetwork(NamedTuple):
 
 
 class PartitionProblem(NamedTuple):
-    """What is partitioned, and into what.
+    """The graph that a partitioner cuts, and the parts that it cuts into.
 
     within        devices that groups may use
-    devices       of them, one per part
-    shares        [parts] of the vertices' weight; they sum to 1
-    fixed         [groups] where groups that are no vertices are; of vertices any device
+    devices       [parts] device of each part, among `within`
+    shares        [parts] share of all vertices' weight; they sum to 1
+    fixed         [groups] device of each group that is no vertex; meaningless for vertices
     groups        [vertices] the group of each
-    weights       [vertices] integer, positive
-    offsets, neighbours, edge_weights   symmetric CSR [vertices + 1], [2 x edges]; positive
+    weights       [vertices] positive integers
+    offsets, neighbours, edge_weights   symmetric CSR [vertices + 1], [2 x edges]; weights positive
     """
 
     within: list[int]
@@ -67,12 +69,12 @@ class PartitionProblem(NamedTuple):
 
 
 class _RepairState(NamedTuple):
-    """What moving groups looks at, and what it changes.
+    """What `_relocate` reads, and (room, loads, placement) what it changes.
 
-    choices       [groups, devices] 1: may go there
+    choices       [groups, devices] 1: the group may go there
     group_bytes   [groups]
     work_seconds  [groups, devices]
-    most_seconds  [1] a device with more work is heavy
+    most_seconds  [1] a device with more work than this is heavy
     room          [devices] bytes left, negative where over-full
     loads         [devices] seconds of work
     placement     [groups]
@@ -88,14 +90,17 @@ class _RepairState(NamedTuple):
 
 
 class PartitionCandidate(NamedTuple):
-    """A placement [groups] that uses the devices `within`, memory and constraints ignored."""
+    """A placement [groups] on the devices `within` that need not keep to memory and constraints."""
 
     within: list[int]
     placement: GroupPlacement
 
 
 def net_of(problem: PlacementProblem) -> GroupNetwork:
-    """The edges of a problem without direction; an edge without bytes counts 1. O(edges x log)."""
+    """Return the edges of a problem without direction. An edge without bytes counts as one byte.
+
+    O(edges x log edges).
+    """
     before, after, sizes = problem.edges
     count = problem.groups.count
     one_way = csr_matrix((np.maximum(sizes, 1.0), (before, after)), shape=(count, count))
@@ -107,9 +112,9 @@ def net_of(problem: PlacementProblem) -> GroupNetwork:
 def parts_of(
     problem: PlacementProblem, net: GroupNetwork, within: list[int], *, memory: bool = False
 ) -> PartitionProblem:
-    """The graph of the groups that may choose among the devices `within`.
+    """Return the graph of the groups that have a choice among the devices `within`.
 
-    memory   weigh groups by bytes as much as by work; no share is above what fits its device
+    memory   weigh groups by bytes as much as by work, and let no share exceed what fits its device
     """
     allowed = problem.allowed[:, within]
     choices = np.zeros(problem.groups.count, np.int64)
@@ -126,6 +131,7 @@ def parts_of(
         held = np.bincount(fixed, weights=fixed_bytes, minlength=problem.devices)
         room = problem.capacities[within] - held.astype(np.float64)[within]
         shares = _normal(np.minimum(shares, np.maximum(room, 0) / max(1.0, sizes.sum())))
+    # The minimum keeps at least one part if all shares are below `MIN_SHARE`.
     has_part = shares >= min(MIN_SHARE, shares.max())
     offsets, neighbours, edge_bytes = _induced(net, groups)
     return PartitionProblem(
@@ -142,13 +148,16 @@ def parts_of(
 
 
 def integers(values: Float64, most: int = MOST_WEIGHT) -> Int64:
-    """In proportion to `values`, at least 1 each, with a sum of about `most`."""
+    """Return integers in proportion to `values`, at least 1 each, with a sum of about `most`."""
     return np.maximum(np.rint(_normal(values) * most), 1).astype(np.int64)
 
 
 def trivial_labels(parts: PartitionProblem) -> Int64 | None:
-    """[vertices] the part of each where there is nothing to cut: one part, or no more vertices than
-    parts (the heaviest goes to the largest share); else None."""
+    """Return [vertices] the part of each if nothing has to be cut, else None.
+
+    Nothing has to be cut if there is one part, or if there are no more vertices than parts. Then
+    the heaviest vertex gets the part with the largest share, and so on.
+    """
     if len(parts.devices) == 1:
         return np.zeros(len(parts.groups), np.int64)
     if len(parts.groups) > len(parts.devices):
@@ -160,7 +169,7 @@ def trivial_labels(parts: PartitionProblem) -> Int64 | None:
 
 
 def has_empty_part(parts: PartitionProblem, labels: Int64) -> bool:
-    """Is there a part without a vertex, though there were enough of them?"""
+    """Whether some part has no vertex, though there are enough vertices for all parts."""
     assert labels.min(initial=0) >= 0, "a partitioner answered with a negative part"
     assert labels.max(initial=0) < len(parts.devices), "a partitioner answered with a part too many"
     enough = len(parts.groups) >= len(parts.devices)
@@ -175,10 +184,11 @@ def placed(
     *,
     reorder: bool,
 ) -> PartitionCandidate:
-    """Parts as a placement.
+    """Return the parts as a placement.
 
-    reorder   swap the parts of devices that are alike: to be with the groups that are fixed there,
-              else in the order of the groups
+    labels    [vertices] part of each
+    reorder   swap parts among devices that are alike, so that parts are with the fixed groups that
+              they exchange most bytes with, or else in the order of the groups
     """
     devices = np.array(parts.devices, np.int32)
     if reorder:
@@ -194,11 +204,11 @@ def best_fitting(
     budget: Budget,
     candidates: list[PartitionCandidate],
 ) -> GroupPlacement:
-    """The best of the candidates, once their groups are where they may be and where they fit.
+    """Return the best candidate after its groups were moved to where they may be and fit.
 
-    Memory is estimated while moving. Where the evaluator then finds a device over its capacity, the
-    same is done again as if all that a group makes stayed, and then with that much less room.
-    Ties: the earlier attempt, the earlier candidate.
+    Memory is estimated while moving. If the evaluator then finds a device over its capacity, groups
+    are moved once more as if all outputs of a group stayed, and after that with less room. Ties:
+    the earlier attempt, then the earlier candidate.
     """
     rooms = dict.fromkeys(range(len(candidates)), problem.capacities.astype(np.int64))
     scored_placements: list[tuple[Score, GroupPlacement]] = []
@@ -222,7 +232,7 @@ def best_fitting(
 
 
 def overflows(problem: PlacementProblem, placement: GroupPlacement) -> bool:
-    """Is a device over-full by the bytes that stay for long?"""
+    """Whether some device is over-full, by `PlacementProblem.group_bytes`."""
     held = np.bincount(placement, weights=problem.group_bytes, minlength=problem.devices)
     return bool((held > problem.capacities).any())
 
@@ -234,10 +244,11 @@ def refit(
     group_bytes: NDArray[np.int64],
     room_bytes: Int64,
 ) -> GroupPlacement:
-    """The placement with groups moved, in order of index, from where they may not be, and from
-    devices with more than `room_bytes` [devices], in order of bytes cut per byte moved.
+    """Return the candidate's placement with groups moved to where they may be and fit.
 
-    What fits nowhere stays. O(edges + groups x devices).
+    First, groups that are where they may not be move, in order of index. Then groups move off
+    devices that hold more than `room_bytes` [devices], in order of bytes newly cut per byte moved.
+    A group that fits nowhere stays. O(edges + groups x devices).
     """
     placement = candidate.placement.copy()
     within = np.isin(np.arange(problem.devices), candidate.within)
@@ -266,12 +277,16 @@ def refit(
 
 @kernel
 def _relocate(order: Int32, net: GroupNetwork, moves: _RepairState) -> None:
-    """Move groups, one by one: to a device that has room, then one that is not heavy, then the one
-    that most bytes go to and from, then the one with the least work; ties: the first."""
+    """Move groups one by one, each to the best device.
+
+    A device with room is best, then one that is not heavy, then the one that the group exchanges
+    most bytes with, then the one with the least work; ties: the first.
+    """
     placement, room, loads = moves.placement, moves.room, moves.loads
     for group in order:
         here, size = placement[group], moves.group_bytes[group]
         legal = moves.choices[group, here] == 1
+        # Earlier moves may have made enough room here. A group without bytes would make none.
         if legal and (room[here] >= 0 or size == 0):
             continue
         best, best_rank, best_talk = -1, -1, 0.0
@@ -297,7 +312,7 @@ def _relocate(order: Int32, net: GroupNetwork, moves: _RepairState) -> None:
 
 @inlined
 def _bytes_to(net: GroupNetwork, placement: Int32, group: int, device: int) -> float:
-    """Bytes between a group and its neighbours on a device."""
+    """Return the bytes between a group and its neighbours on a device."""
     total = 0.0
     for i in range(net.offsets[group], net.offsets[group + 1]):
         if placement[net.neighbours[i]] == device:
@@ -308,7 +323,8 @@ def _bytes_to(net: GroupNetwork, placement: Int32, group: int, device: int) -> f
 def _cheapest_first(
     net: GroupNetwork, placement: GroupPlacement, group_bytes: NDArray[np.int64], groups: Int32
 ) -> Int32:
-    """`groups` by bytes that leaving their device would cut, less those it may mend, per byte."""
+    """Return `groups` by rising cost of leaving their device: the bytes to neighbours on it, less
+    those to neighbours elsewhere, per byte of the group."""
     rows = np.repeat(np.arange(len(placement)), np.diff(net.offsets))
     same = placement[rows] == placement[net.neighbours]
     signed = np.where(same, net.edge_bytes, -net.edge_bytes)
@@ -319,7 +335,7 @@ def _cheapest_first(
 def _work_shares(
     problem: PlacementProblem, within: list[int], fixed: GroupPlacement, groups: Int32
 ) -> tuple[Float64, Float64]:
-    """([vertices] weight in seconds, [within] share of each device)"""
+    """Return ([vertices] weight in seconds, [within] share of each device)."""
     allowed = problem.allowed[groups][:, within]
     seconds = np.where(allowed, problem.work_seconds[groups][:, within], 0.0)
     fastest = np.where(allowed, seconds, np.inf).min(axis=1, initial=np.inf)
@@ -334,18 +350,19 @@ def _work_shares(
     pinned = problem.work_seconds[elsewhere, there]
     pinned = np.bincount(there, weights=pinned, minlength=problem.devices)[within] * speeds
     target = (fastest.sum() + pinned.sum()) * speeds / speeds.sum() - pinned
+    # A device can have no less than nothing, and no more than the work of all that may go there.
     shares = np.minimum(np.maximum(target, 0.0), reachable)
     return fastest, _normal(shares)
 
 
 def _normal(values: Float64) -> Float64:
-    """Scaled to a sum of 1; all alike where there is nothing to scale."""
+    """Return the values scaled to a sum of 1; equal values if their sum is 0."""
     total = float(values.sum())
     return values / total if total > 0 else np.full(len(values), 1 / max(1, len(values)))
 
 
 def _induced(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:
-    """CSR of the edges among `groups`, renumbered."""
+    """Return the edges among `groups` as CSR (offsets, neighbours, bytes), renumbered."""
     count = len(net.offsets) - 1
     shape = (count, count)
     matrix = csr_matrix((net.edge_bytes, net.neighbours, net.offsets), shape=shape)
@@ -357,7 +374,8 @@ def _induced(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:
 def _reordered(
     problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, labels: Int64
 ) -> Int32:
-    """[parts] device of each part, swapped only among devices alike in model, room and share."""
+    """Return [parts] the device of each part, swapped only among devices alike in model, capacity
+    and share."""
     devices = np.array(parts.devices, np.int32)
     talk = _talk(problem, net, parts, labels)
     sums = np.bincount(labels, weights=np.arange(len(labels)), minlength=len(devices))
@@ -370,6 +388,8 @@ def _reordered(
     answer = devices.copy()
     for members in alike.values():
         along = np.array(members)[np.argsort(means[members], kind="stable")]
+        # Parts that exchange bytes with fixed groups are assigned so that most of these bytes stay
+        # on a device. Without any, parts are in the order of the mean index of their vertices.
         block = talk[np.ix_(along, devices[members])]
         chosen = linear_sum_assignment(-block)[1] if block.any() else np.arange(len(along))
         answer[along] = devices[members][chosen]
@@ -379,7 +399,7 @@ def _reordered(
 def _talk(
     problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, labels: Int64
 ) -> Float64:
-    """[parts, devices] bytes between each part and the groups that are fixed on each device."""
+    """Return [parts, devices] the bytes between each part and the groups fixed on each device."""
     part_of = np.full(problem.groups.count, -1, np.int64)
     part_of[parts.groups] = labels
     vertices = np.repeat(np.arange(len(part_of)), np.diff(net.offsets))

@@ -1,4 +1,4 @@
-"""Runs one placement method on a problem, beside the baselines, and returns the outcome."""
+"""Runs one placement method and the baselines on a problem, and returns the outcome."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,24 +25,27 @@ from dovetail.simulator import LowerBound
 #     seconds   1.00   .80    .79    .78      smallest gain 2 %: the plan on 2 devices is returned
 #               kept ─► kept   └──────┴────── these gain less than 2 % over .80
 #
-# The search starts from the best plan. It moves everything off the device with the least work, to
-# the other device where that costs least, until one device is left. If such a plan is near the
-# best, a local search on its devices alone improves it. Plans on few devices that other searches
-# evaluated count as well.
+# The search starts from the best plan. Step by step it moves everything off one device, a device
+# with little work, to the other device where the resulting plan is best, until one device is left.
+# If such a plan is near the best, a local search on its devices alone improves it. Plans on few
+# devices that other searches evaluated count as well.
 
 SEARCH_SHARE = 0.15
-"""Share of the whole budget that is kept for these searches if there is a smallest gain."""
+"""Share of the whole budget that is reserved for plans on fewer devices, if there is a smallest
+gain."""
 NEAR = 1.25
-"""A plan on fewer devices is searched on if its value is at most this many times the best."""
+"""Local search improves a plan on fewer devices only if its value is at most this many times the
+best plan's."""
 EMPTIED = 2
-"""How many devices, those with the least work, are candidates for being emptied."""
+"""In each step this many devices, those with the least work, are candidates for being emptied."""
 
 
 @dataclass(frozen=True, eq=False)
 class SimplestPlan:
-    """score, placement   of the plan that is returned
-    devices   it uses
-    best      value and number of devices of the best plan of all
+    """The plan that `simplest` chose.
+
+    devices   number of devices that the plan uses
+    best      (value, number of devices) of the best plan of all, for comparison
     """
 
     score: Score
@@ -54,8 +57,13 @@ class SimplestPlan:
 def simplest(
     problem: PlacementProblem, budget: Budget, best: tuple[Score, GroupPlacement], min_gain: float
 ) -> SimplestPlan:
-    """The plan to return instead of `best`, which may be itself. One that does not fit is none."""
+    """Return the plan to take instead of `best`; it may be `best` itself.
+
+    Going up from one device, a plan on more devices is taken only if its value is below that of the
+    plan taken so far by more than the share `min_gain`. Plans that lack memory are skipped.
+    """
     by_count = _emptied(problem, budget, best)
+    # Local search knows no chain: its moves would break it and give infeasible plans.
     if problem.chain is None and not budget.interrupted:
         _improve(problem, budget, by_count, best[0].value)
     for count, (score, placement) in budget.fewest.items():
@@ -75,14 +83,15 @@ def simplest(
 
 
 def devices_of(problem: PlacementProblem, placement: GroupPlacement) -> int:
-    """Number of devices that run something."""
+    """Return the number of devices that run something."""
     return len(np.unique(placement[problem.running]))
 
 
 def _emptied(
     problem: PlacementProblem, budget: Budget, best: tuple[Score, GroupPlacement]
 ) -> dict[int, tuple[Score, GroupPlacement]]:
-    """number of devices -> a plan, from that of `best` down to 1."""
+    """Return number of devices -> (score, plan): `best`, plans with ever more of its devices
+    emptied, and the best single device."""
     by_count = {devices_of(problem, best[1]): best}
     alone = single(problem, budget)
     score = budget.score(problem, alone[None], always=True)[0]
@@ -104,7 +113,10 @@ def _emptied(
 
 
 def _with_one_less(problem: PlacementProblem, placement: GroupPlacement) -> NDArray[np.int32]:
-    """[candidates, groups] each with all of a device that does little on another one."""
+    """Return [candidates, groups] plans in which one device with little work hands all to another.
+
+    A candidate is dropped if a group may not go to the other device.
+    """
     groups = np.flatnonzero(problem.running)
     used = np.unique(placement[groups])
     seconds = problem.work_seconds[groups, placement[groups]]
@@ -124,7 +136,7 @@ def _improve(
     by_count: dict[int, tuple[Score, GroupPlacement]],
     best_value: float,
 ) -> None:
-    """Search on the devices of each emptied plan that is near the best."""
+    """Improve the emptied plans that are near the best, by local search on their own devices."""
     most = max(by_count)
     near = [
         count
@@ -139,9 +151,12 @@ def _improve(
         there = np.zeros(problem.devices, dtype=bool)
         there[used] = True
         inside = problem.allowed & there
+        # A group that may be on none of these devices keeps its choice, or it would have none.
         stays = np.logical_not(np.any(inside, axis=1))
         allowed = np.where(stays[:, None], problem.allowed, inside)
         part = 1 / (len(near) - i)
+        # A separate budget, because a search starts from what its budget holds: the main budget
+        # holds the best plan, which is on more devices.
         own = Budget(
             max(part * budget.left_seconds, 1e-3) if budget.timed else np.inf,
             max(1, part * budget.left),
@@ -160,26 +175,29 @@ def _improve(
 
 
 HELPS = 0.05
-"""If all devices gain less than this share over one device, the notes say that placement does not
-help one step."""
+"""If the best plan gains less than this share over the chosen plan on one device, the notes say
+that placement does not help one step."""
 FEWER = "fewer_devices"
-"""Name of a plan that no method proposed: `simplest` made it from a plan on more devices."""
+"""Method name in outcomes for a plan that `simplest` derived from a plan on more devices."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlacerOutcome:
-    """What a placer found.
+    """The placement that a run returns, beside the values of all methods that ran.
 
-    placement           [ops], source entries filled in
+    placement           [ops], with the entries of source ops filled in
     value               seconds of the objective
     peak_memory_bytes   [devices]
-    feasible            it fits: always, since what does not fit is raised
-    placer              the method that found it
-    baselines           method -> value, None where it does not fit, in the order tried
-    found_seconds       method -> seconds from the start of the search to its value
-    notes               sentences on why it has this many devices
-    bound               proven by the search for placements whose groups stay together, if any
-    evaluations         distinct placements that were evaluated
+    feasible            always True, because a placement that does not fit is raised as an error
+    placer              the method that returned this placement
+    baselines           method -> its value in the order tried; None if its placement does not fit
+    found_seconds       method -> seconds from the start of the search until it had its value
+    bound               lower bound that the search proved for placements whose groups stay
+                        together; None: the search proved none
+    evaluations         number of distinct placements that were evaluated
+    seconds             that the search took
+    interrupted         Ctrl-C ended the search
+    notes               sentences on why the plan has this many devices
     """
 
     placement: Placement
@@ -204,16 +222,17 @@ def place(
     method: Placer | None = None,
     min_gain: float = 0.0,
 ) -> PlacerOutcome:
-    """Run one method, and the cheap ones to compare it with.
+    """Run one method, and the baselines to compare it with.
 
-    budget     of the search; the four baselines are always evaluated, and count
+    budget     of the search; the baselines are always evaluated, and count against it
     progress   called with (share of the budget spent, best feasible value so far or inf)
-    method     what runs under that name, in place of ours
-    min_gain   of `auto`: the share by which a plan must beat those with fewer devices
+    method     runs under the name `placer_name`, instead of the method from the table
+    min_gain   for `auto` only: the share by which a plan must beat plans with fewer devices
 
-    Ctrl-C ends the search with the best so far, `interrupted`; within `keeping_interrupts` at
-    whatever moment it arrives. Raises `UsageError` for an unknown name, and `OutOfMemoryError` with
-    the device that lacks most where the method found nothing that fits.
+    Ctrl-C ends the search: the outcome is the best so far, with `interrupted` set. Within
+    `keeping_interrupts` this holds at whatever moment it arrives. Raises `UsageError` for an
+    unknown name. Raises `OutOfMemoryError` with the device that lacks most bytes, or
+    `InfeasibleError`, if the method returned nothing feasible.
     """
     if placer_name not in PLACERS:
         raise UsageError("--placer", f"{placer_name!r} is not one of {', '.join(PLACERS)}")
@@ -225,20 +244,22 @@ def place(
     part = _main_part(budget, simplify)
     if placer_name == "auto" and method is None:
         try:
-            auto(problem, part)  # it notes what its methods find, each under its own name
+            # `auto` enters what its methods return into the budget, each under its own name.
+            auto(problem, part)
         except KeyboardInterrupt:
             budget.interrupted = True
     elif placer_name not in BASELINES:
         attempt(placer_name, method or PLACERS[placer_name].load(), problem, part)
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     if placer_name in BASELINES and placer_name not in found:
-        raise KeyboardInterrupt  # stopped before it: what others found is not what was asked for
+        # Ctrl-C came before the baseline that was asked for, and another one is no substitute.
+        raise KeyboardInterrupt
     chosen = placer_name if placer_name in found else min(found, key=lambda name: found[name][0])
     return _outcome(problem, budget, chosen, progress, simplify)
 
 
 def _main_part(budget: Budget, min_gain: float) -> Budget:
-    """What the search may spend; the rest is for plans with fewer devices."""
+    """Return the part of the budget for the method; the rest is for plans with fewer devices."""
     if not min_gain:
         return budget
     share = 1 - SEARCH_SHARE
@@ -247,7 +268,7 @@ def _main_part(budget: Budget, min_gain: float) -> Budget:
 
 
 ALONG = {"single": single, "chain": chain}
-"""The methods for a problem with a chain: each device takes one run of a given order."""
+"""The methods for a problem with a chain, where each device takes one run of a given order."""
 
 
 def _place_along(
@@ -257,7 +278,7 @@ def _place_along(
     progress: Callable[[float, float], None] | None,
     min_gain: float,
 ) -> PlacerOutcome:
-    """As `place`, of a problem with a chain."""
+    """Do what `place` does, for a problem with a chain."""
     if placer_name not in (*ALONG, "auto"):
         detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single or chain"
         raise UsageError("placer", detail)
@@ -275,8 +296,11 @@ def _outcome(
     progress: Callable[[float, float], None] | None,
     min_gain: float,
 ) -> PlacerOutcome:
-    """What the method `chosen` found, beside all others; or, where more devices gain too little,
-    the best plan with fewer. Raises `InfeasibleError`."""
+    """Return the plan of the method `chosen` with the values of all methods. If its additional
+    devices gain too little, return the best plan with fewer devices instead.
+
+    Raises `InfeasibleError`, or `OutOfMemoryError`, which is one.
+    """
     found = {name: pair for name, pair in budget.found.items() if name != "auto"}
     score, placement = found[chosen]
     if score.lacking_bytes:
@@ -311,13 +335,13 @@ def _outcome(
 
 
 def _name_of(found: Mapping[str, tuple[Score, GroupPlacement]], placement: GroupPlacement) -> str:
-    """The first method that found this placement, or `FEWER`."""
+    """Return the first method that returned this placement, or `FEWER` if none did."""
     same = (name for name, (_, other) in found.items() if np.array_equal(other, placement))
     return next(same, FEWER)
 
 
 def _why(problem: PlacementProblem, kept: SimplestPlan, min_gain: float) -> tuple[str, ...]:
-    """What to tell of the number of devices."""
+    """Return the notes on the number of devices of the plan."""
     notes = []
     value, devices = kept.best
     gain = 1 - value / kept.score.value if kept.score.value else 0.0
@@ -341,7 +365,8 @@ def _count(devices: int) -> str:
 
 
 def _infeasible(problem: PlacementProblem, peaks: NDArray[np.int64]) -> InfeasibleError:
-    """The error that names the device that lacks most, or says that memory is not what lacks."""
+    """Return an error that names the device that lacks most bytes; if memory is enough, one that
+    says what else made every plan infeasible."""
     device = int((peaks - problem.capacities).argmax())
     if peaks[device] <= problem.capacities[device]:
         reason = (

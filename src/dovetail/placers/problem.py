@@ -1,6 +1,7 @@
-"""PlacementProblem: what a placer is given, with the figures that all placers derive from it.
+"""Defines `PlacementProblem`: what a placer is given, and the figures that all placers derive.
 
-Placers decide for each *group* [groups]; `spread` turns that into a placement [ops].
+A placer chooses a device for each *group* of ops that stay together: a group placement [groups].
+`spread` turns that into a placement [ops].
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dovetail.plans import capacities_of
 from dovetail.simulator.loads import LoadModel, load_model
 from dovetail.timeline import Timeline
 
-if TYPE_CHECKING:  # placers are handed an evaluator
+# For the type only: placers do not build a simulator, they are handed an evaluator.
+if TYPE_CHECKING:
     from dovetail.simulator import BatchEvaluation
 
 GroupPlacement = NDArray[np.int32]  # [groups]
@@ -35,13 +37,14 @@ Trace = Callable[[NDArray[np.int32]], Timeline]  # [ops] -> Timeline
 class PlacementProblem:
     """A graph to place on a machine.
 
-    allowed      [groups, devices] where each group may go: kinds, costs and pins together
-    capacities   [devices] bytes each device may use, caps applied
+    allowed      [groups, devices] where each group may go, by device kinds, costs and pins
+    capacities   [devices] bytes that each device may use, with the user's caps applied
     evaluate     placements [batch, ops] -> BatchEvaluation of the objective
-    trace        placement [ops] -> Timeline of the step; None: nobody simulates it
+    trace        placement [ops] -> Timeline of the step; None: the step cannot be simulated
     contiguous   only placements whose devices can be ordered are feasible: `graph.convexity`
-    ranked       `evaluate` also tries devices that choose by upward rank: see `Simulator`
-    chain        [groups] place in an order of which each device has one run or none, -1: no place;
+    ranked       `evaluate` also simulates devices that choose ops by upward rank: see `Simulator`
+    chain        [groups] position of each group along one order; -1: the group has no position.
+                 A placement is feasible only if each device takes one run of this order, or none.
                  None: there is no such order
     """
 
@@ -70,7 +73,8 @@ class PlacementProblem:
 
     @cached_property
     def load(self) -> LoadModel:
-        """Work, nets and memory of the groups: the `load` objective, for searches of its own."""
+        """The `load` objective as arrays (work, nets and memory of the groups), for searches that
+        compute it without `evaluate`."""
         return load_model(
             self.graph,
             self.machine,
@@ -89,9 +93,11 @@ class PlacementProblem:
 
     @cached_property
     def group_bytes(self) -> NDArray[np.int64]:
-        """[groups] bytes that stay for long: parameters and state, and what backward reads later.
+        """[groups] estimated bytes that stay for long where the group is.
 
-        Searches are guided by this estimate; only `evaluate` says whether a placement fits.
+        These are its parameters and state, its forward outputs that backward or update ops read,
+        and those that are graph outputs. Searches are guided by this estimate; only `evaluate`
+        tells whether a placement fits.
         """
         graph = self.graph
         producers, readers = graph.producers, graph.readers
@@ -101,6 +107,7 @@ class PlacementProblem:
         is_kept = np.zeros(graph.tensors, dtype=bool)
         is_kept[graph.input_tensors[late]] = True
         is_kept[graph.outputs] = True
+        # Views are left out, because they share the bytes of their base.
         is_kept &= ~source & (graph.phases[producers] == Phase.FORWARD) & (graph.bases < 0)
         weights = np.where(lives | is_kept, graph.tensor_bytes, 0)
         owners = self.groups.of_op[producers]
@@ -108,8 +115,7 @@ class PlacementProblem:
 
     @cached_property
     def made_bytes(self) -> NDArray[np.int64]:
-        """[groups] bytes of all that a group makes, as if it all stayed: parameters, state,
-        outputs."""
+        """[groups] bytes of a group's parameters, state and outputs, as if no output were freed."""
         graph = self.graph
         made = self._lives | (~graph.is_source[graph.producers] & (graph.bases < 0))
         weights = np.where(made, graph.tensor_bytes, 0)
@@ -118,8 +124,11 @@ class PlacementProblem:
 
     @property
     def _lives(self) -> NDArray[np.bool_]:
-        """[tensors] True for tensors that are there before the step, on a device that a plan
-        chooses."""
+        """[tensors] True for tensors that exist before the step on a device that the plan chooses.
+
+        These are the outputs of source ops, except inputs, which start on the host, and except
+        tensors that are resident wherever they are read but are read nowhere.
+        """
         graph = self.graph
         home = graph.residences[graph.producers]
         used = (home >= 0) | ((home != HOST) & (np.diff(graph.consumer_offsets) > 0))
@@ -127,8 +136,12 @@ class PlacementProblem:
 
     @cached_property
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
-        """(from group, to group, bytes) of the tensors that go between groups, each tensor once
-        per destination. Parameters that live with their update count; inputs do not."""
+        """(from group, to group, bytes) arrays, one entry for each pair of groups with a tensor
+        between them.
+
+        A tensor counts once for each group that reads it. Parameters that live with their update
+        op count. Inputs, frozen parameters and constants do not.
+        """
         graph, of_op = self.graph, self.groups.of_op
         owners = graph.producers[graph.input_tensors]
         moves = ~graph.is_source[owners] | (graph.residences[owners] >= 0)
@@ -147,8 +160,12 @@ class PlacementProblem:
 
     @cached_property
     def device_sets(self) -> list[list[int]]:
-        """All devices; and, if they are unlike, a second set: those of the model that is
-        fastest."""
+        """The sets of devices that placers try: all devices and, if their models differ, those of
+        the fastest model. Hosts that run nothing are left out.
+
+        The fastest model is that of the device that can run most groups; ties: the least seconds
+        for all of them, then the first device.
+        """
         devices = [d for d, device in enumerate(self.machine.devices) if device.kind != "host"]
         models = [self.machine.devices[d].model for d in devices]
         if len(set(models)) == 1:
@@ -161,14 +178,14 @@ class PlacementProblem:
 
     @cached_property
     def running(self) -> NDArray[np.bool_]:
-        """[groups] True for groups with an op that runs."""
+        """[groups] True for groups that have an op other than source ops."""
         runs = np.zeros(self.groups.count, dtype=bool)
         runs[self.groups.of_op[~self.graph.is_source]] = True
         return runs
 
     @cached_property
     def free(self) -> NDArray[np.int32]:
-        """Groups that have a choice: more than one allowed device, and an op that runs."""
+        """Groups that have a choice: more than one allowed device, and an op that is no source."""
         return np.flatnonzero(self.running & (self.allowed.sum(axis=1) > 1)).astype(np.int32)
 
     @cached_property
@@ -178,8 +195,8 @@ class PlacementProblem:
             return float(np.prod(self.allowed[self.free].sum(axis=1), dtype=np.float64))
 
     def settle(self, placement: NDArray[np.integer]) -> GroupPlacement:
-        """A group placement with every group that may not be where it is moved to its fastest
-        device, and groups without a choice to theirs."""
+        """Return the placement made valid: a group goes to its fastest device if it is where it may
+        not be, or if it has no choice."""
         settled = self.fastest.copy()
         ok = self.allowed[self.free, placement[self.free]]
         settled[self.free[ok]] = placement[self.free[ok]]
@@ -209,13 +226,13 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
 ) -> PlacementProblem:
     """Build the problem that placers solve.
 
-    pins   (pattern, device name): glob on op names and module paths; a module's path, or a glob
-           that matches it, pins everything inside
-    caps   (device name, bytes) the device may use at most
-    may_run   [ops, devices] where each op may go besides; None: anywhere
-    chain  [ops] place of each op's group in an order, as in `PlacementProblem`; -1: none
+    pins      (pattern, device name): glob on op names and module paths; a module's path, or a glob
+              that matches it, pins everything inside
+    caps      (device name, bytes): the most that the device may use
+    may_run   [ops, devices] a further limit on where each op may go; None: no further limit
+    chain     [ops] position of each op's group along an order, as in `PlacementProblem`; -1: none
 
-    Raises `PinError` (a pin that matches nothing, or against another pin), `UnknownDeviceError`,
+    Raises `PinError` (a pin matches nothing, or contradicts another pin), `UnknownDeviceError`,
     `NoDeviceError` (an op that no device may run) and `CostError`.
     """
     costs.check(graph)
@@ -246,13 +263,16 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
 
 
 def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> Evaluate:
-    """`evaluate`, but a placement where a device comes back along the chain is infeasible."""
-    _, first = np.unique(groups.of_op, return_index=True)  # an op of each group
+    """Return `evaluate`, changed so that a placement is infeasible if a device has two runs of the
+    chain."""
+    # All ops of a group are on one device, so the first op of each group tells where the group is.
+    _, first = np.unique(groups.of_op, return_index=True)
     placed = np.flatnonzero(chain >= 0)
     along = first[placed[np.argsort(chain[placed], kind="stable")]]
 
     def evaluate_runs(placements: NDArray[np.int32]) -> BatchEvaluation:
         evaluation = evaluate(placements)
+        # There are at least as many runs as devices, and as many only if no device has two.
         runs = [
             int((row[1:] != row[:-1]).sum()) + 1 <= len(set(row.tolist()))
             for row in placements[:, along]
@@ -263,7 +283,8 @@ def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> 
 
 
 def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
-    """`evaluate`, but a placement whose devices cannot be ordered is infeasible."""
+    """Return `evaluate`, changed so that a placement whose devices cannot be ordered is
+    infeasible."""
 
     def evaluate_contiguous(placements: NDArray[np.int32]) -> BatchEvaluation:
         evaluation = evaluate(placements)
@@ -274,10 +295,11 @@ def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
 
 
 def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> NDArray[np.bool_]:
-    """[groups, devices] by kinds of device and by costs."""
+    """Return [groups, devices] where device kinds and costs let each group go."""
     kinds = [device.kind for device in machine.devices]
     per_op = np.stack([graph.runs_on(kind) for kind in kinds], axis=1)
     per_op &= np.isfinite(costs.compute_seconds)
+    # Source ops do not run, so neither kinds nor costs limit them. Only the host is left out.
     per_op[graph.is_source] = [kind != "host" for kind in kinds]
     forbidden = np.zeros((groups.count, len(kinds)), dtype=bool)
     np.logical_or.at(forbidden, groups.of_op, ~per_op)
@@ -285,7 +307,7 @@ def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> ND
 
 
 def _culprit(graph: Graph, groups: Groups, allowed: NDArray[np.bool_], group: int) -> int:
-    """The first op of the group that runs, or else its first op."""
+    """Return the op to name in an error: the group's first op that runs, or else its first op."""
     ops = np.flatnonzero(groups.of_op == group)
     real = ops[~graph.is_source[ops]]
     return int(real[0] if len(real) else ops[0])
@@ -294,7 +316,7 @@ def _culprit(graph: Graph, groups: Groups, allowed: NDArray[np.bool_], group: in
 def _pinned(
     graph: Graph, machine: Machine, groups: Groups, pins: tuple[tuple[str, str], ...]
 ) -> dict[int, int]:
-    """group -> device."""
+    """Return group -> device for the groups that pins decide. Raises `PinError` if two differ."""
     by: dict[int, tuple[int, str]] = {}
     for pattern, name in pins:
         device = machine.device_index(name)
@@ -310,8 +332,10 @@ def _pinned(
 
 
 def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -> NDArray[np.bool_]:
-    """[ops, devices] where kinds of device and pins let each op run, whatever its group. This holds
-    for every plan that the user permits; lower bounds need that.
+    """Return [ops, devices] where device kinds and pins let each op run, whatever its group.
+
+    Every plan that the user permits keeps to this, also plans that split groups. Lower bounds need
+    that.
 
     Raises `PinError` and `UnknownDeviceError`.
     """
@@ -324,7 +348,10 @@ def permitted(graph: Graph, machine: Machine, pins: Iterable[tuple[str, str]]) -
 
 
 def _choosable(graph: Graph, pattern: str) -> NDArray[np.bool_]:
-    """[ops] that match and carry a choice; `PinError` where there is none."""
+    """Return [ops] True for ops that match the pattern and whose device a plan chooses.
+
+    Raises `PinError` if there is none.
+    """
     matched = _matched(graph, pattern)
     if not matched.any():
         raise PinError(pattern)
@@ -335,7 +362,7 @@ def _choosable(graph: Graph, pattern: str) -> NDArray[np.bool_]:
 
 
 def _matched(graph: Graph, pattern: str) -> NDArray[np.bool_]:
-    """[ops] whose name, module or a module around it matches."""
+    """Return [ops] True if an op's name, its module, or a module around that matches."""
 
     @cache
     def inside(module: str) -> bool:

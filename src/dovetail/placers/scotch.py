@@ -1,19 +1,20 @@
-"""Scotch: static mapping of the graph of groups onto the graph of the machine.
+"""Places with Scotch: static mapping of the graph of groups onto the graph of the machine.
 
     minimise    sum over edges (a, b) of   bytes(a, b) x distance(device of a, device of b)
     subject to  work of a device in proportion to its speed
 
-by dual recursive bipartitioning: the devices are cut in two by distance, the groups in two parts to
-match, and so on down to single devices. Distances are the seconds of a transfer of mean size, over
-the host where two devices have no link; speeds and weights: see `partitioning`.
+by dual recursive bipartitioning: Scotch cuts the devices in two by distance and the groups in two
+parts to match, and so on down to single devices. Distances are the seconds of a transfer of mean
+size, over the host if two devices have no link. Speeds and weights are those of `partitioning`.
 
 Paper: Pellegrini and Roman, "SCOTCH: a software package for static mapping by dual recursive
 bipartitioning of process and architecture graphs", HPCN 1996,
 https://doi.org/10.1007/3-540-61142-8_588, as used by Mirhoseini et al., "Device Placement
 Optimization with Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4.2:
-all devices, the CPU included. Differences: groups without a choice are left out rather than handed
-over as fixed vertices, with which `SCOTCH_graphMapFixed` may not return; groups move afterwards off
-devices that are over-full; three imbalances are tried, and the evaluator says which is best.
+all devices, the CPU included. Differences: groups without a choice are left out instead of being
+handed over as fixed vertices, because `SCOTCH_graphMapFixed` may then never return. Groups are
+moved off over-full devices afterwards. Three imbalances are tried, and the evaluator picks the
+best.
 """
 
 import ctypes
@@ -48,10 +49,11 @@ from dovetail.simulator.flat import Int64
 
 # ── The Scotch library through ctypes: one call, which maps a graph onto another ────────────────
 #
-# Objects of Scotch are opaque: it allocates them itself, since their sizes differ between versions.
-# Its integers have 32 or 64 bits (`SCOTCH_numSizeof`). Since version 7 it works on all cores, and
-# two runs differ: it gets a context of one thread with a random stream of its own. Without contexts
-# (version 6) it has one thread and one random stream for the process, which a lock guards.
+# Scotch's objects are opaque, and their sizes differ between versions, so Scotch allocates them
+# itself. Its integers have 32 or 64 bits (`SCOTCH_numSizeof`). Since version 7 Scotch works on all
+# cores, and two runs differ; so each call gets a context of one thread with a random stream of its
+# own. Version 6 has no contexts, but one thread and one random stream for the whole process; a lock
+# guards that stream.
 
 
 INSTALL = (
@@ -65,12 +67,13 @@ _FOLDERS = (
     *map(Path, ("/usr/lib64", "/usr/lib", "/usr/local/lib", "/opt/homebrew/lib")),
 )
 _QUALITY = 1
-"""`SCOTCH_STRATQUALITY`: prefer good mappings to fast ones."""
+"""`SCOTCH_STRATQUALITY` of the C header: prefer good mappings to fast ones."""
 _LOCK = threading.Lock()
+"""Held during each call of Scotch, because its random stream belongs to the process."""
 
 
 class Csr(NamedTuple):
-    """An undirected graph: every edge twice, all weights positive.
+    """An undirected graph that holds every edge in both directions; all weights are positive.
 
     offsets [vertices + 1], neighbours and edge_weights [2 x edges], weights [vertices]
     """
@@ -92,9 +95,9 @@ class Scotch:
         self._contexts = hasattr(library, "SCOTCH_contextAlloc")
 
     def map(self, source: Csr, target: Csr, imbalance: float, seed: int) -> Int64:
-        """[vertices of source] the vertex of `target` that each is mapped to.
+        """Return [vertices of source] the vertex of `target` that each is mapped to.
 
-        imbalance   a target may have that share more than its weight's
+        imbalance   share by which a target may have more than its weight entitles it to
         """
         labels = np.zeros(len(source.weights), self._dtype)
         number = self._number
@@ -112,8 +115,11 @@ class Scotch:
         return labels.astype(np.int64)
 
     def _graph(self, csr: Csr, stack: ExitStack) -> ctypes.c_void_p:
+        """Return a Scotch graph, which is freed with the stack."""
         arrays = [np.ascontiguousarray(part, self._dtype) for part in csr]
-        stack.callback(arrays.clear)  # Scotch keeps pointers into them until the graph goes
+        # Scotch keeps pointers into the arrays, so they must outlive the graph. The stack unwinds
+        # in reverse order and drops them after it has freed the graph below.
+        stack.callback(arrays.clear)
         graph = self._made("graph", stack)
         offsets, neighbours, weights, edge_weights = map(_pointer, arrays)
         number = self._number
@@ -125,7 +131,10 @@ class Scotch:
         return graph
 
     def _alone(self, graph: ctypes.c_void_p, seed: int, stack: ExitStack) -> ctypes.c_void_p:
-        """The graph in a context of one thread with its own random stream."""
+        """Return the graph bound to a context of one thread with its own random stream.
+
+        Without contexts (version 6), return the graph itself.
+        """
         if not self._contexts:
             return graph
         context = self._made("context", stack)
@@ -138,11 +147,12 @@ class Scotch:
         return bound
 
     def _made(self, kind: str, stack: ExitStack) -> ctypes.c_void_p:
-        """A new object, which goes with the stack."""
+        """Return a new object of Scotch, which is closed and freed with the stack."""
         allocate = self._function(f"{kind}Alloc")
         allocate.restype = ctypes.c_void_p
         handle = ctypes.c_void_p(allocate())
         assert handle.value, f"Scotch found no memory for a {kind}"
+        # The stack runs these callbacks last to first: the object is closed, then freed.
         stack.callback(self._function("memFree"), handle)
         self._call(f"{kind}Init", handle)
         stack.callback(self._function(f"{kind}Exit"), handle)
@@ -158,11 +168,14 @@ class Scotch:
 
 
 def load_scotch(open_library: Callable[..., ctypes.CDLL] = ctypes.CDLL) -> Scotch:
-    """The library of this system, or that of the Python environment. Raises `MissingLibraryError`
-    where there is none that can be used."""
+    """Load the library of the Python environment, else that of the system.
+
+    Raises `MissingLibraryError` if there is none that can be used.
+    """
     for errors, library in _pairs():
         try:
-            # Global: some builds of libscotch look for the functions of libscotcherr in the process
+            # RTLD_GLOBAL, because some builds of libscotch look up the functions of libscotcherr
+            # among the symbols of the process.
             open_library(errors, mode=ctypes.RTLD_GLOBAL)
             return Scotch(open_library(library))
         except (OSError, AttributeError):
@@ -171,7 +184,8 @@ def load_scotch(open_library: Callable[..., ctypes.CDLL] = ctypes.CDLL) -> Scotc
 
 
 def _pairs() -> Iterator[tuple[str, str]]:
-    """(libscotcherr, libscotch) that lie side by side; then by the linker's own search."""
+    """Yield pairs (libscotcherr, libscotch) to try: first those that lie side by side in a folder,
+    then names for the linker's own search."""
     for folder in _FOLDERS:
         for name in _NAMES:
             for library in sorted(folder.glob(name.format("libscotch"))):
@@ -191,15 +205,16 @@ def _pointer(array: NDArray[np.generic]) -> ctypes.c_void_p:
 # ── The placers ─────────────────────────────────────────────────────────────────────────────────
 
 IMBALANCES = (0.01, 0.05, 0.2)
-"""Shares by which a device may have more than its part; each is tried."""
+"""A device may exceed its share by one of these shares; a mapping is made with each."""
 MOST_DISTANCE = 32
-"""Distances are integers, the shortest link is 4: no link counts as more than 8 times as long."""
+"""Distances are integers, of which the shortest is 4. So no distance counts as more than 8 times
+the shortest."""
 SPEEDS = 1000
-"""Sum of the integer speeds of the devices, for each device."""
+"""The integer speeds of the devices sum to about this number times the number of devices."""
 
 
 def scotch(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The best mapping on all devices. Ties: the smaller imbalance.
+    """Return the best mapping on all devices. Ties: the smaller imbalance.
 
     Raises `MissingLibraryError`.
     """
@@ -207,7 +222,8 @@ def scotch(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def map_within(problem: PlacementProblem, budget: Budget, within: list[int]) -> GroupPlacement:
-    """The best mapping on some devices; groups that may not be there go to their fastest."""
+    """Return the best mapping on the devices `within`. Groups that may not be there go to their
+    fastest device."""
     library = load_scotch()
     net = net_of(problem)
     candidates = _mappings(problem, net, parts_of(problem, net, within), library)
@@ -218,7 +234,11 @@ def map_within(problem: PlacementProblem, budget: Budget, within: list[int]) -> 
 
 
 def distances(problem: PlacementProblem, devices: list[int], transfer_bytes: float) -> Int64:
-    """[devices, devices] of a transfer, 4 for the nearest pair, at most `MOST_DISTANCE`."""
+    """Return [devices, devices] the integer distance between each two devices.
+
+    It is the mean time of a transfer of `transfer_bytes` to and fro, scaled to 4 for the nearest
+    pair and clipped to `MOST_DISTANCE`.
+    """
     machine, index = problem.machine, problem.machine.link_index
     host = machine.host_index
 
@@ -238,6 +258,8 @@ def distances(problem: PlacementProblem, devices: list[int], transfer_bytes: flo
 def _mappings(
     problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, library: Scotch
 ) -> list[PartitionCandidate]:
+    """Return one candidate for each imbalance. Those with an empty part count only if all have
+    one."""
     labels = trivial_labels(parts)
     if labels is not None:
         return [placed(problem, net, parts, labels, reorder=True)]
@@ -250,6 +272,7 @@ def _mappings(
         weights=integers(parts.shares, SPEEDS * len(is_pair)),
         edge_weights=lengths[is_pair],
     )
+    # Scotch multiplies edge weights by distances, and the sums must still fit 32 bits.
     shrunk = np.maximum(parts.edge_weights // MOST_DISTANCE, 1)
     source = Csr(parts.offsets, parts.neighbours, parts.weights, shrunk)
     tried = [library.map(source, target, imbalance, problem.seed) for imbalance in IMBALANCES]
@@ -260,9 +283,10 @@ def _mappings(
 
 
 def mincut(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Scotch's best mapping on all devices but the CPUs. Raises `MissingLibraryError`.
+    """Return Scotch's best mapping on all devices but the CPUs. Raises `MissingLibraryError`.
 
-    Ops that only a CPU can run stay there; where a machine has only CPUs, this is `scotch`.
+    Ops that only a CPU can run stay there. If a machine has only CPUs, this is the same as
+    `scotch`.
 
     Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML
     2017, https://arxiv.org/abs/1706.04972, section 4.2. Differences: as in `scotch`.

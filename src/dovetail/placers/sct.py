@@ -1,18 +1,20 @@
 """Small communication times: list scheduling that keeps favourite children beside their parents.
 
-Of the ops after op i one may follow it at once on the same device: its favourite child. Which, says
-a linear programme on any number of devices, with x_ij = 0 for the favourite child j of i, else 1:
+Of the ops that read op i, one can follow it at once on the same device: its favourite child. A
+linear programme that assumes any number of devices chooses it. x_ij is 0 if j is the favourite
+child of i, else 1:
 
     minimise w      s_i + p_i + c_ij x_ij <= s_j      for every i before j
                     s_i + p_i             <= w
                     sum over j of x_ij    >= children of i - 1
                     sum over i of x_ij    >= parents of j - 1          s >= 0,  0 <= x <= 1
 
-p seconds of an op, c seconds of a send, s starts. A child with x_ij < 1/2 is the favourite; the
-sums leave at most one to each op, and each op the favourite of at most one. Then `etf`, but a
-device that has just run i is *awake* if it could start the favourite child, and no other device
-sooner: it waits for that child, and meanwhile takes *urgent* ops only, those that any device could
-start by now.
+where p are the seconds of ops, c those of sends, and s the starts. A child with x_ij < 1/2 is the
+favourite. Because of the sums, an op has at most one favourite child and is the favourite of at
+most one parent. The schedule is then that of `etf` with one change. A device that has just run i is
+*awake* if it could start the favourite child, and no other device could start it sooner. An awake
+device waits for that child and meanwhile takes only *urgent* ops, those that any device could start
+by now.
 
 Papers: Hanen and Munier, "An approximation algorithm for scheduling dependent tasks on m processors
 with small communication delays", ETFA 1995, https://doi.org/10.1109/ETFA.1995.496777; with memory,
@@ -22,10 +24,10 @@ Differences: p and c are means over the devices of the last of `PlacementProblem
 papers' devices are alike). Sends within a group take no time, because groups stay together. Ops
 that can share no device are never favourites. Of solutions within 1/1000 of each other, the one
 that saves more seconds of sends is taken. A device waits at most as long as the send to the child
-takes; the favourite child goes before urgent ops if it can start; ties of starts fall to devices
-that are not awake. Where more than `MOST_EDGES` sends go between groups, or the solver finds no
-solution within `MOST_ITERATIONS`, favourite children come from the heaviest sends, heaviest first.
-Unlike devices, groups and memory: as in `etf`.
+takes. The favourite child goes before urgent ops if it can start. Ties of starts fall to devices
+that are not awake. If more than `MOST_EDGES` sends go between groups, or the solver finds no
+solution within `MOST_ITERATIONS`, favourite children are chosen greedily, the longest sends first.
+Unlike devices, groups and memory are treated as in `etf`.
 """
 
 from typing import Any
@@ -52,17 +54,19 @@ from dovetail.runtime.compiling import kernel
 from dovetail.simulator.flat import Float64, Int8, Int32
 
 MOST_EDGES = 8_000
-"""Sends between groups up to which the linear programme is solved."""
+"""The linear programme is solved only if at most this many sends go between groups."""
 MOST_ITERATIONS = 10_000
-"""Of the dual simplex: some seconds. Not a limit of time, so that a problem has one solution."""
+"""Limit on the iterations of the dual simplex, which take some seconds. It is not a limit of time,
+so that a problem has the same solution on every run."""
 SAVING_WEIGHT = 1e-3
-"""Of all seconds of sends that are saved, against w as a share of the longest path."""
+"""Weight in the objective of the sum of x, in which sends count by their share of all seconds. The
+other term is w, as a share of the longest path, with weight 1."""
 ROUNDING = 1e-6
-"""What the solver may be off."""
+"""The solver's x may be off by this much, so an x just below 1/2 does not count as below."""
 
 
 def sct(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """The better of schedules over all devices and over the fastest model of device only."""
+    """Return the better of the schedules over all devices and over those of the fastest model."""
     tasks = tasks_of(problem)
     favourites = favourites_of(tasks, limits_of(problem, len(problem.device_sets) - 1))
     return best_of_sets(
@@ -71,7 +75,8 @@ def sct(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 
 
 def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGES) -> Favourites:
-    """Favourite children, and what the sends to them take."""
+    """Return the favourite child of each op, and how long a device may wait for it: the seconds of
+    the send to it."""
     latency, per_byte = mean_transfer(tasks, limits)
     sends = latency + per_byte * tasks.before_bytes
     ops = np.arange(len(tasks.of_op), dtype=np.int32)
@@ -96,9 +101,13 @@ def favourites_of(tasks: Tasks, limits: GroupLimits, most_edges: int = MOST_EDGE
 def _solve(
     tasks: Tasks, op_seconds: Float64, sends: Float64, afters: Int32, may: NDArray[np.bool_]
 ) -> NDArray[np.intp] | None:
-    """Indices of the sends to favourite children, by the linear programme; None: not solved.
+    """Return indices of the sends to favourite children, by the linear programme; None if the
+    solver found no solution.
 
-    Columns: x of the sends that `may`, then s of the ops, then w; times over the longest path.
+    may   [sends] the send may be one to a favourite child
+
+    The columns are x of the sends that `may`, then s of the ops, then w. Times are shares of the
+    longest path, so that all numbers are of like size.
     """
     paths = np.zeros(len(op_seconds))
     longest_paths(tasks, op_seconds, sends, paths)
@@ -109,7 +118,7 @@ def _solve(
     every, each, ones = np.arange(len(befores)), np.arange(ops), np.ones
 
     def block(rows: int, *entries: tuple[object, object, object]) -> Any:
-        """A sparse [rows, columns] from (values, rows, columns)."""
+        """Return a sparse [rows, columns] array from entries of (values, rows, columns)."""
         values, row, column = (np.concatenate(part) for part in zip(*entries, strict=True))
         return sparse.coo_array((values, (row, column)), shape=(rows, columns))
 
@@ -122,9 +131,11 @@ def _solve(
     ends = block(ops, (ones(ops), each, s), (-ones(ops), each, w))
     children = block(ops, (-ones(count), befores[edges], x))
     parents = block(ops, (-ones(count), afters[edges], x))
+    # A send that cannot be one to a favourite child has no x: it takes its seconds in any case.
     waits = op_seconds[befores] + np.where(may, 0.0, sends)
     most = [1.0 - np.bincount(by[edges], minlength=ops) for by in (befores, afters)]
-    solve: Any = linprog  # its stubs know no sparse matrices
+    # `Any`, because the stubs of `linprog` know no sparse matrices.
+    solve: Any = linprog
     solved = solve(
         np.concatenate([SAVING_WEIGHT * sends[edges] / sends[edges].sum(), np.zeros(ops), [1.0]]),
         A_ub=sparse.vstack([order, ends, children, parents]).tocsr(),
@@ -141,7 +152,8 @@ def _solve(
 def _heaviest(
     tasks: Tasks, sends: Float64, afters: Int32, may: NDArray[np.bool_]
 ) -> NDArray[np.intp]:
-    """Indices of sends, the heaviest first, of which no two share a parent or a child."""
+    """Return indices of sends chosen greedily, the longest first, so that no two share a parent and
+    no two share a child."""
     edges = np.flatnonzero(may)
     edges = edges[np.argsort(-sends[edges], kind="stable")]
     taken = np.zeros((2, len(tasks.of_op)), np.int8)
@@ -152,6 +164,10 @@ def _heaviest(
 
 @kernel
 def _match(parents: Int32, children: Int32, taken: Int8, chosen: Int8) -> None:
+    """Set `chosen` [sends] to 1 for each send whose parent and child are free yet.
+
+    taken   [2, ops] 1 for ops that have a favourite child (row 0), or are one (row 1)
+    """
     for i in range(len(parents)):
         if taken[0, parents[i]] == 0 and taken[1, children[i]] == 0:
             taken[0, parents[i]] = taken[1, children[i]] = chosen[i] = 1

@@ -1,1 +1,1 @@
-"""Stages of one device: which ops run together, one stage after another."""
+"""Schedulers decide which kernels of one device run together, stage by stage or on streams."""

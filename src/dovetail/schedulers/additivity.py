@@ -1,10 +1,11 @@
 """Counts how often the sum over the stages predicts which of two schedules is faster.
 
-Every search here adds up stages that were timed one by one. That is sound as far as measured
-schedules have the order of their sums. Paper: "Accelerate DNN Inference by Inter-Operator
-Parallelism", 2019, figure 7, counts the pairs of random schedules that do, 93.7 %.
+Every scheduler of stages adds up the seconds of stages that were timed one by one. That is sound
+only if schedules, measured as a whole, come in the same order as their sums. Paper: "Accelerate DNN
+Inference by Inter-Operator Parallelism", 2019, figure 7: 93.7 % of the pairs of random schedules
+have the predicted order.
 
-Differences: pairs that measuring cannot tell apart may be left out.
+Differences: pairs that a measurement cannot tell apart may be left out.
 """
 
 import random
@@ -18,13 +19,15 @@ from dovetail.schedulers.records import KernelBlock, OpSet, members
 def pairs_ordered_right(
     sampled: Sequence[tuple[float, float]], noise: float = 0.0
 ) -> tuple[int, int]:
-    """(pairs whose order was predicted, pairs that were compared) of (predicted, measured) seconds.
+    """Count (pairs whose order was predicted right, pairs that were compared).
 
-    noise   a pair is compared if the slower of the two took at least `noise` times the faster's
-            seconds longer, and longer at all
+    sampled   one (predicted, measured) seconds for each schedule
+    noise     a pair is compared if the slower schedule took longer than the faster one, by at least
+              `noise` times the faster one's seconds
 
-    Equal predictions of a pair that is compared are wrong. O(schedules^2), a row at a time.
-    Raises ValueError for a negative noise.
+    A compared pair with equal predictions counts as wrong. Time O(schedules^2); memory
+    O(schedules), because one row of pairs is built at a time. Raises ValueError for a negative
+    noise.
     """
     if not noise >= 0:
         raise ValueError(f"noise must not be negative, as {noise} is")
@@ -42,16 +45,19 @@ def pairs_ordered_right(
 def random_stages(
     block: KernelBlock, rng: random.Random, most_groups: int, most_ops: int
 ) -> list[OpSet]:
-    """Random stages of a block in running order, to see how well sums over stages predict them; at
-    most so many groups a stage and ops a group.
+    """Return the stages of a random schedule of a block, in running order.
 
-    How wide and how deep its stages tend to be is drawn once a schedule, so that schedules reach
-    from one op after another to all that is ready at once. A stage takes ops at random of those
-    that wait for none outside it, as long as its own limits hold. Not uniform over all schedules.
-    O(ops x stages). Raises ValueError for a limit below 1.
+    No stage has more than `most_groups` groups, and no group has more than `most_ops` ops. Random
+    schedules are measured to see how well sums over stages predict them.
+
+    A stage is filled with random ops that wait for nothing outside it, within limits that are drawn
+    for that stage. The draw is not uniform over all schedules. O(ops x stages). Raises ValueError
+    for a limit below 1.
     """
     if min(most_groups, most_ops) < 1:
         raise ValueError(f"{most_groups} groups of {most_ops} ops hold no op")
+    # Drawn once per schedule, not per stage: so some schedules are nearly sequential and others run
+    # nearly all ready ops at once, instead of all schedules being alike on average.
     wide, deep = rng.random(), rng.random()
     stages: list[OpSet] = []
     done = 0
@@ -63,14 +69,14 @@ def random_stages(
 
 
 def _upto(most: int, share: float, rng: random.Random) -> int:
-    """1 to `most`: 1 where `share` is 0, `most` where it is 1."""
+    """Draw a number from 1 to `most`: always 1 if `share` is 0, always `most` if it is 1."""
     return 1 + sum(rng.random() < share for _ in range(most - 1))
 
 
 def _stage(
     block: KernelBlock, done: OpSet, rng: random.Random, most_groups: int, most_ops: int
 ) -> OpSet:
-    """One stage, after the ops that are done."""
+    """Return one random stage that can run once the ops in `done` have ended."""
     ready = [
         op
         for op, before in enumerate(block.predecessors)
@@ -80,7 +86,8 @@ def _stage(
     stage = 0
     while ready:
         op = ready.pop(rng.randrange(len(ready)))
-        # It joins the groups that it reads; none reads it, as nothing in the stage waits for it.
+        # The op joins the groups that it reads. No group can read the op: every op of the stage had
+        # all its predecessors in `done` or in the stage before it was added.
         apart = [group for group in groups if not group & block.predecessors[op]]
         joined = 1 << op | sum(group for group in groups if group & block.predecessors[op])
         if joined.bit_count() > most_ops or len(apart) == most_groups:

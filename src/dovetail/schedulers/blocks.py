@@ -1,14 +1,15 @@
-"""Blocks: a long graph is cut after every op through which all paths pass.
+"""Cuts a long block into parts that are scheduled one after another.
 
-Both papers schedule such blocks one after another ("Accelerate DNN Inference by Inter-Operator
-Parallelism", 2019; Y. Ding et al., "IOS", MLSys 2021, https://arxiv.org/abs/2011.01302, section 5).
-Nothing is lost where stages hold independent ops: an op that all others precede or follow is a
-stage by itself. Where groups are chains, those that would cross a cut are.
+The first kind of cut is after an op through which all paths pass. Both papers schedule the parts
+between such cuts apart ("Accelerate DNN Inference by Inter-Operator Parallelism", 2019; Y. Ding et
+al., "IOS", MLSys 2021, https://arxiv.org/abs/2011.01302, section 5). If stages hold independent ops
+(`dos`), this cut loses nothing: an op that all others precede or follow is a stage by itself. If
+stages hold groups of several ops (`ios`), it rules out the groups that would cross the cut.
 
-Where cells read the two cells before (NASNet), no op is passed by all paths, and the papers cut by
-hand between cells. This module cuts by `crossing`: after an op and all that it needs, where at most
-so many of these ops are read later. That is pruning: ops of different blocks never run side by
-side.
+If every cell reads the two cells before it (NASNet), no op lies on all paths, and the papers cut by
+hand between cells. The second kind of cut replaces that: it is made after an op and all that this
+op needs, if at most `crossing` of these ops are read later. This is pruning, because ops of
+different parts never run side by side.
 """
 
 from collections.abc import Sequence
@@ -22,14 +23,21 @@ from dovetail.schedulers.states import states_of
 
 @dataclass(frozen=True)
 class Part:
-    """A block of a block. ops: of the whole, ascending; op i of `block` is `ops[i]`."""
+    """A part of a larger block, as a block of its own.
+
+    ops     numbers of the part's ops in the larger block, ascending
+    block   the part; its op i is op `ops[i]` of the larger block
+    """
 
     ops: tuple[int, ...]
     block: KernelBlock
 
 
 def cut(block: KernelBlock, crossing: int = 0) -> list[Part]:
-    """The parts, in running order; `crossing` 0: lossless cuts only. O(ops²) bits."""
+    """Return the parts in running order. With `crossing` 0, only ops on all paths are cuts.
+
+    O(ops²) bits.
+    """
     parts = []
     done = 0
     for prefix in [*prefixes(block, crossing), block.everything]:
@@ -40,7 +48,7 @@ def cut(block: KernelBlock, crossing: int = 0) -> list[Part]:
 
 
 def prefixes(block: KernelBlock, crossing: int) -> list[OpSet]:
-    """Sets of ops that a part may end with, each within the next."""
+    """Return the sets of ops after which a cut may be made; each contains the one before it."""
     chosen: list[OpSet] = []
     ancestors: list[OpSet] = []
     for op, before in enumerate(block.predecessors):
@@ -50,6 +58,8 @@ def prefixes(block: KernelBlock, crossing: int) -> list[OpSet]:
         ancestors.append(above)
         needed = above | 1 << op
         if crossing:
+            # Cuts must be nested, because each part is the difference of two of them. So a set that
+            # lacks an op of the last chosen set is no cut, however few of its ops are read later.
             read = sum(1 for o in members(needed) if block.successors[o] & ~needed)
             ends = read <= crossing and not (chosen and chosen[-1] & ~needed)
         else:
@@ -60,7 +70,7 @@ def prefixes(block: KernelBlock, crossing: int) -> list[OpSet]:
 
 
 def part_of(block: KernelBlock, ops: OpSet) -> Part:
-    """Some ops as a block of their own; what they read from elsewhere is there."""
+    """Return some ops as a block of their own. Edges from other ops are dropped: those have run."""
     chosen = tuple(members(ops))
     place = {op: i for i, op in enumerate(chosen)}
     return Part(
@@ -74,29 +84,34 @@ def part_of(block: KernelBlock, ops: OpSet) -> Part:
 
 
 def whole(part: Part, stage: OpSet) -> OpSet:
-    """A stage of a part as ops of the whole."""
+    """Return a stage of a part, with its ops numbered as in the larger block."""
     return sum(1 << part.ops[op] for op in members(stage))
 
 
 def joined(parts: Sequence[tuple[Part, Sequence[OpSet]]]) -> list[OpSet]:
-    """Stages of the whole, of those of its parts in order."""
+    """Return the stages of all parts, part by part, numbered as in the larger block."""
     return [whole(part, stage) for part, stages in parts for stage in stages]
 
 
 # ── Narrowing: pruning of blocks that are too wide to be searched whole ─────────────────────────
 #
-# First blocks are cut where nothing is lost. A block that still has too many states is cut where
-# few of its ops are read later, after as long a part as can be searched. Where no such cut helps,
-# the search keeps states within a window, the widest that can be searched.
+# A block is first cut after the ops that lie on all paths. If a part still has too many states, it
+# is cut where few of its ops are read later, into parts that are each as long as can be searched.
+# If no such cut helps, the search of this part keeps its states within a window, the widest with
+# which it can be searched.
 
 MOST_CROSSING = 4
-"""Most ops that are read after a cut, when a block is cut where something is lost."""
+"""A pruning cut is made only where at most this many ops before the cut are read after it."""
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """Parts in running order; windows: of each part's states, 0: none; pruning: "" where nothing is
-    left out."""
+    """A block as parts that are small enough to be searched.
+
+    parts     in running order
+    windows   [parts] window of the states of each part; 0: no window
+    pruning   what the search leaves out, in words; "" if it leaves out nothing
+    """
 
     parts: tuple[Part, ...]
     windows: tuple[int, ...]
@@ -104,7 +119,7 @@ class Narrowed:
 
 
 def narrowed(block: KernelBlock, most: int) -> Narrowed:
-    """Parts of at most `most` states each. O(parts x most x ready ops)."""
+    """Divide a block into parts of at most `most` states each. O(parts x most x ready ops)."""
     parts: list[Part] = []
     crossings, windows = [0], []
     for part in cut(block):
@@ -112,6 +127,8 @@ def narrowed(block: KernelBlock, most: int) -> Narrowed:
             parts.append(part)
             windows.append(0)
             continue
+        # The fewer ops are read across a cut, the fewer stages the cut rules out, so the lowest
+        # crossing that is enough is taken.
         for crossing in range(1, MOST_CROSSING + 1):
             finer = _longest(part.block, crossing, most)
             if finer:
@@ -133,12 +150,16 @@ def narrowed(block: KernelBlock, most: int) -> Narrowed:
 
 
 def _longest(block: KernelBlock, crossing: int, most: int) -> list[Part]:
-    """Parts that end at such cuts, each as long as fits; empty where one does not fit."""
+    """Return parts that end at cuts with this crossing, each as long as `most` states allow.
+
+    The list is empty if even the shortest possible part has too many states.
+    """
     ends = [*prefixes(block, crossing), block.everything]
     parts: list[Part] = []
     done, first = 0, 0
     while done != block.everything:
-        # More ops never have fewer states: the last end that fits is found by bisection.
+        # A longer part never has fewer states, so the last end that fits is found by bisection. The
+        # step doubles from 1 until an end does not fit, so that few tried parts are much too long.
         fits, beyond = first - 1, len(ends)
         step = 1
         while beyond - fits > 1:
@@ -155,15 +176,17 @@ def _longest(block: KernelBlock, crossing: int, most: int) -> list[Part]:
 
 
 def _window(block: KernelBlock, most: int) -> int:
-    """The widest window that leaves no more than `most` states."""
+    """Return the widest window that leaves at most `most` states; 1 if none does."""
     window = 1
     while _fits(block, most, window + 1):
         window += 1
     return window
 
 
-@lru_cache(maxsize=4096)  # networks repeat their cells
+# Cached because networks repeat their cells: equal parts are asked about again and again.
+@lru_cache(maxsize=4096)
 def _fits(block: KernelBlock, most: int, window: int = 0) -> bool:
+    """Whether the block has at most `most` states."""
     try:
         states_of(block, window, most)
     except TooManyStatesError:

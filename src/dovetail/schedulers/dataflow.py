@@ -1,12 +1,13 @@
-"""Streams with events instead of stages: an op waits only for the ops whose outputs it reads.
+"""Schedules ops on streams with events, without stages: an op waits only for the ops it reads.
 
-List scheduling by critical path: of the ops that are ready, the one with the longest way to the end
-goes first, to the stream where it can start earliest. R. L. Graham, "Bounds on Multiprocessing
-Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969. Differences: an event of another
-stream comes later than its op. The papers on stages (`dos`, `ios`) have no such schedule.
+This is list scheduling by critical path: of the ops that are ready, the one with the longest path
+to the end goes first, on the stream where it can start earliest. R. L. Graham, "Bounds on
+Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17, 1969. Differences: an op
+sees the end of an op of another stream `wait_seconds` later. The papers on stages (`dos`, `ios`)
+have no such schedule.
 
-An op that reads what another stream makes waits for an event there. Waits that others imply, by
-the order of a stream or through other waits, are left out.
+An op that reads the output of another stream waits for an event of that stream. Waits that are
+implied by the order of a stream or by other waits are left out.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,11 @@ from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 @dataclass(frozen=True)
 class Streams:
-    """orders: per stream its ops in running order; waits: (op, the op of another stream that cannot
-    start before it has ended)."""
+    """A schedule on streams.
+
+    orders   [streams] the ops of each stream, in running order
+    waits    (event, op): `op` starts only after `event`, an op of another stream, has ended
+    """
 
     orders: tuple[tuple[int, ...], ...]
     waits: tuple[tuple[int, int], ...]
@@ -28,9 +32,14 @@ class Streams:
 def dataflow(
     block: KernelBlock, seconds: Sequence[float], streams: int, wait_seconds: float = 0.0
 ) -> tuple[Streams, float]:
-    """Orders and waits for at most `streams` streams, and the seconds that they take if ops take
-    `seconds` [ops] and an event of another stream comes `wait_seconds` after its op.
-    O(ops x (ready ops + streams))."""
+    """Return a schedule on at most `streams` streams, and the seconds that it is predicted to take.
+
+    seconds        [ops]
+    wait_seconds   how much later than its end another stream sees that an op has ended
+
+    Ties: the lowest op; the stream of the producer that ended last, then the lowest stream.
+    O(ops x (ready ops + streams)).
+    """
     ranks = _ranks(block, seconds)
     orders: list[list[int]] = [[] for _ in range(streams)]
     free = [0.0] * streams
@@ -63,7 +72,7 @@ def dataflow(
 def replayed(
     block: KernelBlock, streams: Streams, seconds: Sequence[float], wait_seconds: float = 0.0
 ) -> float:
-    """Seconds that streams take, as `dataflow` counts them."""
+    """Return the seconds that the streams take, by the same rules as in `dataflow`."""
     stream_of = {op: s for s, order in enumerate(streams.orders) for op in order}
     before = {op: previous for order in streams.orders for previous, op in pairwise(order)}
     events: dict[int, list[int]] = {}
@@ -80,7 +89,7 @@ def replayed(
 
 
 def with_waits(block: KernelBlock, orders: Sequence[Sequence[int]]) -> Streams:
-    """Streams of these orders with the fewest waits that keep every edge of the block.
+    """Return streams with these orders, and the fewest waits that keep every edge of the block.
 
     Raises ValueError for orders that deadlock, or do not name every op once.
     """
@@ -90,7 +99,8 @@ def with_waits(block: KernelBlock, orders: Sequence[Sequence[int]]) -> Streams:
     stream_of = {op: s for s, order in enumerate(orders) for op in order}
     previous = {op: before for order in orders for before, op in pairwise(order)}
     waits = []
-    happened: dict[int, OpSet] = {}  # op -> all that has ended for sure when it starts
+    # For each op, the ops that have ended for sure when it starts.
+    happened: dict[int, OpSet] = {}
     for op in _sequence(block, orders):
         ended = 0
         if op in previous:
@@ -108,7 +118,10 @@ def with_waits(block: KernelBlock, orders: Sequence[Sequence[int]]) -> Streams:
 
 
 def _sequence(block: KernelBlock, orders: Sequence[Sequence[int]]) -> list[int]:
-    """The ops in an order that keeps both edges and streams."""
+    """Return all ops in one order that keeps the block's edges and the order of each stream.
+
+    Raises ValueError if there is no such order: then the streams would deadlock.
+    """
     done, sequence = 0, []
     heads = [0] * len(orders)
     moved = True
@@ -132,7 +145,7 @@ def _sequence(block: KernelBlock, orders: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _ranks(block: KernelBlock, seconds: Sequence[float]) -> list[float]:
-    """[ops] seconds of the longest way from each op's start to the end."""
+    """Return [ops] the seconds of the longest path from each op's start to the end of the block."""
     ranks = list(seconds)
     for op in reversed(range(len(block))):
         ranks[op] += max((ranks[after] for after in members(block.successors[op])), default=0.0)

@@ -10,9 +10,9 @@ line 7 prints "not in S'" where "not in S" is meant.
 Differences: iterative, smaller sets first; all stages are timed in one go beforehand, so that equal
 ones can be measured once.
 
-Sets of independent ops and states are in bijection (a state is known by its sinks), so there are as
-many distinct stages as states. With a window, the search skips an ending if the remaining ops are
-not themselves a state. Exact without a window. O(sum over states of 2^sinks).
+Sets of independent ops and states are in bijection (the sinks of a state determine it), so there
+are as many distinct stages as states. With a window, the search skips an ending if the remaining
+ops are not themselves a state. Exact without a window. O(sum over states of 2^sinks).
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,10 @@ from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
 def dos(
     block: KernelBlock, timer: StageTimer, *, window: int = 0, most: int = MOST_STATES
 ) -> BlockSchedule:
-    """The best stages of independent ops. Raises `TooManyStatesError`."""
+    """Return the stages of independent ops with the least sum of seconds.
+
+    Ties: the first ending that `endings_of` yields. Raises `TooManyStatesError`.
+    """
     states = states_of(block, window, most)
     stages = list(dict.fromkeys(e for state in states for e in endings_of(state, window)))
     timings = dict(zip(stages, timer(stages), strict=True))
@@ -39,6 +42,7 @@ def dos(
     best: dict[OpSet, float] = {0: 0.0}
     last: dict[OpSet, OpSet] = {}
     transitions = 0
+    # States come smaller sets first, so the rest of a state after any ending has its best by now.
     for ops, sinks in states:
         least, chosen = float("inf"), 0
         for ending in endings_of(BlockState(ops, sinks), window):
@@ -51,7 +55,7 @@ def dos(
 
 
 def endings_of(state: BlockState, window: int = 0) -> Iterator[OpSet]:
-    """Every non-empty set of sinks; with a window, those that leave a state behind.
+    """Yield every non-empty set of sinks; with a window, only those that leave a state behind.
 
     An ending whose lowest op is m must hold all ops `window` or more places after m: otherwise the
     remaining ops would hold such an op and lack m, which the window rules out.

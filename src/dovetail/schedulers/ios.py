@@ -9,12 +9,13 @@ Pruned to at most s groups of at most r ops:
 Paper: Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN Acceleration", MLSys 2021,
 https://arxiv.org/abs/2011.01302, algorithm 1 and section 4.3.
 Differences: iterative, smaller sets first. Endings are built from their groups instead of op by op:
-a group is a union of overlapping *closures* (an op of S and all of S that waits for it), and any
-disjoint groups make an ending, for no edge can join two sets that no edge leaves. So every ending
-comes once and none is missed, which the authors' program gets wrong. An ending may be a stage of
-many states, and is timed once.
+a group is a union of overlapping *closures* (an op of S and all ops of S that wait for it), and any
+disjoint groups make an ending, because no edge can join two sets that no edge leaves. So every
+ending comes once and none is missed; the authors' program does not achieve this. The same ending
+may occur in many states, and is timed once.
 
-`ios` with r = 1 and no limit on s is `dos`. Exact for what the pruning leaves.
+`ios` with r = 1 and no limit on s is `dos`. The result is exact among the endings that the pruning
+leaves.
 """
 
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, Stage
 from dovetail.schedulers.states import MOST_STATES, BlockState, states_of, trace
 
 GROUP_OPS = 3
-"""Most ops of a group, unless told: the paper's r."""
+"""Default of the most ops in a group, the paper's r."""
 GROUPS = 8
-"""Most groups of a stage, unless told: the paper's s."""
+"""Default of the most groups in a stage, the paper's s."""
 
 
 def ios(
@@ -37,8 +38,11 @@ def ios(
     window: int = 0,
     most: int = MOST_STATES,
 ) -> BlockSchedule:
-    """The best stages of at most `groups` groups (the paper's s) of at most `group_ops` ops (its
-    r). Raises `TooManyStatesError`."""
+    """Return the stages with the least sum of seconds.
+
+    A stage has at most `groups` groups (the paper's s), of at most `group_ops` ops each (its r).
+    Raises `TooManyStatesError`.
+    """
     states = states_of(block, window, most)
     state_sets = {0, *(state.ops for state in states)}
     endings = [
@@ -54,6 +58,7 @@ def ios(
     seconds = {stage: timing.seconds for stage, timing in timings.items()}
     best: dict[OpSet, float] = {0: 0.0}
     last: dict[OpSet, OpSet] = {}
+    # States come smaller sets first, so the rest of a state after any ending has its best by now.
     for state, of_state in zip(states, endings, strict=True):
         ops = state.ops
         least, chosen = float("inf"), 0
@@ -68,9 +73,10 @@ def ios(
 def endings_of(
     block: KernelBlock, state: BlockState, group_ops: int, groups: int
 ) -> Iterator[OpSet]:
-    """Every ending of a state of at most `groups` groups of at most `group_ops` ops, once."""
+    """Yield once each ending of a state with at most `groups` groups of at most `group_ops` ops."""
     groups_found = _groups(block, state, group_ops)
-    # By the lowest sink that a group holds: an ending's groups are taken in that order.
+    # An ending is built by adding groups in the order of this list only, so that the same groups in
+    # another order do not give it again. The key is the lowest sink of a group, then the group.
     groups_found.sort(key=lambda group: ((group & state.sinks) & -(group & state.sinks), group))
     stack = [(0, 0, 0)]
     while stack:
@@ -84,12 +90,16 @@ def endings_of(
 
 
 def _groups(block: KernelBlock, state: BlockState, group_ops: int) -> list[OpSet]:
-    """The connected subsets of at most `group_ops` ops that no edge leaves within the state."""
+    """Return the groups of a state: connected subsets that no edge leaves within the state.
+
+    Only groups of at most `group_ops` ops are returned.
+    """
     closures = _closures(block, state, group_ops)
     groups = dict.fromkeys(closures)
     fresh = closures
     while fresh:
         grown: dict[OpSet, None] = {}
+        # Unions only grow, so only the groups that the last round added can give new ones.
         for group in fresh:
             for closure in closures:
                 union = group | closure
@@ -102,7 +112,11 @@ def _groups(block: KernelBlock, state: BlockState, group_ops: int) -> list[OpSet
 
 
 def _closures(block: KernelBlock, state: BlockState, group_ops: int) -> list[OpSet]:
-    """Each op of the state with all that waits for it there, where that is `group_ops` at most."""
+    """Return, for each op of the state, the op with all ops there that wait for it.
+
+    Only closures of at most `group_ops` ops are returned. The search goes up from the sinks and
+    stops at a closure that is too large, because the closures of its predecessors are larger still.
+    """
     ops, closures, fresh = state.ops, [], state.sinks
     visited = fresh
     while fresh:

@@ -1,13 +1,14 @@
-"""Static check of streams and buffers, before anything runs: no race is possible.
+"""Proves, before anything runs, that streams and buffers have no race, or raises `RaceError`.
 
-Op a *happens before* op b where a stands before b in a stream, where b waits for an event of a, or
-through ops between. Checked:
+Op a *happens before* op b if a stands before b in a stream, if b waits for an event of a, or if a
+happens before an op that happens before b. The rules that are checked:
 
 1. Every op is in one stream, once.
 2. Streams and waits cannot deadlock.
 3. Every producer happens before every op that reads it.
-4. Two ops whose buffers share bytes: one of them, and all that read its output, happen before the
-   other. An output of the block is read at its end, so nothing may write over it.
+4. If the buffers of two ops share bytes, then one of the ops, and all ops that read its output,
+   happen before the other op. An output of the block is read after the block has run, so no op may
+   write over it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes start to end of a device's arena, which an output of an op lives in."""
+    """The bytes from `start` up to `end` of a device's arena, where an op's output lives."""
 
     start: int
     end: int
@@ -34,8 +35,8 @@ def check_races(
 ) -> None:
     """Raise `RaceError` for the first rule that is broken.
 
-    buffers   [ops] or none: where each op's outputs live; None: in memory of their own
-    outputs   ops whose outputs are read after all has run
+    buffers   [ops] or empty: where each op's outputs live; None: in memory of their own
+    outputs   ops whose outputs are read after the block has run
     """
     earlier = happens_before(block, streams)
     for op, producers in enumerate(block.predecessors):
@@ -47,6 +48,8 @@ def check_races(
         for b in ((of_op,) if isinstance(of_op, Buffer) else of_op or ())
         if b.end > b.start
     )
+    # A sweep over the arena from its first byte: `live` holds the buffers that reach beyond the
+    # start of the next one, which are the only ones that can share bytes with it.
     live: list[tuple[int, int, int]] = []
     for start, end, op in placed:
         live = [other for other in live if other[1] > start]
@@ -60,7 +63,10 @@ def check_races(
 
 
 def happens_before(block: KernelBlock, streams: Streams) -> list[OpSet]:
-    """[ops] all that has ended for sure when each starts. Raises `RaceError` for rules 1 and 2."""
+    """Return [ops] the set of ops that have ended for sure when each op starts.
+
+    Raises `RaceError` for rules 1 and 2.
+    """
     named = 0
     before: list[OpSet] = [0] * len(block)
     for order in streams.orders:
@@ -80,7 +86,7 @@ def happens_before(block: KernelBlock, streams: Streams) -> list[OpSet]:
 
 
 def _closed(before: list[OpSet]) -> list[OpSet]:
-    """Reachability of a relation that must be acyclic."""
+    """Return the transitive closure of `before` [ops]. Raises `RaceError` if it has a cycle."""
     after: list[list[int]] = [[] for _ in before]
     for op, direct in enumerate(before):
         for earlier in members(direct):
@@ -106,6 +112,7 @@ def _closed(before: list[OpSet]) -> list[OpSet]:
 def _over(
     block: KernelBlock, earlier: Sequence[OpSet], outputs: OpSet, first: int, then: int
 ) -> bool:
-    """May `then` write over the output of `first`: have it and its readers ended by then?"""
+    """Whether `then` may write over the output of `first`: both `first` and all its readers have
+    ended when `then` starts, and the output is not one of the block."""
     used = block.successors[first] | 1 << first
     return not outputs >> first & 1 and not used & ~earlier[then]

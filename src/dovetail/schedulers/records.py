@@ -1,8 +1,8 @@
 """Records of schedulers: the block of kernels that they are given and the stages that they find.
 
-A *stage* is a set of ops that run together; its *groups* are its connected components: groups run
-at the same time, the ops of a group one after another. Sets of ops are bit masks: bit i is op i of
-the block.
+A *stage* is a set of ops that run together. Its *groups* are its connected components. Groups run
+at the same time; the ops of one group run one after another. A set of ops is a bit mask, in which
+bit i stands for op i of the block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,21 +14,22 @@ OpSet = int
 
 @dataclass(frozen=True)
 class StageTiming:
-    """The seconds of a stage; `merged`: it runs as one op in place of all of its ops."""
+    """The seconds of a stage. If `merged`, the stage runs as one op that replaces all its ops."""
 
     seconds: float
     merged: bool = False
 
 
 StageTimer = Callable[[Sequence[OpSet]], Sequence[StageTiming]]
-"""Stages of a block -> how long each takes, by the faster of its strategies."""
+"""A function from stages of a block to the timing of each: groups at once or merged, whichever is
+faster."""
 
 
 @dataclass(frozen=True)
 class KernelBlock:
     """Ops of one device that are scheduled together, in topological order.
 
-    predecessors   [ops] the ops whose outputs each reads, or that it otherwise waits for
+    predecessors   [ops] the ops that each op waits for, because it reads them or for other reasons
 
     Raises ValueError for an edge that does not go forward.
     """
@@ -49,7 +50,7 @@ class KernelBlock:
 
     @cached_property
     def successors(self) -> tuple[OpSet, ...]:
-        """[ops] the ops that wait for each."""
+        """[ops] the ops that directly wait for each op."""
         after = [0] * len(self)
         for op, before in enumerate(self.predecessors):
             for producer in members(before):
@@ -58,7 +59,7 @@ class KernelBlock:
 
     @cached_property
     def descendants(self) -> tuple[OpSet, ...]:
-        """[ops] all that can only run after each, itself not among them."""
+        """[ops] all ops that can run only after each op, without the op itself."""
         below = list(self.successors)
         for op in reversed(range(len(self))):
             for consumer in members(self.successors[op]):
@@ -68,10 +69,10 @@ class KernelBlock:
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """Stages of a block in running order, and the effort.
+    """The stages of a block in running order, and what the search took.
 
     seconds       the sum over the stages
-    states        sets of ops whose best schedule was looked for
+    states        sets of ops whose best schedule was searched
     transitions   (state, ending) pairs that were compared
     timed         distinct stages that the timer was asked for
     """
@@ -88,23 +89,26 @@ class BlockSchedule:
 
 
 def members(ops: OpSet) -> Iterator[int]:
-    """The ops of a set, ascending."""
+    """Yield the ops of a set, ascending."""
     while ops:
+        # `ops & -ops` is the lowest bit that is set.
         lowest = ops & -ops
         yield lowest.bit_length() - 1
         ops ^= lowest
 
 
 def subsets_of(ops: OpSet) -> Iterator[OpSet]:
-    """Every non-empty subset, the whole set first."""
+    """Yield every non-empty subset, the whole set first and larger numbers before smaller ones."""
     subset = ops
     while subset:
         yield subset
+        # Subtracting 1 borrows through the bits outside `ops`; the mask removes them again, which
+        # gives the next smaller subset.
         subset = (subset - 1) & ops
 
 
 def groups_of(block: KernelBlock, stage: OpSet) -> list[OpSet]:
-    """The connected components of a stage, by first op."""
+    """Return the connected components of a stage, in the order of their first ops."""
     groups = []
     while stage:
         group, fresh = 0, stage & -stage

@@ -1,7 +1,7 @@
 """Results of a search for stages: schedules of one network on one device, and their figures.
 
-Kernels are what a device runs: ops, fused where it fuses them. Their numbers are those of
-`graph.kernels.Kernels`, which are topological.
+A kernel is what a device runs as one call: an op, or several ops that the device fuses. Kernels are
+numbered as in `graph.kernels.Kernels`, in topological order.
 """
 
 import statistics
@@ -15,7 +15,11 @@ SEQUENTIAL = "sequential"
 
 @dataclass(frozen=True)
 class KernelWork:
-    """ops: their names, in order; moved_bytes: read from and written to memory."""
+    """What one kernel does.
+
+    ops           names of its ops, in order
+    moved_bytes   bytes that it reads from memory and writes to it
+    """
 
     name: str
     ops: tuple[str, ...]
@@ -25,10 +29,11 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class KernelStage:
-    """Kernels that run together, for `seconds` in all.
+    """Kernels that run together.
 
-    groups    run at the same time; the kernels of each, one after another
-    merged    as one kernel in place of all
+    groups    run at the same time; the kernels of one group run one after another
+    seconds   of the whole stage
+    merged    the stage runs as one kernel that replaces all of its kernels
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -42,9 +47,10 @@ class KernelStage:
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """What a search took.
+    """How much a search computed and measured.
 
-    asked, timed    distinct stages that came up; those of them that had to be measured
+    states, transitions   as in `BlockSchedule`
+    asked, timed          distinct stages that were asked for, and how many of them were measured
     """
 
     states: int = 0
@@ -57,16 +63,16 @@ class SearchEffort:
 
 @dataclass(frozen=True)
 class ScheduleCandidate:
-    """One scheduler's schedule.
+    """The schedule that one scheduler returned.
 
-    stages               in running order; none where streams run without barriers
-    streams              what runs: kernels in order, and the events between streams
-    predicted_seconds    by what its stages cost, and on a CPU going from phase to phase; of streams
-                         without barriers, by their kernels' costs alone
+    stages               in running order; () if streams run without barriers
+    streams              what runs: the kernels of each stream in order, and the events between them
+    predicted_seconds    the sum over the stages, and on a CPU the switches between phases; for
+                         streams without barriers, computed from the kernels' seconds alone
     block_seconds        predicted, per block of the network; () for streams without barriers
-    seconds              of a step, the median of each round; () where the device is not here;
-                         schedules that run alike have the same, measured once
-    pruning              what was left out, by name; "" where nothing was
+    seconds              [rounds] median measured seconds of a step; () if the device is not in this
+                         machine. Schedules that run alike are measured once and share these
+    pruning              what the search left out, in words; "" if it left out nothing
     """
 
     scheduler: str
@@ -80,7 +86,7 @@ class ScheduleCandidate:
 
     @property
     def median_seconds(self) -> float:
-        """Measured; where nothing was, predicted."""
+        """The median of the measured seconds; without a measurement, the predicted seconds."""
         return statistics.median(self.seconds) if self.seconds else self.predicted_seconds
 
 
@@ -90,10 +96,11 @@ class Scheduled:
 
     block         which kernels wait for which
     blocks        the kernels of each part that was scheduled on its own, in running order
-    chosen        the scheduler of the fastest schedule that was measured to be faster than
-                  sequential, beyond doubt; else sequential. Predicted where nothing was measured
+    chosen        the scheduler whose schedule is chosen. With measurements it is the fastest one,
+                  if it is beyond doubt faster than sequential, else `sequential`. Without
+                  measurements it is the one with the least predicted seconds
     sampled       (predicted, measured) seconds of random schedules
-    peak_bytes    of the static memory plan of the chosen schedule; parameters apart
+    peak_bytes    size of the static memory plan of the chosen schedule, without parameters
     """
 
     batch: int
@@ -115,8 +122,10 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What schedules cost where they were not made for it: `seconds[row][column]` run on
-    `rows[row]` with the schedule that was made for `columns[column]`."""
+    """A table of what schedules cost in settings that they were not made for.
+
+    `seconds[row][column]` is the time on `rows[row]` of the schedule made for `columns[column]`.
+    """
 
     title: str
     rows: tuple[str, ...]
@@ -126,7 +135,11 @@ class Specialisation:
 
 @dataclass(frozen=True)
 class Schedules:
-    """costs_source: "measured" on the device, or "analytic" with its stated error."""
+    """All results for one model and device.
+
+    costs_source   "measured" on the device, or "analytic" with its stated error
+    results        one for each batch size
+    """
 
     model: str
     device: str

@@ -1,4 +1,7 @@
-"""From kernels and what their stages cost to one schedule, by any of the schedulers."""
+"""Turns a stage problem (kernels and what their stages cost) into a schedule, by any scheduler.
+
+The baselines `sequential` and `greedy` are here; the other schedulers have a file each.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +25,15 @@ from dovetail.schedulers.results import KernelStage
 
 
 def sequential(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
-    """One op a stage, in the order of the block, as a network runs without a scheduler. O(ops)."""
+    """Return one op a stage, in block order, as a network runs without a scheduler. O(ops)."""
     stages = tuple(1 << op for op in range(len(block)))
     return BlockSchedule(stages, tuple(timer(stages)), 0, 0, len(stages))
 
 
 def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
-    """Stages of all ops whose predecessors ran in earlier stages, as parallel executors of common
-    frameworks run them. O(ops x stages).
+    """Return stages that each run every op whose predecessors ran in earlier stages.
+
+    Parallel executors of common frameworks do the same. O(ops x stages).
 
     Paper: the baseline "greedy" of Y. Ding et al., "IOS: Inter-Operator Scheduler for CNN
     Acceleration", MLSys 2021, https://arxiv.org/abs/2011.01302, section 6.2.
@@ -48,23 +52,23 @@ def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
 
 
 MOST_STATES = {"dos": 50_000, "ios": 5_000}
-"""Most states of a part, by scheduler: `dos` compares some 40 endings for each state, `ios`
-hundreds."""
+"""Most states of a part, by scheduler. `ios` gets fewer because it compares hundreds of endings for
+each state, where `dos` compares some 40."""
 
 
 @dataclass(frozen=True)
 class StageProblem:
-    """What is to be scheduled, and what it costs.
+    """What schedulers are given: kernels, and what they cost.
 
     signatures     [kernels] equal for kernels that cost the same
-    timer          stages of the block -> seconds
-    bounded        the same for those that `dos` and `ios` compare; of one that cannot beat its
-                   kernels one by one it may say what they take
-    keys           [kernels] those of one key may be merged; None: with none
+    timer          stages of the block -> their timings
+    bounded        the timer for the stages that `dos` and `ios` compare. It need not measure a
+                   stage that cannot beat its kernels run one by one: it may return their seconds
+    keys           [kernels] kernels of one key may be merged; None: this kernel merges with none
     streams        how many kernels the device can run at once
-    seconds        [kernels] of each by itself on one stream
-    wait_seconds   until an event of another stream comes
-    group_ops, groups   what `ios` prunes to: the paper's r and s
+    seconds        [kernels] seconds of each by itself on one stream
+    wait_seconds   delay until another stream sees that a kernel has ended
+    group_ops, groups   limits of `ios` on a group and on a stage: the paper's r and s
     """
 
     block: KernelBlock
@@ -81,10 +85,12 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class SchedulerResult:
-    """stages in running order, or streams without barriers.
+    """What a scheduler returns: stages in running order, or streams without barriers.
 
-    blocks          kernels of each part that was scheduled on its own
-    block_seconds   of each
+    seconds         predicted, of the whole schedule
+    blocks          the kernels of each part that was scheduled on its own
+    block_seconds   [blocks] predicted
+    pruning         what the search left out, in words; "" if it left out nothing
     """
 
     seconds: float
@@ -117,6 +123,8 @@ def schedule_merge(problem: StageProblem) -> SchedulerResult:
 
 def schedule_dos(problem: StageProblem) -> SchedulerResult:
     parts = narrowed(problem.block, MOST_STATES["dos"])
+    # Measuring stages is most of the search's cost, and a stage that cannot beat its kernels one by
+    # one is never better than what the search has anyway. So the bounded timer is enough here.
     compared = replace(problem, timer=problem.bounded)
     return by_parts(compared, parts, lambda part, t, w: dos(part.block, t, window=w))
 
@@ -129,6 +137,7 @@ def schedule_ios(problem: StageProblem) -> SchedulerResult:
 
 
 def lossless(problem: StageProblem) -> Narrowed:
+    """Return the parts between ops that lie on all paths, searched without a window."""
     parts = tuple(cut(problem.block))
     return Narrowed(parts, (0,) * len(parts))
 
@@ -145,7 +154,7 @@ def by_parts(
     division: Narrowed,
     search: Callable[[Part, StageTimer, int], BlockSchedule],
 ) -> SchedulerResult:
-    """The parts' schedules one after another; parts that are equal are searched once."""
+    """Search each part, and join the schedules one after another. Equal parts are searched once."""
     by_key: dict[Hashable, BlockSchedule] = {}
     stages: list[KernelStage] = []
     seconds = []
@@ -161,6 +170,7 @@ def by_parts(
         for stage, timing in zip(schedule.stages, schedule.timings, strict=True):
             groups = groups_of(part.block, stage)
             stage_groups = tuple(tuple(part.ops[op] for op in members(group)) for group in groups)
+            # A merged stage runs as one kernel, so all its kernels are shown as one group.
             if timing.merged:
                 stage_groups = (tuple(kernel for group in stage_groups for kernel in group),)
             stages.append(KernelStage(stage_groups, timing.seconds, timing.merged))
@@ -177,11 +187,16 @@ def by_parts(
 
 
 def _time(timer: StageTimer, part: Part, stages: Sequence[OpSet]) -> Sequence[StageTiming]:
+    """Time stages of a part with a timer that numbers ops as the whole block does."""
     return timer([whole(part, stage) for stage in stages])
 
 
 def _alike(problem: StageProblem, part: Part) -> Hashable:
-    """Equal for parts of one shape whose stages cost the same."""
+    """Return a key that is equal for parts whose stages cost the same, if their blocks are equal.
+
+    Merge keys name tensors, so they differ from part to part. Each is replaced by the place of its
+    first kernel: what matters is which kernels of the part share a key.
+    """
     first: dict[Hashable, int] = {}
     merging = [
         None if problem.keys[op] is None else first.setdefault(problem.keys[op], place)

@@ -1,11 +1,12 @@
-"""The states of the dynamic programme: sets of ops that hold all predecessors of their members.
+"""Enumerates the states of the dynamic programmes: sets of ops that hold all predecessors of their
+members.
 
-A state with last op l comes from the one without l, so each is made once and none is looked up:
+Each state is generated once, from the state without its last op, so none has to be looked up:
 
     states(S) = S + x   for every x > last(S) whose predecessors are all in S
 
-A *window* of w ops leaves out the states that hold an op w or more places after one that they lack.
-There are at most ops x 2^(w - 1) of the rest, however wide the block is.
+With a *window* of w ops, a state is left out if it lacks some op and holds another that stands w or
+more places after it. At most ops x 2^(w - 1) states remain, however wide the block is.
 """
 
 import random
@@ -16,21 +17,23 @@ from dovetail.errors import TooManyStatesError
 from dovetail.schedulers.records import BlockSchedule, KernelBlock, OpSet, StageTiming, members
 
 MOST_STATES = 1_000_000
-"""States of a block, unless told: more would not fit into memory."""
+"""Default of the most states of a block; more would not fit into memory."""
 _PROBES = 2_000
-"""Random probes of `estimate`."""
+"""Number of random probes over which `estimate` takes the mean."""
 
 
 class BlockState(NamedTuple):
-    """A set of ops that holds all predecessors of its members; `sinks` are those of its ops that
-    no other of them waits for."""
+    """A set of ops that holds all predecessors of its members.
+
+    sinks   the members that no other member waits for
+    """
 
     ops: OpSet
     sinks: OpSet
 
 
 def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> list[BlockState]:
-    """Every state but the empty one, smaller sets first; `window` 0: no window.
+    """Return every state but the empty one, smaller sets first; `window` 0: no window.
 
     Raises `TooManyStatesError` as soon as there are more than `most`. O(states x ready ops).
     """
@@ -50,12 +53,13 @@ def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> l
 
 
 def estimate(block: KernelBlock, window: int = 0, seed: int = 0) -> float:
-    """About how many states there are: the mean of unbiased random probes (D. E. Knuth, "Estimating
-    the Efficiency of Backtrack Programs", Mathematics of Computation 29, 1975).
+    """Estimate how many states there are, as the mean of unbiased random probes.
 
-    A probe decides of one op after the other whether the state holds it, and counts as many states
-    as its decisions were unlikely. An op above a chain of d more is held with (d + 1) : 1, which
-    makes every probe exact on chains and on ops that stand alone.
+    Source: D. E. Knuth, "Estimating the Efficiency of Backtrack Programs", Mathematics of
+    Computation 29, 1975. A probe draws one state, deciding op by op whether the state holds it. Its
+    estimate is 1 / the probability of its decisions. An op with a longest path of d more ops after
+    it is held with probability (d + 1) / (d + 2). With these odds every probe is exact for chains
+    and for ops that stand alone.
     """
     depths = [0] * len(block)
     for op in reversed(range(len(block))):
@@ -65,6 +69,7 @@ def estimate(block: KernelBlock, window: int = 0, seed: int = 0) -> float:
     for _ in range(_PROBES):
         ops, weight, end = 0, 1.0, len(block)
         for op, before in enumerate(block.predecessors):
+            # Here the state cannot hold the op: there is nothing to decide, and the weight stays.
             if op >= end or before & ~ops:
                 continue
             held = (depths[op] + 1) / (depths[op] + 2)
@@ -82,10 +87,12 @@ _Grown = tuple[OpSet, OpSet, OpSet]
 
 
 def _grown(block: KernelBlock, state: _Grown, window: int) -> Iterator[_Grown]:
-    """(ops, sinks, ready ops) of each state that has one op more, after the last of this one."""
+    """Yield (ops, sinks, ready ops) of each state with one more op, later than this one's last."""
     ops, sinks, ready = state
+    # Adding only ops after the last one is what makes every state come up once.
     later = ready >> ops.bit_length() << ops.bit_length()
     if window:
+        # The first op that the state lacks is the lowest 0 bit of `ops`.
         lacking = (~ops & -~ops).bit_length() - 1
         later &= (1 << (lacking + window)) - 1
     for op in members(later):
@@ -103,7 +110,7 @@ def trace(
     timings: Mapping[OpSet, StageTiming],
     effort: tuple[int, int],
 ) -> BlockSchedule:
-    """The schedule that the dynamic programmes found, read backwards from the last stages.
+    """Return the best schedule of a block, read backwards from its last stage.
 
     last     state -> the last stage of its best schedule
     effort   (states, transitions)

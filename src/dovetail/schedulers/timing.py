@@ -1,8 +1,9 @@
-"""Stage timers that time each distinct stage once, in however many states and blocks it occurs.
+"""Times each distinct stage once, however many states and blocks it occurs in.
 
-Two stages are equal if their groups are, in any order, and if both or neither can run merged; two
-groups if their ops are equal one by one and read each other in the same way. Ops are equal if their
-kernels' signatures are: kinds, attributes, shapes, strides and types of all that they are made of.
+Two stages are equal if they have equal groups, in any order, and if both or neither can run merged.
+Two groups are equal if their ops are equal one by one and read each other in the same way. Two ops
+are equal if their kernels have the same signature: kinds, attributes, shapes, strides and dtypes of
+all graph ops in the kernel.
 """
 
 from collections.abc import Hashable, Sequence
@@ -22,11 +23,12 @@ from dovetail.schedulers.records import (
 )
 
 StageKey = tuple[tuple[tuple[Hashable, tuple[int, ...]], ...], ...]
-"""Per group, sorted: per op its signature, and the places of those of the group that it reads."""
+"""What makes two stages equal: the keys of the groups, sorted. A group's key has for each op its
+signature, and the places within the group of the ops that it reads."""
 
 
 def block_of(graph: Graph, kernels: Kernels) -> KernelBlock:
-    """Op i of the block is kernel i."""
+    """Return which kernels wait for which, as a block; its op i is kernel i."""
     before = [0] * kernels.count
     readers = kernels.of_op[graph.readers]
     producers = kernels.of_op[graph.producers[graph.input_tensors]]
@@ -40,7 +42,7 @@ def block_of(graph: Graph, kernels: Kernels) -> KernelBlock:
 
 
 def signatures_of(graph: Graph, kernels: Kernels) -> list[str]:
-    """[kernels] equal for kernels that cost the same."""
+    """Return [kernels] signatures, which are equal for kernels that cost the same."""
     parts: list[list[str]] = [[] for _ in range(kernels.count)]
     for op, kernel in enumerate(kernels.of_op.tolist()):
         if kernel >= 0:
@@ -49,7 +51,10 @@ def signatures_of(graph: Graph, kernels: Kernels) -> list[str]:
 
 
 def key_of(block: KernelBlock, stage: OpSet, signatures: Sequence[Hashable]) -> StageKey:
-    """What the stage's seconds depend on. `signatures` [ops] must be comparable."""
+    """Return what the stage's seconds depend on.
+
+    signatures   [ops]; they must be sortable, because the groups are sorted
+    """
     group_keys = []
     for group in groups_of(block, stage):
         place = {op: i for i, op in enumerate(members(group))}
@@ -63,9 +68,10 @@ def key_of(block: KernelBlock, stage: OpSet, signatures: Sequence[Hashable]) -> 
 
 
 class OnceTimer:
-    """A timer that has each distinct stage of any block timed once.
+    """Makes timers for blocks that share what they have timed, so that equal stages are timed once.
 
-    asked, timed   stages that came up, and those that were handed on
+    known          timing of each distinct stage so far
+    asked, timed   number of stages that were asked for, and of those that had to be timed
     """
 
     def __init__(self) -> None:
@@ -79,10 +85,12 @@ class OnceTimer:
         timer: StageTimer,
         merge_keys: Sequence[Hashable | None] = (),
     ) -> StageTimer:
-        """A timer for one block, whose ops have these signatures; `timer` times what is new.
+        """Return a timer for one block.
 
-        merge_keys [ops]: as of `merge`, where the timer merges; equal ops of one input can be
-        merged, of two inputs they cannot.
+        signatures   [ops] of the block
+        timer        times the stages that are new
+        merge_keys   [ops] as for `merge`; () if `timer` does not merge. Two stages of equal ops can
+                     differ here: ops that read one input can be merged, ops of two inputs cannot
         """
 
         def time(stages: Sequence[OpSet]) -> list[StageTiming]:
@@ -93,6 +101,7 @@ class OnceTimer:
                 )
                 for stage in stages
             ]
+            # Of equal new stages the first is handed on: reversed, it is the last to be written.
             fresh = {
                 key: stage
                 for key, stage in zip(reversed(keys), reversed(stages), strict=True)
