@@ -146,7 +146,7 @@ class ModuleLearner:
         self._parameters = parameters_of(module)
         theta = flatten(module)
         self.size, self.dtype = theta.size, str(theta.dtype)
-        # The vector that the parameters are views of at present; None: a private copy.
+        # The vector that the parameters are views of; None: they have memory of their own.
         self._bound: Vector | None = None
         self._home = torch.from_numpy(theta)
         self._flat = torch.zeros_like(self._home)

@@ -266,8 +266,8 @@ OPTIMIZERS: dict[str, type[FlatSGD | FlatAdam | FlatAdagrad | FlatRMSprop]] = {
 
 
 def make_optimizer(name: str, **settings: Any) -> FlatOptimizer:
-    """The optimizer of that name. Raises a `UsageError` that names an unknown setting or the setting
-    of a bad value."""
+    """The optimizer of that name. Raises a `UsageError` that names the setting, if the optimizer
+    does not have it or its value is bad."""
     if name not in OPTIMIZERS:
         raise UsageError("optimizer", f"{name!r} is not one of {', '.join(OPTIMIZERS)}")
     kind: Any = OPTIMIZERS[name]
