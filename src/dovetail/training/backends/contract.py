@@ -114,8 +114,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """The settings of a server in another process. The rule travels by its name, as functions are
-    not sent.
+    """The settings of a server in another process. The rule is sent as its name and options.
 
     options     options of the rule
     temporary   the storage's folder is temporary and ends with this run
