@@ -1,4 +1,5 @@
 """Asynchronous data-parallel training: update rules, a parameter server, workers, backends.
 
-Knows arrays and a callable that computes a gradient, never graphs. Imports no torch by itself.
+This package knows arrays and a callable that computes a gradient, and no graphs. Importing it does
+not import torch.
 """

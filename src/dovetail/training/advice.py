@@ -1,13 +1,15 @@
 """Recommends a rule, a number of workers and a window for a model here: measures, then simulates.
 
-    measure    a few real steps of one worker on the backend: step and transfer times
-    candidates rules x workers x windows, the windows by how dear a transfer is
-    simulate   each of them with the user's own model on part of its data, in virtual time that is
-               drawn from the measured steps
-    choose     the first to a loss that half of those that do not diverge reach
+    measure    runs a few real steps of one worker on the backend: step and transfer times
+    candidates lists rules x workers x windows; the window is long enough to make transfers cheap
+    simulate   trains the user's own model by each candidate on part of its data, in virtual time
+               that is drawn from the measured steps
+    choose     takes the candidate that is first to reach the median of the stable candidates' best
+               losses
 
-Given the measured times the advice is deterministic: the budget buys a number of steps. Where it
-buys too few, rules are judged by the known limits of their stability, and their speed is computed.
+The advice is deterministic given the measured times, because the budget is converted into a number
+of steps and not watched on a clock (but see `OVERRUN`). If the budget buys too few steps to
+simulate, rules are judged by the known limits of their stability, and their speed is computed.
 """
 
 import math
@@ -31,50 +33,53 @@ from dovetail.training.rules.contract import Rule
 from dovetail.training.step_times import StepTimes
 
 MEASURED_STEPS, WARM_UP_STEPS = 60, 5
-"""Steps of the measuring run, and how many of them are dropped as they load and compile."""
+"""The measuring run makes `MEASURED_STEPS` steps. The first `WARM_UP_STEPS` are dropped, because
+libraries load and kernels compile during them."""
 LOOK_SECONDS = 1.0
-"""Seconds between two looks whether the measuring run has taken long enough."""
+"""The measuring run is checked against its time limit every so many seconds."""
 MEASURING_SHARE = 0.25
 """The share of the budget that measuring may take."""
 WINDOWS = (4, 10, 40)
-"""Windows that are considered, beside 1."""
+"""Candidates use the shortest of these windows that makes transfers cheap (`window_of`). Some rules
+are also tried at a window of 1."""
 DEAR = 0.1
 """A window is long enough when a transfer takes no more than this share of its computation."""
 FEWEST_STEPS = 150
-"""A simulated run needs so many steps for its losses to tell rules apart."""
+"""Simulated runs of fewer steps are not made, because their losses do not tell rules apart."""
 EVALUATIONS, EVALUATED_BATCHES = 10, 6
-"""Evaluations of a simulated run, and batches of each."""
+"""A simulated run evaluates its center about `EVALUATIONS` times, on `EVALUATED_BATCHES` batches
+each time."""
 EVENT_SECONDS, VECTOR_PASSES, PASSED_BYTES_PER_SECOND = 5e-4, 6, 4e9
-"""The rough cost of handling a simulated commit, so that a budget is kept: seconds of an event, and
-passes over the vector at a speed."""
+"""These give the rough cost of handling one simulated commit, so that the budget is kept: an event
+costs `EVENT_SECONDS`, and the vector is passed over `VECTOR_PASSES` times at this speed."""
 OVERRUN = 1.5
 """No further candidate is simulated after so many times the budget. Only then does the advice
 depend on more than the measured times."""
 EVEN = 0.02
-"""Times closer than this share count as equal; fewer workers win then, and the rule that stands
-first."""
+"""Times closer than this share count as equal. Of equals, the candidate with fewer workers wins,
+then the one that is listed first."""
 STABLE_MEANS = 20
-"""AGN is stable up to so many workers: at 40 it loses 28 points on digits."""
+"""AGN counts as stable up to so many workers. On digits it loses 28 points of accuracy at 40."""
 SERVER_SHARE = 1 / 3
-"""The share of a transfer that is taken to be the server's own work, which workers queue for."""
+"""This share of a transfer is assumed to be the server's own work, which workers queue for."""
 SUGGESTED = ("sync", "downpour", "agn", "adag-agn", "dynsgd", "aeasgd", "averaging")
-"""Names of the rules that are tried, the simpler first."""
+"""Names of the rules that are tried. Simpler rules stand first, because the first wins a tie."""
 STABLE_UPDATES = 20
-"""Rules that add updates bear so many of them from one point (n x lambda, for lambda > 1): DOWNPOUR
-loses nothing on digits at 2 workers and windows of 10, 9 points at 10 workers, and all at 20. A
-short simulated run does not always show it."""
+"""Rules that add updates count as stable up to so many updates from one point (n x lambda, for
+lambda > 1). On digits with windows of 10, DOWNPOUR loses no accuracy at 2 workers, 9 points at 10
+workers, and all of it at 20. A short simulated run does not always show this."""
 
 ReportProgress = Callable[[str, float], None]
-"""report(what is being done, fraction of it)."""
+"""report(doing, fraction): `doing` says what is done now, `fraction` how much of it all is done."""
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
     """How long a step and a transfer take here.
 
-    step_seconds       of local steps, one after the other
-    transfer_seconds   between two windows: commit, its application, pull
-    cores              that workers share; None: each has its own machine
+    step_seconds       one entry per local step, of steps that ran one after the other
+    transfer_seconds   time between two windows: the commit, its application and the pull
+    cores              cores that all workers share; None: each worker has its own machine
     """
 
     step_seconds: tuple[float, ...]
@@ -91,7 +96,8 @@ class StepMeasurement:
         return math.fsum(self.step_seconds) / len(self.step_seconds)
 
     def times(self, workers: int) -> StepTimes:
-        """The distribution of step times of so many workers, who share the cores."""
+        """The distribution of step times when so many workers share the cores."""
+        # One worker was measured alone. More workers than cores slow each other in proportion.
         slower = 1.0 if self.cores is None else max(1.0, workers / self.cores)
         return StepTimes("trace", trace=tuple(slower * seconds for seconds in self.step_seconds))
 
@@ -107,12 +113,13 @@ class TrainingCandidate:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a candidate; nan where nothing was measured.
+    """The measured and known facts about a candidate; a number is nan where nothing was measured.
 
-    loss         the best loss of the center, on a part of the data
-    seconds      until the loss fell to the common level, in virtual time
-    diverged     how it diverged in its simulated run; "" if it did not
-    limit        why it is known to diverge in longer runs; "" if it is not
+    loss         the best loss of the center in the simulated run, on part of the data
+    seconds      virtual time until the loss fell to `Advice.level`; nan if it never did
+    staleness    mean staleness of the commits
+    diverged     how the simulated run diverged; "" if it did not
+    limit        why the candidate is known to diverge in longer runs; "" if it is not
     """
 
     candidate: TrainingCandidate
@@ -125,16 +132,16 @@ class Evidence:
 
     @property
     def stable(self) -> bool:
-        """True if nothing is known against it."""
+        """True if the candidate neither diverged nor is known to diverge in longer runs."""
         return not (self.diverged or self.limit)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use, and why.
+    """The chosen candidate, the reason, and the evidence for all candidates.
 
-    level   the loss that `seconds` count to; nan if nothing was simulated
-    steps   of each simulated run; 0: there was no time for any
+    level   the loss that ends the count of `Evidence.seconds`; nan if nothing was simulated
+    steps   local steps of each simulated run; 0: there was no time for any run
     """
 
     measured: StepMeasurement
@@ -147,7 +154,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A simulated run: losses [evaluations] of the center at virtual seconds."""
+    """A simulated run: the center's losses [evaluations], and the virtual seconds of each."""
 
     candidate: TrainingCandidate
     seconds: tuple[float, ...]
@@ -161,7 +168,8 @@ class _Tried:
         return min(finite, default=math.nan)
 
     def seconds_to(self, level: float) -> float:
-        """When the loss fell to the level, linear between evaluations; nan if it never did."""
+        """Virtual seconds until the loss fell to the level, interpolated linearly between
+        evaluations; nan if it never did."""
         for i, loss in enumerate(self.losses):
             if loss <= level:
                 if i == 0:
@@ -172,7 +180,7 @@ class _Tried:
 
 
 def silent(_doing: str, _fraction: float) -> None:
-    """A `ReportProgress` that shows nothing."""
+    """Ignores progress; the default `ReportProgress`."""
 
 
 def measure(
@@ -181,12 +189,13 @@ def measure(
     budget_seconds: float = 15.0,
     cores: int | None = None,
 ) -> StepMeasurement:
-    """Times of a few steps of one worker on the backend, with a commit after each.
+    """Runs a few steps of one worker on the backend, with a commit after each, and returns their
+    times.
 
-    cores   that workers will share, see `StepMeasurement`
+    cores   cores that workers will share, see `StepMeasurement`
 
-    The budget counts from the first step on: the time that the backend takes to start is not in
-    it. Raises what the backend raises.
+    The budget counts from the first step on, so the backend's start is not part of it. Raises what
+    the backend raises.
     """
     job = assignment.job
     samples = MEASURED_STEPS * job.batch
@@ -209,15 +218,18 @@ def measure(
 
 
 def measured_of(rows: Sequence[Row], cores: int | None = None) -> StepMeasurement:
-    """The times in the rows of one worker; its first steps, which load and compile, are dropped
-    where there are others. Raises `UsageError` without any row."""
+    """Returns the times in the rows of one worker. The warm-up steps are dropped if enough others
+    remain. Raises `UsageError` if there is no row."""
     kept = rows[WARM_UP_STEPS:] if len(rows) > 2 * WARM_UP_STEPS else rows
+    # A coarse clock can read 0 seconds for a short step, and a measurement must be above 0.
     steps = tuple(
         max((row.end_seconds - row.begin_seconds) / max(row.steps, 1), 1e-9) for row in kept
     )
     gaps = [b.begin_seconds - a.end_seconds for a, b in pairwise(kept)]
     if not gaps:
+        # A single row has no gap. The time from the end of its steps to its answer is the nearest.
         gaps = [row.seconds - row.end_seconds for row in kept]
+    # The median, so that a few long pauses do not count as the cost of a transfer.
     return StepMeasurement(steps, max(float(np.median(gaps)) if gaps else 0.0, 0.0), cores)
 
 
@@ -231,10 +243,11 @@ def suggest(
     progress: ReportProgress = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Advice:
-    """Advice for a job: its `workers` are the most to use.
+    """Simulates the candidates for a job and returns the advice. `job.workers` is the largest
+    number of workers that is considered.
 
-    rules      candidates, bound; `SUGGESTED` at their defaults otherwise
-    evaluate   the loss of a center; otherwise that of some batches of the job's own data
+    rules      rules to try, with their options; None: `SUGGESTED` with default options
+    evaluate   theta -> its loss; None: the loss on some batches of the job's own data
     """
     job = assignment.job
     by_name = {rule.name: rule for rule in rules or map(make_rule, SUGGESTED)}
@@ -242,7 +255,7 @@ def suggest(
     listed = candidates(tuple(by_name), job.workers, window)
     steps = affordable_steps(measured, len(listed), budget_seconds, vector_bytes)
     if steps < FEWEST_STEPS:
-        # The same rules, but without the runs of half the workers.
+        # Fewer runs leave more steps to each, so try without the runs that use half the workers.
         fewer = candidates(tuple(by_name), job.workers, window, halves=False)
         fewer_steps = affordable_steps(measured, len(fewer), budget_seconds, vector_bytes)
         listed, steps = (fewer, fewer_steps) if fewer_steps >= FEWEST_STEPS else (listed, 0)
@@ -266,7 +279,8 @@ def suggest(
 
 
 def window_of(measured: StepMeasurement) -> int:
-    """The shortest of `WINDOWS` whose computation makes a transfer cheap, else the longest."""
+    """The shortest of `WINDOWS` in which a transfer costs at most `DEAR` of the computation; the
+    longest window if none is long enough."""
     for window in WINDOWS:
         if measured.transfer_seconds <= DEAR * window * measured.mean_seconds:
             return window
@@ -276,8 +290,8 @@ def window_of(measured: StepMeasurement) -> int:
 def candidates(
     rules: Iterable[str], workers: int, window: int, halves: bool = True
 ) -> list[TrainingCandidate]:
-    """The candidates: one worker alone; then each rule with all workers, and with half of them; at
-    a window of 1 too where the rule means something else there."""
+    """Lists the candidates: one worker alone first, then each rule with half of the workers and
+    with all of them. DOWNPOUR and ADAG-AGN are listed at a window of 1 too, `sync` only there."""
     counts = sorted({workers, max(workers // 2, 1) if halves else workers} - {1})
     listed = [TrainingCandidate("sync", 1, 1)]
     for rule in rules:
@@ -293,8 +307,8 @@ def candidates(
 def affordable_steps(
     measured: StepMeasurement, runs: int, budget_seconds: float, vector_bytes: int
 ) -> int:
-    """Local steps that the budget buys for each of so many simulated runs, over all workers. A
-    simulated step takes the real step's computation and the handling of an event and a vector."""
+    """Local steps, over all workers, that the budget buys for each of so many simulated runs. A
+    simulated step costs the real step's computation, plus handling one event and one vector."""
     handling_seconds = EVENT_SECONDS + VECTOR_PASSES * vector_bytes / PASSED_BYTES_PER_SECOND
     step_seconds = measured.mean_seconds + handling_seconds
     evaluating = EVALUATIONS * EVALUATED_BATCHES
@@ -302,13 +316,14 @@ def affordable_steps(
 
 
 def describe(candidate: TrainingCandidate) -> str:
-    """ "agn, 4 workers, window 10"."""
+    """The candidate as text, such as "agn, 4 workers, window 10"."""
     plural = "s" * (candidate.workers > 1)
     return f"{candidate.rule}, {candidate.workers} worker{plural}, window {candidate.window}"
 
 
 def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
-    """A function of the center: its mean loss over some batches, which are spread over the data."""
+    """Returns a function that computes the center's mean loss over some batches. Their samples are
+    spread evenly over the data."""
     learner, job = assignment.learner(0), assignment.job
     assert job.samples is not None
     count = min(job.samples, EVALUATED_BATCHES * job.batch)
@@ -325,7 +340,8 @@ def _center_loss(assignment: Assignment) -> Callable[[Vector], float]:
 def _part(
     assignment: Assignment, rule: Rule, candidate: TrainingCandidate, steps: int
 ) -> Assignment:
-    """The candidate's run on the samples of so many steps: part of an epoch, or whole epochs."""
+    """The assignment of the candidate's simulated run. It has the samples of so many steps: part of
+    an epoch, or a whole number of epochs."""
     job = assignment.job
     assert job.samples is not None
     wanted = steps * job.batch
@@ -378,13 +394,15 @@ def _simulate(
 
 
 def _judged(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> Advice:
-    """Advice by the simulated runs: the first to the level; where all diverge, the one of the least
-    loss."""
+    """Chooses by the simulated runs: the candidate that reaches the level first, or the one with
+    the least loss if none reaches it."""
     stable = [
         run
         for run in tried
         if not (run.diverged or _known_limit(run.candidate)) and math.isfinite(run.best)
     ]
+    # With the median as the level, at least half of the stable candidates reach it, and one that
+    # learns little but fast cannot win.
     level = float(np.median([run.best for run in stable])) if stable else math.nan
     evidence = tuple(_evidence(run, level) for run in tried)
     reached = [e for e in evidence if e.stable and math.isfinite(e.seconds)]
@@ -395,7 +413,7 @@ def _judged(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> A
                       + remedy(chosen.rule, chosen.window, chosen.workers))  # fmt: skip
     fastest = min(e.seconds for e in reached)
     even = [e for e in reached if e.seconds <= (1 + EVEN) * fastest]
-    # `min` keeps the first of equals, the simpler rule.
+    # Of equals, `min` keeps the first, which is the simpler rule.
     chosen = min(even, key=lambda e: e.candidate.workers).candidate
     alone = next(e for e in evidence if e.candidate.workers == 1)
     why = f"the first to a loss of {level:.4g}, which half of the stable candidates reach"
@@ -418,7 +436,8 @@ def _evidence(run: _Tried, level: float) -> Evidence:
 def _by_what_is_known(
     measured: StepMeasurement, listed: Sequence[TrainingCandidate], batch: int
 ) -> Advice:
-    """Advice without simulated runs: the fastest of the rules that are known to be stable."""
+    """Chooses without simulated runs: the fastest of the candidates that no known limit excludes.
+    If adag-agn is about as fast as the fastest, it is preferred."""
     evidence = tuple(
         Evidence(
             candidate,
@@ -441,7 +460,7 @@ def _by_what_is_known(
 
 
 def _known_limit(candidate: TrainingCandidate) -> str:
-    """Why a candidate is known to diverge in longer runs; "" where nothing is known against it."""
+    """Why a candidate is known to diverge in longer runs; "" if no limit is known."""
     updates = candidate.workers * candidate.window
     if RULES[candidate.rule].adds_sums and candidate.window > 1 and updates > STABLE_UPDATES:
         return f"{candidate.workers} x {candidate.window} updates are added from one point"
@@ -453,8 +472,8 @@ def _known_limit(candidate: TrainingCandidate) -> str:
 def _samples_per_second(
     measured: StepMeasurement, candidate: TrainingCandidate, batch: int
 ) -> float:
-    """Speed of a candidate, computed from the measured times. In rules that gather, all wait for
-    the slowest worker; the server takes one commit after the other."""
+    """Computes a candidate's speed from the measured times. With rules that gather, all workers
+    wait for the slowest. The server applies one commit after the other, which limits the speed."""
     times = measured.times(candidate.workers)
     rng = np.random.default_rng(0)
     drawn = times.draw(rng, (200, candidate.workers, candidate.window)).sum(axis=2)

@@ -1,8 +1,8 @@
 """Measures what asynchrony did to a run: staleness, implicit momentum, temporal efficiency.
 
-    staleness     of the rows of a run: mean, median, 95th percentile, largest; per worker
-    momentum      implicit: what stale gradients add to a plain descent, measured on a quadratic
-    efficiency    E(a, b) = integral of a's accuracy over that of b, up to the shorter time
+    staleness     mean, median, 95th percentile and largest over a run's rows, and per worker
+    momentum      the implicit momentum that stale gradients add to plain descent on a quadratic
+    efficiency    E(a, b) = integral of a's accuracy / integral of b's, up to the shorter time
 
 Papers: I. Mitliagkas, C. Zhang, S. Hadjis, C. Re, "Asynchrony begets Momentum, with an Application
 to Deep Learning", 2016, https://arxiv.org/abs/1605.09774, the queuing model: with memoryless step
@@ -24,12 +24,14 @@ from dovetail.training.step_times import StepTimes
 
 Floats = NDArray[np.float64]
 ROUNDS = 8
-"""Steps of each worker before the descent begins, so that their clocks are mixed by then."""
+"""Each worker makes so many steps on average before the descent begins. By then the order of their
+commits no longer depends on how they started."""
 
 
 @dataclass(frozen=True)
 class Staleness:
-    """Staleness of `commits` commits: mean, median, 95th percentile, largest; nan without any."""
+    """Staleness of `commits` commits: mean, median, 95th percentile and largest. All four are nan
+    if there are no commits."""
 
     commits: int
     mean: float
@@ -40,12 +42,12 @@ class Staleness:
 
 @dataclass(frozen=True)
 class ImplicitMomentum:
-    """Implicit momentum mu of a descent on x*x/2, over replicas of schedules.
+    """The implicit momentum mu of a descent on x*x/2, averaged over replicas.
 
     momentum       the fitted mu
-    theory         1 - 1/n
-    mean_staleness of the descent's commits
-    trajectory     [steps + 1] the mean of x
+    theory         1 - 1/n, the value under memoryless step times
+    mean_staleness mean staleness of the descent's commits
+    trajectory     [steps + 1] x after each step, as a mean over replicas
     """
 
     workers: int
@@ -56,8 +58,8 @@ class ImplicitMomentum:
 
 
 def staleness(rows: Sequence[Row], workers: int) -> tuple[Staleness, dict[int, Staleness]]:
-    """Staleness of all workers together, and of each. The first `workers` commits are left out:
-    they all start from the same center, which says nothing about the run."""
+    """Returns the staleness of all workers together, and of each by its index. The first `workers`
+    commits are left out: they all start from the first center, which says nothing about the run."""
     counted = rows[workers:]
     of_worker: dict[int, list[int]] = {}
     for row in counted:
@@ -84,28 +86,30 @@ def implicit_momentum(
     rate: float = 0.02,
     seed: int = 0,
 ) -> ImplicitMomentum:
-    """Measure the implicit momentum of `workers` equal workers whose steps take such times.
+    """Measures the implicit momentum of `workers` equal workers whose steps take such times.
 
-    Each replica is the schedule of `backends.simulated` without its transfers: a commit is applied
-    when its worker's step ends, and the worker goes on from what it then pulls; ties fall to the
-    lower index. Workers begin at random moments and make `ROUNDS` steps each before the descent
-    begins, from 1 in all replicas. Cost: O((steps + ROUNDS workers) x replicas x workers),
-    vectorised over replicas.
+    Each replica follows the schedule of `backends.simulated` without transfers: a commit is applied
+    when its worker's step ends, and the worker continues from the center that it then pulls. Ties
+    fall to the lower index. Workers begin at random moments and make `ROUNDS` steps each, on
+    average, before the descent begins. It starts from x = 1 in all replicas. Cost: O((steps +
+    ROUNDS workers) x replicas x workers), vectorised over replicas.
     """
     rng = np.random.default_rng((seed, workers))
     every = np.arange(replicas)
-    # [replicas, workers] when each worker's present step ends.
+    # [replicas, workers] the time at which each worker's present step ends.
     ends = times.draw(rng, (replicas, workers))
     ends += rng.uniform(0.0, times.mean_seconds, ends.shape)
-    # [replicas, workers] what each worker pulled, and the clock when it did.
+    # [replicas, workers] the x that each worker pulled last, and the clock at that pull.
     base = np.ones((replicas, workers))
     pulled = np.full((replicas, workers), -ROUNDS * workers)
     x = np.ones(replicas)
+    # At negative clocks the workers only take turns, and x stays 1.
     trajectory, stale = np.ones(steps + 1), []
     for clock in range(-ROUNDS * workers, steps):
         who = np.argmin(ends, axis=1)
         if clock >= 0:
             stale.append(float(np.mean(clock - pulled[every, who])))
+            # The gradient of x*x/2 is x itself, here at the x that the worker pulled.
             x = x - rate * base[every, who]
             trajectory[clock + 1] = x.mean()
         base[every, who] = x
@@ -122,13 +126,14 @@ def implicit_momentum(
 
 
 def fit_momentum(trajectory: Floats) -> tuple[float, float]:
-    """(mu, c) of x_{t+1} - x_t = mu (x_t - x_{t-1}) - c x_t, by least squares over [steps] x.
+    """Fits (mu, c) of x_{t+1} - x_t = mu (x_t - x_{t-1}) - c x_t to x [steps] by least squares.
 
-    A geometric sequence, which plain descent explains as well, has mu 0.
+    For a geometric sequence, which plain descent explains as well, mu is 0.
     """
     change = np.diff(trajectory)
     unknowns = np.stack([change[:-1], -trajectory[1:-1]], axis=1)
     found, _, rank, _ = np.linalg.lstsq(unknowns, change[1:], rcond=1e-10)
+    # In a geometric sequence the change is a multiple of x, so mu and c cannot be told apart.
     if rank < 2:
         return 0.0, float(np.linalg.lstsq(unknowns[:, 1:], change[1:])[0][0])
     mu, c = found.tolist()
@@ -141,7 +146,7 @@ def temporal_efficiency(
     b_seconds: Sequence[float],
     b_accuracy: Sequence[float],
 ) -> float:
-    """E(a, b): above 1, a is the better use of the time. Infinite where b learned nothing.
+    """Returns E(a, b). Above 1, a made better use of the time. It is infinite if b's integral is 0.
 
     Accuracy is taken to be linear between evaluations, and from 0 at time 0 to the first one.
     """
@@ -161,7 +166,7 @@ def _integral(seconds: Sequence[float], values: Sequence[float], end: float) -> 
 def seconds_to(
     evaluations: Iterable[Evaluation], target: float, figure: str = "accuracy"
 ) -> float | None:
-    """Seconds until a figure was first seen at `target` or above; None if it never was."""
+    """Seconds of the first evaluation whose figure is at least `target`; None if there is none."""
     for evaluation in evaluations:
         if evaluation.figures[figure] >= target:
             return evaluation.seconds

@@ -1,12 +1,14 @@
-"""The center variable theta~ and all that belongs to it, in shards; executes the ledger's steps.
+"""Holds the center variable theta~ and the rule's own vectors in shards, and executes the ledger's
+steps on them.
 
     execute(Apply, Read, ...)   ──► shard 0   block, block, ...      each shard is one thread, and
                                 ──► shard 1   block, block, ...      takes the batches in order
 
-Server functions are elementwise, so a batch of steps is done block by block, each block as large as
-fits into a core's cache: what an `Apply` has just written is still there when `Read` copies it. All
-shards do the same batches in the same order, so every pull is of one version, while several commits
-are in flight, each in another shard.
+Server functions are elementwise, so a shard can take its vector block by block and do all steps of
+a batch on one block before the next. A block fits into a core's cache, so what an `Apply` wrote is
+still there when a `Read` copies it. All shards do the same batches in the same order, so every pull
+sees one version in all shards. Shards do not wait for each other, so several commits can be in
+progress, each in another shard.
 """
 
 import threading
@@ -26,16 +28,17 @@ from dovetail.training.rules.contract import Arrival, Rule, Slice, new_slots
 from dovetail.training.steps import Apply, Combine, Forget, Read, Step
 
 BLOCK_BYTES = 2**18
-"""The size of a block of theta~. The core's cache also holds the block's part of the commit, of the
-rule's slots and of the pull."""
+"""The size of a block of theta~. It is well below a core's cache, which must also hold the block's
+part of the commit, of the rule's slots and of the pull."""
 
 
 @dataclass
 class _CenterBlock:
     """Elements [start, stop) of the vector.
 
-    watched   the slice of the watched coordinates that lies in the block
-    places    where they stand in the block
+    part      the block's view of theta~ and of the rule's slots, with counts of its own
+    watched   the slice of the list of watched coordinates that lies in this block
+    places    positions of those coordinates, counted from the block's start
     """
 
     start: int
@@ -52,10 +55,11 @@ class Center:
     """theta~, the rule's slots and counts, each worker's base, and commits that wait for a round.
 
     theta      [size] is changed in place, and may lie in shared memory
-    shards     threads that own a part each; 1: the caller's own
+    shards     number of threads that own a part each; 1: the caller's own thread does the work
     watched    coordinates [k], ascending, whose values `execute` can copy out at each version
 
-    Everything but the shards' work is done by one thread at a time, the caller's.
+    Only one thread at a time may call the methods. The shards' threads touch nothing but the blocks
+    and the vectors that tasks name.
     """
 
     def __init__(
@@ -84,16 +88,20 @@ class Center:
     def _cut(self) -> Iterator[_CenterBlock]:
         names = self._rule.server_counts
         size, length = self._theta.size, max(BLOCK_BYTES // self._theta.itemsize, 1)
+        # A center without elements still has one block, which keeps the rule's counts.
         for start in range(0, max(size, 1), length):
             stop = min(start + length, size)
             slots = {name: slot[start:stop] for name, slot in self._slots.items()}
+            # Each block counts for itself, because the rule's function runs once in each of them.
+            # So all blocks hold the same counts after the same steps.
             part = Slice(self._theta[start:stop], slots, dict.fromkeys(names, 0))
             first, last = np.searchsorted(self._watched, (start, stop)).tolist()
             watched = slice(first, last)
             yield _CenterBlock(start, stop, part, watched, self._watched[watched] - start)
 
     def attach(self, worker: int, inbox: Vector | None, outbox: Vector | None) -> None:
-        """Where the worker's commits lie when they are executed, and where its pulls go [size]."""
+        """Sets the vectors [size] that a worker's commits lie in and that its pulls are copied to;
+        None removes one."""
         for boxes, box in ((self._inboxes, inbox), (self._outboxes, outbox)):
             assert box is None or self.fits(box)
             boxes.pop(worker, None)
@@ -101,41 +109,43 @@ class Center:
                 boxes[worker] = box
 
     def inbox(self, worker: int) -> Vector | None:
-        """Where the worker's commit lies, if it has a place."""
+        """The vector that the worker's commits lie in; None if none is attached."""
         return self._inboxes.get(worker)
 
     def fits(self, vector: Vector) -> bool:
-        """Whether it is of theta's size and type, and in one piece."""
+        """Whether the vector has theta's shape and type and is contiguous."""
         theta = self._theta
         same = (vector.shape, vector.dtype) == (theta.shape, theta.dtype)
         return same and vector.flags.c_contiguous
 
     def stage(self, worker: int, vector: Vector) -> None:
-        """The worker's commit [size], used where it lies and constant until it was applied."""
+        """Notes the worker's commit [size]. It is not copied, so it must not change until it has
+        been applied."""
         self._staged[worker] = vector
 
     def unstage(self, worker: int) -> None:
-        """Drop what was staged, but not the worker's base."""
+        """Drops the worker's staged commit, but keeps its base."""
         self._staged.pop(worker, None)
 
     def execute(self, *steps: Step, values: Vector | None = None) -> int:
-        """Do the steps, or have the shards do them; a ticket to `wait` for. Answers are not the
-        center's to give. `values`: filled with the watched coordinates [k] as they are then."""
+        """Does the steps, or hands them to the shards, and returns a ticket for `wait`. `Answer`
+        steps are ignored. `values` [k] is filled with the watched coordinates as the steps left
+        them."""
         tasks = [task for step in steps for task in self._tasks(step)]
         if values is not None:
             tasks.append(_watch(values))
         return self._work.put(tasks)
 
     def wait(self, ticket: int) -> None:
-        """Block until all shards have done what `execute` gave this ticket for."""
+        """Blocks until all shards have done the steps of this ticket."""
         self._work.wait(ticket)
 
     def done(self, ticket: int) -> bool:
-        """Whether they have."""
+        """Whether all shards have done the steps of this ticket, or one of them has failed."""
         return self._work.done(ticket)
 
     def flush(self) -> None:
-        """Block until the shards have done everything."""
+        """Blocks until the shards have done all steps so far."""
         self._work.wait(self._work.tickets)
 
     @property
@@ -145,7 +155,7 @@ class Center:
 
     @property
     def theta(self) -> Vector:
-        """theta~ [size] itself, after all that was executed; the next step changes it."""
+        """theta~ [size] after all steps so far. It is no copy: the next step changes it."""
         self.flush()
         return self._theta
 
@@ -166,6 +176,7 @@ class Center:
                         self._bases[worker] = np.empty_like(self._theta)
                     yield _copy(self._bases[worker])
             case Forget(worker):
+                # Tasks in the queues hold these vectors themselves, so they do not miss them.
                 self._staged.pop(worker, None)
                 self._bases.pop(worker, None)
 
@@ -184,7 +195,7 @@ class Center:
         )
 
     def vectors(self) -> dict[str, Vector]:
-        """Every vector of the state by name, after all that was executed; they are the center's."""
+        """Every vector of the state by name, after all steps so far. They are no copies."""
         self.flush()
         return (
             {"theta": self._theta}
@@ -194,13 +205,13 @@ class Center:
         )
 
     def counts(self) -> dict[str, int]:
-        """The rule's counts, after all that was executed."""
+        """The rule's counts after all steps so far."""
         self.flush()
         return dict(self._blocks[0].part.counts)
 
     def restore(self, vectors: dict[str, Vector], counts: dict[str, int]) -> None:
-        """Take over a state whose `vectors` and `counts` these were; other names are not its own.
-        Copies them."""
+        """Takes over copies of the vectors and counts that `vectors()` and `counts()` returned.
+        Vectors of other names are ignored, so a caller may keep its own beside them."""
         self.flush()
         self._bases.clear()
         self._staged.clear()
@@ -217,7 +228,7 @@ class Center:
             block.part.counts.update(counts)
 
     def close(self) -> None:
-        """Ends the threads, after what they have left to do."""
+        """Ends the threads once they have done all steps so far."""
         self._work.close()
 
     def __enter__(self) -> Self:
@@ -252,7 +263,7 @@ def _watch(values: Vector) -> Task:
 
 
 def _part(whole: Arrival, block: _CenterBlock) -> Arrival:
-    """A block's part of a commit."""
+    """The part of a commit that belongs to a block, as views."""
     start, stop = block.start, block.stop
     return Arrival(
         whole.vector[start:stop],
@@ -267,9 +278,9 @@ def _part(whole: Arrival, block: _CenterBlock) -> Arrival:
 
 
 class _ShardThreads:
-    """Threads, one a shard, that do batches of tasks on all blocks in the order of `put`.
+    """One thread per shard, which does the batches of tasks on its blocks in the order of `put`.
 
-    With one shard there is no thread: the caller does the tasks itself.
+    With one shard there is no thread: the caller does the tasks itself in `put`.
     """
 
     def __init__(self, shards: list[list[_CenterBlock]]) -> None:
@@ -301,6 +312,8 @@ class _ShardThreads:
         return self.tickets
 
     def done(self, ticket: int) -> bool:
+        # Read without the lock: each entry has one writer and only grows, so the answer can be late
+        # but never too early.
         return self._error is not None or min(self._done) >= ticket
 
     def wait(self, ticket: int) -> None:
@@ -317,14 +330,15 @@ class _ShardThreads:
                 self._changed.notify_all()
 
     def _run(self, index: int, tasks: list[Task]) -> None:
-        """Do the tasks on the shard's blocks. After a failure nothing is done any more: the shards
-        would not be of one version."""
+        """Does the tasks on the shard's blocks. After a failure in any shard it does nothing more,
+        because the shards would hold different versions."""
         try:
             for block in self._shards[index]:
                 for task in tasks if self._error is None else ():
                     task(block)
-        except BaseException as error:  # a shard's failure is raised where it is waited for
+        except BaseException as error:  # `_check` raises it in the thread that waits
             self._error = error
+            # Ctrl-C in the caller's own thread must reach the caller unchanged.
             if not (self._threads or isinstance(error, Exception)):
                 raise
 

@@ -1,8 +1,8 @@
-"""The folder of a run: what the caller keeps there beside the server's state.
+"""Reads and writes the folder of a run: what the trainer keeps there beside the server's state.
 
-trainer.json       what the run is; a run that resumes it must be the same
-evaluations.json   every evaluation so far, and which was the best
-best.npy           the center at the best one
+trainer.json       the facts that identify the run; a run that resumes it must have the same
+evaluations.json   every evaluation so far, and the index of the best
+best.npy           the center at the best evaluation
 center/            the server's snapshot and log
 """
 
@@ -26,7 +26,7 @@ _FACTS, _EVALUATIONS, _BEST, _CENTER = "trainer.json", "evaluations.json", "best
 
 
 class RunFolder:
-    """The folder of one run. `run` is the run's random name."""
+    """The folder of one run. `run` is the random name that commits carry."""
 
     def __init__(self, path: Path, run: str) -> None:
         self.path = path
@@ -38,8 +38,9 @@ class RunFolder:
         return self.path / _CENTER
 
     def save(self, evaluations: list[Evaluation], best: int | None, theta: Vector | None) -> None:
-        """Keep the evaluations; with `theta` [size] also the center of the best one."""
-        # The center goes first: an index of a best center that is not there would mislead.
+        """Saves the evaluations and the index of the best. `theta` [size] is the center of the best
+        one; None keeps the file as it is."""
+        # The center is written first, so that the index never names a center that is not there.
         if theta is not None:
             content = io.BytesIO()
             np.save(content, theta, allow_pickle=False)
@@ -48,7 +49,8 @@ class RunFolder:
         write_atomically(self.path / _EVALUATIONS, json.dumps(record))
 
     def load(self) -> tuple[list[Evaluation], int | None, Vector | None]:
-        """What `save` kept; nothing where it was never called. Raises `FileFormatError`."""
+        """Returns what `save` was given last, or ([], None, None) if it was never called. Raises
+        `FileFormatError`."""
         path = self.path / _EVALUATIONS
         if not path.exists():
             return [], None, None
@@ -65,10 +67,12 @@ class RunFolder:
 def open_folder(
     folder: str | os.PathLike[str], facts: Mapping[str, Any], resume: bool
 ) -> RunFolder:
-    """The folder, new or resumed. `facts`: what the run is, as JSON knows it.
+    """Starts a run in the folder, or opens the run that is there to resume it.
 
-    Raises `UsageError` where there is a run and none is to be resumed, or the other way round, and
-    `RunMismatchError` where it is another one.
+    facts   what identifies the run, as values that JSON can hold
+
+    Raises `UsageError` if the folder holds a run and `resume` is false, or holds none and it is
+    true. Raises `RunMismatchError` if the facts of the run to resume differ.
     """
     check_held(folder, resume)
     path = Path(folder)
@@ -78,6 +82,7 @@ def open_folder(
     stored = _read(held)
     if stored.get("format") != FORMAT or not isinstance(stored.get("run"), str):
         raise FileFormatError(str(held), f"it is no {FORMAT}")
+    # The facts go through JSON once, so that tuples compare equal to the lists in the file.
     for field, expected in json.loads(json.dumps(dict(facts))).items():
         if stored.get(field) != expected:
             raise RunMismatchError(str(path), field, expected, stored.get(field))
@@ -85,7 +90,8 @@ def open_folder(
 
 
 def check_held(folder: str | os.PathLike[str], resume: bool) -> None:
-    """Raise `UsageError` where there is a run and none is to be resumed, or the other way round."""
+    """Raises `UsageError` if the folder holds a run and `resume` is false, or holds none and it is
+    true."""
     path = Path(folder)
     held = (path / _FACTS).exists()
     if held and not resume:

@@ -1,11 +1,13 @@
-"""What the server checks of a vector before anything changes: is it whole, finite, of what norm.
+"""Computes the checksum and the norm of a vector, which the server checks before anything changes.
 
-The checksum is XXH3's of 64 bits over the vector's bytes (https://xxhash.com, by the library
-`xxhash`); the worker sends it with a commit, and the journal keeps it. The norm is the root of the
-sum of squares in float64, which a NaN or an infinity anywhere makes a NaN or an infinity.
+The checksum is the 64-bit XXH3 hash of the vector's bytes (https://xxhash.com, by the library
+`xxhash`). The worker sends it with a commit, and the journal keeps it. The norm is the root of the
+sum of squares in float64. A NaN or an infinity in any element makes that sum a NaN or an infinity,
+so the sum also shows whether all elements are finite.
 
-A large vector is taken in pieces that stay in a core's cache, so that all that is done with a piece
-reads it from memory once. numba is imported at the first call that sums squares.
+A large vector is taken in pieces that stay in a core's cache. So each piece is read from memory
+once, though it is both hashed and summed or copied. numba is imported at the first call that sums
+squares.
 """
 
 import math
@@ -21,14 +23,14 @@ from numpy.typing import NDArray
 from dovetail.training.records import Vector
 
 PIECE_BYTES = 2**18
-"""Bytes of a piece. Sizes of 64 KB to 512 KB take the same time within a tenth, on vectors of 10
-and of 100 MB. Smaller pieces spend more in Python's calls, larger ones fall out of the cache."""
+"""Bytes of a piece. Pieces of 64 KB to 512 KB take the same time within a tenth, on vectors of 10
+and of 100 MB. Smaller pieces cost more calls from Python, and larger ones fall out of the cache."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Checksum and sum of squares of a vector. `squares` is nan or inf if a component is, or if
-    they are too large to be squared."""
+    """Checksum and sum of squares of a vector. `squares` is nan or inf if an element is, or if the
+    squares exceed the range of float64."""
 
     checksum: int
     squares: float
@@ -44,7 +46,7 @@ class Check:
 
 
 def check(vector: Vector) -> Check:
-    """Checksum and sum of squares of a flat, contiguous vector of float32 or float64."""
+    """Computes both checks of a flat, contiguous vector [size] of float32 or float64."""
     assert vector.flags.c_contiguous
     sum_of_squares = _sum_of_squares()
     digest, squares = xxhash.xxh3_64(), 0.0
@@ -55,7 +57,8 @@ def check(vector: Vector) -> Check:
 
 
 def copy_and_checksum(target: NDArray[Any], source: NDArray[Any]) -> int:
-    """`checksum(source)` while copying it to `target` [size], of the same type."""
+    """Copies `source` [size] to `target` [size] of the same type, and returns the checksum of
+    `source`."""
     assert target.shape == source.shape
     assert target.dtype == source.dtype
     digest = xxhash.xxh3_64()
@@ -79,7 +82,8 @@ def _pieces(vector: NDArray[Any]) -> list[NDArray[Any]]:
 def _sum_of_squares() -> Callable[[Vector], float]:
     import numba
 
-    # Without leave to reorder the additions the loop is one chain of them, four times slower.
+    # If the additions must keep their order, each waits for the one before, and the loop is four
+    # times slower. NaN and infinity keep their meaning, since no other fast-math flag is set.
     loop: Callable[[Vector], float] = numba.njit(
         nogil=True, cache=True, fastmath={"reassoc", "contract"}
     )(_loop)

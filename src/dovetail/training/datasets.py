@@ -7,13 +7,14 @@
     iterable    `__iter__` alone: index p is the p-th item of all epochs, one after the other, in
                 the stream's own order. Each iteration must yield the same
 
-The cost of an iterable: a run hands its samples out by position, so that other workers can train
+An iterable is costly to read. A run hands samples out by position, so that other workers can train
 those of a dead worker. Each worker therefore runs through the whole stream and skips the samples of
-others: with n workers each item is produced n times. A data set with `iterate_from(position)` is
-spared that. One with `set_epoch(epoch)` is told the epoch, as torch's samplers are.
+others, and with n workers each item is produced n times. A data set that has the method
+`iterate_from(position)` avoids this. If it has `set_epoch(epoch)`, that is called at the start of
+each epoch, as torch's samplers have it.
 
-An item, and so a batch, is (input, target, ...): a tuple or list whose first element is the
-model's input, and whose others the loss gets. Anything else is all input.
+An item, and so a batch, is (input, target, ...): a tuple or list whose first element is the model's
+input, and whose other elements are the loss' targets. Anything else is input as a whole.
 """
 
 import warnings
@@ -29,27 +30,30 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from dovetail.errors import UsageError
 
 Collate = Callable[[list[Any]], Any]
-"""Items -> a batch."""
+"""Makes one batch of a list of items."""
 
 
 class SampleSource(Protocol):
-    """A data set that is read by index. `samples`: None for a stream, whose end shows only when
-    it is reached."""
+    """A data set that is read by index.
+
+    samples   their number; None for a stream, whose end is not known before it is reached
+    """
 
     samples: int | None
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
-        """The batch of these samples, and its number of samples: fewer than asked for where a
-        stream ends among them; (None, 0) where it had ended before."""
+        """Returns the batch of these samples, and their number. The number is smaller than asked
+        for if a stream ends among them. It is (None, 0) if the stream ended before them."""
         ...
 
 
 def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) -> SampleSource:
-    """The data set as a `SampleSource`; one that is a source already stays as it is.
+    """Returns the data set as a `SampleSource`; one that is a source already is returned as it is.
 
-    epochs   passes over a stream
+    collate   makes a batch of items; None: torch's `default_collate`
+    epochs    passes over a stream
 
-    Raises `UsageError` for what cannot be read, or is empty.
+    Raises `UsageError` if the data set cannot be read, or is empty.
     """
     if isinstance(dataset, DataLoader):
         raise UsageError("dataset", "is a DataLoader; give its data set, and `batch` and `collate`")
@@ -62,6 +66,7 @@ def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) 
 def _open(dataset: Any, collate: Collate | None, epochs: int) -> SampleSource:
     if isinstance(dataset, ArraySource | MapSource | StreamSource):
         return dataset
+    # A subclass of TensorDataset may change its items, so only the class itself is sliced.
     if type(dataset) is TensorDataset:
         dataset = tuple(dataset.tensors)
     if isinstance(dataset, Tensor | np.ndarray):
@@ -72,6 +77,7 @@ def _open(dataset: Any, collate: Collate | None, epochs: int) -> SampleSource:
         return ArraySource(dataset)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return MapSource(dataset, collate or default_collate)
+    # An iterator can be read only once, but every epoch and every step back starts anew.
     if hasattr(dataset, "__iter__") and not isinstance(dataset, Iterator):
         return StreamSource(dataset, collate or default_collate, epochs)
     detail = "can be gone through only once" if hasattr(dataset, "__iter__") else "cannot be read"
@@ -113,8 +119,9 @@ def _as_tensors(tree: Any) -> Any:
 
 
 def _share(array: NDArray[Any]) -> Tensor:
-    """The array as a tensor of the same memory, a file's too: rows are copied out of it."""
+    """The array as a tensor of the same memory, also if that is a mapped file."""
     with warnings.catch_warnings():
+        # torch warns that writing to such a tensor is undefined. Rows are only copied out of it.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.as_tensor(array)
 
@@ -142,7 +149,7 @@ class MapSource:
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
         """The items `indices`, collated."""
-        # Plain ints, for not every __getitem__ takes numpy's.
+        # Plain ints, because not every `__getitem__` takes numpy's integers.
         rows = indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
         items = many(rows) if many is not None else [self._dataset[row] for row in rows]
@@ -150,9 +157,10 @@ class MapSource:
 
 
 class StreamSource:
-    """Items by position in a stream that starts anew at each epoch, and whenever it must go back.
+    """Items by position in a stream. The stream is started anew at each epoch, and whenever a
+    position before the present one is asked for.
 
-    `length` is what `len` says of an epoch, if anything; only the progress is measured by it.
+    length   `len` of the data set, if it has one; only `passed` uses it
     """
 
     samples: int | None = None
@@ -161,7 +169,7 @@ class StreamSource:
         self._dataset, self._collate, self._epochs = dataset, collate, epochs
         self._items: Iterator[Any] | None = None
         self._epoch, self._position = 0, 0
-        # Positions where the epochs that were reached so far start.
+        # The position at which each epoch starts, of the epochs that were reached so far.
         self._starts = [0]
         try:
             self.length: int | None = len(dataset)
@@ -170,12 +178,13 @@ class StreamSource:
 
     @property
     def passed(self) -> float:
-        """Epochs up to the last item that was read; whole ones where the length is not known."""
+        """Epochs that were read so far, with the fraction of the present one if the length is
+        known."""
         inside = self._position - self._starts[self._epoch]
         return self._epoch + min(inside / self.length, 1.0) if self.length else float(self._epoch)
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
-        """The items at positions `indices`, which ascend; fewer at the stream's end."""
+        """The items at the ascending positions `indices`; fewer items at the stream's end."""
         items: list[Any] = []
         for position in indices.tolist():
             item = self._item(position)
@@ -199,7 +208,8 @@ class StreamSource:
         return item
 
     def _next_epoch(self) -> bool:
-        """Start the next epoch, if one follows; an epoch without items is the last."""
+        """Starts the next epoch and returns True, or returns False if none follows."""
+        # After an epoch without items the stream has ended, since all later ones would be empty.
         is_empty = self._position == self._starts[self._epoch]
         if self._epoch + 1 >= self._epochs or is_empty:
             return False
@@ -220,12 +230,12 @@ class StreamSource:
         self._epoch = epoch
 
 
-# What `next` gives at a stream's end; None may be an item.
+# `next` returns this at a stream's end. None cannot mark the end, because an item may be None.
 _END = object()
 
 
 def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """Split a batch into the model's arguments, its keyword arguments, and the loss' targets."""
+    """Splits a batch into the model's arguments, its keyword arguments, and the loss' targets."""
     first, targets = (
         (batch[0], tuple(batch[1:])) if isinstance(batch, tuple | list) and batch else (batch, ())
     )

@@ -1,11 +1,12 @@
 """Finds out whether a run diverges, and names a rule that would not.
 
-A run diverges when its loss leaves what it began with and goes on growing, or is not finite any
-more. What makes asynchronous runs do so is the length of a step times its staleness: n workers
-that push sums of lambda updates move the center by n lambda updates, all taken from one point; by
-the mean of each window they move it by n, and weights that moved since take less still by ADAG's
-division (J. Hermans, On Scalable Deep Learning and Parallelizing Gradient Descent, 2017,
-https://github.com/JoeriHermans/master-thesis; staleness is n - 1 on average).
+A run diverges when its loss grows beyond its first losses and goes on growing, or is not finite any
+more. Asynchronous runs diverge when steps are too long for their staleness, which is n - 1 on
+average. If n workers push sums of lambda updates, the center moves by n lambda updates that were
+all computed at one point. If they push the mean of each window, it moves by n updates. ADAG's
+division shortens the step further for weights that have moved since (J. Hermans, On Scalable Deep
+Learning and Parallelizing Gradient Descent, 2017,
+https://github.com/JoeriHermans/master-thesis).
 """
 
 import math
@@ -19,33 +20,39 @@ from dovetail.training.records import Row
 from dovetail.training.rules import RULES
 
 GROWTH = 2.0
-"""A run diverges if its median loss is so many times that of its beginning, and still grows."""
+"""A run diverges if its median loss exceeds so many times the median of its first losses."""
 SPREADS = 5.0
-"""The median must be so many standard deviations of the first losses beyond that, besides."""
+"""The median loss must exceed that by so many standard deviations of the first losses, too."""
 FEWEST = 20
-"""A median is of at least so many commits; with n workers it is of 2 n, if that is more."""
+"""Each median is taken over so many commits, or over 2 n with n workers if that is more."""
 
 STABLE = ("agn", "adag-agn")
+"""Names of the rules that are recommended in place of a rule that diverges."""
 FEW_WORKERS = 10
-"""Up to so many workers, means of windows (AGN) are the remedy. On digits, AGN learns as well as
-ADAG's division up to 20 workers, and 28 points worse at 40. The limit is lower because a rate that
-was too high for sums may be too high for the means of many workers."""
+"""AGN, which adds the mean of a window, is the remedy up to so many workers. On digits, AGN learns
+as well as ADAG's division up to 20 workers, and loses 28 points of accuracy at 40. The limit is
+lower than 20, because a rate that was too high for sums may be too high for the means of many
+workers."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The sign of divergence that was seen, and the commit at which it was."""
+    """A sign of divergence, and the clock of the commit that showed it."""
 
     clock: int
     detail: str
 
 
 class LossWatch:
-    """Looks at losses as they come; `found` is what it has seen, None while all is well.
+    """Watches losses as they come. `found` is the divergence that it has seen, None before.
 
-    The beginning is the first `FEWEST` (2 n) commits. Of as many last ones the median must be
-    `GROWTH` times that of the beginning, beyond `SPREADS` of its standard deviations, and larger
-    than the median of those before them: a jump that passes is none.
+    Let k be `FEWEST`, or 2 n with n workers if that is more. A run diverges when the median of its
+    last k losses exceeds both of these:
+
+    * the limit: `GROWTH` times the median of its first k losses, plus `SPREADS` of their standard
+      deviations
+    * the median of the k losses before the last k, so that a loss that jumps and falls again is no
+      divergence
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -57,7 +64,7 @@ class LossWatch:
         self._last: deque[float] = deque(maxlen=self._many)
 
     def add(self, rows: Iterable[Row]) -> Divergence | None:
-        """The divergence, if these rows are the first to show it."""
+        """Returns the divergence if these rows are the first to show it, else None."""
         if self.found is not None:
             return None
         for row in rows:
@@ -78,6 +85,7 @@ class LossWatch:
         if len(self._last) == self._many:
             self._before.append(self._last[0])
         self._last.append(loss)
+        # The medians are not computed while the newest loss is below the limit, to save time.
         if len(self._before) < self._many or loss < self._limit:
             return ""
         last = float(np.median(self._last))
@@ -86,17 +94,19 @@ class LossWatch:
         return ""
 
     def _limit_of(self, first: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> float:
+        # `abs`, because a loss may be negative, and twice a negative loss would be a lower limit.
         middle = float(np.median(first))
         return middle + (GROWTH - 1) * abs(middle) + SPREADS * float(first.std())
 
 
 def diverging(rows: Iterable[Row], workers: int = 1) -> Divergence | None:
-    """Where a run's commits show that it diverges; None: nowhere."""
+    """Returns the first divergence that a run's commits show; None if they show none."""
     return LossWatch(workers).add(rows)
 
 
 def stable_rule(rule: str, window: int | None, workers: int) -> str:
-    """The rule to use where `rule` diverges with these; "" where none of them does better."""
+    """The name of the rule to use if `rule` diverges with this window and so many workers; "" if
+    no rule is known to do better."""
     if rule in ("agn", "adag"):
         return "adag-agn"
     if _adds_sums(rule):
@@ -109,7 +119,7 @@ def _adds_sums(rule: str) -> bool:
 
 
 def remedy(rule: str, window: int | None, workers: int) -> str:
-    """What to do about a run that diverges, in a sentence, with its evidence."""
+    """One sentence that says what to do about a run that diverges, and why."""
     steps = "all" if window is None else str(window)
     other = stable_rule(rule, window, workers)
     if not other:

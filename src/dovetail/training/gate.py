@@ -1,4 +1,4 @@
-"""A forced order of turns: what comes too early waits, so that a run can be replayed exactly."""
+"""Forces an order on turns, so that a run can be replayed exactly. A turn that is early waits."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -6,12 +6,13 @@ from dovetail.training.records import Turn
 
 
 class TurnGate:
-    """Lets turns pass in the order of the workers in `order`, one entry a turn.
+    """Lets turns pass in the order of `order`, whose entries are workers: one entry per turn.
 
     After the order's end, turns pass as they come.
 
-    position   entries that have passed
-    waiting    workers that wait for an answer, and cannot take a turn: their entries are skipped
+    position   number of entries that have passed
+    waiting    returns the workers that wait for an answer. They cannot take a turn, so their
+               entries are skipped.
     """
 
     def __init__(
@@ -28,9 +29,9 @@ class TurnGate:
         self._gone: set[int] = set()
 
     def push(self, turn: Turn) -> Iterator[Turn]:
-        """The turns that may be taken now, in order, each to be taken before the next is asked
-        for. The one that a worker's last answer was lost for passes again, and does not count
-        twice."""
+        """Takes in a turn and yields the turns that may be taken now, in order. The caller takes
+        each turn before it asks for the next. A worker whose answer was lost sends its last turn
+        again; that turn passes at once and takes no entry of the order."""
         self._gone.discard(turn.worker)
         if self._passed.get(turn.worker) == turn:
             return iter([turn])
@@ -43,12 +44,12 @@ class TurnGate:
         return tuple(self._passed.values())
 
     def recall(self, turn: Turn) -> None:
-        """That turn has passed before, at a gate of the same order that is gone."""
+        """Notes a turn that has passed at an earlier gate of the same order, before a restart."""
         self._passed[turn.worker] = turn
 
     def drop(self, worker: int) -> Iterator[Turn]:
-        """The worker is gone: its entries are passed over until it speaks again. The turns that
-        may be taken now."""
+        """Notes that the worker is gone, and yields the turns that may be taken now. Its entries
+        are skipped until it sends a turn again."""
         self._gone.add(worker)
         self._held.pop(worker, None)
         self._passed.pop(worker, None)
@@ -60,6 +61,8 @@ class TurnGate:
             if worker in self._held:
                 self.position += 1
                 yield self._pass(worker)
+            # `waiting` is called anew for each entry: the turn that was just taken may have made
+            # its worker wait.
             elif worker in self._gone or worker in self._waiting():
                 self.position += 1
             else:

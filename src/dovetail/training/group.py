@@ -6,12 +6,12 @@ averaged.
     all                    gloo's all-reduce adds them: the mean over the batch
 
 Rank 0 alone talks to the server and applies the optimizer. This is data parallelism within a
-worker, as DistributedDataParallel does it, but with one flat vector: one all-reduce per step, which
-does not overlap with the backward pass. Each rank computes the statistics of batch norms from its
-own part, as there.
+worker, as DistributedDataParallel does it, but with one flat vector: there is one all-reduce per
+step, which does not overlap with the backward pass. As with DistributedDataParallel, each rank
+computes the statistics of batch norms from its own part.
 
-gloo listens on the loopback interface alone. A rank that fails ends the worker with its traceback;
-ranks die with their worker.
+gloo listens on the loopback interface alone. If a rank fails, the worker raises the rank's
+traceback. Ranks end with their worker.
 """
 
 import shutil
@@ -36,35 +36,35 @@ from dovetail.training.modules import ModuleLearner, ModuleLearners
 from dovetail.training.records import Vector
 
 TIMEOUT_SECONDS = 1800.0
-"""How long a rank waits for the others' gradients. It is torch's own default, too."""
+"""A rank waits so long for the other ranks' gradients. This is torch's default, too."""
 
 
 @dataclass(frozen=True)
 class GroupLearners:
-    """Worker index -> the learner that heads its group of `size` processes."""
+    """Makes a worker's learner by its index: one that heads a group of `size` processes."""
 
     learners: ModuleLearners
     size: int
 
     def __call__(self, worker: int) -> "GroupLearner":
-        """Starts the group's other processes."""
+        """Starts the group's other processes and returns the learner of rank 0."""
         return GroupLearner(self.learners, self.size, worker)
 
 
 class _Reducer:
-    """Adds vectors over all ranks by gloo."""
+    """Sends vectors to all ranks and adds vectors over all ranks, by gloo."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        # torch's stubs know only some of its names.
+        # torch's type stubs lack some of the names that are used here.
         names: Any = dist
-        # A group of this object's own: the default group of the process is the user's.
+        # A process group of its own, because the process's default group belongs to the user.
         gloo = names.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=TIMEOUT_SECONDS)
         store = names.FileStore(str(folder / "store"), size)
         self._group = gloo(store, rank, size, options)
-        # After a first sum all ranks are connected, and the store's file may go.
+        # After this first sum all ranks are connected, and the store's file may be removed.
         self.add(torch.zeros(1))
 
     def share(self, vector: Vector) -> None:
@@ -72,20 +72,21 @@ class _Reducer:
         self._group.broadcast(torch.from_numpy(vector), 0).wait()
 
     def add(self, vector: torch.Tensor) -> None:
-        """Replace the vector by the sum over all ranks."""
+        """Replaces the vector by its sum over all ranks."""
         self._group.allreduce([vector]).wait()
 
 
 class _Part:
-    """Computes a rank's part of each gradient, and the sum over all ranks."""
+    """Computes a rank's part of each gradient, then the mean over all ranks."""
 
     def __init__(self, learner: ModuleLearner, reducer: _Reducer) -> None:
         self._learner, self._reducer = learner, reducer
-        # [size + 2] the gradient, then the samples, then their loss: one all-reduce for all.
+        # [size + 2] the gradient, the number of samples and the sum of their losses. They stand in
+        # one vector, so that one all-reduce adds all of them.
         self._sum: Vector = np.zeros(learner.size + 2, learner.dtype)
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
-        """The gradient over all ranks' indices."""
+        """The mean gradient over all ranks' indices; `indices` are this rank's."""
         total = self._sum
         total[:] = 0
         if len(indices):
@@ -111,7 +112,7 @@ class GroupLearner:
             self._members.append(member)
             member.send((parcel, worker, str(self._folder), rank, size))
         self._learner = learners(worker)
-        # A model that fails in a rank fails here, before gloo waits for it.
+        # If a rank cannot make its model, its error is raised here, before gloo would wait for it.
         for member in self._members:
             member.receive()
         self._reducer = _Reducer(self._folder, 0, size)
@@ -127,7 +128,7 @@ class GroupLearner:
             self._reducer.share(theta)
             return self._part.gradient(theta, parts[0], epoch)
         except RuntimeError:
-            # gloo raises this when a rank is gone; the rank's own error says more.
+            # gloo raises RuntimeError when a rank is gone. The rank's own error says more.
             self._raise_theirs()
             raise
 
@@ -136,15 +137,15 @@ class GroupLearner:
         return self._learner.update(theta, gradient, epoch)
 
     def rate(self, epoch: float) -> float:
-        """The learning rate there."""
+        """The learning rate at that epoch."""
         return self._learner.rate(epoch)
 
     def close(self) -> None:
-        """End the group's processes."""
+        """Ends the group's processes."""
         self._end()
 
     def _raise_theirs(self) -> None:
-        """Raise what a rank said of its failure, if one did."""
+        """Raises the error that a rank reported, if one did within a second."""
         for member in self._members:
             with suppress(TimeoutError):
                 member.receive(timeout_seconds=1.0)
@@ -158,7 +159,7 @@ def _end(members: list[Worker], folder: Path) -> None:
 
 
 def serve(channel: Channel) -> None:
-    """Run a rank's process: compute its part of each gradient until the channel closes."""
+    """Runs a rank's process: computes its part of each gradient until the channel closes."""
     from dovetail.runtime.setup import set_up
 
     set_up(threads=1)

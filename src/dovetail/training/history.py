@@ -1,4 +1,4 @@
-"""A run to look at: its outcome as columns, by epoch, as text, and as files.
+"""Shows a run's outcome as columns, by epoch and as text, and writes and reads it as files.
 
     history = trainer.fit(dataset)
     history.columns["staleness"]                        # one entry a commit
@@ -57,26 +57,29 @@ from dovetail.units import format_count, format_seconds, printable
 
 Column = NDArray[Any]
 COLUMNS = {field.name: field.type for field in fields(Row)}
-"""Columns of a history, in order, and their types: those of the fields of `Row`."""
+"""Name -> type of a history's columns, in order. They are the fields of `Row`."""
 LOWER_IS_BETTER = ("loss", "error", "perplexity")
-"""Words in the names of figures of which a smaller value is the better one."""
+"""A figure whose name contains one of these words is better if it is smaller."""
 SUMMARY_EPOCHS = 12
-"""Epochs that a summary shows; of longer runs evenly spread ones, the last among them."""
+"""A summary shows at most so many epochs. Of a longer run it shows evenly spread ones, with the
+first and the last."""
 POINTS = 5000
-"""Most points of one scalar for TensorBoard. With more commits a point is the mean of several."""
+"""TensorBoard gets at most so many points of one scalar. With more commits, each point is the mean
+of several."""
 FORMAT, VERSION = "dovetail.history", 1
 MOST_FIGURES = 1000
-"""Columns of figures that a CSV file may have."""
+"""A CSV file may have at most so many columns of figures."""
 _COUNTED = ("lost", "restarted", "server_restarted", "refused")
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """A pass over the data set as the server saw it: the commits whose samples make it up.
+    """One pass over the data set as the server saw it: as many commits, in the order in which they
+    were applied, as have the samples of one pass.
 
-    loss      mean over its samples, each at the parameters it was computed with
-    seconds   when it ended
-    figures   of the last evaluation in it
+    loss      mean over its samples, each at the parameters that its gradient was computed at
+    seconds   time of its last commit
+    figures   figures of the last evaluation in it; {} without one
     """
 
     epoch: int
@@ -90,14 +93,15 @@ class Epoch:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The history of one run. `outcome.meta` says what ran: keys `rule`, `options`, `backend` and
-    `job`, a dictionary of `Job`'s fields; what is absent is not shown."""
+    """The history of one run. `outcome.meta` says what ran: its keys are `rule`, `options`,
+    `backend` and `job`, a dictionary of `Job`'s fields. A key that is absent is not shown."""
 
     outcome: Outcome
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """Each field of `Row` [commits], and `seen`: samples in the center after each commit."""
+        """Each field of `Row` as an array [commits], and `seen`: the samples that the center had
+        seen after each commit."""
         columns: dict[str, Column] = {
             name: np.array(
                 [getattr(row, name) for row in self.outcome.rows],
@@ -132,14 +136,16 @@ class History:
         return bool(self.outcome.meta.get("interrupted"))
 
     def of_job(self, field: str) -> int | None:
-        """A whole number of the job (`samples`, `epochs`, `batch`, `window`), if it is known."""
+        """A whole number of the job (`samples`, `epochs`, `batch`, `window`); None if the history
+        does not have it."""
         job = self.outcome.meta.get("job")
         value = job.get(field) if isinstance(job, dict) else None
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     @property
     def workers(self) -> int:
-        """n that the run started with; where that is not known, the workers that committed."""
+        """The number of workers that the run started with. If that is not known, the number of
+        workers that committed."""
         started = self.of_job("workers")
         return (
             started if started and started > 0 else len({row.worker for row in self.outcome.rows})
@@ -152,7 +158,7 @@ class History:
 
     @property
     def momentum(self) -> float:
-        """Implicit momentum: the median of the commits' estimates, nan where there are none."""
+        """Implicit momentum: the median of the commits' estimates; nan if there are none."""
         estimates = self.columns["momentum"]
         finite = estimates[np.isfinite(estimates)]
         return float(np.median(finite)) if len(finite) else math.nan
@@ -164,16 +170,16 @@ class History:
 
     @cached_property
     def divergence(self) -> Divergence | None:
-        """Where the losses show that the run diverged; None if they do not."""
+        """The first sign in the losses that the run diverged; None if there is none."""
         return diverging(self.outcome.rows, self.workers)
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Names of what was evaluated, in order of appearance."""
+        """Names of all figures that were evaluated, in order of first appearance."""
         return tuple(dict.fromkeys(name for e in self.outcome.evaluations for name in e.figures))
 
     def curve(self, figure: str) -> tuple[Column, Column, Column]:
-        """(seconds, samples, values) [evaluations] of one figure."""
+        """(seconds, samples, values) of one figure, [evaluations that have it] each."""
         having = [e for e in self.outcome.evaluations if figure in e.figures]
         return (
             np.array([e.seconds for e in having], dtype=np.float64),
@@ -182,7 +188,8 @@ class History:
         )
 
     def best(self, figure: str) -> Evaluation | None:
-        """The evaluation at which a figure was best, the first of equals; None without one."""
+        """The evaluation at which a figure was best, the first of equals; None if the figure was
+        never evaluated to a finite value."""
         finite = [
             e for e in self.outcome.evaluations if math.isfinite(e.figures.get(figure, math.nan))
         ]
@@ -198,11 +205,13 @@ class History:
 
     @cached_property
     def epochs(self) -> tuple[Epoch, ...]:
-        """One entry for each pass over the data set; a stream of unknown length has one."""
+        """One entry for each pass over the data set. If the data set's length is not known, the
+        whole run is one epoch."""
         columns, per_epoch = self.columns, self.of_job("samples")
         if not len(self):
             return ()
         whole = per_epoch if per_epoch and per_epoch > 0 else int(columns["seen"][-1]) or 1
+        # A commit belongs to the epoch of its last sample, hence the - 1.
         of_commit = np.maximum(columns["seen"] - 1, 0) // whole
         starts = np.flatnonzero(np.diff(of_commit, prepend=-1))
         epochs = []
@@ -224,31 +233,34 @@ class History:
         return tuple(epochs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all but the parameters as JSON, gzip where the name ends in `.gz`; the file is
-        whole or as it was. Raises `UnwritableError`."""
+        """Writes all but the parameters as JSON, compressed by gzip if the name ends in `.gz`. If
+        writing fails, the old file stays as it was. Raises `UnwritableError`."""
         text = json.dumps(_as_json(self.outcome), allow_nan=False).encode()
+        # `mtime=0` keeps the time out of the file, so that equal histories give equal files.
         write_atomically(path, gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """What `save` wrote, with an empty `theta`. Raises `FileFormatError`."""
+        """Reads a file that `save` wrote. Its `theta` is empty. Raises `FileFormatError`."""
         return cls(_from_json(os.fspath(path), read_json(os.fspath(path))))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write commits, evaluations and events, a line each; the file is whole or as it was.
-        Raises `UnwritableError`."""
+        """Writes commits, evaluations and events, a line each. If writing fails, the old file stays
+        as it was. Raises `UnwritableError`."""
         write_atomically(path, _as_csv(self.outcome).encode("utf-8", "backslashreplace"))
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> Self:
-        """What `to_csv` wrote: all but the meta and the parameters. Clock, samples and seconds are
-        those of the last commits. Raises `FileFormatError`."""
+        """Reads a file that `to_csv` wrote. It has neither the meta nor the parameters. The run's
+        clock, samples and seconds are computed from its commits and evaluations. Raises
+        `FileFormatError`."""
         return cls(_from_csv(os.fspath(path)))
 
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
-        """Write scalars for TensorBoard, by samples. Raises `MissingLibraryError`,
-        `UnwritableError`."""
-        # Seconds since 1970 where the backend's clock is real; a simulated run starts at 0.
+        """Writes scalars for TensorBoard, whose step is the number of samples. Raises
+        `MissingLibraryError`, `UnwritableError`."""
+        # `start_seconds` is in seconds since 1970. Without it, as in a simulated run, times start
+        # at 0.
         start = self.outcome.meta.get("start_seconds")
         origin = float(start) if isinstance(start, int | float) else 0.0
         with Scalars(folder) as scalars:
@@ -261,7 +273,7 @@ class History:
         return _facts(self)
 
     def summary(self) -> str:
-        """The facts, and a line for each epoch; of many epochs `SUMMARY_EPOCHS`."""
+        """The facts, and a line for each epoch, for at most `SUMMARY_EPOCHS` of them."""
         facts = self.facts()
         width = max(len(label) for label, _ in facts)
         lines = [f"{label:<{width}}  {text}" for label, text in facts]
@@ -294,7 +306,7 @@ def _epoch_of(evaluation: Evaluation, whole: int) -> int:
 
 def _weighted_mean(values: Column, weights: Column) -> float:
     total = float(weights.sum())
-    # The losses of a run that diverged may overflow.
+    # The losses of a run that diverged may overflow here, which is no reason for a warning.
     with np.errstate(all="ignore"):
         return float((values * weights).sum() / total) if total else float(values.mean())
 
@@ -370,7 +382,8 @@ def _aligned(cells: list[list[str]]) -> list[str]:
     ]
 
 
-# Files. Their fields are those of the records; a file that lacks one, or has another, is refused.
+# Files: their fields are those of the records. A file that lacks a field, or has an unknown one, is
+# refused.
 
 _FIGURE = "figure:"
 _CSV_KEYS = tuple(
@@ -382,14 +395,14 @@ _SCALARS = {
     "staleness": "staleness",
     "implicit_momentum": "momentum",
 }
-"""Tag, below `train/`, and the column that it shows."""
+"""TensorBoard's tag below `train/` -> the column that it shows."""
 _IN_LISTS = ("rows", "evaluations", "events")
 _WHOLE = {
     field.name: field.type
     for field in fields(Outcome)
     if field.name != "theta" and field.name not in _IN_LISTS
 }
-"""Fields of an outcome that stand once in a file."""
+"""Name -> type of the outcome's fields that a file holds as one value. `theta` is in no file."""
 
 
 def _strict_model(name: str, kinds: dict[str, Any]) -> type[BaseModel]:
@@ -452,8 +465,8 @@ def _from_json(path: str, raw: Any) -> Outcome:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it: non-finite floats as text, tuples as lists, numpy's numbers as
-    Python's, and anything else as its text."""
+    """The value as JSON can hold it: floats that are not finite as text, tuples as lists, numpy's
+    numbers as Python's, and a value of any other type as its text."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -466,7 +479,8 @@ def _plain(value: Any) -> Any:
 
 
 def _check_drawable(path: str, outcome: Outcome) -> None:
-    """Raise `FileFormatError` for times and counts that a page cannot draw."""
+    """Raises `FileFormatError` for times and counts that a page cannot draw: times that are not
+    finite, negative counts, and counts that JavaScript's numbers cannot hold (2**53)."""
     moments = [outcome.seconds]
     moments += [row.seconds for row in outcome.rows]
     moments += [event.seconds for event in outcome.events]
@@ -513,7 +527,7 @@ def _from_csv(path: str) -> Outcome:
                 records[line["record"]].append(_record_of(line))
     except OSError as error:
         raise FileFormatError(path, error.strerror or str(error)) from None
-    # A TypeError comes from a line that is too short.
+    # A line with too few cells gives None for the missing ones, and converting None is a TypeError.
     except (ValueError, TypeError, csv.Error) as error:
         raise FileFormatError(path, f"line {reader.line_num}: {error}") from None
     rows, evaluations, events = records.values()
@@ -538,7 +552,7 @@ _RECORDS: dict[str, type[Row | Evaluation | Event]] = {
 
 
 def _record_of(line: dict[str, str]) -> Row | Evaluation | Event:
-    """The record that a line of a CSV file holds; each field's type reads its own text."""
+    """The record that a line of a CSV file holds. Each field's type converts its cell's text."""
     kind = _RECORDS[line["record"]]
     values: dict[str, Any] = {}
     for field in fields(kind):
@@ -554,7 +568,7 @@ def _record_of(line: dict[str, str]) -> Row | Evaluation | Event:
 
 
 def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
-    """TensorBoard's tag -> (seconds, samples, values)."""
+    """TensorBoard's tag -> (seconds, samples, values), [points] each."""
     columns = history.columns
     scalars = {}
     for tag, name in _SCALARS.items():
@@ -570,7 +584,8 @@ def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
 
 
 def _thinned(seconds: Column, samples: Column, values: Column) -> tuple[Column, Column, Column]:
-    """At most `POINTS` means of commits in a row, each at the last of them."""
+    """Returns at most `POINTS` points. Each is the mean over a run of consecutive commits, and has
+    the seconds and samples of the last of them."""
     if len(values) <= POINTS:
         return seconds, samples, values
     starts = np.linspace(0, len(values), POINTS, endpoint=False).astype(np.int64)

@@ -1,24 +1,24 @@
-"""The folder of a run: what it is, its last snapshot, and a log of all that happened since.
+"""Keeps a server's state in a folder: the last snapshot, and a log of all inputs since.
 
-    run.json         the job, the rule and its options: whose folder this is
+    run.json         the job, the rule and its options, which identify the run
     lock             held by the one server that writes here
     snapshot-N       the state before record N
     log-N            records N, N + 1, ... until the next snapshot
 
-A record is written in one piece before anything changes by it:
+A record is written in one piece, before the state changes:
 
     magic │ bytes of header, of vector │ number │ checksums │ header as JSON │ vector as received
 
-A server that dies while it writes leaves a torn last record, which nobody was answered for: it is
-cut off. Any other difference from what was written is a `JournalError`. A log outlives the death
-of its process; with `sync` that of the machine.
+A server that dies while it writes leaves a torn last record. No worker was answered for it, so it
+is cut off. If the file differs in any other way from what was written, that is a `JournalError`. A
+log survives the death of its process, and with `sync` also a failure of the machine.
 
-A snapshot is a header as JSON, then vectors, each with its checksum:
+A snapshot is a header as JSON, which lists each vector's checksum, then the vectors:
 
     magic │ bytes of header, its CRC-32 │ header │ vector │ vector │ ...
 
-It is written to a temporary name that then takes the real one, so that a reader sees a whole file
-or none. No pickle: what is read is numbers and text.
+It is written under a temporary name and then renamed, so that a reader sees a whole file or none.
+Nothing is pickled: the files hold numbers and text only.
 """
 
 import fcntl
@@ -45,10 +45,10 @@ from dovetail.training.rules.contract import Rule
 LOG_FACTOR = 16
 """The next snapshot is due once the log is so many times as large as the last snapshot."""
 LEAST_LOG_BYTES = 2**26
-"""A log smaller than this asks for no snapshot."""
+"""While a log is smaller than this, its size is no reason for a snapshot."""
 
 _SEGMENT = b"dovetL2\n"
-"""Name and version of the log's format. Version 1 had checksums of another kind."""
+"""Name and version of the log's format. Version 1 used another kind of checksum."""
 _RECORD = b"rec\n"
 _PREFIX = struct.Struct("<4sIQQQI")  # magic, header and vector bytes, number, checksum, CRC
 _CRC = struct.Struct("<I")
@@ -57,16 +57,17 @@ _PREFIX_BYTES = _PREFIX.size + _CRC.size
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """An input of the server's, as it was logged. `vector` [size], or None if it had none."""
+    """One input of the server, as it was logged. `vector` is [size], or None if it had none."""
 
     header: dict[str, Any]
     vector: Vector | None
 
 
 def identity(job: Job, rule: Rule) -> dict[str, Any]:
-    """The fields that make a folder the folder of one run, by name, as JSON knows them."""
+    """The fields that identify a run, by name, as values that JSON can hold."""
     fields = asdict(job) | {"rule": rule.name}
     fields |= {f"option {name}": value for name, value in rule.options.items()}
+    # The fields go through JSON once, so that they compare equal to those that a file holds.
     known: dict[str, Any] = json.loads(json.dumps(fields, default=str))
     return known
 
@@ -88,16 +89,17 @@ def stored_identity(folder: Path) -> dict[str, Any] | None:
 
 
 class Journal:
-    """A run's folder, which one server at a time writes to.
+    """The folder of one run, which one server at a time writes to.
 
-    Raises `UsageError` if another server writes to it, or if it holds a run that is not to be
-    resumed; `RunMismatchError` if it holds another run.
+    Raises `UsageError` if another server writes to it, or if it holds a run and `resume` is false.
+    Raises `RunMismatchError` if it holds another run.
     """
 
     def __init__(self, storage: Storage, job: Job, rule: Rule, *, resume: bool) -> None:
         self._storage = storage
         self._folder = storage.folder
         self._kind = np.dtype(job.dtype)
+        # Each record's seal starts from this number, so that a record of another run is not taken.
         self._seed = zlib.crc32(job.run.encode())
         self._segment: BinaryIO | None = None
         self._end_bytes = 0  # of the last whole record
@@ -116,6 +118,7 @@ class Journal:
 
     def _own(self, ours: dict[str, Any], resume: bool) -> None:
         try:
+            # The system frees the lock when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             detail = f"another server is writing to {self._folder}; give a folder of its own"
@@ -135,8 +138,8 @@ class Journal:
     # Reading
 
     def load(self) -> tuple[dict[str, Any], dict[str, Vector]] | None:
-        """The state and the vectors of the last snapshot; None if there is none. Older files are
-        removed. `records` continues from here."""
+        """Reads the state and the vectors of the last snapshot; None if there is none. Removes
+        older files. `records` continues from this snapshot."""
         snapshots = self._snapshots()
         if not snapshots:
             return None
@@ -148,8 +151,8 @@ class Journal:
         return state
 
     def records(self) -> Iterator[JournalRecord]:
-        """The records since the snapshot, in order. Once they are read, the log goes on behind
-        them."""
+        """Yields the records since the snapshot, in order. When all have been read, the log is open
+        for `append` after the last of them."""
         path = self._log()
         if path.exists():
             with open(path, "rb") as file:
@@ -157,11 +160,13 @@ class Journal:
             if self._end_bytes:
                 self._continue(path)
                 return
+        # There is no log if the last server died between its snapshot and the log that follows it.
         self._begin()
 
     def _read(self, file: BinaryIO, path: Path) -> Iterator[JournalRecord]:
         size_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_SEGMENT))
+        # A file shorter than the magic is a torn beginning, which is allowed if it agrees so far.
         if start != _SEGMENT[:size_bytes]:
             raise JournalError(os.fspath(path), explain_start(start, _SEGMENT, "log"))
         if size_bytes < len(_SEGMENT):
@@ -176,7 +181,7 @@ class Journal:
             yield record
 
     def _record(self, file: BinaryIO, path: Path, left_bytes: int) -> JournalRecord | None:
-        """The next record; None if it is torn."""
+        """The next record; None if it is torn, that is, cut short by the end of the file."""
         prefix = file.read(_PREFIX_BYTES)
         if len(prefix) < _PREFIX_BYTES:
             return None
@@ -186,6 +191,7 @@ class Journal:
             raise self._changed(path, "it is no record of this run")
         if number != self.number:
             raise self._changed(path, f"it has number {number}, where {self.number} should follow")
+        # The lengths can be trusted here, since the seal over the prefix was right.
         if left_bytes < _PREFIX_BYTES + header_bytes + vector_bytes:
             return None
         header = file.read(header_bytes)
@@ -207,11 +213,12 @@ class Journal:
     def append(
         self, header: dict[str, Any], vector: Vector | None = None, checksum: int = 0
     ) -> None:
-        """Log what is about to happen. `checksum`: of the vector.
+        """Logs an input before it is acted upon. `checksum` is the vector's.
 
-        With `sync`, the record is on the disk when this returns. Raises `UnwritableError`, and
+        With `sync`, the record is on the disk when this returns. Raises `UnwritableError` and then
         leaves the log as it was.
         """
+        # Without a log the inputs are still counted, because snapshots are named by their number.
         if not self._storage.log:
             self.number += 1
             return
@@ -228,7 +235,7 @@ class Journal:
             if self._storage.sync:
                 os.fdatasync(descriptor)
         except OSError as error:
-            # Cut off what was written: the next record must follow the last whole one.
+            # Cut off the part that was written: the next record must follow the last whole one.
             with suppress(OSError):
                 os.ftruncate(descriptor, self._end_bytes)
                 os.lseek(descriptor, self._end_bytes, os.SEEK_SET)
@@ -238,18 +245,19 @@ class Journal:
 
     @property
     def long(self) -> bool:
-        """Whether the log has grown so far beyond the snapshot that it is time for another."""
+        """Whether the log is so much larger than the last snapshot that another one is due."""
         return self._end_bytes > max(LEAST_LOG_BYTES, LOG_FACTOR * self._snapshot_bytes)
 
     def snapshot(self, state: dict[str, Any], vectors: dict[str, Vector]) -> None:
-        """Keep the state as it is after all records so far, and begin a new log."""
+        """Saves the state as it is after all records so far, and begins a new log."""
         path = self._folder / f"snapshot-{self.number:012d}"
+        # Old files go last: at every moment the folder holds a snapshot and the log that follows.
         self._snapshot_bytes = write_snapshot(path, state, vectors)
         self._begin()
         self._clear()
 
     def close(self) -> None:
-        """Let another server have the folder."""
+        """Closes the log and releases the lock, so that another server can use the folder."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -267,7 +275,7 @@ class Journal:
         return sorted(self._folder.glob(prefix + 12 * "[0-9]"))
 
     def _begin(self) -> None:
-        """A new log, from the snapshot on."""
+        """Begins the log that follows the last snapshot."""
         if self._segment is not None:
             self._segment.close()
         self._segment = open(self._log(), "wb", buffering=0)  # noqa: SIM115  held until close
@@ -278,13 +286,13 @@ class Journal:
             sync_folder(self._folder)
 
     def _continue(self, path: Path) -> None:
-        """Write on after the last whole record."""
+        """Opens the log to append after the last whole record, and cuts off what follows that."""
         self._segment = open(path, "r+b", buffering=0)  # noqa: SIM115  held until close
         os.ftruncate(self._segment.fileno(), self._end_bytes)
         self._segment.seek(self._end_bytes)
 
     def _clear(self) -> None:
-        """Remove what the last snapshot has made superfluous."""
+        """Removes logs and snapshots older than the last snapshot, and an unfinished snapshot."""
         last = self._snapshots()[-1]
         for path in self._files("log-") + self._files("snapshot-"):
             if _number(path) < last:
@@ -293,7 +301,7 @@ class Journal:
 
 
 def _number(path: Path) -> int:
-    """The first record after a snapshot, or of a log."""
+    """The N of `snapshot-N` or `log-N`: the first record after the snapshot, or of the log."""
     return int(path.name.rpartition("-")[2])
 
 
@@ -304,15 +312,15 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 # Snapshots
 
 MAGIC = b"dovetS2\n"
-"""Name and version of the snapshot's format. Version 1 had checksums of another kind."""
+"""Name and version of the snapshot's format. Version 1 used another kind of checksum."""
 _HEAD = struct.Struct("<QI")
 _MOST_PIECES = 1024
-"""One call to the system takes at most so many pieces (IOV_MAX)."""
+"""One `writev` takes at most so many pieces (Linux's IOV_MAX)."""
 
 
 def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]) -> int:
-    """Write a snapshot to `path`, on the disk when this returns; its bytes. Raises
-    `UnwritableError`, the old file whole."""
+    """Writes a snapshot to `path` and returns its bytes. It is on the disk when this returns.
+    Raises `UnwritableError` and then leaves the old file whole."""
     entries = [[name, str(v.dtype), v.size, checksum(v)] for name, v in vectors.items()]
     header = json.dumps({"state": state, "vectors": entries}).encode()
     start = MAGIC + _HEAD.pack(len(header), zlib.crc32(header)) + header
@@ -322,6 +330,8 @@ def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]
     try:
         with open(temporary, "wb", buffering=0) as file:
             write_all(file.fileno(), pieces)
+            # The content must be on the disk before the name is, or a failure of the machine could
+            # leave the name on a file without content.
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
@@ -331,7 +341,8 @@ def write_snapshot(path: Path, state: dict[str, Any], vectors: dict[str, Vector]
 
 
 def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
-    """State and vectors of a snapshot; `JournalError` names what was changed in it, and where."""
+    """Reads the state and the vectors of a snapshot. Raises a `JournalError` that names the changed
+    part and its byte, if the file is not as it was written."""
     data = np.fromfile(path, np.uint8)
     start = len(MAGIC) + _HEAD.size
     magic = data[: len(MAGIC)].tobytes()
@@ -355,7 +366,9 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], dict[str, Vector]]:
 
 
 def explain_start(start: bytes, expected: bytes, what: str) -> str:
-    """Why a file that begins with `start` cannot be read: another version, or no file of ours."""
+    """Says why a file that begins with `start` cannot be read: it is of another version, or no file
+    of this program's."""
+    # The last but one byte of a magic is its version's digit.
     version, ours = start[-2:-1], expected[-2:-1]
     if version != ours and version.isdigit() and start.replace(version, ours) == expected:
         return (
@@ -367,7 +380,8 @@ def explain_start(start: bytes, expected: bytes, what: str) -> str:
 
 
 def write_all(descriptor: int, pieces: list[memoryview]) -> None:
-    """Write all bytes of all pieces: one call to the system, but for a short write."""
+    """Writes all bytes of all pieces. It takes one system call, unless the system writes fewer
+    bytes than asked for or there are more than `_MOST_PIECES` pieces."""
     pieces = [piece for piece in pieces if len(piece)]
     while pieces:
         written = os.writev(descriptor, pieces[:_MOST_PIECES])
@@ -375,7 +389,7 @@ def write_all(descriptor: int, pieces: list[memoryview]) -> None:
 
 
 def _after(pieces: list[memoryview], count: int) -> Iterator[memoryview]:
-    """All but the first `count` bytes."""
+    """The pieces without their first `count` bytes."""
     for piece in pieces:
         rest = piece[min(count, len(piece)) :]
         count -= len(piece) - len(rest)
@@ -384,7 +398,7 @@ def _after(pieces: list[memoryview], count: int) -> Iterator[memoryview]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the folder's names are on the disk."""
+    """Waits until the names in the folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,12 +1,12 @@
-"""Trains Keras 3 models on torch: what must be done differently from torch's own modules.
+"""Calls and seeds Keras 3 models on torch, where they differ from torch's own modules.
 
-A Keras model on torch is an `nn.Module` whose trainable variables are its parameters, and whose
-other variables (statistics, seeds) are parameters without a gradient, so they stay with a worker.
-It is told in each call whether it trains, and its dropout draws from seeds of its own.
+A Keras model on torch is an `nn.Module`. Its trainable variables are parameters. Its other
+variables (statistics, seeds) are parameters without a gradient, so each worker keeps its own. The
+model is told in each call whether it trains, and its dropout layers draw from seeds of their own.
 
-Keras: https://keras.io/api/models/model/. Written against Keras 3.15; `_flatten_layers` is
-private by name only. Differences from `fit`: regularizers and `add_loss` do not join the loss.
-This module does not import Keras: where no other module has, there is no Keras model.
+Keras: https://keras.io/api/models/model/. Written against Keras 3.15, whose `_flatten_layers` is
+private by its name. Differences from Keras' `fit`: regularizers and `add_loss` are not added to the
+loss. This module does not import Keras: if nobody has imported it, no model is a Keras model.
 """
 
 import sys
@@ -18,13 +18,13 @@ from dovetail.errors import ModelError
 
 
 def is_keras(model: Any) -> bool:
-    """Tells whether `model` is a Keras model or layer."""
+    """Whether `model` is a Keras model or layer."""
     layer = getattr(getattr(sys.modules.get("keras"), "layers", None), "Layer", None)
     return isinstance(layer, type) and isinstance(model, layer)
 
 
 def check_keras(model: Any) -> None:
-    """Raises `ModelError` where Keras runs on another backend, or the model is not built yet."""
+    """Raises `ModelError` if Keras runs on another backend, or the model is not built yet."""
     backend = sys.modules["keras"].backend.backend()
     if backend != "torch":
         raise ModelError(
@@ -36,13 +36,13 @@ def check_keras(model: Any) -> None:
 
 
 def call_keras(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Call the model. Keras takes several inputs as one list."""
+    """Calls the model. Keras takes several inputs as one list."""
     inputs = arguments if len(arguments) <= 1 else (list(arguments),)
     return module(*inputs, **keywords, training=module.training)
 
 
 def seed_keras(module: Any, draw: int) -> None:
-    """Start the layers' own random streams from `draw`."""
+    """Sets the seed of each layer that draws random numbers, to `draw` plus the layer's number."""
     for number, layer in enumerate(module._flatten_layers()):
         generator = getattr(layer, "seed_generator", None)
         if generator is not None:
@@ -51,7 +51,7 @@ def seed_keras(module: Any, draw: int) -> None:
 
 
 def keras_norms(module: Any) -> list[Any]:
-    """The layers that keep statistics of batches and are trained."""
+    """The trainable layers that keep statistics of batches, such as batch normalisation."""
     return [
         layer
         for layer in module._flatten_layers()

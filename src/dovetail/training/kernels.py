@@ -1,9 +1,10 @@
-"""Fused loops over flat vectors of float32 or float64: each reads and writes every element once.
+"""Fused loops over flat vectors of float32 or float64. Each reads and writes every element once.
 
-Where numpy needs one pass only, numpy does it. The other loops are compiled at their first call,
-and numba is imported then: a server or worker that only adds starts without it. Every loop is
-elementwise and rounds after every operation (no fused multiply-add, no reordering), so that the
-bits of an element do not depend on where its shard begins. Scalars take the vector's type.
+An operation that numpy does in one pass is left to numpy. The other loops are compiled at their
+first call, and numba is imported then, so a server or worker that only adds starts without it.
+Every loop is elementwise and rounds after every operation (no fused multiply-add, no reordering),
+so the bits of an element do not depend on where its shard begins. Scalars are converted to the
+vector's type first.
 """
 
 import math
@@ -32,7 +33,8 @@ def add_divided(theta: Vector, vector: Vector, divisor: float) -> None:
 
 
 def add_touched(theta: Vector, vector: Vector) -> None:
-    """theta += v where v is not zero; other elements are not written, so others may write them."""
+    """theta += v where v is not zero. The other elements are not written at all, so that another
+    worker's concurrent write to them is not lost."""
     run(_add_touched, theta, (vector,), ())
 
 
@@ -66,7 +68,7 @@ def add_compensated_adaptive(
 
 
 def mean(out: Vector, vectors: Sequence[Vector]) -> None:
-    """out = sum of the vectors, in their order, over their number; `out` is none of them."""
+    """out = mean of the vectors, summed in their order. `out` must be none of them."""
     np.copyto(out, vectors[0])
     for vector in vectors[1:]:
         add(out, vector)
@@ -74,7 +76,7 @@ def mean(out: Vector, vectors: Sequence[Vector]) -> None:
 
 
 def weighted_sum(out: Vector, vectors: Sequence[Vector], weights: Sequence[float]) -> None:
-    """out = sum of weight * vector, in their order; `out` is none of the vectors."""
+    """out = sum of weight * vector, in their order. `out` must be none of the vectors."""
     np.multiply(vectors[0], out.dtype.type(weights[0]), out=out)
     for vector, weight in zip(vectors[1:], weights[1:], strict=True):
         add_scaled(out, vector, weight)
@@ -86,7 +88,9 @@ def run(
     vectors: tuple[Vector, ...],
     scalars: tuple[float, ...],
 ) -> None:
-    """`function(first, *vectors, *scalars)`, compiled, the scalars in the first vector's type."""
+    """Compiles `function` and calls it with `(first, *vectors, *scalars)`, the scalars converted to
+    the first vector's type."""
+    # A float64 scalar would make the loop compute float32 vectors in float64.
     kind = first.dtype.type
     _compiled(function)(first, *vectors, *map(kind, scalars))
 

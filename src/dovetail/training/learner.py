@@ -1,4 +1,4 @@
-"""What training knows of a network: its gradient, and one step of its optimizer. Arrays only."""
+"""The interface to a network: its gradient, and one step of its optimizer. It knows arrays only."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +23,14 @@ class Learner(Protocol):
     """A worker's network, data and optimizer. `gradient` may take as long as it likes."""
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
-        """At `theta` [size], over the data set's samples `indices`; of a stream, positions."""
+        """The gradient at `theta` [size] over the data set's samples `indices`. For a stream,
+        `indices` are positions in it."""
         ...
 
     def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
-        """U(g) [size], a new vector: what the optimizer would add to `theta`. Advances the
-        optimizer's state. `epoch`, a fraction, places the step in the learning rate's schedule."""
+        """Returns U(g) [size], a new vector: what the optimizer would add to `theta`. Advances the
+        optimizer's state. `epoch`, which may be a fraction, is where the step stands in the
+        learning rate's schedule."""
         ...
 
     def rate(self, epoch: float) -> float:
@@ -37,4 +39,4 @@ class Learner(Protocol):
 
 
 MakeLearner = Callable[[int], Learner]
-"""Worker index -> its learner; called in the worker's own process."""
+"""Makes a worker's learner by the worker's index. It is called in the worker's own process."""

@@ -1,23 +1,25 @@
-"""Who counts what: a state machine that turns workers' turns into steps, without vectors or time.
+"""Turns workers' turns into steps: a state machine that counts leases, commits and rounds.
 
     free ──take──► held ──commit──► committed          samples, as leases
               ◄──evict──
 
-Clock: commits applied so far, or rounds of a rule that gathers. Staleness of a commit: the clock
-just before it is applied, less the clock at which its parameters were read; so n workers that take
-turns have staleness n - 1, and one worker alone 0.
+The ledger knows neither vectors nor time. Its clock is the number of commits applied so far, or of
+rounds for a rule that gathers. A commit's staleness is the clock just before it is applied, minus
+the clock at which its parameters were read. So n workers that take turns have staleness n - 1, and
+one worker alone has 0.
 
-* A commit counts if its worker holds its lease, once: numbered as the last one, it is a duplicate.
-* Rules that gather hand out leases at the start of a round, to all that ask, in the order of
-  workers. A round is complete when all that still hold one have committed.
+* A commit counts if its worker holds its lease. It counts once: a commit whose number is not above
+  the worker's last one is a duplicate.
+* Rules that gather hand out leases at the start of a round, to all workers that ask, in the order
+  of their numbers. A round is complete when all workers that still hold a lease have committed.
 * Stale synchronous parallel: a worker's lease waits while it is more than `slack` windows ahead of
   the slowest (Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
-  Parameter Server", 2013, https://papers.nips.cc/paper/4894, section 2). Differences: counted
-  in leases, so that who joins late starts level with the slowest.
-* Who asks for samples when none is free waits: it may inherit a dead worker's. All that wait are
-  told when the last sample is committed.
+  Parameter Server", 2013, https://papers.nips.cc/paper/4894, section 2). Differences: a worker's
+  clock counts its leases, and a worker that joins late starts level with the slowest.
+* A worker that asks for samples when none is free waits, because it may get a dead worker's. All
+  that wait are answered when the last sample is committed.
 
-The same calls give the same steps, so a log of them is enough to continue where a server died.
+The same calls give the same steps, so a log of the calls is enough to continue after a server died.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -33,10 +35,10 @@ from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
 class _LedgerWorker:
     """A worker, from its first turn on.
 
-    sequence   of its last applied commit
-    windows    that it committed: its clock for `slack`
-    speed      local steps a second in its last window; 0: not known yet
-    present    not evicted, not gone
+    sequence   number of its last commit that counted
+    windows    windows that it committed: its clock for `slack`
+    speed      local steps per second in its last window; 0: not known yet
+    present    false once it was evicted or has left, until it speaks again
     """
 
     sequence: int = 0
@@ -48,7 +50,7 @@ class _LedgerWorker:
 
 @dataclass
 class _WaitingTurn:
-    """A turn that is not answered yet; `staged`: its commit waits for the round."""
+    """A turn that is not answered yet. `staged`: its commit waits for the round to be complete."""
 
     turn: Turn
     verdict: Verdict | None = None
@@ -57,10 +59,10 @@ class _WaitingTurn:
 
 
 class Ledger:
-    """What was handed out, committed and asked for.
+    """Which samples are handed out and committed, and which turns wait for an answer.
 
-    clock     commits applied, or rounds
-    stopped   the run was ended before its epochs
+    clock     commits applied so far, or rounds
+    stopped   whether the run was ended before its epochs
     """
 
     def __init__(self, job: Job, rule: Rule) -> None:
@@ -72,12 +74,13 @@ class Ledger:
         self._leases = Leases(job)
         self._members: dict[int, _LedgerWorker] = {}
         self._waiting: dict[int, _WaitingTurn] = {}  # in the order of asking
-        self._restored = False  # from a state that may not have seen all: workers may skip numbers
-        self._heard: set[int] = set()  # whose commits have counted since
+        # A restored ledger may lack the last commits, so workers may skip numbers (see `check`).
+        self._restored = False
+        self._heard: set[int] = set()  # workers whose commits have counted since the restore
 
     @property
     def samples(self) -> int:
-        """Committed so far."""
+        """Samples that were committed so far."""
         return self._leases.committed
 
     @property
@@ -87,26 +90,28 @@ class Ledger:
 
     @property
     def leases(self) -> dict[int, Lease]:
-        """By worker, what is held now, staged or not."""
+        """Worker -> the lease that it holds now, whether its commit is staged or not."""
         return {k: m.lease for k, m in sorted(self._members.items()) if m.lease is not None}
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Workers whose turn is not answered yet: silent without being hung."""
+        """Workers whose turn is not answered yet. They are silent without being hung."""
         return tuple(self._waiting)
 
     def staleness(self, commit: Commit) -> int:
-        """What it is if `commit` is applied now."""
+        """The staleness of `commit` if it is applied now."""
         return max(0, self.clock - max(0, commit.base_clock))
 
     def join(self, worker: int) -> int:
-        """Number of the worker's last applied commit; it continues from there. A turn that its
-        former self left unanswered is dropped, a lease that it held stays its own."""
+        """Notes that the worker has started and returns the number of its last commit that counted,
+        from which it continues. An unanswered turn of the worker that had this number before is
+        dropped. A lease that it held stays this worker's."""
         self._waiting.pop(worker, None)
         return self._welcome(worker).sequence
 
     def check(self, commit: Commit) -> Refusal | Verdict | None:
-        """None if it would count; Verdict.DUPLICATE if it did already; else why not."""
+        """Returns None if the commit would count, Verdict.DUPLICATE if it has counted already, else
+        the reason why it would not."""
         if commit.run != self.job.run:
             return Refusal.RUN
         member = self._members.get(commit.worker, _LedgerWorker())
@@ -119,15 +124,17 @@ class Ledger:
         return None if skips or commit.sequence == member.sequence + 1 else Refusal.SEQUENCE
 
     def offer(self, turn: Turn, refusal: Refusal | None = None) -> list[Step]:
-        """What follows from a turn; `refusal`: what others found wrong with its commit's vector.
+        """Takes a turn and returns the steps that follow. `refusal` is what the caller found wrong
+        with the commit's vector.
 
-        A turn that was offered before, its answer lost, is answered again."""
+        A turn that is offered again, because its answer was lost, is answered again."""
         self._welcome(turn.worker)
         waiting = _WaitingTurn(turn)
         steps: list[Step] = []
         commit = turn.commit
         if commit is not None and not self.stopped:
             verdict = refusal or self.check(commit)
+            # A worker cannot commit in another worker's name.
             if commit.worker != turn.worker:
                 verdict = Refusal.LEASE
             if isinstance(verdict, Refusal):
@@ -143,8 +150,8 @@ class Ledger:
         return steps + self._settle()
 
     def evict(self, worker: int) -> list[Step]:
-        """The worker is dead or hung: its lease is free again, what it staged is dropped. Should it
-        speak again, its next turn is welcome, but the old lease's commit is refused."""
+        """Notes that the worker is dead or hung: its lease is free again, and its staged commit is
+        dropped. If it speaks again, its turn is taken, but the old lease's commit is refused."""
         member = self._members.setdefault(worker, _LedgerWorker())
         member.present = False
         self._waiting.pop(worker, None)
@@ -154,17 +161,18 @@ class Ledger:
         return [Forget(worker), *self._settle()]
 
     def leave(self, worker: int) -> list[Step]:
-        """The worker has ended; nobody waits for it any more."""
+        """Notes that the worker has ended, so that no round waits for it any more."""
         return self.evict(worker)
 
     def end_stream(self, samples: int) -> list[Step]:
-        """The stream ends after so many samples. (A commit of fewer samples than its lease's says
-        the same.)"""
+        """Notes that the stream ends after so many samples. (A commit of fewer samples than its
+        lease has says the same.)"""
         self._leases.end(samples)
         return self._settle()
 
     def stop(self) -> list[Step]:
-        """Ends the run: all that ask, now or later, are told; nothing counts any more."""
+        """Ends the run. All workers that ask, now or later, are told so. No commit counts any
+        more."""
         self.stopped = True
         return self._settle()
 
@@ -179,23 +187,25 @@ class Ledger:
         return member
 
     def _slowest(self) -> int:
-        """Windows of the slowest; 0 until all first workers have joined."""
+        """Windows of the slowest worker that is present; 0 until all first workers have joined."""
         if len(self._members) < self.job.workers:
             return 0
         return min((m.windows for m in self._members.values() if m.present), default=0)
 
     def _apply(self, commit: Commit) -> list[Step]:
-        """The commit is counted; the step that applies it."""
+        """Counts the commit and returns the step that applies it, if one does."""
+        # `_count` ends the commit's lease, so both are taken before: this worker still counts.
         workers = len(self.leases)
         staleness = self.staleness(commit)
         samples = self._count(commit)
         if commit.steps == 0:
             return []  # it only says that the stream has ended
         self.clock += 1
+        # By a lock-free rule the worker has already written to the center itself.
         return [] if self.rule.lock_free else [_apply(commit, staleness, samples, workers)]
 
     def _combine(self) -> list[Step]:
-        """Counts the round, if it is complete."""
+        """Counts the round if it is complete, and returns the step that applies it."""
         holders = self.leases
         staged = sorted(worker for worker, waiting in self._waiting.items() if waiting.staged)
         if not staged or len(staged) < len(holders):
@@ -214,7 +224,7 @@ class Ledger:
         return [Combine(tuple(arrivals))] if arrivals else []
 
     def _count(self, commit: Commit) -> int:
-        """Ends the commit's lease; how many samples counted."""
+        """Ends the commit's lease and returns how many samples counted."""
         member = self._members[commit.worker]
         assert member.lease is not None
         samples = self._leases.complete(member.lease, commit.samples)
@@ -228,13 +238,15 @@ class Ledger:
         return samples
 
     def _settle(self) -> list[Step]:
-        """All that can be done now: the round, then answers to those that wait."""
+        """Does all that can be done now: applies the round, then answers waiting turns."""
         steps: list[Step] = []
         order = list(self._waiting)
         opens = True
         if self.rule.gathers and not self.stopped:
             steps += self._combine()
+            # Leases of a round go out by worker, so that the order of arrival changes nothing.
             order.sort()
+            # Decided once, before the first lease of the round makes `_may_open` false.
             opens = self._may_open()
         for worker in order:
             waiting = self._waiting[worker]
@@ -248,8 +260,8 @@ class Ledger:
         return steps
 
     def _may_open(self) -> bool:
-        """Whether a rule that gathers may start a round: when no lease is out, and at first only
-        when all workers the run starts with have asked."""
+        """Whether a rule that gathers may start a round: no lease is held, and for the first round
+        all workers that the run starts with have asked."""
         if not self._started:
             here = {worker for worker, member in self._members.items() if member.present}
             asked = here == self._waiting.keys()
@@ -257,7 +269,7 @@ class Ledger:
         return self._started and not self.leases
 
     def _reply(self, worker: int, waiting: _WaitingTurn, opens: bool) -> Reply | None:
-        """The answer; None while there is none yet."""
+        """The answer to a waiting turn; None if it must wait longer."""
         reply = Reply(waiting.verdict, waiting.refusal, clock=self.clock, samples=self.samples)
         if self.stopped:
             return replace(reply, stop=True)
@@ -275,14 +287,15 @@ class Ledger:
         return None if member.lease is None else replace(reply, lease=member.lease)
 
     def _steps(self, member: _LedgerWorker) -> int | None:
-        """Local steps of the worker's next window, where the rule gives the slow fewer."""
+        """Local steps of the worker's next window, if the rule gives slow workers fewer; None: the
+        job's window."""
         if not self.rule.options.get("dynamic") or self.job.window is None or not member.speed:
             return None
         fastest = max(m.speed for m in self._members.values() if m.present)
         return max(1, round(self.job.window * member.speed / fastest))
 
     def state(self) -> dict[str, Any]:
-        """All of it, as JSON knows it."""
+        """The whole state, as values that JSON can hold."""
         return {
             "clock": self.clock,
             "stopped": self.stopped,
@@ -294,10 +307,10 @@ class Ledger:
 
     @classmethod
     def restore(cls, job: Job, rule: Rule, state: dict[str, Any]) -> "Ledger":
-        """The ledger whose `state` that was.
+        """The ledger that has this `state`.
 
-        Where commits after it were lost with the server, its workers count on: the first commit of
-        each may skip the numbers that are missing here."""
+        If later commits were lost with the server, its workers have counted them. So the first
+        commit of each worker may skip the numbers that are missing here."""
         ledger = cls(job, rule)
         ledger.clock = state["clock"]
         ledger.stopped = state["stopped"]
@@ -331,12 +344,12 @@ def _restored(fields: dict[str, Any]) -> _WaitingTurn:
 class Leases:
     """A run's samples as positions: which are free, which are held, and which are committed.
 
-    Positions [0, samples x epochs) are cut into windows, in order. What a dead worker held is
-    handed out again before anything new. A stream has no epochs here: its positions run on until
-    somebody finds the end. Deterministic; knows no workers, no vectors and no time.
+    Positions [0, samples x epochs) are cut into windows, in order. Samples of a dead worker are
+    handed out again before any new ones. A stream has no epochs here: its positions run on until a
+    worker meets the end. All of it is deterministic, and knows no workers, vectors or time.
 
-    stop        positions of the whole run; None: a stream whose end is not known yet
-    committed   samples
+    stop        number of positions of the run; None: a stream whose end is not known yet
+    committed   number of samples that were committed
     """
 
     def __init__(self, job: Job) -> None:
@@ -355,11 +368,13 @@ class Leases:
         """Whether every position is committed."""
         if self.stop is None or self._returned or self._next < self.stop:
             return False
+        # A lease beyond the end of a stream holds no samples, so nothing depends on its commit.
         return all(lease.start >= self.stop for lease in self._held.values())
 
     def take(self, steps: int | None = None) -> Lease | None:
-        """The next free positions, at most `steps` batches of them (None: the job's window), never
-        across an epoch's end; a whole share if there is one commit a worker. None: none is free."""
+        """Takes the next free positions: at most `steps` batches (None: the job's window), never
+        across an epoch's end. If each worker commits only once, a lease is a worker's whole share.
+        Returns None if no position is free."""
         if self._returned:
             start, end = self._returned.pop(0)
             stop = self._cut(start, end, steps)
@@ -379,6 +394,7 @@ class Leases:
         job = self._job
         if job.window is None:
             assert self.stop is not None
+            # Rounded up, so that the shares of all workers cover the run.
             stop = start + -(-self.stop // job.workers)
         else:
             stop = start + (steps or job.window) * job.batch
@@ -387,7 +403,7 @@ class Leases:
         return stop if end is None else min(stop, end)
 
     def give_back(self, lease: Lease) -> None:
-        """Its positions are free again, before all others."""
+        """Frees a lease's positions. They are handed out again before all new ones."""
         del self._held[lease.number]
         stop = lease.stop if self.stop is None else min(lease.stop, self.stop)
         if lease.start < stop:
@@ -395,8 +411,9 @@ class Leases:
             self._returned.sort()
 
     def complete(self, lease: Lease, samples: int) -> int:
-        """Ends a lease; how many samples counted. A stream's commit of fewer than its lease's has
-        met the end, which is kept; a data set's count all."""
+        """Ends a lease and returns how many samples counted. In a stream, a commit of fewer samples
+        than its lease has met the stream's end, which is noted. In a data set, all samples of the
+        lease count."""
         del self._held[lease.number]
         length = lease.stop - lease.start
         if self._job.samples is None and samples < length:
@@ -406,13 +423,13 @@ class Leases:
         return length
 
     def end(self, stop: int) -> None:
-        """The stream turned out to have no more than `stop` samples."""
+        """Notes that the stream has no more than `stop` samples."""
         self.stop = stop if self.stop is None else min(stop, self.stop)
         kept = ((start, min(end, self.stop)) for start, end in self._returned)
         self._returned = [(start, end) for start, end in kept if start < end]
 
     def state(self) -> dict[str, Any]:
-        """All of it, as JSON knows it."""
+        """The whole state, as values that JSON can hold."""
         return {
             "stop": self.stop,
             "committed": self.committed,
@@ -424,7 +441,7 @@ class Leases:
 
     @classmethod
     def restore(cls, job: Job, state: dict[str, Any]) -> "Leases":
-        """The leases whose `state` that was."""
+        """The leases that have this `state`."""
         leases = cls(job)
         leases.stop = state["stop"]
         leases.committed = state["committed"]

@@ -1,7 +1,8 @@
-"""Signs of life: a worker that gives none for too long is thought hung, and loses its samples.
+"""Signs of life: a worker that gives none for too long counts as hung, and loses its samples.
 
-Every local step is one. A learner whose steps take longer than the policy's `lease_seconds` calls
-`alive()` now and then within them; how many commits it makes is nobody's business.
+Every local step is a sign of life. A learner whose steps take longer than the policy's
+`lease_seconds` calls `alive()` now and then within a step. How often a worker commits does not
+matter.
 """
 
 import math
@@ -9,31 +10,31 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 LOOKS = 8
-"""Signs of life are sent, and looked at, so many times within `lease_seconds`."""
+"""Backends send signs of life, and check for them, so many times within `lease_seconds`."""
 
 _beat: ContextVar[Callable[[], None] | None] = ContextVar("beat", default=None)
 
 
 def alive() -> None:
-    """Say that this worker is alive. Does nothing outside of a worker."""
+    """Tells the backend that this worker is alive. Does nothing outside of a worker."""
     beat = _beat.get()
     if beat is not None:
         beat()
 
 
 def on_alive(beat: Callable[[], None] | None) -> None:
-    """Set what `alive()` calls from here on, in this thread: a backend's business."""
+    """Sets the function that `alive()` calls from here on, in this thread. Backends call this."""
     _beat.set(beat)
 
 
 class LeaseClock:
-    """When each worker that computes was heard last, and which of them have fallen silent.
+    """Keeps when each computing worker was last heard, and which workers have fallen silent.
 
-    A worker that waits for an answer is silent without being hung: its time does not run.
+    A worker that waits for an answer is silent without being hung, so its time does not run.
 
-    silent          workers that were found hung, and were not heard since
-    doubt_seconds   a worker whose time has run out is given so much more before it counts as hung,
-                    from when that was noticed: all of the process may have stood still before
+    silent          workers that were found hung, until the caller hears them and removes them
+    doubt_seconds   extra time before a worker counts as hung, from the moment at which its lateness
+                    was noticed. The whole process may have been suspended until then.
     """
 
     def __init__(self, lease_seconds: float, doubt_seconds: float = 0.0) -> None:
@@ -44,26 +45,26 @@ class LeaseClock:
 
     @property
     def computing(self) -> tuple[int, ...]:
-        """The workers whose time runs."""
+        """The workers that compute: their time runs."""
         return tuple(self._heard)
 
     def start(self, worker: int, seconds: float) -> None:
-        """The worker computes from now on, or has given a sign of life."""
+        """Notes that the worker computes from `seconds` on, or has given a sign of life then."""
         self._heard[worker] = seconds
 
     def beat(self, worker: int, seconds: float) -> None:
-        """A sign of life, which says nothing of a worker whose time does not run."""
+        """Notes a sign of life. It is ignored for a worker whose time does not run."""
         if worker in self._heard:
             self._heard[worker] = seconds
 
     def stop(self, worker: int) -> None:
-        """The worker waits for an answer, or is gone."""
+        """Notes that the worker waits for an answer or is gone: its time stops."""
         self._heard.pop(worker, None)
         self._doubted.pop(worker, None)
 
     def overdue(self, seconds: float) -> dict[int, float]:
-        """The workers whose time has run out by now, and for how long each has said nothing. Each
-        is told once, and is silent from then on."""
+        """Returns the workers that count as hung at `seconds`, and for how long each has given no
+        sign. Each is returned once, and is in `silent` from then on."""
         hung = {}
         for worker, heard in list(self._heard.items()):  # other threads may add theirs meanwhile
             if seconds - heard <= self.lease_seconds:
@@ -75,7 +76,7 @@ class LeaseClock:
         return hung
 
     def due_seconds(self) -> float:
-        """When to look again; inf while nobody computes."""
+        """The time at which `overdue` should be called next; inf while nobody computes."""
         return min((self._due(worker) for worker in self.computing), default=math.inf)
 
     def _due(self, worker: int) -> float:
@@ -84,5 +85,5 @@ class LeaseClock:
         return self._heard.get(worker, math.inf) + self.lease_seconds
 
     def left_seconds(self, worker: int, seconds: float) -> float:
-        """How much of its time a worker has left; inf if it does not run."""
+        """The seconds until the worker's time runs out; inf if its time does not run."""
         return self._heard.get(worker, math.inf) + self.lease_seconds - seconds

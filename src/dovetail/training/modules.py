@@ -3,10 +3,10 @@
     theta [size] ─view─► parameters ─► forward, backward ─copy─► gradient [size]
     theta [size] ─copy─► twins, gradient ─view─► their grads ─► torch.optim's step ─► U(g)
 
-The optimizer is the user's own, of `torch.optim` or of that kind. It steps on twins of the
-parameters, and U(g) is the change that its step made, so that `theta += U(g)` does what the
-optimizer would have done to the module itself. The optimizer and its state belong to one worker,
-and a worker that starts again starts with a new one.
+The optimizer is the user's own, from `torch.optim` or with the same interface. It steps on twins of
+the parameters, and U(g) is the change that its step made. So `theta += U(g)` does what the
+optimizer would have done to the module itself. The optimizer and its state belong to one worker. A
+worker that is restarted begins with a new optimizer.
 
 The vector holds tied parameters once, and frozen ones (`requires_grad=False`) not at all. Buffers
 belong to a worker and are never sent; `validation.py` computes the trained model's statistics.
@@ -30,7 +30,7 @@ from dovetail.training.records import Vector
 from dovetail.training.torch_optimizers import MakeOptimizer, Rates, Schedule, check_optimizer
 
 Loss = Callable[..., Tensor]
-"""(output, *targets) -> the mean over the batch's samples, a scalar."""
+"""loss(output, *targets): the mean loss over the batch's samples, a scalar."""
 
 _DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -38,7 +38,7 @@ _DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """The trainable parameters, each once, in the module's order.
 
-    Raises `ModelError` where they cannot be one float vector in the CPU's memory.
+    Raises `ModelError` if they cannot form one float vector in the CPU's memory.
     """
     name = type(module).__name__
     named = [(path, p) for path, p in module.named_parameters() if p.requires_grad]
@@ -58,8 +58,8 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _check_apart(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
-    """Raise `ModelError` for parameters that share memory, which views of the vector would not.
-    Tied parameters are one object, and fine."""
+    """Raises `ModelError` if two parameters share memory, since their views of the vector would
+    not. Tied parameters are allowed: they are one object."""
     owner: dict[int, str] = {}
     for path, parameter in named:
         if parameter.numel() == 0:
@@ -81,7 +81,7 @@ def flatten(module: nn.Module) -> Vector:
 
 
 def unflatten(module: nn.Module, theta: Vector) -> None:
-    """Write `theta` [size] over the trainable parameters."""
+    """Copies `theta` [size] into the trainable parameters."""
     parameters = parameters_of(module)
     size = sum(p.numel() for p in parameters)
     if theta.shape != (size,):
@@ -104,7 +104,7 @@ def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
-    """The loss of a batch, with what autograd needs."""
+    """The loss of a batch, with the graph that autograd needs for the backward pass."""
     output, targets = outputs(module, batch)
     return loss(output, *targets)
 
@@ -121,10 +121,12 @@ class ModuleLearner:
     """A worker's module, data set and optimizer; see `learner.Learner`.
 
     `gradient` seeds torch from (seed, worker, epoch, first sample), so that dropout does not depend
-    on which steps came before. The loss must be a mean over samples: with another reduction a batch
-    that is cut short at the end of an epoch has a wrong weight.
-    `dataset` may be a `SampleSource`; `schedule`: see `torch_optimizers`. The module becomes this
-    learner's own.
+    on which steps came before. The loss must be a mean over samples: with another reduction, a
+    short batch at the end of an epoch would have a wrong weight.
+
+    module     belongs to this learner from then on
+    dataset    may be a `SampleSource`
+    schedule   see `torch_optimizers`
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class ModuleLearner:
         self._parameters = parameters_of(module)
         theta = flatten(module)
         self.size, self.dtype = theta.size, str(theta.dtype)
+        # The vector that the parameters are views of; None: they have memory of their own.
         self._bound: Vector | None = None
         self._home = torch.from_numpy(theta)
         self._flat = torch.zeros_like(self._home)
@@ -153,14 +156,15 @@ class ModuleLearner:
         self._rates = Rates(self._optimizer, schedule)
 
     def _make(self, optimizer: MakeOptimizer) -> torch.optim.Optimizer:
-        """The user's optimizer, made of twins of the parameters; the twins are views of `_home`."""
+        """The user's optimizer, made for twins of the parameters. The twins are views of `_home`,
+        and their gradients are views of `_flat`."""
         twins = [nn.Parameter(view) for view in _views(self._home, self._parameters)]
         for twin, piece in zip(twins, self._pieces, strict=True):
             twin.grad = piece
         return check_optimizer(optimizer(twins), twins)
 
     def gradient(self, theta: Vector, indices: NDArray[np.int64], epoch: int) -> Gradient:
-        """The gradient of the mean loss over these samples; fewer where a stream ends."""
+        """The gradient of the mean loss over these samples; over fewer if a stream ends."""
         self._seed_torch(epoch, int(indices[0]))
         batch, samples = self._source.batch(indices, epoch)
         if not samples:
@@ -176,10 +180,12 @@ class ModuleLearner:
         return Gradient(self._gradient, float(loss.detach()), samples)
 
     def update(self, theta: Vector, gradient: Vector, epoch: float) -> Vector:
-        """U(g). May be given any vector as the gradient; overwrites the last one returned."""
+        """Returns U(g). `gradient` may be any vector [size]; if it is not the one that `gradient()`
+        returned last, it is copied over that."""
         if gradient is not self._gradient:
             self._gradient[:] = gradient
-        # A copy, for without locks (Hogwild!) other workers write to theta meanwhile.
+        # Without locks (Hogwild!) other workers write to theta during this step. The change must be
+        # computed against one copy of it, which then holds the result.
         change = theta.copy()
         self._home.copy_(torch.from_numpy(change))
         self._rates.set(self._passes(epoch))
@@ -192,7 +198,7 @@ class ModuleLearner:
         return self._rates.at(self._passes(epoch))
 
     def _bind(self, theta: Vector) -> None:
-        """Make the parameters views of `theta`; what may not be written to is copied first."""
+        """Makes the parameters views of `theta`, or of a copy if `theta` is read-only."""
         if theta is self._bound:
             return
         if theta.flags.writeable:
@@ -210,12 +216,12 @@ class ModuleLearner:
             seed_keras(self._module, draw)
 
     def _passes(self, epoch: float) -> float:
-        """Epochs so far, for the schedule; of a stream only its reader knows them."""
+        """Epochs so far, for the schedule. In a stream only the reader can tell them."""
         return self._source.passed if isinstance(self._source, StreamSource) else epoch
 
 
 def _store(piece: Tensor, gradient: Tensor | None) -> None:
-    # None: the loss did not depend on the parameter.
+    # The gradient is None if the loss did not depend on the parameter.
     if gradient is None:
         piece.zero_()
     else:
@@ -224,7 +230,7 @@ def _store(piece: Tensor, gradient: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class ModuleLearners:
-    """Worker index -> its learner. This record travels to the worker's process."""
+    """Makes a worker's learner by its index. This record is sent to the worker's process."""
 
     module: nn.Module
     loss: Loss
@@ -236,7 +242,7 @@ class ModuleLearners:
     seed: int = 0
 
     def __call__(self, worker: int) -> ModuleLearner:
-        """A learner with a module of its own."""
+        """A learner with its own copy of the module."""
         source = open_dataset(self.dataset, self.collate, self.epochs)
         return ModuleLearner(
             copy.deepcopy(self.module), self.loss, self.optimizer, source, self.schedule,

@@ -1,30 +1,32 @@
-"""Estimates online, from a few coordinates of the center, the momentum that asynchrony adds.
+"""Estimates the momentum that asynchrony adds, during a run, from some coordinates of the center.
 
-With x_c the center at clock c and u = U(g(x_c)) the update that a commit with base clock c brings,
-workers with memoryless step times give
+Let x_c be the center at clock c, and u = U(g(x_c)) the update of a commit with base clock c. For
+workers with memoryless step times,
 
     E[x_{c+1} - x_c] = mu E[x_c - x_{c-1}] + (1 - mu) E[u]          mu = 1 - 1/n
 
 (I. Mitliagkas, C. Zhang, S. Hadjis, C. Re: Asynchrony begets Momentum, with an Application to Deep
 Learning, 2016, https://arxiv.org/abs/1605.09774). YellowFin (J. Zhang, I. Mitliagkas, 2017,
-https://arxiv.org/abs/1706.03471, section 4, closed loop) measures it from what a server sees, as
+https://arxiv.org/abs/1706.03471, section 4, closed loop) estimates mu from what a server sees, as
 
     median over coordinates of (x_{c+1} - x_c - u) / (x_c - x_{c-1})
 
-Differences: u is subtracted below too, as the recurrence has (1 - mu) u. And as u and both
-differences are mostly noise of three commits, the expectations are sums over commits and
-coordinates, projected on where the center came from, of which that noise knows nothing:
+Differences: u is subtracted in the denominator too, because the recurrence has (1 - mu) u. Besides,
+u and both differences are mostly noise of three commits. So the expectations are replaced by sums
+over commits and coordinates, projected on the center's earlier movement z, which is independent of
+that noise:
 
     mu = sum <x_{c+1} - x_c - u, z> / sum <x_c - x_{c-1} - u, z>       z = x_{c-1} - x_{c-1-LAG}
 
-each coordinate of z divided by its mean u^2, older commits fading. On a quadratic of 1024
-coordinates with noise, at rest, after 3000 commits (3 seeds) this gives for n = 2, 4, 8, 16
+Each coordinate of z is divided by its mean u^2, and the weight of older commits fades. On a
+quadratic of 1024 coordinates with noise, at rest, after 3000 commits (3 seeds), this gives for
+n = 2, 4, 8, 16
 
     exponential step times   .54 +- .15   .73 +- .04   .86 +- .02   .94 +- .01     1 - 1/n: .5 ...
     20 % jitter             -.18 +- .07   .63 +- .03   .84 +- .02   .93 +- .01
 
-and YellowFin's median less than .03 in all of them. With few coordinates, or steps that hardly
-move the center, it is as noisy as n = 2 is here.
+YellowFin's median gives less than .03 in all of these cases. With few coordinates, or with steps
+that hardly move the center, our estimate is as noisy as it is here for n = 2.
 """
 
 from typing import Any
@@ -36,19 +38,21 @@ from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Rule, Slice
 
 COORDINATES = 1024
+"""At most so many coordinates of the center are watched."""
 VERSIONS = 256
-"""Versions of the center that are remembered. Commits that are much staler give no estimate."""
+"""So many versions of the center are kept. A commit whose base is older adds nothing."""
 LAG = 32
+"""z, the earlier movement of the center, is taken over so many commits."""
 MEMORY = 1000
-"""Commits after which the weight of a commit in the estimate has faded to 1/e."""
+"""After so many commits, the weight of a commit in the estimate has faded to 1/e."""
 WARM, FEWEST = 100, 200
-"""The first `WARM` commits only show how large updates are; an estimate needs `FEWEST`."""
+"""The first `WARM` commits only measure how large updates are. An estimate needs `FEWEST`."""
 _AROUND = np.array([-1 - LAG, -1, 0, 1])
 _LEAST = 1e-30
 
 
 class Momentum:
-    """Keeps the last versions of some coordinates of the center, and sums over the commits."""
+    """Keeps the last versions of some coordinates of the center, and the sums of the estimate."""
 
     def __init__(self, theta: Vector) -> None:
         count = min(COORDINATES, theta.size)
@@ -57,23 +61,23 @@ class Momentum:
         self.coordinates: NDArray[np.int64] = np.sort(chosen).astype(np.int64)
         self._values = np.zeros((VERSIONS, count), theta.dtype)
         self._clocks = np.full(VERSIONS, -1, np.int64)
-        # Fading sums: of u squared [count], and of the two sides of the estimate.
+        # Fading sums: u squared [count], and the numerator and denominator of the estimate.
         self._squares = np.zeros(count)
         self._above = self._below = 0.0
         self._commits = 0
         self.version(0)[:] = theta[self.coordinates]
 
     def version(self, clock: int) -> Vector:
-        """The row [count] for the coordinates' values at `clock`; the caller fills it."""
+        """The row [count] for the coordinates' values at `clock`, which the caller fills."""
         row = clock % VERSIONS
         self._clocks[row] = clock
         values: Vector = self._values[row]
         return values
 
     def add(self, base_clock: int, update: Vector) -> float:
-        """Take in a commit, with its update at the coordinates [count], and return the estimate;
-        nan as long as too few commits have come. A commit adds nothing where the versions around
-        its base are not remembered any more."""
+        """Takes in a commit with its update at the coordinates [count], and returns the estimate;
+        nan while too few commits have come. A commit adds nothing if the versions around its base
+        are not kept any more."""
         clocks = np.array(
             [max(base_clock - 1 - LAG, 0), base_clock - 1, base_clock, base_clock + 1]
         )
@@ -92,7 +96,7 @@ class Momentum:
         if self._commits <= WARM:
             return
         total = np.add.reduce(self._squares)
-        # Coordinates that never moved would be divided by 0.
+        # Coordinates that never moved are left out, since they would be divided by 0.
         moves = self._squares > _LEAST * total
         scale = np.divide(total, self._squares, out=np.zeros_like(self._squares), where=moves)
         z = (before - origin) * scale
@@ -109,7 +113,7 @@ class Momentum:
         return state, {"values": self._values.reshape(-1), "squares": self._squares}
 
     def restore(self, state: dict[str, Any], vectors: dict[str, Vector]) -> None:
-        """Take over a state that `save` returned."""
+        """Takes over a state that `save` returned."""
         self._clocks[:] = state["clocks"]
         self._above, self._below = state["sums"]
         self._commits = state["commits"]
@@ -118,10 +122,11 @@ class Momentum:
 
 
 def adds_plainly(rule: Rule, dtype: Any) -> bool:
-    """Tells whether the server does theta~ += v whatever the staleness, with v computed at the
-    center. Only then does the estimate see the effect of the workers' delays alone."""
+    """Whether the server does theta~ += v at any staleness, with v computed at the center. Only
+    then does the estimate show the effect of the workers' delays alone."""
     if rule.apply is None or rule.needs_base or rule.keeps_theta or rule.server_slots:
         return False
+    # A rule is a function, so it is tried on one stale commit to see what it does.
     theta = np.array([1.0, -2.0, 3.0], dtype)
     vector = np.array([0.5, 0.25, -4.0], dtype)
     part = Slice(theta.copy(), {}, dict.fromkeys(rule.server_counts, 0))

@@ -21,13 +21,15 @@ class DivergenceWarning(RuntimeWarning):
 
 @dataclass
 class RunMonitor:
-    """What is known of a run while it goes on. The backend tells it through `watcher`.
+    """Collects a run's evaluations, commits and events. The backend calls it through `watcher`.
 
-    evaluate   theta -> figures; {} where there is nothing to evaluate
-    monitor    the figure that decides which evaluation is the best
-    patience   evaluations without a better one, after which the run stops (None: never)
-    also       the caller's own watcher, which is told everything too
-    losses     looks for divergence; `advice` is what to do about it
+    evaluate   theta -> figures; {} without a validation set
+    monitor    name of the figure that decides which evaluation is the best
+    patience   the run stops after so many evaluations without a better one (None: never)
+    folder     where evaluations and the best center are saved; None: nowhere
+    also       the caller's own watcher, which is called too
+    losses     looks for divergence
+    advice     what to do about divergence, for the warning
     """
 
     evaluate: Evaluate
@@ -41,12 +43,12 @@ class RunMonitor:
     evaluations: list[Evaluation] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    # Index of the best evaluation, and the center [size] that it evaluated.
+    # Index of the best evaluation, and the center [size] at it.
     best: int | None = None
     theta: Vector | None = None
 
     def resume(self) -> None:
-        """Continue from what the folder holds."""
+        """Takes over the evaluations and the best center that the folder holds."""
         if self.folder is not None:
             self.evaluations, self.best, self.theta = self.folder.load()
 
@@ -96,14 +98,14 @@ class RunMonitor:
             warnings.warn(text, DivergenceWarning, stacklevel=2)
 
     def on_event(self, event: Event) -> None:
-        """Keep what happened."""
+        """Keeps the event."""
         self.events.append(event)
         if self.also.event is not None:
             self.also.event(event)
 
     def interrupted(self) -> Outcome:
-        """The outcome of a run that Ctrl-C ended: the best center so far. Raises
-        `KeyboardInterrupt` where nothing was evaluated yet."""
+        """The outcome of a run that Ctrl-C ended, with the best center so far. Raises
+        `KeyboardInterrupt` if nothing was evaluated yet."""
         if self.best is None or self.theta is None:
             raise KeyboardInterrupt
         kept = self.evaluations[self.best]
@@ -114,7 +116,8 @@ class RunMonitor:
         )  # fmt: skip
 
     def _is_better(self, figures: dict[str, Any]) -> bool:
-        """Are these figures better than the best so far? Without the figure to go by, they are."""
+        """Whether these figures are better than the best so far. They count as better if they lack
+        the monitored figure, so that the last evaluation is then the best."""
         if self.best is None or self.monitor not in figures:
             return True
         sign = 1 if lower_is_better(self.monitor) else -1

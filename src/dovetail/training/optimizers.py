@@ -1,15 +1,14 @@
 """Optimizers on one flat vector, without torch: for the server, and for learners in numpy.
 
-The recurrences and the order of operations are `torch.optim`'s (2.13, its single-tensor path on
-the CPU), so that both agree to rounding: bias corrections are computed in float64. An optimizer
-returns U(g), the vector that it would add to theta, and advances its slots (vectors) and counts
-(numbers), which are zero at first. Differences: U(g) is a new vector, where torch changes theta in
-place.
+The recurrences and the order of operations are those of `torch.optim` (2.13, its single-tensor path
+on the CPU), with bias corrections in float64. So both agree up to rounding. An optimizer returns
+U(g), the vector that it would add to theta, and advances its slots (vectors) and counts (numbers),
+which start at zero. Differences: U(g) is a new vector, where torch changes theta in place.
 
-Two other implementations of Adam exist, and neither can replace this one bit for bit: the records
-of `frontends.optimizers` run torch's own functions, which captured training steps must equal and
-which need torch; learned placers keep the sums in another order of operations, in which 82 % of a
-step's elements differ from this one's in the last bits.
+The package has two other implementations of Adam, and neither can replace this one bit for bit. The
+records of `frontends.optimizers` run torch's own functions, because captured training steps must
+equal them, and so need torch. Learned placers compute the sums in another order of operations, by
+which 82 % of a step's elements differ from this one's in the last bits.
 """
 
 import math
@@ -27,16 +26,16 @@ COUNT = "updates"
 
 
 class FlatOptimizer(Protocol):
-    """One step of an optimizer; its settings are the record's fields."""
+    """An optimizer, whose settings are the record's fields."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of its vectors."""
+        """Names of the vectors that the optimizer keeps."""
         ...
 
     @property
     def lr(self) -> float:
-        """The learning rate where none is given."""
+        """The learning rate if `update` is given none."""
         ...
 
     def update(
@@ -47,7 +46,8 @@ class FlatOptimizer(Protocol):
         counts: dict[str, int],
         rate: float | None = None,
     ) -> Vector:
-        """U(g) [size]; theta [size] is not changed. `rate` replaces `lr`."""
+        """Returns U(g) [size] and advances slots and counts. theta [size] is not changed. `rate`
+        replaces `lr`."""
         ...
 
 
@@ -90,6 +90,7 @@ class FlatSGD:
             kernels.run(_sgd_decayed, change, (theta, gradient), (lr, self.weight_decay))
             return change
         vectors = (theta, gradient, slots["momentum"])
+        # One loop serves both forms: U = -lr (own g + ahead b).
         own, ahead = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
         kernels.run(_sgd, change, vectors, (lr, self.momentum, own, ahead, self.weight_decay))
         return change
@@ -265,7 +266,8 @@ OPTIMIZERS: dict[str, type[FlatSGD | FlatAdam | FlatAdagrad | FlatRMSprop]] = {
 
 
 def make_optimizer(name: str, **settings: Any) -> FlatOptimizer:
-    """The optimizer of that name. UsageError names a setting that it has not, or a bad value."""
+    """The optimizer of that name. Raises a `UsageError` that names the setting, if the optimizer
+    does not have it or its value is bad."""
     if name not in OPTIMIZERS:
         raise UsageError("optimizer", f"{name!r} is not one of {', '.join(OPTIMIZERS)}")
     kind: Any = OPTIMIZERS[name]

@@ -1,4 +1,4 @@
-"""Finds out whether an object can travel to another process, and which part of it cannot."""
+"""Finds out whether an object can be sent to another process, and which part of it cannot."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,11 @@ import cloudpickle
 from dovetail.errors import UsageError
 
 _DEEPEST = 12
-"""The search for the part that cannot travel goes no deeper than this."""
+"""The search for the part that cannot be sent goes no deeper than this."""
 
 
 class _Nowhere(io.RawIOBase):
-    """A file that keeps nothing."""
+    """A file that discards what is written to it."""
 
     def writable(self) -> bool:
         return True
@@ -24,7 +24,7 @@ class _Nowhere(io.RawIOBase):
 
 
 def check_travels(parts: Mapping[str, object]) -> None:
-    """Raises `UsageError`, which names the attribute, for what cloudpickle cannot take along."""
+    """Raises a `UsageError` that names the attribute, if cloudpickle cannot pickle a part."""
     for name, part in parts.items():
         error = _refusal(part)
         if error is not None:
@@ -38,7 +38,7 @@ def check_travels(parts: Mapping[str, object]) -> None:
 
 
 def _refusal(part: object) -> str | None:
-    """Why it cannot be pickled; arrays are not copied for that."""
+    """Why the part cannot be pickled; None if it can be. Arrays are not copied to find that out."""
     try:
         cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=_keep_out).dump(part)
     except Exception as error:  # whatever its own __reduce__ may raise
@@ -47,11 +47,11 @@ def _refusal(part: object) -> str | None:
 
 
 def _keep_out(_buffer: object) -> None:
-    """A buffer that is not part of the stream."""
+    """Takes a buffer out of the pickled stream: a callback that returns None does so."""
 
 
 def _culprit(path: str, part: object, depth: int) -> tuple[str, object]:
-    """The innermost part that cannot travel, with the way to it."""
+    """The path to the innermost part that cannot be pickled, and that part."""
     if depth:
         for step, inner in _inside(part):
             if _refusal(inner) is not None:
@@ -60,7 +60,7 @@ def _culprit(path: str, part: object, depth: int) -> tuple[str, object]:
 
 
 def _inside(part: Any) -> Iterator[tuple[str, object]]:
-    """(way, object) pairs of what an object holds."""
+    """(step of the path, object) pairs of what an object holds."""
     if isinstance(part, Mapping):
         yield from ((f"[{key!r}]", value) for key, value in part.items())
     elif isinstance(part, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""Checks a request with its data before a run starts, and makes the backend's assignment of it."""
+"""Checks a request with its data before a run starts, and makes the assignment for the backend."""
 
 import copy
 import hashlib
@@ -41,12 +41,12 @@ from dovetail.training.validation import Evaluator, batches_of, resolve_metrics
 from dovetail.training.wire import make_wire
 
 _IN_PROCESS = ("simulated", "threads")
-"""Backends whose workers live in this process, so that nothing need travel."""
+"""Backends whose workers live in this process, so that nothing is sent to another one."""
 
 
 @dataclass(frozen=True)
 class PreparedTraining:
-    """A request that was checked with its data, and all that its run needs."""
+    """A checked request, and everything that its run needs."""
 
     request: TrainRequest
     assignment: Assignment
@@ -58,7 +58,7 @@ class PreparedTraining:
 
 
 def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTraining:
-    """Check the request with its data, and make the folder's records. Raises `InvalidError`."""
+    """Checks the request with its data, and opens the run's folder. Raises `InvalidError`."""
     _check_model(request.model)
     optimizer = resolve_optimizer(request.optimizer, request.lr)
     rule = bind_rule(request.rule, optimizer)
@@ -112,9 +112,9 @@ def _assignment(
 
 
 def bind_rule(rule: Rule | str, optimizer: MakeOptimizer) -> Rule:
-    """The rule with its options bound; `sync` gets the optimizer for its server.
+    """Returns the rule with its options bound. `sync` gets the optimizer for its server.
 
-    Raises `UsageError` where a server that steps by itself cannot do what this optimizer does.
+    Raises `UsageError` if the rule's server steps by itself and cannot do what this optimizer does.
     """
     name = rule if isinstance(rule, str) else rule.name
     if not isinstance(name, str) or name not in RULES:
@@ -155,7 +155,7 @@ def _backend_of(request: TrainRequest) -> Backend:
 
 
 def _try_out(learners: ModuleLearners, theta: Vector, batch: int) -> None:
-    """Run one batch forward and backward, so that an error shows now and not in every worker."""
+    """Runs one batch forward and backward, so that an error shows now and not in every worker."""
     module = copy.deepcopy(learners.module).train()
     source = open_dataset(learners.dataset, learners.collate, learners.epochs)
     first = next(batches_of(source, batch, 1), None)
@@ -236,7 +236,8 @@ def _job(request: TrainRequest, rule: Rule, source: SampleSource, theta: Vector)
 
 
 def _facts(model: nn.Module, job: Job, rule: Rule) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that it continues."""
+    """The facts that a resumed run must share with the run that it continues. A hash stands for the
+    names and shapes of the model's parameters."""
     text = repr([(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()])
     facts = {key: value for key, value in vars(job).items() if key != "run"}
     model_facts = f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"

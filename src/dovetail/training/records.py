@@ -1,12 +1,12 @@
-"""What workers and the parameter server say to each other, and what a run leaves behind.
+"""Defines the records that workers and the parameter server exchange, and those of a run's outcome.
 
     worker ── Turn(commit?, pull?, lease?) ──► server        one message and its answer a window
            ◄── Reply(verdict, lease, clock) ──               vectors travel beside them
 
 A *lease* is the samples of one window, as positions in the run: position p is sample
 `order(epoch)[p % samples]` of epoch `p // samples`. The commit that carries a lease's samples ends
-it, so that each sample counts exactly once, whoever dies.
-Imports no torch: the server starts with this.
+the lease. So each sample counts exactly once, even if workers die. This module imports no torch, so
+that the server starts without it.
 """
 
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.floating[Any]]
-"""[size] all parameters in one, float32 or float64."""
+"""[size] all trainable parameters in one vector, float32 or float64."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, for how long: all that server and workers must agree on.
+    """The settings of a run on which server and workers must agree.
 
     run        a random name; commits of another run are refused
     size       elements of the vector
-    samples    in the data set; None for a stream whose end is not yet known
-    epochs     over all samples
+    samples    samples of the data set; None for a stream whose end is not yet known
+    epochs     passes over all samples
     batch      samples of one local step
-    window     local steps between commits (lambda); None: one commit, at the end
+    window     local steps between commits (lambda); None: each worker commits once, at the end
     workers    n that the run starts with; rules that gather wait for all of them at the start
     """
 
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Lease:
-    """Samples [start, stop) of the run, as positions; numbered as they were handed out."""
+    """Samples [start, stop) of the run, as positions. `number` counts leases as they are taken."""
 
     number: int
     start: int
@@ -57,13 +57,13 @@ class Lease:
 class Commit:
     """The head of a commit; its vector travels beside it.
 
-    sequence       1, 2, ... per worker: each is applied exactly once
-    base_clock     the server's clock when the parameters it started from were pulled
+    sequence       1, 2, ... per worker: each number is applied exactly once
+    base_clock     the server's clock when the parameters that the window started from were pulled
     lease          number of the lease whose samples it carries
-    steps          local steps behind it: the window, or fewer at the end of an epoch
-    rate           learning rate of the last of them, schedule included
+    steps          local steps of the window: `Job.window`, or fewer at the end of an epoch
+    rate           learning rate of the last local step, schedule included
     loss           mean over its samples
-    begin_seconds, end_seconds   of the window's computation, on the worker's clock
+    begin_seconds, end_seconds   when the window's computation began and ended, by the worker
     """
 
     run: str
@@ -81,7 +81,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a worker asks, done in this order: commit, lease, pull.
+    """What a worker asks of the server, which does it in this order: commit, lease, pull.
 
     The answer to a turn may take a while: until the round is complete (rules that gather), until
     the slowest worker has caught up (SSP), or until a sample is free or none is left.
@@ -117,11 +117,12 @@ class Refusal(StrEnum):
 class Reply:
     """The server's answer; a pulled vector travels beside it.
 
-    verdict   of the commit; None without one
-    lease     the next samples; None where none was asked for, or none is left (then `done`)
-    clock     of the center that was pulled, else of now
-    samples   that the center has seen
-    stop      the run ends before its epochs (early stop): discard what is not committed
+    verdict   what became of the commit; None if there was none
+    lease     the next samples; None if none was asked for, or none is left (then `done` is true)
+    clock     the clock of the center that was pulled, else the present clock
+    samples   samples that the center has seen
+    stop      the run ends before its epochs (early stop): the worker discards what it has not
+              committed
     """
 
     verdict: Verdict | None = None
@@ -137,10 +138,11 @@ class Reply:
 class Row:
     """One commit in a run's history.
 
-    clock       the server's, after it was applied; staleness = clock when applied - base clock
-    seconds     since the run's start when it was answered, in the backend's own time
-    begin_seconds, end_seconds   its computation, in the same time
-    momentum    the online estimate of implicit momentum, nan where there is none
+    clock       the server's clock after the commit was applied
+    staleness   the server's clock just before it was applied - the commit's base clock
+    seconds     when the server applied it, since the run's start, in the backend's own time
+    begin_seconds, end_seconds   when its computation began and ended
+    momentum    the online estimate of implicit momentum; nan if there is none
     """
 
     clock: int
@@ -180,7 +182,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: the center, and its history."""
+    """The result of a run: the center theta [size], and the run's history."""
 
     theta: Vector
     clock: int

@@ -1,14 +1,15 @@
-"""The parameter server, whoever carries its messages: takes turns, gives answers.
+"""The parameter server: takes turns and gives answers, whichever transport carries them.
 
     turn ──► examine ──► journal ──► state: ledger ──► center ──► deliveries
              refused?    before             who        apply,     vectors lie in the
                          anything           counts     read       workers' outboxes
                          changes            what
 
-A refused commit changes nothing of the center. All that happens to the ledger is written to the
-journal first, so that a server that died is rebuilt by doing it again, through the same code.
+A refused commit does not change the center. Every input of the ledger is written to the journal
+before it takes effect, so that a server that died is rebuilt by doing the same inputs again,
+through the same code.
 
-`take` may be called by several threads, one per worker. Turns are ordered under a lock; the shards
+`take` may be called by several threads, one per worker. Turns are ordered under a lock. The shards
 then work on several of them at once.
 """
 
@@ -42,10 +43,10 @@ NO_PAYLOAD = CommitPayload()
 class Server:
     """A run's center, its ledger, and their history.
 
-    theta      [size] where the center starts; changed in place from then on
-    storage    the folder that keeps the state, new or empty; None: the state is not kept
-    order      the order of workers in which turns are taken; None: as they come
-    clock      tells the seconds since the run's start
+    theta      [size] the initial center; it is changed in place from then on
+    storage    a new or empty folder that keeps the state; None: the state is not kept
+    order      turns are taken in this order of workers; None: as they come
+    clock      returns the seconds since the run's start
     """
 
     def __init__(  # noqa: PLR0913  keyword-only
@@ -67,7 +68,8 @@ class Server:
         self._lock = threading.RLock()
         self._order = order
         self._held: dict[int, CommitPayload] = {}
-        self._here: set[int] = set()  # who joined this server, not only a former self
+        # Workers that joined this server itself, and not only the one that it was rebuilt from.
+        self._here: set[int] = set()
         self._journal: Journal | None = None
         self._storage = storage
         self._saved_rows = 0  # rows at the last snapshot
@@ -95,10 +97,10 @@ class Server:
         """The server whose state the storage's folder holds, or a new one if it holds none.
 
         `theta` [size] is overwritten with the center. With `keeps_theta` it is kept: it is then a
-        lock-free center in memory that outlived the server, and no log knows what is in it. A run
-        that was stopped goes on; whoever still wants its end stops it again.
+        lock-free center in shared memory that outlived the server, whose content is in no log. A
+        run that was stopped goes on; a caller who still wants to end it stops it again.
 
-        Raises `JournalError`, `RunMismatchError`, and `UsageError` if another server has the
+        Raises `JournalError`, `RunMismatchError`, and `UsageError` if another server uses the
         folder.
         """
         server = cls(job, rule, theta, **options)
@@ -113,10 +115,10 @@ class Server:
     # What workers do
 
     def join(self, worker: int, inbox: Vector | None = None, outbox: Vector | None = None) -> int:
-        """The number of the worker's last applied commit; 0 for a new worker.
+        """Adds the worker and returns the number of its last applied commit; 0 for a new worker.
 
-        Its commits will lie in `inbox` [size], unless `take` is given them. Its pulls go to
-        `outbox` [size].
+        The worker's commits lie in `inbox` [size], unless `take` is given them. Its pulls are
+        copied to `outbox` [size].
         """
         with self._lock:
             self._here.add(worker)
@@ -127,14 +129,15 @@ class Server:
     def take(
         self, turn: Turn, checksum: int | None = None, vector: Vector | None = None
     ) -> list[Delivery]:
-        """The answers that follow from a turn: to its worker, to others, or none yet.
+        """Takes a turn and returns the answers that follow from it: to its worker, to others, or
+        none yet.
 
-        checksum   of the vector, by `checks.checksum`, if the worker sent one
-        vector     the commit's, if it is not in the inbox; used where it lies, so it must not
-                   change until the turn is answered
+        checksum   the vector's, by `checks.checksum`, if the worker sent one
+        vector     the commit's vector, if it is not in the inbox. It is not copied, so it must not
+                   change until the turn is answered.
         """
-        # Looking at a vector takes time, and needs nothing that another turn may change: it is done
-        # outside of the lock, so that the vectors of several workers are looked at at once.
+        # Examining a vector takes time, and depends on nothing that another turn may change. It is
+        # done outside of the lock, so that vectors of several workers are examined at once.
         payload = self._examine(turn, checksum, vector)
         with self._lock:
             deliveries = self._turns(self._pass(turn, payload))
@@ -142,36 +145,37 @@ class Server:
         return self._finish(ticket, deliveries)
 
     def evict(self, worker: int) -> list[Delivery]:
-        """The worker is dead or hung: its samples go to others."""
+        """Notes that the worker is dead or hung: its samples go to others."""
         return self._remove(worker, "evict")
 
     def leave(self, worker: int) -> list[Delivery]:
-        """The worker has ended."""
+        """Notes that the worker has ended."""
         return self._remove(worker, "leave")
 
     # What the run does
 
     def dismiss_late(self) -> None:
-        """Evict the workers that joined beyond the job's: in a run that is continued, nobody takes
-        their place."""
+        """Evicts workers that joined beyond the job's number. In a run that is resumed, nobody
+        takes their place, so their leases would never be committed."""
         for worker in {e.worker for e in self.events if e.worker >= self.job.workers}:
             self.evict(worker)
 
     def stop(self) -> list[Delivery]:
-        """End the run early. Workers that wait are told now, the others when they ask."""
+        """Ends the run early. Workers that wait are told now, the others when they ask."""
         return self._do({"kind": "stop"})
 
     def end_stream(self, samples: int) -> list[Delivery]:
-        """The stream ends after so many samples."""
+        """Notes that the stream ends after so many samples."""
         return self._do({"kind": "end_stream", "samples": samples})
 
     def snapshot(self) -> None:
-        """Keep the state as it is now, where the run has a folder."""
+        """Saves the present state, if the run has a folder."""
         if self._journal is not None:
             with self._lock:
                 state, vectors = self._state.save()
                 if self.rule.lock_free:
-                    # Workers write to the center meanwhile: its checksum would not fit.
+                    # Workers write to the center while it is saved, so the checksum of the center
+                    # itself would not fit what is written.
                     vectors["theta"] = vectors["theta"].copy()
                 state["position"] = self._gate and self._gate.position
                 state["passed"] = [turn_fields(t) for t in self._gate.passed] if self._gate else []
@@ -180,7 +184,8 @@ class Server:
                 self._saved_rows = len(self._state.rows)
 
     def close(self) -> None:
-        """End the threads, and let another server have the folder."""
+        """Ends the shards' threads and closes the journal, so that another server can use its
+        folder."""
         try:
             self._state.center.close()
         finally:
@@ -200,7 +205,7 @@ class Server:
 
     @property
     def theta(self) -> Vector:
-        """The center [size] itself, after all commits that were taken; the next one changes it."""
+        """The center [size] after all commits so far. It is no copy: the next commit changes it."""
         with self._lock:
             return self._state.center.theta
 
@@ -216,7 +221,7 @@ class Server:
 
     @property
     def events(self) -> list[Event]:
-        """Who joined, left, was lost; what was refused; when this server was restarted."""
+        """The run's events, in order, such as workers that joined and commits that were refused."""
         return self._state.events
 
     @property
@@ -241,12 +246,12 @@ class Server:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run was ended before."""
+        """Whether the run was ended before its epochs."""
         return self._state.ledger.stopped
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Workers that wait for an answer: they are silent without being hung."""
+        """Workers that wait for an answer. They are silent without being hung."""
         with self._lock:
             return self._state.ledger.waiting
 
@@ -269,14 +274,16 @@ class Server:
         return examine(state.center, received, checksum)
 
     def _pass(self, turn: Turn, payload: CommitPayload) -> Iterable[Turn]:
-        """The turns that may be taken now, their payloads in `_held`."""
+        """Returns the turns that may be taken now. Their payloads are in `_held`."""
         self._held[turn.worker] = payload
         ledger = self._state.ledger
+        # A repeated turn was in the order before. It passes at once and takes no entry again.
         again = turn.commit is not None and ledger.check(turn.commit) is Verdict.DUPLICATE
         return [turn] if self._gate is None or again else self._gate.push(turn)
 
     def _turns(self, turns: Iterable[Turn]) -> list[Delivery]:
         deliveries = []
+        # The gate decides on each turn only after the one before has been enacted.
         for turn in turns:
             payload = self._judge(turn, self._held.pop(turn.worker))
             header = {"kind": "turn", "turn": turn_fields(turn), "refusal": payload.refusal}
@@ -285,7 +292,8 @@ class Server:
         return deliveries
 
     def _judge(self, turn: Turn, payload: CommitPayload) -> CommitPayload:
-        """The payload, or a refusal in its place."""
+        """The payload, or a refusal in its place. The ledger is asked again, under the lock: it may
+        have changed since the vector was examined."""
         commit = turn.commit
         if commit is None or payload.refusal is not None:
             return payload
@@ -296,7 +304,8 @@ class Server:
             return CommitPayload(refusal=verdict)
         if verdict is Verdict.DUPLICATE or commit.steps == 0 or self.rule.lock_free:
             return CommitPayload()
-        if payload.vector is None:  # its lease was not held yet when it came
+        # The vector was not examined, because the lease was not held when the turn came.
+        if payload.vector is None:
             return CommitPayload(refusal=Refusal.LEASE)
         return (
             CommitPayload(refusal=Refusal.NORM)
@@ -320,7 +329,7 @@ class Server:
         return self._finish(ticket, deliveries)
 
     def _log(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> dict[str, Any]:
-        """The header with its time, which is in the journal by now."""
+        """Adds the time to the header, writes it to the journal and returns it."""
         header["seconds"] = self._seconds()
         if self._gate is not None:
             header["position"] = self._gate.position
@@ -332,17 +341,19 @@ class Server:
         return header
 
     def _enact(self, header: dict[str, Any], payload: CommitPayload = NO_PAYLOAD) -> list[Delivery]:
-        """Do what an input asks; the answers for workers that have joined this server."""
-        # The input may answer a turn that was left by the server before this one. Its worker has
-        # not joined yet, and will ask again: an answer now would be taken for the one to that.
+        """Does what an input asks and returns the answers for workers that joined this server."""
+        # The input may answer a turn that the server before this one left unanswered. Its worker
+        # has not joined this server yet and will repeat the turn. An answer sent now would be taken
+        # for the answer to the repeated turn.
         return [d for d in self._state.enact(header, payload) if d.worker in self._here]
 
     def _seconds(self) -> float:
         return self._clock() + self._ahead_seconds
 
     def _finish(self, ticket: int, deliveries: list[Delivery]) -> list[Delivery]:
-        """The deliveries, once the shards have done their part; keeps a snapshot if it is due."""
+        """Waits for the shards, saves a snapshot if one is due, and returns the deliveries."""
         state = self._state
+        # Waiting outside of the lock lets other turns be ordered while the shards work.
         state.center.wait(ticket)
         with self._lock:
             state.settle()
@@ -363,8 +374,8 @@ class Server:
         self._journal = Journal(storage, self.job, self.rule, resume=resume)
 
     def _rebuild(self, theta: Vector | None) -> None:
-        """Take over the snapshot's state, then do again all that was logged since. `theta` [size]:
-        the center, if it is known without the log."""
+        """Takes over the snapshot's state, then does all inputs again that were logged since.
+        `theta` [size] is the center if it is known without the log."""
         journal, state = self._journal, self._state
         assert journal is not None
         snapshot = journal.load()
@@ -385,10 +396,12 @@ class Server:
             state.settle()
         if self._order is not None:
             self._gate = TurnGate(self._order, last["position"] or 0, lambda: self.waiting)
-            for turn in passed.values():  # whoever was not answered says it again
+            # A worker that was not answered sends its last turn again: the gate must know it.
+            for turn in passed.values():
                 self._gate.recall(turn_of(turn))
         if theta is not None:
             state.center.theta[:] = theta
+        # The run's time goes on from the last input, so that it never runs backwards.
         self._ahead_seconds = max(0.0, last["seconds"] - self._clock())
         if self.stopped:
             state.enact(self._log({"kind": "continue"}), CommitPayload())
@@ -398,5 +411,6 @@ class Server:
 def _payload(record: JournalRecord) -> CommitPayload:
     """The payload, or the refusal, of a turn that was logged."""
     refusal, squares = record.header.get("refusal"), record.header.get("squares")
+    # The journal has compared the checksum when it read the record, so 0 stands for it here.
     checked = None if squares is None else Check(0, squares)
     return CommitPayload(record.vector, checked, refusal and Refusal(refusal))

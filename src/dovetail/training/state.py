@@ -1,10 +1,11 @@
-"""All of a server's state. It changes by inputs only, so the same inputs build the same state.
+"""Holds all of a server's state. Only inputs change it, so the same inputs build the same state.
 
     input: header {kind, seconds, ...}, payload ──► ledger ──► steps ──► center, rows, events
                                                                     └──► deliveries
 
-Headers are JSON, and are what the journal keeps. Kinds: join, turn, evict, leave, stop, continue,
-end_stream, restarted. Payloads are vectors that have passed `examine`, or the reason of a refusal.
+The journal keeps the headers, which are JSON. Their kinds are join, turn, evict, leave, stop,
+continue, end_stream and restarted. A payload is a vector that has passed `examine`, or the reason
+of a refusal.
 """
 
 import math
@@ -27,16 +28,17 @@ from dovetail.training.rules.contract import Rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
 
 _ROWS, _MOMENTUM = "rows", "momentum "
-"""Names of vectors in a snapshot; the momentum's own names follow the second one."""
+"""Names of vectors in a snapshot. The second is a prefix of the momentum's own names."""
 NORMS = 100
-"""The guard compares a commit's norm with the median of so many commits before it."""
+"""The guard compares a commit's norm with the median norm of the last so many commits."""
 FEWEST_NORMS = 10
-"""The guard judges no norm before it has seen so many."""
+"""The guard compares no norm with the median before it has seen so many norms."""
 
 
 @dataclass(frozen=True)
 class CommitPayload:
-    """What came with a turn: nothing, if it has no commit or its commit has no vector."""
+    """A turn's vector and its check, or the reason of a refusal. All three are None if the turn has
+    no commit or its commit has no vector."""
 
     vector: Vector | None = None
     checked: Check | None = None
@@ -49,10 +51,10 @@ class CommitPayload:
 
 
 def examine(center: Center, vector: Vector | None, checksum: int | None) -> CommitPayload:
-    """The vector as a payload, or the reason why `center` cannot take it.
+    """Returns the vector as a payload, or the reason why `center` cannot take it.
 
-    Looked at are its size and type, its checksum if the sender gave one, and whether it is finite.
-    A float64 too large to be squared counts as a norm too large.
+    It checks the size and type, the checksum if the sender gave one, and that all elements are
+    finite. A float64 that is too large to be squared counts as a norm too large.
     """
     if vector is None or not center.fits(vector):
         return CommitPayload(refusal=Refusal.SHAPE)
@@ -66,15 +68,15 @@ def examine(center: Center, vector: Vector | None, checksum: int | None) -> Comm
 
 
 class Norms:
-    """Norms of the last commits that were taken, and whether another one has exploded."""
+    """Keeps the norms of the last applied commits, and judges the norm of the next one."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self.last: deque[float] = deque(maxlen=NORMS)
 
     def refuse(self, norm: float) -> bool:
-        """Whether the guard refuses a commit of this norm. No norm is too large beside the median
-        of fewer than `FEWEST_NORMS` norms, or beside a median of zero."""
+        """Whether the guard refuses a commit of this norm. A norm is not compared with the median
+        of fewer than `FEWEST_NORMS` norms, nor with a median of zero."""
         guard = self._guard
         if guard.norm_limit is not None and norm > guard.norm_limit:
             return True
@@ -85,7 +87,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class Delivery:
-    """An answer to send; `pulled`: the center lies in the worker's outbox."""
+    """An answer to send. `pulled`: the center was copied to the worker's outbox."""
 
     worker: int
     reply: Reply
@@ -94,7 +96,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class _CommitHead:
-    """What a row will say of a commit. `update` [k]: the commit's values at the watched
+    """The parts of a commit that its row needs. `update` [k] is the commit's vector at the watched
     coordinates."""
 
     commit: Commit
@@ -104,17 +106,17 @@ class _CommitHead:
 
 @dataclass(frozen=True)
 class _Applied:
-    """Commits that the shards work on, and their rows without the momentum."""
+    """Commits that the shards still work on, and their rows without the momentum."""
 
     ticket: int
     rows: tuple[tuple[Row, _CommitHead], ...]
 
 
 class ServerState:
-    """Ledger, center and history. Used by one thread at a time.
+    """Ledger, center and history. Only one thread at a time may use it.
 
-    rows       of the commits that are applied; `settle` adds them
-    present    by worker: whether it has joined, and is neither lost nor gone
+    rows       rows of the commits that are applied; `settle` adds them
+    present    worker -> whether it has joined and was neither lost nor has left since
     """
 
     def __init__(self, job: Job, rule: Rule, theta: Vector, guard: Guard, shards: int) -> None:
@@ -134,8 +136,8 @@ class ServerState:
     # Inputs
 
     def enact(self, header: dict[str, Any], payload: CommitPayload) -> list[Delivery]:
-        """Do what an input asks; the answers that follow, once the center has done its part.
-        `payload`: the turn's vector, and its refusal if it has one."""
+        """Does what an input asks and returns the answers that follow. They may be sent once the
+        center has done its part. `payload` is the turn's vector, or its refusal."""
         seconds, worker = header["seconds"], header.get("worker", -1)
         match header["kind"]:
             case "turn":
@@ -161,7 +163,7 @@ class ServerState:
         return []
 
     def join(self, worker: int, seconds: float) -> int:
-        """The worker is here; the number of its last applied commit."""
+        """Notes that the worker has joined and returns the number of its last applied commit."""
         if not self.present.get(worker):
             self._event("restarted" if worker in self.present else "joined", worker, seconds)
         self.present[worker] = True
@@ -174,7 +176,8 @@ class ServerState:
         if refusal is not None:
             self.refusals[refusal] += 1
             self._event("refused", turn.worker, seconds, str(refusal))
-        if refusal is Refusal.RUN:  # of nobody that the ledger should know
+        # The sender belongs to another run, so the ledger must not take it for a worker.
+        if refusal is Refusal.RUN:
             reply = Reply(Verdict.REFUSED, refusal, clock=ledger.clock, samples=ledger.samples)
             return [Delivery(turn.worker, reply)]
         if commit is not None and payload.vector is not None:
@@ -185,6 +188,7 @@ class ServerState:
             self._heads[turn.worker] = _CommitHead(commit, payload.norm, update)
         clock = ledger.clock
         steps = ledger.offer(turn, refusal)
+        # A lock-free commit has no step to apply, so its row is written here.
         if commit is not None and ledger.rule.lock_free and ledger.clock > clock:
             staleness = max(0, clock - max(0, commit.base_clock))
             self._keep(make_row(ledger.clock, staleness, commit, math.nan, seconds))
@@ -197,7 +201,7 @@ class ServerState:
         self._heads.pop(worker, None)
 
     def _execute(self, steps: list[Step], seconds: float) -> list[Delivery]:
-        """Have the center do the steps; prepare the rows and the answers."""
+        """Hands the steps to the center, prepares the rows, and returns the answers."""
         applied: list[Apply] = []
         for step in steps:
             if isinstance(step, Apply):
@@ -225,9 +229,10 @@ class ServerState:
         self.events.append(Event(kind, worker, seconds, detail))
 
     def settle(self) -> None:
-        """Write the rows of all commits that the center is done with, in their order."""
+        """Adds the rows of all commits that the center has applied, in their order."""
         while self._applied and self.center.done(self._applied[0].ticket):
             for row, head in self._applied.popleft().rows:
+                # The estimate needs the center after the commit, which the shards have copied now.
                 if self.momentum is not None and head.update is not None:
                     estimate = self.momentum.add(head.commit.base_clock, head.update)
                     row = replace(row, momentum=estimate)
@@ -240,7 +245,7 @@ class ServerState:
     # Snapshots
 
     def save(self) -> tuple[dict[str, Any], dict[str, Vector]]:
-        """All of it: as JSON knows it, and as vectors, which are not copies."""
+        """The whole state: values that JSON can hold, and vectors, which are not copies."""
         vectors = self.center.vectors()
         counts = self.center.counts()
         self.settle()
@@ -262,7 +267,7 @@ class ServerState:
         return state, vectors
 
     def restore(self, state: dict[str, Any], vectors: dict[str, Vector]) -> None:
-        """Take over what `save` gave."""
+        """Takes over a state that `save` returned."""
         packed = vectors[_ROWS]
         if self.momentum is not None:
             cut = len(_MOMENTUM)
@@ -280,13 +285,13 @@ class ServerState:
 
 
 def turn_fields(turn: Turn) -> dict[str, Any]:
-    """A turn as JSON knows it."""
+    """A turn as values that JSON can hold."""
     commit = turn.commit and vars(turn.commit)
     return {"worker": turn.worker, "commit": commit, "lease": turn.lease, "pull": turn.pull}
 
 
 def turn_of(fields: dict[str, Any]) -> Turn:
-    """The turn whose `turn_fields` those are."""
+    """The turn that has these `turn_fields`."""
     commit = fields["commit"] and Commit(**fields["commit"])
     return Turn(fields["worker"], commit, fields["lease"], fields["pull"])
 
@@ -316,12 +321,12 @@ def make_row(clock: int, staleness: int, commit: Commit, norm: float, seconds: f
 
 
 def pack_row(row: Row) -> bytes:
-    """A row as float64; its integers stay exact up to 2^53."""
+    """A row as float64 numbers. Its integers stay exact up to 2^53."""
     return _STRUCT.pack(*vars(row).values())
 
 
 def unpack_rows(packed: NDArray[np.float64]) -> list[Row]:
-    """The rows that were packed, one after the other."""
+    """The rows that `pack_row` has packed one after the other."""
     table = packed.reshape(-1, len(_FIELDS)).tolist()
     return [_row(values) for values in table]
 

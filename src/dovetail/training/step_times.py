@@ -2,12 +2,12 @@
 
     constant      mean
     jitter        mean x (1 + spread u), u uniform on [-1, 1)
-    exponential   memoryless, of that mean
-    lognormal     of that mean, with standard deviation spread x mean
+    exponential   memoryless, with that mean
+    lognormal     with that mean and the standard deviation spread x mean
     trace         drawn with replacement from measured steps
 
-Every worker has a stream of its own, which depends on the seed and on its index alone. The times of
-a worker are the same however many other workers there are.
+Every worker has a random stream of its own, which depends on the seed and the worker's index alone.
+So a worker's times are the same however many other workers there are.
 """
 
 import csv
@@ -23,17 +23,18 @@ from dovetail.errors import FileFormatError, UsageError
 
 KINDS = ("constant", "jitter", "exponential", "lognormal", "trace")
 _BLOCK = 256
-"""Steps that are drawn at once."""
+"""So many steps are drawn in one call, which is cheaper than a call for each."""
 _STREAM = 0x57E9
-"""Keeps these streams apart from others that are seeded by (seed, number)."""
+"""An arbitrary third number of the seed. It keeps these streams apart from other ones that are
+seeded by (seed, number)."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """A distribution of the seconds of one local step.
 
-    mean_seconds  of a step; of a trace: its own mean, whatever is given
-    spread        jitter: half the width, at most 1; lognormal: standard deviation / mean
+    mean_seconds  mean of a step; for a trace it is replaced by the trace's own mean
+    spread        jitter: half the width / mean, at most 1; lognormal: standard deviation / mean
     trace         [steps] seconds that were measured
     """
 
@@ -55,7 +56,7 @@ class StepTimes:
             raise UsageError("spread", f"{self.spread} is out of range; a jitter's is from 0 to 1")
 
     def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> NDArray[np.float64]:
-        """Seconds of steps, as an array of `shape`, each drawn independently."""
+        """Draws the seconds of steps independently, as an array of `shape`."""
         if self.kind == "constant":
             return np.full(shape, self.mean_seconds)
         if self.kind == "jitter":
@@ -63,14 +64,14 @@ class StepTimes:
         if self.kind == "exponential":
             return rng.exponential(self.mean_seconds, shape)
         if self.kind == "lognormal":
-            # Variance and centre of the logarithm that give this mean and spread.
+            # The variance and the mean of the logarithm that give this mean and spread.
             variance = math.log1p(self.spread**2)
             centre = math.log(self.mean_seconds) - variance / 2
             return rng.lognormal(centre, math.sqrt(variance), shape)
         return rng.choice(np.array(self.trace), shape)
 
     def stream(self, seed: int, worker: int, slow: float = 1.0) -> Callable[[], float]:
-        """A function that draws `worker`'s next step, `slow` times as long as drawn."""
+        """A function that returns the seconds of `worker`'s next step, multiplied by `slow`."""
         return self._values(seed, worker, slow).__next__
 
     def _values(self, seed: int, worker: int, slow: float) -> Iterator[float]:
@@ -80,10 +81,8 @@ class StepTimes:
 
 
 def read_trace(path: str | os.PathLike[str]) -> StepTimes:
-    """Step times from a CSV file: its column `seconds`, or its only column, header or not.
-
-    Raises `FileFormatError`.
-    """
+    """Reads step times from a CSV file: from its column `seconds`, or from its only column, which
+    need not have a header. Raises `FileFormatError`."""
     name = os.fspath(path)
     try:
         with open(path, newline="", encoding="utf-8") as file:

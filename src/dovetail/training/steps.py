@@ -1,6 +1,6 @@
-"""What the ledger tells the shards of the center and the workers to do, in order.
+"""The steps that the ledger decides on, in order: what the center's shards do, and whom to answer.
 
-The ledger decides, without vectors and without a clock; the center computes. Every shard executes
+The ledger decides, and knows neither vectors nor time; the center computes. Every shard executes
 the same steps in the same order, so that each pull is of one version.
 """
 
@@ -37,14 +37,14 @@ class Read:
 
 @dataclass(frozen=True)
 class Forget:
-    """Drop what was staged and remembered for `worker`."""
+    """Drop the staged vector and the base of `worker`."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Send `reply` to `worker`, with what the last `Read` for it copied if there was one."""
+    """Send `reply` to `worker`, with the center that the last `Read` for it copied, if any."""
 
     worker: int
     reply: Reply

@@ -1,4 +1,4 @@
-"""The supervisor of a run, the same for every backend: who lives, who is replaced, what ends it.
+"""Supervises a run on any backend: replaces what has died, and decides when and how the run ends.
 
     Supervisor ── start_server, start_worker, kill_workers, tell ──► Transport: simulated, threads,
                ◄──────────────── turn(progress): words ────────────             processes, ray
@@ -13,11 +13,11 @@
 A transport starts the server and the workers, reaches them, and finds out who has died. It decides
 nothing: the supervisor alone decides what a failure means, by the run's `FailurePolicy`.
 
-The supervisor works in the caller's thread, and so do the watcher's evaluations. Server and workers
-go on by themselves meanwhile; a worker that dies during an evaluation is replaced after it.
+The supervisor and the watcher's evaluations run in the caller's thread. Server and workers go on by
+themselves meanwhile. A worker that dies during an evaluation is replaced after it.
 
 The supervisor does not make each commit count exactly once. The ledger's leases and numbers do
-(`ledger`), and the journal, which is written before anything changes (`server`).
+that (`ledger`), together with the journal, which is written before anything changes (`server`).
 """
 
 import math
@@ -44,14 +44,14 @@ LOG_BYTES = 1 << 28
 """The log of a run without a folder of its own may grow to this between two snapshots."""
 
 
-# What a transport tells
+# Words: what a transport tells the supervisor
 
 
 @dataclass(frozen=True)
 class ServerUp:
-    """The server can be told things: the first one, or another in place of one that died.
+    """A server is ready to be told things: the first one, or another in place of one that died.
 
-    rows, events   how many it has; fewer than before if it kept no log
+    rows, events   how many of each it has; fewer than before if it kept no log
     done           whether it has seen every sample
     """
 
@@ -64,10 +64,10 @@ class ServerUp:
 class ServerReport:
     """What is new at the server.
 
-    first     index of the first of `rows`, and of the first of `events`
-    total     how many there are of each; a report may leave some to the next one
-    samples   that were committed so far
-    silent    workers that lost their lease by saying nothing, and have not come back
+    first     the server's index of the first of `rows`, and of the first of `events`
+    total     how many of each the server has; a report may leave some to the next one
+    samples   samples that were committed so far
+    silent    workers that lost their lease because they gave no sign of life, and are not back
     done      every sample was seen, or the run was stopped
     """
 
@@ -84,9 +84,10 @@ class ServerReport:
 class CenterCopy:
     """The center as it was at one moment.
 
-    theta   [size] a copy, for whoever is given this
-    news    what has happened until it is called, for transports that can say so at any time: the
-            watcher is told between its evaluation and its word whether to stop
+    theta   [size] a copy that belongs to the receiver
+    news    returns a report of what has happened up to its call, from transports that can report at
+            any time. The supervisor passes it to the watcher between the evaluation and
+            `should_stop`.
     final   nothing will be committed any more
     """
 
@@ -100,7 +101,7 @@ class CenterCopy:
 
 @dataclass(frozen=True)
 class ServerEnded:
-    """The server is gone; `for_good`: no other may take its place."""
+    """The server is gone. `for_good`: no other may take its place."""
 
     status: str
     for_good: bool = False
@@ -108,7 +109,7 @@ class ServerEnded:
 
 @dataclass(frozen=True)
 class WorkerRaised:
-    """A worker's learner raised. If the run goes on, `WorkerDied` follows."""
+    """A worker's learner raised an exception. If the run goes on, `WorkerDied` follows."""
 
     worker: int
     error: ProcessError
@@ -116,7 +117,7 @@ class WorkerRaised:
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """A worker is gone, in whatever way."""
+    """A worker has died, for whatever reason."""
 
     worker: int
     status: str
@@ -124,14 +125,14 @@ class WorkerDied:
 
 @dataclass(frozen=True)
 class WorkerFinished:
-    """A worker has found no sample left, and has ended."""
+    """A worker has ended because no sample was left."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """Server and workers have come to their end by themselves; `copy` is what they leave."""
+    """Server and workers have ended by themselves. `copy` is the center that they leave."""
 
     copy: CenterCopy
 
@@ -148,12 +149,12 @@ Word = (
 )
 
 
-# What a transport is told
+# Messages: what the supervisor tells the server through a transport
 
 
 @dataclass(frozen=True)
 class Gone:
-    """The worker has ended: its samples go to others. `for_good`: and nobody takes its place."""
+    """The worker has ended, so its samples go to others. `for_good`: nobody takes its place."""
 
     worker: int
     detail: str
@@ -162,18 +163,18 @@ class Gone:
 
 @dataclass(frozen=True)
 class Stop:
-    """Take nothing more: the run ends early, for that reason."""
+    """The run ends early, for the reason `detail`: the server takes nothing more."""
 
     detail: str
 
 
 class Transport(Protocol):
-    """Starts a server and workers, carries what they say, and finds out who is gone.
+    """Starts a server and workers, carries their messages, and finds out who has died.
 
-    name              of the backend
+    name              name of the backend
     server_restarts   how many servers may be started after the first
-    mercy_seconds     how long all workers may be silent before they are killed
-    interruptible     Ctrl-C ends the run early instead of by `KeyboardInterrupt`
+    mercy_seconds     workers are killed once all have been silent for so long
+    interruptible     whether Ctrl-C ends the run early and in order, not by `KeyboardInterrupt`
     """
 
     name: str
@@ -182,41 +183,42 @@ class Transport(Protocol):
     interruptible: bool
 
     def start_server(self, died: str | None = None) -> None:
-        """Start the server, or another one in place of one that died so. `ServerUp` follows."""
+        """Starts the server, or another in place of one that died with the status `died`. The word
+        `ServerUp` follows."""
         ...
 
     def start_worker(self, worker: int) -> None:
-        """Start a worker of that number, in place of a dead one if there was one."""
+        """Starts a worker of that number, in place of a dead one if there was one."""
         ...
 
     def kill_workers(self, workers: set[int]) -> None:
-        """End workers that hang; `WorkerDied` follows. Raises `NoWorkersError` where that cannot
-        be done."""
+        """Ends workers that hang. The words `WorkerDied` follow. Raises `NoWorkersError` if the
+        transport cannot end a worker."""
         ...
 
     def tell(self, message: Gone | Stop) -> None:
-        """Tell the server, if there is one."""
+        """Sends the message to the server, if there is one."""
         ...
 
     def turn(self, progress: "RunProgress") -> Iterator[Word]:
-        """Wait for something to happen, for a while; what has happened. Each word is acted upon
-        before the next one is asked for, and may change what `progress` wants."""
+        """Waits a while for something to happen, and yields what has happened. The supervisor acts
+        on each word before it asks for the next, and may change `progress` by that."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What the outcome says of this transport beside the rest."""
+        """Entries that this transport adds to the outcome's `meta`."""
         ...
 
 
-# What the watcher knows
+# Progress: what the watcher has been told
 
 
 @dataclass
 class RunProgress:
-    """What has happened so far, told to the watcher once; and when to evaluate next.
+    """What has happened so far, of which the watcher is told once, and when to evaluate next.
 
-    due_samples, due_seconds   of the next evaluation: whole multiples of what the watcher asks for,
-                               whatever was skipped
+    due_samples, due_seconds   when the next evaluation is due: whole multiples of the watcher's
+                               interval, even if evaluations in between were skipped
     """
 
     watcher: Watcher
@@ -228,25 +230,27 @@ class RunProgress:
 
     @classmethod
     def after(cls, watcher: Watcher, server: Server, seconds: float) -> Self:
-        """Of a run whose watcher knows already what the server has done so far."""
+        """The progress of a resumed run, whose watcher is not told what the server did before."""
         progress = cls(watcher, list(server.rows), list(server.events))
         progress.look_ahead(server.samples, seconds)
         return progress
 
     def look_ahead(self, samples: int = 0, seconds: float = 0.0) -> None:
-        """Set when to evaluate after so many samples and seconds."""
+        """Sets when to evaluate next, given that so many samples and seconds have passed."""
         watcher = self.watcher
         if watcher.evaluate is None:
             return
         if watcher.every_samples:
             self.due_samples = (samples // watcher.every_samples + 1) * watcher.every_samples
         if watcher.every_seconds:
-            # Virtual time is a sum of floats: what should be a whole multiple may fall short.
+            # Virtual time is a sum of floats, so a whole multiple of the interval may come out
+            # slightly too small.
             passed = math.floor(seconds / watcher.every_seconds + 1e-9)
             self.due_seconds = (passed + 1) * watcher.every_seconds
 
     def wanted_samples(self, seconds: float) -> int | None:
-        """The samples at which the center is to be copied for the next evaluation: 0 for now."""
+        """The number of samples at which the center is to be copied for the next evaluation; 0: it
+        is due now; None: it depends on time alone."""
         if seconds >= self.due_seconds:
             return 0
         return None if math.isinf(self.due_samples) else int(self.due_samples)
@@ -256,15 +260,16 @@ class RunProgress:
 
     @property
     def known(self) -> tuple[int, int]:
-        """How many rows and events are here."""
+        """How many rows and events the watcher has been told of."""
         return len(self.rows), len(self.events)
 
     def has(self, report: ServerReport) -> bool:
-        """Whether all rows and events that the server had at the report are here."""
+        """Whether the watcher has been told of all rows and events that the report counts."""
         return len(self.rows) >= report.total[0] and len(self.events) >= report.total[1]
 
     def add(self, report: ServerReport) -> tuple[Event, ...]:
-        """Tell the watcher what is new in the report; the events that are."""
+        """Tells the watcher what is new in the report, and returns the new events."""
+        # A report may overlap an earlier one, so the entries that are known are left out.
         events = report.events[max(0, len(self.events) - report.first[1]) :]
         for event in events:
             self.events.append(event)
@@ -277,7 +282,7 @@ class RunProgress:
         return events
 
     def forget_beyond(self, rows: int, events: int) -> None:
-        """Drop what a server that kept no log has lost."""
+        """Drops the rows and events that a server without a log has lost."""
         del self.rows[rows:], self.events[events:]
 
     def evaluate(self, copy: CenterCopy) -> None:
@@ -287,7 +292,7 @@ class RunProgress:
         self.evaluations.append(Evaluation(copy.clock, copy.samples, copy.seconds, figures))
 
     def should_stop(self) -> bool:
-        """Ask the watcher, after an evaluation."""
+        """Asks the watcher whether the run should stop; called after an evaluation."""
         if self.watcher.should_stop is None:
             return False
         return self.watcher.should_stop([each.figures for each in self.evaluations])
@@ -302,13 +307,15 @@ def report_of(
     least_rows: int = 1,
     most: int = sys.maxsize,
 ) -> ServerReport:
-    """What a server has beyond the rows and the events that are known.
+    """Reports what a server has beyond the rows and events that are known.
 
-    least_rows   no rows, where there are fewer new ones
-    most         no more rows than these, and no more events; the next report goes on
+    known        how many rows and events the supervisor has
+    least_rows   if there are fewer new rows, the report has none
+    most         the report has at most so many rows, and so many events; the next one continues
     """
-    total = len(server.rows), len(server.events)  # more may come meanwhile: for the next report
-    # A server that kept no log may have fewer than were known of the one before it.
+    # Counted once: rows that are added while the report is made are left to the next report.
+    total = len(server.rows), len(server.events)
+    # A restarted server without a log may have fewer than its predecessor had reported.
     rows, events = min(known[0], total[0]), min(known[1], total[1])
     new_rows = min(total[0] - rows, most)
     return ServerReport(
@@ -323,11 +330,11 @@ def report_of(
 
 
 class Supervisor:
-    """Runs an assignment over a transport. `run` is called once.
+    """Runs an assignment over a transport. `run` may be called once.
 
-    workers   numbers of those that take part from the beginning
-    late      one more worker is started each time the center has seen so many samples
-    progress  what a run that is continued has told before
+    workers   numbers of the workers that are started at the beginning; None: all of the job's
+    late      numbers of samples: at each, one more worker is started
+    progress  the progress of a resumed run
     """
 
     def __init__(
@@ -416,7 +423,8 @@ class Supervisor:
     # The server
 
     def _server_is_up(self, up: ServerUp) -> None:
-        """Tell a server what it may not know from its log: who is gone, and that all shall end."""
+        """Tells a new server what its log may lack: which workers are gone, and that the run is to
+        end."""
         self.up = True
         self.progress.forget_beyond(up.rows, up.events)
         for worker in sorted(self.lost):
@@ -424,7 +432,8 @@ class Supervisor:
         if self.stopped:
             self.transport.tell(Stop(self.stopped))
         elif not up.done:
-            # Without a log it has lost what those did who had finished: they begin again.
+            # Without a log the server has lost the work of workers that had finished, so samples
+            # are left again, and these workers are started anew.
             self.done = False
             for worker in sorted(self.finished):
                 self.finished.discard(worker)
@@ -433,7 +442,8 @@ class Supervisor:
     def _server_ended(self, end: ServerEnded) -> None:
         self.server_deaths += 1
         self.up = False
-        if self.final is not None and self.complete:  # it has said all there is to say
+        # The final center and all rows are here, so the server is not needed any more.
+        if self.final is not None and self.complete:
             return
         restarts = self.transport.server_restarts
         if end.for_good or self.server_deaths > restarts:
@@ -454,7 +464,8 @@ class Supervisor:
         self._end_hung_workers(set(report.silent))
 
     def _judge(self, event: Event) -> None:
-        """Count refusals: a lost lease is no sign of divergence, any other reason may be one."""
+        """Counts refused commits, and raises once there are too many. A lost lease is not counted,
+        since it is no sign of divergence; any other reason may be one."""
         if event.kind != "refused" or event.detail == Refusal.LEASE.value:
             return
         self.refusals += 1
@@ -465,11 +476,12 @@ class Supervisor:
             )
 
     def _end_hung_workers(self, silent: set[int]) -> None:
-        """Kill silent workers where nobody else is left to do their work.
+        """Kills silent workers if no other worker is left to do their work.
 
-        A hung worker among others is left alone: its samples have gone to them, and it may wake.
+        A hung worker among others is left alone: its samples have gone to them, and it may wake up.
         """
-        # Killed once each: a report that was on its way may not know yet who took their place.
+        # Each worker is killed once. A report that was made before the replacement joined still
+        # lists the number as silent, and must not kill the replacement.
         self.killed &= silent
         now, working = time.monotonic(), self._working()
         if self.done or not working or not working <= silent:
@@ -493,14 +505,14 @@ class Supervisor:
     # The workers
 
     def _worker_raised(self, word: WorkerRaised) -> None:
-        """An exception is a bug, which ends the run, or a death, if the policy says so."""
+        """Raises the first error if there are more exceptions than the policy treats as deaths."""
         self.errors += 1
         self.first_error = self.first_error or word.error
         if self.errors > self.policy.worker_errors:
             raise self.first_error
 
     def _worker_died(self, word: WorkerDied) -> None:
-        """Start it anew, or do without it, as the policy allows."""
+        """Starts the worker anew, or goes on without it, or raises, as the policy says."""
         worker, policy = word.worker, self.policy
         if self.done or self.stopped:  # nobody's work is missed any more
             self.lost.add(worker)
@@ -542,9 +554,10 @@ class Supervisor:
 
 @contextmanager
 def interrupts(collects: bool) -> Iterator[list[int]]:
-    """Collects Ctrl-C, if asked to, instead of raising it amid a message; the second one raises.
+    """Collects Ctrl-C in the list, so that it does not interrupt a message; the second one raises.
 
-    Not where the caller has a handler of its own, or another thread than the main one runs us.
+    It does nothing if `collects` is false, if the caller has a handler of its own, or if this is
+    not the main thread, which alone may set a handler.
     """
     pressed: list[int] = []
 
@@ -567,7 +580,8 @@ def interrupts(collects: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def temporary_storage(assignment: Assignment) -> Iterator[Storage]:
-    """A storage that is gone with the run: the run survives its server all the same."""
+    """A storage in a temporary folder, which is removed after the run. With it, the run survives
+    the death of its server."""
     folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
     try:
         commits = LOG_BYTES // max(assignment.theta.nbytes, 1)

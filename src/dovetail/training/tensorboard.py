@@ -1,4 +1,4 @@
-"""Event files for TensorBoard: scalars by step. Needs the extra `tensorboard`, and no torch."""
+"""Writes event files for TensorBoard: scalars by step. Needs the extra `tensorboard`, not torch."""
 
 import os
 from typing import Self
@@ -8,7 +8,7 @@ from dovetail.errors import MissingLibraryError, UnwritableError
 
 class Scalars:
     """Writes an event file; a context manager. Raises `MissingLibraryError`, and `UnwritableError`
-    when it opens or writes the file."""
+    if the file cannot be opened or written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check_installed()
@@ -21,7 +21,8 @@ class Scalars:
             raise self._unwritable(error) from error
 
     def add(self, tag: str, step: int, value: float, wall_seconds: float) -> None:
-        """Write one value, `wall_seconds` since 1970. It reaches the disk some seconds later."""
+        """Writes one value with the time `wall_seconds` since 1970. It reaches the disk some
+        seconds later."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -32,7 +33,7 @@ class Scalars:
             raise self._unwritable(error) from error
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Writes what is left and closes the file."""
         try:
             self._writer.close()
         except OSError as error:
@@ -49,7 +50,7 @@ class Scalars:
 
 
 def check_installed() -> None:
-    """Raise `MissingLibraryError` where tensorboard is missing."""
+    """Raises `MissingLibraryError` if tensorboard is not installed."""
     try:
         import tensorboard.summary.writer.event_file_writer  # noqa: F401
     except ImportError as error:

@@ -1,13 +1,16 @@
-"""What `optimizer` and `schedule` may be, and the `torch.optim` optimizer that they stand for.
+"""Turns the arguments `optimizer` and `schedule` into an optimizer of `torch.optim` and its rates.
+
+An optimizer may be given as one of these:
 
     partial(torch.optim.Adam, lr=1e-3)   any callable of the parameters
     "adam", with lr                      a name
     dovetail.Adam(1e-3)                  a record of settings
 
-For rules whose server steps, `served_settings` gives the name and the settings under which
-`optimizers.py` has the same optimizer.
+For rules whose server steps, `served_settings` gives the name and the settings of the same
+optimizer in `optimizers.py`.
 
-A schedule is a factor of the learning rate as a function of the epoch, or a torch scheduler:
+A schedule is a function from the epoch to a factor of the learning rate, or makes a torch
+scheduler:
 
     lambda epoch: 0.95**epoch                                          the epoch is a fraction
     functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)   steps at each epoch's start
@@ -27,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dovetail.errors import UsageError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""The trainable parameters, in the module's order -> an optimizer of them."""
+"""Makes an optimizer of the trainable parameters, which it gets in the module's order."""
 
 Schedule = Callable[[float], float] | Callable[[torch.optim.Optimizer], LRScheduler]
 """Epoch -> factor of each group's learning rate, or optimizer -> scheduler."""
@@ -47,13 +50,14 @@ _SERVED = {
     "adagrad": ("lr_decay", "weight_decay", "eps"),
     "rmsprop": ("alpha", "eps", "weight_decay", "momentum"),
 }
-"""Settings that the server's optimizer has too. All others must have torch's default."""
+"""Name -> settings that the server's optimizer has too. All others must have torch's default."""
 _FREE = {"lr", "foreach", "fused", "capturable", "differentiable"}
-"""Settings that change only speed, and the learning rate, which comes with each commit."""
+"""Settings that may have any value. The learning rate comes with each commit, and the others change
+only speed."""
 
 
 def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
-    """The callable that `optimizer` stands for. Raises `UsageError`."""
+    """Returns the callable that `optimizer` stands for. Raises `UsageError`."""
     if isinstance(optimizer, str):
         if optimizer not in _KINDS:
             raise UsageError("optimizer", f"no {optimizer!r}; there are {', '.join(_KINDS)}")
@@ -83,7 +87,8 @@ def resolve_optimizer(optimizer: Any, lr: float | None = None) -> MakeOptimizer:
 
 
 def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """What the user's callable returned. Raises `UsageError` unless it steps on `parameters`."""
+    """Returns `optimizer`, which the user's callable has made. Raises `UsageError` unless it is an
+    optimizer of `parameters` that needs one gradient a step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             "optimizer",
@@ -123,9 +128,9 @@ def _of_record(record: Any) -> MakeOptimizer:
 
 
 def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
-    """Name and settings, without its learning rate, of the same optimizer on the server.
+    """The name and the settings, without the learning rate, of the same optimizer on the server.
 
-    Raises `UsageError` for one that the server has not.
+    Raises `UsageError` if the server has no such optimizer.
     """
     twin = nn.Parameter(torch.zeros(1))
     stepper = check_optimizer(optimizer([twin]), [twin])
@@ -143,12 +148,12 @@ def served_settings(optimizer: MakeOptimizer) -> tuple[str, dict[str, Any]]:
 
 
 def _defaults(kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
-    """The settings of a kind of optimizer as torch sets them."""
+    """The default settings of a kind of optimizer."""
     return kind([nn.Parameter(torch.zeros(1))], lr=1e-3).defaults
 
 
 def is_plain_sgd(optimizer: MakeOptimizer) -> bool:
-    """Tells whether the optimizer's step is -lr g, and nothing else."""
+    """Whether the optimizer's step is -lr g and nothing else."""
     try:
         name, settings = served_settings(optimizer)
     except UsageError:
@@ -165,20 +170,21 @@ def _not_served(detail: str) -> UsageError:
 
 
 class Rates:
-    """An optimizer's settings at an epoch. Any epoch can be asked for, in any order."""
+    """An optimizer's settings at any epoch. Epochs may be asked for in any order."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
         self._optimizer, self._schedule = optimizer, schedule
         self._scheduler = _scheduler(optimizer, schedule)
-        # Settings by epoch where there is a scheduler; else the first ones only.
+        # The settings of each epoch so far, because a scheduler can only step forwards. Without a
+        # scheduler, only the first settings are kept.
         self._epochs = [_settings(optimizer)]
 
     def at(self, epoch: float) -> float:
-        """The first group's learning rate."""
+        """The first group's learning rate at that epoch."""
         return float(self._lookup(epoch)[0]["lr"])
 
     def set(self, epoch: float) -> None:
-        """Give the optimizer its settings."""
+        """Gives the optimizer its settings at that epoch."""
         for group, settings in zip(self._optimizer.param_groups, self._lookup(epoch), strict=True):
             group.update(settings)
 
@@ -193,12 +199,14 @@ class Rates:
         return [{**group, "lr": group["lr"] * factor} for group in self._epochs[0]]
 
     def _next(self) -> list[dict[str, Any]]:
-        """The settings of the epoch after the last one known."""
+        """The settings of the epoch after the last one that is kept."""
         assert self._scheduler is not None
+        # Some schedulers compute from the present rate, so the last epoch's settings come first.
         for group, settings in zip(self._optimizer.param_groups, self._epochs[-1], strict=True):
             group.update(settings)
         with warnings.catch_warnings():
-            # torch warns that no step of the optimizer came before; here none does.
+            # torch warns if the optimizer has not stepped before the scheduler does. Here the
+            # scheduler only computes rates, so the order does not matter.
             warnings.simplefilter("ignore")
             self._scheduler.step()
         return _settings(self._optimizer)
@@ -235,7 +243,7 @@ def _is_function_of_epoch(schedule: Any) -> bool:
     try:
         return isinstance(float(schedule(0.0)), float)
     except Exception:
-        # A function that makes a scheduler fails on a number, each in its own way.
+        # A function that makes a scheduler fails on a number, with an exception of any kind.
         return False
 
 

@@ -1,4 +1,4 @@
-"""Training: a request and a data set give a trained module and the run's history.
+"""Trains a module: takes a request and a data set, and returns the run's history.
 
 request ─► prepare ─► backend ─► center ─► the module, its batch norms' statistics computed
                        │  ▲
@@ -25,14 +25,19 @@ from dovetail.training.request import TrainRequest
 def train(
     request: TrainRequest, dataset: Any, validation: Any = None, *, watcher: Watcher | None = None
 ) -> History:
-    """Train the request's model on `dataset`; it is left in the mode that it was in.
+    """Trains the request's model on `dataset` and returns the run's history. The model stays in the
+    mode that it was in.
 
-    Data sets: see `datasets`. `watcher` is told all that happens, and may stop the run; its figures
-    join the validation's. Ctrl-C ends the run and keeps the best center so far, the last one
-    without a validation set; it is a `KeyboardInterrupt` where there is no center yet.
-    Raises `InvalidError` for what cannot be trained, before anything starts, and `TrainingError` or
-    `RunError` for a run that failed; the model is then as it was.
+    dataset, validation   any kind that `datasets` can read
+    watcher               is told all that happens, and may stop the run; its figures are added to
+                          those of the validation
+
+    Ctrl-C ends the run and keeps the best center so far, or the last one without a validation set.
+    If there is no center yet, `KeyboardInterrupt` is raised. Raises `InvalidError`, before anything
+    starts, for what cannot be trained. Raises `TrainingError` or `RunError` if the run failed; the
+    model is then as it was.
     """
+    # The caller's random state must not change by a model's trial runs and evaluations.
     with torch.random.fork_rng(devices=[]):
         prepared = prepare(request, dataset, validation)
         progress = _open_progress(prepared, watcher)
@@ -44,7 +49,7 @@ def train(
 
 
 class Trainer:
-    """`train` with keywords: `Trainer(model, loss, optimizer, workers=4, ...).fit(dataset)`.
+    """Calls `train` with keywords: `Trainer(model, loss, optimizer, workers=4, ...).fit(dataset)`.
 
     The arguments are the fields of `TrainRequest`, which is kept as `request`.
     """
@@ -55,11 +60,11 @@ class Trainer:
     def fit(
         self, dataset: Any, validation: Any = None, *, watcher: Watcher | None = None
     ) -> History:
-        """`train` of this request: the model holds the result."""
+        """Trains the request's model, which then holds the result; see `train`."""
         return train(self.request, dataset, validation, watcher=watcher)
 
 
-# What help() and editors show of `Trainer` are the settings, each with its default.
+# help() and editors show this signature: the settings, each with its default.
 Trainer.__signature__ = inspect.signature(TrainRequest)  # type: ignore[attr-defined]
 
 
@@ -95,8 +100,10 @@ def _run(prepared: PreparedTraining, progress: RunMonitor) -> Outcome:
 
 
 def _evaluate_end(prepared: PreparedTraining, progress: RunMonitor, outcome: Outcome) -> Outcome:
-    """The outcome with the last evaluation, and with the best center if the run looked for it."""
-    if outcome.meta.get("interrupted"):  # it is the best center already, with its evaluations
+    """Evaluates the last center if that was not done, and returns the outcome. Its theta is the
+    best center if the request has a patience, else the last one."""
+    # An interrupted run's outcome has the best center and all evaluations already.
+    if outcome.meta.get("interrupted"):
         return outcome
     evaluated = progress.evaluations[-1].clock if progress.evaluations else -1
     if prepared.evaluator.figures and evaluated != outcome.clock:
@@ -105,7 +112,7 @@ def _evaluate_end(prepared: PreparedTraining, progress: RunMonitor, outcome: Out
     if progress.patience is not None and progress.theta is not None:
         theta = progress.theta
     kept: tuple[Evaluation, ...] = tuple(e for e in progress.evaluations if e.figures)
-    # A backend may itself end a run in order when the user presses Ctrl-C.
+    # Some backends handle Ctrl-C themselves and end the run in order; their event tells.
     ends = [event.detail for event in outcome.events if event.kind == "stopped"]
     by_user = outcome.stopped and ends[-1:] == ["interrupted"]
     meta = {**outcome.meta, **({"interrupted": True} if by_user else {})}
@@ -113,7 +120,7 @@ def _evaluate_end(prepared: PreparedTraining, progress: RunMonitor, outcome: Out
 
 
 def _described(prepared: PreparedTraining, outcome: Outcome) -> Outcome:
-    """The outcome whose `meta` says what ran."""
+    """The outcome with entries in `meta` that say what ran."""
     request, assignment = prepared.request, prepared.assignment
     backend = request.backend
     meta = {

@@ -1,11 +1,11 @@
-"""The figures of a model on a validation set: its loss, and metrics.
+"""Computes the figures of a model on a validation set: its loss, and metrics.
 
-Each is a mean over samples: of batches' means, weighted by their samples.
+Each figure is a mean over samples: the mean of the batches' means, weighted by their samples.
 
-No worker has statistics of batch norms that belong to the center: running statistics belong to a
+No worker has batch-norm statistics that belong to the center, since running statistics belong to a
 worker's own copy of the parameters. So they are not sent. Before each evaluation, and for the
 trained model, they are computed anew in a pass over some batches of training data ("precise" batch
-norm); all else is in evaluation mode meanwhile, dropout too:
+norm). All other layers, dropout too, are in evaluation mode during that pass:
 
     mean, variance of a norm's input = averages over batches of training data at theta~
 
@@ -33,20 +33,20 @@ from dovetail.training.modules import Loss, outputs, unflatten
 from dovetail.training.records import Vector
 
 Metric = Callable[..., Any]
-"""(output, *targets) -> a number, the mean over the batch's samples."""
+"""metric(output, *targets): a number, the mean over the batch's samples."""
 Metrics = Sequence[str | Metric] | Mapping[str, Metric]
 MOST_NORM_BATCHES = 100
-"""Batches of training data that the statistics of batch norms are computed from. Their mean is then
-within a tenth of one batch's spread; Wu and Johnson, 2021, section 3.2, find 10^3 to 10^4 samples
-enough."""
+"""Batch-norm statistics are computed from at most so many batches of training data. Their mean is
+then within a tenth of one batch's spread. Wu and Johnson, 2021, section 3.2, find 10^3 to 10^4
+samples enough."""
 
 
 @torch.no_grad()
 def accuracy(output: Tensor, target: Tensor) -> float:
-    """Share of right predictions.
+    """The share of right predictions.
 
-    Classes: output [batch, classes, ...], target [batch, ...] of indices, or shares like the
-    output. Two classes: one logit each, output [batch] or [batch, 1], target 0 or 1.
+    Classes: output [batch, classes, ...], target [batch, ...] of indices, or probabilities in the
+    output's shape. Two classes: output [batch] or [batch, 1], one logit per sample, target 0 or 1.
     """
     if output.ndim == 1 or (output.shape[1] == 1 and target.numel() == output.numel()):
         predicted, wanted = output.reshape(-1) > 0, target.reshape(-1) > 0.5
@@ -61,7 +61,7 @@ METRICS: dict[str, Metric] = {"accuracy": accuracy}
 
 
 def resolve_metrics(metrics: Metrics) -> dict[str, Metric]:
-    """Metrics by name; a callable's is its `__name__`. Raises `UsageError`."""
+    """Returns metrics by name. A callable's name is its `__name__`. Raises `UsageError`."""
     if isinstance(metrics, str):
         metrics = (metrics,)
     pairs = (
@@ -84,9 +84,10 @@ def resolve_metrics(metrics: Metrics) -> dict[str, Metric]:
 
 
 class Evaluator:
-    """theta -> figures: the loss and the metrics on a validation set.
+    """Computes figures of theta: the loss and the metrics on a validation set.
 
-    `module` becomes this evaluator's own; statistics of batch norms are those of `training`.
+    `module` belongs to this evaluator from then on. Batch-norm statistics are computed from
+    `training`.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class Evaluator:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Names of what it returns."""
+        """Names of the figures that a call returns."""
         return () if self._validation is None else ("loss", *self._metrics)
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """Compute the figures of one batch, so that an error shows now and not at a run's end."""
+        """Computes the figures of one batch, so that an error shows now and not at a run's end."""
         if self._validation is None:
             return
         self._module.eval()
@@ -141,7 +142,7 @@ class Evaluator:
         return figures
 
     def refresh(self, module: nn.Module) -> None:
-        """Give the module the statistics that belong to its parameters."""
+        """Computes the batch-norm statistics of the module's present parameters, if it has any."""
         if has_statistics(module):
             batches = batches_of(self._training, self._batch, MOST_NORM_BATCHES)
             compute_statistics(module, (batch for batch, _ in batches))
@@ -150,9 +151,9 @@ class Evaluator:
 def batches_of(
     source: SampleSource, batch: int, most: int | None = None
 ) -> Iterator[tuple[Any, int]]:
-    """(batch, samples) over the whole source, or `most` batches that are evenly spread over it.
+    """Yields (batch, samples) over the whole source, or `most` batches evenly spread over it.
 
-    Of a stream these are the first ones, since it cannot be read from its middle.
+    In a stream, the `most` first batches are taken, since it cannot be read from its middle.
     """
     starts: Iterator[int] = itertools.count(0, batch)
     if source.samples is not None:
@@ -179,13 +180,14 @@ def _number(name: str, value: Any) -> float:
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Tells whether any norm of the module keeps running statistics."""
+    """Whether any norm of the module keeps running statistics."""
     return bool(keras_norms(module) if is_keras(module) else _norms(module))
 
 
 @torch.no_grad()
 def compute_statistics(module: nn.Module, batches: Iterable[Any]) -> None:
-    """Replace the running statistics by averages over the batches. Its mode stays as it was."""
+    """Replaces the running statistics by averages over the batches. Each part of the module stays
+    in the mode that it was in."""
     modes = {part: part.training for part in module.modules()}
     try:
         if is_keras(module):
@@ -212,7 +214,7 @@ def _compute(module: nn.Module, batches: Iterable[Any]) -> None:
     for norm in norms:
         norm.train()
         norm.reset_running_stats()
-        # None asks torch for a plain average over all batches.
+        # With the momentum None, torch computes a plain average over all batches.
         norm.momentum = None
     try:
         for batch in batches:
@@ -223,8 +225,8 @@ def _compute(module: nn.Module, batches: Iterable[Any]) -> None:
 
 
 def _compute_keras(module: nn.Module, batches: Iterable[Any]) -> None:
-    """The same for Keras, which has one mode for a whole call, so that dropout draws here. A
-    momentum of i/(i + 1) in batch i makes the moving average a plain one."""
+    """The same for Keras. Keras has one mode for a whole call, so dropout is active in this pass.
+    The momentum i/(i + 1) in batch i makes the moving average a plain one."""
     norms = keras_norms(module)
     momenta = [norm.momentum for norm in norms]
     module.train()

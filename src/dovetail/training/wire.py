@@ -1,17 +1,18 @@
-"""Encodes commits in fewer bytes: rounded to 16 bits, or their largest components only.
+"""Encodes commits in fewer bytes: rounded to 16 bits, or only their largest components.
 
-    none          as they are
-    float16       5 bits of exponent: beyond 65504 it is infinite, and the server refuses it
+    none          the vector as it is
+    float16       5 bits of exponent; a value beyond 65504 becomes infinite, and the server refuses
+                  the commit
     bfloat16      8 bits of exponent, 8 of fraction, rounded to the nearest, ties to even
-    topk:0.01     that share of the components, the largest, each with its index
+    topk:0.01     that share of the components, the largest in magnitude, each with its index
 
-What `topk` leaves out stays with its worker and is added to its next vector, so that nothing is
-lost for good: S. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory, 2018,
-https://arxiv.org/abs/1809.07599, algorithm 1. Differences: windows of several steps; what a dead
-worker kept is lost with it. Of parameters themselves, as averaging sends them, nothing may be left
-out: the trainer refuses that pair.
+The components that `topk` leaves out stay with the worker and are added to its next vector, so that
+they are not lost: S. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory, 2018,
+https://arxiv.org/abs/1809.07599, algorithm 1. Differences: windows have several steps; the
+components that a dead worker kept are lost. A rule that sends parameters, as averaging does, cannot
+leave any out: the trainer refuses `topk` with it.
 
-Pulls travel whole: rules that look at how far the center has moved need it as the worker saw it.
+Pulls are not encoded: rules that measure how far the center has moved need it as the worker saw it.
 """
 
 from collections.abc import Callable
@@ -28,16 +29,18 @@ Octets = NDArray[np.uint8]
 
 
 class Wire(Protocol):
-    """One worker's side, or the server's. `size_bytes`: of every encoded vector."""
+    """An encoding on one worker's side, or on the server's. Every encoded vector has `size_bytes`
+    bytes."""
 
     size_bytes: int
 
     def encode(self, vector: Vector, octets: Octets) -> None:
-        """Write `vector` [size] to `octets` [size_bytes]."""
+        """Writes `vector` [size] to `octets` [size_bytes]."""
         ...
 
     def decode(self, octets: Octets, vector: Vector) -> bool:
-        """Fill `vector` [size]; False, and it is not to be used, if `octets` are no encoding."""
+        """Fills `vector` [size] and returns True. Returns False if `octets` are no encoding; the
+        vector must then not be used."""
         ...
 
 
@@ -64,7 +67,7 @@ def _fraction(text: str) -> float:
 
 
 class Plain:
-    """Bytes as they are."""
+    """The vector's bytes as they are."""
 
     def __init__(self, size: int, dtype: str) -> None:
         self._kind = np.dtype(dtype)
@@ -81,7 +84,7 @@ class Plain:
 
 
 class Float16:
-    """IEEE half precision: relative error 2^-11 from 6e-5 to 65504."""
+    """IEEE half precision: the relative error is 2^-11 from 6e-5 to 65504."""
 
     def __init__(self, size: int, _dtype: str) -> None:
         self.size_bytes = 2 * size
@@ -98,7 +101,7 @@ class Float16:
 
 
 class BFloat16:
-    """The upper half of a float32: relative error 2^-8 in all of its range. float64 is
+    """The upper half of a float32: the relative error is 2^-8 in the whole range. float64 is
     rounded to float32 first."""
 
     def __init__(self, size: int, _dtype: str) -> None:
@@ -120,7 +123,7 @@ class BFloat16:
 
 
 class TopK:
-    """The largest components and their indices, ascending; the rest is kept for the next time."""
+    """The largest components and their ascending indices. The others stay for the next vector."""
 
     def __init__(self, size: int, dtype: str, fraction: float) -> None:
         self._size = size
@@ -140,13 +143,15 @@ class TopK:
         indices[:] = chosen
         values[:] = rest[chosen]
         rest[chosen] = 0
-        if not np.isfinite(values).all():  # it will be refused: nothing of it may come again
+        # The server will refuse this vector. Nothing of it may be added to the next one.
+        if not np.isfinite(values).all():
             rest[:] = 0
 
     def decode(self, octets: Octets, vector: Vector) -> bool:
         if octets.size != self.size_bytes:
             return False
         values, indices = self._parts(octets)
+        # Strictly ascending indices have no duplicates, and the last bounds them all.
         if indices[-1] >= self._size or (indices[1:] <= indices[:-1]).any():
             return False
         vector[:] = 0
@@ -172,9 +177,12 @@ def _compiled(name: str) -> Any:
 def _round(bits: NDArray[np.uint32], halves: NDArray[np.uint16]) -> None:
     for i in range(bits.size):
         b = bits[i]
-        if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):  # nan: keep it one
+        # A nan must stay one: rounding could carry its bits over to an infinity or beyond, so it
+        # is truncated, with a bit set that makes it a quiet nan.
+        if (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
             halves[i] = (b >> np.uint32(16)) | np.uint32(0x40)
         else:
+            # Adding just below half of the last kept bit, plus that bit, rounds ties to even.
             even = (b >> np.uint32(16)) & np.uint32(1)
             halves[i] = (b + np.uint32(0x7FFF) + even) >> np.uint32(16)
 

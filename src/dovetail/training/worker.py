@@ -1,10 +1,10 @@
-"""The worker's loop, as a generator: the same on every backend.
+"""The worker's loop as a generator, which is the same on every backend.
 
     pull ─► window x [theta_k += U(g_k)] ─► commit v ─► pull ...
 
-It yields `Ask` (a turn and its vector; answered with `Told`) and `Stepped` (one local step was
-computed; answered with nothing). Who drives it decides what time that takes: a socket, a virtual
-clock, a function call.
+It yields `Ask` (a turn and its vector; the driver sends `Told`) and `Stepped` (one local step was
+computed; the driver sends None). The driver may be a socket, a virtual clock or a function call,
+and decides how long each takes.
 """
 
 import time
@@ -31,7 +31,7 @@ from dovetail.training.rules.contract import Local, Rule, new_slots
 
 @dataclass(frozen=True)
 class Ask:
-    """A turn for the server. `vector` [size]: its commit's, which may be changed once it is
+    """A turn for the server. `vector` [size] is its commit's. It stays as it is until the turn is
     answered."""
 
     turn: Turn
@@ -40,7 +40,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Told:
-    """The answer; `center` [size] where it was asked for, valid and constant until the next one."""
+    """The answer to a turn. `center` [size] is there if it was asked for, and is valid until the
+    next answer; only by a lock-free rule does it change meanwhile."""
 
     reply: Reply
     center: Vector | None = None
@@ -48,7 +49,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Stepped:
-    """One local step over `samples` samples."""
+    """One local step, over `samples` samples with this mean loss."""
 
     samples: int
     loss: float
@@ -66,14 +67,14 @@ def work(
     sequence: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Work:
-    """A worker's whole run, from its first lease until none is left or the run is stopped.
+    """Runs a worker from its first lease until no sample is left or the run is stopped.
 
-    sequence   of its last commit that was applied, where it continues a former self's
-    clock      seconds, read when a window begins and when its last step has been taken
+    sequence   number of the last applied commit of the worker that this one replaces; 0: none
+    clock      returns seconds; read when a window begins and when its last step is done
 
-    A refused commit's window is dropped, the rule's own vectors with it: it starts again from a
-    fresh center. (Hogwild!'s steps are in the center already; their samples are trained twice.)
-    Raises TrainingError if the server is another run's.
+    If a commit is refused, its window is dropped together with the rule's own vectors, and the
+    worker starts again from a fresh center. (Hogwild!'s steps are in the center already, so their
+    samples are trained twice.) Raises TrainingError if the server belongs to another run.
     """
     loop = _WorkerLoop(job, rule, learner, worker, clock)
     fresh = Turn(worker, lease=True, pull=True)
@@ -82,6 +83,8 @@ def work(
         loop.adopt(told)
         lease = told.reply.lease
         yield from loop.train(lease)
+        # Rules that pull first compare the worker's parameters with the present center to compute
+        # their commit.
         if rule.pulls_first:
             told = yield from _ask(Turn(worker, pull=True))
             loop.adopt(told)
@@ -96,13 +99,14 @@ def work(
         if told.reply.refusal is Refusal.RUN:
             raise TrainingError(f"the server that was asked does not train run {job.run!r}")
         loop.forget()
+        # A rule that pulls first got no center with this answer, but must now start from one.
         if told.reply.lease is not None and told.center is None:
             told = yield from _ask(fresh)
 
 
 def drive(steps: Work, ask: Callable[[Ask], Told], beat: Callable[[], None]) -> None:
-    """Run a worker to its end where an answer can be waited for: `ask` blocks until it is there,
-    `beat` is called after each local step."""
+    """Runs a worker to its end. `ask` blocks until the answer is there, and `beat` is called after
+    each local step."""
     told: Told | None = None
     try:
         while True:
@@ -117,15 +121,15 @@ def drive(steps: Work, ask: Callable[[Ask], Told], beat: Callable[[], None]) -> 
 
 
 def order(job: Job, epoch: int) -> NDArray[np.int64] | None:
-    """[samples] the data set's samples as that epoch takes them; None: in their own order, as a
-    stream of unknown length does."""
+    """The order [samples] in which the epoch takes the data set's samples; None for a stream, whose
+    samples keep their own order."""
     if job.samples is None:
         return None
     return np.random.default_rng((job.seed, epoch)).permutation(job.samples)
 
 
 def batches(job: Job, lease: Lease) -> Iterator[tuple[int, int]]:
-    """[start, stop) positions of a lease's local steps; none crosses an epoch's end."""
+    """Yields the positions [start, stop) of a lease's local steps. None crosses an epoch's end."""
     start = lease.start
     while start < lease.stop:
         stop = min(start + job.batch, lease.stop)
@@ -142,7 +146,7 @@ def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | None
 
 
 class _WorkerLoop:
-    """One worker's parameters between its turns, and what it trained since the last commit."""
+    """One worker's parameters, and the samples, loss and times of its present window."""
 
     def __init__(
         self, job: Job, rule: Rule, learner: Learner, worker: int, clock: Callable[[], float]
@@ -155,17 +159,18 @@ class _WorkerLoop:
         self._local: Local | None = None
         self._base_clock = 0
         self._samples = 0
-        self._loss = 0.0  # sum over them
+        self._loss = 0.0  # sum over these samples
         self._seconds = (0.0, 0.0)
         self._epoch = -1
         self._order: NDArray[np.int64] | None = None
 
     def adopt(self, told: Told) -> None:
-        """Takes over the center that was pulled, if one was."""
+        """Takes over the center that was pulled, if the answer has one."""
         if told.center is None:
             return
         self._base_clock = told.reply.clock
         if self._local is None:
+            # Without locks, the worker's parameters are the center itself, in shared memory.
             theta = told.center if self._rule.lock_free else told.center.copy()
             slots = new_slots(self._rule.worker_slots, theta)
             self._local = Local(theta, told.center, slots)
@@ -181,7 +186,7 @@ class _WorkerLoop:
         self._local = None
 
     def train(self, lease: Lease) -> Generator[Stepped, Told | None, None]:
-        """The local steps of a window."""
+        """Does the local steps of a window, and yields each."""
         local = self._local
         assert local is not None, "the first turn pulls"
         local.steps = self._samples = 0
@@ -219,7 +224,8 @@ class _WorkerLoop:
         return self._order[start - first : stop - first]
 
     def commit(self, lease: Lease, sequence: int) -> tuple[Commit, Vector | None]:
-        """The window's commit and its vector; one of no steps, zeros, only ends a stream."""
+        """The window's commit and its vector. A commit of no steps only says that the stream has
+        ended; its vector is zeros."""
         local = self._local
         assert local is not None
         begin_seconds, end_seconds = self._seconds

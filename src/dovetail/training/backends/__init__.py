@@ -1,7 +1,7 @@
-"""Backends, by name: where a run's server and workers live, and what time means there.
+"""The table of backends. A backend decides where server and workers live, and which clock counts.
 
-Each is a transport under the one supervisor (`training.supervisor`): adding one is a module with a
-`run(assignment, watcher, **options)` and a line in `BACKENDS`.
+Each is a transport under the one supervisor (`training.supervisor`). To add one, write a module
+with a function `run(assignment, watcher, **options)` and add a line to `BACKENDS`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the command line reads the table without loading numpy
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend's name, the module whose `run` it is, and one line of help."""
+    """A backend's name, the module that has its `run`, and one line of help."""
 
     name: str
     module: str
@@ -47,11 +47,11 @@ BACKENDS = {
         ),
     )
 }
-"""What `backend` may name, for the trainer and for the command line."""
+"""Name -> backend, for the trainer's option `backend` and for the command line."""
 
 
 def load_backend(name: str, **options: Any) -> "Backend":
-    """The backend of that name, with its own options bound. Its module is imported only now."""
+    """The backend of that name, with its options bound. Its module is imported by this call."""
     if name not in BACKENDS:
         raise UsageError("backend", f"there is no {name!r}; there are {', '.join(BACKENDS)}")
     run: Backend = import_module(BACKENDS[name].module).run

@@ -1,4 +1,4 @@
-"""Records that a backend is given: the assignment, the caller's watcher, and what may go wrong.
+"""Records that a backend is given: the assignment, the caller's watcher, and the failure policy.
 
     Backend = (Assignment, Watcher) -> Outcome        simulated, threads, processes, ray
 
@@ -20,8 +20,9 @@ from dovetail.training.rules.contract import Rule
 class Guard:
     """Which commits the server refuses by their norm. Broken and foreign ones are always refused.
 
-    norm_factor   a commit's norm may be so many times the median of the last 100 (None: any)
-    norm_limit    a commit's norm may be no larger than this (None: any)
+    norm_factor   a commit's norm may be at most so many times the median of the last 100 norms
+                  (None: no limit)
+    norm_limit    a commit's norm may be at most this (None: no limit)
     """
 
     norm_factor: float | None = None
@@ -30,16 +31,16 @@ class Guard:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Which failures a run survives. Any other ends it, with the first traceback.
+    """Which failures a run survives. Any other failure ends it, with the first traceback.
 
-    worker_restarts   how many dead workers are started again, in all
-    worker_losses     how many may stay away once the restarts are used up; one must remain
-    worker_errors     how many exceptions in workers count as a death rather than as a bug
+    worker_restarts   how many dead workers are started again, over the whole run
+    worker_losses     how many workers may be lost once the restarts are used up; one must remain
+    worker_errors     how many exceptions in workers count as deaths; one more ends the run
     server_restarts   how often the server is started again
     refusals          how many commits may be refused, other than for a lost lease, before the run
                       counts as diverged
-    lease_seconds     a worker that is silent for longer is hung, and loses its lease. Every local
-                      step is a sign of life, and so is `alive()` within a long one
+    lease_seconds     a worker that is silent for longer counts as hung and loses its lease. Every
+                      local step is a sign of life, and so is a call of `alive()` within a long one
     """
 
     worker_restarts: int = 3
@@ -54,12 +55,12 @@ class FailurePolicy:
 class Storage:
     """Where a run keeps its state, so that nothing is lost with the server.
 
-    log               write every commit before it is applied; without it, a restart falls back to
-                      the last snapshot
+    log               every commit is written before it is applied; without a log, a restart goes
+                      back to the last snapshot
     snapshot_commits  commits between two snapshots
-    sync              wait for the disk at every commit: the log then survives the machine's death,
-                      not only the server's
-    resume            go on with the run that the folder holds
+    sync              every commit waits for the disk, so that the log survives the death of the
+                      machine too, and not only the server's
+    resume            the run that the folder holds is continued
     """
 
     folder: Path
@@ -71,12 +72,12 @@ class Storage:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A run to be made.
+    """A run for a backend to do.
 
-    theta     [size] where the center starts
+    theta     [size] the initial center
     learner   makes the learner of a worker; called in each worker
-    shards    of the center; None: the backend chooses
-    wire      how vectors travel: none | float16 | bfloat16 | topk:FRACTION
+    shards    number of shards of the center; None: the backend chooses
+    wire      encoding of commits: none | float16 | bfloat16 | topk:FRACTION
     order     workers; if given, the server takes turns in this order, one entry a turn
     """
 
@@ -97,7 +98,7 @@ class Watcher:
     """The caller's side of a run: callbacks, all called from one thread of the caller's process.
 
     every_samples  call `evaluate` each time the center has seen so many more samples (None: never)
-    every_seconds  or so many seconds of the backend's time have passed
+    every_seconds  call `evaluate` also each time so many seconds of the backend's time have passed
     evaluate       (theta [size], clock, samples, seconds) -> figures by name; theta is a copy
     should_stop    (figures so far) asked after each evaluation
     rows, event    called with the commits that were applied, in batches, and with each event
@@ -113,10 +114,10 @@ class Watcher:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What a server in another process starts from.
+    """The settings of a server in another process. The rule is sent as its name and options.
 
-    options     of the rule
-    temporary   the storage's folder is of this run alone
+    options     options of the rule
+    temporary   the storage's folder is temporary and ends with this run
     """
 
     job: Job
@@ -133,7 +134,7 @@ class ServerPlan:
 
     @classmethod
     def of(cls, assignment: Assignment, storage: Storage | None) -> Self:
-        """The assignment's, with the storage that the run has in the end."""
+        """The assignment's plan. `storage` replaces the assignment's, which may be None."""
         return cls(
             job=assignment.job,
             rule=assignment.rule.name,
@@ -154,9 +155,9 @@ class ServerPlan:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker in another process starts from; its learner travels beside it.
+    """The settings of a worker in another process. Its learner travels beside them.
 
-    life   how many processes had its number before
+    life   how many processes have had this worker's number before
     """
 
     job: Job

@@ -1,18 +1,17 @@
-"""A run in virtual time: the same rules, server and workers, one event after the other.
+"""Runs an assignment in virtual time: the same rules, server and workers, one event at a time.
 
     worker    ─ step ─ step ─ step ┐ transfer                          ┌ step ─ step ...
     server                         └────────► wait, apply_seconds ────►┘ transfer
 
-Every local step takes a drawn time, a turn the transfer of what it carries and of its answer, and
-the server takes one turn at a time, in the order of arrival. The gradients are real. What happens
-at the same moment happens in this order: deaths, lost leases, joins, steps without locks, turns,
-leavings; then by worker. So the
-same seed gives the same run, bit for bit, and `Outcome.meta["order"]` is the order of turns that
-makes another backend repeat it.
+The time of each local step is drawn. A turn takes the transfer of its message and of its answer,
+and the server takes one turn at a time, in the order of arrival. The gradients are real. Events of
+the same moment happen in this order: deaths, lost leases, joins, steps without locks, turns,
+leavings; then by worker. So the same seed gives the same run, bit for bit. Another backend repeats
+the run if it is given `Outcome.meta["order"]`, the order of turns.
 
-A worker is computed ahead to its next turn as soon as it has its answer: nothing that happens
-elsewhere meanwhile can reach it. Not so without locks, where each step reads the center as it was
-when the step began, and writes when it ends.
+A worker is computed ahead to its next turn as soon as it has its answer, because nothing that
+happens elsewhere meanwhile can reach it. This does not hold without locks, where each step reads
+the center as it was when the step began, and writes to it when the step ends.
 """
 
 import heapq
@@ -53,15 +52,15 @@ from dovetail.training.wire import Octets, Wire, make_wire
 from dovetail.training.worker import Ask, Stepped, Told, Work, work
 
 DEATH, LEASE, JOIN, STEP, TURN, LEAVE = range(6)
-"""Things that happen at the same moment happen in this order."""
+"""Kinds of events. Events of the same moment happen in this order."""
 ROWS = 100
-"""The watcher is told of rows in batches of so many; fewer before an evaluation and at the end."""
+"""The watcher is told of so many rows at once, or of fewer before an evaluation and at the end."""
 
 
 def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
-    """Run the assignment in the `World` of these options.
+    """Runs the assignment in the `World` of these options.
 
-    Raises `ProcessError` when a worker raises and the policy does not count that as a death,
+    Raises `ProcessError` if a worker raises and the policy does not count that as a death,
     `NoWorkersError`, `DivergedError`.
     """
     unknown = sorted(set(options) - set(World.__dataclass_fields__))
@@ -84,11 +83,12 @@ class World:
 
     times            the distribution of step times
     slow             worker -> factor on its step times
-    latency_seconds, bandwidth_bytes_per_second   of each message, each way; links are not shared
+    latency_seconds, bandwidth_bytes_per_second   of each message, each way; messages of different
+                     workers do not slow each other
     apply_seconds    how long the server takes for each commit
-    deaths           worker -> when it dies, once
-    joins            worker -> when it joins, instead of at 0; may lie beyond the job's workers
-    restart_seconds  from a death to the new worker's start
+    deaths           worker -> when it dies; its replacement does not die
+    joins            worker -> when it joins, instead of at 0; may name workers beyond the job's
+    restart_seconds  time from a death to the new worker's start
     """
 
     times: StepTimes = field(default_factory=StepTimes)
@@ -117,7 +117,7 @@ class World:
             raise UsageError("slow", "factors must be positive and finite")
 
     def transfer_seconds(self, vector_bytes: float) -> float:
-        """One message, with a vector of so many bytes or without one (0)."""
+        """Seconds of one message with a vector of so many bytes; 0 bytes: without a vector."""
         return self.latency_seconds + vector_bytes / self.bandwidth_bytes_per_second
 
 
@@ -127,15 +127,16 @@ def _is_number(value: object) -> bool:
 
 @dataclass
 class _VirtualWorker:
-    """A life of a worker: another one begins with each start.
+    """One life of a worker: each start makes a new one.
 
-    seconds     virtual time on its own clock
-    dies        when
+    seconds     virtual time up to which the worker has been computed
+    dies        virtual time of its death
     asked       the turn that waits for an answer
-    silences    from when to when it counts as hung, since its last turn
-    wire, sent  how its commits are encoded, and the one on its way; None: they travel as they are
-    told, left, stale   without locks: what its next step begins with, samples of its lease that are
-                left, and the learner that sees the center as it was
+    silences    times [begin, end) in which it counts as hung, since its last turn
+    wire, sent  the encoding of its commits, and the encoded commit on its way; None: not encoded
+    told        without locks: the answer that its next step begins with
+    left        without locks: samples of its lease that are not trained yet
+    stale       without locks: the learner that sees the center as it was
     """
 
     index: int
@@ -161,10 +162,10 @@ class _VirtualWorker:
 
 
 class SimulatedTransport:
-    """Server and workers in virtual time. A turn is one entry of the agenda.
+    """Server and workers in virtual time. Each call of `turn` does one entry of the agenda.
 
     now     virtual seconds
-    ended   when the server has taken its last turn
+    ended   virtual time at which the server has taken its last turn
     """
 
     name = "simulated"
@@ -189,7 +190,8 @@ class SimulatedTransport:
         self.streams: dict[int, Callable[[], float]] = {}
 
     def _server(self) -> Server:
-        """A new one, or one that continues a run: virtual time then goes on where it ended."""
+        """Makes a new server, or one that resumes a run. Virtual time then goes on from the run's
+        last event."""
         assignment, began = self.assignment, 0.0
         options: dict[str, Any] = {
             "guard": assignment.guard,
@@ -207,7 +209,7 @@ class SimulatedTransport:
     # What the supervisor asks for
 
     def start_server(self, died: str | None = None) -> None:
-        """The server is there from the beginning: virtual time begins with it."""
+        """Does nothing: the server exists from the beginning."""
 
     def start_worker(self, worker: int) -> None:
         if worker in self.planned:
@@ -218,7 +220,7 @@ class SimulatedTransport:
         self._plan(begins, JOIN, worker, None)
 
     def kill_workers(self, workers: set[int]) -> None:
-        """Nothing ends a hung worker here, so neither would the run."""
+        """Raises, because a simulated worker that hangs cannot be ended, and the run would not."""
         silent = f"silent for {self.assignment.policy.lease_seconds:g} s"
         raise NoWorkersError(len(workers), silent)
 
@@ -256,7 +258,7 @@ class SimulatedTransport:
         )
 
     def _news(self) -> Iterator[ServerReport]:
-        """A report, where it would say anything."""
+        """Yields a report if there are enough new rows, new events, or the run is done."""
         server, progress = self.server, self.progress
         done = server.done or server.stopped
         rows = len(server.rows) - len(progress.rows)
@@ -270,6 +272,7 @@ class SimulatedTransport:
     # What happens
 
     def _plan(self, seconds: float, kind: int, index: int, worker: _VirtualWorker | None) -> None:
+        # The serial number keeps equal entries in order, and workers from being compared.
         heapq.heappush(self.agenda, (seconds, kind, index, next(self.serials), worker))
 
     def _happen(
@@ -292,7 +295,7 @@ class SimulatedTransport:
             yield from self._end(worker, kind)
 
     def _end(self, worker: _VirtualWorker, kind: int) -> Iterator[Word]:
-        """Hand out again what a dead worker held; one that leaves holds nothing."""
+        """Ends a worker's life. A dead worker's samples go to others; one that leaves has none."""
         index = worker.index
         leave = self.server.evict if kind == DEATH else self.server.leave
         self._deliver(leave(index))
@@ -303,7 +306,7 @@ class SimulatedTransport:
             yield WorkerFinished(index)
 
     def _pass(self, seconds: float) -> Iterator[Word]:
-        """Let time pass; evaluations that are due meanwhile come first."""
+        """Advances virtual time, and yields the center for evaluations that are due before."""
         while self.progress.due_seconds < seconds:
             self.now = self.progress.due_seconds
             yield self._copy()
@@ -338,7 +341,7 @@ class SimulatedTransport:
         self._advance(worker, None)
 
     def _lose(self, index: int, seconds: float) -> Iterator[Word]:
-        """The worker is silent: its samples go to others, if there are any."""
+        """Takes the lease of a silent worker, so that its samples go to others."""
         if self.server.done or self.server.stopped:
             return
         self._deliver(self.server.evict(index))
@@ -348,7 +351,7 @@ class SimulatedTransport:
         yield self._report(silent, least_rows=ROWS)
 
     def _advance(self, worker: _VirtualWorker, told: Told | None) -> None:
-        """Run `worker` up to its next turn, or to its death."""
+        """Computes `worker` up to its next turn, or up to its death."""
         assert worker.work is not None
         try:
             event = worker.work.send(told)
@@ -366,7 +369,7 @@ class SimulatedTransport:
         self._send(worker, event)
 
     def _send(self, worker: _VirtualWorker, event: Ask) -> None:
-        """Its turn is on its way."""
+        """Encodes the worker's vector and plans the arrival of its turn."""
         worker.asked, sent_bytes = event, 0
         if event.vector is not None:
             sent_bytes = worker.wire.size_bytes
@@ -377,7 +380,8 @@ class SimulatedTransport:
         self._plan(arrival_seconds, TURN, worker.index, worker)
 
     def _step_seconds(self, worker: _VirtualWorker) -> float:
-        """How long its step takes that begins now; longer than a lease, and the lease is lost."""
+        """Draws the seconds of the step that begins now. If it takes longer than a lease, the loss
+        of the lease is planned."""
         step_seconds, hung = worker.draw(), self.assignment.policy.lease_seconds
         if step_seconds > hung:
             worker.silences.append((worker.seconds + hung, worker.seconds + step_seconds))
@@ -385,13 +389,13 @@ class SimulatedTransport:
         return step_seconds
 
     def _begin_step(self, worker: _VirtualWorker) -> None:
-        """Without locks: the step sees the center as it is now."""
+        """Without locks: copies the center for the step that begins now, and plans its end."""
         assert worker.stale is not None
         np.copyto(worker.stale.theta, self.theta)
         self._plan(worker.seconds + self._step_seconds(worker), STEP, worker.index, worker)
 
     def _end_step(self, worker: _VirtualWorker, seconds: float) -> None:
-        """Without locks: the step is computed and writes to the center, all at its end."""
+        """Without locks: computes the step and lets it write to the center, both at its end."""
         assert worker.work is not None
         told, worker.told = worker.told, None
         try:
@@ -400,7 +404,8 @@ class SimulatedTransport:
             self._failed(worker, error)
             return
         worker.seconds = seconds
-        if not isinstance(event, Stepped):  # a stream had ended before this step
+        # The worker asks at once if a stream had ended before this step.
+        if not isinstance(event, Stepped):
             assert isinstance(event, Ask)
             self._send(worker, event)
             return
@@ -413,7 +418,7 @@ class SimulatedTransport:
             self._advance(worker, None)
 
     def _failed(self, worker: _VirtualWorker, error: Exception) -> None:
-        """The learner has raised: if the run goes on, the worker dies of it."""
+        """Notes that the learner has raised. If the run goes on, the worker dies at this moment."""
         raised = ProcessError(f"worker {worker.index}", traceback.format_exc())
         raised.__cause__ = error
         self.raised.append(WorkerRaised(worker.index, raised))
@@ -421,16 +426,17 @@ class SimulatedTransport:
         self._plan(worker.seconds, DEATH, worker.index, worker)
 
     def _serve(self, seconds: float, worker: _VirtualWorker) -> Iterator[Word]:
-        """A turn has arrived; the server takes it when it is free of those before it."""
+        """Lets the server take a turn that has arrived."""
+        # The turn of a worker that died while it was on its way is lost.
         if not worker.alive:
-            return  # on its way when its worker died
+            return
         ask = worker.asked
         assert ask is not None
         yield from self._pass(seconds)
         yield from self._passed(self.gate.push(ask.turn))
 
     def _passed(self, turns: Iterable[Turn]) -> Iterator[Word]:
-        """Take the turns that the forced order lets pass: without one, the turn that came."""
+        """Takes the turns that the forced order lets pass; without an order, all that come."""
         for turn in turns:
             apply_seconds = self.world.apply_seconds if turn.commit is not None else 0.0
             yield from self._pass(self.now + apply_seconds)
@@ -442,7 +448,7 @@ class SimulatedTransport:
         yield from self._news()
 
     def _received(self, worker: _VirtualWorker) -> Vector | None:
-        """The vector of the worker's commit, as it comes out of the wire."""
+        """The vector of the worker's commit, decoded if it was encoded."""
         if worker.sent is None:
             return None if worker.asked is None else worker.asked.vector
         vector = np.empty_like(self.theta)
@@ -469,8 +475,8 @@ class SimulatedTransport:
 
 
 class _StaleLearner:
-    """A learner whose gradients are taken at `theta` [size]: where the center stood when the step
-    began, not where it stands when the gradient is written."""
+    """A learner that computes its gradients at `theta` [size], the center as it was when the step
+    began, and not at the center as it is when the step ends."""
 
     def __init__(self, learner: Learner, center: Vector) -> None:
         self.theta = center.copy()

@@ -1,11 +1,12 @@
-"""Workers as threads around the server, in one process and in real time.
+"""Runs workers as threads around the server, in one process and in real time.
 
-    worker thread   work ── Ask ──► Server.take ──► answers, to whose mailboxes they belong
+    worker thread   work ── Ask ──► Server.take ──► answers, each to its worker's mailbox
                         ◄── Told ── mailbox
     caller          sleeps until there is news: rows, an evaluation, a worker lost, the end
 
-For tests, and for learners that release the interpreter. Every wait is for a message or a
-condition; nothing is polled. Vectors are handed over where they lie: nothing is copied but pulls.
+This backend is for tests, and for learners that release the interpreter's lock. Every wait is for a
+message or a condition; nothing is polled. Commits are read where they lie, and only pulls are
+copied.
 """
 
 import math
@@ -44,12 +45,11 @@ from dovetail.training.worker import Stepped, Told, work
 
 
 def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
-    """Run the assignment to its end; there are no options.
+    """Runs the assignment to its end. There are no options.
 
-    Of the policy: an exception in a worker counts as its death, `worker_errors` times; a worker
-    that is hung loses its samples to the others, but its thread cannot be ended. Raises
-    `ProcessError` with the first traceback, `NoWorkersError`, `DivergedError`; whatever a watcher
-    raises ends the run too.
+    The first `worker_errors` exceptions in workers count as deaths. A worker that hangs loses its
+    samples to the others, but its thread cannot be ended. Raises `ProcessError` with the first
+    traceback, `NoWorkersError`, `DivergedError`. An exception of the watcher ends the run too.
     """
     if options:
         raise UsageError(min(options), "the threads backend has no such option")
@@ -62,10 +62,11 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
 
 @dataclass
 class _WorkerThread:
-    """A life of a worker, and what passes between it and the others.
+    """One life of a worker, with its vectors and messages.
 
-    mailbox   answers; None: the run is over
-    ended     and the supervisor knows
+    outbox    [size] the worker's pulls; None without locks, where it uses the center itself
+    mailbox   answers to the worker's turns; None: the run is over
+    ended     the worker has ended and the supervisor has been told
     """
 
     index: int
@@ -112,13 +113,13 @@ class ThreadsTransport:
         self.error: BaseException | None = None  # the first that no policy allows
 
     def seconds(self) -> float:
-        """Since the run's start."""
+        """Seconds since the run's start."""
         return time.perf_counter() - self.start_seconds
 
     # In the caller's thread
 
     def start_server(self, died: str | None = None) -> None:
-        """The server is there from the beginning: the run's time begins with it."""
+        """Does nothing: the server exists from the beginning."""
 
     def start_worker(self, worker: int) -> None:
         outbox = None if self.assignment.rule.lock_free else np.zeros_like(self.theta)
@@ -129,11 +130,11 @@ class ThreadsTransport:
         life.thread.start()
 
     def kill_workers(self, workers: set[int]) -> None:
-        """A thread cannot be ended."""
+        """Raises, because a thread cannot be ended from outside."""
         raise NoWorkersError(len(workers), f"hung for {self.life.lease_seconds:g} s")
 
     def tell(self, message: Gone | Stop) -> None:
-        """Whoever is gone was evicted before the supervisor was told."""
+        """Stops the server. `Gone` needs nothing: `turn` evicts a dead worker before it says so."""
         if isinstance(message, Stop):
             self._deliver(self.server.stop())
 
@@ -147,17 +148,20 @@ class ThreadsTransport:
             end = self.ends.popleft()
             self.workers[end.worker].ended = not isinstance(end, WorkerRaised)
             if isinstance(end, WorkerDied):
-                # Only now: an exception that ends the run leaves no trace in its journal, so that
-                # the run can be resumed as if it had never been.
+                # The eviction comes only now, after the supervisor has accepted `WorkerRaised`. An
+                # exception that ends the run leaves no trace in the journal, so the run can be
+                # resumed as if it had not happened.
                 self._deliver(self.server.evict(end.worker))
             yield end
         for worker in self.life.overdue(self.seconds()):
             self._deliver(self.server.evict(worker))
-        # Before the last look at what they did: nothing follows once nobody goes on.
+        # This must be read before the last report: once no worker goes on, nothing follows, so the
+        # report is complete.
         goes_on = any(not w.ended and w.index not in self.life.silent for w in self._lives())
         yield self._report(progress)
         seconds = self.seconds()
-        # Workers may have passed the next mark before they heard that the run was stopped.
+        # After a stop there is no further evaluation, though workers may have passed its mark
+        # before they heard of the stop.
         if progress.is_due(self.server.samples, seconds) and not self.server.stopped:
             yield CenterCopy(*self.server.copy(), seconds, news=lambda: self._report(progress))
         if not goes_on:
@@ -167,7 +171,7 @@ class ThreadsTransport:
         return {}
 
     def close(self) -> None:
-        """Whatever happened: no thread goes on, but one that is hung in the learner's code."""
+        """Ends all threads, whatever happened, except one that hangs in the learner's code."""
         self.over.set()
         for worker in self._lives():
             worker.mailbox.put(None)
@@ -181,7 +185,7 @@ class ThreadsTransport:
         return list(self.workers.values())
 
     def _seconds_left(self, progress: RunProgress) -> float | None:
-        """Until something is due that no message brings."""
+        """Seconds until a lease runs out or an evaluation is due; None: no time limit."""
         seconds = min(self.life.due_seconds(), progress.due_seconds) - self.seconds()
         return None if math.isinf(seconds) else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
@@ -207,7 +211,7 @@ class ThreadsTransport:
     # In the worker's thread
 
     def _live(self, worker: _WorkerThread) -> None:
-        """From a new learner to the last lease, or to an exception."""
+        """Runs a worker's life, from a new learner to the last lease or to an exception."""
         try:
             try:
                 self._train(worker)

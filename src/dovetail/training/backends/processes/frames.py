@@ -1,9 +1,9 @@
-"""Packets of the link between a worker and the server, which have a fixed format.
+"""Packs and unpacks the packets of the link between a worker and the server.
 
     magic 4 │ kind 1 │ checksum 4 of kind and JSON │ JSON
 
-Vectors travel beside it, in the worker's block. The link is a pair of Unix sockets that keep
-packets whole, and nothing on it is ever unpickled: whatever arrives is checked field by field.
+Vectors travel beside the packets, in the worker's block. The link is a pair of Unix sockets that
+keep packets whole. Nothing on it is unpickled; the server checks what arrives field by field.
 """
 
 import json
@@ -37,7 +37,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class VectorHeader:
-    """What the vector in the worker's inbox should be: its size, its type, and its checksum."""
+    """The size, type and checksum that the vector in the worker's inbox should have."""
 
     elements: int
     dtype: str
@@ -45,7 +45,7 @@ class VectorHeader:
 
 
 def pack(kind: Kind, content: dict[str, Any]) -> bytes:
-    """A packet."""
+    """The packet of this kind and content."""
     # numpy's numbers become Python's; nan and infinity keep their JavaScript names.
     body = json.dumps(content, separators=(",", ":"), default=lambda value: value.item()).encode()
     return _HEAD.pack(_MAGIC, kind, zlib.crc32(body, kind)) + body
@@ -98,7 +98,7 @@ def pack_reply(reply: Reply) -> bytes:
 
 
 def reply_of(content: dict[str, Any]) -> Reply:
-    """The server's reply. The worker trusts it: it is the same program's."""
+    """The server's reply. It is not checked, since server and worker are of one program."""
     lease, verdict, refusal = content["lease"], content["verdict"], content["refusal"]
     return Reply(
         verdict=None if verdict is None else Verdict(verdict),
@@ -112,7 +112,8 @@ def reply_of(content: dict[str, Any]) -> Reply:
 
 
 def _record(kind: type[Record], content: object) -> Record | None:
-    """The frozen record of plain fields that `content` spells out; None if it does not."""
+    """The record with the fields in `content`; None if a field is missing, unknown or of another
+    type."""
     if not isinstance(content, dict):
         return None
     expected = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]

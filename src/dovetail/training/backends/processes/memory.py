@@ -1,13 +1,13 @@
-"""Shared memory of a run: a block for each worker, one for the center, and one for the learner.
+"""Lays out a run's shared memory: a block for each worker, one for the center, one for the learner.
 
     worker's block    beat │ inbox [size]  worker writes │ outbox [size]  server writes
     center's block    live [size]  server (and workers, of rules without locks) │ copy [size]
     parcel            pickle │ array │ array ...      mapped copy-on-write
 
-The supervisor makes them and hands on their descriptors, so that they outlive server and workers
-alike, and nobody's death leaves anything behind. A parcel is an object on its way to several
-workers: pickled once, its arrays shared by all of them until one writes to its own. What the
-caller's script defines travels by value, so that the script is not run again.
+The supervisor makes the blocks and hands on their descriptors. So they outlive server and workers,
+and no death leaves anything behind. A parcel is an object that is sent to several workers. It is
+pickled once, and all workers share its arrays until one writes to its own. Code that the caller's
+script defines is sent by value, so that the script is not run again.
 """
 
 import io
@@ -25,7 +25,8 @@ from dovetail.training.records import Job, Vector
 
 
 class WorkerMemory:
-    """A worker's block. `beat` [1] only grows: one more for every sign of life."""
+    """A worker's block. `beat` [1] counts signs of life. The worker alone writes it and the server
+    only compares it with its last value, so no lock is needed."""
 
     def __init__(self, block: Block, job: Job) -> None:
         beat, inbox, outbox, _ = _slots(job)
@@ -39,7 +40,7 @@ class WorkerMemory:
         return cls(Block.create(_slots(job)[-1]), job)
 
     def show_life(self) -> None:
-        """Give a sign of life."""
+        """Gives a sign of life."""
         self.beat[0] += 1
 
     def close(self) -> None:
@@ -48,7 +49,7 @@ class WorkerMemory:
 
 
 class CenterMemory:
-    """The center's block: itself, and a copy for the supervisor to read."""
+    """The center's block: the center itself, and a copy for the supervisor to read."""
 
     def __init__(self, block: Block, job: Job) -> None:
         _, live, copy, _ = _slots(job)
@@ -58,7 +59,7 @@ class CenterMemory:
 
     @classmethod
     def create(cls, job: Job, theta: Vector) -> "CenterMemory":
-        """`theta` [size]: where the run starts."""
+        """Makes the block. `theta` [size] is the initial center."""
         memory = cls(Block.create(_slots(job)[-1]), job)
         memory.live[:] = theta
         return memory
@@ -69,7 +70,7 @@ class CenterMemory:
 
 
 def _slots(job: Job) -> tuple[int, int, int, int]:
-    """Offsets of an int64 and of two vectors, and the size of it all, in bytes."""
+    """Offsets of an int64 and of two vectors, and the size of the block, all in bytes."""
     layout = Layout()
     vector_bytes = job.size * np.dtype(job.dtype).itemsize
     sizes = (8, vector_bytes, vector_bytes)
@@ -80,21 +81,21 @@ def _slots(job: Job) -> tuple[int, int, int, int]:
 # Parcels
 
 LARGE_BYTES = 1 << 16
-"""Tensors of at least this size travel beside the pickle, in memory that all workers share."""
+"""Tensors of at least this size are sent beside the pickle, in memory that all workers share."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Where in a block an object's pickle and its arrays lie: (offset, bytes) each."""
+    """The places of an object's pickle and of its arrays in a block: (offset, bytes) each."""
 
     pickle: tuple[int, int]
     buffers: tuple[tuple[int, int], ...] = field(default=())
 
 
 def pack_parcel(thing: object) -> tuple[Parcel, Block]:
-    """The object in a block of its own: code of the caller's script by value, arrays as they are.
+    """Packs the object into a block of its own. Code of the caller's script goes by value.
 
-    Raises what pickling raises, for what cannot travel (an open file, a lock).
+    Raises what pickling raises, for an object that cannot be sent (an open file, a lock).
     """
     buffers: list[pickle.PickleBuffer] = []
     content = _dumps(thing, buffers)
@@ -110,7 +111,8 @@ def pack_parcel(thing: object) -> tuple[Parcel, Block]:
 
 
 def unpack_parcel(parcel: Parcel, descriptor: int) -> Any:
-    """What `pack_parcel` was given. Its arrays share the block's pages until one is written to."""
+    """Returns the object that `pack_parcel` was given. Its arrays share the block's pages until
+    they are written to."""
     memory = memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE))
     offset, size = parcel.pickle
     return pickle.loads(
@@ -119,11 +121,11 @@ def unpack_parcel(parcel: Parcel, descriptor: int) -> Any:
 
 
 def _dumps(thing: object, buffers: list[pickle.PickleBuffer]) -> bytes:
-    """Pickle by value what is in the caller's script, large arrays and tensors out of band."""
+    """Pickles the object, the caller's script by value, large arrays and tensors out of band."""
     import cloudpickle  # only the supervisor packs
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # no types
-        """Torch pickles a tensor's bytes into the stream; here they leave it as numpy's do."""
+        """Takes tensors' bytes out of the stream, as numpy does; torch pickles them into it."""
 
         def reducer_override(self, thing: Any) -> Any:
             if _is_large_tensor(thing):

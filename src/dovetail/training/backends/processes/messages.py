@@ -1,4 +1,4 @@
-"""What the supervisor and its processes say over their private channels.
+"""Messages between the supervisor and its processes, over their private channels.
 
 supervisor ── ServerStart, Connect, Gone, AskReport, AskCopy, Stop ──► server
            ◄── Ready, ServerReport, Copied, Raised ──
@@ -19,8 +19,9 @@ from dovetail.training.supervisor import ServerUp
 class ServerStart:
     """A server's first message; the descriptor of the center's block follows.
 
-    restart        why the server before this one died: go on where it was; None: there was none
-    origin         `time.perf_counter()` when the run began; None: it begins now
+    restart   why the server before this one died, whose state this one takes over; None: it is the
+              first server
+    origin    `time.perf_counter()` when the run began; None: it begins now
     """
 
     plan: ServerPlan
@@ -51,7 +52,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class AskReport:
-    """How many the supervisor has of each."""
+    """Asks the server for a report, beyond the rows and events that the supervisor has."""
 
     rows: int
     events: int
@@ -59,9 +60,9 @@ class AskReport:
 
 @dataclass(frozen=True)
 class AskCopy:
-    """Copy the center as soon as it has seen `samples`, in place of what was asked before.
+    """Asks for a copy of the center as soon as it has seen `samples`. It replaces the last request.
 
-    final   it is the last one: what the run leaves
+    final   the copy is the run's result
     """
 
     samples: int
@@ -70,8 +71,8 @@ class AskCopy:
 
 @dataclass(frozen=True)
 class Ready:
-    """The server is up. `origin`: `time.perf_counter()` when the run began, less what it had
-    taken before, if it goes on from a folder."""
+    """The server is up. `origin` is `time.perf_counter()` when the run began, minus the seconds
+    that it had taken before if it was resumed from a folder."""
 
     origin: float
     up: ServerUp
@@ -79,7 +80,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Copied:
-    """The center's copy lies in its block."""
+    """The copy that was asked for lies in the center's block."""
 
     clock: int
     samples: int
@@ -89,14 +90,15 @@ class Copied:
 
 @dataclass(frozen=True)
 class Finished:
-    """A worker's last word."""
+    """A worker's last message: it has found no sample left."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class RaisedError:
-    """An error for the caller, as parts: its class builds its message from other arguments."""
+    """An error for the caller, taken apart. It cannot be pickled whole, because its class builds
+    its message from other arguments than `args`."""
 
     kind: type[DovetailError]
     arguments: tuple[Any, ...]

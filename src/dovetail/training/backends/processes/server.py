@@ -1,11 +1,11 @@
-"""The server process: links to workers on one side, the supervisor's channel on the other.
+"""Runs the server process: links to workers on one side, the supervisor's channel on the other.
 
     worker ══ packets ══►┐                       ┌► Server.take ─► deliveries ══► workers
     worker ══ packets ══►┤ selector, blocking ───┤
     supervisor ─ channel►┘                       └► reports, copies of the center
 
-One thread; it sleeps until something arrives or a lease may have run out. It imports no torch, so
-that a new one is up in about a second.
+It has one thread, which sleeps until something arrives or a lease may have run out. It imports no
+torch, so that a new server is up in about a second.
 """
 
 import ctypes
@@ -44,15 +44,16 @@ from dovetail.training.server import Delivery, Server
 from dovetail.training.supervisor import Gone, ServerReport, ServerUp, Stop, report_of
 
 ITEMS = 300
-"""A report has at most so many rows, and so many events: less than the channel holds while the
-supervisor does not read it."""
+"""A report has at most so many rows and so many events. That is less than the channel holds while
+the supervisor does not read it, so the server does not block."""
 ORPHAN_SECONDS = 2.0
-"""After the signal that the launching thread has died, its process has so long to follow."""
+"""After the signal that the launching thread has died, the server waits so long for that thread's
+process to end."""
 _PR_SET_PDEATHSIG = 1
 
 
 def serve(channel: Channel) -> None:
-    """Serve until the supervisor is gone."""
+    """Serves until the supervisor is gone."""
     start: ServerStart = channel.receive()
     plan = start.plan
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
@@ -69,13 +70,14 @@ def serve(channel: Channel) -> None:
 
 
 def _remove_if_orphaned(folder: Path) -> None:
-    """Have the kernel say when the supervisor ends, instead of killing this process at once."""
+    """Asks the kernel for a signal when the supervisor dies, so that the folder is removed then."""
 
     parent = os.getppid()
 
     def end(_signal: int, _frame: object) -> None:
-        # The signal comes with the death of the thread that launched us; the others of a killed
-        # process follow. If none does, somebody else wants this process to end.
+        # The signal comes when the thread that launched this process dies. If its whole process was
+        # killed, the parent changes soon after. If it does not change, the signal came from
+        # elsewhere, and the folder may still be needed.
         patience = time.monotonic() + ORPHAN_SECONDS
         while os.getppid() == parent and time.monotonic() < patience:
             time.sleep(0.01)
@@ -93,10 +95,10 @@ def _remove_if_orphaned(folder: Path) -> None:
 class _ServerLink:
     """The server's end of a worker's link.
 
-    detail   which process it is, for events
-    joined   the worker has said that it is there
-    holds    the worker has a lease: its time runs whenever it does not wait for an answer
-    beat     how many signs of life there were at the last look
+    detail   names the worker's process, for events
+    joined   the worker has joined over this link
+    holds    the worker has a lease, so its time runs whenever it does not wait for an answer
+    beat     the worker's count of signs of life when it was last read
     """
 
     socket: socket.socket
@@ -127,7 +129,7 @@ class _ServerProcess:
         channel.send(Ready(self.told_origin, ServerUp(*has, self.server.done)))
 
     def _make(self) -> Server:
-        """The server, as it was before if the folder says how."""
+        """The server: a new one, or one with the state that its folder holds."""
         plan = self.plan
         rule = plan.make_rule()
         common: dict[str, Any] = {
@@ -152,7 +154,7 @@ class _ServerProcess:
         return time.perf_counter() - self.origin
 
     def loop(self) -> None:
-        """Until the channel's end, which raises `EOFError`."""
+        """Serves until the channel ends, which raises `EOFError`."""
         while True:
             for key, _ in self.selector.select(self._patience_seconds()):
                 key.data()
@@ -175,7 +177,8 @@ class _ServerProcess:
                 self.channel.send(self._report(message.rows, message.events))
             case AskCopy():
                 self.asked = message
-            case Stop():  # not the ledger's: who resumes the run from its folder goes on
+            # The ledger is not stopped, so that a run that is resumed from the folder goes on.
+            case Stop():
                 if not self.stopped:
                     self.stopped = True
                     self._event("stopped", -1, message.detail)
@@ -196,7 +199,7 @@ class _ServerProcess:
         return self.stopped or self.server.stopped or self.server.done
 
     def _tell(self) -> None:
-        """Send the copy that was asked for once it is due, and say once that all is done."""
+        """Sends the copy that was asked for if it is due, and reports once that the run is done."""
         done = self._is_done()
         asked = self.asked
         if asked is not None and (done or self.server.samples >= asked.samples):
@@ -214,18 +217,18 @@ class _ServerProcess:
             self.channel.send(self._report(len(self.server.rows), len(self.server.events)))
 
     def _event(self, kind: str, worker: int, detail: str) -> None:
-        """Add an event that the journal does not keep."""
+        """Adds an event that the journal does not keep."""
         seconds = time.perf_counter() - self.told_origin
         self.server.events.append(Event(kind, worker, seconds, detail))
 
     def _note(self, detail: str, events: int) -> None:
-        """Add a detail to the events from that index on which have none."""
+        """Adds a detail to events without one, from the index `events` on."""
         for index in range(max(events, 0), len(self.server.events)):
             if not self.server.events[index].detail:
                 self.details[index] = detail
 
     def _do(self, act: Callable[[], list[Delivery]], detail: str) -> None:
-        """Let the server do something, and send the answers that follow."""
+        """Lets the server do something, and sends the answers that follow."""
         events = len(self.server.events)
         deliveries = act()
         self._note(detail, events)
@@ -248,7 +251,7 @@ class _ServerProcess:
         self.selector.register(link.socket, selectors.EVENT_READ, partial(self._hear, worker))
 
     def _hear(self, worker: int) -> None:
-        """One packet of a worker's."""
+        """Reads one packet of a worker and acts on it."""
         link = self.links.get(worker)
         if link is None:  # lost since the selector woke
             return
@@ -273,7 +276,8 @@ class _ServerProcess:
                 self._refuse(worker, Refusal.CHECKSUM)
 
     def _join(self, worker: int, link: _ServerLink, replaces: bool) -> None:
-        if replaces:  # a new process: what its predecessor held is free again
+        # The worker is a new process, so the lease of the one before it is free again.
+        if replaces:
             self._do(partial(self.server.evict, worker), "it was replaced")
         events = len(self.server.events)
         sequence = self.server.join(worker, link.memory.inbox, link.memory.outbox)
@@ -308,14 +312,15 @@ class _ServerProcess:
             self._deliver(self.server.take(turn, payload.checksum))
 
     def _refuse(self, worker: int, refusal: Refusal) -> None:
-        """Answer what could not be read: nothing was changed."""
+        """Answers a packet that could not be read with a refusal. Nothing was changed by it."""
         self.server.refusals[refusal] += 1
         self._event("refused", worker, refusal.value)
         reply = Reply(Verdict.REFUSED, refusal, None, False, self.server.clock, self.server.samples)
         self._deliver([Delivery(worker, reply)])
 
     def _deliver(self, deliveries: Iterable[Delivery]) -> None:
-        """Send the answers. Whoever cannot be reached is lost, and that may free other answers."""
+        """Sends the answers. A worker that cannot be reached is lost, and its samples may allow
+        further answers."""
         waiting = deque(deliveries)
         while waiting:
             delivery = waiting.popleft()
@@ -343,12 +348,14 @@ class _ServerProcess:
         self._deliver(self._lost(worker, detail))
 
     def _lost(self, worker: int, detail: str) -> list[Delivery]:
-        """Free what a worker held. Once only, whoever notices first: its link or its parent."""
+        """Evicts a worker and returns the answers that follow. Only the first call does so, since
+        both the link and the supervisor may notice a death."""
         if worker not in self.links:
             return []
         known = self.links[worker].joined or self.restart is not None
         self._drop(worker)
-        if not known:  # whoever never joined is still waited for
+        # A worker that never joined holds nothing, and its replacement is still expected.
+        if not known:
             return []
         events = len(self.server.events)
         deliveries = self.server.evict(worker)
@@ -365,11 +372,12 @@ class _ServerProcess:
     # -- signs of life
 
     def _patience_seconds(self) -> float | None:
-        """How long nothing need be done: for ever, while nobody computes."""
+        """Seconds until signs of life are looked for; None while no worker computes."""
         return self.plan.lease_seconds / LOOKS if self.life.computing else None
 
     def _look_for_life(self) -> None:
-        """Take the lease of whoever computes but has not moved for too long."""
+        """Takes the lease of each worker that computes but has given no sign of life for too
+        long."""
         now = time.perf_counter()
         for worker in self.life.computing:
             link = self.links[worker]

@@ -1,6 +1,6 @@
-"""Server and workers as processes of this machine: their memory, their links, and their ends.
+"""Starts server and workers as processes of this machine, links them, and finds out who has died.
 
-Whatever cannot be sent is not an error here: `wait` tells of whoever has died.
+A message that cannot be sent is no error here: `wait` reports the process that has died.
 """
 
 import os
@@ -59,17 +59,18 @@ SERVER_ENTRY = "dovetail.training.backends.processes.server:serve"
 WORKER_ENTRY = "dovetail.training.backends.processes.worker:serve"
 """The functions that the processes run: `launch` calls them with a channel."""
 POLL_SECONDS = 0.1
-"""The time between two looks at the server's rows; what ends a run is heard at once."""
+"""A report of the server's rows is asked for every so many seconds. Messages that end a run are
+heard at once."""
 SILENCE_SECONDS = 60.0
-"""A server that does not answer for so long is hung, and is killed."""
+"""A server that does not answer for so long counts as hung, and is killed."""
 
 
 def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
-    """Run the assignment in processes of this machine; see `ProcessesOptions`.
+    """Runs the assignment in processes of this machine; see `ProcessesOptions`.
 
-    Without a storage the server's state is kept in a temporary folder, so that the run survives the
-    server's death all the same. Ctrl-C ends the run and returns what it has reached, marked as
-    stopped; pressed once more it raises `KeyboardInterrupt`.
+    Without a storage, the server's state is kept in a temporary folder, so that the run still
+    survives the server's death. Ctrl-C ends the run and returns what it has reached, marked as
+    stopped. Pressed once more, it raises `KeyboardInterrupt`.
     Raises `ProcessError` with the first traceback when a worker raises and the policy does not
     count that as a death, and when the server raises; `NoWorkersError`, `ServerLostError`,
     `DivergedError`.
@@ -90,12 +91,12 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
 class ProcessesOptions:
     """How a run uses this machine.
 
-    cores            sets of cores that workers are pinned to, in turn; () for all
-    threads          of each worker
-    server_threads   threads that apply shards of the center at once
-    late             one more worker is started each time the center has seen so many samples
-    log              without a folder of its own, a run keeps its state in a temporary one. False:
-                     it keeps none, which saves a write of every commit, and ends with its server
+    cores            sets of cores that workers are pinned to, in turn; (): all cores for each
+    threads          threads of each worker
+    server_threads   threads of the server process
+    late             numbers of samples: at each, one more worker is started
+    log              whether a run without a storage keeps its state in a temporary folder. False:
+                     it keeps none, which saves writing every commit, but ends with its server
     """
 
     cores: Sequence[Sequence[int]] = ()
@@ -115,7 +116,7 @@ class ProcessesOptions:
 
 @dataclass
 class _WorkerProcess:
-    """A worker's present process. `life`: how many it had before."""
+    """A worker's present process. `life`: how many processes had its number before."""
 
     process: Worker
     memory: WorkerMemory
@@ -123,10 +124,10 @@ class _WorkerProcess:
 
 
 class ProcessesTransport:
-    """A server process and worker processes. A context manager: it leaves none behind.
+    """A server process and worker processes. A context manager, which ends all of them.
 
-    origin   `time.perf_counter()` when the run began; None until the server has said so
-    is_up    the server is linked to the workers
+    origin   `time.perf_counter()` when the run began; None until the server has reported it
+    is_up    whether the server can be linked to workers
     """
 
     name = "processes"
@@ -144,14 +145,15 @@ class ProcessesTransport:
         self.center = CenterMemory.create(assignment.job, assignment.theta)
         self._learner, self._learner_block = pack_parcel(assignment.learner)
         self._server: Worker | None = None
-        self._listened: set[int] = set()  # those whose end was not told yet
-        self._errors: dict[int, ProcessError | ProcessDiedError] = {}  # a death is told once
-        # What the server was asked, and has said
+        self._listened: set[int] = set()  # processes whose end was not reported yet
+        self._errors: dict[int, ProcessError | ProcessDiedError] = {}  # met while sending
+        # What the server was asked for, and what it has reported
         self._asked_seconds = 0.0  # when a report was asked for; 0: none is awaited
         self._next_seconds = 0.0  # when to ask for the next one
         self._asked_copy: AskCopy | None = None
         self._done = self._complete = self._copied_final = False
-        # Workers that have finished are told of once the server has reported that they left.
+        # A finished worker is reported to the supervisor only after the server has reported that it
+        # left. Otherwise the run could end before that event was told.
         self._leaving: list[int] = []
         self._left: list[int] = []  # before the report that is awaited was asked for
 
@@ -220,7 +222,8 @@ class ProcessesTransport:
             else:
                 yield from self._hear_worker(number, word)
         asked = self._asked_seconds
-        # An evaluation may have taken as long: what was said meanwhile is heard first.
+        # If messages have just come, the server is not silent: this process itself may have been
+        # busy with a long evaluation.
         if asked and not words and time.perf_counter() > asked + SILENCE_SECONDS:
             self._asked_seconds = 0.0
             self.kill(SERVER)
@@ -241,7 +244,7 @@ class ProcessesTransport:
         return max(min(report_seconds, evaluation_seconds), 0.001)
 
     def _ask(self, progress: RunProgress) -> None:
-        """Ask for the next report, and for the copy that the next evaluation needs."""
+        """Asks for the next report, and for the copy that the next evaluation needs."""
         now = time.perf_counter()
         wants = self._leaving or not self._complete
         if wants and not self._asked_seconds and now >= self._next_seconds:
@@ -264,7 +267,8 @@ class ProcessesTransport:
                 self._asked_copy, self._asked_seconds = None, 0.0
                 self._done = self._complete = False
                 yield up
-                # Only now: first the server is told who will not come back.
+                # Links follow only now, after the supervisor has told the server which workers will
+                # not come back.
                 self.is_up = True
                 for worker in sorted(self._listened - {SERVER}):
                     self._connect(worker)
@@ -320,7 +324,7 @@ class ProcessesTransport:
     # The processes
 
     def _connect(self, worker: int) -> None:
-        """Give the worker and the server the ends of a new link."""
+        """Gives the worker and the server the ends of a new link."""
         assert self.origin is not None
         process = self.workers[worker]
         message = Connect(worker, self.origin, f"process {process.process.pid}")
@@ -330,12 +334,12 @@ class ProcessesTransport:
             self._send(worker, message, theirs)
 
     def kill(self, number: int) -> None:
-        """End a process that does not react; `wait` tells of it as of any other death."""
+        """Kills a process that does not react. `wait` reports it like any other death."""
         os.kill(self._process(number).pid, 9)
 
     def wait(self, timeout_seconds: float) -> list[tuple[int, Any]]:
-        """What processes have said, (number, message): their last word is how they ended, a
-        `ProcessError` or a `ProcessDiedError`."""
+        """Waits for messages of processes and returns them as (number, message). A process's last
+        message is the way it ended: a `ProcessError` or a `ProcessDiedError`."""
         said: list[tuple[int, Any]] = list(self._errors.items())
         self._errors.clear()
         ended = {number for number, _ in said}

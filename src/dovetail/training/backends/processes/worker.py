@@ -1,7 +1,7 @@
-"""A worker process: its learner, its link to the server, and the loop between them.
+"""Runs a worker process: its learner, its link to the server, and the loop between them.
 
-A link may break at any time, with its server: the worker waits for another one, joins again, and
-says its last turn again. The server tells by the numbers what it has heard already.
+A link breaks when its server dies. The worker then waits for a new link, joins again, and repeats
+its last turn. The server recognises by the commit's number whether it has taken that turn before.
 """
 
 import socket
@@ -24,7 +24,7 @@ from dovetail.training.worker import Ask, Told, drive, work
 
 
 def serve(channel: Channel) -> None:
-    """Work until no sample is left; end when the supervisor closes the channel."""
+    """Works until no sample is left, then ends when the supervisor closes the channel."""
     start: WorkerStart = channel.receive()
     plan = start.plan
     memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
@@ -43,8 +43,8 @@ def serve(channel: Channel) -> None:
 
 
 def _was_unreadable(reply: Reply) -> bool:
-    """Whether the server could not read the packet; a commit whose vector was changed on its way
-    is answered with the worker's lease, or with the end. Policies count both as refusals."""
+    """Whether the server could not read the packet. (If a commit's vector was changed on its way,
+    the answer has the worker's lease or the end of the run.) Policies count both as refusals."""
     ended = reply.done or reply.stop
     return reply.refusal is Refusal.CHECKSUM and reply.lease is None and not ended
 
@@ -64,11 +64,12 @@ class WorkerLink:
         self._octets = np.empty(size_bytes, np.uint8)
 
     def seconds(self) -> float:
-        """Since the run began."""
+        """Seconds since the run began."""
         return time.perf_counter() - self._origin
 
     def join(self) -> int:
-        """Connect; the number of the last commit that the server has applied."""
+        """Connects to the server and returns the number of the worker's last applied commit. Waits
+        for another server as long as the link breaks."""
         while True:
             connect: Connect = self._channel.receive()
             end = self._channel.receive_descriptor()
@@ -101,13 +102,15 @@ class WorkerLink:
             return  # a server that comes back is told by the supervisor
 
     def _post(self, ask: Ask) -> frames.VectorHeader | None:
-        """Put the vector where the server finds it."""
+        """Writes the vector to the inbox, and returns its header."""
         if ask.vector is None or ask.turn.commit is None:
             return None
         inbox = self._memory.inbox
         if self._plan.wire == "none":
             checked = copy_and_checksum(inbox, ask.vector)
-        else:  # nothing need be smaller here, but the numbers are those of other backends
+        # Shared memory need not be saved, but an encoded vector must give the same numbers here as
+        # on other backends.
+        else:
             self._wire.encode(ask.vector, self._octets)
             self._wire.decode(self._octets, inbox)
             checked = checksum(inbox)
@@ -117,7 +120,7 @@ class WorkerLink:
         return self._memory.outbox if self._live is None else self._live.live
 
     def _exchange(self, packet: bytes) -> bytes:
-        """The answer; empty if the link broke."""
+        """Sends the packet and returns the answer; b"" if the link broke."""
         assert self._socket is not None
         try:
             self._socket.send(packet)

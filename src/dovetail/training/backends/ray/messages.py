@@ -1,4 +1,4 @@
-"""What the supervisor, the server and the workers say to each other, as arguments and results.
+"""Arguments and results of the calls between the supervisor, the server, shards and workers.
 
 supervisor ── poll, copy, gone, stop, close ──► server ◄── join, turn, alive, leave ── worker
 """
@@ -13,7 +13,8 @@ from dovetail.training.supervisor import ServerReport
 
 @dataclass(frozen=True)
 class Joined:
-    """`sequence` of the worker's last applied commit; `seconds` since the run began."""
+    """The answer to `join`: the `sequence` of the worker's last applied commit, and the `seconds`
+    since the run began."""
 
     sequence: int
     seconds: float
@@ -21,7 +22,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class PieceCheck:
-    """What a shard found in its piece of a commit: why it is refused, or its sum of squares."""
+    """A shard's check of its piece of a commit: why it is refused, or its sum of squares."""
 
     refusal: Refusal | None
     squares: float = 0.0
@@ -29,7 +30,8 @@ class PieceCheck:
 
 @dataclass(frozen=True)
 class StagedCommit:
-    """A commit whose pieces lie at the shards under a key: 16 hexadecimal digits."""
+    """A commit whose pieces the shards keep under a key of 16 hexadecimal digits. `looked` has one
+    check per shard."""
 
     key: str
     looked: tuple[PieceCheck, ...]
@@ -37,8 +39,8 @@ class StagedCommit:
 
 @dataclass(frozen=True)
 class NumberedSteps:
-    """The ledger's steps for all shards, as (name, fields) each, and the keys of the commits that
-    they apply, as (worker, key) each. Numbers count up from 1."""
+    """The ledger's steps for all shards, (name, fields) each, and the keys of the commits that they
+    apply, (worker, key) each. Numbers count up from 1."""
 
     number: int
     steps: tuple[tuple[str, dict[str, Any]], ...]
@@ -47,8 +49,8 @@ class NumberedSteps:
 
 @dataclass(frozen=True)
 class ShardProgress:
-    """The number of the last steps that a shard has done, and its life: another one each time it
-    is started."""
+    """The number of the last steps that a shard has done, and the shard's life, which is new each
+    time it is started."""
 
     life: str
     number: int
@@ -56,7 +58,8 @@ class ShardProgress:
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """`center` [size] where it was asked for; with shards `number`, to fetch it by."""
+    """The answer to a turn, with `center` [size] if it was asked for. With shards, the worker
+    fetches the center from them by `number`; 0: none was asked for."""
 
     reply: Reply
     center: Vector | None = None
@@ -65,14 +68,14 @@ class TurnAnswer:
 
 @dataclass(frozen=True)
 class ActorReport:
-    """What a server says of itself when it is polled.
+    """The server's answer to a poll.
 
-    life      of the server: another one each time it is started
-    node      where it lives
-    found     it went on from a state that it found in its folder
-    seconds   since the run began
-    report    None where it has raised
-    raised    what the server failed with
+    life      the server's life, which is new each time it is started
+    node      Ray's id of its node
+    found     whether it found the run's state in its folder when it started
+    seconds   seconds since the run began
+    report    None if the server has failed
+    raised    the error that the server failed with
     """
 
     life: str

@@ -1,17 +1,18 @@
-"""The server actor: `training.server.Server` behind calls of Ray.
+"""Runs the server actor: `training.server.Server` behind calls of Ray.
 
     turn ─► a thread ─► Server.take ─► deliveries ─► futures ─► answers
 
-One event loop; a turn that is not answered yet is a future that waits, not a thread. A commit is
-used where the object store holds it, without a copy. Ray starts the actor again when its process or
-node dies, and `__init__` then goes on from the storage: nothing else is needed for that.
+The actor has one event loop. A turn that is not answered yet is a waiting future and holds no
+thread. A commit is read where the object store holds it, without a copy. Ray starts the actor again
+when its process or node dies, and `__init__` then continues from the storage.
 
 The center may lie in shard actors. The server then has keys of vectors instead of vectors:
 
     Server ── stage(key), execute(steps), wait ──► FarCenter ── numbered steps ──► shards
 
 Its own journal keeps inputs and keys, from which the same numbered steps follow again after its
-death; shards pass over those they have done. Its snapshot comes after theirs.
+death. Shards skip the steps that they have done. The server saves its snapshot after the shards
+have saved theirs.
 """
 
 import asyncio
@@ -57,9 +58,9 @@ THREADS = 4
 ROWS = 5000
 """A report has at most so many rows."""
 COPY_SECONDS = 0.002
-"""The time between two looks at whether the center is due to be copied."""
+"""The server checks every so many seconds whether the center is due to be copied."""
 LOCK_SECONDS = 30.0
-"""A new life waits so long for its former one to let go of the folder."""
+"""A restarted server waits so long for its former process to release the folder's lock."""
 AGAIN_SECONDS = 0.1
 """The time between two tries to reach a shard that is being restarted."""
 
@@ -71,12 +72,12 @@ _WRONG = -1
 
 @dataclass
 class _WorkerCalls:
-    """A worker, as the server knows it. `holds`: it has a lease, so its time runs while it
-    computes.
+    """The server's record of a worker.
 
-    life     how many actors had its number before; older ones are not heard
-    inbox    where commits are decoded, if they travel in fewer bytes
-    answer   what its turn waits for; None while it computes
+    life     how many actors had its number before; calls of older ones are ignored
+    inbox    [size] commits are decoded into this vector, if they are encoded
+    holds    it has a lease, so its time runs while it computes
+    answer   the future that its turn waits for; None while it computes
     """
 
     life: int
@@ -87,8 +88,8 @@ class _WorkerCalls:
 
 
 class ParameterServer:
-    """The actor. Its methods are what `messages` lists; a failure of the server's own is kept for
-    the supervisor to ask for, and no worker is answered any more."""
+    """The actor, whose methods `messages` lists. If the server itself fails, the error is kept for
+    the supervisor's next poll, and no worker is answered any more."""
 
     def __init__(self, plan: ServerPlan, theta: Vector | list[Any], shards: Sequence[Any]) -> None:
         import ray
@@ -150,7 +151,8 @@ class ParameterServer:
     # The workers' side
 
     async def join(self, worker: int, life: int) -> Joined | None:
-        """A worker begins, or goes on after this server was lost; None if there is none."""
+        """Adds a worker that begins, or goes on after a restart of the server. Returns None if the
+        server has failed or a newer worker has this number."""
         if self._raised is not None or self._is_older(worker, life):
             return None
         self._watch = self._watch or asyncio.create_task(self._look_for_life())
@@ -167,7 +169,7 @@ class ParameterServer:
     async def turn(
         self, worker: int, life: int, turn: Turn, expected: int, sent: Sent
     ) -> TurnAnswer | None:
-        """The answer, whenever there is one; None: join first."""
+        """Takes a turn and waits for its answer; None: the worker must join first."""
         link = self._links.get(worker)
         if self._raised is not None or link is None or link.life != life or turn.worker != worker:
             return None
@@ -190,7 +192,8 @@ class ParameterServer:
         return TurnAnswer(reply, link.outbox if delivery.pulled else None)
 
     def _take(self, link: _WorkerCalls, turn: Turn, expected: int, sent: Sent) -> list[Delivery]:
-        """`sent`: the vector, or its encoding, whose checksum is `expected`; or its key."""
+        """Gives the turn to the server. `sent` is the vector or its encoding, whose checksum is
+        `expected`, or the key of a staged commit."""
         if isinstance(self._server, ShardedServer):
             return self._server.take_staged(turn, sent if isinstance(sent, StagedCommit) else None)
         if sent is None or isinstance(sent, StagedCommit):
@@ -229,7 +232,7 @@ class ParameterServer:
         self._deliver(await self._do(self._server.evict, worker))
 
     async def _look_for_life(self) -> None:
-        """Take the lease of whoever computes but gave no sign of life for too long."""
+        """Takes the lease of each worker that computes but gave no sign of life for too long."""
         while True:
             await asyncio.sleep(self._plan.lease_seconds / LOOKS)
             for worker in self._lease_clock.overdue(time.monotonic()):
@@ -240,8 +243,8 @@ class ParameterServer:
     # The supervisor's side
 
     async def poll(self, life: str, rows: int, events: int, seconds: float) -> ActorReport:
-        """What is new beyond so many rows and events, known of that life; waits for it, but no
-        longer than so many seconds."""
+        """Reports what is new beyond so many rows and events. Waits at most so many seconds for
+        news, unless the caller knows another life of the server, whose counts may not hold."""
         if life == self._life and self._raised is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
@@ -259,7 +262,7 @@ class ParameterServer:
         return ActorReport(*who, self._seconds(), report)
 
     async def copy(self, samples: int, final: bool) -> CenterCopy | None:
-        """The center, as soon as it has seen so many samples, or all."""
+        """A copy of the center as soon as it has seen so many samples, or the run is done."""
         while self._raised is None and not self._is_done() and self._server.samples < samples:
             await asyncio.sleep(COPY_SECONDS)
         if self._raised is not None:
@@ -268,7 +271,7 @@ class ParameterServer:
         return CenterCopy(theta, clock, seen, self._seconds(), final=final)
 
     async def gone(self, worker: int, for_good: bool) -> None:
-        """The worker's actor has ended; `for_good`: and no other takes its place."""
+        """Notes that the worker's actor has ended. `for_good`: no other takes its place."""
         known = self._links.pop(worker, None) is not None
         self._lease_clock.stop(worker)
         self._lease_clock.silent.discard(worker)
@@ -281,7 +284,7 @@ class ParameterServer:
             self._deliver(await self._do(self._server.stop))
 
     async def close(self) -> None:
-        """Let go of the folder."""
+        """Closes the journal, so that the folder is free."""
         if self._raised is None:
             await self._do(self._server.close)
         if self._plan.temporary:
@@ -291,7 +294,7 @@ class ParameterServer:
         return self._server.done or self._server.stopped
 
     async def _do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call it in a thread; a failure is the run's."""
+        """Calls the function in a thread. If it fails, the run fails."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._pool, function, *arguments)
@@ -307,10 +310,10 @@ class ParameterServer:
 
 
 class FarCenter:
-    """What `Center` is, of shards that are actors.
+    """Does what `Center` does, with shards that are actors.
 
-    tickets   the number of the last steps that were sent
-    losses    shards that were found restarted since this was last set to 0
+    tickets   number of the last steps that were sent
+    losses    number of restarts of shards that were noticed since this was last set to 0
     """
 
     def __init__(self, shards: Sequence[Any], restarts: int) -> None:
@@ -366,7 +369,7 @@ class FarCenter:
                 self._done = number
 
     def _repeat(self, index: int, number: int) -> None:
-        """Send a shard that was lost what it has missed."""
+        """Sends a restarted shard the steps that it has missed, until it has done them all."""
         shard = self._shards[index]
         while (reached := self._reached(index, shard.done.remote())) < number:
             if reached < 0:
@@ -375,7 +378,8 @@ class FarCenter:
                 self._reached(index, shard.execute.remote(self._log[reached + 1]))
 
     def _reached(self, index: int, ref: Any) -> int:
-        """How far a shard is by its answer; -1 if it was lost, and is being restarted."""
+        """The number of the last steps that a shard has done, by its answer; -1 if the shard was
+        lost and is being restarted."""
         import ray
         from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
@@ -404,7 +408,7 @@ class FarCenter:
         return np.concatenate(self._all("theta"))
 
     def _all(self, method: str) -> list[Any]:
-        """What every shard answers, all having done the same steps."""
+        """The answers of all shards to a call, once all have done the same steps."""
         import ray
         from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
@@ -420,7 +424,8 @@ class FarCenter:
                 time.sleep(AGAIN_SECONDS)
 
     def vectors(self) -> dict[str, Vector]:
-        """Has the shards keep snapshots; what is left to keep here are keys."""
+        """Lets the shards save snapshots, and returns the keys, which are all that is left to save
+        here. Steps before the snapshots need not be sent again, so their log is dropped."""
         self._all("snapshot")
         self._log.clear()
         return {f"staged {worker}": token for worker, token in sorted(self._staged.items())}
@@ -465,7 +470,8 @@ class ShardedServer(Server):
         return server
 
     def take_staged(self, turn: Turn, staged: StagedCommit | None) -> list[Delivery]:
-        """As `take`; `staged`: the commit's key, and what the shards found in its pieces."""
+        """Does what `take` does. `staged` has the commit's key and the shards' checks of its
+        pieces."""
         if staged is not None:
             self._looked[turn.worker] = staged
         return self.take(turn)

@@ -1,12 +1,13 @@
-"""A shard of the center as an actor, where the vector is spread over several.
+"""Runs one shard of the center as an actor, if the vector is spread over several.
 
     worker ── stage(key, piece) ──► check, journal                    the center is as it was
     ledger ── execute(n, steps) ──► journal, apply staged pieces      in the ledger's order
     worker ── fetch(n) ◄── what step n copied for it
 
-The ledger numbers its steps, and every shard does them in that order, each once: so at each number
-all shards are of one version. A shard that Ray starts again rebuilds itself from its own snapshot
-and log; what it missed the ledger sends again, and what it has done it passes over.
+The ledger numbers its steps, and every shard does them in that order, each once. So at each number
+all shards have the same version. A shard that Ray starts again rebuilds itself from its own
+snapshot and log. The server sends the steps again that it missed, and it skips steps that it has
+done.
 """
 
 import time
@@ -31,9 +32,10 @@ from dovetail.training.steps import Apply, Combine, Forget, Read
 from dovetail.training.wire import make_wire
 
 LOCK_SECONDS = 30.0
-"""A new life waits so long for its former one to let go of the folder."""
+"""A restarted shard waits so long for its former process to release the folder's lock."""
 KEPT = 2
-"""So many pieces of a worker are kept: one that was thought dead may send another meanwhile."""
+"""So many pieces of a worker's number are kept. A worker that was thought dead may stage one beside
+its replacement's."""
 _KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
     "Apply": Apply,
     "Read": Read,
@@ -42,7 +44,7 @@ _KINDS: dict[str, type[Apply] | type[Read] | type[Forget]] = {
 
 
 class Shard:
-    """The actor. One thread: the calls of one caller are done in their order."""
+    """The actor. It has one thread, so the calls of one caller are done in their order."""
 
     def __init__(self, plan: ServerPlan, theta: Vector | list[Any], index: int) -> None:
         import ray
@@ -96,8 +98,8 @@ class Shard:
     # Workers'
 
     def stage(self, worker: int, key: str, expected: int, sent: NDArray[Any]) -> PieceCheck:
-        """Look at a piece of a commit, and keep it under its key until a step applies it.
-        `expected`: the checksum of what was sent."""
+        """Checks a piece of a commit and keeps it under its key until a step applies it. `expected`
+        is the checksum of `sent`."""
         if self._wire is not None and checksum(sent) != expected:
             return PieceCheck(Refusal.CHECKSUM)
         vector = sent
@@ -120,15 +122,15 @@ class Shard:
             del self._pieces[old]
 
     def fetch(self, worker: int, number: int) -> Vector | None:
-        """The part of the center that the steps of that number copied for the worker; None if it
-        is not here."""
+        """The part of the center that the steps of that number copied for the worker; None if this
+        shard does not have it, as after a restart."""
         pulled = self._pulls.get(worker)
         return pulled[1] if pulled is not None and pulled[0] == number else None
 
     # The ledger's
 
     def execute(self, numbered: NumberedSteps) -> ShardProgress:
-        """Do the steps, if they are the next ones; how far the shard is."""
+        """Does the steps if they are the next ones, and returns how far the shard is."""
         if numbered.number == self._number + 1:
             header = {"number": numbered.number, "steps": numbered.steps, "keys": numbered.keys}
             self._journal.append(header)
@@ -157,22 +159,22 @@ class Shard:
             self._pulls[worker] = numbered.number, self._pulls[worker][1]
 
     def done(self) -> ShardProgress:
-        """What was done so far."""
+        """How far the shard is."""
         return ShardProgress(self._life, self._number)
 
     def theta(self) -> Vector:
-        """Its part of the center."""
+        """The shard's part of the center."""
         return self._center.theta
 
     def snapshot(self) -> None:
-        """Keep the state, and begin a new log."""
+        """Saves the state and begins a new log."""
         pieces = [(key, worker) for key, (worker, _) in self._pieces.items()]
         state = {"number": self._number, "counts": self._center.counts(), "pieces": pieces}
         staged = {f"piece {key}": vector for key, (_, vector) in self._pieces.items()}
         self._journal.snapshot(state, self._center.vectors() | staged)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Closes the journal, so that the folder is free."""
         self._journal.close()
 
 
@@ -183,7 +185,7 @@ def cuts(size: int, shards: int) -> list[tuple[int, int]]:
 
 
 def start_of(theta: Vector | list[Any]) -> Vector:
-    """The vector, if it is not here but behind a reference in a list."""
+    """The vector itself, which Ray passes as it is or as a reference in a list."""
     if isinstance(theta, np.ndarray):
         return theta
     import ray
@@ -193,7 +195,7 @@ def start_of(theta: Vector | list[Any]) -> Vector:
 
 
 def numbered(number: int, steps: Any, tokens: dict[int, str]) -> NumberedSteps:
-    """Steps as a shard takes them; `tokens`: the key of each staged commit, by worker."""
+    """The steps in the form that a shard takes. `tokens`: worker -> key of its staged commit."""
     fields = [(type(step).__name__, asdict(step)) for step in steps]
     return NumberedSteps(number, tuple(fields), tuple(tokens.items()))
 

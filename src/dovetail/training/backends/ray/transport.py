@@ -1,8 +1,8 @@
-"""Server, shards and workers as actors of Ray: how they are started, asked, and found dead.
+"""Starts server, shards and workers as actors of Ray, calls them, and finds out who has died.
 
-Ray restarts the server, as often as the policy allows; workers are started anew from here, wherever
-there is room. The caller owns the actors: they die with it, whatever kills it, and none outlives
-the run.
+Ray restarts the server as often as the policy allows. This module starts new workers, on any node
+that has room. The caller's process owns the actors: they die with it, whatever kills it, and none
+outlives the run.
 """
 
 import os
@@ -48,20 +48,20 @@ from dovetail.training.supervisor import (
 )
 
 POLL_SECONDS = 0.1
-"""The server may wait so long for news before it reports."""
+"""The server waits at most so long for news before it reports."""
 SILENCE_SECONDS = 60.0
-"""A server that does not report for so long is hung, or there is no node for it."""
+"""If the server does not report for so long, it hangs, or no node has room for it."""
 CLOSE_SECONDS = 10.0
-"""The server may take so long to let go of its folder before it is killed."""
+"""The server has so long to release its folder before it is killed."""
 INLINE_BYTES = 2**15
-"""Vectors up to here travel within an actor's arguments, larger ones through the object store."""
+"""Vectors of at most this size are sent as arguments, larger ones through the object store."""
 POLL, COPY = "poll", "copy"
-"""Names of what the server was asked for, among the results that are awaited."""
+"""Kinds of requests to the server among the results that are awaited."""
 _COLOR = re.compile(r"\x1b\[\d+m")
 _LOOPBACK = "127.0.0.1"
 _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Of Ray's own making, for other systems: its processes take the loopback address as theirs.
+    # With this setting, which Ray made for other systems, its processes use the loopback address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
@@ -155,7 +155,7 @@ class RayTransport:
         self.done = self.copied_final = False
 
     def start_server(self, died: str | None = None) -> None:
-        """Ray itself starts the next ones."""
+        """Starts the first server. Ray itself starts the next ones."""
         self.actors.start_server()
 
     def start_worker(self, worker: int) -> None:
@@ -186,7 +186,8 @@ class RayTransport:
                     time.sleep(POLL_SECONDS / 2)
                 case _:
                     yield word
-        # An evaluation may have taken as long: what was said meanwhile is heard first.
+        # If answers have just come, the server is not silent: this process itself may have been
+        # busy with a long evaluation.
         if not words and time.monotonic() > self.heard + SILENCE_SECONDS:
             yield from self._server_is_silent()
 
@@ -194,7 +195,7 @@ class RayTransport:
         return {}
 
     def _ask(self, progress: RunProgress) -> None:
-        """Ask for the next report, and for the copy that the next evaluation needs."""
+        """Asks for the next report, and for the copy that the next evaluation needs."""
         self.actors.poll(self.life, *progress.known, POLL_SECONDS)
         if not self.life or self.copied_final:
             return
@@ -223,7 +224,8 @@ class RayTransport:
         yield report
 
     def _server_is_silent(self) -> Iterator[Word]:
-        """Restart a server that hangs; one that has no node cannot be restarted."""
+        """Restarts a server that hangs. A server that was lost or has never reported has no node,
+        so that it has ended for good."""
         if self.away or not self.life:
             status = f"no node of the cluster has had room for it for {SILENCE_SECONDS:.0f} s"
             yield ServerEnded(status, for_good=True)
@@ -232,7 +234,7 @@ class RayTransport:
 
 
 class RayActors:
-    """Starts actors, asks them, ends them. A context manager: it leaves none behind."""
+    """Starts, calls and ends actors. A context manager, which ends all of them."""
 
     def __init__(
         self, ray: Any, assignment: Assignment, options: RayOptions, storage: Storage
@@ -244,7 +246,7 @@ class RayActors:
         self._shards: list[Any] = []
         self.workers: dict[int, Any] = {}
         self._lives: dict[int, int] = {}
-        # What a result will be: a report, a copy, or the end of the worker of that number.
+        # Awaited result -> its kind: a report, a copy, or the end of the worker of that number.
         self._asked: dict[Any, str | int] = {}
         large = assignment.theta.nbytes > INLINE_BYTES
         self._theta = [ray.put(assignment.theta)] if large else assignment.theta
@@ -280,8 +282,8 @@ class RayActors:
         self._server = lasting.remote(plan, theta, self._shards)
 
     def _lasting(self, kind: type, name: str, place: Any) -> Any:
-        """An actor that Ray starts again as often as the policy allows. What may have been done is
-        repeated by its number, never by Ray."""
+        """An actor that Ray starts again as often as the policy allows. Ray must not repeat calls:
+        only the callers do, with numbers by which the actor knows what it has done."""
         return self._ray.remote(kind).options(
             name=name,
             namespace=self._namespace,
@@ -329,11 +331,11 @@ class RayActors:
         self._asked[actor.run.remote()] = worker
 
     def kill_worker(self, worker: int) -> None:
-        """End it; `wait` tells of it as of any other death."""
+        """Kills the worker. `wait` reports it like any other death."""
         self._ray.kill(self.workers[worker])
 
     def restart_server(self) -> None:
-        """End a server that does not react; another life follows."""
+        """Kills a server that does not react, and lets Ray start it again."""
         self._ray.kill(self._server, no_restart=False)
 
     def poll(self, life: str, rows: int, events: int, seconds: float) -> None:
@@ -355,7 +357,7 @@ class RayActors:
         getattr(self._server, method).remote(*arguments)
 
     def wait(self, seconds: float) -> Iterator[Word | ActorReport]:
-        """What actors have answered, at most so many seconds from now."""
+        """Waits at most so many seconds for an answer, and yields what it says."""
         ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=seconds)
         for ref in ready:
             asked = self._asked.pop(ref)
@@ -367,7 +369,7 @@ class RayActors:
                     yield answer
 
     def _answer(self, ref: Any) -> ActorReport | CenterCopy | ServerEnded | None:
-        """The server's answer; not for good is its end where Ray starts it again."""
+        """The server's answer, or its end, which is not for good if Ray starts it again."""
         from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
         try:
@@ -415,8 +417,8 @@ def library() -> Any:
 
 @contextmanager
 def connected(options: RayOptions, workers: int) -> Iterator[Any]:
-    """Ray, connected to the cluster. One that was started here ends with the block, as does a
-    connection made here; one that the caller had made before stays."""
+    """Ray, connected to the cluster. A Ray or a connection that is made here ends with the block.
+    One that the caller had made before stays."""
     local = options.address is None
     path = os.pathsep.join(name or os.getcwd() for name in sys.path)
     with _environment(_LOCAL | {"PYTHONPATH": path} if local else {}):
@@ -436,7 +438,8 @@ def connected(options: RayOptions, workers: int) -> Iterator[Any]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Ray reads its setting when it is imported, which may have been before."""
+    """Sets Ray's loopback setting in its module too: Ray reads the environment only when it is
+    imported, which may have happened before."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -448,7 +451,7 @@ def _loopback() -> Iterator[None]:
 
 
 def _check_loopback(ray: Any) -> None:
-    """Other versions of Ray may not know the setting."""
+    """Raises if Ray listens beyond this machine, since its version may not know the setting."""
     addresses = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes()})
     if addresses != [_LOOPBACK]:
         raise UsageError(
@@ -477,7 +480,7 @@ def _arguments(options: RayOptions, workers: int) -> dict[str, Any]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """What processes that are started now see."""
+    """Sets environment variables for processes that are started within the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,10 +1,11 @@
-"""The worker actor: its learner, its calls of the server, and the loop between them.
+"""Runs the worker actor: its learner, its calls of the server, and the loop between them.
 
     worker 0 ── turn(vector) ──────────────────► server        the center in one piece
     worker 0 ── stage(piece) ─► shards, turn(key) ─► server    the center spread over shards
 
-A call fails when the server's process or node dies. The worker then waits for its next life, joins
-again, and says its last turn again: the server tells by the numbers what it has heard already.
+A call fails when the server's process or node dies. The worker then waits until Ray has restarted
+the server, joins again, and repeats its last turn. The server recognises by the commit's number
+whether it has taken that turn before.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ class RayWorker:
         self._server, self._shards, self._plan, self._make = server, shards, plan, make
 
     def run(self) -> int:
-        """Train until no sample is left; its number."""
+        """Trains until no sample is left, and returns the worker's number."""
         plan = self._plan
         link = ServerCalls(self._server, self._shards, plan)
         on_alive(link.beat)
@@ -62,26 +63,28 @@ class ServerCalls:
         self._server, self._plan = server, plan
         self._who = plan.worker, plan.life
         self._center = _center_calls(server, shards, plan, self._call)
-        self._ahead_seconds = 0.0  # our clock's, before the run's
+        self._ahead_seconds = 0.0  # this process's clock minus the run's clock
         self._beaten = time.monotonic()
 
     def seconds(self) -> float:
-        """Since the run began, by the server's clock as it was when this worker joined."""
+        """Seconds since the run began. The server's clock was read when this worker joined."""
         return time.perf_counter() - self._ahead_seconds
 
     def beat(self) -> None:
-        """A sign of life; not each one is sent."""
+        """Sends a sign of life, if the last one was sent long enough ago."""
         now = time.monotonic()
         if now - self._beaten > self._plan.lease_seconds / LOOKS:
             self._beaten = now
             self._server.alive.remote(*self._who)
 
     def join(self) -> int:
-        """The number of the last commit that the server has applied."""
+        """Joins the server and returns the number of the worker's last applied commit."""
         while True:
             asked = time.perf_counter()
             joined = self._call(lambda: self._server.join.remote(*self._who))
             if joined is not None:
+                # The server read its clock between these two moments; their middle is the best
+                # guess when.
                 heard = time.perf_counter()
                 self._ahead_seconds = (asked + heard) / 2 - joined.seconds
                 return int(joined.sequence)
@@ -100,7 +103,8 @@ class ServerCalls:
         self._call(lambda: self._server.leave.remote(*self._who))
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """The result; None if the server was lost meanwhile: it may have heard us, or not."""
+        """The call's result; None if the actor was lost meanwhile. It may have done the call or
+        not."""
         import ray
         from ray.exceptions import ActorDiedError, RayError
 
@@ -114,10 +118,10 @@ class ServerCalls:
 
 
 class CenterCalls(Protocol):
-    """How a worker's vectors reach the server and the center comes back.
+    """Sends a worker's turns and vectors, and gets answers and the center.
 
-    `pack` once for a turn; then `exchange`, until there is an answer: None says that it was lost
-    with an actor. The worker then joins again and repeats the turn.
+    `pack` is called once for a turn, then `exchange` until there is an answer. None means that the
+    answer was lost with an actor; the worker then joins again and repeats the turn.
     """
 
     def pack(self, ask: Ask) -> Any: ...
@@ -132,7 +136,8 @@ def _center_calls(server: Any, shards: Sequence[Any], plan: WorkerPlan, call: Ca
 
 
 class WholeCenterCalls:
-    """The vector is an argument of the turn, the center part of its answer."""
+    """For a center in one piece: the vector is an argument of the turn, the center part of its
+    answer."""
 
     def __init__(self, server: Any, plan: WorkerPlan, call: Call) -> None:
         self._server, self._call = server, call
@@ -151,7 +156,8 @@ class WholeCenterCalls:
 
 
 class ShardedCenterCalls:
-    """The pieces are staged at the shards, then the turn says so; the center is fetched there."""
+    """For a center in shards: the pieces are staged at the shards before the turn names their key,
+    and the center is fetched from the shards."""
 
     def __init__(self, server: Any, shards: Sequence[Any], plan: WorkerPlan, call: Call) -> None:
         self._server, self._shards, self._call = server, shards, call
@@ -184,7 +190,8 @@ class ShardedCenterCalls:
         return answered, np.concatenate(pieces, out=self._center)
 
     def _stage(self, ask: Ask, pieces: list[NDArray[Any]]) -> StagedCommit | None:
-        """Two workers of one number, of which one was thought dead, have different keys."""
+        """Stages the pieces at the shards. The key contains the worker's life, so that a worker
+        that was thought dead and its replacement have different keys."""
         key = hashlib.blake2b(repr((self._who, ask.turn)).encode(), digest_size=8).hexdigest()
         worker = self._who[0]
         looked = self._call(
@@ -197,7 +204,7 @@ class ShardedCenterCalls:
 
 
 def _encoder(plan: WorkerPlan, size: int) -> Encode:
-    """A vector as it travels."""
+    """A function that encodes a vector [size] as the plan's wire says."""
     if plan.wire == "none":
         return lambda vector: vector
     wire: Wire = make_wire(plan.wire, size, plan.job.dtype)
