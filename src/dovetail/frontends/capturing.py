@@ -334,8 +334,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def _clear_caches(cached_values: list["weakref.ref[Tensor]"]) -> None:
     """Clear every `functools.lru_cache` that holds one of these fake tensors.
 
-    Otherwise the user's model would read the fake tensor from the cache later. Clearing a cache
-    never changes what its function returns.
+    Otherwise the user's model would read the fake tensor from the cache later. A cache may be
+    cleared at any time.
     """
     if not _alive(cached_values):
         return
@@ -370,7 +370,6 @@ _ADVICE = {
 def _advice(error: BaseException) -> str:
     """Return advice for an error that torch raised, followed by the error's own text."""
     said = str(error).strip().splitlines() or [""]
-    # The classes are compared by name, because their module differs between torch's versions.
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:
             return f"cannot be captured: {_ADVICE[kind.__name__]} [{said[0]}]"
