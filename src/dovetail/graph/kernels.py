@@ -92,7 +92,7 @@ def _folded(graph: Graph) -> list[bool]:
     for op in range(len(graph)):
         if not graph.is_source[op]:
             inputs = graph.inputs_of(op)
-            # An op without inputs is not folded: it may draw random numbers.
+
             constant[op] = len(inputs) > 0 and all(constant[graph.producers[t]] for t in inputs)
     return [c or bool(s) for c, s in zip(constant, graph.is_source, strict=True)]
 
@@ -110,7 +110,7 @@ def written_sources(graph: Graph) -> set[int]:
 def _continues(graph: Graph, before: int, op: int) -> bool:
     """Return True if rule 3 or 4 joins `op` to `before`, the only op that it reads."""
     first, then = graph.kinds[before], graph.kinds[op]
-    # A returned value must exist in memory, so its op ends a kernel.
+    # The step returns this value as it is, so no op may join behind it.
     if any(t in graph.outputs for t in graph.outputs_of(before)):
         return False
     readers = {int(r) for t in graph.outputs_of(before) for r in graph.consumers_of(t)}
