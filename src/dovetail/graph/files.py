@@ -55,7 +55,7 @@ class _Table(BaseModel, Generic[T]):
 def _file_model() -> type[BaseModel]:
     """Return the pydantic model of a graph's file. Each dot in a column's path is a nested
     object."""
-    # The entries of these arrays are narrower than their dtype says.
+    # The entries of these arrays are not just any number of the dtype.
     entries = {"phases": Literal[0, 1, 2, 3], "control": file_type(tuple[int, int])}
     tree: dict[str, Any] = {"format": Literal["dovetail.graph"], "version": Version1}
     table: Any = _Table

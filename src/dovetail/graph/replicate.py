@@ -44,8 +44,8 @@ from dovetail.graph.records import (
     select_columns,
 )
 
-# Names and kinds alone tell which tower an op of a replicated graph belongs to. So it can be told
-# of a graph that was saved and loaded too.
+# Names and kinds alone tell which tower an op of a replicated graph belongs to. So this works for a
+# graph that was saved and loaded too.
 #
 #     tower.2/lstm.0/addmm      module tower.2.lstm.0      what tower 2 runs for itself
 #     average/lstm.0.bias       kind "dovetail.average"    the mean of N tensors, one a tower
@@ -433,8 +433,8 @@ class TowerCopies:
         updates = np.flatnonzero((counts > 1) & ~replica.buffer_updates)
         places, entries = gather(graph.input_offsets, updates)
         makers = graph.producers[graph.input_tensors[entries]].astype(np.int64)
-        # If another update reads the gradient and this one only that update's result, its makers
-        # are no gradients, and it waits for the readers themselves.
+        # An update that reads another update's result gets the gradient through it. Such an update
+        # waits for the readers themselves.
         indirect = updates[places[replica.updates[makers]]]
         gradients = replica.own[makers] & ~graph.is_source[makers]
         ends = np.stack([makers, updates[places]], axis=1)[gradients]
