@@ -204,7 +204,7 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
 
 
 def capacities_of(machine: Machine, caps: dict[str, int]) -> NDArray[np.int64]:
-    """Return [devices] the bytes that each device may use: its memory, or the user's cap if smaller.
+    """Return [devices] the bytes that each device may use: its memory, or a smaller cap.
 
     Raises `UnknownDeviceError` for a cap on a device that the machine does not have.
     """

@@ -40,7 +40,7 @@ def tower_placement(graph: Graph, machine: Machine) -> Placement:
 
 
 def tower_seconds(timeline: Timeline, graph: Graph, replicas: int) -> NDArray[np.float64]:
-    """Return [replicas] the seconds after which each tower has done its step, simulated or measured.
+    """Return [replicas] the seconds after which each tower has done its step.
 
     In a synchronous step that is the step's end for every tower. In an asynchronous one it is the
     end of the last update by the tower's gradients. The tower would then go on with its next batch
