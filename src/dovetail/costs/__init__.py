@@ -1,4 +1,4 @@
-"""Costs of ops on devices: analytic for machines that are not here, measured for those that are."""
+"""Costs of ops on devices: analytic for any machine, measured for the one the program runs on."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ _MEASURING = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the measuring modules when they are first used: they import torch, which takes
+    """Import the measuring modules when they are first used, because they import torch, which takes
     seconds."""
     if name not in _MEASURING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,12 @@
-"""Analytic costs: a roofline with a fixed overhead per op, for machines that are not here.
+"""Computes analytic costs by a roofline with a fixed overhead per op, for any machine.
 
     seconds = op_overhead + max(flops / (efficiency x peak flops per second),
                                 accessed bytes / bandwidth)
 
 Williams, Waterman, Patterson: "Roofline: An Insightful Visual Performance Model", CACM 2009.
-Differences: the overhead, which RL17's own single-device times show to dominate small ops, and the
-share of the peak that a kind of op reaches, 1 where the device does not say.
+Differences: an overhead is added, because RL17's own single-device times show that it dominates
+small ops. `efficiency` is the share of the peak that a kind of op reaches; it is 1 if the device
+does not give one.
 """
 
 import numpy as np
@@ -21,11 +22,11 @@ _EXACT = ("bool", "int", "uint")
 
 
 def analytic_costs(graph: Graph, machine: Machine) -> Costs:
-    """[ops, devices] seconds by the roofline.
+    """Return costs [ops, devices] by the roofline.
 
-    An op's rate is that of its widest floating-point or complex output or input; integer and
-    boolean work counts at the float32 rate. Raises `CostError` for a dtype the device has no rate
-    for.
+    An op runs at the rate of its widest floating-point or complex output or input. Integer and
+    boolean work runs at the float32 rate. Raises `CostError` for a dtype that the device has no
+    rate for.
     """
     dtypes = _rate_dtypes(graph)
     seconds = np.zeros((len(graph), len(machine.devices)))
@@ -43,6 +44,7 @@ def _roofline(
     for code, dtype in enumerate(dtypes[0]):
         of_dtype = dtypes[1] == code
         if dtype not in device.flops_per_second:
+            # Ops without FLOPs need no rate; any value will do.
             if not graph.flops[of_dtype].any():
                 rates[of_dtype] = 1.0
                 continue
@@ -63,7 +65,7 @@ def _roofline(
 
 
 def _rate_dtypes(graph: Graph) -> tuple[tuple[str, ...], NDArray[np.intp]]:
-    """(dtypes in order of the alphabet, [ops] index of the one whose rate counts)."""
+    """Return (dtypes in alphabetical order, [ops] index of the one whose rate counts)."""
     inexact = {dtype for dtype in set(graph.dtypes) if not dtype.startswith(_EXACT)}
     ranked = [dtype for dtype in _WIDEST_FIRST if dtype in inexact]
     ranked += sorted(inexact.difference(_WIDEST_FIRST))

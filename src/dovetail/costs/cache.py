@@ -1,8 +1,9 @@
-"""The cache of measured costs: SQLite under the user's cache folder.
+"""The cache of measured costs, an SQLite file in the user's cache folder.
 
-One row per (device key, signature). A device key says all that changes a measurement: processor,
-threads, torch version, and the version of the protocol. Processes may share the file: SQLite
-locks it, and each change is one statement.
+It has one row per (device key, signature). A device key names all that changes a measurement:
+processor, cores and threads, how many such devices work at once, torch's version, and the version
+of the measurement. Processes may share the file: SQLite locks it, and each change is one
+transaction.
 """
 
 import hashlib
@@ -34,26 +35,31 @@ CREATE TABLE IF NOT EXISTS paces (
 ) WITHOUT ROWID;
 """
 _BUSY_SECONDS = 30.0
+"""A process waits this long for another one's lock on the file."""
 PACE_LASTS_SECONDS = 7 * 24 * 3600.0
-"""A best pace is forgotten after this time: a machine can become slower for good."""
+"""A best pace is forgotten after this time, because a machine can become slower for good."""
 
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """seconds of one call; spread: (third quartile - first) / median of its samples."""
+    """The seconds of one call, and their spread: (third - first quartile) / median of samples."""
 
     seconds: float
     spread: float
 
 
 def default_cache_path() -> Path:
-    """`costs.sqlite` in $DOVETAIL_CACHE, else in the user's cache folder."""
+    """Return the path of `costs.sqlite` in $DOVETAIL_CACHE, or else in the user's cache folder."""
     folder = os.environ.get("DOVETAIL_CACHE")
     return (Path(folder) if folder else user_cache_path("dovetail")) / "costs.sqlite"
 
 
 class CostCache:
-    """The cache file at `path`; made when it is not there. Raises `FileFormatError`."""
+    """The cache file at `path`, which is created if it does not exist.
+
+    Its methods raise `UnwritableError` if the file or folder cannot be used, and `FileFormatError`
+    if the file is no cache.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_cache_path()
@@ -65,7 +71,7 @@ class CostCache:
             db.executescript(_SCHEMA)
 
     def costs(self, device: str, signatures: Iterable[str]) -> dict[str, MeasuredCost]:
-        """signature -> what was measured, for those that are known."""
+        """Return signature -> measured cost, for the signatures that the cache holds."""
         costs = {}
         with self._connect() as db:
             for signature in dict.fromkeys(signatures):
@@ -78,19 +84,20 @@ class CostCache:
         return costs
 
     def add_costs(self, device: str, measured: dict[str, MeasuredCost]) -> None:
-        """Keep these, replacing older ones of the same signature."""
+        """Store these costs; they replace older ones of the same signatures."""
         now = time.time()
         rows = [(device, _digest(s), m.seconds, m.spread, now) for s, m in measured.items()]
         with self._connect() as db:
             db.executemany("INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?, ?)", rows)
 
     def probe(self, device: str) -> dict[str, Any] | None:
-        """The rates the probe found for this key, or None."""
+        """Return the rates that a probe measured for this key, or None."""
         with self._connect() as db:
             row = db.execute("SELECT rates FROM probes WHERE device = ?", (device,)).fetchone()
         return None if row is None else dict(json.loads(row[0]))
 
     def add_probe(self, device: str, rates: dict[str, Any]) -> None:
+        """Store these rates; they replace older ones of the same key."""
         with self._connect() as db:
             db.execute(
                 "INSERT OR REPLACE INTO probes VALUES (?, ?, ?)",
@@ -98,7 +105,8 @@ class CostCache:
             )
 
     def pace(self, core: str) -> float:
-        """The best pace of this kind of core of late, in seconds; inf if there is none."""
+        """Return the best pace, in seconds, that a core of this kind had in the last
+        `PACE_LASTS_SECONDS`; inf if there is none."""
         with self._connect() as db:
             row = db.execute(
                 "SELECT seconds FROM paces WHERE core = ? AND measured_at > ?",
@@ -107,7 +115,7 @@ class CostCache:
         return math.inf if row is None else float(row[0])
 
     def add_pace(self, core: str, seconds: float) -> None:
-        """Keep this pace, unless a better one of late is there."""
+        """Store this pace, unless the cache has a better one that has not been forgotten."""
         now = time.time()
         with self._connect() as db:
             db.execute(
@@ -135,4 +143,5 @@ class CostCache:
 
 
 def _digest(signature: str) -> str:
+    """Return a short key of a signature, which may be long itself."""
     return hashlib.sha256(signature.encode()).hexdigest()[:32]

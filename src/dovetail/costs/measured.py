@@ -1,9 +1,9 @@
-"""Measured costs: each distinct op signature timed once per kind of device, and kept.
+"""Measures costs: each distinct op signature is timed once per kind of device and cached.
 
 Devices of one kind (same processor, same numbers of cores and threads) are timed at the same time,
-each with its share of the signatures: that is twice as fast on two devices, and what each sees of
-the memory and the caches is what it will see when a plan keeps the others busy. One that has
-nothing left to measure repeats what another measures.
+each with its share of the signatures. That is twice as fast on two devices. Each device also has
+the share of memory and caches that it will have when a plan keeps the others busy. So a device that
+has nothing left to measure repeats what another device measures.
 """
 
 import gc
@@ -36,26 +36,37 @@ from dovetail.runtime.shared import Block
 from dovetail.runtime.timers import Timing, clock, summarise, time_call
 from dovetail.runtime.waiting import SPIN_NS, address_of, publish, wait
 
-# The process that measures: it is pinned to a device's cores and set up like an executor's worker.
+# The process that measures. It is pinned to a device's cores and set up like an executor's worker.
 #
-# Messages are tuples whose first element is a key of `_ANSWERS`; each is answered by one reply.
+# Messages to it are tuples whose first element is a key of `_ANSWERS`. It sends one reply to each.
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides in elements, dtype
 
 HOP_BYTES = (4096, 262144, 4194304)
-"""Sizes of the messages that a link's latency and bandwidth are fitted to."""
+"""A link's latency and bandwidth are fitted to messages of these sizes."""
 _HOPS = 60
+"""Messages of each size that are sent to and fro."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 400
+"""Bounds on the rounds in which the calls of a batch are timed."""
 _BUDGET_SECONDS = 1.0
+"""A batch gets no further rounds after this time, unless it has too few."""
 _MOST_COPIES, _COLD_BYTES = 8, 2**23
+"""A call's cold tensors come in as many copies as fill `_COLD_BYTES`, but at most so many."""
 _PACE_LOOPS, _DISTURBED = 2000, 1.15
-_FLAG_BYTES = 256  # two flags and an abort flag, a cache line each, before the payload
+"""Python loops that measure a core's pace, and the ratio to the best pace above which the core
+counts as disturbed."""
+_FLAG_BYTES = 256
+"""Bytes before the payload, which hold two flags and an abort flag."""
 
 
 @dataclass(frozen=True)
 class TimedEntry:
-    """A call to time. layouts: of each tensor it reads; cold: those held from step to step."""
+    """A call to time.
+
+    layouts   tensor that the call reads -> its layout
+    cold      tensors that a network holds from step to step
+    """
 
     call: Call
     layouts: dict[int, Layout]
@@ -64,8 +75,13 @@ class TimedEntry:
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """A timing per entry; the best pace seen or known before; what disturbed rounds took; what all
-    took; cores of this process that other programs used meanwhile."""
+    """The reply with a timing per entry.
+
+    pace_seconds     the best pace of the core, seen now or known before
+    waited_seconds   time of the disturbed rounds
+    seconds          time of all rounds
+    others_cores     how many of this process's cores other programs used meanwhile
+    """
 
     timings: list[Timing]
     pace_seconds: float
@@ -84,7 +100,8 @@ class FailedCall:
 
 def serve(channel: Channel) -> None:
     """Answer messages until the other end closes."""
-    with torch.inference_mode():  # as executors run calls: no autograd bookkeeping
+    # Executors run calls in this mode too, without autograd's bookkeeping.
+    with torch.inference_mode():
         while True:
             name, *arguments = channel.receive()
             if name == "block":
@@ -96,7 +113,7 @@ _spinning: Spinning | None = None
 
 
 def set_up_device(threads: int) -> None:
-    """Set this process up as an executor's worker is: it spins where that one would."""
+    """Set this process up like an executor's worker, so that its threads spin where those would."""
     global _spinning
     set_up(threads)
     _spinning = Spinning(os.sched_getaffinity(0), threads)
@@ -107,12 +124,17 @@ def time_calls(
 ) -> TimedCalls | FailedCall:
     """Time calls in turn, round after round, on random inputs, bound as an executor binds them.
 
-    In turn, since a call that follows itself finds its code in the nearest cache, which in a
-    network it does not. What a network holds from step to step is cold there, so it comes in
-    several copies that take turns. Rounds on a disturbed core do not count, unless those have
-    taken `patience_seconds`. `best_seconds`: the best `pace_seconds` known of this kind of core.
+    Calls take turns because a call that follows itself finds its code in the nearest cache, which
+    in a network it does not. Tensors that a network holds from step to step are not in the caches
+    there, so they come in several copies that take turns. Rounds on a disturbed core do not count,
+    until such rounds have taken `patience_seconds`.
+
+    best_seconds   the best `pace_seconds` known of this kind of core
+
+    Returns a `FailedCall` for the first call that raises.
     """
     runs = [_prepared(entry) for entry in entries]
+    # The first run of each call is not timed: it warms up, and shows whether the call works.
     for index, copies in enumerate(runs):
         try:
             for run in copies:
@@ -128,6 +150,8 @@ def time_calls(
             _spinning.look()
         start = clock()
         now = pace_seconds()
+        # A better pace than any before shows that earlier rounds may have been disturbed, so they
+        # are judged again.
         if now < best_seconds:
             best_seconds = now
             undisturbed = sum(earlier <= _DISTURBED * now for earlier, _ in rounds)
@@ -139,6 +163,7 @@ def time_calls(
         if calm or len(rounds) < _MOST_ROUNDS:
             rounds.append((now, seconds))
     others_cores = neighbours.settled() or 0.0
+    # If the core was never calm for long enough, all rounds count.
     limit = _DISTURBED * best_seconds if undisturbed >= _LEAST_ROUNDS else float("inf")
     columns = zip(*(seconds for now, seconds in rounds if now <= limit), strict=True)
     gc.collect()
@@ -147,6 +172,7 @@ def time_calls(
 
 
 def _enough(rounds: int, spent_seconds: float, undisturbed: int, patience_seconds: float) -> bool:
+    """Return True if a batch needs no further rounds."""
     full = rounds >= _MOST_ROUNDS or spent_seconds > _BUDGET_SECONDS
     return (
         full and rounds >= _LEAST_ROUNDS and (undisturbed >= _LEAST_ROUNDS or patience_seconds <= 0)
@@ -154,7 +180,7 @@ def _enough(rounds: int, spent_seconds: float, undisturbed: int, patience_second
 
 
 def _one_round(runs: list[list[Callable[[], None]]], turn: int) -> list[float]:
-    """Seconds of each call, with the copy whose turn it is."""
+    """Return the seconds of each call, with the copy of its cold tensors whose turn it is."""
     seconds = []
     for copies in runs:
         run = copies[turn % len(copies)]
@@ -165,10 +191,10 @@ def _one_round(runs: list[list[Callable[[], None]]], turn: int) -> list[float]:
 
 
 def pace_seconds() -> float:
-    """Seconds of a fixed piece of Python: how fast the core runs just now.
+    """Return the seconds of a fixed piece of Python, which show how fast the core runs just now.
 
-    A core of a shared machine runs at two thirds for many seconds at a time when a neighbour
-    works; kernels slow down unequally then, so it cannot be divided out.
+    When a neighbour works, a core of a shared machine runs at two thirds of its speed for many
+    seconds at a time. Kernels slow down unequally then, so the slowness cannot be divided out.
     """
     start = clock()
     for _ in range(_PACE_LOOPS):
@@ -177,14 +203,16 @@ def pace_seconds() -> float:
 
 
 def copies_for(cold_bytes: int) -> int:
-    """The number of copies of its cold tensors that a call gets: as many as overflow the nearest
-    caches."""
+    """Return how many copies of its cold tensors a call gets: enough to overflow the nearest
+    caches, between 1 and `_MOST_COPIES`."""
     return max(1, min(_MOST_COPIES, _COLD_BYTES // cold_bytes)) if cold_bytes else 1
 
 
 def _prepared(entry: TimedEntry) -> list[Callable[[], None]]:
-    """The entry's call bound to its inputs, once for each copy of what is cold. As in an executor
-    results are freed, which belongs to what is timed."""
+    """Return the entry's call bound to its inputs, once for each copy of its cold tensors.
+
+    A bound call frees its results, as in an executor, and the time of that is part of the cost.
+    """
     hot = {t: _random_tensor(x, entry.layouts) for t, x in entry.layouts.items()}
     cold_bytes = sum(hot[tensor].untyped_storage().nbytes() for tensor in entry.cold)
     count = 1 + max((*entry.layouts, *entry.call.results), default=0)
@@ -199,8 +227,11 @@ def _prepared(entry: TimedEntry) -> list[Callable[[], None]]:
 
 
 def measure_rates() -> dict[str, Any]:
-    """Peak FLOP/s by dtype (a matrix product of 1024), bytes/s (a copy of 64 MB, read and written)
-    and the seconds of an op that does next to nothing."""
+    """Return this device's measured rates, under the names of `Device`'s fields.
+
+    FLOP/s by dtype come from a matrix product of 1024, bytes/s from a copy of 64 MB that is read
+    and written, and the overhead from an op that does next to nothing.
+    """
     flops_per_second = {}
     for name in ("float32", "float64", "bfloat16"):
         a = torch.rand(1024, 1024).to(getattr(torch, name))
@@ -221,9 +252,12 @@ def measure_rates() -> dict[str, Any]:
 
 
 class _Hops:
-    """One end of a link under test: messages to and fro over shared memory, as an executor sends
-    them: a copy into a slot, then a flag. The consumer's op reads the slot in place, from the other
-    core's cache, which its measured cost leaves out: so the hop counts one such read."""
+    """One end of a link that is measured. It sends messages to and fro over shared memory.
+
+    A message is sent as an executor sends it: a copy into a slot, then a flag. In a plan the
+    consumer's op reads the slot in place, from the other core's cache. The op's measured cost does
+    not include that, so a hop here includes one such read.
+    """
 
     block: Block | None = None
 
@@ -231,7 +265,11 @@ class _Hops:
         self.block = Block(descriptor)
 
     def play(self, first: bool, round_base: int) -> dict[int, float]:
-        """Median one-way seconds by message size; only of the first player."""
+        """Send and receive all messages; return median one-way seconds by message size.
+
+        Only the first player measures; the second returns {}. `round_base` must be above all values
+        that the flags had before, because a wait ends when a flag has reached its value.
+        """
         assert self.block is not None
         flags = self.block.view(0, (_FLAG_BYTES // 8,), np.int64)
         ours, theirs, abort = (
@@ -264,10 +302,14 @@ class _Hops:
 
 
 def _random_tensor(layout: Layout, layouts: dict[int, Layout]) -> torch.Tensor:
-    """Floats lie in [0.1, 1), so that no root or logarithm fails; integers may be indices, so they
-    stay below every length of the call's floating-point tensors, or of all where it has none."""
+    """Return a random tensor of this layout for a call with these `layouts`.
+
+    Floats are in [0.1, 1), so that no root or logarithm fails. Integers may be indices, so they are
+    below every axis of the call's floating-point tensors, or of all its tensors if it has none.
+    """
     shape, strides, dtype_name = layout
     dtype: torch.dtype = getattr(torch, dtype_name)
+    # The elements of a strided tensor lie within this many elements of memory.
     reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     extent = 0 if 0 in shape else 1 + reach
     if dtype.is_floating_point or dtype.is_complex:
@@ -292,20 +334,24 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 PROTOCOL = 4
-"""Version of the measurement, part of every cache key. Raise it when measuring changes."""
+"""The version of the measurement, which is part of every cache key. Raise it when the measurement
+changes."""
 _BATCH_OPS = 64
+"""The most ops that a worker times in one batch."""
 _BATCH_BYTES = 2**28
+"""The most bytes of the tensors of a batch with more than one op."""
 _PATIENCE_SECONDS = 20.0
 """The longest time, in all, that a device waits for its core to be undisturbed."""
 _NEIGHBOURS_SECONDS = 5.0
 """The longest time, in all, that a device spends on measuring disturbed batches again. A program
-that disturbs for longer than that goes on disturbing."""
+that disturbs for longer will probably go on."""
 
 Progress = Callable[[float], None]
+"""Called with the share of the work that is done, 0 to 1."""
 
 
 def device_key(device: Device, machine: Machine) -> str:
-    """Everything that a measurement on this device depends on."""
+    """Return a cache key with everything that a measurement on this device depends on."""
     peers = sum(_kind(other) == _kind(device) for other in machine.devices)
     return (
         f"{device.model} | {_threads_of(device)} | {peers} at once | torch {torch.__version__} "
@@ -322,12 +368,12 @@ def measured_costs(
     progress: Progress = lambda _fraction: None,
     beside: Callable[[float], None] = lambda _cores: None,
 ) -> Costs:
-    """[ops, devices] measured seconds; what the cache holds is not measured again.
+    """Return costs [ops, devices] in measured seconds; ops in the cache are not measured again.
 
-    beside    told how many cores other programs used while some ops were measured, where that
-              `disturbs`; the cache does not keep what those took
-    program   None (a graph from a file) works only if the cache holds every signature;
-              `CostError` names the first op it lacks.
+    beside    called with the number of cores that other programs used while some ops were measured,
+              if that `disturbs`; the cache does not keep the costs of those ops
+    program   None, for a graph from a file, works only if the cache has every signature; else
+              `CostError` names the first op that it lacks
     """
     seconds = np.zeros((len(graph), len(machine.devices)))
     ops = np.flatnonzero(~graph.is_source)
@@ -347,7 +393,8 @@ def measured_costs(
                 "name the model instead of its graph",
             )
         if missing and program is not None:
-            progress(1 - len(missing) / len(first))  # starting the workers takes a while
+            # Progress is told before the workers start, because starting them takes a while.
+            progress(1 - len(missing) / len(first))
             entries = {op: _entry(graph, program, cold, op) for op in missing}
             for measured, others_cores in _measure(graph, entries, devices, cache, beside):
                 by_key = {_signature_key(graph, cold, op): cost for op, cost in measured.items()}
@@ -386,11 +433,13 @@ def _measure(
     cache: CostCache,
     beside: Callable[[float], None],
 ) -> Iterator[tuple[dict[int, MeasuredCost], float]]:
-    """Time the entries of these ops, handing each worker the next batch as it comes free:
-    (op -> what was measured, cores that other programs used meanwhile), batch by batch.
+    """Time these entries on all devices, and yield batch by batch (op -> measured cost, cores that
+    other programs used meanwhile).
 
-    A batch that others disturbed is measured again later, while there is patience for that.
+    A worker that is free gets the next batch. A batch that other programs disturbed is measured
+    again later, until that has taken `_NEIGHBOURS_SECONDS`.
     """
+    # Batches are taken from the end of the list.
     todo = list(reversed(_batches(graph, entries, len(devices))))
     core = _core_key(devices[0])
     best_seconds = cache.pace(core)
@@ -408,6 +457,8 @@ def _measure(
                     batch = working[worker] = todo.pop()
                     allowed = patience[worker]
                 else:
+                    # Nothing is left for this worker. It repeats another one's batch and its reply
+                    # is not used: it only keeps its device busy, as in a plan.
                     batch, allowed = next(iter(working.values())), 0.0
                     repeating.add(worker)
                 worker.send(("time", [entries[op] for op in batch], best_seconds, allowed))
@@ -428,6 +479,7 @@ def _measure(
                     beside(reply.others_cores)
                     if again_seconds[worker] > 0:
                         again_seconds[worker] -= reply.seconds
+                        # In front, so that it comes last.
                         todo.insert(0, batch)
                         continue
                 measured = {
@@ -435,12 +487,13 @@ def _measure(
                     for op, timing in zip(batch, reply.timings, strict=True)
                 }
                 yield measured, reply.others_cores
-        for worker in repeating:  # nobody waits for what these measure
+        # Nobody needs what these workers still measure.
+        for worker in repeating:
             worker.close(kill=True)
 
 
 def start_worker(device: Device) -> Worker:
-    """A worker for the device, told to set up; its reply is still to come."""
+    """Start a worker for the device and tell it to set up. The caller receives its reply."""
     threads = device.op_threads
     entry = "dovetail.costs.measured:serve"
     worker = launch(entry, cores=device.cores, threads=threads, name=device.name)
@@ -449,7 +502,7 @@ def start_worker(device: Device) -> Worker:
 
 
 def _batches(graph: Graph, entries: dict[int, TimedEntry], workers: int) -> list[list[int]]:
-    """Ops in graph order, cut where a batch grows too long or its tensors too large."""
+    """Return the ops in graph order, cut into batches that are neither too long nor too large."""
     most = max(1, min(_BATCH_OPS, -(-len(entries) // workers)))
     batches: list[list[int]] = [[]]
     held = 0
@@ -464,7 +517,7 @@ def _batches(graph: Graph, entries: dict[int, TimedEntry], workers: int) -> list
 
 
 def _held_bytes(graph: Graph, op: int, entry: TimedEntry) -> int:
-    """Bytes of all tensors with which the op is timed: its inputs, their copies, its outputs."""
+    """Return the bytes of all tensors with which the op is timed: inputs, cold copies, outputs."""
     inputs = int(graph.tensor_bytes[graph.inputs_of(op)].sum())
     cold = int(graph.tensor_bytes[sorted(entry.cold)].sum())
     outputs = int(graph.tensor_bytes[list(graph.outputs_of(op))].sum())
@@ -472,23 +525,27 @@ def _held_bytes(graph: Graph, op: int, entry: TimedEntry) -> int:
 
 
 def _core_key(device: Device) -> str:
-    """A key of all that the pace of an undisturbed core depends on: it runs a piece of Python."""
+    """Return a key of all that an undisturbed core's pace depends on: processor and Python."""
     return f"{device.model} | {sys.implementation.name} {platform.python_version()}"
 
 
 def _cold_tensors(graph: Graph) -> NDArray[np.bool_]:
-    """[tensors] those held from step to step: a step uses much else before it reads them again."""
+    """Return [tensors] True for those that are held from step to step.
+
+    A step uses much other memory before it reads them again, so they are not in the caches then.
+    """
     held = graph.is_source[graph.producers] & (graph.residences[graph.producers] != HOST)
     return np.isin(graph.storages, graph.storages[held])
 
 
 def _signature_key(graph: Graph, cold: NDArray[np.bool_], op: int) -> str:
-    """The op's signature, and which of its inputs are cold: both change what is measured."""
+    """Return the op's signature with the positions of its cold inputs, which change its cost."""
     places = " ".join(map(str, np.flatnonzero(cold[graph.inputs_of(op)]).tolist()))
     return graph.signatures[op] + (f" | cold {places}" if places else "")
 
 
 def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> TimedEntry:
+    """Return the op's call with all that is needed to time it."""
     call = program.calls[op]
     assert call is not None, graph.names[op]
     layouts = {
@@ -498,12 +555,13 @@ def _entry(graph: Graph, program: Program, cold: NDArray[np.bool_], op: int) -> 
     return TimedEntry(call, layouts, frozenset(t for t in layouts if cold[t]))
 
 
-# The probe measures the rates of this machine's devices and of the links between them.
+# The probe, which measures the rates of this machine's devices and of the links between them.
 #
-# Takes a few seconds, most of them to start processes; the cache keeps what it finds.
+# It takes a few seconds, most of them to start processes. The cache keeps the rates.
 
 
 _BLOCK_BYTES = 256 + 2 * max(HOP_BYTES)
+"""Bytes of the flags and of one slot for each direction."""
 
 
 def probed_machine(
@@ -513,11 +571,12 @@ def probed_machine(
     fresh: bool = False,
     beside: Callable[[float], None] = lambda _cores: None,
 ) -> Machine:
-    """The machine with measured rates, from the cache unless `fresh`.
+    """Return the machine with measured rates, from the cache unless `fresh`.
 
-    Devices are measured at the same time, as they will work. Links are taken to be alike: one pair
-    is measured and stands for all. Rates that were measured while other programs used these cores
-    are not kept; `beside` is told how many cores those used.
+    Devices are measured at the same time, because they will work at the same time. Links are
+    assumed to be alike: the link between the first two devices is measured for all. Rates that were
+    measured while other programs used these cores are not cached, and `beside` is called with the
+    number of cores that those used.
     """
     key = f"{machine.name} | {machine.fingerprint} | {device_key(machine.devices[0], machine)}"
     rates = None if fresh else cache.probe(key)
@@ -525,7 +584,7 @@ def probed_machine(
         try:
             return _with_rates(machine, rates)
         except (KeyError, TypeError, ValueError, MachineError):
-            pass  # a row that does not fit, from another version say: measure anew
+            pass  # the row does not fit, perhaps from another version: measure again
     rates, others_cores = _measure_rates(machine)
     if disturbs(others_cores):
         beside(others_cores)
@@ -544,12 +603,14 @@ def _with_rates(machine: Machine, rates: dict[str, Any]) -> Machine:
 
 
 def fit_link(hop_seconds: dict[int, float]) -> dict[str, float]:
-    """Latency and bandwidth with the least squared *relative* error over the measured sizes:
-    (latency + bytes / bandwidth) / seconds = 1. Neither comes out negative."""
+    """Return the latency and bandwidth with the least squared *relative* error over the measured
+    sizes: (latency + bytes / bandwidth) / seconds = 1. Neither is negative."""
     sizes = np.array(sorted(hop_seconds), dtype=np.float64)
     seconds = np.array([hop_seconds[int(size)] for size in sizes])
     rows = np.stack([1 / seconds, sizes / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
+    # If the fit gives no positive pair, take the smallest message as latency and the rest of the
+    # largest one as bandwidth.
     if latency <= 0 or per_byte <= 0:
         latency = seconds[0]
         per_byte = max(seconds[-1] - seconds[0], 1e-12) / sizes[-1]
@@ -557,7 +618,7 @@ def fit_link(hop_seconds: dict[int, float]) -> dict[str, float]:
 
 
 def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
-    """(rates of devices and links, cores that other programs used meanwhile)."""
+    """Return (rates of devices and links, cores that other programs used meanwhile)."""
     with ExitStack() as stack:
         workers = [stack.enter_context(start_worker(device)) for device in machine.devices]
         for worker in workers:
@@ -572,13 +633,15 @@ def _measure_rates(machine: Machine) -> tuple[dict[str, Any], float]:
 
 
 def _measure_hops(first: Worker, second: Worker) -> dict[int, float]:
+    """Return median one-way seconds by message size between two workers."""
     block = Block.create(_BLOCK_BYTES)
     for worker in (first, second):
         worker.send(("block",))
         worker.send_descriptor(block.descriptor)
         worker.receive()
     seconds: dict[int, float] = {}
-    for round_base in (0, 10**6):  # the first game warms up
+    # The first game warms up. The second starts above all flag values of the first.
+    for round_base in (0, 10**6):
         for worker in (first, second):
             worker.send(("hops", worker is first, round_base))
         seconds = first.receive()

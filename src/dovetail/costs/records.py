@@ -1,4 +1,4 @@
-"""Costs: how long every op takes on every device, and what every send moves."""
+"""The record of costs: how long each op takes on each device, and what each send moves."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,12 @@ SOURCES = ("analytic", "measured", "given")
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """compute_seconds [ops, devices]: inf where the device cannot run the op, 0 for source ops.
+    """The seconds of ops on devices, and the bytes of sends.
 
-    source       "analytic", "measured" or "given"
-    sent_bytes   [tensors] what a send of each tensor moves, where that is given apart from the
-                 bytes it occupies; None: its own bytes
+    compute_seconds   [ops, devices] inf if the device cannot run the op, 0 for source ops
+    source            "analytic", "measured" or "given"
+    sent_bytes        [tensors] the bytes that a send of each tensor moves, if they differ from the
+                      bytes that it occupies; None: its own bytes
     """
 
     compute_seconds: NDArray[np.float64]
@@ -36,6 +37,7 @@ class Costs:
         """Raise `CostError` for an op with a negative or missing (NaN) cost, or with no row."""
         if self.compute_seconds.ndim != 2 or len(self.compute_seconds) != len(graph):
             raise CostError(graph.names[0], f"costs have shape {self.compute_seconds.shape}")
+        # NaN fails this comparison too.
         bad = ~(self.compute_seconds >= 0)
         if bad.any():
             op = int(np.flatnonzero(bad.any(axis=1))[0])
@@ -48,7 +50,7 @@ class Costs:
             raise CostError(name, f"bytes sent are {sent[tensor] if bad.any() else sent.shape}")
 
     def sends_of(self, graph: Graph) -> NDArray[np.float64]:
-        """[tensors] bytes that a send of each tensor moves."""
+        """Return [tensors] the bytes that a send of each tensor moves."""
         if self.sent_bytes is not None:
             return self.sent_bytes
         return graph.tensor_bytes.astype(np.float64)

@@ -1,21 +1,22 @@
-"""Analytic costs of stages: kernels that share the lanes and the memory of one device.
+"""Computes analytic costs of stages, whose kernels share the lanes and the memory of one device.
 
-A launch (`launches`) takes, undisturbed,
+A launch (`Launch`) that runs alone takes
 
     start + max(flops / (rate x occupancy), moved bytes / bandwidth)
 
-the roofline of `analytic` at the share of the device that its parallelism fills. While it runs it
-wants that occupancy, and the share of the bandwidth that it uses; a kernel wants the average over
-its launches. Groups run at the same time. Where their wants add up to more than the device, all
-slow down alike (processor sharing), so that groups keep step: with A(tau) and B(tau) the
-occupancies and the shares of bandwidth that those still running want, after each has done what
-takes tau seconds undisturbed, a stage of several groups takes
+This is the roofline of `analytic` at the share of the device that the launch's parallelism fills.
+While it runs, the launch wants this occupancy, and the share of the bandwidth that it uses. A
+kernel wants the average over its launches. The groups of a stage run at the same time. If their
+wants add up to more than the device has, all slow down alike (processor sharing). So after tau
+seconds of undisturbed time every group has done the same amount of its own work. Let A(tau) and
+B(tau) be the sums of the occupancies and of the shares of bandwidth that groups want there. A stage
+of several groups takes
 
     join + integral over tau of  max(1, A(tau), B(tau))
 
-A merged stage is one launch of the summed flops, each padded to the largest window, that reads the
-shared input once. Left out: caches, waves of blocks, clock rates, how libraries choose algorithms.
-`benchmarks/stages/analytic.md` says how far off that is.
+A merged stage is one launch. It has the sum of all flops, each padded to the largest window, and
+reads the shared input once. The model leaves out caches, waves of blocks, clock rates, and how
+libraries choose algorithms. `benchmarks/stages/analytic.md` says how far off it is.
 """
 
 import json
@@ -33,14 +34,14 @@ from dovetail.machine import Device
 
 # The work of each kernel of a captured inference step: arithmetic, memory traffic, parallelism.
 #
-# A kernel is one or more *launches* in order. A convolution or a product is one, with the
-# normalisation and activation after it; what pointwise work stands before it is one:
+# A kernel is one or more *launches* in order. A convolution or product is one launch together with
+# the normalisation and activation after it. Pointwise work before it is a launch of its own:
 #
 #     mul, add, relu | convolution 3x3, depthwise | convolution 1x1, normalisation, relu
 #
-# A tensor that one launch writes and another reads is traffic, within a kernel too; a tensor that
-# stays within a launch is none. Views move nothing. Folded values (weights) are read by the launch
-# that needs them; a normalisation that goes into the convolution before it costs nothing.
+# A tensor that one launch writes and another reads is traffic, even within a kernel. A tensor that
+# stays within a launch is not. Views move nothing. A launch reads the folded values (weights) that
+# it needs. A normalisation that is folded into the convolution before it costs nothing.
 
 
 _HEADS = PRODUCTS | {CONVOLUTION}
@@ -48,8 +49,12 @@ _HEADS = PRODUCTS | {CONVOLUTION}
 
 @dataclass(frozen=True)
 class Launch:
-    """elements: what runs in parallel. Of a convolution, its outputs; of other work, its outputs or
-    inputs, whichever are more, for sums over many inputs are split."""
+    """The work of one launch.
+
+    elements   the number of elements that run in parallel: of a convolution its outputs, of other
+               work its outputs or inputs, whichever are more, because sums over many inputs are
+               split
+    """
 
     flops: float
     moved_bytes: float
@@ -60,10 +65,10 @@ class Launch:
 class StageWork:
     """The work of one kernel.
 
-    launches       one after another
-    window         kernel size of the one convolution that it is; () for what does not merge
-    image_bytes    of what it convolves: kernels that merge read it once
-    weight_bytes   what grows with the window
+    launches       its launches, which run one after another
+    window         the window's size, if the kernel is a single convolution; (): it cannot be merged
+    image_bytes    bytes of the convolution's input, which kernels that merge read once
+    weight_bytes   bytes of the convolution's weight, which grow with the window
     """
 
     launches: tuple[Launch, ...]
@@ -81,7 +86,7 @@ class StageWork:
 
 
 def kernel_works(graph: Graph, kernels: Kernels) -> list[StageWork]:
-    """[kernels] what each does. O(ops + reads)."""
+    """Return [kernels] the work of each. O(ops + reads)."""
     parts: list[list[list[int]]] = [[] for _ in range(kernels.count)]
     for op, kernel in enumerate(kernels.of_op.tolist()):
         if kernel == FOLDED:
@@ -129,13 +134,13 @@ def _launch(graph: Graph, ops: list[int]) -> Launch:
 
 
 def _largest(largest: dict[int, int], graph: Graph, tensor: int) -> None:
-    """A storage moves once, as far as any of its tensors reaches."""
+    """Note a tensor's bytes for its storage. A storage moves once, with its largest tensor."""
     storage = int(graph.storages[tensor])
     largest[storage] = max(largest.get(storage, 0), int(graph.tensor_bytes[tensor]))
 
 
 def _leaves(graph: Graph, members: set[int], storage: int, tensor: int) -> bool:
-    """Is a tensor, or a view of it within the launch, read elsewhere or returned?"""
+    """Return True if a tensor, or a view of it within the launch, is read elsewhere or returned."""
     aliases = [
         t for op in members for t in graph.outputs_of(op) if int(graph.storages[t]) == storage
     ]
@@ -150,21 +155,23 @@ def _has_head(graph: Graph, ops: list[int]) -> bool:
 
 
 def _moves_nothing(graph: Graph, ops: list[int]) -> bool:
-    """All views?"""
+    """Return True if all outputs are views."""
     return all(graph.bases[t] >= 0 for op in ops for t in graph.outputs_of(op))
 
 
 FITTED = Path(__file__).with_name("stages.json")
-"""Parameters that `benchmarks/stages/fit_analytic.py` fitted, and the measurements behind them."""
+"""The file of the parameters that `benchmarks/stages/fit_analytic.py` fitted, and of the
+measurements behind them."""
 RESIDENT_THREADS = {
     "k80": 13 * 2048, "p100": 56 * 2048, "v100": 80 * 2048, "titan_xp": 30 * 2048,
     "2080ti": 68 * 1024, "a100": 108 * 2048, "h100": 132 * 2048, "h200": 132 * 2048,
 }  # fmt: skip
-"""Device model -> the threads it holds, multiprocessors x threads of each: the vendor's tables."""
+"""Device model -> the threads that it holds: multiprocessors x threads of each, by the vendor's
+tables."""
 
 
 class Profile(NamedTuple):
-    """seconds undisturbed; meanwhile wanted, of 1: occupancy and share of the bandwidth."""
+    """The seconds of undisturbed work, and the shares of the device (0 to 1) that it wants."""
 
     seconds: float
     occupancy: float
@@ -172,8 +179,10 @@ class Profile(NamedTuple):
 
 
 class StageRates(Protocol):
-    """The rates at which a device runs launches. join_seconds: of a stage of several groups, apart
-    from them."""
+    """The rates at which a device runs launches.
+
+    join_seconds   what a stage of several groups takes besides its groups
+    """
 
     @property
     def join_seconds(self) -> float: ...
@@ -181,13 +190,16 @@ class StageRates(Protocol):
     def alone(self, launch: Launch) -> Profile: ...
 
     def beside(self, launch: Launch) -> Profile:
-        """In a stage of several groups."""
+        """Return the launch's profile in a stage of several groups."""
 
 
 @dataclass(frozen=True)
 class GpuRates:
-    """flops_per_second and bandwidth are reached by a launch of `full_elements` or more; by one of
-    fewer, flops in proportion. launch_seconds: from one launch of a group to the next."""
+    """The rates of a GPU.
+
+    A launch of `full_elements` or more reaches flops_per_second; a smaller one reaches its share of
+    it in proportion. `launch_seconds` is the time from one launch of a group to the next.
+    """
 
     flops_per_second: float
     bandwidth_bytes_per_second: float
@@ -207,10 +219,10 @@ class GpuRates:
 
 @dataclass(frozen=True)
 class CpuRates:
-    """Lanes are cores, each with its share of flops_per_second.
+    """The rates of a CPU. Its lanes are cores, each with its share of flops_per_second.
 
-    A launch by itself is split over as many as have `lane_elements` each, and `efficiency` of them
-    is left where that is more than one; beside other groups a launch has one core.
+    A launch by itself is split over as many cores as get `lane_elements` each. On more than one
+    core it reaches `efficiency` of their rate. Beside other groups a launch has one core.
     """
 
     flops_per_second: float
@@ -235,6 +247,7 @@ class CpuRates:
 
 
 def _profile(start: float, arithmetic: float, memory: float, occupancy: float) -> Profile:
+    """Return the profile of a launch; its wants are averaged over its seconds, start included."""
     busy = max(arithmetic, memory)
     if start + busy == 0:
         return Profile(0.0, 0.0, 0.0)
@@ -243,7 +256,7 @@ def _profile(start: float, arithmetic: float, memory: float, occupancy: float) -
 
 
 class AnalyticStages:
-    """Seconds of stages of the kernels whose works these are, on a device of such rates."""
+    """Computes seconds of stages of kernels with these works, on a device with these rates."""
 
     def __init__(self, works: Sequence[StageWork], rates: StageRates) -> None:
         self.works, self.rates = works, rates
@@ -251,9 +264,11 @@ class AnalyticStages:
         self._beside = [_mean([rates.beside(x) for x in work.launches]) for work in works]
 
     def seconds(self, groups: Sequence[Sequence[int]], merged: bool = False) -> float:
-        """Groups at the same time, the kernels of each in order; `merged`: all as one launch.
+        """Return the seconds of groups that run at the same time, the kernels of each in order.
 
-        O(kernels log kernels). Raises ValueError for a merge of what does not merge.
+        merged   True: all kernels as one launch
+
+        O(kernels log kernels). Raises ValueError for kernels that cannot be merged.
         """
         if merged:
             launch = merged_launch([self.works[kernel] for group in groups for kernel in group])
@@ -263,14 +278,14 @@ class AnalyticStages:
         return self.rates.join_seconds + self._together(groups)
 
     def least_seconds(self) -> float:
-        """The least seconds that all kernels can take, however they run side by side: all share the
-        device."""
+        """Return the least seconds that all kernels can take together, however they run side by
+        side, because all share the device."""
         return sum(
             profile.seconds * max(profile.occupancy, profile.bandwidth) for profile in self._beside
         )
 
     def _together(self, groups: Sequence[Sequence[int]]) -> float:
-        """The integral. Between two events the wants are constant."""
+        """Return the integral. Between two events the wants are constant."""
         events = []
         for group in groups:
             tau = 0.0
@@ -292,10 +307,14 @@ class AnalyticStages:
 
 
 def stage_rates(device: Device, *, dtype: str = "float32", lanes: int = 0) -> StageRates:
-    """Rates of a device. Of a GPU, as fitted to a V100: a share of its peak, and elements in
-    proportion to the threads that it holds. `lanes`: threads of a GPU, cores of a CPU; 0: as known.
+    """Return the rates of a device.
 
-    Raises `MachineError` where lanes or the rate of that dtype are not known.
+    Those of a GPU use parameters that were fitted to a V100: a share of its peak, and elements in
+    proportion to the threads that it holds.
+
+    lanes   threads of a GPU or cores of a CPU; 0: as the device says
+
+    Raises `MachineError` if lanes or the rate of that dtype are not known.
     """
     if dtype not in device.flops_per_second:
         raise MachineError(
@@ -322,7 +341,7 @@ def gpu_rates(
     resident_threads: int,
     parameters: Mapping[str, float],
 ) -> GpuRates:
-    """Rates of a GPU by its data sheet and the four fitted parameters."""
+    """Return the rates of a GPU by its data sheet and the four fitted parameters."""
     return GpuRates(
         parameters["peak_share"] * peak_flops_per_second,
         bandwidth_bytes_per_second,
@@ -334,15 +353,18 @@ def gpu_rates(
 
 @cache
 def fitted_parameters() -> dict[str, float]:
-    """peak_share    of the peak rate, reached by a launch that fills the device
-    full_share       elements that fill it, by the threads that it holds
-    launch_seconds, join_seconds"""
+    """Return the four parameters by name.
+
+    peak_share       share of the peak rate that a launch reaches if it fills the device
+    full_share       elements that fill the device, divided by the threads that it holds
+    launch_seconds, join_seconds   as in `GpuRates`
+    """
     parameters: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))["parameters"]
     return parameters
 
 
 def _mean(profiles: Sequence[Profile]) -> Profile:
-    """The profile of launches one after another: their time in all, and their mean use."""
+    """Return the profile of launches one after another: their sum of seconds, their mean wants."""
     seconds = sum(p.seconds for p in profiles)
     if seconds == 0:
         return Profile(0.0, 0.0, 0.0)
@@ -354,7 +376,10 @@ def _mean(profiles: Sequence[Profile]) -> Profile:
 
 
 def merged_launch(works: Sequence[StageWork]) -> Launch:
-    """One convolution in place of several of one input. Raises ValueError for other kernels."""
+    """Return one convolution that replaces several convolutions of one input.
+
+    Raises ValueError for other kernels.
+    """
     if not works or any(not work.window for work in works):
         raise ValueError("only kernels that are one convolution each merge")
     if len({(len(work.window), work.image_bytes) for work in works}) > 1:

@@ -1,4 +1,4 @@
-"""nn.Module -> Captured: the graph, and the executable calls behind it."""
+"""Captures networks: from a module, a MODEL text or a file to a graph and the calls behind it."""
 
 from dovetail.frontends.capturing import capture
 from dovetail.frontends.flops import MATRIX_KINDS, matrix_flops

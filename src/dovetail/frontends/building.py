@@ -1,4 +1,8 @@
-"""From a trace to Graph and Program: tensors, storages, updates, control edges."""
+"""Builds a graph and a program from a trace.
+
+The builder gives each tensor its storage, adds one update op per trained parameter and one per
+written buffer, and adds the control edges that keep readers of an old value before its writer.
+"""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -36,7 +40,7 @@ from dovetail.frontends.structures import leaves, substitute
 from dovetail.frontends.tracing import Trace
 from dovetail.graph import Graph, Phase
 
-# Control edges: all ops that read a value come before the op that writes over it.
+# Control edges, which put all readers of a value before the op that writes over it.
 
 
 def control_edges(
@@ -47,16 +51,19 @@ def control_edges(
     storages: Sequence[int],
     overwrites: Sequence[bool],
 ) -> list[tuple[int, int]]:
-    """(reader, writer) for every op that reads a value, or an alias of it, which `writer` writes
-    over, unless data already orders the two.
+    """Return a (reader, writer) edge for every op that reads a value, or an alias of it, which
+    `writer` writes over. Pairs that data already orders get no edge.
 
-    names, reads per op; producers, storages, overwrites per tensor. With bit w of `reaches[op]`
-    for "data flows from op to writer w" it takes O(reads x writers / 64). Raises `CaptureError`
-    if a reader can only run after its writer.
+    names, reads                       [ops]
+    producers, storages, overwrites    [tensors]
+
+    Takes O(reads x writers / 64). Raises `CaptureError` if a reader can only run after its writer.
     """
     written = [tensor for tensor, over in enumerate(overwrites) if over]
     writer_of = {storages[tensor]: producers[tensor] for tensor in written}
     bit = {writer: 1 << i for i, writer in enumerate(sorted(set(writer_of.values())))}
+    # Bit w of reaches[op] says that data flows from the op to writer w. Ops stand in topological
+    # order, so backwards every op is complete before its producers are visited.
     reaches = [0] * len(names)
     for op in reversed(range(len(names))):
         below = reaches[op] | bit.get(op, 0)
@@ -82,6 +89,8 @@ aten = torch.ops.aten
 
 @dataclass
 class _CapturedOp:
+    """A row of the graph's columns of ops, and its call or source."""
+
     name: str
     kind: str
     signature: str
@@ -98,6 +107,8 @@ class _CapturedOp:
 
 @dataclass
 class _CapturedTensor:
+    """A row of the graph's columns of tensors."""
+
     producer: int
     value: Tensor  # fake: shape, strides, dtype
     storage: int
@@ -105,7 +116,7 @@ class _CapturedTensor:
 
 
 class _Builder:
-    """Ops and tensors so far, and which graph tensor each node of the trace became."""
+    """Collects ops and tensors, and notes which tensor and op each node of the trace became."""
 
     def __init__(self) -> None:
         self.ops: list[_CapturedOp] = []
@@ -119,18 +130,20 @@ class _Builder:
         self.colocations = 0
 
     def unique(self, name: str) -> str:
-        """The name, with _1, _2, ... behind it where it is taken."""
+        """Return the name, with _1, _2, ... appended where it is taken."""
         count = self.names.get(name, -1) + 1
         self.names[name] = count
         return self.unique(f"{name}_{count}") if count else name
 
     def op(self, op: _CapturedOp) -> int:
+        """Add the op under a unique name, and return its index."""
         op.name = self.unique(op.name)
         self.ops.append(op)
         return len(self.ops) - 1
 
     def tensor(self, value: Tensor, storage: int = -1, overwrites: bool = False) -> int:
-        """A tensor of the last op; of a storage of its own if none is given."""
+        """Add an output of the last op and return its index. It gets a new storage if none is
+        given."""
         if storage < 0:
             storage = self.storages
             self.storages += 1
@@ -138,7 +151,7 @@ class _Builder:
         return len(self.tensors) - 1
 
     def source(self, source: SourceValue, value: Tensor) -> int:
-        """A source op and its one tensor."""
+        """Add a source op and return the index of its one tensor."""
         kind = source.role
         module = source.name.rpartition(".")[0] if kind in ("parameter", "buffer") else ""
         self.op(_CapturedOp(source.name, kind, kind, module, Phase.SOURCE, source=source))
@@ -150,6 +163,7 @@ class _Builder:
         return Ref(self.tensor_of[node])
 
     def colocate(self, ops: Iterable[int]) -> None:
+        """Give the ops a new colocation id."""
         for op in ops:
             self.ops[op].colocation = self.colocations
         self.colocations += 1
@@ -162,9 +176,11 @@ def build(
     aliases: dict[str, str],
     scaler: GradScaler | None = None,
 ) -> tuple[Graph, Program]:
-    """The graph and the calls of a trace, with one update op per parameter that has a gradient.
+    """Return the graph and the program of a trace, with one update op per parameter that has a
+    gradient.
 
-    `model` names the model in errors. O(nodes + edges x written storages / 64).
+    `model` names the model in errors. `aliases` are other names of tied parameters and buffers.
+    Takes O(nodes + edges x written storages / 64).
     """
     builder = _Builder()
     _add_sources(builder, trace, scaler)
@@ -203,12 +219,14 @@ def _add_sources(builder: _Builder, trace: Trace, scaler: GradScaler | None) -> 
 def _add_states(
     builder: _Builder, trace: Trace, optimizer: Optimizer | None
 ) -> dict[str, list[int]]:
-    """Optimizer state of each parameter with a gradient: source ops, before everything else."""
+    """Add the optimizer state of each parameter with a gradient, as source ops, and return the
+    state's tensors by parameter."""
     tensors: dict[str, list[int]] = {}
     if optimizer is None:
         return tensors
     scalar = torch.empty((), dtype=torch.float32, device="meta")
-    strides_of: dict[Any, Any] = {}  # asking a fake tensor for one like it takes long
+    # Asking a fake tensor for one like it takes long, so each layout is asked for once.
+    strides_of: dict[Any, Any] = {}
     for parameter in trace.gradients:
         like = builder.tensors[builder.source_of["parameter", parameter]].value
         layout = tuple(like.shape), like.stride()
@@ -227,7 +245,7 @@ def _add_states(
 
 
 def _bind(builder: _Builder, node: fx.Node, tensor: int) -> None:
-    """Note that the node is this tensor, and whose storages the tensor's is."""
+    """Note that the node became this tensor, and that its fake storages became the tensor's."""
     builder.tensor_of[node] = tensor
     builder.op_of[node] = builder.tensors[tensor].producer
     for value in (node.meta.get("val"), *node.meta.get("same_storage", ())):
@@ -240,6 +258,7 @@ def _identity(value: Tensor) -> int:
 
 
 def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
+    """Add the op of a call node, its tensors and its call."""
     target: Any = node.target
     origin = trace.origins[node]
     args, kwargs = replace_nodes((node.args, dict(node.kwargs)), builder.ref)
@@ -268,7 +287,8 @@ def _add_call(builder: _Builder, trace: Trace, node: fx.Node) -> None:
 
 
 def _add_results(builder: _Builder, node: fx.Node, reads: list[int]) -> tuple[int, ...]:
-    """A tensor per result that is used or has data; -1 for others."""
+    """Add a tensor for each result that is read or has elements; return their indices, -1 for the
+    other results."""
     result = node.meta["val"]
     if isinstance(result, Tensor):
         tensor = builder.tensor(result, _shared_storage(builder, reads, result))
@@ -291,12 +311,13 @@ def _add_results(builder: _Builder, node: fx.Node, reads: list[int]) -> tuple[in
 
 
 def _shared_storage(builder: _Builder, reads: list[int], value: Tensor) -> int:
-    """The storage of a read that the value aliases; -1 if it is fresh memory."""
+    """Return the storage of the read tensor that the value aliases; -1 if it is fresh memory."""
     storage = builder.storage_of.get(_identity(value), -1)
     return storage if any(builder.tensors[t].storage == storage for t in reads) else -1
 
 
 def _is_view(builder: _Builder, reads: list[int], result: Any) -> bool:
+    """Return True if all results share the storage of a tensor that the op reads."""
     values = [result] if isinstance(result, Tensor) else [v for v in result if v is not None]
     return bool(values) and all(
         isinstance(v, Tensor) and _shared_storage(builder, reads, v) >= 0 for v in values
@@ -304,15 +325,19 @@ def _is_view(builder: _Builder, reads: list[int], result: Any) -> bool:
 
 
 def _module_of_reads(builder: _Builder, origin: Any, reads: list[int]) -> str:
-    """The module of a backward op without a forward op (a sum of gradients): its first read's."""
+    """Return the module of the first read's producer, for a backward op that has no forward op,
+    such as a sum of gradients; "" for other ops."""
     if origin.phase != Phase.BACKWARD or not reads:
         return ""
     return builder.ops[builder.tensors[reads[0]].producer].module
 
 
 def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler) -> int:
-    """Unscale all gradients (their entries change) and look whether one is not finite: the tensor
-    that says so, on which the scale's own update waits too."""
+    """Add the ops that unscale all gradients, check that they are finite and update the scale.
+
+    The entries of `gradients` become the unscaled tensors. Returns the tensor that says whether a
+    gradient is not finite; all updates and the scale's own update wait for it.
+    """
     scale = builder.source_of["state", SCALE]
     flags = []
     flag = torch.empty((), dtype=torch.float32, device="meta")
@@ -347,7 +372,7 @@ def _add_scaler(builder: _Builder, gradients: dict[str, int], scaler: GradScaler
 def _add_plain(
     builder: _Builder, name: str, target: Any, reads: list[int], results: list[Tensor]
 ) -> list[int]:
-    """An op of our own in the backward phase, which makes new tensors."""
+    """Add an op of dovetail's own in the backward phase; return its new tensors."""
     values = [builder.tensors[t].value for t in reads]
     kind = f"dovetail.{target.__name__}"
     op = _CapturedOp(
@@ -374,11 +399,12 @@ def _add_update(
     optimizer: Optimizer,
     skip_flag: int,
 ) -> None:
-    """The update of one parameter. found: the tensor that says not to update; -1: there is none."""
+    """Add the update of one parameter. skip_flag: the tensor that says not to update; -1: none."""
     written = [builder.source_of["parameter", parameter], *states]
     options = asdict(optimizer)
     reads = [written[0], gradient, *states]
     values = [builder.tensors[t].value for t in reads]
+    # All reads, and the parameter and its state once more: these are written as well.
     traffic = sum(tensor_bytes(v) for v in [*values, *values[:1], *values[2:]])
     op = _CapturedOp(
         name=f"{parameter}/{optimizer.name}",
@@ -401,6 +427,7 @@ def _add_update(
 
 
 def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
+    """Add the op that writes the new value of a buffer or frozen parameter over the old one."""
     role = "buffer" if ("buffer", buffer) in builder.source_of else "parameter"
     old, new = builder.source_of[role, buffer], builder.tensor_of[trace.written[buffer]]
     values = [builder.tensors[t].value for t in (old, new)]
@@ -419,7 +446,7 @@ def _add_copy(builder: _Builder, trace: Trace, buffer: str) -> None:
 
 
 def _write(builder: _Builder, op: _CapturedOp, written: list[int]) -> None:
-    """Add an op that writes over these tensors, beside which it must run."""
+    """Add an op that writes over these tensors. It is colocated with their source ops."""
     index = builder.op(op)
     for tensor in written:
         old = builder.tensors[tensor]

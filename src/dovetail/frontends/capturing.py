@@ -1,4 +1,8 @@
-"""nn.Module -> Captured."""
+"""Captures a module: `capture` returns its step as graph and program.
+
+It checks the module and its arguments, traces the step on fake tensors, builds graph and program
+from the trace, and turns failures into errors that say what to change in the model.
+"""
 
 import contextlib
 import functools
@@ -25,21 +29,24 @@ from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
 
-# Preparing models of transformers, and unwrapping modules, before they are captured.
+# Unwrapping modules, and preparing models of transformers, before they are captured.
 #
-# transformers is not imported here: its models are recognised by their attributes.
+# This file does not import transformers. It recognises the library's models by their attributes.
 
 
 BATCHED = "batched_mm"
-"""transformers' implementation of experts by one batched product over (token, expert) pairs. Its
-other ones count tokens per expert, so that shapes depend on data, or call kernels that exist for
-bfloat16 alone."""
+"""The name of transformers' implementation of experts by one batched product over (token, expert)
+pairs. Its other implementations count tokens per expert, so that shapes depend on data, or call
+kernels that exist for bfloat16 alone."""
 FOLLOWS_DATA = ("eager", "grouped_mm")
+"""The names of the implementations whose shapes depend on data."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside of `nn.DataParallel` and `DistributedDataParallel`: placement replaces what
-    they do, and their copies of the module cannot be captured."""
+    """Return the module inside `nn.DataParallel` and `DistributedDataParallel`.
+
+    Placement replaces what these wrappers do, and their copies of the module cannot be captured.
+    """
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(model, wrappers):
         model = model.module
@@ -48,11 +55,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def batched_experts(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Within it, mixtures of experts of transformers compute by their batched implementation.
+    """Switch transformers' mixtures of experts to their batched implementation within the block.
 
-    Yields one note where something was switched, else (). Afterwards the model is as before. An
-    implementation that somebody chose and that can be captured is left alone, and a model without
-    a batched one (older releases, experts in a loop) is too: its capture says what it fails at.
+    Yields one note if something was switched, else (). Afterwards the model is as before. An
+    implementation that can be captured is left alone. So is a model without a batched one (older
+    releases, experts in a loop); its capture then fails with a reason.
     """
     configs: dict[int, Any] = {}
     for module in model.modules():
@@ -86,36 +93,41 @@ def capture(
     scaler: GradScaler | None = None,
     **kwargs: Any,
 ) -> Captured:
-    """The module's forward pass, or with `train` one whole training step, as graph and program.
+    """Return the module's forward pass, or with `train` one training step, as graph and program.
 
     `args` and `kwargs` are the module's own: tensors, and lists, dicts, dataclasses and other
-    structures of tensors. What is no tensor (None, flags, numbers) is held constant, as are the
-    tensors' shapes. Runs the model on fake tensors, in the training or evaluation mode it is
-    in; its weights, real or fake, are neither read nor changed, nor are its attributes.
+    structures of tensors. Other values (None, flags, numbers) are held constant, and so are the
+    tensors' shapes. The model runs on fake tensors, in the training or evaluation mode that it is
+    in. Its weights, real or fake, are neither read nor changed, and its attributes do not change.
 
-    `loss(output, *targets)` is a scalar; `targets` is a tensor, one structure of tensors, or a
-    tuple or list of what the loss takes. Without a loss the output is, or its `loss` where it has
-    one, as models of transformers do when they are given labels. Parameters that do not require
-    gradients stay as they are.
+    `loss(output, *targets)` returns a scalar. `targets` is a tensor, one structure of tensors, or a
+    tuple or list of the loss's arguments. Without a loss function the loss is the output, or its
+    `loss` if it has one, as outputs of transformers do when the model is given labels. Parameters
+    that do not require gradients are not updated.
 
     `scaler` scales the loss as `torch.amp.GradScaler` does: a step with gradients that are not
-    finite updates nothing. Captured under `torch.autocast`, forward and loss compute under it, and
-    the backward pass, as users run it, outside. Mixtures of experts of transformers are captured by
+    finite updates nothing. Under `torch.autocast` forward and loss are captured with its casts, and
+    the backward pass without, as users run it. Mixtures of experts of transformers are captured by
     their batched implementation, and `Captured.notes` says so.
 
-    A Keras 3 model on torch counts as its module in `keras_models`, in training mode with `train`.
+    A Keras 3 model on torch is captured as its module in `keras_models`, which is in training mode
+    if `train` is given.
 
-    Raises `ModelError` for arguments that do not fit, `CaptureError` for what has no graph. About
-    0.6 ms per op (`benchmarks/capture`); twice that for steps of up to 2,000 calls, which are
-    traced twice to find state that no buffer holds, and where the model writes in place.
+    Raises `ModelError` for arguments that do not fit, `CaptureError` for a step that has no graph.
+    Takes about 0.6 ms per op (`benchmarks/capture`). It takes twice that for a step of up to 2,000
+    calls, which is traced twice to find state that no buffer holds, and for a model that writes in
+    place.
     """
     return capture_call(model, args, kwargs, loss=loss, targets=targets, train=train, scaler=scaler)
 
 
 @contextlib.contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Hardly any of what a capture makes is garbage before it ends, and Python's collector looks
-    through all of it again and again: a sixth of the time went there."""
+    """Let Python's garbage collector run seldom within the block.
+
+    Hardly any object that a capture makes is garbage before the capture ends, and the collector
+    looks through all of them again and again. That took a sixth of the time.
+    """
     thresholds = gc.get_threshold()
     if thresholds[0]:
         gc.set_threshold(max(thresholds[0], 100_000), *thresholds[1:])
@@ -136,7 +148,8 @@ def capture_call(
     train: Optimizer | None = None,
     scaler: GradScaler | None = None,
 ) -> Captured:
-    """`capture` of a module whose own keywords may be called `loss`, `targets` or `train`."""
+    """Capture as `capture` does, also a module whose own keywords are called `loss`, `targets`,
+    `train` or `scaler`."""
     name = type(model).__name__
     if is_keras(model):
         model = keras_module(model, train is not None)
@@ -182,6 +195,8 @@ def capture_call(
         "that it is given as it is"
         for index in traced.written_inputs
     )
+    # A function of the model may have cached a value that follows from constants, and such a value
+    # is fake. Once this capture's own references are gone, whatever is alive is in such a cache.
     cached_values = [weakref.ref(value) for value in traced.follow_from_constants]
     if cached_values:
         forget(traced)
@@ -198,7 +213,7 @@ def capture_call(
 
 
 def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:
-    """Raise `ModelError` for modules that cannot be traced, by the kind they are."""
+    """Raise `ModelError` for a module of a kind that cannot be traced, and for a wrong `train`."""
     if not isinstance(model, nn.Module):
         raise ModelError(name, "is no torch.nn.Module; wrap the function in one")
     for path, part in model.named_modules():
@@ -236,6 +251,7 @@ def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:
 
 
 def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> None:
+    """Raise `ModelError` for a loss that is not callable, and for targets without a loss."""
     if loss is not None and not callable(loss):
         raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
     given = targets is not None and not (isinstance(targets, (tuple, list)) and not targets)
@@ -248,6 +264,7 @@ def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> 
 def _check_scaler(
     name: str, model: nn.Module, train: Optimizer | None, scaler: GradScaler | None
 ) -> None:
+    """Raise `ModelError` for a scaler in inference, and for trained parameters in float16."""
     if scaler is None:
         return
     if train is None:
@@ -267,8 +284,10 @@ def _check_apart(
     buffers: Mapping[str, Tensor],
     signature: Signature,
 ) -> None:
-    """Raise `ModelError` for an example that shares memory with a parameter or buffer: what a run
-    trains or writes is its own."""
+    """Raise `ModelError` for an example input that shares memory with a parameter or buffer.
+
+    A run trains and writes copies of these, so the input would not change with them.
+    """
     kept = {f"parameter {key}": value for key, value in parameters.items()}
     kept |= {f"buffer {key}": value for key, value in buffers.items()}
     spans = [(memory_of(value), what) for what, value in kept.items()]
@@ -282,7 +301,7 @@ def _check_apart(
 def _owners(
     parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], signature: Signature
 ) -> dict[str, Tensor]:
-    """What of the model's or of the examples a tensor is -> the tensor."""
+    """Return description, such as "parameter a.weight" -> that tensor of model or examples."""
     return {
         f"{what} {name}": value
         for what, names, values in (
@@ -296,13 +315,13 @@ def _owners(
 
 
 def _fake_input(value: Tensor, mode: FakeTensorMode) -> Tensor:
-    """The fake twin of an input, which requires gradients where the input does."""
+    """Return the fake twin of an input; it requires gradients if the input does."""
     twin = fake(value, mode)
     return twin.requires_grad_() if value.requires_grad else twin
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters and buffers -> the first name."""
+    """Return each further name of a tied parameter or buffer -> its first name."""
     aliases = {}
     for members in (model.named_parameters, model.named_buffers):
         first: dict[int, str] = {}
@@ -313,21 +332,27 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _clear_caches(cached_values: list["weakref.ref[Tensor]"]) -> None:
-    """Clear the caches of functions (`functools.lru_cache`) that keep one of these fake tensors:
-    the user's model would go on with it. A cache can always be cleared."""
+    """Clear every `functools.lru_cache` that holds one of these fake tensors.
+
+    Otherwise the user's model would read the fake tensor from the cache later. A cache may be
+    cleared at any time.
+    """
     if not _alive(cached_values):
         return
+    # Tensors that only cycles of garbage hold are freed first, so that the search below is rare.
     gc.collect()
     if not (left := _alive(cached_values)):
         return
     for cached in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
         inside = gc.get_referents(cached)
+        # A function may return its tensors in a tuple or list.
         inside += [value for part in inside if type(part) in (tuple, list) for value in part]
         if any(id(value) in left for value in inside):
             cached.cache_clear()
 
 
 def _alive(cached_values: list["weakref.ref[Tensor]"]) -> set[int]:
+    """Return the identities of the tensors that still exist."""
     return {id(tensor) for reference in cached_values if (tensor := reference()) is not None}
 
 
@@ -343,7 +368,7 @@ _ADVICE = {
 
 
 def _advice(error: BaseException) -> str:
-    """Advice for an error of torch's, followed by the error's own text."""
+    """Return advice for an error that torch raised, followed by the error's own text."""
     said = str(error).strip().splitlines() or [""]
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:
@@ -362,7 +387,8 @@ def _advice(error: BaseException) -> str:
 
 
 def _location(error: BaseException) -> str:
-    """ "file.py:12: the line" of the deepest frame that is neither torch's nor ours."""
+    """Return "file.py:12: the line" of the deepest frame outside torch and this package; "" if
+    there is none."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

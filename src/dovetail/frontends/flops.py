@@ -1,8 +1,10 @@
-"""FLOPs and bytes of one call, from its fake arguments and results.
+"""Counts FLOPs and bytes of one call, from its fake arguments and results.
 
-2 x multiply-adds for matrix products, convolutions and attention, backward too (the registry of
-`torch.utils.flop_counter`, and rules for what it lacks); 1 per output element of pointwise ops, 1
-per input element of reductions; 0 for views and for what only moves data.
+* Matrix products, convolutions and attention, forward and backward, count 2 x multiply-adds. The
+  registry of `torch.utils.flop_counter` has most rules, and `_OURS` those that it lacks.
+* Pointwise ops count 1 per output element.
+* Reductions and all other ops count 1 per element of their largest tensor.
+* Views and ops that only move data count 0.
 """
 
 import math
@@ -30,28 +32,31 @@ _MOVES = {
         aten.repeat, aten.flip, aten.roll, aten.scalar_tensor, aten.fill, aten.scatter,
     )
 }  # fmt: skip
-# These ops read only the rows that they return, not the whole of their first input.
 _GATHERS = {aten.embedding, aten.index, aten.index_select, aten.gather}
+"""These ops read only the rows that they return, not the whole of their first input."""
 
 
 def _vector_flops(*args: Any, **_: Any) -> int:
-    """2 x elements of the matrix (or vector) that a matrix-vector or dot product reads."""
+    """Return the FLOPs of a matrix-vector or dot product: 2 x elements of the largest operand."""
     return 2 * max(math.prod(shape) for shape in args if isinstance(shape, torch.Size))
 
 
 def _attention_flops(query: Any, key: Any, value: Any, **_: Any) -> int:
-    """Two products: query x key, then scores x value."""
+    """Return the FLOPs of attention, which has two products: query x key and scores x value."""
     pairs = math.prod(query[:-1]) * key[-2]
     return int(2 * pairs * (query[-1] + value[-1]))
 
 
 def _attention_backward_flops(_: Any, query: Any, key: Any, value: Any, **__: Any) -> int:
-    """Five products: the scores anew, and gradients by value, scores, query and key."""
+    """Return the FLOPs of attention's backward pass, which has five products: it computes the
+    scores again, and the gradients of value, scores, query and key."""
     pairs = math.prod(query[:-1]) * key[-2]
     return int(2 * pairs * (3 * query[-1] + 2 * value[-1]))
 
 
 def _shaped(rule: Callable[..., int]) -> Callable[..., int]:
+    """Return the rule on shapes as one on tensors, called as those of torch's registry are."""
+
     def of_tensors(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         shapes = [a.shape if isinstance(a, Tensor) else a for a in args]
         return rule(*shapes)
@@ -74,11 +79,12 @@ _OURS: dict[Any, Callable[..., int]] = {
 
 _MATRIX = set(flop_registry) | set(_OURS)
 MATRIX_KINDS = frozenset(str(packet) for packet in _MATRIX) | ONNX_MATRIX_KINDS
-"""Kinds of the ops whose multiply-adds are counted."""
+"""The kinds of ops whose FLOPs are 2 x multiply-adds, of captured and of ONNX graphs."""
 
 
 def count_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """FLOPs of `target(*args, **kwargs)`, which returned `result`; tensors may be fake."""
+    """Return the FLOPs of `target(*args, **kwargs)`, which returned `result`; tensors may be
+    fake."""
     packet = getattr(target, "overloadpacket", target)
     rule = flop_registry.get(packet) or _OURS.get(packet)
     if rule is not None:
@@ -92,17 +98,19 @@ def count_flops(target: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def count_bytes(target: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Bytes read and written by a call that is no view."""
+    """Return the bytes that a call reads and writes; the call must not be a view."""
     packet = getattr(target, "overloadpacket", target)
     written = sum(map(tensor_bytes, tensors_of(result)))
     inputs = tensors_of((args, kwargs))
     if packet in _GATHERS:
+        # It reads as many bytes of the first input as it writes, and the indices.
         return written + written + sum(map(tensor_bytes, inputs[1:]))
+    # A tensor that is given as several arguments is read once.
     return written + sum(tensor_bytes(t) for t in {id(t): t for t in inputs}.values())
 
 
 def matrix_flops(graph: Graph) -> int:
-    """FLOPs of matrix products, convolutions and attention alone."""
+    """Return the FLOPs of the graph's matrix products, convolutions and attention alone."""
     return sum(
         flops
         for kind, flops in zip(graph.kinds, graph.flops.tolist(), strict=True)
@@ -111,5 +119,5 @@ def matrix_flops(graph: Graph) -> int:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()

@@ -1,4 +1,7 @@
-"""Runs a Program in one process: the reference that every executor must equal bit for bit."""
+"""Runs a program in one process. Every executor must give the same result bit for bit.
+
+`run_step` is the plain reference. `bind` makes calls into functions that executors run.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,17 +20,20 @@ from dovetail.graph import Graph
 from dovetail.runtime.torch_versions import OpOverload
 
 Values = dict[int, Tensor]
-"""Tensor -> its value, for the tensors of source ops other than inputs."""
+"""Index of a tensor in the graph -> its value. Between steps it holds the tensors of all source ops
+except inputs."""
 
 
 def seed_for(seed: int, step: int, op: int) -> int:
-    """The seed for torch before a random op: the same wherever the op runs."""
+    """Return the seed for torch before a random op: the same wherever the op runs."""
     digest = hashlib.blake2b(f"{seed} {step} {op}".encode(), digest_size=8).digest()
+    # 63 bits, which a signed integer holds.
     return int.from_bytes(digest, "little") >> 1
 
 
 def call_arguments(call: Call, tensors: Any) -> tuple[list[Any], dict[str, Any]]:
-    """(args, kwargs) of a call; `tensors` maps a tensor of the graph to its value."""
+    """Return (args, kwargs) of a call; `tensors` maps a tensor of the graph to its value."""
+    # Most arguments are a tensor or a constant, so only lists and tuples are walked.
     args = [
         tensors[arg.tensor]
         if isinstance(arg, Ref)
@@ -40,10 +46,11 @@ def call_arguments(call: Call, tensors: Any) -> tuple[list[Any], dict[str, Any]]
 
 
 def initial_values(captured: Captured, seed: int = 0) -> Values:
-    """Values of all parameters, buffers, optimizer state and constants, before the first step.
+    """Return the values of all parameters, buffers, optimizer state and constants before the first
+    step.
 
-    Copies of the real module's; where it is fake, of one that `make` builds after
-    `torch.manual_seed(seed)`.
+    Parameters and buffers are copies of the module's. If the module is fake they are copies of one
+    that `make` builds after `torch.manual_seed(seed)`. Raises `ModelError` if there is no `make`.
     """
     held = held_values(captured, seed)
     values: Values = {}
@@ -52,7 +59,8 @@ def initial_values(captured: Captured, seed: int = 0) -> Values:
             continue
         tensor = captured.graph.outputs_of(op)[0]
         if source.role in ("parameter", "buffer"):
-            # Strides count: a signature, and a measured cost, is of one layout.
+            # `clone` keeps the strides. They matter, because a signature, and so a measured cost,
+            # holds for one layout.
             values[tensor] = held[source.name].detach().clone()
         else:
             values[tensor] = source_value(captured.graph, tensor, source)
@@ -60,7 +68,10 @@ def initial_values(captured: Captured, seed: int = 0) -> Values:
 
 
 def held_values(captured: Captured, seed: int = 0) -> dict[str, Tensor]:
-    """name -> parameter or buffer of the real module, by the names of the Program's sources."""
+    """Return name -> parameter or buffer of the real module, named as the program's sources are.
+
+    Raises `ModelError` if the module is fake and cannot be built.
+    """
     module = captured.module
     if any(map(is_fake, (*module.parameters(), *module.buffers()))):
         if captured.make is None:
@@ -76,7 +87,8 @@ def held_values(captured: Captured, seed: int = 0) -> dict[str, Tensor]:
 def example_values(
     captured: Captured, seed: int = 0
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Real (inputs, targets): those given, or, where they are fake, examples drawn with `seed`."""
+    """Return real (inputs, targets): those that were captured, or if they are fake, examples drawn
+    with `seed`. Raises `ModelError` if none can be drawn."""
     if not any(map(is_fake, (*captured.inputs, *captured.targets))):
         return captured.inputs, captured.targets
     if captured.examples is None:
@@ -87,7 +99,7 @@ def example_values(
 
 
 def source_value(graph: Graph, tensor: int, source: SourceValue) -> Tensor:
-    """A fresh value of optimizer state, or the constant itself."""
+    """Return a new tensor of optimizer state, or the constant itself."""
     if source.value is not None:
         return source.value
     assert source.fill is not None
@@ -105,7 +117,10 @@ def run_step(
     seed: int = 0,
     step: int = 0,
 ) -> Any:
-    """One step: what `Program.outputs` says, with tensors. Updates `values` in place."""
+    """Run one step and return `Program.outputs` with tensors in place of refs.
+
+    Updates write over the tensors in `values`.
+    """
     graph, program = captured.graph, captured.program
     given = {f"input.{i}": value for i, value in enumerate(inputs)}
     given |= {f"target.{i}": value for i, value in enumerate(targets)}
@@ -126,7 +141,7 @@ def run_step(
 
 
 def run_call(call: Call, tensors: Values, seed: int) -> None:
-    """Run one call and file its results in `tensors`."""
+    """Run one call and store its results in `tensors`."""
     if call.random:
         torch.manual_seed(seed)
     args, kwargs = call_arguments(call, tensors)
@@ -139,7 +154,7 @@ def run_call(call: Call, tensors: Values, seed: int) -> None:
 
 
 def _last_uses(graph: Graph) -> list[list[int]]:
-    """[ops] the tensors that nobody needs once the op has run."""
+    """Return [ops] the tensors that no later op or output needs once the op has run."""
     last = graph.producers.tolist()
     for reader, tensor in zip(graph.readers.tolist(), graph.input_tensors.tolist(), strict=True):
         last[tensor] = max(last[tensor], reader)
@@ -151,7 +166,7 @@ def _last_uses(graph: Graph) -> list[list[int]]:
     return uses
 
 
-# Binding calls to a table of values: each instruction becomes a function without arguments.
+# Binding calls to a table of values, so that each call becomes a function without arguments.
 #
 #     values   [ tensor 0 | tensor 1 | ... | constants of all calls ... ]
 #                   └──────── itemgetter ──────┘
@@ -162,17 +177,22 @@ def _last_uses(graph: Graph) -> list[list[int]]:
 
 
 Cells = list[Any]
+"""A table of values: first the graph's tensors, by index, then the constants of bound calls."""
 Getter = Callable[[Cells], tuple[Any, ...]]
+"""Collects the arguments of a call from a table."""
 Bound = Callable[[], None]
+"""Runs one bound call."""
 
 _GENERATOR = Lock()
-"""A thread holds this from seeding torch's generator, which all share, until its op has drawn."""
+"""All threads share torch's generator. A thread holds this lock from seeding the generator until
+its op has drawn."""
 
 
 def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], int]) -> Bound:
-    """A function that runs the call on `values`, files its results and forgets `frees`.
+    """Return a function that runs the call on `values`, stores its results there and drops `frees`.
 
-    `values` grows by the call's constants. `seed` says what to seed torch with, if it is random.
+    Binding appends the call's constants to `values`. `seed` returns the seed of a random call; it
+    is called before each run.
     """
     invoke = _invocation(call, values)
     if call.random:
@@ -184,9 +204,11 @@ def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], i
 
 
 def _invocation(call: Call, values: Cells) -> Callable[[], Any]:
+    """Return a function that calls the target on the arguments in the table."""
     target = call.target
     if isinstance(target, OpOverload):
-        target = target._op  # what calling it calls, less one Python frame
+        # `OpOverload.__call__` does nothing else but call `_op`; this saves its Python frame.
+        target = target._op
     names, keywords = tuple(call.kwargs), tuple(call.kwargs.values())
     get = _getter(call.args, values)
     if not any(map(_has_refs, keywords)):
@@ -204,13 +226,14 @@ def _plain(
 
 
 def _getter(args: tuple[Any, ...], values: Cells) -> Getter:
-    """A function that collects the arguments from the table."""
+    """Return a function that collects the arguments from the table."""
     lists = [i for i, arg in enumerate(args) if not isinstance(arg, Ref) and _has_refs(arg)]
     if lists:
         return lambda values: tuple(
             [values[a.tensor] if isinstance(a, Ref) else fill_refs(a, values) for a in args]
         )
     places = [_place(arg, values) for arg in args]
+    # With a single place `itemgetter` would return the value itself instead of a tuple.
     if len(places) > 1:
         return itemgetter(*places)
     if not places:
@@ -220,7 +243,7 @@ def _getter(args: tuple[Any, ...], values: Cells) -> Getter:
 
 
 def _place(arg: Any, values: Cells) -> int:
-    """The argument's place in the table; constants are added to the table."""
+    """Return the argument's place in the table; a constant is appended to the table."""
     if isinstance(arg, Ref):
         return arg.tensor
     values.append(arg)

@@ -1,16 +1,16 @@
-"""Keras 3 models on torch as plain modules: state goes in and out, layers become submodules.
+"""Wraps Keras 3 models on torch as plain modules that can be captured.
 
-A Keras model on torch is an `nn.Module`, but one that hides its state: statistics and seeds are
-parameters that it assigns to, and its layers are called past torch's hooks. Here they are what
-the capture expects: trainable variables are parameters, the others buffers, each named
-"LAYER.VARIABLE", and each layer is a submodule with its name.
+A Keras model on torch is an `nn.Module` that hides its state: it assigns to statistics and seeds,
+which it holds as parameters, and calls its layers in a way that torch's hooks do not see. The
+wrapper has what the capture expects. Trainable variables are parameters and the others buffers,
+each named "LAYER.VARIABLE", and each layer is a submodule with the layer's name.
 
     forward(inputs):  outputs, others' = model.stateless_call(trainable, others, inputs)
                       others <- others'
 
 Keras: https://keras.io/api/models/model/, `stateless_call`. Written against Keras 3.15;
-`_flatten_layers` is private by name only. Differences: regularizers and `add_loss` do not join the
-loss, which is the caller's.
+`_flatten_layers` is private by name only. Differences: the caller gives the loss, and losses of
+regularizers and `add_loss` are not added to it.
 """
 
 import contextlib
@@ -24,16 +24,21 @@ from dovetail.errors import ModelError
 
 
 def is_keras(model: Any) -> bool:
-    """Is it a Keras model or layer? Imports nothing: without Keras there is none."""
+    """Return True for a Keras model or layer.
+
+    It imports nothing: if Keras was never imported, no Keras model can exist.
+    """
     keras = sys.modules.get("keras")
     layer = getattr(getattr(keras, "layers", None), "Layer", None)
     return isinstance(layer, type) and isinstance(model, layer)
 
 
 def keras_module(model: Any, training: bool) -> nn.Module:
-    """The Keras model as a plain module that shares its weights, to train or to infer with.
+    """Return the Keras model as a plain module that shares its weights, in training mode if
+    `training`.
 
-    Raises `ModelError` where Keras runs on another backend, or the model is not built yet.
+    Raises `ModelError` if Keras runs on another backend, the model is not built yet, or a layer
+    would draw from a seed of its own in training.
     """
     keras = sys.modules["keras"]
     backend = keras.backend.backend()
@@ -55,23 +60,25 @@ def keras_module(model: Any, training: bool) -> nn.Module:
 
 
 def _has_own_seed(layer: Any) -> bool:
-    """Has a layer that draws random numbers in each step been given a seed?"""
+    """Return True if the layer draws random numbers in each step and was given a seed."""
     return hasattr(layer, "seed_generator") and getattr(layer, "seed", None) is not None
 
 
 class _KerasLayer(nn.Module):
-    """One layer: its variables, and its calls under its name."""
+    """Stands for one layer: it holds the layer's variables, and the layer's calls run inside it."""
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
 
 class KerasModule(nn.Module):
-    """A built Keras model as a plain module. Inputs are those of the model, in order."""
+    """A built Keras model as a plain module. Its inputs are the model's, in order."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        object.__setattr__(self, "keras_model", model)  # not a submodule: its state is ours
+        # `object.__setattr__` keeps the model from becoming a submodule: its variables are
+        # registered here, under names of their own.
+        object.__setattr__(self, "keras_model", model)
         self.names: dict[int, str] = {}
         self.scopes: list[tuple[Any, _KerasLayer]] = []
         for layer in _sublayers(model):
@@ -79,6 +86,7 @@ class KerasModule(nn.Module):
         self._add_variables(self, "", model.variables)
 
     def _add_layer(self, parent: nn.Module, layer: Any, prefix: str = "") -> None:
+        """Add a submodule for the layer and for each layer inside it, with their variables."""
         name = _free(parent, layer.name.replace(".", "_"))
         scope, path = _KerasLayer(), f"{prefix}{name}"
         parent.add_module(name, scope)
@@ -88,8 +96,10 @@ class KerasModule(nn.Module):
         self._add_variables(scope, f"{path}.", layer.variables)
 
     def _add_variables(self, scope: nn.Module, prefix: str, variables: list[Any]) -> None:
+        """Register the variables that no layer inside has registered."""
         for variable in variables:
-            if id(variable) in self.names:  # of a layer inside, or shared
+            # A layer also lists the variables of the layers inside it, and layers may share some.
+            if id(variable) in self.names:
                 continue
             name = _free(scope, variable.name.replace(".", "_"))
             self.names[id(variable)] = prefix + name
@@ -99,7 +109,7 @@ class KerasModule(nn.Module):
                 scope.register_buffer(name, variable.value.detach())
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Returns the model's outputs."""
+        """Return the model's outputs, and write the new state over the buffers."""
         model: Any = self.keras_model
         held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         trainable, others = (
@@ -118,7 +128,7 @@ class KerasModule(nn.Module):
 
     @contextlib.contextmanager
     def _scoped(self) -> Iterator[None]:
-        """Let each layer's call run inside its submodule, so that hooks see it."""
+        """Let each layer's call run inside its submodule within the block, so that hooks see it."""
         for layer, scope in self.scopes:
             layer.__dict__["call"] = _through(scope, layer.call)
         try:
@@ -129,6 +139,8 @@ class KerasModule(nn.Module):
 
 
 def _through(scope: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes the call inside the submodule `scope`."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         return scope(call, *args, **kwargs)
 
@@ -136,13 +148,13 @@ def _through(scope: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sublayers(layer: Any) -> list[Any]:
-    """The layers directly inside, without inputs, which do nothing."""
+    """Return the layers directly inside, except input layers, which do nothing."""
     inside = layer._flatten_layers(include_self=False, recursive=False)
     return [inner for inner in inside if type(inner).__name__ != "InputLayer"]
 
 
 def _free(module: nn.Module, name: str) -> str:
-    """The name, with _1, _2, ... behind it where the module has an attribute of that name."""
+    """Return the name, with _1, _2, ... appended if the module has an attribute of that name."""
     number, found = 0, name
     while hasattr(module, found):
         number += 1

@@ -1,4 +1,4 @@
-"""MODEL texts -> Captured: `zoo:NAME?options`, `transformers:NAME?options`, `FILE.pt2` and
+"""Captures what MODEL texts name: `zoo:NAME?options`, `transformers:NAME?options`, `FILE.pt2` and
 `package.module:function`."""
 
 import io
@@ -61,11 +61,11 @@ OPERATORS = re.compile(
 """The operators that a node may call. `torch.ops.load_library`, for one, is none."""
 STRUCTURES = ("in_spec", "out_spec")
 IMPORTING = ("__enum__", "default_factory_module")
-"""Under these keys a structure names a module that loading it would import."""
+"""Under these keys a structure names a module, which would be imported when it is loaded."""
 
 
 def load_exported(path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """(module, args, kwargs) of the exported program; the example inputs it was exported with.
+    """Return (module, args, kwargs) of an exported program; the arguments are its example inputs.
 
     The module is in the mode, training or evaluation, that it was exported in. Raises
     `FileFormatError` for a file that is no such archive, for one without example inputs, and for
@@ -152,8 +152,8 @@ def _problems(program: Any) -> Iterator[str]:
 
 
 def _imports(structure: str) -> bool:
-    """Has the serialised structure, or a context within it, a key that names a module? Contexts are
-    JSON in strings, to any depth."""
+    """Return True if the serialised structure, or a context inside it, has a key that names a
+    module. Contexts are JSON in strings, to any depth."""
     waiting = [structure]
     while waiting:
         try:
@@ -169,7 +169,7 @@ def _imports(structure: str) -> bool:
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """(key, value) of every entry of all objects within; items of lists have the key ""."""
+    """Yield (key, value) of every entry of all objects inside; items of lists have the key ""."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -190,7 +190,7 @@ FORMS = (
 
 
 def resolve(model: str, *, train: Optimizer | None = None) -> Captured:
-    """What the MODEL text names, captured. A zoo network and a model of transformers allocate no
+    """Capture what the MODEL text names. A zoo network and a model of transformers allocate no
     weights.
 
     Of a function that returns phases, "package.module:function?phase=NAME" names one of them.
@@ -351,7 +351,8 @@ def _resolve_transformers(model: str, train: Optimizer | None) -> Captured:
 
 
 def _generation(model: str, network: TransformersModel) -> dict[str, Captured]:
-    """prefill reads a prompt and returns its cache; decode reads one token and that cache."""
+    """Return the two phases of generation: prefill reads a prompt and returns its cache, decode
+    reads one token and that cache."""
 
     def make() -> nn.Module:
         return network.make().eval()

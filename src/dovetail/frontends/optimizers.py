@@ -1,8 +1,8 @@
-"""Optimizers as records, and the update of one parameter that each stands for.
+"""Optimizers as records, and the functions that update one parameter.
 
-An update runs `torch.optim`'s own single-tensor function, so that the order of operations, and
-with it the result, is torch's bit for bit: another order drifts by .14 (relative) within three
-Adam steps of a deep convolutional net in float32.
+An update calls the single-tensor function of `torch.optim` itself, so that the order of operations
+and the result are torch's bit for bit. Another order drifts by .14 (relative) within three Adam
+steps of a deep convolutional net in float32.
 """
 
 import math
@@ -22,9 +22,10 @@ from dovetail.runtime.torch_versions import count_not_finite, update_scale
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Optimizer state of one parameter: all elements `fill` before the first step.
+    """One tensor of optimizer state per parameter. All its elements are `fill` before the first
+    step.
 
-    scalar   one float32 number (a step count), else of the parameter's shape and dtype
+    scalar   True: one float32 number (a step count); False: of the parameter's shape and dtype
     """
 
     name: str
@@ -43,7 +44,7 @@ def _check(optimizer: Any) -> None:
 
 @dataclass(frozen=True)
 class SGD:
-    """`torch.optim.SGD`, with momentum if it is not 0."""
+    """The settings of `torch.optim.SGD`; momentum 0 means no momentum."""
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -59,9 +60,9 @@ class SGD:
 
     @property
     def states(self) -> tuple[OptimizerState, ...]:
-        # At the first step torch takes the gradient itself as the buffer. -0.0 is the number that
-        # makes `buffer * momentum + gradient` the gradient, bit for bit: 0.0 would lose the sign
-        # of a gradient of -0.0.
+        # At the first step torch takes the gradient itself as the buffer. With a buffer of -0.0,
+        # `buffer * momentum + gradient` is the gradient bit for bit; 0.0 would turn a gradient of
+        # -0.0 into 0.0.
         return (OptimizerState("momentum_buffer", -0.0),) if self.momentum else ()
 
     @property
@@ -75,7 +76,7 @@ class SGD:
 
 @dataclass(frozen=True)
 class RMSProp:
-    """`torch.optim.RMSprop`."""
+    """The settings of `torch.optim.RMSprop`."""
 
     lr: float = 1e-2
     alpha: float = 0.99
@@ -110,7 +111,7 @@ class RMSProp:
 
 @dataclass(frozen=True)
 class Adam:
-    """`torch.optim.Adam`."""
+    """The settings of `torch.optim.Adam`."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -142,7 +143,8 @@ class Adam:
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """`torch.optim.AdamW`: Adam whose weight decay does not pass through the gradient."""
+    """The settings of `torch.optim.AdamW`: Adam whose weight decay does not pass through the
+    gradient."""
 
     weight_decay: float = 1e-2
 
@@ -162,10 +164,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam": Adam(),
     "adamw": AdamW(),
 }
+"""Name in `--train` -> the optimizer with its default settings."""
 
 
 def parse_optimizer(text: str) -> Optimizer:
-    """The optimizer of "adam" or "adam:lr=1e-3,weight_decay=0.1". Raises `UsageError`."""
+    """Return the optimizer that a text such as "adam" or "adam:lr=1e-3,weight_decay=0.1" names.
+
+    Raises `UsageError`.
+    """
     name, _, options = text.partition(":")
     if name not in OPTIMIZERS:
         raise UsageError(
@@ -183,7 +189,8 @@ def parse_optimizer(text: str) -> Optimizer:
 
 
 def format_optimizer(optimizer: Optimizer) -> str:
-    """The text that `parse_optimizer` reads back: what differs from the defaults."""
+    """Return the text that `parse_optimizer` reads back. It has the settings that differ from the
+    defaults."""
     default = OPTIMIZERS[optimizer.name]
     changed = [
         f"{field.name}={getattr(optimizer, field.name)}"
@@ -204,8 +211,9 @@ def _parse_value(name: str, key: str, value: str, kind: type) -> float | bool:
         raise UsageError("--train", f"{name}'s {key} is a number, not {value!r}") from None
 
 
-# The updates. Each writes over the parameter and its states, in the order of `states`, and
-# returns them. Module-level functions, so that a call travels to another process by name.
+# The updates. Each writes over the parameter and its states and returns them, in the order of
+# `states`. They are functions of this module, so that a call can be pickled with their names and
+# sent to another process.
 
 
 def update_sgd(
@@ -254,25 +262,27 @@ def update_adamw(
 
 # Gradient scaling for mixed precision: `torch.amp.GradScaler` as part of a training step.
 #
-# The loss is multiplied by a scale, so that small gradients survive 16-bit formats; gradients are
-# divided by it again; a step with a gradient that is not finite updates nothing and makes the scale
-# smaller, and after `growth_interval` steps without one it grows. Micikevicius et al., Mixed
-# Precision Training, 2018, https://arxiv.org/abs/1710.03740, section 3.2.
+# The loss is multiplied by a scale, so that small gradients survive 16-bit formats, and gradients
+# are divided by it again. A step with a gradient that is not finite updates nothing and makes the
+# scale smaller. After `growth_interval` steps without such a gradient the scale grows.
+# Micikevicius et al., Mixed Precision Training, 2018, https://arxiv.org/abs/1710.03740,
+# section 3.2.
 #
 #     loss ──► x scale ──► backward ──► unscale (each gradient) ──► any not finite? ──► updates
 #                 ▲                                                        │
 #                 └──────────────── next scale ◄───────────────────────────┘
 #
-# Differences from `torch.amp.GradScaler`: none in numbers; the check is one op for all gradients,
-# on which every update waits, as `scaler.step` does.
+# Differences from `torch.amp.GradScaler`: none in numbers. One op combines the checks of all
+# gradients, and every update waits for it, as `scaler.step` waits for all checks.
 
 
 SCALE, TRACKER = "scaler/scale", "scaler/growth_tracker"
+"""Names of the sources that hold the scale and the number of steps since it last changed."""
 
 
 @dataclass(frozen=True)
 class GradScaler:
-    """`torch.amp.GradScaler`: its settings, with its defaults."""
+    """The settings of `torch.amp.GradScaler`, with its defaults."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -291,8 +301,9 @@ class GradScaler:
 
 
 def unscale(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient divided by the scale, and 1.0 if it has an element that is not finite."""
-    # As torch computes it: in double, then rounded once.
+    """Return the gradient divided by the scale, and a flag: 1.0 if an element is not finite, else
+    0.0."""
+    # The inverse is computed as torch does it: in double, then rounded once.
     unscaled = gradient.clone()
     found = torch.zeros((), dtype=torch.float32, device=gradient.device)
     inverse = scale.double().reciprocal().float()
@@ -301,14 +312,15 @@ def unscale(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def any_found(*found: Tensor) -> Tensor:
-    """1.0 if one of the flags is."""
+    """Return 1.0 if one of the flags is 1.0, else 0.0."""
     return torch.stack(found).amax()
 
 
 def next_scale(
     scale: Tensor, tracker: Tensor, found: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Write over the scale and the number of steps since it last changed; returns both."""
+    """Write the new scale and the new number of steps since it changed over the old ones; return
+    both."""
     growth, backoff = settings["growth_factor"], settings["backoff_factor"]
     update_scale(scale, tracker, found, growth, backoff, settings["growth_interval"])
     return scale, tracker
@@ -322,7 +334,7 @@ def update_unless_found(
     update: Callable[..., tuple[Tensor, ...]],
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """The optimizer's update, or nothing where a gradient was not finite."""
+    """Run the optimizer's update, or leave everything as it is if a gradient was not finite."""
     if bool(found):
         return (parameter, *states)
     return update(parameter, gradient, *states, **options)

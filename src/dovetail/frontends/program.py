@@ -1,4 +1,8 @@
-"""Program: the executable calls behind a graph. Captured: graph, program and source together."""
+"""Records of a captured step.
+
+`Program` holds the executable calls behind a graph, `Signature` says how a step is called, and
+`Captured` holds graph, program and source together.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -28,11 +32,12 @@ class Ref:
 class Call:
     """One op's call: `target(*args, **kwargs)` with every `Ref` replaced by its tensor.
 
-    results   per element of what the call returns (a lone tensor counts as one element), the
-              graph tensor it becomes, or -1 where nobody wants it
-    random    draws random numbers: seed torch from (seed, step, op index) right before it
-    draws_of  the op whose index that is, where it computes that one's result anew; -1: itself
-    in_place  writes over some of its arguments (an update); its results alias them
+    results   per element of the returned value (a single tensor counts as one element) the graph's
+              tensor that it becomes, or -1 if no op or output needs it
+    random    the call draws random numbers: seed torch from (seed, step, op index) right before it
+    draws_of  the op whose index goes into the seed, if the call computes that op's result again;
+              -1: the call's own op
+    in_place  the call writes over some of its arguments (an update); its results alias them
     """
 
     target: Callable[..., Any]
@@ -44,12 +49,13 @@ class Call:
     draws_of: int = -1
 
     def seed_index(self, op: int) -> int:
-        """The op index that goes into the seed, of the call at op index `op`."""
+        """Return the op index that goes into the seed; `op` is the index of the call's own op."""
         return op if self.draws_of < 0 else self.draws_of
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch's operators do not pickle; their names do, so that a Program travels to a worker.
-        # A memory format or layout would be looked for in every module that imports torch.
+        # torch's operators cannot be pickled, so a Program travels to a worker with their names.
+        # Memory formats and layouts are named too, because pickle would search every module that
+        # imports torch for them.
         target = _Operator(str(self.target)) if isinstance(self.target, OpOverload) else self.target
         args, kwargs = pytree.tree_map_only(
             (torch.memory_format, torch.layout),
@@ -62,19 +68,20 @@ class Call:
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator by name, e.g. "aten.mm.default"."""
+    """Stands in a pickled call for an operator, by its name such as "aten.mm.default"."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Constant:
-    """A name in torch, e.g. "preserve_format"."""
+    """Stands in a pickled call for a constant of torch, by its name such as "preserve_format"."""
 
     name: str
 
 
 def _call(target: Any, args: Any, kwargs: Any, *rest: Any) -> Call:
+    """Return the call that `Call.__reduce__` took apart."""
     if isinstance(target, _Operator):
         target = attrgetter(target.name)(torch.ops)
     args, kwargs = pytree.tree_map_only(
@@ -85,13 +92,13 @@ def _call(target: Any, args: Any, kwargs: Any, *rest: Any) -> Call:
 
 @dataclass(frozen=True)
 class SourceValue:
-    """The origin of a source op's value.
+    """Says where a source op's value comes from.
 
     role   "input" | "parameter" | "state" | "buffer" | "constant"
     name   "input.0", "target.0", the name in the model's state_dict, or for optimizer state
            "PARAMETER/exp_avg"
-    fill   initial value of optimizer state (all elements equal); None otherwise
-    value  of a constant; None otherwise
+    fill   initial value of all elements of optimizer state; None for other roles
+    value  the tensor of a constant; None for other roles
     """
 
     role: str
@@ -102,9 +109,11 @@ class SourceValue:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """calls, sources   [ops], one of the two is None at each op; aligned with the graph.
-    loss            the tensor that is the loss, -1 in inference
-    outputs         structure of `Ref`s: what the plain model returns (inference), or the loss
+    """The executable calls behind a graph, aligned with its op indices.
+
+    calls, sources  [ops] the call or the source of each op; the other one of the two is None
+    loss            the tensor that is the loss; -1 in inference
+    outputs         structure of `Ref`s: the plain model's output (inference), or the loss
     aliases         other state_dict names -> the name that holds the value (tied parameters)
     """
 
@@ -124,7 +133,7 @@ class Signature:
     positional         labels of the arguments that are given by position, in order
     target_structure   tuple with a `Slot` for each tensor
     inputs, targets    the example tensors, as given (fake or real), by their slots
-    names, target_names   what they are called: "input_ids", "past_key_values.layers.0.keys"
+    names, target_names   their names, such as "input_ids" or "past_key_values.layers.0.keys"
     """
 
     arguments: dict[str, Any]
@@ -139,7 +148,8 @@ class Signature:
     def of(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
     ) -> "Signature":
-        """The signature of `loss(module(*args, **kwargs), *targets)`."""
+        """Return the signature of `loss(module(*args, **kwargs), *targets)`."""
+        # One target that is no tuple or list is the loss's only argument after the output.
         if isinstance(targets, Tensor) or not isinstance(targets, (tuple, list)):
             targets = () if targets is None else (targets,)
         labels = _labels(module, args)
@@ -152,24 +162,24 @@ class Signature:
 
     @property
     def constants(self) -> tuple[tuple[str, str], ...]:
-        """(name, value as text) of the arguments that are no tensors."""
+        """(name, value as text) of each plain value among the arguments."""
         return tuple((name, repr(value)) for name, value in constants(self.arguments))
 
     def call(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of the module with these values in the place of its tensors."""
+        """Return (args, kwargs) of the module with these values in place of its tensors."""
         kwargs = dict(fill(self.arguments, tensors))
         return tuple(kwargs.pop(label) for label in self.positional), kwargs
 
     def loss_arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments of the loss after the output, with these values in the place of its
+        """Return the loss's arguments after the output, with these values in place of their
         tensors."""
         return tuple(fill(self.target_structure, tensors))
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """The tensors of a step's arguments, inputs then targets.
+        """Return the tensors of a step's arguments, first inputs, then targets.
 
-        `args` are the model's positional arguments, then what the loss takes. Raises `UsageError`
-        for arguments that differ in more than their tensors from those that were captured.
+        `args` are the model's positional arguments, then either none or all of the loss's. Raises
+        `UsageError` for arguments that differ from the captured ones in more than their tensors.
         """
         by_position = [label for label in self.positional if label not in kwargs]
         count, wanted = len(by_position), len(self.target_structure)
@@ -190,7 +200,7 @@ class Signature:
 
 
 def _labels(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[str, ...]:
-    """A label for each positional argument: its parameter's name, or else its number."""
+    """Return a label for each positional argument: its parameter's name, or else its number."""
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
@@ -202,13 +212,13 @@ def _labels(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A network as dovetail sees it.
+    """A captured step: graph, program and source, and the module they were captured from.
 
-    module     the module it came from: real weights, or fake ones
+    module     the module that was captured, with real or fake weights
     signature  how a step is called, with the example tensors
-    make       builds the module anew with real weights, where the module's are fake; or None
-    examples   draws real (inputs, targets), where those are fake; or None
-    notes      what a user should know of how it was captured
+    make       builds the module with real weights, if the module's are fake; or None
+    examples   draws real (inputs, targets), if the example tensors are fake; or None
+    notes      sentences for the user about how the module was captured
     """
 
     graph: Graph
@@ -227,16 +237,16 @@ class Captured:
 
     @property
     def targets(self) -> tuple[Tensor, ...]:
-        """The example targets: every tensor of what the loss takes after the output."""
+        """The example targets: every tensor of the loss's arguments after the output, in order."""
         return self.signature.targets
 
 
-# Arguments of calls: references in them to tensors, and the signature of a call.
+# Arguments of calls: the refs to tensors in them, and the text that is an op's signature.
 
 
 def replace_nodes(tree: Any, of_node: Callable[[fx.Node], Any]) -> Any:
-    """The arguments with every node replaced, in plain tuples, lists and dicts: those pickle, and
-    are fast to walk."""
+    """Return the arguments with every node replaced, in plain tuples, lists and dicts. Unlike fx's
+    own containers these can be pickled and are fast to walk."""
     if isinstance(tree, fx.Node):
         return of_node(tree)
     if isinstance(tree, tuple):
@@ -249,7 +259,7 @@ def replace_nodes(tree: Any, of_node: Callable[[fx.Node], Any]) -> Any:
 
 
 def distinct_refs(tree: Any) -> list[int]:
-    """The distinct tensors that nested arguments refer to, in order."""
+    """Return the distinct tensors that nested arguments refer to, in order."""
     found: dict[int, None] = {}
     _collect(tree, found)
     return list(found)
@@ -266,7 +276,7 @@ def _collect(tree: Any, found: dict[int, None]) -> None:
 
 
 def fill_refs(tree: Any, tensors: Any) -> Any:
-    """The arguments with every `Ref` replaced by `tensors[its tensor]`."""
+    """Return the arguments with every `Ref` replaced by `tensors[ref.tensor]`."""
     if isinstance(tree, Ref):
         return tensors[tree.tensor]
     if isinstance(tree, list):
@@ -279,14 +289,14 @@ def fill_refs(tree: Any, tensors: Any) -> Any:
 
 
 def kind_of(target: Any) -> str:
-    """ "aten.mm" of the overload aten.mm.default."""
+    """Return an op's kind: "aten.mm" for aten.mm.default, "python.NAME" for another function."""
     if isinstance(target, OpOverload):
         return str(target.overloadpacket)
     return f"python.{getattr(target, '__name__', target)}"
 
 
 def signature(kind: str, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
-    """kind(arguments), each tensor as dtype[shape](strides)."""
+    """Return the text kind(arguments), with each tensor as dtype[shape](strides)."""
     parts = [_text(arg) for arg in args]
     parts += [f"{key}={_text(value)}" for key, value in sorted(kwargs.items())]
     return f"{kind}({', '.join(parts)})"
@@ -302,17 +312,19 @@ def _text(value: Any) -> str:
 
 
 def dtype_of(value: Tensor) -> str:
-    """ "float32" of torch.float32."""
+    """Return the tensor's dtype as text: "float32" for torch.float32."""
     return str(value.dtype).removeprefix("torch.")
 
 
-# Copies of shared computations, which several devices then make for themselves.
+# Copies of shared computations, so that each device makes the result for itself.
 
 
 def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
-    """The step with these copies: each copy makes its origin's call on its own tensors, so that the
-    step gives the same bits."""
+    """Return the step with these copies. Each copy makes its origin's call on its own tensors, so
+    the step gives the same bits."""
     program, copied = captured.program, duplicate(captured.graph, copies)
+    # seen[i]: the tensors that a call reads: row 0 where it reads the originals, row i + 1 where it
+    # belongs to, or reads, the i-th copies.
     seen = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
     reader_of = {op: i + 1 for i, extra in enumerate(copies) for op in extra.readers}
     calls: list[Call | None] = []
@@ -327,7 +339,8 @@ def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
                 args=fill_refs(call.args, seen[view]),
                 kwargs=fill_refs(call.kwargs, seen[view]),
                 results=tuple(results[t].tensor if t >= 0 else -1 for t in call.results),
-                # Copies move ops to other indices; random numbers stay those of the old ones.
+                # Copies shift the indices of later ops. Random numbers must stay the same, so a
+                # random call keeps its old index.
                 draws_of=call.seed_index(origin) if call.random else call.draws_of,
             )
         )

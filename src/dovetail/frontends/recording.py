@@ -1,9 +1,11 @@
 """Records the operators that a function calls on fake tensors, as an `fx.Graph`.
 
-What torch's `make_fx` does, at a fraction of its cost: no proxies, no copies of values, no source
-lines, no generated Python. Differences: a recorded value is the call's own result, not a snapshot
-of it, so where a later call changes the layout of a value in place, the value says what became of
-it; shapes are never symbolic; control flow that is itself an operator is refused.
+It does what torch's `make_fx` does at a fraction of the cost: it makes no proxies, no copies of
+values, no source lines and no Python code.
+
+Differences: A recorded value is the call's own result and not a snapshot of it. If a later call
+changes the value's layout in place, the value has the new layout. Shapes are never symbolic.
+Control flow that is itself an operator is refused.
 """
 
 import contextlib
@@ -34,11 +36,12 @@ from dovetail.runtime.torch_versions import (
     without_dispatch,
 )
 
-# Fake tensors: shape, strides and dtype without data.
+# Fake tensors, which have a shape, strides and a dtype but no data.
 
 
 def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """The tensor's fake twin in `mode`, detached; the tensor itself if it is one already."""
+    """Return a detached fake twin of the tensor in `mode`. A tensor that is fake in `mode` already
+    is only detached."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor.detach()
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
@@ -51,7 +54,7 @@ def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def fake_mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode:
-    """The mode of the first fake tensor, or a new one."""
+    """Return the mode of the first fake tensor, or a new mode if none is fake."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
@@ -59,17 +62,18 @@ def fake_mode_of(tensors: Sequence[Tensor]) -> FakeTensorMode:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """True if the tensor has no data."""
+    """Return True if the tensor has no data: a fake tensor, or one on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 aten = torch.ops.aten
 _NO_DEFAULT = object()
 Rules = dict[OpOverload, Callable[..., Any]]
+"""Operator -> the function that is called instead of it."""
 
 
 class TracingError(Exception):
-    """The model cannot be traced; the message says why. Its cause, if any, has the traceback."""
+    """Says in its message why the model cannot be traced. Its cause, if any, has the traceback."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +81,9 @@ class Recording:
     """A graph whose nodes have their value as `meta["val"]`.
 
     constants   target of a get_attr node -> the tensor
-    marks       what `mark()` said right before each call node was recorded
-    draws       random call node -> the state of the random generator that it draws from: a
-                checkpoint that computes something anew goes back to the state it had before
+    marks       call node -> the value of `mark()` right before the call ran
+    draws       random call node -> a digest of the generator's state that it draws from. A
+                checkpoint that computes a draw again restores the state, so both digests are equal
     """
 
     graph: fx.Graph
@@ -95,17 +99,20 @@ def record(
     rules: Rules,
     outside: "Outside | None" = None,
 ) -> Recording:
-    """The operators that `function(*values)` calls below autograd. Runs it, in the fake tensor
-    mode that is on; `rules` says what to call in the place of some operators.
+    """Run `function(*values)` and return a recording of the operators that it calls below autograd.
 
-    `outside` knows which tensors from outside must not become constants.
+    The caller turns the fake tensor mode on. `mark` is called before each operator, and `rules`
+    replace some operators. `outside` refuses the tensors from before the step that must not become
+    constants.
 
-    Raises `TracingError`, or whatever the function raises. About 0.3 ms per operator.
+    Raises `TracingError`, or whatever the function raises. Takes about 0.3 ms per operator.
     """
     recorder = _Recorder(mark, rules, outside or Outside({}))
     for index, value in enumerate(values):
         recorder.bind(recorder.graph.placeholder(f"value_{index}"), value)
-    torch.clear_autocast_cache()  # what it holds was cast outside of the graph
+    # Autocast caches casts of parameters. One from before the step is no op of the graph, and one
+    # from this step is fake and of no use after it. So the cache is cleared before and after.
+    torch.clear_autocast_cache()
     try:
         with recorder, torch.random.fork_rng(devices=[]), _drawing_from_torch():
             results = function(*values)
@@ -117,8 +124,10 @@ def record(
 
 @contextlib.contextmanager
 def _drawing_from_torch() -> Iterator[None]:
-    """Raise `TracingError` if the block draws from other generators than torch's own, or seeds that
-    one: the graph would draw other numbers. They are put back where they were."""
+    """Raise `TracingError` if the block draws from Python's or numpy's generator, or seeds torch's.
+
+    The graph could not repeat such draws. Python's and numpy's generators are put back.
+    """
     python, numpy_ = random.getstate(), np.random.get_state()  # noqa: NPY002  the one in use
     # `torch.manual_seed` would seed the generators of all accelerators too, which nobody restores.
     torch.default_generator.manual_seed(_SEED)
@@ -145,17 +154,18 @@ def _drawing_from_torch() -> Iterator[None]:
 
 
 _SEED = 0x5EED_0F_D0E7A11
-"""The seed of torch's generator while a step is recorded; afterwards it tells whether the model has
-set another one."""
+"""The seed of torch's generator while a step is recorded. If the generator has another seed
+afterwards, the model has set one."""
 
 
 class Outside:
-    """Tensors that were made before the step and must not become constants of its graph.
+    """Knows the tensors that were made before the step and must not become constants of its graph.
 
-    owners   what a tensor is, as in "parameter a.weight" -> the tensor
-    stale    identity of a tensor of the step before -> may it be a constant nevertheless?
-    mode     fake tensors must not become constants, as they hold no numbers; None: they may. The
-             mode tells those that the step made from those of an earlier capture
+    owners   description, such as "parameter a.weight" -> the tensor
+    stale    identity of a tensor of the step before -> True if it may be a constant nevertheless
+    mode     the fake tensor mode of this capture: fake tensors must not become constants, because
+             they hold no numbers. The mode tells tensors of this capture from those of an earlier
+             one. None: fake tensors may become constants
     """
 
     def __init__(
@@ -172,6 +182,7 @@ class Outside:
         """Raise `TracingError` if the tensor is stale or shares memory with an owner."""
         begin, end = memory_of(value)
         for other_begin, other_end, what in self.spans:
+            # The spans are sorted by their begin, so no later one overlaps either.
             if other_begin >= end:
                 break
             if begin < other_end:
@@ -192,19 +203,22 @@ class Outside:
 
 
 def storage_of(value: Any) -> int:
-    """The identity of the tensor's memory; 0 for what is no tensor, or a sparse one."""
+    """Return the identity of the tensor's storage; 0 for a sparse tensor or another value."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return 0
     return int(value.untyped_storage()._cdata)
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """The span of addresses that the tensor's elements lie in; (0, 0) where it has none.
+    """Return (begin, end) of the addresses of the tensor's elements; (0, 0) if it has no address.
 
-    A fake tensor has no address: two of one storage get spans that overlap, others none.
+    A fake tensor has no address. It gets an invented span: spans of two fake tensors can overlap
+    only if both are of one storage.
     """
     try:
         storage = tensor.untyped_storage()
+        # Invented addresses are negative, so they never meet real ones, and 2^64 apart, so that the
+        # spans of different storages never meet.
         begin = -int(storage._cdata) << 64 if is_fake(tensor) else storage.data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse, quantised, ...
         return 0, 0
@@ -218,7 +232,8 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def read_past(what: str) -> str:
-    """The message about a tensor of the model's that is read past its module."""
+    """Return the message for a tensor of the model that the step reads from somewhere other than
+    its module."""
     return (
         f"{what} is read through a tensor that shares its memory but was made before the step (an "
         "attribute, a closure, a custom autograd function or a hook that holds it); read it from "
@@ -227,12 +242,15 @@ def read_past(what: str) -> str:
 
 
 def is_random(target: Any) -> bool:
-    """Does the operator draw random numbers?"""
+    """Return True if the operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types no __init_subclass__
-    supports_higher_order_operators = True  # so that they come here, to be refused
+    """Records each operator that comes below autograd, while the mode is on."""
+
+    # Operators that are control flow come here too, so that they can be refused.
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -247,12 +265,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         self.draws: dict[fx.Node, bytes] = {}
         self.graph = fx.Graph()
         self.calls = itertools.count()
-        # Identity of a fake tensor -> itself, which must live as long, and its value.
+        # Identity of a fake tensor whose integers are known -> (the tensor, its value). The tensor
+        # is held so that its identity is not given to another one.
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
+        # (operator, form of its arguments) -> form of its results: see `remembered`.
         self.forms: dict[tuple[Any, Any], tuple[bool, list[Any]]] = {}
         self.constants: dict[str, Tensor] = {}
         self.marks: dict[fx.Node, Any] = {}
-        # By identity: every tensor in it is kept alive, as a node's value or as a constant.
+        # Keys are identities. They stay unique, because every tensor here is kept alive as a node's
+        # value or as a constant.
         self.node_of: dict[int, fx.Node] = {}
         self.constant_of: dict[int, str] = {}
 
@@ -261,7 +282,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return args[0].device  # half of all calls: autograd asks every tensor
+            # Half of all calls are this one, because autograd asks every tensor for its device. So
+            # it is answered first.
+            return args[0].device
         if not isinstance(func, OpOverload):
             raise TracingError(
                 f"the model has control flow that is part of the graph ({func}); write it with "
@@ -272,13 +295,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if rule is None and traits.is_composite and _would_decompose(func, args, kwargs):
             rule = func.decompose
         if rule is not None:
+            # torch switches this mode off inside this method; the rule's own operators must come
+            # here too.
             with self:
                 return rule(*args, **kwargs)
         known = self.known_arguments(traits, args, kwargs)
         if traits.is_number and known is not None:
             with unset_fake_temporarily():
                 return func(*known[0], **known[1])
-        # What is lifted belongs to the graph's constants: what follows may write to a copy only.
+        # A lifted tensor becomes a constant of the graph. Later ops may write over it, so they get
+        # a copy.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         node_args, node_kwargs = self.argument(_without_defaults(traits, args, kwargs))
         if traits.is_random and kwargs.get("generator") not in (None, torch.default_generator):
@@ -294,9 +320,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         else:
             result = target(*args, **kwargs)
         if traits.is_number:
-            return result  # the number that a constant tensor holds
+            # A number that a constant tensor holds is itself constant and needs no node.
+            return result
         if traits.is_factory and "dtype" not in node_kwargs and isinstance(result, Tensor):
-            # Without one it is torch's default, which may be another one where the graph runs.
+            # Without a dtype the op would use torch's default, which may differ where the graph
+            # runs.
             node_kwargs["dtype"] = result.dtype
         self.note_known(func, traits, args, known, result)
         node = self.call(target, node_args, node_kwargs)
@@ -309,8 +337,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     def known_arguments(
         self, traits: "_Traits", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        """The arguments with real tensors for all fake ones, where those are integers that the
-        model wrote as numbers, or follow from such; else None."""
+        """Return the arguments with real tensors in place of fake ones, or None.
+
+        It returns None unless the integers of every fake tensor are known: the model wrote them as
+        numbers, or they follow from such numbers.
+        """
         if traits.is_random:
             return None
         tensors = tensors_of((args, kwargs))
@@ -322,9 +353,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
     def note_known(
         self, func: OpOverload, traits: "_Traits", args: Any, known: Any, result: Any
     ) -> None:
-        """Compute with known integers (lengths, indices) beside recording what computes them:
-        shapes may depend on them, as those of packed sequences do."""
+        """Compute the op's integers (lengths, indices) for real, where they are known.
+
+        Shapes may depend on them, as those of packed sequences do. The op is recorded all the same.
+        """
         if traits.is_mutable:
+            # The op may have changed what is in this memory, so its integers are no longer known.
             touched = {storage_of(value) for value in tensors_of(args)}
             self.known = {
                 key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
@@ -344,9 +378,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             self.known[id(fake)] = fake, value
 
     def remembered(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns, made from what it returned for arguments of the same form.
+        """Return the result of a pure operator, made from its result for arguments of the same form
+        where there was one.
 
-        Layers repeat: half of the time of a capture went into running the same fake operators.
+        Layers repeat: running the same fake operators again took half of the time of a capture.
         """
         key = _form((args, kwargs))
         form = None if key is None else self.forms.get((target, key))
@@ -355,8 +390,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             return tuple(outputs) if form[0] else outputs[0]
         result = target(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
-        # A result may share memory with an argument although its schema does not say so. It must
-        # not be made anew then, as what is written to one of them would not reach the other.
+        # A result may share memory with an argument although its schema does not say so. Then a
+        # remembered result would be wrong: it has memory of its own, so writes to one of the two
+        # would not reach the other.
         given = {storage_of(value) for value in tensors_of((args, kwargs))} - {0}
         apart = not any(storage_of(value) in given for value in values)
         if key is not None and apart and all(map(_is_plain_fake, values)):
@@ -366,7 +402,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return result
 
     def remembered_view(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns, a view of its first argument, made as `remembered` does."""
+        """Return the result of an operator that makes a view of its first argument, as `remembered`
+        does for pure operators."""
         whole = args[0]
         form = _form((args, kwargs))
         if form is None:
@@ -385,12 +422,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return result
 
     def call(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """A new call node. Named, as to make up a name from the target's would take longer."""
+        """Return a new call node. It is given a name, because torch would take longer to derive one
+        from the target."""
         name = f"call_{next(self.calls)}"
         return self.graph.create_node("call_function", target, args, kwargs, name)
 
     def bind(self, node: fx.Node, value: Any) -> None:
-        """Note that the value is the node's, and its elements' are getitem nodes'."""
+        """Note that the node has this value, and make a getitem node for each of its elements that
+        is a tensor, tuple or list."""
         node.meta["val"] = value
         if isinstance(value, Tensor):
             self.node_of[id(value)] = node
@@ -400,7 +439,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
                     self.bind(self.call(operator.getitem, (node, index), {}), element)
 
     def argument(self, value: Any) -> Any:
-        """The value with nodes for its tensors; unknown tensors become constants."""
+        """Return the argument with nodes in place of its tensors; unknown ones become constants."""
         if isinstance(value, Tensor):
             node = self.node_of.get(id(value))
             return self.constant(value) if node is None else node
@@ -411,7 +450,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         return value
 
     def constant(self, value: Tensor) -> fx.Node:
-        """A new get_attr node; the nodes of one tensor share their name."""
+        """Return a new get_attr node for a tensor from outside; all nodes of one tensor have one
+        target. Raises `TracingError` if `outside` refuses the tensor."""
         if id(value) not in self.constant_of:
             self.outside.check(value)
             kind = "param" if isinstance(value, nn.Parameter) else "tensor"
@@ -424,7 +464,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
 
 
 MOST_KNOWN = 4096
-"""The most elements of an integer tensor whose values are followed."""
+"""Integers of a tensor with at most this many elements are computed while a step is recorded."""
 
 
 def _may_be_known(value: Tensor) -> bool:
@@ -443,7 +483,7 @@ def _replaced(tree: Any, tensors: dict[int, Tensor]) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in nested arguments or results, in order."""
+    """Return the tensors in nested arguments or results, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -454,7 +494,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def _is_plain_fake(value: Any) -> bool:
-    """Is it a fake tensor that its shape, strides and type tell all about?"""
+    """Return True for a fake tensor that its shape, strides, dtype and device describe in full."""
     return (
         type(value) is FakeTensor
         and value.layout is torch.strided
@@ -465,7 +505,8 @@ def _is_plain_fake(value: Any) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """A key of all that a pure operator's result depends on; None where that is not known."""
+    """Return a key of all that the form of a pure operator's result depends on, or None where that
+    is not known."""
     if isinstance(value, Tensor):
         if not _is_plain_fake(value):
             return None
@@ -476,6 +517,7 @@ def _form(value: Any) -> Any:
     if isinstance(value, dict):
         return _form([part for item in sorted(value.items()) for part in item])
     if value is None or isinstance(value, _PLAIN):
+        # The type is part of the key, because 1, 1.0 and True are equal but give other dtypes.
         return type(value), value
     return None
 
@@ -486,7 +528,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 def _new_fake(
     mode: Any, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A new fake tensor."""
+    """Return a new fake tensor of this form in fresh memory."""
     with without_dispatch():
         empty = aten.empty_strided.default(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(mode, empty, device)
@@ -495,12 +537,12 @@ def _new_fake(
 class _Traits(NamedTuple):
     """Properties of an operator, read from its schema once.
 
-    is_composite   it is written in terms of others, for autograd to go through
-    is_number      it returns what is inside a tensor
+    is_composite   it is written in terms of others, which autograd goes through
+    is_number      it returns a number that depends on a tensor's elements
     is_random      it draws random numbers
     is_mutable     it writes over some of its arguments
     is_factory     it takes a dtype and no tensor
-    is_pure        it reads tensors, and returns new ones of which the shape follows from theirs
+    is_pure        it reads tensors, and returns new ones whose shapes follow from the arguments
     is_view        it returns a view of its first argument
     defaults       position and name of an argument -> its default, where it has one
     """
@@ -533,7 +575,7 @@ def _traits(func: OpOverload) -> _Traits:
     )
     aliased = [index for index, item in enumerate(schema.arguments) if item.alias_info is not None]
     view = tensors and len(schema.returns) == 1 and aliased == [0] and not schema.is_mutable
-    if func is aten._unsafe_view.default:  # its schema does not say that it is one
+    if func is aten._unsafe_view.default:  # its schema does not say that it returns a view
         pure, view = False, True
     return _Traits(
         composite, number, is_random(func), schema.is_mutable, factory, pure, view, defaults
@@ -541,7 +583,10 @@ def _traits(func: OpOverload) -> _Traits:
 
 
 def _drawn_from() -> bytes:
-    """The state of torch's generator, which then moves on: fake tensors would leave it there."""
+    """Return a digest of the state of torch's generator, and move the generator on.
+
+    A random op on fake tensors does not move it, so two different draws would have one digest.
+    """
     state = torch.default_generator.get_state()
     with unset_fake_temporarily():
         digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
@@ -550,7 +595,8 @@ def _drawn_from() -> bytes:
 
 
 def _would_decompose(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    """True unless the tensors' device has a kernel of its own, as autograd decides it."""
+    """Return True if autograd would run the operator by its parts, because the tensors' device has
+    no kernel of its own for it."""
     if func in (aten.size.default, aten.stride.default, aten.storage_offset.default):
         return False
     return autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
@@ -559,8 +605,11 @@ def _would_decompose(func: OpOverload, args: Any, kwargs: Any) -> bool:
 def _without_defaults(
     traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments less those that are so anyhow. torch drops them before it comes here, but not
-    what stands before a tensor that autograd does not have, which arrives as None."""
+    """Return the arguments without those at the end that have their default value.
+
+    torch itself drops them before a call comes here, but keeps those that stand before an optional
+    tensor, which arrives as None.
+    """
     count = len(args)
     while count and _is_default(traits, count - 1, args[count - 1]):
         count -= 1

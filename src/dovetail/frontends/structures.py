@@ -1,9 +1,10 @@
-"""Nested arguments and results: the tensors inside them, and the same structure with others.
+"""Takes tensors out of nested arguments and results, and puts others in their place.
 
-A structure is anything that holds tensors: lists, tuples, named tuples, dicts, dataclasses, what is
-registered with `torch.utils._pytree` (such as the outputs of transformers), packed sequences,
-and plain objects with tensors among their attributes (such as a key-value cache). Everything else
-is a constant of the structure. A *template* is a structure with placeholders for its tensors.
+A *structure* is anything that holds tensors: lists, tuples, named tuples, dicts, dataclasses,
+classes that are registered with `torch.utils._pytree` (such as the outputs of transformers), packed
+sequences, and plain objects with tensors among their attributes (such as a key-value cache). All
+other values are constants of the structure. A *template* is a structure with a `TensorSlot` in the
+place of each tensor.
 """
 
 import copy
@@ -19,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dovetail.runtime.torch_versions import pytree
 
 Path = tuple[str, ...]
+"""The keys that lead from a structure to a value inside it."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,16 @@ class TensorSlot:
 
 
 def substitute(tree: Any, leaf: type | tuple[type, ...], replace: Callable[..., Any]) -> Any:
-    """The structure with `replace(value)` in the place of each value of type `leaf`.
+    """Return the structure with `replace(value)` in the place of each value of type `leaf`.
 
-    What holds no such value is returned as it is, not copied; the rest is built anew, so that the
-    structure that was given does not change. Objects that contain themselves are kept once.
+    The given structure does not change: parts that hold such a value are built anew, and all other
+    parts are returned as they are. An object inside itself is not replaced there.
     """
     return _Substitution(leaf, lambda value, _path: replace(value)).of(tree, ())
 
 
 def flatten(tree: Any, path: Path = ()) -> tuple[list[Tensor], list[str], Any]:
-    """The structure's tensors, their names ("past.layers.0.keys"), and the template.
+    """Return the structure's tensors, their names ("past.layers.0.keys"), and the template.
 
     A tensor object that stands in several places is listed once for each.
     """
@@ -55,12 +57,12 @@ def flatten(tree: Any, path: Path = ()) -> tuple[list[Tensor], list[str], Any]:
 
 
 def fill(template: Any, values: Sequence[Any]) -> Any:
-    """The structure that the template stands for, with these values in its slots."""
+    """Return the template's structure with these values in its slots."""
     return substitute(template, TensorSlot, lambda slot: values[slot.index])
 
 
 def leaves(tree: Any, leaf: type) -> list[Any]:
-    """The values of type `leaf` in the structure, in order."""
+    """Return the values of type `leaf` in the structure, in order."""
     values: list[Any] = []
 
     def take(value: Any, _path: Path) -> Any:
@@ -72,14 +74,14 @@ def leaves(tree: Any, leaf: type) -> list[Any]:
 
 
 class Mismatch(Exception):
-    """Two structures differ; the message names the place and both values."""
+    """Says that two structures differ; the message names the place and both values."""
 
 
 def matched(template: Any, tree: Any, name: str = "") -> list[Tensor]:
-    """The tensors of `tree` in the order of the template's slots.
+    """Return the tensors of `tree` in the order of the template's slots.
 
-    Raises `Mismatch` where the two differ in more than tensors: what a plan was made for is held
-    constant, and another value would silently be ignored.
+    Raises `Mismatch` if the two differ in more than tensors. The graph holds the template's
+    constants, so another value would silently be ignored.
     """
     tensors, names, given = flatten(tree, tuple(filter(None, (name,))))
     of_slot: dict[int, Tensor] = {}
@@ -89,8 +91,8 @@ def matched(template: Any, tree: Any, name: str = "") -> list[Tensor]:
 
 
 def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
-    """(name, value) of what the template holds constant, in order; only plain values count:
-    None, booleans, numbers and text."""
+    """Return (name, value) of the template's plain constants, in order: None, booleans, numbers
+    and text."""
     if isinstance(template, (bool, int, float, str, type(None))):
         return [(".".join(path), template)]
     opaque = isinstance(template, TensorSlot) or is_plain_object(template)
@@ -101,6 +103,10 @@ def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
 
 
 def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], tensors: Any) -> None:
+    """Note in `of_slot` the tensor of each slot of the template. Raises `Mismatch`.
+
+    template, given   two templates; a slot of `given` is an index into `tensors`
+    """
     if isinstance(template, TensorSlot) or isinstance(given, TensorSlot):
         if not isinstance(template, TensorSlot) or not isinstance(given, TensorSlot):
             wanted, got = _said(template), _said(given)
@@ -111,7 +117,9 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
     if template is given:
         return
     if is_plain_object(template) and not leaves(template, TensorSlot):
-        inside = None  # somebody's object without tensors: it may refer to itself
+        # A user's object without tensors is compared as a whole: it may refer to itself, so a walk
+        # through it might not end.
+        inside = None
     if inside is None or type(template) is not type(given):
         if not _same(template, given):
             if isinstance(template, Tensor) and isinstance(given, Tensor):
@@ -133,6 +141,7 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
 
 
 def _same(value: Any, other: Any) -> bool:
+    """Return True if two constants are known to be equal."""
     if value is other:
         return True
     if isinstance(value, Tensor) and isinstance(other, Tensor):
@@ -141,11 +150,12 @@ def _same(value: Any, other: Any) -> bool:
         return False
     try:
         return bool(value == other)
-    except Exception:  # what compares to something that is no truth value
+    except Exception:  # an object whose comparison fails or gives no truth value
         return False
 
 
 def _said(value: Any) -> str:
+    """Return how an error message calls the value."""
     if isinstance(value, TensorSlot):
         return "a tensor"
     if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
@@ -154,7 +164,9 @@ def _said(value: Any) -> str:
 
 
 def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    """(key, value) of what is directly inside; None for what is no structure."""
+    """Return (key, value) of the values directly inside a structure; None for other values."""
+    # The order of these cases matters: named tuples are tuples, and outputs of transformers are
+    # mappings that are registered with pytree as well.
     if isinstance(tree, Mapping):
         return [(str(key), value) for key, value in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -175,7 +187,7 @@ _OPAQUE = (nn.Module, torch.Generator, torch.dtype, torch.device, torch.Size, ty
 
 
 def is_plain_object(tree: Any) -> bool:
-    """Is it an object of somebody's class, whose attributes may hold tensors?"""
+    """Return True for an object of a user's class, whose attributes may hold tensors."""
     return (
         not isinstance(tree, (*_OPAQUE, TensorSlot, Tensor))
         and not callable(tree)
@@ -186,8 +198,11 @@ def is_plain_object(tree: Any) -> bool:
 
 
 class _Substitution:
-    """One walk through a structure; `inside` holds the objects around the current one, so that one
-    which contains itself ends the walk."""
+    """One walk through a structure.
+
+    `inside` holds the identities of the objects around the current one, so that the walk does not
+    follow an object that contains itself.
+    """
 
     def __init__(self, leaf: type | tuple[type, ...], replace: Callable[[Any, Path], Any]) -> None:
         self.leaf = leaf
@@ -204,24 +219,26 @@ class _Substitution:
             return tree
         self.inside.add(id(tree))
         if isinstance(tree, PackedSequence):
-            # Shapes depend on all the rest, which is a constant.
+            # Only the data are variable. Shapes depend on batch sizes and orders, so these are
+            # constants.
             values = [self.of(tree.data, path), *tree[1:]]
         else:
             values = [self.of(value, (*path, key)) for key, value in inside]
         self.inside.discard(id(tree))
+        # A part in which nothing was replaced is returned itself and not copied.
         if all(new is old for new, (_, old) in zip(values, inside, strict=True)):
             return tree
         return _rebuilt(tree, [key for key, _ in inside], values)
 
 
 def _rebuilt(tree: Any, keys: list[str], values: list[Any]) -> Any:
-    """A structure like `tree` with these values inside."""
+    """Return a structure like `tree` with these values inside."""
     kind = type(tree)
     if kind in pytree.SUPPORTED_NODES and not isinstance(tree, (dict, list, tuple)):
         node = pytree.SUPPORTED_NODES[kind]
         return node.unflatten_fn(values, node.flatten_fn(tree)[1])
     if isinstance(tree, Mapping):
-        # Subclasses of dict keep more than their items: copy them, then put the new items in.
+        # Subclasses of dict may hold more than their items, so they are copied and get new items.
         built: Any = dict(tree) if kind is dict else copy.copy(tree)
         for key, value in zip(tree, values, strict=True):
             built[key] = value
@@ -232,6 +249,6 @@ def _rebuilt(tree: Any, keys: list[str], values: list[Any]) -> Any:
         return values if kind is list else kind(values)
     built = copy.copy(tree)
     for key, value in zip(keys, values, strict=True):
-        # Frozen dataclasses forbid plain assignment.
+        # A frozen dataclass forbids plain assignment.
         object.__setattr__(built, key, value)
     return built

@@ -1,4 +1,7 @@
-"""Captured -> Captured: data-parallel towers that run, from one replica's training step."""
+"""Makes a step of data-parallel towers from one replica's training step, with calls to run it.
+
+`graph.replicate` makes the graph; this file makes the program and the signature that go with it.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,18 +24,19 @@ from dovetail.frontends.structures import TensorSlot
 from dovetail.graph import Graph, Replicated, replicate
 
 Examples = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""(inputs, targets) of a step."""
 
 
 def towers(captured: Captured, replicas: int, *, synchronous: bool = True) -> Captured:
-    """The step of `replicas` towers, each of which is `captured`: its batch is a tower's.
+    """Return the step of `replicas` towers. Each tower is `captured` and takes its batch size.
 
-    A step takes the inputs of all towers, tower after tower, then all targets likewise: with two
-    inputs a tower and one target, (x0, y0, x1, y1, ..., t0, t1, ...). It returns the mean of the
-    towers' losses. Parameters, buffers and state keep their names. Examples that are drawn are
-    drawn for each tower; those given as real tensors are every tower's.
+    The step takes the inputs of all towers, tower after tower, then all targets in the same order:
+    with two inputs and one target per tower, (x0, y0, x1, y1, ..., t0, t1, ...). It returns the
+    mean of the towers' losses. Parameters, buffers and state keep their names. Drawn examples are
+    drawn for each tower; every tower has the same examples if they were given as real tensors.
 
-    What the graph is, what becomes of the statistics of batch norm, and what is raised: see
-    `graph.replicate`.
+    `graph.replicate` describes the graph and the statistics of batch norm, and raises the errors.
+    Raises `UsageError` for a step with a gradient scaler.
     """
     names = [source.name for source in captured.program.sources if source is not None]
     if SCALE in names:
@@ -49,7 +53,7 @@ def towers(captured: Captured, replicas: int, *, synchronous: bool = True) -> Ca
 
 
 def average(*values: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The sum of the values, in their order, divided by their number; of the given strides."""
+    """Return the mean of two values or more, with the given strides. They are summed in order."""
     first, second, *rest = values
     total = first.new_empty(0).new_empty_strided(first.shape, strides)
     torch.add(first, second, out=total)
@@ -59,6 +63,7 @@ def average(*values: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _program(captured: Captured, replicated: Replicated) -> Program:
+    """Return the calls and sources of the replicated graph's ops."""
     program, graph, origins = captured.program, replicated.graph, replicated.origins.tolist()
     calls: list[Call | None] = []
     sources: list[SourceValue | None] = []
@@ -67,24 +72,27 @@ def _program(captured: Captured, replicated: Replicated) -> Program:
     for op, (origin, tower) in enumerate(zip(origins, towers, strict=True)):
         call = _average(graph, op) if origin < 0 else _copy(captured, graph, op, origin)
         if call is not None and call.draws_of >= 0:
+            # It repeats a draw of its own tower.
             call = replace(call, draws_of=copy_of[call.draws_of, tower])
         calls.append(call)
         source = None if origin < 0 else program.sources[origin]
         if source is not None and source.role == "input":
             source = replace(source, name=_input_name(captured, source.name, tower))
         sources.append(source)
-    loss = int(graph.outputs[0])  # the one thing that a training step returns
+    # A training step returns its loss and nothing else.
+    loss = int(graph.outputs[0])
     outputs = Ref(loss)
     return replace(program, calls=tuple(calls), sources=tuple(sources), loss=loss, outputs=outputs)
 
 
 def _copy(captured: Captured, graph: Graph, op: int, origin: int) -> Call | None:
-    """The origin's call, on the tensors of its copy."""
+    """Return the origin's call on the tensors of its copy, op `op`; None for a source."""
     call, single = captured.program.calls[origin], captured.graph
     if call is None:
         return None
     reads = zip(single.inputs_of(origin).tolist(), graph.inputs_of(op).tolist(), strict=True)
     refs = {old: Ref(new) for old, new in reads}
+    # An op's outputs stand together in both graphs, so one shift serves all of them.
     moved = graph.outputs_of(op).start - single.outputs_of(origin).start
     return replace(
         call,
@@ -95,13 +103,15 @@ def _copy(captured: Captured, graph: Graph, op: int, origin: int) -> Call | None
 
 
 def _average(graph: Graph, op: int) -> Call:
+    """Return the call of an op that averages one tensor of each tower."""
     (result,) = graph.outputs_of(op)
     values = tuple(Ref(tensor) for tensor in graph.inputs_of(op).tolist())
     return Call(average, values, {"strides": graph.strides[result]}, (result,))
 
 
 def _signature(signature: Signature, replicas: int) -> Signature:
-    """Positional tensors alone: the inputs of each tower, then the targets of each."""
+    """Return a signature that takes only tensors, by position: the inputs of each tower, then the
+    targets of each tower."""
     inputs, targets = signature.inputs * replicas, signature.targets * replicas
     return Signature(
         {str(index): TensorSlot(index) for index in range(len(inputs))},
@@ -115,13 +125,15 @@ def _signature(signature: Signature, replicas: int) -> Signature:
 
 
 def _input_name(captured: Captured, name: str, tower: int) -> str:
-    """ "target.5" of tower 2's "target.1" where each has two."""
+    """Return the name of a tower's input in the step of all towers: "target.5" for "target.1" of
+    tower 2, if each tower has two targets."""
     kind, _, index = name.partition(".")
     count = len(captured.inputs) if kind == "input" else len(captured.targets)
     return f"{kind}.{tower * count + int(index)}"
 
 
 def _drawn(draw: Callable[[], Examples] | None, replicas: int) -> Callable[[], Examples] | None:
+    """Return a function that draws examples for each tower; None if there is no `draw`."""
     if draw is None:
         return None
 

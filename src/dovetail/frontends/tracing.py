@@ -1,17 +1,19 @@
 """One functional graph of forward, loss and backward, traced from fake tensors.
 
-The model and its loss's `backward` run once, and every operator that they call is recorded
-(`recording`); forward hooks and autograd's sequence numbers tell where each comes from. Then the
-graph is made pure (`purified`). No weight is ever allocated.
+The model and its loss's `backward` run once, and `recording.record` records every operator that
+they call. Forward hooks tell which module a forward op belongs to. Autograd's sequence numbers tell
+which forward op's gradient a backward op computes. Then `purified` removes the ops that write in
+place. No weight is ever allocated.
 
-No tensor that shares memory with a parameter, a buffer or an example may become a constant of the
-graph: it would be stale from the second step on. Four things see to it:
+A tensor that shares memory with a parameter, a buffer or an example must not become a constant of
+the graph, because its numbers would be stale from the second step on. Four measures prevent it:
 
-* the modules hold the fake twins of their parameters and buffers until the backward pass has ended,
-  so that what it computes anew (gradient checkpointing) reads them too;
-* `_Twins` puts a twin in the place of a parameter that is read past its module;
-* the recorder refuses every other tensor that shares memory with one of them, by its name;
-* where a step changes attributes of a module, a second step is traced and must be the same graph.
+* The modules hold the fake twins of their parameters and buffers until the backward pass has ended.
+  So ops that the backward pass computes again (gradient checkpointing) read the twins too.
+* `_Twins` replaces a parameter by its twin where the model reads it from somewhere other than its
+  module.
+* The recorder refuses, by name, every other tensor that shares memory with one of them.
+* Where a step changes attributes of a module, a second step is traced and must give the same graph.
 """
 
 import contextlib
@@ -58,11 +60,12 @@ from dovetail.runtime.torch_versions import (
     without_fused_kernels,
 )
 
-# Making a recorded graph pure: no op writes in place, and none merely protects or renames a value.
+# Making a recorded graph pure.
 #
-# A graph with ops that write in place is run and recorded anew through `functionalize`, which turns
-# them into pure ones. Then the ops that move no data are removed: detach, alias, and clones that
-# protected something from an in-place op.
+# In a pure graph no op writes in place, and no op merely protects or renames a value. If the
+# recorded graph has ops that write in place, it is run and recorded again through `functionalize`,
+# which replaces them by pure ops. Then the ops that move no data are removed: detach, alias, and
+# clones that protected a value from an op that wrote in place.
 
 
 aten = torch.ops.aten
@@ -70,11 +73,13 @@ _NO_OPS = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default
 
 
 def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Recording:
-    """The recording without ops that write in place, that move no data or that nobody needs; each
-    call node is marked with its node in `first`, or with None. May change `first`'s graph. `names`
-    are those of the values that the recorded function was given.
+    """Return the recording without ops that write in place, move no data or are not needed.
 
-    Raises `TracingError` where an op writes over what was given to the recorded function.
+    Each call node of the result is marked with the node of `first` that it stands for, or with
+    None. `names` are the names of the values that the recorded function was given. The function
+    may change `first`'s graph.
+
+    Raises `TracingError` where an op writes over a value that was given to the recorded function.
     """
     if any(_writes(node) for node in first.marks):
         _check_constants(first.graph)
@@ -90,8 +95,8 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
 
 
 def _check_constants(graph: fx.Graph) -> None:
-    """Raise `TracingError` where an op writes over a constant, or a view of one: over a tensor that
-    the model keeps, but that is neither parameter nor buffer."""
+    """Raise `TracingError` if an op writes over a constant or a view of one. A constant is a tensor
+    that the model keeps but that is neither a parameter nor a buffer."""
     constant: set[fx.Node] = set()  # get_attr nodes, and what shares their memory
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -113,7 +118,8 @@ def _check_constants(graph: fx.Graph) -> None:
 
 
 def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:
-    """A recording of the graph's own run, in which pure ops stand for those that write."""
+    """Run the graph through `functionalize` and record that run, in which pure ops replace those
+    that write. Each mark is the node of `first` that was running."""
     running: list[fx.Node | None] = []
 
     def rerun(*values: Tensor) -> list[Any]:
@@ -128,27 +134,31 @@ def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:
                 running[:] = [node]
                 env[node] = node.target(*args, **kwargs)
             else:
-                running[:] = [None]  # what still comes, writing results back, is of no node
+                # The ops that still follow write results back and belong to no node.
+                running[:] = [None]
                 return list(args[0])
         raise AssertionError("a graph ends with its output")
 
     values = [n.meta["val"] for n in first.graph.nodes if n.op == "placeholder"]
-    # The casts of autocast are ops of the first recording already.
+    # The first recording already holds autocast's casts as ops, so they must not be added again.
     with mode, torch.no_grad(), without_autocast():
         return record(functionalize(rerun, remove="mutations"), values, lambda: running[0], {})
 
 
 def _remove_no_ops(graph: fx.Graph) -> None:
+    """Remove the ops that move no data, and let their readers read what they read."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         same = node.target in _NO_OPS
         if node.target is aten.clone.default:
-            # Nothing is written in place any more, so a copy in the same layout protects nothing.
+            # No op writes in place any more, so a copy in the same layout protects nothing. A copy
+            # in another layout stays, because it moves data.
             same = node.meta["val"].stride() == node.args[0].meta["val"].stride()
         if same:
             base = node.args[0]
-            # What was a view of the copy is now a view of the base: let its storage say so.
+            # Views of the copy become views of the base. `building` tells storages apart by these
+            # values, so the base keeps those of the copy.
             aliases = [node.meta["val"], *node.meta.get("same_storage", ())]
             base.meta.setdefault("same_storage", []).extend(aliases)
             node.replace_all_uses_with(base)
@@ -156,12 +166,16 @@ def _remove_no_ops(graph: fx.Graph) -> None:
 
 
 def _remove_dead(graph: fx.Graph) -> None:
+    """Remove the calls and constants that no node reads."""
+    # From the end to the start, so that one pass also removes what only removed nodes read.
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op in ("call_function", "get_attr"):
             graph.erase_node(node)
 
 
 def _check_pure(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Raise `TracingError` if an op still writes in place, or returns lists inside a tuple."""
+    # The placeholders are the graph's first nodes, in the order of `names`.
     given = {node: name for node, name in zip(graph.nodes, names, strict=False)}
     for node in graph.nodes:
         if _writes(node):
@@ -180,27 +194,29 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-# A module's attributes before a step, so that changes are noticed and put back afterwards.
+# Saving a module's attributes before a step, to notice changes and to undo them afterwards.
 #
-# A model may keep what it computes in attributes. A traced step would leave fake tensors there,
-# and would itself run on what an earlier step had kept.
+# A model may keep what it computes in its attributes. Without this a traced step would leave fake
+# tensors there, and a step would run on the values that an earlier step had left.
 
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _CONTAINERS = (dict, list, set, deque)
-# What nn.Module keeps of itself, but for its mode.
 _OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes that `nn.Module` itself sets, except its mode."""
 _TREE = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
-"""Of these the dicts and sets: its submodules, parameters, buffers and hooks."""
-# Where recurrent layers of torch list their parameters, anew in each step where they are others.
+"""The dicts and sets among those attributes. They hold submodules, parameters, buffers and
+hooks."""
 _OF_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
+"""In these attributes torch's recurrent layers list their parameters. A layer makes the lists again
+when its parameters are replaced, as they are by their twins, so a change there means nothing."""
 _DEPTH = 3
-"""Attributes are looked into this many objects or containers deep."""
+"""The search for containers and plain objects goes this many levels into an attribute."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """A container as it was: the very object, and a copy of what was in it."""
+    """The object that held attributes or elements, and a copy of its content before the step."""
 
     name: str
     container: Any
@@ -208,8 +224,10 @@ class _Saved:
 
 
 class Attributes:
-    """The attributes of a module and its submodules, what is in their containers, and the tree that
-    they are: submodules, names of parameters and buffers, hooks, modes."""
+    """Saves the attributes of a module and its submodules, and the content of their containers.
+
+    It also saves the tree of modules itself: submodules, parameters, buffers, hooks and modes.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.saved: list[_Saved] = []
@@ -245,12 +263,13 @@ class Attributes:
                 self._save(f"{name}.{key}", element, depth - 1)
 
     def changed(self) -> list[str]:
-        """Names of the attributes that are not what they were: other objects, or other numbers."""
+        """Return the names of the attributes that hold another object or other numbers than before
+        the step."""
         names = [name for saved in self.saved for name in _changed(saved)]
         return [name for name in names if not name.endswith(_OF_PARAMETERS)]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put back every attribute and container content that has changed."""
         for saved in self.saved:
             if not _changed(saved):
                 continue
@@ -273,6 +292,7 @@ class Attributes:
 
 
 def _changed(saved: _Saved) -> list[str]:
+    """Return the names of the entries that differ from the saved content."""
     container, before = saved.container, saved.content
     if isinstance(container, np.ndarray):
         equal = container.shape == before.shape and container.tobytes() == before.tobytes()
@@ -292,28 +312,32 @@ def _changed(saved: _Saved) -> list[str]:
 
 
 def _same(value: Any, other: Any) -> bool:
+    """Return True for one and the same object, and for equal numbers or texts of one type."""
     if value is other:
         return True
+    # Two tensors never count as the same: a fake one has no numbers to compare.
     if isinstance(value, Tensor) or isinstance(other, Tensor) or type(value) is not type(other):
         return False
     return isinstance(value, (int, float, str, bytes)) and bool(value == other)
 
 
 NO_SEQUENCE = -2
+"""The sequence number of a backward op that runs between autograd's functions. No forward op has
+it: `_Position.mark` gives forward ops -1 or more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to trace. All tensors but the originals are fake, of `mode`.
+    """The step to trace. All tensors except the originals and owners are fake, of `mode`.
 
     originals   the module's own parameters and buffers, by name
-    signature   how `inputs` and `targets` are the arguments of the module and of its loss
-    loss        None: the output, or what the model returns as its loss, is it
+    signature   where `inputs` and `targets` stand among the arguments of the module and its loss
+    loss        the loss function; None: the output, or the loss that the model itself returns
     trainable   names of the parameters to differentiate for; () in inference
-    owners      what a tensor is, as in "parameter a.weight" -> that tensor of the module's or of
-                the examples, as given
-    scale       what the loss is multiplied by before the backward pass; None: nothing
-    holds_fakes   the module or the examples were fake before, and so may be constants
+    owners      description, such as "parameter a.weight" -> that tensor of the module or of the
+                examples, as the caller gave it
+    scale       the factor of the loss before the backward pass; None: no factor
+    holds_fakes   True if the caller's module or examples were fake, so that constants may be fake
     """
 
     module: nn.Module
@@ -333,7 +357,8 @@ class Request:
 
 
 class Origin(NamedTuple):
-    """The origin of a node; `forward` is the node whose gradient it computes, or None."""
+    """The phase and module that a node comes from, and the forward node whose gradient it computes,
+    or None."""
 
     phase: Phase
     module: str
@@ -342,17 +367,17 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A functional graph.
+    """A functional graph of one step, and the meaning of its nodes.
 
     sources     node -> (role, name), for the request's tensors, in their order
     constants   get_attr node -> its value
-    origins     of every call node
+    origins     call node -> its origin
     results     structure of nodes: the loss (training) or the model's output
     follow_from_constants   values computed from constants alone; the model may cache them beyond
                             this capture
-    draws       random call node -> the call node whose numbers it draws (again): itself, but where
-                a checkpoint computes something anew
-    written_inputs   numbers of the inputs that the model writes over
+    draws       random call node -> the call node whose random numbers it draws. That is the node
+                itself, except where a checkpoint computes an earlier draw again
+    written_inputs   indices of the inputs that the model writes over
     gradients   parameter -> node; parameters that the loss does not reach are absent
     written     buffer or frozen parameter -> node of its new value
     """
@@ -370,13 +395,17 @@ class Trace:
 
 
 TRACED_TWICE = 2000
-"""A step of at most this many calls is traced a second time even if no attribute changed, since
-state may be in a closure, an iterator or a global variable as well. That takes up to about a
-second."""
+"""A step of at most this many calls is traced a second time even if it changed no attribute,
+because a model may also keep state in a closure, an iterator or a global variable. The second trace
+takes up to about a second."""
 
 
 def trace(request: Request) -> Trace:
-    """Trace the request. Raises `TracingError`, or whatever the model or torch raises."""
+    """Return the trace of the requested step.
+
+    Raises `TracingError`, or whatever the model or torch raises. The module's attributes are put
+    back in either case.
+    """
     layout: list[Any] = []
     flat = [
         *request.parameters.values(), *request.buffers.values(), *request.inputs, *request.targets
@@ -401,6 +430,7 @@ def trace(request: Request) -> Trace:
                 _check_repeats(first, one_step, changed, _lasting(request, first))
     finally:
         attributes.restore()
+    # The first recording is read here, before `purified`, which may change its graph.
     written_inputs = _written_inputs(request, first)
     constant = _follow_from_constants(first)
     values = [node.meta["val"] for node in constant]
@@ -414,18 +444,19 @@ def trace(request: Request) -> Trace:
     left = set(traced.graph.nodes)
     for node in recorded:
         if node not in left:
-            node.meta.clear()  # so that values which nobody needs are gone
+            # Nodes that were removed must not keep their values alive.
+            node.meta.clear()
     return traced
 
 
 def forget(traced: Trace) -> None:
-    """Let go of the trace's values, so that those which nobody else keeps are gone at once."""
+    """Drop the trace's references to fake values, so that those without other owners are freed."""
     for node in traced.graph.nodes:
         node.meta.clear()
 
 
 def _check_held(request: Request) -> None:
-    """Raise `TracingError` if the step has made or removed a parameter or buffer."""
+    """Raise `TracingError` if the step created or removed a parameter or buffer."""
     held = {*request.module.parameters(), *request.module.buffers()}
     originals = set(request.originals.values())
     now = [*request.module.named_parameters(), *request.module.named_buffers()]
@@ -446,14 +477,14 @@ def _check_repeats(
     changed: list[str],
     lasting: set[fx.Node],
 ) -> None:
-    """Raise `TracingError` unless the step that follows `first` computes the same.
+    """Trace another step after `first`, and raise `TracingError` unless it computes the same.
 
-    A model may keep what it computes among its attributes, as long as the next step does not read
-    it (weight normalisation does so), or as it follows from constants alone (tables of rotary
-    embeddings, made when they are first needed), or from what no step changes.
+    A model may keep a computed value in an attribute in three cases: the next step does not read it
+    (weight normalisation), it follows from constants alone (tables of rotary embeddings that are
+    made when they are first needed), or it follows from values that no step changes.
 
     changed   names of attributes that `first` changed
-    lasting   given values that are the same in every step
+    lasting   placeholders whose values are the same in every step
     """
     follows_from_constants = _follow_from_constants(first, lasting)
     node_of = {
@@ -464,6 +495,7 @@ def _check_repeats(
     again = one_step({key: node in follows_from_constants for key, node in node_of.items()})
     numbers = _Numbers({})
     of_first = numbers.of_results(first)
+    # A value that the first step left behind and the second reads has the number it had there.
     numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
     if numbers.of_results(again) != of_first:
         what = (
@@ -476,8 +508,8 @@ def _check_repeats(
 
 
 def _lasting(request: Request, first: Recording) -> set[fx.Node]:
-    """The given values that no step changes: parameters in inference, and buffers that are neither
-    written over nor assigned."""
+    """Return the placeholders whose values no step changes: buffers that are neither written over
+    nor assigned, and in inference also parameters."""
     written, given = _written_storages(first), _placeholders(first)
     (output,) = (node for node in first.graph.nodes if node.op == "output")
     returned, count = set(output.all_input_nodes), len(request.parameters)
@@ -495,12 +527,13 @@ def _placeholders(recording: Recording) -> list[fx.Node]:
 
 
 def _copies(placeholder: fx.Node) -> list[fx.Node]:
-    """Nodes that a step begins with in place of the value that it is given."""
+    """Return the clones of a placeholder. The step works on such a clone instead of the value that
+    it is given."""
     return [user for user in placeholder.users if user.target is aten.clone.default]
 
 
 def _written_storages(recording: Recording) -> set[int]:
-    """Identities of the memories that its ops write over."""
+    """Return the identities of the storages that the recorded ops write over."""
     written: set[int] = set()
     for node in recording.marks:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
@@ -513,8 +546,11 @@ def _written_storages(recording: Recording) -> set[int]:
 
 
 def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
-    """Numbers of the inputs that the model writes over. Raises `TracingError` for one that shares
-    memory with another input, as their copies do not."""
+    """Return the indices of the inputs that the model writes over.
+
+    Raises `TracingError` if such an input shares memory with another tensor of the model or the
+    examples: the step works on copies, which share none, so the other tensor would not change.
+    """
     written = _written_storages(first)
     before = len(request.parameters) + len(request.buffers)
     indices = [
@@ -535,7 +571,8 @@ def _written_inputs(request: Request, first: Recording) -> tuple[int, ...]:
 
 
 def _follow_from_constants(recording: Recording, lasting: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Nodes whose values are the same in every step, as are the `lasting` given ones."""
+    """Return the nodes whose values are the same in every step: the `lasting` placeholders,
+    constants, and what pure ops that draw no random numbers compute from these."""
     following = set(lasting)
     for node in recording.graph.nodes:
         if node.op == "get_attr":
@@ -548,9 +585,11 @@ def _follow_from_constants(recording: Recording, lasting: Collection[fx.Node] = 
 
 
 class _Numbers:
-    """Numbers for the values of recordings: equal numbers mean that values are computed alike.
+    """Numbers the values of several recordings so that equal numbers mean equal computations.
 
-    given   identity of a constant -> the number it has elsewhere
+    A node's number stands for its operator and the numbers of its arguments (value numbering).
+
+    given   identity of a constant -> the number that it has in another recording
     """
 
     def __init__(self, given: dict[int, int]) -> None:
@@ -560,7 +599,7 @@ class _Numbers:
         self.of_node: dict[fx.Node, int] = {}
 
     def of_results(self, recording: Recording) -> str:
-        """The numbers of what the recording returns, as text."""
+        """Return the numbers of the values that the recording returns, as text."""
         of_storage: dict[int, list[fx.Node]] = {}
         for position, node in enumerate(recording.graph.nodes):
             if node.op == "output":
@@ -574,7 +613,7 @@ class _Numbers:
                 key = (node.target, arguments, recording.draws.get(node))
             self.of_node[node] = number = self.table.setdefault(key, len(self.table))
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-                # What shares memory with what was written is another value from now on.
+                # After a write every value in the same memory is a new value: it gets a new number.
                 for read in node.all_input_nodes:
                     for alias in of_storage.get(storage_of(read.meta["val"]), ()):
                         after = ("after", self.of_node[alias], number)
@@ -584,6 +623,7 @@ class _Numbers:
         raise AssertionError("a graph ends with its output")
 
     def _of_constant(self, value: Tensor) -> Any:
+        """Return the key of a constant in `table`; equal constants have one key."""
         if id(value) in self.given:
             number = self.given[id(value)]
             return next(key for key, known in self.table.items() if known == number)
@@ -609,16 +649,22 @@ def _listed(names: list[str]) -> str:
 
 @dataclass
 class _Position:
-    """The place that the step has come to while it runs."""
+    """The phase, module and autograd function that the running step is in."""
 
     phase: Phase = Phase.FORWARD
     module: str = ""
     sequence: int = NO_SEQUENCE
 
     def mark(self) -> tuple[Phase, str, int]:
-        """(phase, module, sequence number of the autograd function that the op makes or is of)"""
+        """Return (phase, module, sequence number) of the op that is about to be recorded.
+
+        The number is that of the autograd function that a forward op creates, or that a backward op
+        runs in.
+        """
         if self.phase == Phase.BACKWARD:
             return self.phase, self.module, self.sequence
+        # Autograd numbers its functions upwards and creates an op's function before the recorder
+        # sees the op, so the function has the last number that was given out.
         number = sequence_number() - 1
         return self.phase, self.module, number
 
@@ -631,7 +677,10 @@ def _batch_norm(
     variance: Tensor | None,
     *options: Any,
 ) -> Any:
-    """`native_batch_norm` by the operators whose schema admits that they write the statistics."""
+    """Compute `native_batch_norm` by operators whose schema declares which statistics they write.
+
+    The schema of `native_batch_norm` does not, so the recorder would take it for a pure op.
+    """
     training, momentum, eps = options
     if not training:
         return aten._native_batch_norm_legit_no_training(
@@ -644,8 +693,8 @@ def _batch_norm(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences torch's log of failures under fake tensors: they are raised, with their
-    traceback."""
+    """Silence torch's log of failures under fake tensors, which are raised with their traceback
+    anyway."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -655,7 +704,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[..., list[Any]]:
-    """The step as a function of flat tensors; `layout` receives the template of its results."""
+    """Return the step as a function of flat tensors.
+
+    Each run of it appends to `layout` the number of its results and their template.
+    """
 
     def step(*flat: Tensor) -> list[Any]:
         rest, trainable = iter(flat), frozenset(request.trainable)
@@ -667,8 +719,8 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
         args, kwargs = request.signature.call(inputs)
         differentiated = request.training or any(value.requires_grad for value in inputs)
         grad = torch.enable_grad() if differentiated else torch.no_grad()
-        # The twins stay in place until the backward pass has ended: what it computes anew
-        # (checkpointing) reads them too.
+        # The twins stay in place until the backward pass has ended, because gradient checkpointing
+        # computes parts of the forward pass again in it and reads the parameters there.
         with grad, without_fused_kernels(), _standing_in(request, leaves | buffers) as slots:
             with _module_paths(at, request.module):
                 with _place(at, Phase.FORWARD):
@@ -690,10 +742,10 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
 
 
 def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
-    """The parameter that the model sees, with the hooks that its user put on it.
+    """Return the twin of a parameter that the model sees, with the hooks that its user put on it.
 
-    One that is not trained may be written like a buffer: embeddings with a largest norm do so, and
-    encoders that follow others by momentum.
+    A parameter that is not trained is cloned, so that the model may write over it as over a buffer.
+    Embeddings with a largest norm do so, and encoders that follow others by momentum.
     """
     original = request.originals[name]
     start = value.detach() if name in request.trainable else value.clone()
@@ -710,13 +762,14 @@ def _leaf(request: Request, name: str, value: Tensor) -> Tensor:
 
 
 def _input(value: Tensor, like: Tensor) -> Tensor:
+    """Return a copy that the model may write over; it requires gradients if `like` does."""
     copied = value.clone()
     return copied.requires_grad_() if like.requires_grad else copied
 
 
 def _loss(request: Request, output: Any, targets: list[Tensor]) -> Any:
-    """The loss function's result; without one, what the model returns as its loss: `loss` of a
-    mapping or an object that has it, or else the output itself."""
+    """Return the loss function's result. Without a loss function return the output if it is a
+    tensor, else its entry or attribute `loss`. Raises `TracingError` if it has none."""
     if request.loss is not None:
         return request.loss(output, *request.signature.loss_arguments(targets))
     if isinstance(output, Tensor):
@@ -735,10 +788,10 @@ _BACKWARD = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
 
 class _Twins(TorchFunctionMode):
-    """Puts the fake twin in the place of a parameter or buffer that is not read from its module,
-    but from a closure, a list, or an attribute that holds the same tensor.
+    """Replaces the module's parameters and buffers by their fake twins in every call of torch.
 
-    It acts above autograd, so that gradients flow to the twin.
+    The model may read such a tensor from a closure, a list or another attribute instead of its
+    module. The mode acts above autograd, so that gradients flow to the twin.
     """
 
     def __init__(self, twins: dict[int, Tensor]) -> None:
@@ -762,8 +815,11 @@ class _Twins(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A backward pass within the step (a reentrant checkpoint's, a penalty on gradients). torch
-        switches this mode off for its functions, but what it computes anew needs it."""
+        """Run a backward pass that the model starts within its step, with this mode on.
+
+        Reentrant checkpoints and penalties on gradients do so. torch switches the mode off while it
+        handles a call, but ops that the backward pass computes again still need it.
+        """
 
         def run(*given: Any, **options: Any) -> Any:
             with self:
@@ -773,7 +829,8 @@ class _Twins(TorchFunctionMode):
             return func(*self._of(args), **{key: self._of(value) for key, value in kwargs.items()})
 
     def _set_data(self, target: Tensor, value: Tensor) -> None:
-        """`target.data = value` of a parameter or buffer of the same form, as a write in place."""
+        """Perform `target.data = value` as a write in place. Raises `TracingError` unless the
+        target is a twin and the value has its shape and dtype."""
         is_twin = any(target is twin for twin in self.twins.values())
         if not is_twin or (target.shape, target.dtype) != (value.shape, value.dtype):
             raise TracingError(
@@ -795,7 +852,12 @@ class _Twins(TorchFunctionMode):
 
 
 def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """`torch._pack_padded_sequence`, which reads the lengths: one gather of known rows."""
+    """Compute `torch._pack_padded_sequence` as one gather of rows.
+
+    torch's own function reads the lengths, which fake tensors do not have. Here they must be known
+    numbers. Step after step, a row is taken from each sequence that is long enough. Raises
+    `TracingError`.
+    """
     counts = _known_lengths("pack_padded_sequence", lengths)
     if batch_first:
         padded = padded.transpose(0, 1)
@@ -816,7 +878,10 @@ def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, T
 def _pad(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """`torch._pad_packed_sequence`, likewise: known rows are put into a padded tensor."""
+    """Compute `torch._pad_packed_sequence` as one copy of rows into a padded tensor.
+
+    It is the inverse of `_pack`, and the sizes must be known numbers too. Raises `TracingError`.
+    """
     sizes = _known_lengths("pad_packed_sequence", batch_sizes)
     steps, width = max(len(sizes), total_length), sizes[0]
     rows = [step * width + row for step, size in enumerate(sizes) for row in range(size)]
@@ -829,6 +894,7 @@ def _pad(
 
 
 def _known_lengths(function: str, lengths: Tensor) -> list[int]:
+    """Return the lengths as numbers. Raises `TracingError` if they depend on data."""
     try:
         return [int(length) for length in lengths]
     except DataDependentOutputException:
@@ -848,9 +914,11 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A place where a module holds a parameter or a buffer, and which of them it is.
+    """A place where a module holds a parameter or a buffer, and the twin that stands there.
 
-    path   as in the module's state_dict; `name` is the first of the names of a tied one
+    path    its name in the module's state_dict
+    name    the parameter's or buffer's name; of a tied one the first of its names
+    table   the dict of the module that holds it, under `key`
     """
 
     path: str
@@ -866,7 +934,7 @@ class _Held:
 
 @contextlib.contextmanager
 def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_Held]]:
-    """While this lasts, the modules hold the twins of their parameters and buffers."""
+    """Put the twins of parameters and buffers into the modules, and the originals back at exit."""
     name_of = {id(value): name for name, value in request.originals.items()}
     held = [
         _Held(f"{path}.{key}" if path else key, name, table, key, twins[name])
@@ -887,8 +955,12 @@ def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_H
 
 
 def _written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
-    """What buffers and frozen parameters hold after the step, in their order: the tensors that they
-    held before, perhaps written in place, or others that were assigned to them."""
+    """Return the tensors that buffers and frozen parameters hold after the step, in the order of
+    `writable`: those they held before, perhaps written in place, or those assigned to them.
+
+    Raises `TracingError` if a trained parameter was replaced, if one was removed, or if two names
+    of one buffer hold different tensors.
+    """
     values: dict[str, Tensor] = {}
     for slot in held:
         if slot.name not in writable:
@@ -908,7 +980,11 @@ def _written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
 def _gradients(
     at: _Position, loss: Any, scale: Tensor | None, leaves: list[Tensor], request: Request
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss as one number, and the gradients of the leaves, times the scale if there is one."""
+    """Return the loss as one number, and the gradients of the leaves.
+
+    With a scale the gradients are those of loss x scale; the returned loss is never scaled. A
+    gradient is None if the loss does not depend on the leaf. Raises `TracingError`.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TracingError(
@@ -925,11 +1001,13 @@ def _gradients(
     if scale is not None:
         with _place(at, Phase.FORWARD, LOSS_MODULE):
             loss = loss * scale
-    # As users do: the backward pass runs outside of autocast.
+    # Users run the backward pass outside of autocast, and so does this.
     with _place(at, Phase.BACKWARD), without_autocast():
         others, is_custom = _mark_gradients(at, loss, request)
         if is_custom:
-            # A reentrant checkpoint calls `backward` itself and refuses `torch.autograd.grad`.
+            # A reentrant checkpoint is a custom function that calls `backward` itself and refuses
+            # `torch.autograd.grad`. So gradients are accumulated, and those that this adds to
+            # tensors outside of the model are put back.
             before = [(other, other.grad) for other in others]
             try:
                 run_backward(
@@ -941,10 +1019,11 @@ def _gradients(
                     other.grad = gradient
             gradients = [leaf.grad for leaf in leaves]
         else:
-            # A model may freeze a parameter while it runs.
+            # A model may freeze a parameter while it runs, and autograd refuses those.
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            # What `torch.autograd.grad` calls. That one, like `Tensor.backward`, would switch off
-            # `_Twins` for what the backward pass computes anew.
+            # `torch.autograd.grad` calls this function. Calling `grad` itself, or
+            # `Tensor.backward`, would switch off `_Twins` for ops that the backward pass computes
+            # again.
             computed = run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, tuple(wanted),
                 allow_unreachable=True, accumulate_grad=False,
@@ -958,13 +1037,15 @@ def _gradients(
 
 
 def _mark_gradients(at: _Position, loss: Tensor, request: Request) -> tuple[list[Tensor], bool]:
-    """Let every node that autograd makes while it runs one of its functions carry the sequence
-    number of that function, which the forward op that made it carries too. What autograd does
-    between its functions, summing gradients, carries none.
+    """Make `at` follow the backward pass, so that a backward op has its forward op's number.
 
-    Returns the leaves that are no parameters of the module, whose gradients are nobody's, and
-    whether there are custom autograd functions. Raises `TracingError` for a parameter that autograd
-    knows by itself, not by its twin.
+    Every autograd function has the sequence number that the forward op that created it has. Hooks
+    set `at.sequence` to it while the function runs. Between functions autograd sums gradients;
+    these ops get `NO_SEQUENCE`.
+
+    Returns the leaves that are not fake, so no parameters of the module, and whether there are
+    custom autograd functions. Raises `TracingError` for a parameter that autograd reached directly
+    and not by its twin.
     """
     name_of = {id(value): name for name, value in request.originals.items()}
 
@@ -1001,6 +1082,7 @@ def _mark_gradients(at: _Position, loss: Tensor, request: Request) -> tuple[list
 
 @contextlib.contextmanager
 def _place(at: _Position, phase: Phase, module: str = "") -> Iterator[None]:
+    """Set the position's phase and module within the block."""
     before = at.phase, at.module
     at.phase, at.module = phase, module
     try:
@@ -1011,7 +1093,7 @@ def _place(at: _Position, phase: Phase, module: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _module_paths(at: _Position, model: nn.Module) -> Iterator[None]:
-    """While a submodule runs, the position has its path."""
+    """Set the position's module to the path of the submodule that runs, within the block."""
     handles = []
     callers: list[str] = []
 
@@ -1036,16 +1118,20 @@ def _module_paths(at: _Position, model: nn.Module) -> Iterator[None]:
 
 
 def _first_origins(first: Recording) -> dict[fx.Node, Origin]:
-    """Per call node of the first trace where it comes from, itself a node of the first trace."""
+    """Return the origin of each call node of the first recording. An origin's `forward` is a node
+    of the first recording too."""
     of_sequence: dict[int, fx.Node] = {}
     origins: dict[fx.Node, Origin] = {}
     for node, (phase, module, sequence) in first.marks.items():
         forward = None
         if phase == Phase.FORWARD:
+            # Ops that create no autograd function carry the number of the function before them, so
+            # the first op of a number is the one that created it.
             of_sequence.setdefault(sequence, node)
         else:
             forward = of_sequence.get(sequence)
-            # Inside a module the backward pass computes its forward pass anew.
+            # A backward op inside another module's call belongs to a forward pass that
+            # checkpointing computes again, so it is the gradient of no op.
             if forward is not None and module not in ("", origins[forward].module):
                 forward = None
             elif forward is not None:
@@ -1062,6 +1148,11 @@ def _clean(
     keys: dict[fx.Node, bytes],
     kept: list[Tensor],
 ) -> Trace:
+    """Return the trace of the pure recording.
+
+    Raises `TracingError` if a buffer changes its shape or dtype, or if what the step writes shares
+    memory with another parameter or buffer.
+    """
     graph = recording.graph
     count, template = layout[0]
     output = next(iter(reversed(graph.nodes))).args[0]
@@ -1097,9 +1188,10 @@ def _clean(
 
 
 def _check_apart(request: Request, written: Iterable[str]) -> None:
-    """Raise `TracingError` where what the step writes shares memory with another parameter or
-    buffer: that one would change with it, which a graph cannot show."""
+    """Raise `TracingError` if the step writes a parameter or buffer that shares memory with another
+    one. The other one would change with it, which a graph cannot show."""
     changed = {*request.trainable, *written}
+    # Sorted by address, spans that overlap show up between neighbours.
     spans = sorted((*memory_of(value), name) for name, value in request.originals.items())
     for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
         if 0 != begin < end and (one in changed or other in changed):
@@ -1110,7 +1202,7 @@ def _check_apart(request: Request, written: Iterable[str]) -> None:
 
 
 def _draws(recording: Recording, keys: dict[fx.Node, bytes]) -> dict[fx.Node, fx.Node]:
-    """Per random call node the first one that draws from the same state of the generator."""
+    """Return random call node -> the first node that draws from the same state of the generator."""
     first_with: dict[bytes, fx.Node] = {}
     draws: dict[fx.Node, fx.Node] = {}
     for node in recording.graph.nodes:
@@ -1121,6 +1213,7 @@ def _draws(recording: Recording, keys: dict[fx.Node, bytes]) -> dict[fx.Node, fx
 
 
 def _roles(request: Request) -> list[tuple[str, str]]:
+    """Return (role, name) of each value that the step is given, in the order of its arguments."""
     return (
         [("parameter", name) for name in request.parameters]
         + [("buffer", name) for name in request.buffers]
@@ -1131,8 +1224,8 @@ def _roles(request: Request) -> list[tuple[str, str]]:
 
 
 def _origins(recording: Recording, origins: dict[fx.Node, Origin]) -> dict[fx.Node, Origin]:
-    """Per call node that is left where it comes from; nodes of the first trace become those that
-    are left of them."""
+    """Return the origin of each call node of the pure recording. Its `forward` is a node of the
+    pure recording, or None if none is left of the first recording's node."""
     left: dict[fx.Node | None, fx.Node] = {}
     origin_of: dict[fx.Node, Origin] = {}
     for node in recording.graph.nodes:

@@ -1,4 +1,4 @@
-"""`transformers:NAME?options` -> a model on meta tensors, and what to feed it.
+"""Reads MODEL texts `transformers:NAME?options`: how to build the model and draw its inputs.
 
 NAME is a local config.json or a folder that holds one, a published model of the table
 `transformers_configs.json`, or a type of model with the defaults of its configuration class, such
@@ -91,7 +91,8 @@ def load_transformers(model: str) -> TransformersModel:
     except ImportError as error:
         raise MissingLibraryError("transformers", "pip install transformers") from error
     config = _config(model, name)
-    config.use_cache = False  # as output of a step the cache would have to be kept
+    # Otherwise the model would return its cache, which would be an output of the step to be kept.
+    config.use_cache = False
     kind = options.task or _task_of(model, config)
     if options.phase and kind != "causal-lm":
         raise ModelError(
@@ -126,14 +127,14 @@ def load_transformers(model: str) -> TransformersModel:
 
 
 def own_loss(output: Any) -> Tensor:
-    """The loss that a model of transformers computes itself where it is given labels."""
+    """Return the loss that a model of transformers computes itself if it is given labels."""
     loss: Tensor = output.loss
     return loss
 
 
 @cache
 def published() -> dict[str, dict[str, Any]]:
-    """name on the hub -> what its config.json says."""
+    """Return name on the hub -> the content of its config.json."""
     text = resources.files("dovetail.frontends").joinpath("transformers_configs.json")
     table: dict[str, dict[str, Any]] = json.loads(text.read_text("utf-8"))
     return table
@@ -224,7 +225,8 @@ def positions_of(config: Any) -> int | None:
 
 
 def _task_of(model: str, config: Any) -> str:
-    """As the architecture is called, else the first task that has a model of this type."""
+    """Return the task that the architecture's name says, else the first that has a model of this
+    type. Raises `ModelError` if there is none."""
     suited = _suited(config)
     for architecture in getattr(config, "architectures", None) or ():
         for name in suited:
@@ -338,5 +340,5 @@ TASKS: Mapping[str, TransformersTask] = {
     "masked-lm": TransformersTask("AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining"), _text),
     "causal-lm": TransformersTask("AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel"), _text),
 }
-"""Name -> task that a model can be for. Where its architecture does not say which, the first counts
-that it has a class for."""
+"""Name -> task that a model can be for. If the architecture does not say which, the first task
+counts that transformers has a class for."""

@@ -1,4 +1,4 @@
-"""Graphs: records, validation, files, grouping, a synthetic network."""
+"""The graph of ops: records, validation, files, grouping, towers and a synthetic network."""
 
 from dovetail.graph.files import load_graph, save_graph
 from dovetail.graph.grouping import Groups, colocate, group

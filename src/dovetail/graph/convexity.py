@@ -1,15 +1,16 @@
-"""Contiguous parts: whether what is on one device can run in one go.
+"""Checks that a placement is contiguous, so that each device can run its part in one go.
 
-Devices can be put in an order in which no forward edge goes back. So no path of ops leaves a device
-and comes back to it (the ops of each device are *convex*), and no two devices wait for each other:
+A placement is contiguous if devices can be put in an order in which no forward edge goes back. Then
+no path of ops leaves a device and comes back to it (the ops of each device are *convex*), and no
+two devices wait for each other. The two ways to break the rule:
 
     d0   a ────────► c       a -> b -> c leaves d0       d0   a1 ───┐  ┌──► b2
          └───► b ────┘       and comes back                         │  │
     d1         b                                         d1   b1 ───┼──┘    a2 waits for a1, on d0,
                                                               a2 ◄──┘       and b2 for b1, on d1
 
-Only forward ops count, and the edges between them. In training the backward ops of a device come
-back to it by nature.
+Only forward ops and the edges between them count. In training the backward pass returns to every
+device by nature.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
 
 
 def find_return(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int, int, int] | None:
-    """(op, op elsewhere, op) of a way that leaves a device and comes back: the last op before it
-    leaves, the first elsewhere, and where it is back. None where there is no such way.
+    """Return (op, op elsewhere, op) of a way that leaves a device and comes back, or None.
 
-    Ways go along edges: the first path, by its last op. If there is none, they go also from op to
-    op of one device, from the first device that there is such a way for.
+    The three are the last op before the way leaves, the first op elsewhere, and the op where it is
+    back. A path along edges is returned first; of several the one whose last op comes first. If
+    there is none, a way may also step from any op of a device to any other one of it, and the first
+    device that has such a way counts.
 
-    `placement` [ops]: device indices. O(reads + devices^3); with a set of devices an op where there
-    is a way.
+    `placement` [ops]: device indices. Takes O(reads + devices^3). If there is a way, it also keeps
+    a set of devices per op.
     """
     edges = graph.forward_edges
     devices = placement[edges]
@@ -41,6 +43,7 @@ def find_return(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int,
     count = int(devices.max(initial=-1)) + 1
     reaches = np.zeros((count, count), dtype=bool)
     reaches[devices[:, 0], devices[:, 1]] = True
+    # Warshall's transitive closure over devices. A placement is contiguous if none reaches itself.
     for middle in range(count):
         reaches |= reaches[:, middle, None] & reaches[None, middle]
     if not reaches.diagonal().any():
@@ -56,7 +59,7 @@ def find_return(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int,
 
 
 def _first_path(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int, int, int] | None:
-    """Returns what `find_return` does, for paths along edges only."""
+    """Return what `find_return` does, for paths along edges only."""
     placed = placement.tolist()
     befores: list[list[int]] = [[] for _ in placed]
     for before, after in graph.forward_edges.tolist():

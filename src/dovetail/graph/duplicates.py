@@ -1,10 +1,10 @@
-"""Copies of shared computations, one on each device that reads them.
+"""Copies shared computations, so that each device that reads them has one.
 
     d0   arange ─► cos ─┬─► layer 0          d0   arange ─► cos ─► layer 0
     d1                  └─► layer 1          d1   arange/copy.1 ─► cos/copy.1 ─► layer 1
 
-A copy has its origin's name with "/copy.N" behind it, and its kind, module and phase: so a graph
-from a file shows it too. Only what `shareable` names may be copied.
+A copy is named after its origin, with "/copy.N" appended, and has its kind, module and phase. So
+copies can be told apart in a graph from a file too. Only ops that `shareable` names may be copied.
 """
 
 import re
@@ -22,10 +22,10 @@ _COPY = re.compile(r"(.*)/copy\.\d+$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Copies:
-    """One more copy of some ops, and who reads it. Indices are of the graph without copies.
+    """One more copy of some ops, and the ops that read it. Indices are of the graph without copies.
 
-    ops       ascending: all that they need of each other, so that none reads from elsewhere
-    readers   ascending: ops that read the copies in the place of the origins
+    ops       ascending; with an op come all ops that it needs, so that no copy reads an original
+    readers   ascending; the ops that read the copies in place of the originals
     """
 
     ops: tuple[Annotated[int, Field(ge=0)], ...]
@@ -34,13 +34,14 @@ class Copies:
 
 @dataclass(frozen=True, eq=False)
 class Duplicated:
-    """The graph with copies.
+    """The graph with copies, and how its ops and tensors relate to the graph without copies.
 
-    origins         [ops] the op that each is, or copies
-    copy_of         [ops] which of the `Copies` it is of; -1: none
-    origin_tensors  [tensors] the tensor that each is, or copies
+    origins         [ops] the op without copies that each op is or copies
+    copy_of         [ops] index of the `Copies` that the op belongs to; -1: the op is no copy
+    origin_tensors  [tensors] the tensor without copies that each tensor is or copies
     tensors         [1 + copies, tensors of the graph without copies] row 0: the tensor's new
-                    index; row i + 1: the index that readers of the i-th copies use instead
+                    index; row i + 1: the index of its copy in the i-th copies. Entries of tensors
+                    that were not copied are not set
     """
 
     graph: Graph
@@ -51,9 +52,13 @@ class Duplicated:
 
 
 def duplicate(graph: Graph, copies: Sequence[Copies]) -> Duplicated:
-    """The graph with these copies, each right behind its origin. O((1 + copies) x tensors)."""
+    """Return the graph with these copies. Each copy stands right behind its origin.
+
+    Takes O((1 + copies) x tensors).
+    """
     rows = [(op, -1) for op in range(len(graph))]
     rows += [(op, i) for i, copy in enumerate(copies) for op in copy.ops]
+    # Sorted, every copy follows its origin (-1 comes first), which keeps the topological order.
     rows.sort()
     origins, copy_of = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
     counts = np.diff(graph.output_offsets)[origins]
@@ -67,12 +72,13 @@ def duplicate(graph: Graph, copies: Sequence[Copies]) -> Duplicated:
     for i in range(len(copies)):
         mine = copy_of[producers] == i
         tensors[i + 1, origin_tensors[mine]] = np.flatnonzero(mine)
-    # Which row of `tensors` each op of the graph without copies sees.
+    # view[op] is the row of `tensors` that an op of the graph without copies reads from.
     view = np.zeros(len(graph), dtype=np.int64)
     for i, copy in enumerate(copies):
         view[list(copy.readers)] = i + 1
     views = np.where(copy_of < 0, view[origins], copy_of + 1)
-    place = np.flatnonzero(copy_of < 0)  # of each op without copies
+    # place[op] is the new index of an op of the graph without copies.
+    place = np.flatnonzero(copy_of < 0)
     return Duplicated(
         graph=_graph(graph, (origins, copy_of, views), (producers, origin_tensors), tensors, place),
         origins=origins,
@@ -116,20 +122,22 @@ def _graph(
 def _storages(
     graph: Graph, views: Int64, copy_of: Int64, of_tensors: tuple[Int64, Int64], tensors: Int64
 ) -> Int32:
-    """[tensors] A copy's fresh memory is its own, and a view shares the memory of what it sees."""
+    """Return [tensors] storages. A copy that makes fresh memory gets a storage of its own, and a
+    view has the storage of the base that its op reads."""
     producers, origin_tensors = of_tensors
     storages = graph.storages[origin_tensors].astype(np.int64)
     bases = graph.bases[origin_tensors]
     fresh = (bases < 0) & (copy_of[producers] >= 0)
     storages[fresh] = int(graph.storages.max(initial=0)) + 1 + np.arange(int(fresh.sum()))
     bases = np.where(bases < 0, -1, tensors[views[producers], bases])
+    # In order of tensors, so that the base of a view of a view is settled before it.
     for tensor in np.flatnonzero((bases >= 0) & ~graph.overwrites[origin_tensors]).tolist():
         storages[tensor] = storages[bases[tensor]]
     return np.unique(storages, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
 
 def origins_in(graph: Graph) -> Int32:
-    """[ops] the op that each is a copy of, by its name; its own index where it is none."""
+    """Return [ops] the op that each op is a copy of, by its name; its own index if it is none."""
     origins = np.arange(len(graph), dtype=np.int32)
     for op in np.flatnonzero(graph.phases == Phase.FORWARD).tolist():
         match = _COPY.match(graph.names[op])
@@ -139,14 +147,15 @@ def origins_in(graph: Graph) -> Int32:
     return origins
 
 
-# What may be copied: computations that many parts of a network share and that any device can
+# Which ops may be copied: computations that many parts of a network share and that any device can
 # repeat, such as positions, rotary cosines and attention masks.
 #
 #     arange ─► cos ─┬─► layer 0          arange ─► cos ─► layer 0
 #                    └─► layer 1          arange ─► cos ─► layer 1
 #
-# They read inputs, constants and buffers, but no parameter, draw no random number, and no gradient
-# goes through them. So they tie nothing together: a copy beside each reader gives the same bits.
+# These ops read inputs, constants and buffers, but no parameter and no buffer that the step writes.
+# They draw no random numbers, and no gradient goes through them. So a copy beside each reader gives
+# the same bits, and the readers need not be on one device.
 
 
 _RANDOM = re.compile(r"rand|bernoulli|dropout|multinomial|normal_|uniform|exponential|poisson")
@@ -154,7 +163,10 @@ _OWNED = ("parameter", "state")
 
 
 def shareable(graph: Graph) -> Bool:
-    """[ops] True for forward ops that may be repeated beside each reader. O(ops + reads)."""
+    """Return [ops] True for forward ops that may be repeated beside each reader.
+
+    Takes O(ops + reads).
+    """
     has_gradient = np.zeros(len(graph), dtype=bool)
     has_gradient[graph.gradient_of[graph.gradient_of >= 0]] = True
     random = {kind for kind in set(graph.kinds) if _RANDOM.search(kind)}
@@ -174,7 +186,7 @@ def shareable(graph: Graph) -> Bool:
 
 
 def spread_out(graph: Graph) -> Bool:
-    """[ops] True for shareable ops that modules other than their own read."""
+    """Return [ops] True for shareable ops that modules other than their own read."""
     found = shareable(graph)
     modules = np.unique(np.array(graph.modules), return_inverse=True)[1].reshape(-1)
     producers = graph.producers[graph.input_tensors]

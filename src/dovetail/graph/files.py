@@ -1,4 +1,4 @@
-"""Graphs as JSON, gzip when the name ends in `.gz`.
+"""Saves and loads graphs as JSON, which is gzipped if the file's name ends in `.gz`.
 
     {"format": "dovetail.graph", "version": 1,
      "ops":     {"names": [...], "kinds": TABLE, "signatures": TABLE, "modules": TABLE,
@@ -9,9 +9,9 @@
                  "bytes": [...], "storages": [...], "overwrites": [...]},
      "outputs": [...], "control": [[before, after], ...]}
 
-A TABLE is {"values": [distinct values], "index": [one entry per op or tensor]}: signatures and
-shapes repeat, so this keeps 50,000 ops to a few megabytes. The columns are the fields of `Graph`,
-each at the path that its `Column` names.
+A TABLE is {"values": [distinct values], "index": [one entry per op or tensor]}. Signatures and
+shapes repeat, so tables keep 50,000 ops to a few megabytes. The columns are the fields of `Graph`,
+each at the path that its `GraphColumn` names.
 """
 
 import gzip
@@ -53,8 +53,9 @@ class _Table(BaseModel, Generic[T]):
 
 
 def _file_model() -> type[BaseModel]:
-    """The pydantic model of a graph's file: an object within an object for each dot of a path."""
-    # Entries of arrays that are more than any number of the dtype.
+    """Return the pydantic model of a graph's file. Each dot in a column's path is a nested
+    object."""
+    # The entries of these arrays are not just any number of the dtype.
     entries = {"phases": Literal[0, 1, 2, 3], "control": file_type(tuple[int, int])}
     tree: dict[str, Any] = {"format": Literal["dovetail.graph"], "version": Version1}
     table: Any = _Table
@@ -100,18 +101,19 @@ def save_graph(graph: Graph, path: str | Path) -> None:
             values = values.tolist()
         _put(file, column.path, values)
     data = json.dumps(file, separators=(",", ":")).encode()
-    # mtime=0: the same graph gives the same file.
+    # gzip writes the time into the file; with mtime=0 the same graph gives the same bytes.
     packed = gzip.compress(data, 6, mtime=0) if str(path).endswith(".gz") else data
     write_atomically(path, packed)
 
 
 def load_graph(path: str | Path) -> Graph:
-    """Read a graph. Raises `FileFormatError` (not such a file) or `GraphError` (no such graph)."""
+    """Read a graph. Raises `FileFormatError` if the file has another form, and `GraphError` if its
+    content is no valid graph."""
     return graph_from(read_json(path), str(path))
 
 
 def graph_from(raw: Any, path: str) -> Graph:
-    """The graph of a file's JSON; `path` names it in errors."""
+    """Return the graph of a file's parsed JSON; `path` names the file in errors."""
     _check_sizes(raw)
     try:
         file: Any = _File.model_validate(raw)
@@ -132,7 +134,10 @@ def _table(values: Sequence[Hashable]) -> dict[str, Any]:
 
 
 def _check_sizes(raw: Any) -> None:
-    """JSON as Python reads it may hold NaN and Infinity: name the op before its type is judged."""
+    """Raise `InvalidSizeError` for a size that is negative, NaN or infinite, with its op's name.
+
+    Python's JSON reader accepts NaN and Infinity, and pydantic would not name the op.
+    """
     try:
         names = raw["ops"]["names"]
         producers = raw["tensors"]["producers"]

@@ -1,23 +1,27 @@
-"""Groups of ops that are placed together.
+"""Groups ops that are placed together.
 
-Two steps, each shrinking the problem that placers see:
+There are two steps, and each makes the problem smaller that placers see:
 
-1. Colocation: what can only lose by being apart. A parameter, its optimizer state and its update;
-   ops with the same colocation id; a view with its base, but for views of what any module could
-   compute for itself (`graph.duplicates`); a gradient with its op. Modules kept whole are units.
+1. Colocation puts together what can only lose by being apart: a parameter, its optimizer state and
+   its update; ops with the same colocation id; a view and its base, except a view of a value that
+   any module could compute for itself (`graph.duplicates`); a gradient and its op. A module that is
+   kept whole is one group.
 2. RL17's rule (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning",
    ICML 2017, https://arxiv.org/abs/1706.04972, section 3.3): a group whose outputs have one
-   consumer joins that consumer, repeated until nothing merges.
+   consumer joins that consumer. This is repeated until no group merges.
 
-Differences: the rule runs on colocation groups instead of single ops, because a gradient stays
-with its op here; of a group with forward ops only forward consumers count, so that a gradient's
-second read of an activation does not keep a forward chain apart. `largest_share`
-(ours) stops a merge that would hold more than that share of all FLOPs and bytes: unlimited, the
-rule melts a network without branches into one group, and no plan could split it. Groups that read
-different shared parameters stay apart, which gives the paper's own group per LSTM cell and
-softmax step: joined, the last cells of two layers would drag both layers' weights to one device.
-Of a replicated graph each tower is grouped like the replica that it copies: nothing of it joins
-another tower's groups, or averages and updates, which would tie all towers together.
+Differences:
+
+* The rule runs on colocation groups instead of single ops, because a gradient stays with its op
+  here. If a group has forward ops, only its forward consumers count: a gradient also reads the
+  activation and would keep a forward chain apart.
+* `largest_share` (ours) stops a merge that would hold more than that share of all FLOPs or bytes.
+  Without it the rule melts a network without branches into one group, which no plan can split.
+* Groups that read different shared parameters stay apart. This gives the paper's own group per LSTM
+  cell and softmax step. If the last cells of two layers were joined, both layers' weights would
+  have to be on one device.
+* In a replicated graph each tower is grouped like the replica that it copies. Its groups join no
+  other tower's groups, and no averages and updates, which would tie all towers together.
 """
 
 from collections import defaultdict
@@ -37,9 +41,10 @@ from dovetail.runtime.compiling import inlined, kernel
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """of_op [ops]: the group of each op, 0 to count - 1, numbered by first op.
+    """The group of each op.
 
-    A source op has the group of the op that writes it, else of its first reader.
+    of_op   [ops] 0 to count - 1, numbered in the order of the groups' first ops. A source op is in
+            the group of the op that writes it, else of its first reader
     """
 
     of_op: Int32
@@ -47,14 +52,17 @@ class Groups:
 
 
 def group(graph: Graph, units: Units | None = None, *, largest_share: float = 1 / 32) -> Groups:
-    """Both steps: colocation, then RL17's rule up to `largest_share` of the work a group. Two units
-    are never merged."""
+    """Return the groups after both steps.
+
+    RL17's rule stops where a group would hold more than `largest_share` of the work. Two units are
+    never merged.
+    """
     groups = colocate(graph, units)
     return merge_single_consumers(graph, groups, units, largest_share=largest_share)
 
 
 def colocate(graph: Graph, units: Units | None = None) -> Groups:
-    """Step 1; with units, each is in one group. Near-linear in ops + reads."""
+    """Return the groups after step 1. Each unit is in one group. Near-linear in ops + reads."""
     ops = np.arange(len(graph), dtype=np.int32)
     first = np.full(int(graph.colocation.max(initial=-1)) + 1, len(graph), dtype=np.int32)
     given = graph.colocation >= 0
@@ -66,8 +74,9 @@ def colocate(graph: Graph, units: Units | None = None) -> Groups:
             pairs.append((one, np.full_like(one, one[0])))
     aliases = np.flatnonzero((graph.bases >= 0) & ~graph.overwrites)
     views, makers = graph.producers[aliases], graph.producers[graph.bases[aliases]]
-    # A gradient's view of the gradient that arrives belongs to its own op: with its base it
-    # would chain each layer to the next. So would a view of what all layers share.
+    # A backward op may be a view of the gradient that arrives from the next layer. It stays with
+    # its forward op: joining its base would chain each layer to the next. A view of a value that
+    # all layers share would chain them too.
     joins = ~graph.is_source[makers] & (graph.gradient_of[views] < 0) & ~spread_out(graph)[makers]
     if units is not None:
         joins &= units.of_op[views] == units.of_op[makers]
@@ -82,7 +91,7 @@ def colocate(graph: Graph, units: Units | None = None) -> Groups:
 
 
 def _within_units(units: Units) -> list[tuple[Int32, Int32]]:
-    """(ops, ops) that units and ties put together."""
+    """Return pairs of ops, as two arrays each, that units and ties put together."""
     members = np.flatnonzero(units.of_op >= 0).astype(np.int32)
     _, first = np.unique(units.of_op[members], return_index=True)
     heads = np.zeros(units.count, dtype=np.int32)
@@ -93,7 +102,10 @@ def _within_units(units: Units) -> list[tuple[Int32, Int32]]:
 def merge_single_consumers(
     graph: Graph, groups: Groups, units: Units | None = None, *, largest_share: float = 1.0
 ) -> Groups:
-    """Step 2. `largest_share=1` is the paper's rule without a limit. O(rounds x reads)."""
+    """Return the groups after step 2. `largest_share=1` is the paper's rule without a limit.
+
+    Takes O(rounds x reads).
+    """
     weights = _weights(graph, groups)
     limit = largest_share * weights.sum(axis=0)
     roots = np.arange(groups.count, dtype=np.int32)
@@ -124,22 +136,27 @@ def _merge(  # noqa: PLR0913 (kernel)
     order: Int32,
     following: Int32,
 ) -> None:
-    """Rounds of the rule, until none merges; `roots` [groups] in: each its own; out: the least
-    group of each set.
+    """Apply the rule in rounds until a round merges nothing.
 
-    producers, consumers   [edges] ordered; overwritten
-    shared                 [groups] id of the set of shared parameters that it reads; -1: none.
-                           Sets merge only with none or with their like, so no new one arises
-    heads, order, following   room: [groups] of -1, [groups], [edges]
+    roots                  [groups] in: each group itself; out: the lowest group of its merged set
+    producers, consumers   [edges] sorted; overwritten
+    shared                 [groups] id of the set of shared parameters that a group reads; -1: none.
+                           A group merges only with groups of its own id or of id -1, so the merged
+                           set has one id again
+    heads, order, following   work space: [groups] of -1, [groups], [edges]
     """
     edges, merged = len(producers), True
     while merged:
         merged = False
         kept = found = 0
-        for edge in range(edges):  # each producer's edges as a list; producers as they appear
+        # Sort the edges into one linked list per producer (`heads`, `following`), with merged
+        # groups as one; `order` lists producers as they first appear.
+        for edge in range(edges):
             a, b = _root(roots, producers[edge]), _root(roots, consumers[edge])
             if a == b and heads[a] >= 0:
-                continue  # within a set; its first edge says when its turn comes
+                # The edge is within a merged set, so it is dropped. A set's first edge is kept even
+                # then, because its place decides when the set's turn comes.
+                continue
             producers[kept], consumers[kept] = a, b
             if heads[a] < 0:
                 order[found] = a
@@ -155,7 +172,7 @@ def _merge(  # noqa: PLR0913 (kernel)
             edge = heads[producer]
             heads[producer] = -1
             while edge >= 0 and not several:
-                # Merges since the round began may have joined these; roots are looked up anew.
+                # Merges in this round may have joined the two, so the root is looked up again.
                 other = _root(roots, consumers[edge])
                 several = other != a and b >= 0 and other != b
                 if other != a:
@@ -178,6 +195,7 @@ def _merge(  # noqa: PLR0913 (kernel)
 
 @inlined
 def _root(roots: Int32, item: int) -> int:
+    """Return the root of an item's set (union-find with path halving)."""
     root = item
     while roots[root] != root:
         roots[root] = roots[roots[root]]
@@ -186,7 +204,8 @@ def _root(roots: Int32, item: int) -> int:
 
 
 def _with_sources(graph: Graph, sets: Int32) -> Int32:
-    """[ops] `sets`, but a source has that of the op that writes it, else of its first reader."""
+    """Return `sets` [ops], in which each source gets the set of the op that writes it, else of its
+    first reader."""
     first = np.full(len(graph), len(graph), dtype=np.int32)
     np.minimum.at(first, graph.producers[graph.input_tensors], graph.readers)
     home = np.where(graph.residences >= 0, graph.residences, first)
@@ -196,6 +215,7 @@ def _with_sources(graph: Graph, sets: Int32) -> Int32:
 
 
 def _renumbered(roots: Int32) -> Groups:
+    """Return groups that are numbered in the order of their first ops."""
     _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int32)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
@@ -203,7 +223,7 @@ def _renumbered(roots: Int32) -> Groups:
 
 
 def _weights(graph: Graph, groups: Groups) -> NDArray[np.float64]:
-    """[groups, 2] FLOPs and accessed bytes of each group."""
+    """Return [groups, 2] FLOPs and accessed bytes of each group."""
     return np.stack(
         [
             np.bincount(groups.of_op, weights=column, minlength=groups.count)
@@ -214,8 +234,9 @@ def _weights(graph: Graph, groups: Groups) -> NDArray[np.float64]:
 
 
 def _kept_apart(graph: Graph, groups: Groups, units: Units | None) -> Int32:
-    """[groups] an id; groups of different ids are not merged, but any with those of id -1."""
+    """Return [groups] ids. Groups of different ids are not merged; id -1 merges with any id."""
     ids = _shared_parameters(graph, groups)
+    # The ids of units start above those of sets of parameters, which are fewer than ops.
     if units is not None:
         members = np.flatnonzero(units.of_op >= 0)
         ids[groups.of_op[members]] = len(graph) + groups.of_op[members]
@@ -223,8 +244,11 @@ def _kept_apart(graph: Graph, groups: Groups, units: Units | None) -> Int32:
 
 
 def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
-    """[groups] the set of parameters it reads that other groups (of its tower) read as well, their
-    own apart: an id of 0 or more, equal for equal sets, -1 for none."""
+    """Return [groups] the id of the set of shared parameters that each group reads; -1: none.
+
+    A parameter is shared if several groups of one tower read it, besides the group that it is in
+    itself. Equal sets have equal ids, from 0 up.
+    """
     parameter = np.array([kind == "parameter" for kind in graph.kinds]) & graph.is_source
     producers = graph.producers[graph.input_tensors]
     reads = parameter[producers]
@@ -247,10 +271,13 @@ def _shared_parameters(graph: Graph, groups: Groups) -> Int32:
 
 
 def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
-    """[edges, 2] distinct (producer group, consumer group), of one tower where there are towers.
-    Of a group with forward ops only the edges between forward ops."""
+    """Return [edges, 2] distinct (producer group, consumer group), within one tower each.
+
+    Of a group with forward ops only edges between forward ops count.
+    """
     producers = graph.producers[graph.input_tensors]
-    # A parameter counts, with its update's group; what is resident everywhere moves nowhere.
+    # A trained parameter counts: it lives with its update and is sent from there. Inputs and
+    # sources that are resident everywhere do not.
     moves = graph.residences[producers] >= 0
     ends = np.stack([producers[moves], graph.readers[moves]], axis=1)
     is_forward = graph.phases == Phase.FORWARD
@@ -263,7 +290,7 @@ def _edges_between(graph: Graph, groups: Groups) -> NDArray[np.int32]:
 
 
 def _towers(graph: Graph, groups: Groups) -> Int32:
-    """[groups] the tower of a replicated graph that each is of; -1: shared, or no tower."""
+    """Return [groups] the tower of a replicated graph that each group belongs to; -1: none."""
     towers = np.full(groups.count, -1, dtype=np.int32)
     np.maximum.at(towers, groups.of_op, towers_of(graph))
     return towers

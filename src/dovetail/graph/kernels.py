@@ -1,19 +1,20 @@
-"""Kernels: the ops that a device runs as one, which is what stages are made of.
+"""Joins ops into kernels. A device runs a kernel as one, and stages consist of kernels.
 
-An inference step, in this order:
+The rules for an inference step, in this order:
 
-1. What depends on parameters and constants alone is *folded*: computed once, when a step is loaded.
-   A buffer that the step writes is no constant.
-2. A view belongs to what it is a view of.
-3. A batch normalisation belongs to the convolution before it, an activation to the convolution,
-   normalisation, product or sum before it, where nobody else reads what is between.
-4. A 1x1 convolution belongs to the depthwise one before it likewise (a separable convolution).
-5. Pointwise work that only one convolution, product or pointwise op reads belongs to that one.
+1. An op that depends on parameters and constants alone is *folded*: it is computed once, when a
+   step is loaded. A buffer that the step writes is no constant.
+2. A view joins the kernel that makes its base.
+3. A batch normalisation joins the convolution before it. An activation joins the convolution,
+   normalisation, product or sum before it. Neither joins if another op reads the value in between.
+4. A 1x1 convolution joins the depthwise convolution before it under the same condition. Together
+   they are a separable convolution.
+5. Pointwise ops that only one convolution, product or pointwise op reads join that op.
 
-Both papers fuse convolution, normalisation and activation before they schedule ("Accelerate DNN
-Inference by Inter-Operator Parallelism", 2019; Y. Ding et al., "IOS: Inter-Operator Scheduler for
-CNN Acceleration", MLSys 2021, https://arxiv.org/abs/2011.01302); ReLU and separable convolution are
-one op there too.
+Papers: "Accelerate DNN Inference by Inter-Operator Parallelism", 2019; Y. Ding et al., "IOS:
+Inter-Operator Scheduler for CNN Acceleration", MLSys 2021, https://arxiv.org/abs/2011.01302. Both
+fuse convolution, normalisation and activation before they schedule, and both count ReLU and
+separable convolution as one op.
 """
 
 import heapq
@@ -42,25 +43,28 @@ POINTWISE = ACTIVATIONS | frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """of_op [ops]: 0 <= kernel < count, numbered so that no edge goes back; `FOLDED` of sources and
-    of what is computed from parameters and constants alone."""
+    """The kernel of each op.
+
+    of_op   [ops] 0 <= kernel < count, numbered so that no edge goes back; `FOLDED` for sources and
+            for ops that depend on parameters and constants alone
+    """
 
     of_op: Int32
     count: int
 
 
 def fuse(graph: Graph) -> Kernels:
-    """All rules. Near-linear in ops + reads."""
+    """Return the kernels by all rules. Near-linear in ops + reads."""
     return _numbered(graph, _joined(graph, fused=True))
 
 
 def single(graph: Graph) -> Kernels:
-    """Rules 1 and 2: every op by itself."""
+    """Return the kernels by rules 1 and 2 alone: every op is a kernel, with its views."""
     return _numbered(graph, _joined(graph, fused=False))
 
 
 def _joined(graph: Graph, *, fused: bool) -> list[int]:
-    """[ops] the first op that was found of each op's kernel; `FOLDED`."""
+    """Return [ops] the root of each op's kernel, one of its ops; `FOLDED` for folded ops."""
     folded = _folded(graph)
     roots = [FOLDED if folded[op] else op for op in range(len(graph))]
     bases = graph.bases
@@ -79,7 +83,7 @@ def _joined(graph: Graph, *, fused: bool) -> list[int]:
 
 
 def _folded(graph: Graph) -> list[bool]:
-    """[ops] sources, and what is computed from none but parameters and constants."""
+    """Return [ops] True for sources, and for ops that depend on parameters and constants alone."""
     written = {int(graph.producers[t]) for t in written_sources(graph)}
     constant = [
         bool(source) and kind != "input" and op not in written
@@ -88,12 +92,13 @@ def _folded(graph: Graph) -> list[bool]:
     for op in range(len(graph)):
         if not graph.is_source[op]:
             inputs = graph.inputs_of(op)
+
             constant[op] = len(inputs) > 0 and all(constant[graph.producers[t]] for t in inputs)
     return [c or bool(s) for c, s in zip(constant, graph.is_source, strict=True)]
 
 
 def written_sources(graph: Graph) -> set[int]:
-    """Tensors of the sources that the step writes over."""
+    """Return the tensors of the sources that the step writes over."""
     return {
         t
         for op in np.flatnonzero(graph.is_source).tolist()
@@ -103,8 +108,9 @@ def written_sources(graph: Graph) -> set[int]:
 
 
 def _continues(graph: Graph, before: int, op: int) -> bool:
-    """Do rules 3 or 4 join `op` to the one op that it reads?"""
+    """Return True if rule 3 or 4 joins `op` to `before`, the only op that it reads."""
     first, then = graph.kinds[before], graph.kinds[op]
+    # The step returns this value as it is, so no op may join behind it.
     if any(t in graph.outputs for t in graph.outputs_of(before)):
         return False
     readers = {int(r) for t in graph.outputs_of(before) for r in graph.consumers_of(t)}
@@ -130,7 +136,11 @@ def _is_1x1(graph: Graph, op: int) -> bool:
 
 
 def _join_prologues(graph: Graph, roots: list[int]) -> None:
-    """Rule 5, from the last op to the first, so that chains go in whole."""
+    """Apply rule 5 to `roots`, from the last kernel to the first.
+
+    In this order a chain joins as a whole: its last op has joined its reader before the op in front
+    of it is looked at.
+    """
     members: dict[int, list[int]] = {}
     for op, root in enumerate(roots):
         if root != FOLDED:
@@ -156,7 +166,8 @@ def _join_prologues(graph: Graph, roots: list[int]) -> None:
 
 
 def _numbered(graph: Graph, roots: list[int]) -> Kernels:
-    """Kernels in topological order of the whole, else by their last op."""
+    """Return the kernels in topological order; of those that are ready the one comes first whose
+    last op has the lowest index."""
     last: dict[int, int] = {}
     for op, root in enumerate(roots):
         if root != FOLDED:

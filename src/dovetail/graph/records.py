@@ -1,7 +1,7 @@
 """The operator graph: the one description of a network that every planner reads.
 
-Struct of arrays. Ops stand in topological order; each op's outputs stand together, in the order
-of their producers, so that `outputs_of(op)` is a range:
+It is a struct of arrays. Ops stand in topological order. Tensors stand in the order of their
+producers, so the outputs of an op stand together and `outputs_of(op)` is a range:
 
     ops       0          1          2
               │          │          │
@@ -42,11 +42,12 @@ Bool = NDArray[np.bool_]
 
 SOURCE_KINDS = ("input", "parameter", "state", "buffer", "constant")
 HOST = -1
-"""Entry of `residences` of a source that starts on the host: an input."""
+"""The entry in `residences` of a source that starts on the host, which is an input."""
 EVERYWHERE = -2
-"""Entry of `residences` of a source that is resident wherever it is read."""
+"""The entry in `residences` of a source that is resident on every device that reads it."""
 LOSS_MODULE = "(loss)"
-"""Module path of the ops of a captured loss; the brackets tell it from a submodule named loss."""
+"""The module path of the ops of a captured loss. The brackets tell it from a submodule that is
+named loss."""
 
 
 class Phase(IntEnum):
@@ -60,12 +61,13 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class GraphColumn:
-    """The length of a column of `Graph`, and its form in files.
+    """Describes a column of `Graph`: its length, and its form in files.
 
-    per     "ops", "tensors", or "" for a column with a length of its own
-    path    place in a graph's file, as "ops.inputs.offsets"; "": under `per`, by the field's name
-    table   its entries repeat: files hold each distinct one once
-    neutral the entry of every op or tensor, where a graph is made without this column
+    per     "ops" or "tensors": one entry each; "": a length of its own
+    path    its place in a graph's file, such as "ops.inputs.offsets"; "": `per`, then the field's
+            name
+    table   True: entries repeat, and files hold each distinct entry once
+    neutral the entry of every op or tensor if a graph is made without this column
     """
 
     per: str = ""
@@ -78,6 +80,8 @@ _PER_OP, _OP_TABLE = GraphColumn("ops"), GraphColumn("ops", table=True)
 _PER_TENSOR, _TENSOR_TABLE = GraphColumn("tensors"), GraphColumn("tensors", table=True)
 _ANY_KIND = GraphColumn("ops", table=True, neutral=())
 _LEFT_OUT: Any = object()
+"""The default of a column that a caller may leave out. Its length is known only when the graph is
+made, so the neutral entries are filled in then."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,8 +108,9 @@ class Graph:
     outputs            tensors that the step returns
     control            [edges, 2] (before, after): order without data
 
-    A column that is left out holds its neutral entry: no FLOPs, free to be anywhere, overwriting
-    nothing. Raises a `GraphError` that names the offending op. Takes O(ops + tensors + reads).
+    A column that is left out holds its neutral entries: the ops have no FLOPs and are free to be
+    anywhere, and the tensors overwrite nothing. Raises a `GraphError` that names the offending op.
+    Takes O(ops + tensors + reads).
     """
 
     names: Annotated[tuple[str, ...], _PER_OP]
@@ -132,6 +137,8 @@ class Graph:
 
     def __post_init__(self) -> None:
         lengths = {"ops": len(self.names), "tensors": len(self.producers), "": 0}
+        # The record is frozen, so columns are set by `object.__setattr__`; arrays are copied and
+        # made read-only, because caches such as `fingerprint` rely on them.
         for name, (column, dtype, _) in COLUMNS.items():
             value = getattr(self, name)
             if value is _LEFT_OUT:
@@ -177,7 +184,7 @@ class Graph:
 
     @cached_property
     def _kind_sets(self) -> tuple[tuple[tuple[str, ...], ...], Int32]:
-        """Distinct entries of `device_kinds`, and [ops] index of each op's."""
+        """The distinct entries of `device_kinds`, and [ops] the index of each op's entry."""
         index = {kinds: i for i, kinds in enumerate(dict.fromkeys(self.device_kinds))}
         return tuple(index), np.array([index[kinds] for kinds in self.device_kinds], dtype=np.int32)
 
@@ -198,7 +205,7 @@ class Graph:
 
     @cached_property
     def readers(self) -> Int32:
-        """[reads] the op of each entry of `input_tensors`."""
+        """[reads] the op that reads each entry of `input_tensors`."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.input_offsets))
 
     @cached_property
@@ -209,12 +216,15 @@ class Graph:
     @cached_property
     def consumers(self) -> Int32:
         """[reads] ops that read each tensor, grouped by tensor, ascending."""
+        # A stable sort keeps the readers of one tensor in ascending order.
         return self.readers[np.argsort(self.input_tensors, kind="stable")]
 
     @cached_property
     def forward_edges(self) -> Int32:
-        """[edges, 2] distinct (forward op, forward op that waits for it), by the latter, then the
-        former: data and control."""
+        """[edges, 2] distinct (forward op, forward op that waits for it), by data or control.
+
+        They are sorted by the second op, then by the first.
+        """
         befores = np.concatenate([self.producers[self.input_tensors], self.control[:, 0]])
         afters = np.concatenate([self.readers, self.control[:, 1]])
         forward = self.phases == Phase.FORWARD
@@ -224,9 +234,12 @@ class Graph:
 
     @cached_property
     def bases(self) -> Int32:
-        """[tensors] the tensor whose storage this one shares on the device where it is made: its
-        producer's first input of the same storage; -1 for fresh memory."""
+        """[tensors] the tensor whose memory each tensor shares on the device where it is made.
+
+        That is its producer's first input of the same storage; -1 for fresh memory.
+        """
         bases = np.full(self.tensors, -1, dtype=np.int32)
+        # The first tensor of a storage is fresh memory; only the others can be aliases.
         _, first = np.unique(self.storages, return_index=True)
         aliases = np.ones(self.tensors, dtype=bool)
         aliases[first] = False
@@ -251,8 +264,13 @@ class Graph:
 
     @cached_property
     def residences(self) -> Int32:
-        """[ops] where a source lives: `HOST` (inputs), `EVERYWHERE` (whatever is never written),
-        else the op that writes it, on whose device it lives. Of other ops: themselves."""
+        """[ops] where each source lives; the entry of another op is the op itself.
+
+        A source that the step writes lives on the device of its first writer, and the entry is that
+        op. Of the others inputs live on the `HOST`, and the rest `EVERYWHERE`.
+        """
+        # An index above all ops stands for "never written", so that a minimum finds the first
+        # writer.
         never = len(self)
         first = np.full(int(self.storages.max(initial=-1)) + 1, never, dtype=np.int32)
         written = np.flatnonzero(self.overwrites)
@@ -268,10 +286,11 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that name this graph: equal for equal graphs only."""
+        """16 hex digits that name this graph; two graphs have the same only if they are equal."""
         digest = hashlib.sha256()
         for field in fields(self):
             value = getattr(self, field.name)
+            # Name and length are hashed too, so that bytes cannot pass from one field to the next.
             data = value.tobytes() if isinstance(value, np.ndarray) else _repr(value).encode()
             digest.update(f"{field.name} {len(data)} ".encode())
             digest.update(data)
@@ -279,6 +298,7 @@ class Graph:
 
 
 def _columns() -> dict[str, tuple[GraphColumn, Any, Any]]:
+    """Return `COLUMNS`, read from the annotations of `Graph`."""
     columns = {}
     for name, hint in get_type_hints(Graph, include_extras=True).items():
         held, column = get_args(hint)
@@ -298,9 +318,9 @@ entries)."""
 def select_columns(
     graph: Graph, ops: NDArray[np.integer], tensors: NDArray[np.integer]
 ) -> dict[str, Any]:
-    """Field -> the entries of these ops, or of these tensors, of every column that has one each.
+    """Return field -> the entries of these ops or tensors, of every column per op or per tensor.
 
-    For a graph made from this one: what is the same there needs no mention.
+    A graph that is derived from this one starts with these columns and replaces those that differ.
     """
     rows = {"ops": ops, "tensors": tensors}
     selected: dict[str, Any] = {}
@@ -314,14 +334,18 @@ def select_columns(
 
 
 def csr_offsets(owners: NDArray[np.integer], count: int) -> Int32:
-    """CSR offsets [count + 1] of entries that belong to `owners`, once sorted by owner."""
+    """Return CSR offsets [count + 1] of the entries of each owner, for entries sorted by owner.
+
+    owners   [entries] in any order, each below `count`
+    """
     return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=count)[:count])]).astype(
         np.int32
     )
 
 
 def gather(offsets: NDArray[np.integer], rows: NDArray[np.integer]) -> tuple[Int64, Int64]:
-    """(place in `rows`, entry) of every entry of some rows of a CSR, row after row."""
+    """Return (places in `rows`, indices of entries) of all entries of some rows of a CSR, row after
+    row."""
     counts = np.asarray(offsets[rows + 1] - offsets[rows], dtype=np.int64)
     places = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -329,7 +353,8 @@ def gather(offsets: NDArray[np.integer], rows: NDArray[np.integer]) -> tuple[Int
 
 
 def _repr(values: tuple[Any, ...]) -> str:
-    """`repr(values)`, with the text of equal values made once."""
+    """Return `repr(values)`; the text of equal values is made once, which is faster for columns
+    that repeat."""
     texts = {value: repr(value) for value in set(values)}
     if len(values) < 2 or len(texts) > len(values) / 2:
         return repr(values)
@@ -337,7 +362,8 @@ def _repr(values: tuple[Any, ...]) -> str:
 
 
 def validate(graph: Graph) -> None:
-    """Raise the `GraphError` of the first thing that is wrong; return nothing if all is well."""
+    """Raise the `GraphError` of the first fault of the graph."""
+    # The order matters: each check may index with what the checks before it have passed.
     _check_lengths(graph)
     _check_names(graph)
     _check_sizes(graph)
@@ -427,6 +453,7 @@ def _check_reads(graph: Graph) -> None:
 
 
 def _check_order(graph: Graph) -> None:
+    """Raise `CycleError` for a cycle, or `GraphError` if ops do not stand in topological order."""
     readers = np.repeat(np.arange(len(graph.names)), np.diff(graph.input_offsets))
     writers = graph.producers[graph.input_tensors]
     edges = np.concatenate([np.stack([writers, readers], axis=1), graph.control])
@@ -460,8 +487,8 @@ def _check_sources(graph: Graph) -> None:
         raise GraphError(f"source op {name!r} has the unknown kind {kind!r}")
     if len(graph.control) and (graph.phases[graph.control] == 0).any():
         raise GraphError("a control edge touches a source op, which occupies no device")
-    # A storage is shared along reads only: a tensor that aliases what its op does not read
-    # would have no copy to alias on its own device.
+    # An op's result may share memory only with a tensor that the op reads. Any other tensor need
+    # not be on the op's device, so there would be no memory to share.
     aliases = np.ones(len(graph.storages), dtype=bool)
     aliases[np.unique(graph.storages, return_index=True)[1]] = False
     unread = np.flatnonzero(aliases & (graph.bases < 0))

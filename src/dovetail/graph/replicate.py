@@ -1,4 +1,4 @@
-"""Data-parallel towers: from the graph of one replica's training step, that of N replicas.
+"""Makes the graph of N data-parallel towers from the graph of one replica's training step.
 
     synchronous    tower.0/  input ─► forward ─► loss ─► backward ─┐
                    tower.1/  input ─► forward ─► loss ─► backward ─┼─► average ─► the one update
@@ -6,17 +6,19 @@
 
     asynchronous   ... backward of each tower ─► update/tower.0 ─► update/tower.1 ─► update/tower.2
 
-All towers read the same parameters, at their value before the step, and a share of the batch each:
-the graph given is that of batch / N. Asynchronous, update r reads what update r - 1 wrote, and the
-gradient of tower r.
+All towers read the parameters' values from before the step. Each takes a share of the batch, so the
+given graph is captured with batch / N. In an asynchronous step update r reads the gradient of tower
+r and the value that update r - 1 wrote.
 
 Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 https://arxiv.org/abs/1706.04972, section 4.4, which compares with synchronous and asynchronous
-towers. Differences: it does not say what becomes of the buffers that a step writes (running
-statistics of batch norm); here, as in TensorFlow's towers, they get tower 0's values, by updates
-that are tower 0's own, and what other towers would run for them alone is left out. All
-asynchronous towers begin at once, and the first update of a parameter waits until each has read
-the old value, where separate processes would drift apart.
+towers.
+
+Differences: The paper does not say what happens to buffers that a step writes (running statistics
+of batch norm). Here, as in TensorFlow's towers, they get tower 0's values: their updates belong to
+tower 0, and other towers leave out the ops that only these updates need. All asynchronous towers
+begin at once, and the first update of a parameter waits until every tower has read the old value;
+separate processes would drift apart.
 """
 
 import math
@@ -42,8 +44,8 @@ from dovetail.graph.records import (
     select_columns,
 )
 
-# Names and kinds tell the ops of a replicated graph apart, and nothing else does: so a graph that
-# was saved and read can be told apart too.
+# Names and kinds alone tell which tower an op of a replicated graph belongs to. So this works for a
+# graph that was saved and loaded too.
 #
 #     tower.2/lstm.0/addmm      module tower.2.lstm.0      what tower 2 runs for itself
 #     average/lstm.0.bias       kind "dovetail.average"    the mean of N tensors, one a tower
@@ -52,41 +54,42 @@ from dovetail.graph.records import (
 
 
 AVERAGE = "dovetail.average"
-"""Kind of the op that reads one tensor of each tower and makes their mean. Every replicated graph
-has one: that of the losses."""
+"""The kind of an op that averages one tensor of each tower. Every replicated graph has one, which
+averages the losses."""
 _OWN = re.compile(r"tower\.(\d+)/")
 _UPDATE = re.compile(r".*/tower\.(\d+)$", re.DOTALL)
 
 
 def own_name(tower: int, name: str) -> str:
-    """The name of a tower's copy of an op."""
+    """Return the name of a tower's copy of an op."""
     return f"tower.{tower}/{name}"
 
 
 def own_module(tower: int, module: str) -> str:
-    """The module of a tower's copy of an op."""
+    """Return the module of a tower's copy of an op."""
     return f"tower.{tower}.{module}" if module else f"tower.{tower}"
 
 
 def update_name(tower: int, name: str) -> str:
-    """The name of an asynchronous tower's copy of an update."""
+    """Return the name of an asynchronous tower's copy of an update."""
     return f"{name}/tower.{tower}"
 
 
 def tower_count(graph: Graph) -> int:
-    """Number of towers; 1 of a graph that was not replicated."""
+    """Return the number of towers; 1 for a graph that was not replicated."""
     if AVERAGE not in graph.kinds:
         return 1
     return len(graph.inputs_of(graph.kinds.index(AVERAGE)))
 
 
 def towers_of(graph: Graph) -> Int32:
-    """[ops] the tower whose own op or input it is; -1: shared by all, as every update is."""
+    """Return [ops] the tower that has the op or input for itself; -1: all towers share it, as they
+    share updates."""
     return _numbers(graph, _OWN)
 
 
 def update_towers_of(graph: Graph) -> Int32:
-    """[ops] the tower by whose gradient an asynchronous update updates; -1 elsewhere."""
+    """Return [ops] the tower whose gradient an asynchronous update uses; -1 for other ops."""
     towers = _numbers(graph, _UPDATE)
     towers[graph.phases != Phase.UPDATE] = -1
     return towers
@@ -99,7 +102,7 @@ def _numbers(graph: Graph, pattern: re.Pattern[str]) -> Int32:
     return np.array([int(match[1]) if match else -1 for match in matches], dtype=np.int32)
 
 
-# One replica's training step: each tower runs some ops for itself; the towers share the others.
+# One replica's training step, sorted into ops that each tower runs and ops that all share.
 
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -107,24 +110,27 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """A graph and what its ops and storages are. Arrays over storages are as long as `tensors`."""
+    """A replica's graph, and which of its ops and storages the towers share.
+
+    Arrays over storages have `graph.tensors` entries, since ids of storages are below that.
+    """
 
     graph: Graph
 
     @cached_property
     def updates(self) -> Bool:
-        """[ops] of phase UPDATE."""
+        """[ops] True for ops of phase UPDATE."""
         return np.asarray(self.graph.phases == Phase.UPDATE)
 
     @cached_property
     def own(self) -> Bool:
-        """[ops] what every tower has for itself: inputs, forward and backward ops."""
+        """[ops] True for what every tower has for itself: inputs, forward and backward ops."""
         graph = self.graph
         return np.where(graph.is_source, self._of_kinds("input"), ~self.updates)
 
     @cached_property
     def buffer_updates(self) -> Bool:
-        """[ops] updates that write buffers and nothing else."""
+        """[ops] True for updates that write buffers and nothing else."""
         graph = self.graph
         buffers = np.zeros(graph.tensors, dtype=bool)
         buffers[graph.storages[self._of_kinds("buffer")[graph.producers]]] = True
@@ -136,7 +142,7 @@ class Replica:
 
     @cached_property
     def only_for_buffers(self) -> Bool:
-        """[ops] a tower's own whose outputs all end in updates of buffers."""
+        """[ops] True for a tower's own ops whose results only updates of buffers need."""
         graph = self.graph
         only = [False] * len(graph)
         if not self.buffer_updates.any():
@@ -147,6 +153,7 @@ class Replica:
         offsets = graph.input_offsets.tolist()
         befores = graph.producers[graph.input_tensors].tolist()
         buffer_updates = self.buffer_updates.tolist()
+        # Backwards through the topological order, so that all readers of an op are settled first.
         for op in reversed(range(len(graph))):
             only[op] = read[op] and not needed[op]
             keeps = not (only[op] or buffer_updates[op])
@@ -157,7 +164,7 @@ class Replica:
 
     @cached_property
     def shared_storages(self) -> Bool:
-        """[storages] of a parameter, state, a buffer or a constant."""
+        """[storages] True for those of a parameter, state, a buffer or a constant."""
         graph = self.graph
         shared = np.zeros(graph.tensors, dtype=bool)
         shared[graph.storages[(graph.is_source & ~self.own)[graph.producers]]] = True
@@ -174,7 +181,8 @@ class Replica:
 
     @cached_property
     def latest(self) -> Int64:
-        """[storages] the last tensor that an update, but one of buffers, writes there, or -1."""
+        """[storages] the last tensor that an update writes there; -1: none. Updates of buffers do
+        not count."""
         graph = self.graph
         latest = np.full(graph.tensors, -1, dtype=np.int64)
         writes = (self.updates & ~self.buffer_updates)[graph.producers] & graph.overwrites
@@ -184,7 +192,7 @@ class Replica:
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
-        """Outputs whose means the replicated step returns: the loss."""
+        """The outputs whose means the replicated step returns, such as the loss."""
         graph = self.graph
         return tuple(
             tensor
@@ -193,7 +201,7 @@ class Replica:
         )
 
     def check(self) -> None:
-        """Raise `ReplicationError` for a graph that has no towers, with the op that forbids it."""
+        """Raise `ReplicationError` if the graph cannot be replicated, with the op that is why."""
         graph = self.graph
         if not self.updates.any():
             raise ReplicationError(
@@ -222,12 +230,16 @@ class Replica:
         return np.array([op_kind == kind for op_kind in self.graph.kinds], dtype=bool)
 
 
-# The ops of the replicated graph: the op and tower that each stands for, its reads, its waits.
+# The ops of the replicated graph: which op and tower each stands for, what it reads and what it
+# waits for.
 
 
 class Rows(NamedTuple):
-    """[ops] of the new graph, or of a part of it: what each stands for, as in `Replicated`;
-    `returned` is True for the average of an output."""
+    """Columns [ops] of the new graph or of a part of it: what each op stands for.
+
+    `origins`, `towers` and `averaged` are as in `Replicated`. `returned` is True for the average of
+    an output.
+    """
 
     origins: Int64
     towers: Int64
@@ -236,18 +248,20 @@ class Rows(NamedTuple):
 
 
 def _part(ops: NDArray[np.integer], tower: int = -1) -> Rows:
-    """Copies of `ops`."""
+    """Return the rows of copies of `ops`, for one tower or, with -1, for all."""
     none = np.full(len(ops), -1)
     return Rows(ops.astype(np.int64), np.full(len(ops), tower), none, none > 0)
 
 
 def _averages(tensors: Sequence[int], *, returned: bool = False) -> Rows:
-    """An op for each tensor that is its mean over the towers."""
+    """Return the rows of one average per tensor, over the towers."""
     none = np.full(len(tensors), -1)
     return Rows(none, none, np.array(tensors, np.int64), np.full(len(tensors), returned))
 
 
 def rows_of(replica: Replica, replicas: int, synchronous: bool) -> Rows:
+    """Return the rows of the replicated graph in topological order: sources, towers one after
+    another, averages and updates."""
     source, runs = replica.graph.is_source, replica.own & ~replica.graph.is_source
     parts = [_part(np.flatnonzero(source & ~replica.own))]
     parts += [_part(np.flatnonzero(source & replica.own), tower) for tower in range(replicas)]
@@ -266,7 +280,7 @@ def rows_of(replica: Replica, replicas: int, synchronous: bool) -> Rows:
 
 
 def _synchronous_updates(replica: Replica) -> list[Rows]:
-    """Each update, after the averages that it is the first to read."""
+    """Return the rows of updates, each behind the averages that it is the first to read."""
     graph, done = replica.graph, set()
     parts = []
     for op in np.flatnonzero(replica.updates).tolist():
@@ -291,12 +305,12 @@ class TowerCopies:
 
     @property
     def views(self) -> Int64:
-        """[ops] the tower whose tensors it sees: tower 0's, if it is shared."""
+        """[ops] the tower whose tensors the op reads; tower 0 for a shared op."""
         return np.maximum(self.rows.towers, 0)
 
     @cached_property
     def places(self) -> Int64:
-        """[replicas, ops of one] its place as each tower sees it; -1: left out there."""
+        """[replicas, ops of one replica] the new index of the op in each tower; -1: left out."""
         origins, towers = self.rows.origins, self.rows.towers
         places = np.full((self.replicas, len(self.replica.graph)), -1, dtype=np.int64)
         shared = np.flatnonzero((towers < 0) & (origins >= 0))
@@ -307,14 +321,14 @@ class TowerCopies:
 
     @cached_property
     def producers(self) -> Int64:
-        """[tensors]"""
+        """[tensors] the new op that makes each tensor."""
         counts = np.diff(self.replica.graph.output_offsets)[self.rows.origins]
         counts[self.rows.averaged >= 0] = 1
         return np.repeat(np.arange(len(counts)), counts)
 
     @cached_property
     def stands_for(self) -> Int64:
-        """[tensors] the tensor of one replica that it copies or is the mean of."""
+        """[tensors] the tensor of one replica that each tensor copies or averages."""
         copies = self.rows.origins[self.rows.averaged < 0]
         tensors = self.rows.averaged[self.producers]
         tensors[tensors < 0] = gather(self.replica.graph.output_offsets, copies)[1]
@@ -327,14 +341,17 @@ class TowerCopies:
 
     @cached_property
     def tensors(self) -> Int64:
-        """[replicas, tensors of one] the tensor that each tower sees in its place; -1: none."""
+        """[replicas, tensors of one replica] the new tensor of each tower; -1: none."""
         graph = self.replica.graph
         places = self.places[:, graph.producers]
         within = np.arange(graph.tensors) - graph.output_offsets[graph.producers]
         return np.where(places >= 0, self.first[places] + within, -1)
 
     def means(self, *, returned: bool) -> Int64:
-        """[tensors of one] its mean as the step returns it, or as an update reads it; -1: none."""
+        """Return [tensors of one replica] the new tensor that is its mean; -1: none.
+
+        returned   True: the means that the step returns; False: those that updates read
+        """
         averaged = self.rows.averaged
         ops = np.flatnonzero((averaged >= 0) & (self.rows.returned == returned))
         means = np.full(self.replica.graph.tensors, -1, dtype=np.int64)
@@ -355,8 +372,12 @@ class TowerCopies:
         return offsets, reads
 
     def _reads_of_copies(self, copies: Int64) -> Int64:
-        """What each copy's origin reads, as its tower sees it; but an update by gradients reads
-        their means, or, where updates are chained, what the tower before has written."""
+        """Return the tensors that the copies read, copy after copy.
+
+        A copy reads its tower's tensors in place of its origin's. A synchronous update reads the
+        means of gradients instead, and an asynchronous one the values that the update of the tower
+        before wrote.
+        """
         replica, graph = self.replica, self.replica.graph
         origins, views = self.rows.origins[copies], self.views[copies]
         places, entries = gather(graph.input_offsets, origins)
@@ -375,10 +396,11 @@ class TowerCopies:
 
     @cached_property
     def control(self) -> Int64:
-        """[edges, 2] the edges of every tower, and what only data orders in one replica.
+        """[edges, 2] control edges: those of every tower, and edges for pairs that data orders in
+        one replica only.
 
-        Where updates are chained, the first one waits for all towers to have read the old value;
-        so does, in any case, tower 0's update of a buffer.
+        The first of several asynchronous updates of a parameter waits until all towers have read
+        the old value. Tower 0's update of a buffer always does.
         """
         replica = self.replica
         before, after = replica.graph.control.astype(np.int64).T
@@ -395,10 +417,11 @@ class TowerCopies:
 
     @property
     def _unordered(self) -> Int64:
-        """[waits, 2] (op, update) of one replica that data need not order in towers but the first.
+        """[waits, 2] (op, update) of one replica that data orders in tower 0 alone.
 
-        A reader without a control edge stands before what the update reads. Where several readers
-        do, the update waits for the makers of that in their stead: one edge, not forty.
+        If a reader of the old value has no control edge to the update, data flows from it to the
+        update. So where there are several such readers, the update waits for the makers of its
+        gradients instead of the readers: one edge, not forty.
         """
         replica, graph = self.replica, self.replica.graph
         chained = replica.buffer_updates if self.synchronous else replica.updates
@@ -410,7 +433,8 @@ class TowerCopies:
         updates = np.flatnonzero((counts > 1) & ~replica.buffer_updates)
         places, entries = gather(graph.input_offsets, updates)
         makers = graph.producers[graph.input_tensors[entries]].astype(np.int64)
-        # Another update reads the gradient for it.
+        # An update that reads another update's result gets the gradient through it. Such an update
+        # waits for the readers themselves.
         indirect = updates[places[replica.updates[makers]]]
         gradients = replica.own[makers] & ~graph.is_source[makers]
         ends = np.stack([makers, updates[places]], axis=1)[gradients]
@@ -426,12 +450,13 @@ def _without(pairs: Int64, left_out: NDArray[np.integer]) -> Int64:
 
 @dataclass(frozen=True, eq=False)
 class Replicated:
-    """The graph of all towers, and what of one replica's graph each op stands for.
+    """The graph of all towers, and what each of its ops stands for in one replica's graph.
 
-    origins    [ops] the op of one replica that it is or copies; -1: an average. A copy has inputs
-               and outputs in its origin's order, tensor for tensor
-    towers     [ops] the tower that has it for itself, or whose gradient it updates by; -1: shared
-    averaged   [ops] of an average, the tensor of one replica that it is the mean of; else -1
+    origins    [ops] the op of one replica that the op is or copies; -1: an average. A copy has its
+               inputs and outputs in its origin's order, tensor for tensor
+    towers     [ops] the tower that has the op for itself, or whose gradient the update uses;
+               -1: shared
+    averaged   [ops] the tensor of one replica that an average is the mean of; -1: no average
     """
 
     graph: Graph
@@ -443,13 +468,14 @@ class Replicated:
 
 
 def replicate(graph: Graph, replicas: int, *, synchronous: bool = True) -> Replicated:
-    """`replicas` towers of one replica's training step.
+    """Return the graph of `replicas` towers of one replica's training step.
 
-    Tower r's own ops are named "tower.r/..." in module "tower.r....", asynchronous updates
-    ".../tower.r" in the parameter's module; all else keeps its name. One op, "average/PARAMETER",
-    sums the N gradients that a synchronous update reads and scales by 1 / N; "average/loss" does so
-    with the losses. Sources stand first, then tower after tower, then averages and updates.
-    Updates of one parameter are colocated. Takes O(replicas x (ops + tensors + reads)).
+    Tower r's own ops are named "tower.r/..." and are in module "tower.r....". Asynchronous updates
+    are named ".../tower.r" and are in the parameter's module. All other ops keep their names. An op
+    "average/PARAMETER" sums the N gradients that a synchronous update reads and scales by 1 / N;
+    "average/loss" does so with the losses. Sources come first, then tower after tower, then
+    averages and updates. Updates of one parameter are colocated. Takes
+    O(replicas x (ops + tensors + reads)).
 
     Raises `UsageError` for fewer than two replicas, and `ReplicationError` for a graph that trains
     nothing, returns no loss, has towers already, or whose updates do not come last.
@@ -543,7 +569,7 @@ def _names(copies: TowerCopies) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _labels(replica: Replica) -> dict[int, tuple[str, str]]:
-    """gradient -> (name of the parameter that is updated by it, module)"""
+    """Return gradient -> (name of the parameter that it updates, module of the update)."""
     graph = replica.graph
     parameters = {
         int(graph.storages[t]): graph.names[op]
@@ -561,7 +587,8 @@ def _labels(replica: Replica) -> dict[int, tuple[str, str]]:
 
 
 def _dense(shape: Shape, strides: Shape) -> Shape:
-    """Strides of a mean: the gradient's own where its elements fill memory, else the default's."""
+    """Return the strides of a mean: the gradient's own if its elements fill memory without gaps,
+    else those of a contiguous tensor."""
     expected = 1
     for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
         if size == 1:
@@ -573,7 +600,11 @@ def _dense(shape: Shape, strides: Shape) -> Shape:
 
 
 def _signatures(copies: TowerCopies, strides: dict[int, Shape]) -> tuple[str, ...]:
-    """[ops] An update whose gradient gets another layout by averaging is no longer the same."""
+    """Return [ops] signatures.
+
+    If averaging changes the layout of a gradient, the signatures of the updates that read it change
+    too, because equal signatures must cost the same.
+    """
     replica, graph = copies.replica, copies.replica.graph
     changed = [t for t, dense in strides.items() if dense != graph.strides[t]]
     readers = graph.readers[np.isin(graph.input_tensors, changed)]
@@ -591,8 +622,11 @@ def _signatures(copies: TowerCopies, strides: dict[int, Shape]) -> tuple[str, ..
 
 
 def _colocation(copies: TowerCopies) -> Int64:
-    """[ops] An id that something shared has is one for all towers, else each has its own. Updates
-    of one parameter by several towers share one."""
+    """Return [ops] colocation ids.
+
+    If a shared op has an id, the id is the same in all towers; else each tower gets its own. All
+    asynchronous updates of one parameter have one id.
+    """
     replica, graph, rows = copies.replica, copies.replica.graph, copies.rows
     given = graph.colocation.astype(np.int64)
     count = int(given.max(initial=-1)) + 1
@@ -610,7 +644,7 @@ def _colocation(copies: TowerCopies) -> Int64:
 
 
 def _storages(copies: TowerCopies) -> Int64:
-    """[tensors] What is shared has one storage, all else one for each tower."""
+    """Return [tensors] storages: one for what towers share, else one per tower; one per mean."""
     replica, graph = copies.replica, copies.replica.graph
     count = graph.tensors
     storages = graph.storages[copies.stands_for].astype(np.int64)
@@ -622,8 +656,8 @@ def _storages(copies: TowerCopies) -> Int64:
 
 
 def _outputs(copies: TowerCopies) -> Int64:
-    """The mean of a floating-point output, each tower's own of another, and of what an update
-    made its last value."""
+    """Return the outputs: the mean of a floating-point output, every tower's own for another
+    dtype, and the last value of what an update writes."""
     replica, graph = copies.replica, copies.replica.graph
     means = copies.means(returned=True)
     outputs: list[int] = []

@@ -1,17 +1,19 @@
-"""A layered synthetic network of any size, to plan and to measure with.
+"""Makes a layered synthetic network of any size, to plan for and to measure with.
 
             blocks.0                          blocks.1
     ┌─► branch.0: mm ─► relu ─► mm ─► add ─┬─► branch.0: mm ─► relu ─► mm ─► add ─► …
     │                                      └──────────┐
     x ─► branch.1: mm ─► relu ─► mm ─► add ───► branch.1: mm ─► relu ─► mm ─► add ─► …      loss
 
-Blocks repeat one shape, as the layers of real networks do. A branch reads the same branch of the
-block before, which its last op adds again; some add what any branch of an earlier block made as
-well. Branches differ in depth, and the inner widths of their products change from stage to stage,
-so that small ops mix with large ones. In training every forward op has a gradient op, which reads
-those of its consumers, and every product a gradient of its parameter, which an update reads.
+Blocks repeat one shape, as the layers of real networks do. A branch reads the output of the same
+branch of the block before, and its last op adds that output again. Some branches also add the
+output of any branch of an earlier block. Branches differ in depth, and the inner widths of their
+products change from stage to stage, so that small ops mix with large ones. In training every
+forward op has a gradient op, which reads the gradients of the op's consumers. Every product also
+has a gradient of its parameter, which an update reads.
 
-Ops stand as sources, forward, backward, update; each has one output, so tensor i is op i's.
+The order of ops is sources, forward, backward, update. Each op has one output, so tensor i is the
+output of op i.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,12 +31,13 @@ Ints = NDArray[np.int64]
 Value = TypeVar("Value")
 
 ROWS, FEATURES = 256, 256
-"""Shape of the tensors that go from block to block."""
+"""The shape of the tensors that go from block to block."""
 WIDTHS = (32, 64, 128, 256, 512)
-"""The numbers of inner features of a branch: one is drawn for each branch in each stage."""
+"""Possible numbers of features inside a branch; one is drawn for each branch in each stage."""
 STAGES = 4
 SKIP_SHARE, LONGEST_SKIP = 0.25, 8
-"""Share of branches that add an output of an earlier block, and the most blocks it goes back."""
+"""The share of branches that add an output of an earlier block, and the most blocks that it goes
+back."""
 ITEM_BYTES = 4
 
 KINDS = ("mm", "relu", "add")
@@ -46,10 +49,10 @@ class _Network:
     """The indices of the network's ops. Forward ops are [blocks, size] and gradients likewise, last
     block first.
 
-    kinds, branches   [size] of each op of a block
-    inner             [stages, width] features within a branch
-    skips             [blocks, width] (block, branch) whose end is added, as one index; -1: none
-    head              ops after the last block, without gradient
+    kinds, branches   [size] kind and branch of each op of a block
+    inner             [stages, width] features inside a branch
+    skips             [blocks, width] (block, branch) whose output is added, as one index; -1: none
+    head              number of ops after the loss, which have no gradient
     """
 
     kinds: Ints
@@ -100,7 +103,7 @@ class _Network:
 
     @property
     def updates(self) -> Ints:
-        """[blocks, products]"""
+        """[blocks, products] op of each parameter's update."""
         first = self.loss + self.head + 2 + self.blocks * (self.size + len(self.products))
         return first + self._grid(len(self.products))
 
@@ -133,11 +136,11 @@ class _Network:
 def layered(
     ops: int, *, width: int = 8, depth: int = 12, seed: int = 0, training: bool = False
 ) -> Graph:
-    """A network of exactly `ops` ops, sources among them: blocks of `width` branches of up to
-    `depth` ops, and a chain of small ops at the end for what is left over.
+    """Return a network of exactly `ops` ops, sources included.
 
-    Same arguments, same graph. Half a million ops take a few seconds. Raises `GraphError` for
-    fewer than four ops and for blocks that are none.
+    It has blocks of `width` branches with up to `depth` ops each, and at the end a chain of ops
+    that fills up the number. The same arguments give the same graph. Half a million ops take a few
+    seconds. Raises `GraphError` for fewer than four ops, or if `width` or `depth` is below one.
     """
     if ops < 4 or width < 1 or depth < 1:
         raise GraphError(f"no network has {ops} ops in blocks of {width} branches of {depth} ops")
@@ -156,7 +159,8 @@ def layered(
 
 
 def _skips(rng: np.random.Generator, blocks: int, width: int) -> Ints:
-    """[blocks, width] what each branch adds beyond what it begins with, see `_Network`."""
+    """Return [blocks, width] the outputs that branches add besides their own input: `skips` of
+    `_Network`."""
     column = np.arange(width)
     branches = rng.integers(width, size=(blocks, width))
     back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (branches == column)
@@ -206,7 +210,7 @@ def _graph(net: _Network, ops: int) -> Graph:
 
 
 def _reads(net: _Network) -> tuple[Ints, Ints]:
-    """(op, tensor) of every read; those of one op in order of its arguments."""
+    """Return (ops, tensors) of all reads; those of one op are in the order of its arguments."""
     forward = net.forward
     parts = [_forward_reads(net)]
     parts.append((forward[:, net.products].ravel(), net.parameters.ravel()))
@@ -276,7 +280,7 @@ def _shapes(net: _Network, ops: int) -> tuple[Ints, Ints]:
 
 
 def _flops(net: _Network, elements: Ints) -> Ints:
-    """[ops] two a multiply-add, one an element of all else."""
+    """Return [ops] FLOPs: two per multiply-add, and one per element of other ops."""
     flops = elements.copy()
     read, made = net.features
     multiplied = (2 * ROWS * read * made)[:, net.products]

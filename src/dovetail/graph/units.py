@@ -1,10 +1,10 @@
-"""Units: modules that are placed whole, whatever else a search may part.
+"""Finds the units of a graph: modules that a search must put on one device as a whole.
 
     patterns ["layers.*"]     layers.0 ─► unit 0    layers.1 ─► unit 1    head ─► no unit
                               (layers.0.attention is within unit 0: the outermost match counts)
 
-A unit is all ops of a module: forward, backward and update. A backward op is in the unit of the
-op whose gradient it computes.
+A unit consists of all ops of a module: forward, backward and update. A backward op is in the unit
+of the op whose gradient it computes.
 """
 
 import re
@@ -22,8 +22,10 @@ _TOWER = re.compile(r"tower\.\d+(?:\.|$)")
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """of_op  [ops] the unit of each op, 0 to count - 1; -1: in none
-    ties   [ties, 2] pairs of ops that stay together besides, whatever units they are of
+    """The unit of each op, and further ops that stay together.
+
+    of_op  [ops] the unit of each op, 0 to count - 1; -1: in no unit
+    ties   [ties, 2] pairs of ops that stay together too, whatever their units are
     """
 
     of_op: Int32
@@ -35,7 +37,8 @@ class Units:
 
 
 def module_paths(graph: Graph) -> tuple[str, ...]:
-    """Every module around an op, outermost first, in order of first appearance; "" is left out."""
+    """Return every module that contains an op, in order of first appearance, each after the modules
+    around it. The model itself, "", is left out."""
     paths: dict[str, None] = {}
     for module in dict.fromkeys(graph.modules):
         parts = module.split(".") if module else []
@@ -44,10 +47,10 @@ def module_paths(graph: Graph) -> tuple[str, ...]:
 
 
 def matched_modules(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
-    """The outermost modules that a pattern matches: a path, or a glob on paths.
+    """Return the outermost modules that a pattern matches. A pattern is a path, or a glob on paths.
 
-    The copies of a module in towers match as the module does. Raises `UsageError` for a pattern
-    that matches no module.
+    A glob that matches a module also matches its copies in towers. Raises `UsageError` for a
+    pattern that matches no module.
     """
     paths = module_paths(graph)
     names = {path: _TOWER.sub("", path, count=1) for path in paths}
@@ -63,24 +66,25 @@ def matched_modules(graph: Graph, patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def units_of(graph: Graph, modules: Sequence[str], ties: Iterable[tuple[int, int]] = ()) -> Units:
-    """Each of these modules as a unit, and pairs of ops that stay together besides."""
+    """Return each of these modules as a unit, with pairs of ops that stay together too."""
     unit_of = {path: unit for unit, path in enumerate(modules)}
     of_module = {module: _unit_around(module, unit_of) for module in dict.fromkeys(graph.modules)}
     units = np.array([of_module[module] for module in graph.modules], dtype=np.int32)
     forward = graph.gradient_of
     units = np.where(forward >= 0, units[forward], units)
-    units[graph.is_source] = -1  # a source follows who writes or reads it
+    # A source has no choice: it lives with the op that writes it, or wherever it is read.
+    units[graph.is_source] = -1
     return Units(units.astype(np.int32), np.array(list(ties), dtype=np.int32).reshape(-1, 2))
 
 
 def _within(path: str, modules: set[str]) -> bool:
-    """Is one of the modules around this one?"""
+    """Return True if one of the modules contains this one."""
     parts = path.split(".")
     return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
 
 
 def _unit_around(module: str, unit_of: dict[str, int]) -> int:
-    """The unit of the module or of one around it; -1: none."""
+    """Return the unit of the module or of a module around it; -1: none."""
     while module:
         if module in unit_of:
             return unit_of[module]

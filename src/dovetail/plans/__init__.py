@@ -1,4 +1,4 @@
-"""Plans: records, rules, files."""
+"""Plans: their records and files, the rules that `check` applies, and placements of towers."""
 
 from dovetail.plans.records import (
     OBJECTIVES,

@@ -1,7 +1,8 @@
-"""Plans: where each op runs, in what order, and what that promises.
+"""Records and files of plans: on which device each op runs, in what order, and what is promised.
 
-A placement is an array [ops] of device indices. Entries of source ops carry no choice: inputs are
-on the host, what is updated lives with its update, the rest wherever it is read.
+A placement is an array [ops] of device indices. Its entries for source ops are no choice: inputs
+are on the host, a source that is updated lives with its update, and others live where they are
+read.
 """
 
 import json
@@ -42,23 +43,25 @@ from dovetail.units import (
 Placement = NDArray[np.int32]  # [ops]
 OBJECTIVES = ("step", "load", "latency")
 _PACKED: dict[str, Any] = {FILE_NAME: None}
-"""Metadata of a field that files hold in another form, or not at all."""
+"""The metadata of a field that files hold in another form, or not at all."""
 _Seconds = Annotated[float, Field(ge=0)]
 _Count = Annotated[int, Field(ge=0)]
 OPTIMAL_GAP = 1e-5
-"""A gap this small is rounding, for which bounds leave a margin; searches end at it."""
+"""A plan with at most this gap counts as optimal, and searches end at it: bounds leave a margin for
+rounding."""
 SEARCH_PROOFS = (
     "CP-SAT",
     "ideals (dynamic programme)",
     "every placement",
     "share of one device (MILP)",
 )
-"""Lower bounds by these proofs take a search to check again; all others take a moment."""
+"""Checking a lower bound by one of these proofs again takes a search. The other proofs take a
+moment."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Ops of one device that run together, for `seconds` in all."""
+    """Ops of one device that run together and take `seconds` in all."""
 
     ops: tuple[int, ...]
     seconds: _Seconds
@@ -75,13 +78,13 @@ class Schedule:
 class Source:
     """The origin of a plan's graph, so that it can be captured again.
 
-    model      the MODEL text, e.g. "zoo:rnnlm?layers=2"; of a saved graph its file's name
-    training   the optimizer's text, e.g. "adam"; "" for inference
-    shapes     of the step's inputs, in order; of one tower's where there are replicas
-    replicas   towers that the captured step was replicated to; 1: not at all
-    asynchronous   each tower updates by itself
-    constants  (name, value as text) of the model's arguments that are no tensors: the plan is for
-               these values alone
+    model      the MODEL text, such as "zoo:rnnlm?layers=2"; for a saved graph its file's name
+    training   the optimizer's text, such as "adam"; "" for inference
+    shapes     shapes of the step's inputs, in order; with replicas those of one tower
+    replicas   number of towers that the captured step was replicated to; 1: none
+    asynchronous   True if each tower updates by itself
+    constants  (name, value as text) of the model's arguments that are no tensors; the plan holds
+               for these values alone
     """
 
     model: str
@@ -95,28 +98,28 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A placement with its orders, and as promises: value, bound, memory.
+    """A placement with its orders, and what it promises: value, bound and memory.
 
     placement          [ops] device indices
     orders             per device its ops in running order, or None: by priority, then index
-    schedules          per device a Schedule, or None. A device has an order or a schedule, which
-                       counts where both are there
+    schedules          per device a Schedule, or None. If a device has an order and a schedule, the
+                       schedule counts
     pins               (pattern, device name) as the user gave them
-    caps               (device name, bytes) likewise
-    machine            the machine planned for, with the rates the promises were computed from
-    compute_seconds    [ops, devices] the costs the promises were computed from
+    caps               (device name, bytes) as the user gave them
+    machine            the machine of the plan, with the rates that the promises were computed from
+    compute_seconds    [ops, devices] the costs that the promises were computed from
     value              predicted seconds of the objective
     baselines          method -> value, None where infeasible, in the order tried
-    contiguous         asked for: devices can be ordered so that no forward edge goes back
+    contiguous         True if the user asked for devices that can be ordered so that no forward
+                       edge goes back
     sent_bytes         [tensors] as in `Costs`; None: the tensors' own bytes
-    found_seconds      method -> when it first found its value, from the start of the search
-    whole              patterns of the modules that are each on one device
-    made_for           the format: "device-map", "split-points", or "" for none in particular
+    found_seconds      method -> seconds from the search's start until it first found its value
+    whole              patterns of the modules that must each be on one device
+    made_for           the format that the plan must fit: "device-map" or "split-points"; "": none
     min_gain           share by which more devices had to be better than fewer
-    copies             of shared computations that the planned graph has: `graph.duplicates`
-    notes              sentences for the user: why it is as it is
-    graph              the graph it was made for, where it was planned or opened in this process;
-                       not saved
+    copies             copies of shared computations in the planned graph: `graph.duplicates`
+    notes              sentences that tell the user why the plan is as it is
+    graph              the plan's graph, if it was planned or opened in this process; not saved
     """
 
     source: Source
@@ -152,8 +155,10 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The most that the value can be above the optimum: (value - bound) / bound; inf: no
-        bound."""
+        """The largest share by which the value can be above the optimum: (value - bound) / bound.
+
+        inf if there is no bound.
+        """
         return self.value / self.lower_bound - 1 if self.lower_bound > 0 else float("inf")
 
     def save(self, path: str | Path) -> None:
@@ -161,7 +166,7 @@ class Plan:
         save_plan(self, path)
 
     def __str__(self) -> str:
-        """A table of the methods, best first, and of the memory each device needs."""
+        """Return a table of the methods, best first, and of the memory that each device needs."""
         proof = f"; bound by {self.bound_proof}" if self.lower_bound > 0 else ""
         rows = [
             f"{self.source.model or 'graph'} on {self.machine.name}: {self.objective} "
@@ -188,8 +193,11 @@ class Plan:
 
 
 def planned_graph(plan: Plan, graph: Graph) -> Graph:
-    """The graph that the plan is for, of the graph of its step: with the plan's copies. A graph of
-    another step comes back as it is; `check` says so."""
+    """Return the plan's graph: the graph of its step with the plan's copies.
+
+    A graph that the copies do not fit is returned as it is. `check` then says that the plan was
+    made for another graph.
+    """
     if not plan.copies or graph.fingerprint == plan.graph_fingerprint:
         return graph
     may_be_copied = shareable(graph)
@@ -202,13 +210,14 @@ def planned_graph(plan: Plan, graph: Graph) -> Graph:
 
 
 def format_value(plan: Plan, value: float) -> str:
-    """A value of the plan's objective; where costs were given, in full and in milliseconds, as the
-    published instances have them."""
+    """Return a value of the plan's objective as text. With given costs it has six digits and is in
+    milliseconds, as in the published instances."""
     return f"{value * 1e3:.6g} ms" if plan.costs_source == "given" else format_seconds(value)
 
 
 def describe_gap(plan: Plan) -> str:
-    """ "within 3.1 % of optimal", "optimal", "at most 2.5 x the optimum", or "no bound"."""
+    """Return the gap as text: "within 3.1 % of optimal", "optimal", "at most 2.5 x the optimum" or
+    "no bound"."""
     if plan.value == 0:
         return "optimal"
     if not np.isfinite(plan.gap):
@@ -218,13 +227,13 @@ def describe_gap(plan: Plan) -> str:
     return "optimal" if plan.gap <= OPTIMAL_GAP else f"within {100 * plan.gap:.3g} % of optimal"
 
 
-# Plans as JSON: everything that the promises were computed from, so that they can be checked.
+# Plans as JSON. A file holds all that the promises were computed from, so that they can be checked.
 #
 #   {"format": "dovetail.plan", "version": 1, ...the fields of `Plan`, but `graph` is a fingerprint,
 #    "costs": {"source": "measured", "rows": [[seconds on each device, null: cannot]],
 #              "index": [row of each op], "sent_bytes": [of each tensor] or null}}
 #
-# Ops with equal signatures cost the same: of the costs each distinct row is written once.
+# Ops with equal signatures cost the same, so each distinct row of costs is written once.
 
 
 class _CostsFile(BaseModel):
@@ -259,7 +268,11 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan. Raises `FileFormatError` or `MachineError`. Promises: `pipeline.verify`."""
+    """Read a plan. Raises `FileFormatError`.
+
+    It checks the file's form alone; `plans.check` checks the rules and `pipeline.verify` the
+    promises.
+    """
     raw = read_json(path)
     try:
         file: Any = _PlanFile.model_validate(raw)
@@ -287,7 +300,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def _seconds(costs: _CostsFile, devices: int) -> NDArray[np.float64]:
-    """[ops, devices]"""
+    """Return [ops, devices] seconds from a file's rows; inf where the file has null."""
     if any(len(row) != devices for row in costs.rows):
         raise ValueError("costs.rows: not one entry a device")
     if costs.index and not 0 <= min(costs.index) <= max(costs.index) < len(costs.rows):

@@ -1,4 +1,4 @@
-"""The rules that every plan keeps, numbered."""
+"""Checks the numbered rules that every plan keeps; `check` lists them."""
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
@@ -21,22 +21,22 @@ from dovetail.graph.units import matched_modules, units_of
 from dovetail.machine import Machine
 from dovetail.plans.records import Placement, Plan
 
-# Rule 4: each device runs its stages one after the other, and all devices come to an end.
+# Rule 4: each device runs its stages one after another, and all devices finish.
 #
-# An order is a list of stages of one op. A stage waits, as a whole, for all that its ops need from
-# outside it, and gives its outputs when all of it has ended. So with A ──► B ──► C these devices
-# wait for each other for ever, where the order A, C on cpu0 would complete:
+# An order is a list of stages of one op each. A stage waits as a whole for all that its ops need
+# from outside it, and its outputs are there only when all of it has ended. So with A ──► B ──► C
+# the devices below wait for each other for ever. With A and C as two stages they would finish:
 #
 #     cpu0   [ A  C ]
 #     cpu1   [ B ]
 
 
 Stages = tuple[tuple[int, ...], ...]
-"""Ops of each stage of one device, in running order."""
+"""The ops of each stage of one device, in running order."""
 
 
 def stages_of(plan: Plan, graph: Graph) -> list[Stages]:
-    """Per device its stages; where the plan says nothing, every op alone and by index."""
+    """Return each device's stages. Without a schedule or order every op is a stage, by index."""
     stages: list[Stages] = []
     for device in range(len(plan.machine.devices)):
         schedule = plan.schedules[device] if plan.schedules else None
@@ -51,8 +51,8 @@ def stages_of(plan: Plan, graph: Graph) -> list[Stages]:
 
 
 def check_orders(plan: Plan, graph: Graph) -> None:
-    """Raise `OrderError` for orders or schedules that do not name each op of their device once,
-    that hold an op before one that it needs, or that would wait for each other."""
+    """Raise `OrderError` if an order or schedule does not name each op of its device once, has an
+    op before one that it needs, or if devices would wait for each other."""
     if plan.orders is None and plan.schedules is None:
         return
     stages = stages_of(plan, graph)
@@ -85,7 +85,9 @@ def check_completes(plan: Plan, graph: Graph) -> None:
     needs = needs[~within]
     stuck = _stuck(stages, stage_of[needs])
     if stuck.any():
-        first = int(np.argmax(stuck))  # so it is an op of it that waits, not its turn
+        # The first stage that never starts is not only waiting for its turn: the stage before it on
+        # its device, if any, does start. So one of its own ops waits for a stuck stage.
+        first = int(np.argmax(stuck))
         waits = (stage_of[needs[:, 1]] == first) & stuck[stage_of[needs[:, 0]]]
         op = int(needs[waits][0, 1])
         name = plan.machine.device_names[plan.placement[op]]
@@ -93,8 +95,11 @@ def check_completes(plan: Plan, graph: Graph) -> None:
 
 
 def needs_of(stages: Sequence[Stages], graph: Graph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """([ops] index of each op's stage among those of all devices, -1 for sources; [needs, 2] pairs
-    of ops in stages, the second of which needs the first)."""
+    """Return (stage of each op, needs).
+
+    The first is [ops] indices into the stages of all devices, -1 for ops in no stage. The second is
+    [needs, 2] pairs of ops in stages, the second of which needs the first.
+    """
     every = list(chain.from_iterable(stages))
     stage_of = np.full(len(graph), -1)
     listed = list(chain.from_iterable(every))
@@ -105,7 +110,11 @@ def needs_of(stages: Sequence[Stages], graph: Graph) -> tuple[NDArray[np.int64],
 
 
 def _stuck(stages: list[Stages], needs: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[stages] of all devices: True for those that never start; needs [needs, 2] stages."""
+    """Return [stages of all devices] True for those that never start.
+
+    needs   [needs, 2] pairs of stages, the second of which needs the first
+    """
+    # Kahn's algorithm; the stages of one device also need the one before them (`chains`).
     count = sum(map(len, stages))
     after: list[list[int]] = [[] for _ in range(count)]
     missing = [0] * count
@@ -124,7 +133,7 @@ def _stuck(stages: list[Stages], needs: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _misnamed(plan: Plan, graph: Graph, device: int, listed: list[int]) -> str:
-    """The first op that is there twice, of another device, or not there."""
+    """Return text about the first op that is listed twice, is on another device, or is missing."""
     seen: set[int] = set()
     for op in listed:
         if not 0 <= op < len(graph) or graph.is_source[op]:
@@ -140,8 +149,11 @@ def _misnamed(plan: Plan, graph: Graph, device: int, listed: list[int]) -> str:
 
 
 def normalise(placement: Placement, graph: Graph, machine: Machine) -> Placement:
-    """The placement with its source entries filled in: host, their writer's device, or the
-    device of their first reader."""
+    """Return the placement with its entries for sources filled in.
+
+    An input is on the host, a source that is written on its writer's device, and another source on
+    the device of its first reader.
+    """
     filled = np.array(placement, dtype=np.int32)
     for op in np.flatnonzero(graph.is_source).tolist():
         home = int(graph.residences[op])
@@ -192,9 +204,9 @@ def check(plan: Plan, graph: Graph, machine: Machine | None = None) -> None:
 
 
 def capacities_of(machine: Machine, caps: dict[str, int]) -> NDArray[np.int64]:
-    """[devices] bytes each device may use: its memory, or the user's cap where smaller.
+    """Return [devices] the bytes that each device may use: its memory, or a smaller cap.
 
-    Raises `UnknownDeviceError` for a cap on a device that is not there.
+    Raises `UnknownDeviceError` for a cap on a device that the machine does not have.
     """
     capacities = np.array([device.memory_bytes for device in machine.devices], dtype=np.int64)
     for name, cap_bytes in caps.items():
@@ -206,7 +218,8 @@ def capacities_of(machine: Machine, caps: dict[str, int]) -> NDArray[np.int64]:
 def check_placement(
     placement: Placement, graph: Graph, machine: Machine, compute_seconds: NDArray[np.float64]
 ) -> None:
-    """Raise `UnplacedOpError` for an op on no device, or on one that must not run it."""
+    """Raise `UnplacedOpError` for an op on no device, on a device that cannot run it, or on another
+    device than an op with the same colocation id."""
     names = machine.device_names
     if len(placement) != len(graph):
         raise UnplacedOpError(graph.names[min(len(placement), len(graph) - 1)], "nothing")
@@ -226,7 +239,7 @@ def check_placement(
 
 
 def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> None:
-    """Raise `NotContiguousError` for a path of forward ops that leaves a device and comes back."""
+    """Raise `NotContiguousError` for a way of forward ops that leaves a device and comes back."""
     path = find_return(graph, placement)
     if path is not None:
         leaves, elsewhere, returns = (graph.names[op] for op in path)
@@ -235,7 +248,7 @@ def check_contiguous(placement: Placement, graph: Graph, machine: Machine) -> No
 
 
 def check_whole(plan: Plan, graph: Graph) -> None:
-    """Raise `SplitModuleError` for a module that should be whole and is on two devices."""
+    """Raise `SplitModuleError` for a module that must be whole but is on two devices."""
     modules = matched_modules(graph, plan.whole)
     of_op = units_of(graph, modules).of_op
     first: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""Data-parallel towers on a machine: the usual placement of them, and when each has done its step.
+"""Places data-parallel towers on a machine, and says when each tower has done its step.
 
 Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
-https://arxiv.org/abs/1706.04972, section 4.4: parameters and data reading on the CPU, a tower a
-GPU. Differences: where there are fewer GPUs than towers they take turns, and where there is none
-the towers are on the CPUs.
+https://arxiv.org/abs/1706.04972, section 4.4: parameters and data reading are on the CPU, and each
+GPU has one tower. Differences: if there are fewer GPUs than towers, towers are dealt out to them in
+turn, and if there is none, to the CPUs.
 """
 
 import numpy as np
@@ -19,11 +19,12 @@ from dovetail.timeline import Timeline
 
 
 def tower_placement(graph: Graph, machine: Machine) -> Placement:
-    """[ops] Tower i on GPU i; on the host every parameter with its state and updates, the averages
-    of gradients and of the loss, and the inputs.
+    """Return the placement [ops] with tower i on GPU i.
 
-    `graph` is what `replicate` made. Raises `UsageError` for another one, and `NoDeviceError` for
-    an op that its device cannot run, such as an update where the host is no CPU.
+    Parameters with their state and updates, the averages of gradients and of the loss, and the
+    inputs are on the host. `graph` must come from `replicate`. Raises `UsageError` if it does not,
+    and `NoDeviceError` for an op that its device cannot run, such as an update if the host is no
+    CPU.
     """
     _check(graph)
     towers = towers_of(graph)
@@ -39,12 +40,13 @@ def tower_placement(graph: Graph, machine: Machine) -> Placement:
 
 
 def tower_seconds(timeline: Timeline, graph: Graph, replicas: int) -> NDArray[np.float64]:
-    """[replicas] when each tower has done its step, simulated or measured.
+    """Return [replicas] the seconds after which each tower has done its step.
 
-    Asynchronous: the end of the last update by its gradients; it would go on with its next batch
-    then, while others still update. Since updates of one parameter are in replica order and all
-    towers begin at once, tower 0 has the least and the last one about `step_seconds`; what a tower
-    takes for a step is their mean. Synchronous: the step itself, for every tower.
+    In a synchronous step that is the step's end for every tower. In an asynchronous one it is the
+    end of the last update by the tower's gradients. The tower would then go on with its next batch
+    while others still update. Updates of one parameter are in the order of towers and all towers
+    begin at once, so tower 0 has the least seconds and the last one about `step_seconds`. Their
+    mean is what a tower takes for a step.
     """
     _check(graph)
     if replicas != tower_count(graph):
@@ -60,5 +62,6 @@ def tower_seconds(timeline: Timeline, graph: Graph, replicas: int) -> NDArray[np
 
 
 def _check(graph: Graph) -> None:
+    """Raise `UsageError` for a graph without towers."""
     if tower_count(graph) < 2:
         raise UsageError("graph", "has no towers; make them with replicate(graph, replicas)")

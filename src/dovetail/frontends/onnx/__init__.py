@@ -1,5 +1,6 @@
-"""ONNX file -> Graph: shapes, FLOPs, bytes and module paths. There is no Program: what comes from a
-file is planned for, not run.
+"""Reads ONNX files into graphs with shapes, FLOPs, bytes and module paths.
+
+There is no program: a network from an ONNX file is planned for but not run.
 
     file ──► model ──► inputs with their shapes ──► ops ──► graph
 """
@@ -31,13 +32,14 @@ __all__ = [
 
 
 def load_onnx(path: str | Path, shapes: Shapes | None = None) -> Graph:
-    """The graph of an ONNX file.
+    """Return the graph of an ONNX file.
 
     shapes   {input: shape} for inputs with open axes, or the shapes of all inputs in order
 
-    Weights are not read: a model of any size takes little memory. What follows from the file alone
-    (shapes, indices) is computed now and has no op; what no output needs is left out. Ops without
-    a rule for their FLOPs are those of `unknown_flops`. About .1 ms an op, 1 ms a folded one.
+    Weights are not read, so a model of any size takes little memory. Values that follow from the
+    file alone (shapes, indices) are computed now and have no op. Ops that no output needs are left
+    out. `unknown_flops` lists the ops without a rule for their FLOPs. Takes about .1 ms per op and
+    1 ms per op that is computed now.
 
     Raises `FileFormatError` (`ExternalDataError`), or `ModelError`: `OpenAxisError`,
     `UnknownOpError`, `UnsupportedOpError`, `UnknownShapeError`; without the extra `dovetail[onnx]`
@@ -63,5 +65,5 @@ def load_onnx(path: str | Path, shapes: Shapes | None = None) -> Graph:
 
 
 def is_from_onnx(graph: Graph) -> bool:
-    """Does the graph come from an ONNX file?"""
+    """Return True if the graph comes from an ONNX file."""
     return any(kind.startswith("onnx.") for kind in graph.kinds)

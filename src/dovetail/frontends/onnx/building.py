@@ -1,4 +1,5 @@
-"""From ops to the graph: sources first, names made unique, what no output needs left out."""
+"""Builds the graph from ops: sources come first, names are made unique, and ops that no output
+needs are left out."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ _ORDER = ("parameter", "buffer", "input", "constant")
 def build(
     model: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]
 ) -> Graph:
-    """The graph of the ops that `outputs` need, and of all inputs. O(ops + tensors)."""
+    """Return the graph of all inputs and of the ops that `outputs` need. O(ops + tensors)."""
     needed = _needed(ops, outputs)
     sources = _sources(needed, inputs, outputs)
     first = len(sources)
@@ -57,7 +58,7 @@ def build(
 
 
 def _check_counts(model: str, names: list[str], flops: list[int], accessed: list[int]) -> None:
-    """Raise `ModelError` for an op whose work no number of 64 bits can hold."""
+    """Raise `ModelError` for an op whose FLOPs or bytes are too many for a column of 64 bits."""
     for name, *counts in zip(names, flops, accessed, strict=True):
         if max(counts) >= MOST_BYTES:
             raise ModelError(
@@ -66,7 +67,7 @@ def _check_counts(model: str, names: list[str], flops: list[int], accessed: list
 
 
 def _needed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
-    """The ops that the outputs depend on, in their order."""
+    """Return the ops that the outputs depend on, in their order."""
     wanted = {value.op for value in outputs if value.op is not None}
     for op in reversed(ops):
         if op in wanted:
@@ -75,7 +76,7 @@ def _needed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _sources(ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
-    """Weights and constants that are read, and all inputs, by kind and in order."""
+    """Return the weights and constants that are read, and all inputs, sorted by role."""
     read = dict.fromkeys(value for op in ops for value in op.reads if value.op is None)
     read.update(dict.fromkeys(value for value in outputs if value.op is None))
     of_graph = [*(value for value in read if value.role != "input"), *inputs]
@@ -87,7 +88,7 @@ def _path(module: str, leaf: str) -> str:
 
 
 def _unique(name: str, taken: dict[str, int]) -> str:
-    """The name, with _1, _2, ... behind it where it is taken."""
+    """Return the name, with _1, _2, ... appended where it is taken."""
     while name in taken:
         taken[name] += 1
         name = f"{name}_{taken[name]}"
@@ -100,7 +101,7 @@ def _module(source: Value) -> str:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -109,7 +110,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _storages(values: Sequence[Value]) -> list[int]:
-    """[values] number of each value's storage; a view has its base's."""
+    """Return [values] the index of each value's storage; a view has its base's storage."""
     storage: dict[Value, int] = {}
     for value in values:
         storage[value] = len(storage) if value.base is None else storage[value.base]
@@ -117,7 +118,7 @@ def _storages(values: Sequence[Value]) -> list[int]:
     return [index[number] for number in storage.values()]
 
 
-# Roles of constants: a file does not say which are parameters and which are buffers.
+# Roles of constants. A file does not say which ones are parameters and which are buffers.
 
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -128,13 +129,16 @@ _WEIGHTS = {
     "Gather": (0,), "Gemm": (1, 2), "InstanceNormalization": (1, 2), "LSTM": (1, 2, 3),
     "LayerNormalization": (1, 2), "MatMul": (1,), "RNN": (1, 2, 3),
 }  # fmt: skip
-"""Kind of op -> positions of the inputs that are learned. A constant that a node makes is a
-parameter only if it is read at one of them."""
+"""Kind of op -> positions of the inputs that are learned. A constant that stands in a node is a
+parameter only if an op reads it at such a position."""
 
 
 def settle_roles(graph: Any, values: dict[str, Any], ops: Iterable[Op]) -> None:
-    """Give buffers their role (what torch's exporter says is one, and the statistics of batch
-    normalisations), and theirs to weights that stand in a node and not among the initializers."""
+    """Set the role of buffers, and of weights that stand in a node.
+
+    A buffer is what torch's exporter calls one, or a statistic of a batch normalisation. A constant
+    that stands in a node becomes a parameter if an op reads it as a weight.
+    """
     for info in graph.value_info:
         kinds = [entry.value for entry in info.metadata_props if entry.key == _KIND]
         value = values.get(info.name)
@@ -151,6 +155,6 @@ def settle_roles(graph: Any, values: dict[str, Any], ops: Iterable[Op]) -> None:
 
 
 def _at(op: Op, positions: tuple[int, ...]) -> list[Value]:
-    """The roots of the inputs at these positions."""
+    """Return the root values of the op's inputs at these positions."""
     inputs = [op.inputs[position] for position in positions if position < len(op.inputs)]
     return [value.root for value in inputs if value is not None]

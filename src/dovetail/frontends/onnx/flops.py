@@ -1,9 +1,12 @@
-"""FLOPs and bytes of ONNX ops, in the convention of the direct capture.
+"""Counts FLOPs and bytes of ONNX ops, in the convention of the direct capture.
 
-2 x multiply-adds for matrix products, convolutions and attention; 1 per output element of
-pointwise ops; 1 per element of the largest tensor for reductions, normalisations, pools, random
-numbers and what interpolates; 0 for what only moves data. An op of another kind has no rule: it
-is counted as a reduction, which is a lower bound, and `unknown_flops` lists it.
+* Matrix products, convolutions and attention count 2 x multiply-adds.
+* Pointwise ops count 1 per output element.
+* Reductions, normalisations, pools, random numbers and interpolations count 1 per element of their
+  largest tensor.
+* Ops that only move data count 0.
+* Ops of other kinds have no rule. They count as reductions, which is a lower bound, and
+  `unknown_flops` lists them.
 
 Operators: https://onnx.ai/onnx/operators/
 """
@@ -56,7 +59,8 @@ def _input(op: Op, position: int) -> Value:
 
 
 def _products(left: int = 0) -> Callable[[Op], int]:
-    """A matrix product: 2 x outputs x the inner axis, the last of input `left`."""
+    """Return the rule of a matrix product: 2 x outputs x the inner axis, which is the last axis of
+    input `left`."""
     return lambda op: 2 * op.outputs[0].elements * (_input(op, left).shape or (1,))[-1]
 
 
@@ -67,17 +71,19 @@ def _gemm(op: Op) -> int:
 
 
 def _convolution(weight: int = 1) -> Callable[[Op], int]:
-    """Each output takes one product an element of a filter: weight [out, in / groups, ...]."""
+    """Return the rule of a convolution with weight [out, in / groups, ...]: each output takes one
+    multiply-add per element of a filter."""
     return lambda op: 2 * op.outputs[0].elements * math.prod(_input(op, weight).shape[1:])
 
 
 def _transposed_convolution(op: Op) -> int:
-    """Each input gives one product an element of its filters: weight [in, out / groups, ...]."""
+    """Return the FLOPs of a transposed convolution with weight [in, out / groups, ...]: each input
+    takes one multiply-add per element of its filters."""
     return 2 * _input(op, 0).elements * math.prod(_input(op, 1).shape[1:])
 
 
 def _attention(op: Op) -> int:
-    """Two products: query x key, then scores x value, past keys included.
+    """Return the FLOPs of attention's two products, query x key and scores x value, with past keys.
 
     Q, K, V are [batch, heads, sequence, width] or [batch, sequence, heads x width].
     """
@@ -94,8 +100,11 @@ def _attention(op: Op) -> int:
 
 
 def _recurrent(pointwise: int) -> Callable[[Op], int]:
-    """Per step and row of the batch a product with W [directions, gates x hidden, input] and R
-    [directions, gates x hidden, hidden], and `pointwise` FLOPs per hidden unit."""
+    """Return the rule of a recurrent layer.
+
+    Each step and row of the batch takes a product with W [directions, gates x hidden, input], one
+    with R [directions, gates x hidden, hidden], and `pointwise` FLOPs per hidden unit.
+    """
 
     def flops(op: Op) -> int:
         rows = math.prod(_input(op, 0).shape[:2])
@@ -107,8 +116,11 @@ def _recurrent(pointwise: int) -> Callable[[Op], int]:
 
 
 def _einsum(op: Op) -> int:
-    """Operands are multiplied from left to right: 2 x the product of all axes of a pair where an
-    axis is summed away, 1 x where none is. One operand alone is a sum, or moves."""
+    """Return the FLOPs of an einsum whose operands are multiplied from left to right.
+
+    A pair counts the product of all its axes, twice if an axis is summed away. A single operand
+    counts its elements if an axis is summed away, else nothing.
+    """
     equation = op.attributes["equation"]
     text = equation if isinstance(equation, str) else equation.decode(errors="replace")
     text = text.replace(" ", "")
@@ -133,7 +145,10 @@ def _einsum(op: Op) -> int:
 
 
 def _axes(term: str, shape: tuple[int, ...], sizes: dict[str, int]) -> list[str]:
-    """Names of an operand's axes; those of "..." are ".1" (the last of them), ".2", ..."""
+    """Return the names of an operand's axes; those of "..." are ".1" (the last of them), ".2", ...
+
+    Their sizes are noted in `sizes`.
+    """
     before, dots, after = term.partition("...")
     hidden = len(shape) - len(before) - len(after) if dots else 0
     axes = [*before, *(f".{i}" for i in range(hidden, 0, -1)), *after]
@@ -158,7 +173,7 @@ _MATRIX: dict[str, Callable[[Op], int]] = {
     "RNN": _recurrent(2),
 }
 ONNX_MATRIX_KINDS = frozenset(f"onnx.{kind}" for kind in _MATRIX)
-"""Kinds of the ops whose multiply-adds are counted."""
+"""The kinds of ops whose FLOPs are 2 x multiply-adds."""
 
 
 def _widest(op: Op) -> int:
@@ -177,12 +192,12 @@ _RULES: dict[str, Callable[[Op], int]] = {
 
 
 def count_flops(op: Op) -> int:
-    """FLOPs of the op; of one without a rule, 1 per element of its largest tensor."""
+    """Return the FLOPs of the op; without a rule 1 per element of its largest tensor."""
     return 0 if op.view else _RULES.get(op.kind, _widest)(op)
 
 
 def count_bytes(op: Op) -> int:
-    """Bytes that the op reads and writes; none of a view."""
+    """Return the bytes that the op reads and writes; 0 for a view."""
     if op.view:
         return 0
     written = sum(value.size_bytes for value in op.outputs)
@@ -193,6 +208,6 @@ def count_bytes(op: Op) -> int:
 
 
 def unknown_flops(graph: Graph) -> dict[str, int]:
-    """kind -> number of its ops, of the ONNX ops that have no rule and count as a reduction."""
+    """Return kind -> number of its ops, for ONNX ops that have no rule and count as reductions."""
     kinds = [kind for kind in graph.kinds if kind.startswith("onnx.") and kind not in _RULES]
     return dict(sorted(Counter(kinds).items()))

@@ -1,8 +1,8 @@
-"""An ONNX file and its tensors, without their bytes.
+"""Reads an ONNX file and what it says of its tensors, without the bytes of weights.
 
-Weights are judged by what the file says of them: a model of any size is read within little memory.
-Their bytes must be there all the same. Data outside the file stays inside the file's folder: a
-location that is absolute, climbs with "..", or leads away through a symbolic link is refused.
+So a model of any size is read in little memory. The bytes must exist all the same. Data outside the
+file must be inside the file's folder: a location that is absolute, climbs with "..", or leads out
+through a symbolic link is refused.
 """
 
 import math
@@ -40,7 +40,7 @@ ELEMENT_TYPES = {
 }  # fmt: skip
 """`TensorProto.DataType` -> (dtype, bits an element takes, packed). Text (8) has no size."""
 MOST_KNOWN_ELEMENTS = 2**16
-"""The most elements of a value that is computed while a file is read."""
+"""Values of at most this many elements are computed while a file is read."""
 
 
 @dataclass(eq=False)
@@ -48,11 +48,11 @@ class Value:
     """A tensor of the file.
 
     code    `TensorProto.DataType`
-    data    its content, where that is known while the file is read: a shape, an index, a number
-    role    kind of its source op; "" of what an op makes
+    data    its content, if that is known while the file is read: a shape, an index, a number
+    role    the kind of its source op; "": an op makes it
     base    the value whose storage it shares; None: fresh memory
-    op      the op that makes it; None of sources and of what is known
-    literal   it stands in a node, not among the initializers
+    op      the op that makes it; None for sources and for known values
+    literal   True if it stands in a node and not among the initializers
     """
 
     name: str
@@ -78,7 +78,8 @@ class Value:
 
     @property
     def possible(self) -> bool:
-        """Can there be such a tensor? An axis of 0 beside it makes no other axis smaller."""
+        """True if a tensor of this shape can exist. An axis of 0 does not excuse a huge other
+        axis."""
         elements = math.prod(max(size, 1) for size in self.shape)
         fits = elements * ELEMENT_TYPES[self.code][1] <= 8 * MOST_BYTES
         return fits and min(self.shape, default=0) >= 0
@@ -89,7 +90,7 @@ class Value:
 
     @property
     def root(self) -> "Value":
-        """The value that it is a view of, through all views; itself, if it is no view."""
+        """The value that this one is a view of, through all views; itself if it is no view."""
         value = self
         while value.base is not None:
             value = value.base
@@ -104,14 +105,15 @@ class Value:
 
     @property
     def is_weight(self) -> bool:
-        """Is it a source that runs keep, of unknown content?"""
+        """True for a source that is held between steps and whose content is unknown."""
         return self.role in ("parameter", "buffer") or (
             self.role == "constant" and self.data is None
         )
 
     @property
     def attribute_like(self) -> bool:
-        """A known number, or a few known integers: part of an op, not a tensor that it reads."""
+        """True for a known number or a few known integers. They are part of an op and not a tensor
+        that it reads."""
         few = len(self.shape) <= 1 and self.elements <= 16 and not self.floating
         return self.data is not None and (not self.shape or few)
 
@@ -122,11 +124,11 @@ NodeValue = Value | list[Value] | None
 
 @dataclass(eq=False)
 class Op:
-    """A node that has a place on a device.
+    """A node that runs on a device.
 
-    kind       "onnx.Conv"
-    leaf       last part of its name, behind the module
-    inputs     by position; None where left out
+    kind       such as "onnx.Conv"
+    leaf       the last part of its name, behind the module
+    inputs     by position; None where one is left out
     """
 
     kind: str
@@ -170,7 +172,8 @@ def _plain(value: Any) -> str:
 
 
 _FEW = 16
-"""A tensor of so few elements may decide a shape, like the scales of a resize; it is read."""
+"""A weight of at most this many elements is read, because it may decide a shape, like the scales of
+a resize."""
 _ELSEWHERE = "which is not a file in the model's own folder: it is not opened"
 _FIELDS = {
     1: "float_data", 14: "float_data", 11: "double_data", 15: "double_data", 7: "int64_data",
@@ -202,7 +205,7 @@ def read_model(path: Path) -> Any:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size:
-                # Mapped: the bytes of weights inside the file are not copied twice.
+                # The file is mapped, so that the bytes of weights inside it are not copied twice.
                 with (
                     mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
                     memoryview(data) as view,
@@ -226,7 +229,7 @@ def read_model(path: Path) -> Any:
 
 
 def _texts(model: Any) -> Iterator[Any]:
-    """The names in a model: bytes where they are not UTF-8."""
+    """Yield the names in a model; a name that is not UTF-8 comes as bytes."""
     waiting = [model.graph]
     for function in model.functions:
         yield from (function.name, function.domain, function.overload)
@@ -249,17 +252,17 @@ def _texts(model: Any) -> Iterator[Any]:
 
 
 class Weights:
-    """Reads what the tensors of one file are, and frees their bytes."""
+    """Reads the type and shape of a file's tensors, and frees their bytes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.folder = path.parent
 
     def value(self, tensor: Any, name: str) -> Value:
-        """The tensor as a source; with its content where that may decide a shape.
+        """Return the tensor as a source, with its content if that may decide a shape.
 
-        role   "parameter": floating point, or quantized in at most 8 bits, with an axis at least;
-               else "constant"
+        Its role is "parameter" if it has an axis and is floating point or quantized in at most 8
+        bits, else "constant". Raises `ModelError`, `FileFormatError` or `ExternalDataError`.
         """
         code, shape = int(tensor.data_type), tuple(tensor.dims)
         if code not in ELEMENT_TYPES:
@@ -341,7 +344,7 @@ class Weights:
         return np.asarray(onnx.numpy_helper.to_array(tensor))
 
 
-# Inputs of a model and their shapes: the caller gives the sizes that the file leaves open.
+# Inputs of a model and their shapes. The caller gives the sizes that the file leaves open.
 
 
 Shapes = Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
@@ -351,7 +354,7 @@ Axis = int | str
 
 
 def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """{"image": (1, 3, 224, 224)} of ["image=1x3x224x224"]. Raises `UsageError`."""
+    """Return {"image": (1, 3, 224, 224)} for ["image=1x3x224x224"]. Raises `UsageError`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for text in texts:
         name, _, sizes = text.rpartition("=")
@@ -365,8 +368,8 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
 
 
 def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Value]:
-    """The inputs as sources. An open axis takes its size from `shapes`, or from another input
-    whose axis has the same name.
+    """Return the inputs as sources. An open axis takes its size from `shapes`, or from another
+    input whose axis has the same name.
 
     Raises `OpenAxisError` for an axis that stays open, `ModelError` for shapes that do not fit.
     """
@@ -394,7 +397,7 @@ def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Valu
 
 
 def _declared(model: str, value: Any) -> tuple[int, list[Axis] | None]:
-    """(type, axes) that the file states; axes None: not even their number."""
+    """Return (type, axes) that the file states; axes is None if not even their number is known."""
     if not value.type.HasField("tensor_type"):
         raise ModelError(model, f"input {value.name!r} is no tensor; only tensors can be planned")
     tensor = value.type.tensor_type

@@ -34,7 +34,7 @@ from dovetail.frontends.onnx.reading import (
     onnx_library,
 )
 
-# Module paths: a node's place in the model, dotted as in direct captures.
+# Module paths, which say where in the model a node stands, with dots as in direct captures.
 
 
 _COUNTED = re.compile(r"_\d+$")
@@ -44,7 +44,7 @@ operator's own."""
 
 
 def label(node: Any) -> str:
-    """A node's name, or what tells it from the others."""
+    """Return a node's name, or if it has none a text that tells it from the others."""
     return node.name or f"{node.op_type} that makes {next(iter(node.output), '')!r}"
 
 
@@ -67,12 +67,12 @@ def scope_of(node: Any, modules: Set[str]) -> tuple[str | None, str]:
 
 
 def module_of_weight(name: str) -> str:
-    """ "lstm.0" of the weight "lstm.0.weight_x"."""
+    """Return the module of a weight: "lstm.0" for "lstm.0.weight_x"."""
     return name.rpartition(".")[0]
 
 
 def modules_of_weights(names: Iterable[str]) -> set[str]:
-    """The modules that these weights stand in, and those around them."""
+    """Return the modules that hold these weights, and the modules around those."""
     modules: set[str] = set()
     for name in names:
         module = module_of_weight(name)
@@ -83,7 +83,8 @@ def modules_of_weights(names: Iterable[str]) -> set[str]:
 
 
 def _joined(parts: list[str], modules: Set[str]) -> str:
-    """A path of parts, some of which repeat the one before: layer1, layer1.0 -> layer1.0."""
+    """Return the path of these parts. A part may repeat the one before it: layer1, layer1.0 ->
+    layer1.0."""
     path, last = "", ""
     for part in parts:
         base = path.removesuffix(last).removesuffix(".") if part.startswith(last + ".") else path
@@ -102,7 +103,8 @@ def _listed(text: str) -> list[str]:
     return [str(scope) for scope in scopes] if isinstance(scopes, list) else []
 
 
-# Sequences of tensors, unrolled while the file is read: positions and lengths must be known.
+# Sequences of tensors, which are unrolled while the file is read. Positions and lengths must be
+# known then.
 
 
 NodeRule = Callable[["NodeReader", Any, list[NodeValue], "Scope"], list[NodeValue]]
@@ -185,7 +187,7 @@ def _split_to_sequence(
 
 
 def _sizes(reader: "NodeReader", node: Any, length: int, given: NodeValue) -> list[int]:
-    """Sizes of the parts of an axis: those given, or all of the one size given, or 1 each."""
+    """Return the sizes of an axis's parts: those given, or one given size for all, or 1 each."""
     if given is not None and (isinstance(given, list) or given.data is None):
         raise UnsupportedOpError(reader.path, label(node), "splits by sizes that depend on data")
     if given is not None and given.data is not None and given.shape:
@@ -232,7 +234,8 @@ SEQUENCE_RULES: dict[str, NodeRule] = {
 }
 
 
-# Our own shape rules, for ops that the package `onnx` has none for; its rule for `STFT` is wrong.
+# Our own shape rules, for ops without a rule in the package `onnx`, and for `STFT`, whose rule
+# there is wrong.
 
 
 _BOOL = 9
@@ -242,7 +245,7 @@ Shaped = tuple[int, tuple[int, ...]]
 
 
 def own_rule(node: Any, inputs: Inputs) -> Shaped | None:
-    """Type and shape of a node's first output by our own rules; None where there is none."""
+    """Return type and shape of a node's first output by our own rules; None if no rule fits."""
     rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     attributes = {a.name: a.i for a in node.attribute}
     return rule(list(inputs), attributes) if rule is not None else None
@@ -328,8 +331,8 @@ Versions = dict[str, int]
 
 
 class Inference:
-    """Shapes by the rules of the package `onnx`, node by node, with whatever content is known:
-    what follows from a shape, a `Reshape` to it for one, is found without exception."""
+    """Infers shapes node by node by the rules of the package `onnx`, with all content that is
+    known. So shapes that follow from other shapes, such as that of a `Reshape`, are found too."""
 
     def __init__(self, model: str, ir_version: int) -> None:
         self.model = model
@@ -339,7 +342,7 @@ class Inference:
     def outputs(
         self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
     ) -> list[Value | None]:
-        """A value per output, None where it is left out. Raises `UnknownShapeError`."""
+        """Return a value per output, None where one is left out. Raises `UnknownShapeError`."""
         if fault := _fault(node, inputs):
             raise UnknownShapeError(self.model, op, node.output[0], fault)
         contents = _known(node, inputs)
@@ -387,7 +390,7 @@ class Inference:
     def _folded(
         self, node: Any, types: dict[str, Any], inputs: Inputs, versions: Versions
     ) -> list[NDArray[Any]] | None:
-        """The outputs' content, where it follows from the file alone and is small."""
+        """Return the outputs' content if it follows from the file alone and is small, else None."""
         if node.op_type in _RANDOM or any(v is not None and v.data is None for v in inputs):
             return None
         ruled = own_rule(node, inputs)
@@ -437,8 +440,8 @@ class Inference:
 
 
 def _fault(node: Any, inputs: Inputs) -> str:
-    """Describes a fault of a node that the package `onnx` misses, or never returns from; "":
-    none."""
+    """Return text about a fault of a node that the package `onnx` does not notice, or on which it
+    never returns; "" if there is none."""
     if node.domain not in ("", "ai.onnx"):
         return ""
     recurrent = node.op_type in ("GRU", "LSTM", "RNN")
@@ -466,7 +469,7 @@ def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
 
 
 def _shaped(proto: Any) -> Shaped | None:
-    """Type and shape of a `TypeProto`; None where one of its axes is not known."""
+    """Return type and shape of a `TypeProto`; None if one of its axes is not known."""
     if proto is None or not proto.HasField("tensor_type"):
         return None
     tensor = proto.tensor_type
@@ -486,8 +489,8 @@ _MOST_CALLS = 100
 
 @dataclass(frozen=True)
 class Scope:
-    """What nodes see: values by name, operators' versions, and, in a function, the attributes of
-    its call, the module of its caller and the functions being called."""
+    """What nodes can refer to: values by name and the versions of operators. Inside a function also
+    the attributes of its call, the module of its caller and the functions that are being called."""
 
     values: dict[str, NodeValue]
     versions: Versions
@@ -497,7 +500,7 @@ class Scope:
 
 
 class NodeReader:
-    """Walks nodes in their order and gathers the ops that they are."""
+    """Walks through nodes in their order and collects the ops that they become."""
 
     def __init__(self, onnx: Any, model: Any, weights: Weights) -> None:
         self.onnx = onnx
@@ -510,7 +513,7 @@ class NodeReader:
         self.nodes = 0
 
     def run(self, nodes: Iterable[Any], scope: Scope) -> None:
-        """Add the ops of these nodes, and file in the scope what they make."""
+        """Add the ops of these nodes, and store their outputs in the scope."""
         for node in nodes:
             self.nodes += 1
             if self.nodes > _MOST_NODES:
@@ -560,8 +563,8 @@ class NodeReader:
         self, node: Any, function: Any, inputs: list[NodeValue], scope: Scope
     ) -> list[NodeValue]:
         """Run a function's nodes in place of its call."""
-        # Not by `onnx.inliner`: it forgets the call's name, and with it the module of these nodes,
-        # and it has no limit for functions that call functions.
+        # `onnx.inliner` is not used, because it drops the call's name, and with it the module of
+        # these nodes, and has no limit for functions that call functions.
         key = (_domain(function.domain), function.name, function.overload)
         if key in scope.calling:
             raise ModelError(self.path, f"function {function.name} calls itself")
@@ -674,7 +677,7 @@ def _filled(node: Any, attributes: dict[str, Any]) -> Any:
 
 
 def _same(node: Any, first: Value, outputs: list[Value | None]) -> bool:
-    """Is the one result the first input itself?"""
+    """Return True if the node's result is its first input itself."""
     result = outputs[0] if len(outputs) == 1 else None
     if node.op_type == "Identity":
         return True
@@ -685,8 +688,11 @@ def _same(node: Any, first: Value, outputs: list[Value | None]) -> bool:
 
 
 def _is_view(node: Any, first: Value) -> bool:
-    """Does the result share its input's memory? A weight's transpose does, as in torch: the
-    product that reads it turns it, or it is turned once, when the model is loaded."""
+    """Return True if the result shares its first input's memory.
+
+    A weight's transpose does, as in torch: the product that reads it transposes it, or it is
+    transposed once when the model is loaded.
+    """
     weight = first.root.is_weight
     if node.op_type == "Transpose":
         return weight
@@ -695,7 +701,8 @@ def _is_view(node: Any, first: Value) -> bool:
 
 
 def _module_of_reads(inputs: list[Value | None]) -> str:
-    """The module of the first weight read, else of the op that made the first input."""
+    """Return the module of the first weight that is read, else of the op that makes the first
+    input."""
     values = [value for value in inputs if value is not None]
     for value in values:
         if value.root.role in ("parameter", "buffer") and "." in value.root.name:
