@@ -152,8 +152,8 @@ class NASNetA(nn.Module):
     cells      normal cells between two reductions, the paper's N
     filters    channels of the last cell, a multiple of 96
     stem       channels of the first convolution
-    skip       the first cell after a reduction reads, beside the reduction, the cell two before it
-               instead of the cell directly before it
+    skip       the first cell after a reduction reads, beside the reduction's output, that of the
+               cell two before the reduction instead of the one directly before the reduction
     With `aux` and in training mode: (logits, auxiliary logits), size >= 67.
     """
 
