@@ -1,4 +1,4 @@
-"""Published placement instances: a graph, its machine and its costs in one JSON file.
+"""Reads and writes published placement instances: graph, machine and costs in one JSON file.
 
     {"maxSizePerFPGA": bytes, "maxFPGAs": k, "maxCPUs": l,
      "nodes": [{"id", "name", "supportedOnFpga", "cpuLatency", "fpgaLatency", "isBackwardNode",
@@ -11,9 +11,10 @@ and host memory, and is paid once per (source, device). `size` is bytes on an ac
 Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, https://arxiv.org/abs/2006.16423, sections 3 and 4.
 
-As records: every accelerator and every CPU hangs on a host that runs nothing, the CPUs by links
-that cost nothing. A node's `size` is a parameter that it alone reads, its output occupies nothing
-and `Costs.sent_bytes` says what moving it costs; nodes of one colour share a colocation id.
+An instance becomes ordinary records. Every accelerator and every CPU is linked to a host that runs
+nothing; links of CPUs cost nothing. A node's `size` becomes a parameter that the node alone reads.
+Its output occupies no memory, and `Costs.sent_bytes` says what moving it costs. Nodes of one colour
+share a colocation id.
 """
 
 import heapq
@@ -37,11 +38,13 @@ from dovetail.units import UNLIMITED_BYTES
 
 MILLISECOND = 1e-3
 LINK_BYTES_PER_SECOND = 1e9
-"""Bandwidth of an accelerator's links. Any figure would do: bytes to send are derived from it."""
+"""The bandwidth of an accelerator's links. Any figure would do, because the bytes to send are
+derived from it."""
 FREE_BYTES_PER_SECOND = 1e300
-"""Bandwidth of a CPU's links, which cost nothing: host memory is the CPU's own."""
+"""The bandwidth of a CPU's links. Transfers over them cost nothing, since host memory is the CPU's
+own."""
 MOST_DEVICES = 1024
-"""The most devices of a kind that we make; a file that names more means any number."""
+"""A file may name at most this many devices of a kind; with more it is refused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +57,21 @@ class Instance:
     costs: Costs
 
 
-# The file's fields, and complaints that name the node. These names are the published format's.
+# --- The file's fields, and errors that name the node ---
+#
+# The fields have the names of the published format.
 
 
 COST_TOLERANCE_MS = 1e-6
-"""Costs on the edges of one source may differ by this much, as in the authors' own programs."""
+"""The costs on the edges of one source may differ by this much, as in the authors' own programs."""
 MOST_MILLISECONDS = 1e15
-"""The longest latency or move that is read, 30,000 years: sums of it stay finite."""
+"""A latency or a cost may be at most this, which is 30,000 years, so that sums stay finite."""
 _IGNORING = ConfigDict(extra="ignore", allow_inf_nan=False)
 _Milliseconds = Field(default=None, ge=0, le=MOST_MILLISECONDS)
 
 
 class InstanceNode(BaseModel):
-    """A node. A latency may be absent where no device could make use of it."""
+    """A node of the file. A latency may be absent if no device could use it."""
 
     model_config = _IGNORING
     id: int
@@ -96,7 +101,8 @@ class InstanceFile(BaseModel):
 
 
 def parse(raw: Any, path: str) -> InstanceFile:
-    """The file, checked but for cycles. Raises `FileFormatError` that names node or edge."""
+    """The file's content, checked except for cycles. Raises `FileFormatError`, which names the node
+    or edge."""
     try:
         file = InstanceFile.model_validate(raw)
         if file.maxFPGAs + file.maxCPUs < 1:
@@ -116,7 +122,7 @@ def label(node: InstanceNode) -> str:
 
 
 def _complaint(error: ValidationError, raw: Any) -> str:
-    """The first complaint; where it is about a node or an edge, with what names that."""
+    """The first complaint of pydantic, after the name of its node or edge if it is about one."""
     text = first_complaint(error)
     where = error.errors(include_url=False)[0]["loc"]
     if len(where) > 2 and isinstance(where[1], int):
@@ -160,16 +166,19 @@ def _check_edges(file: InstanceFile) -> None:
             )
 
 
-# Reading: files -> records. Nodes may stand in any order; unknown fields are ignored.
+# --- Reading: files to records ---
+#
+# Nodes may stand in any order; unknown fields are ignored.
 
 
 def is_instance(raw: object) -> bool:
-    """Does a file's JSON look like a published instance?"""
+    """True if a file's JSON looks like a published instance. Our own files have a "format"."""
     return isinstance(raw, dict) and {"nodes", "edges"} <= raw.keys() and "format" not in raw
 
 
 def load_instance(path: str | Path) -> Instance:
-    """Read an instance. Raises `FileFormatError`, or `CycleError` with the nodes of a cycle."""
+    """Read an instance from a file. Raises `FileFormatError`, or `CycleError` with the nodes of a
+    cycle."""
     return instance_from(read_json(path), str(path))
 
 
@@ -184,7 +193,8 @@ def instance_from(raw: Any, path: str) -> Instance:
 
 
 def _ordered(file: InstanceFile) -> list[InstanceNode]:
-    """Nodes in topological order; of those that are free the first of the file comes first."""
+    """The nodes in topological order. Of nodes that wait for none, the one that comes first in the
+    file comes first. Raises `CycleError`."""
     position = {node.id: i for i, node in enumerate(file.nodes)}
     after: list[list[int]] = [[] for _ in file.nodes]
     waits = [0] * len(file.nodes)
@@ -206,7 +216,8 @@ def _ordered(file: InstanceFile) -> list[InstanceNode]:
 
 
 def _cycle(file: InstanceFile, after: list[list[int]], left: set[int]) -> tuple[str, ...]:
-    """Every node that is left has one before it that is left; going back must close a circle."""
+    """The names of the nodes of a cycle among the nodes `left`, which are in no topological order.
+    Each of them has a predecessor that is left, so going back from one must close a circle."""
     before = {b: a for a in sorted(left) for b in after[a] if b in left}
     path = [min(left)]
     while path[-1] not in path[:-1]:
@@ -216,8 +227,10 @@ def _cycle(file: InstanceFile, after: list[list[int]], left: set[int]) -> tuple[
 
 
 def _graph(file: InstanceFile, nodes: list[InstanceNode]) -> tuple[Graph, NDArray[np.float64]]:
-    """The graph, and [tensors] bytes that a send moves."""
-    costs = {edge.sourceId: edge.cost for edge in reversed(file.edges)}  # the first one counts
+    """(graph, [tensors] bytes that a send moves)."""
+    # The costs on a source's edges may differ a little. The first one in the file counts, which
+    # the dict takes last.
+    costs = {edge.sourceId: edge.cost for edge in reversed(file.edges)}
     inputs: dict[int, dict[int, None]] = {node.id: {} for node in nodes}
     for edge in file.edges:
         inputs[edge.destId][edge.sourceId] = None
@@ -225,7 +238,8 @@ def _graph(file: InstanceFile, nodes: list[InstanceNode]) -> tuple[Graph, NDArra
     colours = {
         c: i for i, c in enumerate(dict.fromkeys(n.colorClass for n in nodes)) if c is not None
     }
-    rows: list[tuple[str, str, int, int, tuple[str, ...]]] = []  # one an op, in order
+    # (name, kind, phase, colour, kinds of device) of each op, in order.
+    rows: list[tuple[str, str, int, int, tuple[str, ...]]] = []
     reads: list[list[int]] = []
     tensor_of: dict[int, int] = {}
     sizes: list[int] = []
@@ -267,8 +281,9 @@ def _graph(file: InstanceFile, nodes: list[InstanceNode]) -> tuple[Graph, NDArra
 
 
 def _unique_names(nodes: list[InstanceNode]) -> list[str]:
-    """A node's own name where no other has it, else with its id; only ids where names would still
-    be mistaken for one another or for a node's size."""
+    """[nodes] a unique name for each node: its own name if no other node has it, else the name with
+    the id. If names could then still be mistaken for one another or for a node's size, all have
+    their ids added; if even that is not enough, the names are the ids alone."""
     count: dict[str, int] = {}
     for node in nodes:
         count[node.name] = count.get(node.name, 0) + 1
@@ -281,6 +296,7 @@ def _unique_names(nodes: list[InstanceNode]) -> list[str]:
 
 
 def _machine(name: str, file: InstanceFile) -> Machine:
+    """The file's machine: a star around a host that runs nothing."""
     size = min(int(file.maxSizePerFPGA), UNLIMITED_BYTES)
     devices = [_device(f"acc{i}", "gpu", size) for i in range(file.maxFPGAs)]
     devices += [_device(f"cpu{i}", "cpu", UNLIMITED_BYTES) for i in range(file.maxCPUs)]
@@ -294,13 +310,13 @@ def _machine(name: str, file: InstanceFile) -> Machine:
 
 
 def _device(name: str, kind: str, memory_bytes: int) -> Device:
-    """A device whose rates stand for nothing: the costs are given."""
+    """A device. Its rates mean nothing, since the costs are given."""
     model = "accelerator" if kind == "gpu" else "cpu"
     return Device(name, kind, model, memory_bytes, {"float32": 1e12}, 1e12, 0.0)
 
 
 def _seconds(graph: Graph, machine: Machine, nodes: list[InstanceNode]) -> NDArray[np.float64]:
-    """[ops, devices]"""
+    """[ops, devices] the compute seconds; inf where a node is not supported."""
     by_kind = {
         "gpu": [n.fpgaLatency if n.supportedOnFpga else np.inf for n in nodes],
         "cpu": [n.cpuLatency for n in nodes],
@@ -312,17 +328,18 @@ def _seconds(graph: Graph, machine: Machine, nodes: list[InstanceNode]) -> NDArr
     return seconds
 
 
-# Writing: records -> files.
+# --- Writing: records to files ---
 #
-# An instance that was read loses nothing: every placement has the same value in the file that is
-# written. Another graph on another machine loses:
+# An instance that was read from a file loses nothing: every placement has the same value in the
+# file that is written. Any other graph and machine lose what the format cannot say:
 #
-# * links between accelerators: in the format everything goes through the host;
-# * what CPUs pay for transfers, limits of CPU memory, and the order of links' channels;
-# * memory that is only occupied for a while: a node's size is its parameters, state and buffers,
-#   and what of its output is kept for backward; what several nodes read is counted at the first;
-# * moving one output of several: a node's cost is that of all its outputs that are read;
-# * the kinds of edges and phases: control edges become edges, and updates backward nodes.
+# * Links between accelerators. In the format everything goes through the host.
+# * The cost of transfers for CPUs, limits of CPU memory, and the order on links' channels.
+# * Memory that is occupied only for a while. A node's size is its parameters, state and buffers,
+#   and the part of its output that is kept for backward. A parameter that several nodes read is
+#   counted at the first.
+# * Moving one output of several. A node's cost is that of all its outputs that are read.
+# * The kinds of edges and phases. Control edges become edges, and updates become backward nodes.
 #
 # Inputs become nodes without latency that only a CPU may run.
 
@@ -338,9 +355,9 @@ def save_instance(graph: Graph, machine: Machine, costs: Costs, path: str | Path
 
 
 def instance_to_dict(graph: Graph, machine: Machine, costs: Costs) -> dict[str, Any]:
-    """The file's JSON. Nodes have the index of their op as id, edges stand by source, then target.
+    """The file's JSON. A node's id is the index of its op. Edges are sorted by source, then target.
 
-    Raises `ExportError`, where accelerators or CPUs are unlike one another, or an op can run on
+    Raises `ExportError` if accelerators or CPUs are unlike one another, or if an op can run on
     accelerators alone.
     """
     costs.check(graph)
@@ -390,7 +407,8 @@ def _memory(machine: Machine, accelerators: list[int]) -> int:
 
 
 def _column(graph: Graph, machine: Machine, costs: Costs, alike: list[int]) -> NDArray[np.float64]:
-    """[ops] seconds on any of the devices, where they agree; 0 where there is no device."""
+    """[ops] the seconds of each op on any of the devices `alike`; 0 if there are none. Raises
+    `ExportError` if the devices differ."""
     if not alike:
         return np.zeros(len(graph))
     seconds = np.where(graph.is_source[:, None], 0.0, costs.compute_seconds[:, alike])
@@ -412,7 +430,8 @@ def _column(graph: Graph, machine: Machine, costs: Costs, alike: list[int]) -> N
 def _move_ms(
     graph: Graph, machine: Machine, costs: Costs, accelerators: list[int]
 ) -> NDArray[np.float64]:
-    """[ops] of moving all that is read of an op's output, to or from any accelerator."""
+    """[ops] milliseconds of moving all outputs of an op that are read, to or from any accelerator.
+    Raises `ExportError` if the links of accelerators differ."""
     rates = set()
     for device in accelerators:
         for a, b in ((device, machine.host_index), (machine.host_index, device)):
@@ -432,8 +451,8 @@ def _move_ms(
 
 
 def _sizes(graph: Graph) -> NDArray[np.int64]:
-    """[ops] bytes that stay: what lives with an op or is read first by it, what of its output
-    backward reads, and what of it is the step's result."""
+    """[ops] bytes that stay in memory with each op: sources that live with it or that it reads
+    first, and forward outputs of its own that backward reads or that are the step's results."""
     sizes = np.zeros(len(graph), np.int64)
     late = graph.phases[graph.readers] >= Phase.BACKWARD
     stays = np.zeros(graph.tensors, bool)

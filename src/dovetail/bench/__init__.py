@@ -1,11 +1,11 @@
-"""The papers' tables side by side with ours.
+"""Computes the papers' tables and shows them side by side with ours.
 
-    cases ──► table ──► crew of workers ──► running: capture, bound, methods ──► rows/*.json
+    cases ──► table ──► worker processes ─► running: capture, bound, methods ──► rows/*.json
                 │                           towers: towers, curves                   │
                 └──────────── rows, towers, curves ◄─────────────────────────────────┘
                                       └──► page.write_page, tables.write_csv
 
-This file imports nothing heavy: workers that only wait would pay for it.
+This file imports nothing heavy, because every worker process imports it, also one that only waits.
 """
 
 from dovetail.bench.cases import CASES, GDP_CASES, GDP_COLUMNS, RL17_CASES, RL17_COLUMNS

@@ -5,8 +5,9 @@ https://arxiv.org/abs/1706.04972, tables 1 and 2 and section 4.4 (`RL17_CASES`);
 "GDP: Generalized Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578,
 table 1 (`GDP_CASES`).
 
-What a paper leaves out is ours, and `Case.ours` says what that is and where we took it from. Of
-two seconds of one network that the paper prints once for all machines, every row has both.
+Sizes that a paper leaves out are ours, and `Case.ours` says which they are and where we took them
+from. RL17 prints the seconds of 1 CPU and 1 GPU once a network, for all machines; here every row of
+the network has both.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from dovetail.bench.records import Case, Published
 
 RL17_COLUMNS = ("1 CPU", "1 GPU", "Scotch", "MinCut", "expert", "RL")
 GDP_COLUMNS = ("GDP-one", "human", "METIS", "HDP")
-"""In the order of the paper's table; None in a row stands for OOM."""
+"""The columns of GDP's table, in its order; None in a row stands for OOM."""
 
 _VOCABULARY = "vocabulary 10,000: that of the Penn Treebank in Zaremba et al., 2014"
 _ATTENTION = "who reads the attention, and what it reads: as in Bahdanau et al., 2015"
@@ -58,8 +59,8 @@ def _pair(
     seconds: Mapping[int, tuple[float | None, ...]],
     ours: str = "",
 ) -> tuple[Case, ...]:
-    """One row for each number of GPUs; `published` holds what they have in common, `seconds` the
-    columns from Scotch on."""
+    """The rows of one network, one for each number of GPUs. `published` holds the figures that they
+    have in common; `seconds` holds, by number of GPUs, the columns from Scotch on."""
     return tuple(
         _row(
             network,
@@ -135,7 +136,7 @@ def _gdp(  # noqa: PLR0913  as above
     faster: str,
     ours: str,
 ) -> Case:
-    """faster: how much less time the search of GDP-one takes than HDP's."""
+    """A row of GDP's table. faster: how many times less time GDP-one's search takes than HDP's."""
     published = Published(
         dict(zip(GDP_COLUMNS, seconds, strict=True)),
         hours={"GDP-one": f"{faster} times faster than HDP"},
@@ -228,7 +229,7 @@ METHOD_OF: dict[str, str] = {
     "HDP": "hdp",
     "GDP-one": "gdp",
 }
-"""Column of a paper -> our method."""
+"""Maps each column of a paper to our method."""
 
 LEARNED: dict[str, tuple[str, ...]] = {"rl17": ("seq2seq",), "gdp": ("gdp", "hdp")}
-"""Table -> its methods that learn: they have a budget of their own, of trials and seeds."""
+"""Maps each table to its methods that learn. Their budget is one of their own: trials and seeds."""

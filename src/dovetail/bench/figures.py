@@ -1,4 +1,4 @@
-"""A plan as RL17's figures show one: its graph coloured by device, and what each device does.
+"""Shows a plan as RL17's figures do: its graph coloured by device, and the seconds of each device.
 
     forward    embedding     ▪▪▪▪▪▪▪▪▪▪             a row is a module, a cell a group of ops,
                lstm.0         ▪▪▪▪▪▪▪▪▪▪            a colour a device: an unrolled network
@@ -30,7 +30,8 @@ from dovetail.simulator import Simulator
 from dovetail.units import format_bytes, format_seconds
 
 COLOURS = 10
-"""Classes "c0" to "c9" of the page's style sheet: of devices, in the machine's order."""
+"""The page's style sheet has this many colours, classes "c0" to "c9". Devices have them in the
+machine's order."""
 MOST_ROWS, MOST_CELLS, MOST_LINES = 22, 1800, 150
 WIDTH, LABELS = 1000.0, 190.0  # of the picture, and of its column of names
 ROW, LEAST_CELL, GAP, HEAD = 13.0, 3.0, 3.0, 20.0
@@ -42,6 +43,8 @@ Cell = tuple[int, int, int]  # row, column, device
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
+    """What `view` needs of a plan."""
+
     machine: Machine
     placement: Int32
     compute_seconds: NDArray[np.float64]
@@ -68,7 +71,8 @@ class _Box:
 def work_of(
     graph: Graph, machine: Machine, costs: Costs, groups: Groups, placement: Int32
 ) -> PlanWork:
-    """Simulates a step of `placement` [ops]: seconds of each device and channel, and a picture.
+    """The work of a simulated step of `placement` [ops]: seconds of each device and channel, and a
+    picture.
 
     Raises what `Simulator.timeline` raises.
     """
@@ -93,7 +97,7 @@ def work_of(
 
 
 def colour_of(device: int) -> str:
-    """Class of a device's colour, by its index in the machine."""
+    """The class of a device's colour, by its index in the machine."""
     return f"c{device % COLOURS}"
 
 
@@ -102,9 +106,10 @@ def graph_svg(
 ) -> str:
     """The graph as SVG of at most 60 KB, groups coloured by the device of `placement` [ops].
 
-    A group's forward ops are one cell, its backward and update ops others. Lines are the largest
-    tensors between devices within one pass. Of more than `MOST_CELLS` cells, neighbours of one
-    module and device are drawn as one. O(ops + reads).
+    A group's forward ops are one cell; its backward ops are another, and so are its update ops.
+    Lines are the largest sums of tensors between cells of different devices within one pass. If
+    there are more than `MOST_CELLS` cells, neighbours of one module and device are drawn as one.
+    O(ops + reads).
     """
     of_op = _nodes(graph, groups, placement)
     placed = _Placed(machine, placement, costs.compute_seconds)
@@ -130,7 +135,8 @@ def graph_svg(
 
 
 def _nodes(graph: Graph, groups: Groups, placement: Int32) -> Int32:
-    """[ops] node of each op, numbered by first op, -1 for sources: one group, phase and device."""
+    """[ops] the node of each op; -1 for sources. A node is the ops of one group, phase and device,
+    and nodes are numbered by first op."""
     real = np.flatnonzero(~graph.is_source)
     keys = np.stack([groups.of_op[real], graph.phases[real], placement[real]], axis=1)
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -142,7 +148,7 @@ def _nodes(graph: Graph, groups: Groups, placement: Int32) -> Int32:
 
 
 def _cut(graph: Graph) -> tuple[str, ...]:
-    """[ops] module of each op, cut to the depth at which no more than `MOST_ROWS` are left."""
+    """[ops] the module of each op, cut to the largest depth with at most `MOST_ROWS` modules."""
     paths = [tuple(part for part in module.split(".") if part) for module in graph.modules]
     distinct = {path for path, source in zip(paths, graph.is_source, strict=True) if not source}
     depth = max((len(path) for path in distinct), default=0)
@@ -152,7 +158,8 @@ def _cut(graph: Graph) -> tuple[str, ...]:
 
 
 def _rows(shown: GraphView) -> tuple[Int32, list[str]]:
-    """[nodes] row of each node within its band, and the rows' names, by first op."""
+    """(rows [nodes], names): the row of each node within its band, and the name of each row. A row
+    is a module; rows are ordered by first op."""
     order = {name: row for row, name in enumerate(dict.fromkeys(shown.labels))}
     return np.array([order[name] for name in shown.labels], dtype=np.int32), list(order)
 
@@ -160,7 +167,7 @@ def _rows(shown: GraphView) -> tuple[Int32, list[str]]:
 def _band(
     shown: GraphView, of: NDArray[np.int64], rows: Int32, order: Sequence[str], top: float
 ) -> tuple[str, float]:
-    """The cells of some nodes, names on their left, and where they end."""
+    """(SVG, y at which it ends) of the cells of the nodes `of`, with rows' names on the left."""
     columns, count = _binned(shown, of, rows)
     keys = zip(rows[of].tolist(), columns.tolist(), shown.devices[of].tolist(), strict=True)
     cell_of = dict(zip(of.tolist(), keys, strict=True))
@@ -190,8 +197,8 @@ def _band(
 
 
 def _binned(shown: GraphView, of: NDArray[np.int64], rows: Int32) -> tuple[Int32, int]:
-    """[of] column of each node and how many columns there are: halved until no more than
-    `MOST_CELLS` cells are left."""
+    """(columns [of], number of columns) of the nodes `of`. Columns are joined in pairs until the
+    band has at most its part of `MOST_CELLS` cells."""
     columns, count = shown.columns[of], int(shown.columns.max(initial=0)) + 1
     while count > 1:
         cells = np.stack([rows[of], columns, shown.devices[of]], axis=1)
@@ -202,7 +209,7 @@ def _binned(shown: GraphView, of: NDArray[np.int64], rows: Int32) -> tuple[Int32
 
 
 def _paths(shown: GraphView, of: NDArray[np.int64], boxes: dict[Cell, _Box]) -> str:
-    """One path a device, with what it does here as its title."""
+    """One SVG path for each device, whose title says how many groups, ops and seconds it has."""
     parts = []
     for device in sorted({device for _, _, device in boxes}):
         here = of[shown.devices[of] == device]
@@ -214,7 +221,7 @@ def _paths(shown: GraphView, of: NDArray[np.int64], boxes: dict[Cell, _Box]) -> 
 
 
 def _lines(shown: GraphView, cell_of: dict[int, Cell], boxes: dict[Cell, _Box]) -> str:
-    """The largest edges between devices, as one path."""
+    """The `MOST_LINES` largest edges between cells of different devices, as one SVG path."""
     drawn: dict[tuple[Cell, Cell], int] = defaultdict(int)
     for (a, b), size in zip(shown.edges.tolist(), shown.edge_bytes.tolist(), strict=True):
         if a in cell_of and b in cell_of and shown.devices[a] != shown.devices[b]:

@@ -1,4 +1,4 @@
-"""Captured graphs of a table's networks, kept as files: a network stands in several rows."""
+"""Captures the graphs of a table's networks and keeps them as files, which several rows share."""
 
 import re
 import time
@@ -16,10 +16,10 @@ from dovetail.graph.files import load_graph, save_graph
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """The sizes of a row's graph.
+    """The sizes of a captured graph.
 
-    graph     its fingerprint
-    seconds   that the capture took
+    graph     the graph's fingerprint
+    seconds   seconds that the capture took
     """
 
     graph: str
@@ -31,7 +31,7 @@ class CapturedGraph:
 
 
 def name_of(case: Case) -> str:
-    """Names a network with its optimizer, in the store."""
+    """The name in the store of a case's network with its optimizer."""
     return "graph." + re.sub(r"[^a-z0-9]+", "-", f"{case.model} {case.train}".lower()).strip("-")
 
 
@@ -40,7 +40,7 @@ def _fingerprint(case: Case) -> str:
 
 
 def known(store: Store, case: Case) -> CapturedGraph | None:
-    """The stored sizes of the case's graph; None if it is yet to be captured."""
+    """The stored sizes of the case's graph; None if it must be captured."""
     name = name_of(case)
     value = store.get(name, _fingerprint(case))
     if value is None or not _file(store, name).exists():
@@ -51,7 +51,7 @@ def known(store: Store, case: Case) -> CapturedGraph | None:
 def graph_for(store: Store, case: Case) -> Graph:
     """The case's graph, from its file or captured. Raises what a capture raises.
 
-    A file that cannot be read, or holds another graph than was written, is captured anew.
+    If the file cannot be read, or holds another graph than was written, the graph is captured anew.
     """
     name, captured = name_of(case), known(store, case)
     if captured is not None:
@@ -67,7 +67,8 @@ def graph_for(store: Store, case: Case) -> Graph:
 
 
 def _capture(store: Store, case: Case, name: str) -> Graph:
-    from dovetail.pipeline.sources import graph_of, resolve_model  # torch, which only captures need
+    # This imports torch, which only captures need.
+    from dovetail.pipeline.sources import graph_of, resolve_model
 
     began = time.perf_counter()
     graph = graph_of(resolve_model(case.model, case.train))

@@ -1,11 +1,11 @@
-"""One training of a learned method on one row alone: RL17's seq2seq, HDP, or GDP-one.
+"""Trains a learned method on one row alone: RL17's seq2seq, HDP, or GDP-one.
 
     graph ──► groups ──► Task ──► learn ──► LearnedRun, placement
                            └────► Tally: the simulator, and the curve of what it was asked
 
-Every method starts from nothing: no shipped policy, no plan of another method, no baseline; but
-GDP's features hold what two classical planners would choose (`gdp`). HDP and GDP place the same
-groups.
+Every method starts from nothing: no shipped policy, no plan of another method, no baseline. There
+is one exception: GDP's features hold the choices of two classical planners (`gdp`). HDP and GDP
+place the same groups.
 """
 
 import time
@@ -39,11 +39,11 @@ if TYPE_CHECKING:  # they need torch
     from dovetail.placers.learned.policy import Policy
 
 TellTraining = Callable[[int, float], None]
-"""tell(trials so far, best seconds or inf)"""
+"""A callback: tell(trials so far, best seconds or inf)."""
 RL17_METHODS = ("seq2seq",)
-"""They place the groups of RL17's rule, as every planner does."""
+"""These methods place the groups of RL17's rule, as every planner does."""
 FEWEST_GROUPS, MOST_GROUPS = 500, 1000
-"""GDP and HDP train on this many groups, which two cores can do."""
+"""GDP and HDP train on a number of groups in this range, which two cores can do."""
 IDLE_UPDATES = 50
 """A training ends after this many updates in a row that draw nothing new: the policy is sure by
 then, and all further placements would be repeats."""
@@ -51,7 +51,7 @@ _FINEST_SHARE = 2.0**-12
 
 
 def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[PlacementTask, str]:
-    """The task a method is trained on, and how its groups came about."""
+    """(task, text on how its groups came about): the task on which a method is trained."""
     task = by_rule(name, graph, machine)
     if method in RL17_METHODS:
         return task, "RL17's rule"
@@ -60,16 +60,19 @@ def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Pla
 
 
 def by_rule(name: str, graph: Graph, machine: Machine) -> PlacementTask:
-    """A row as planners get it: the groups of RL17's rule."""
+    """The task of a row with the groups of RL17's rule, as planners get it."""
     return PlacementTask(
         name, graph, machine, analytic_costs(graph, machine), group(graph), ranked=True
     )
 
 
 def _sized(task: PlacementTask) -> tuple[Groups, str]:
-    """`FEWEST_GROUPS` groups or more, as few as can be: RL17's rule with ever smaller groups, all
-    that colocation leaves where even they are too few; where there are more than `MOST_GROUPS`,
-    joined by heavy edges."""
+    """(groups, text on how they came about): at least `FEWEST_GROUPS` groups, as few as possible.
+
+    If RL17's rule gives more than `MOST_GROUPS`, its groups are joined by heavy edges. If it gives
+    fewer than `FEWEST_GROUPS`, it is applied with ever smaller groups. If even those are too few,
+    every group that colocation leaves is one.
+    """
     graph, groups = task.graph, task.groups
     if groups.count > MOST_GROUPS:
         levels = coarsen(task.problem(threads=1), FEWEST_GROUPS)
@@ -88,7 +91,7 @@ def _sized(task: PlacementTask) -> tuple[Groups, str]:
 
 
 class Tally:
-    """A judge that simulates, and keeps the curve of what it was asked.
+    """A judge that simulates placements, and keeps the curve of the best ones.
 
     A placement that was simulated before is looked up; it counts as a trial all the same.
     """
@@ -153,7 +156,7 @@ class Tally:
 def train(
     method: str, tasks: Sequence[PlacementTask], tallies: Sequence[Tally], *, trials: int, seed: int
 ) -> int:
-    """Train a fresh policy on the tasks in turn; how many updates it took."""
+    """Train a fresh policy on the tasks in turn, and return the number of updates."""
     from dovetail.placers.learned.catalog import make_policy, settings_of
 
     views = views_of(tasks)
@@ -180,9 +183,12 @@ def drive(
     trials: int,
     seed: int,
 ) -> "PolicyLearner":
-    """Train a policy for so many trials over all tasks, or until `IDLE_UPDATES` in a row draw
-    nothing new: one controller, in this process and thread. The best so far begins with what the
-    tallies know."""
+    """Train a policy with one controller, in this process and thread, and return the learner.
+
+    Training ends after `trials` trials over all tasks, or after `IDLE_UPDATES` updates in a row
+    that draw nothing new. The best placements of the tallies, if they have some, are the learner's
+    first best ones.
+    """
     import torch
 
     from dovetail.placers.learned.learner import BestPlacement, PolicyLearner
@@ -217,7 +223,8 @@ def run_learned(
     seed: int,
     tell: TellTraining = lambda _trials, _seconds: None,
 ) -> tuple[LearnedRun, GroupPlacement | None]:
-    """Train a method for so many trials; its best placement [groups], None where none fits."""
+    """Train a method for at most `trials` trials: its record, and its best placement [groups], None
+    if none fits."""
     tally, began = Tally(task.problem(seed=seed, threads=1), tell), time.perf_counter()
     updates = train(method, (task,), (tally,), trials=trials, seed=seed)
     run = run_of(method, seed, grouping, tally, updates, time.perf_counter() - began)
@@ -252,11 +259,11 @@ def run_of(
 #
 #     OUT/rows/CASE.plain.METHOD.seed-N.json      one training: a row, a method, a seed
 #
-# They are tasks of their own, so that a killed table loses no more than the training that ran.
+# Trainings are tasks of their own, so that a killed command loses only the training that ran.
 
 
 def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
-    """(method, seed) of every training of a row, seed by seed."""
+    """Yield (method, seed) of every training of a row, seed by seed."""
     methods = [method for method in LEARNED[settings.name] if settings.trials_of(method)]
     for seed in range(settings.seed, settings.seed + settings.seeds):
         for method in methods:
@@ -264,7 +271,7 @@ def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
 
 
 def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, int]]:
-    """(method, seed) of the trainings that are yet to be run."""
+    """(method, seed) of the trainings that are not kept yet."""
     return [
         (method, seed)
         for method, seed in trainings(settings)
@@ -275,7 +282,8 @@ def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[s
 def run_training(
     settings: BenchSettings, case: Case, method: str, seed: int, tell: Tell, complain: Tell
 ) -> list[str]:
-    """Train and keep. Raises what a capture or a training raises."""
+    """Train a method on a case from one seed, and keep the result. Returns no failures: it raises
+    what a capture or a training raises."""
 
     store = settings.store(complain, KIND)
     graph = graphs.graph_for(store, case)
@@ -301,8 +309,8 @@ def run_training(
 def with_trainings(
     settings: BenchSettings, store: Store, case: Case, row: CaseResult
 ) -> CaseResult:
-    """The row with what is kept of its trainings, in the plain column: of each method the run of
-    the median stands among the methods."""
+    """The row with all kept trainings in its plain column. The run of the median of each learned
+    method stands among the methods."""
     column, seconds = row.columns[PLAIN], 0.0
     runs: dict[str, list[LearnedRun]] = {}
     for method, seed in trainings(settings):
@@ -326,7 +334,7 @@ def training_of(
 
 
 def forget_trainings(settings: BenchSettings, store: Store, case: Case) -> None:
-    """Drop those that these settings ask for."""
+    """Drop the kept trainings of a case that these settings ask for."""
     for method, seed in trainings(settings):
         store.drop(_name(case, method, seed))
 

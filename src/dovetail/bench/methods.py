@@ -1,8 +1,8 @@
-"""The methods of a row, each alone: its own budget, its own ledger, its own value.
+"""Runs each method of a row alone: with its own budget, its own record and its own value.
 
-Of `placers.placing.place` the four baselines are always tried, and their value is returned where
-the method has none. A table that compares methods must not do that: a method that finds nothing
-that fits is shown as OOM here, whatever the others found.
+`placers.placing.place` always tries the four baselines, and returns the best of them if the method
+finds nothing. A table that compares methods must not do that. Here a method that finds nothing that
+fits is shown as OOM, whatever the others found.
 """
 
 import time
@@ -49,7 +49,7 @@ _SUMS = ("aten.add", "aten.sum", "aten.stack")
 
 
 def slow_links(machine: Machine) -> Machine:
-    """`machine` with every link at `LINK_BYTES_PER_SECOND`, latencies as they were."""
+    """The machine with every link at `LINK_BYTES_PER_SECOND`; latencies stay."""
     links = tuple(
         replace(link, bandwidth_bytes_per_second=LINK_BYTES_PER_SECOND) for link in machine.links
     )
@@ -57,31 +57,34 @@ def slow_links(machine: Machine) -> Machine:
 
 
 def on_the_cpu(graph: Graph) -> NDArray[np.bool_]:
-    """[ops] True for what the hypothesis keeps on the CPU: updates, with which their variables
-    live, and the additions that sum the gradients of one variable.
+    """[ops] True for ops that the hypothesis keeps on the CPU: updates, with which their variables
+    live, and additions that sum the gradients of one variable.
 
-    Such an addition belongs to no forward op (autograd put it there), and what it makes is read by
+    Such an addition belongs to no forward op (autograd put it there), and its outputs are read by
     updates and by such additions alone. O(ops + reads).
     """
     pinned = np.asarray(graph.phases == Phase.UPDATE)
     sums = (graph.phases == Phase.BACKWARD) & (graph.gradient_of < 0)
     sums &= np.array([kind.startswith(_SUMS) for kind in graph.kinds], dtype=bool)
-    for op in np.flatnonzero(sums)[::-1].tolist():  # readers come later, so they are decided
+    # Readers come after producers, so going backwards all readers of an op are decided.
+    for op in np.flatnonzero(sums)[::-1].tolist():
         readers = np.concatenate([graph.consumers_of(tensor) for tensor in graph.outputs_of(op)])
         pinned[op] = len(readers) > 0 and pinned[readers].all()
     return _with_colocated(graph, pinned)
 
 
 def _with_colocated(graph: Graph, pinned: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """With all that a colocation id holds together with them."""
+    """[ops] the pinned ops and all ops that share a colocation id with one of them, without
+    sources."""
     given = graph.colocation >= 0
     ids = np.unique(graph.colocation[given & pinned])
     return np.asarray((pinned | (given & np.isin(graph.colocation, ids))) & ~graph.is_source)
 
 
 def split(graph: Graph, groups: Groups, pinned: NDArray[np.bool_]) -> Groups:
-    """`groups` with the pinned ops of each in a group of their own, so that nothing else goes where
-    they go; sources as in `graph.grouping`: with the op that writes them, else as they were."""
+    """The groups, in which the pinned ops of each group are a group of their own, so that no other
+    op goes where they go. As in `graph.grouping` a source is with the op that writes it; any other
+    source stays in its group."""
     apart = groups.of_op * 2 + pinned
     written = graph.is_source & (graph.residences >= 0)
     apart[written] = apart[graph.residences[written]]
@@ -93,9 +96,10 @@ def split(graph: Graph, groups: Groups, pinned: NDArray[np.bool_]) -> Groups:
 
 PLAIN, HYPOTHESIS = "plain", "hypothesis"
 CONSTRUCTIVE_SECONDS = 30.0
-"""Most that a method gets that builds a placement and is done: few of them look at a clock."""
+"""A method that builds one placement and ends gets this many seconds, or the search's budget if
+that is more. Few of these methods look at a clock."""
 SEARCHES = ("families", "local_search", "multilevel", "exact", "auto")
-"""Methods that use whatever budget they have."""
+"""These methods use whatever budget they have."""
 _IN_TABLES = ("1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert")
 METHODS: dict[str, tuple[str, ...]] = {
     PLAIN: (
@@ -104,15 +108,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
     HYPOTHESIS: (*_IN_TABLES, "etf", "heft", "families", "auto"),
 }  # fmt: skip
-"""column -> methods, in the order of the table. Those left out of `PLACERS`: `single` is split in
-two, and `latency_search` is for another objective."""
+"""Maps each column to its methods, in the order of the table. Two entries of `PLACERS` are left
+out: `single` is split into 1 CPU and 1 GPU, and `latency_search` is for another objective."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ground:
     """The problem and the bound that all methods of a column share.
 
-    permitted   [ops, devices] where an op may be, whatever group it is in
+    permitted   [ops, devices] True if the op may be on the device, whatever group it is in
     """
 
     problem: PlacementProblem
@@ -152,7 +156,7 @@ def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground
 
 
 def first_of(machine: Machine, kind: str) -> int:
-    """Index of the first device of a kind. `StopIteration` never: the papers' machines have it."""
+    """The index of the first device of a kind, which all of the papers' machines have."""
     kinds = [device.kind for device in machine.devices]
     assert kind in kinds, f"{machine.name} has no {kind}"
     return kinds.index(kind)
@@ -161,7 +165,7 @@ def first_of(machine: Machine, kind: str) -> int:
 def run_method(
     ground: Ground, name: str, budget: str
 ) -> tuple[MethodResult, GroupPlacement | None]:
-    """Runs a method: its result, and its placement [groups], None if it refuses the problem.
+    """Run a method: its result, and its placement [groups], None if it refuses the problem.
 
     budget   text of the budget for a search; one in evaluations holds for every method
     """
@@ -187,7 +191,7 @@ def run_method(
 
 
 def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:
-    """Which device lacks most, and what it needs; "" where all fit."""
+    """A text on the device that lacks most and what it needs; "" if everything fits."""
     device = int((peaks - capacities).argmax())
     needed, available = int(peaks[device]), int(capacities[device])
     if needed <= available:
@@ -197,7 +201,7 @@ def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArra
 
 
 def spread(ground: Ground, placement: Sequence[int]) -> NDArray[np.int32]:
-    """A placement [groups] as one of ops [ops], sources filled in."""
+    """The placement of ops [ops] of a placement [groups], with sources filled in."""
     problem = ground.problem
     of_op = problem.spread(np.array(placement, dtype=np.int32))
     return normalise(of_op, problem.graph, problem.machine)
@@ -208,8 +212,8 @@ def _placer(name: str) -> Placer:
 
 
 def _on_one(kind: str) -> Placer:
-    """Everything on the first device of that kind, as RL17's two first columns: what may not be
-    there goes to its fastest device."""
+    """A placer that puts everything on the first device of a kind, as in RL17's first two columns.
+    A group that may not be there goes to its fastest device."""
 
     def place(problem: PlacementProblem, _budget: Budget) -> GroupPlacement:
         return problem.settle(np.full(problem.groups.count, first_of(problem.machine, kind)))
@@ -218,6 +222,7 @@ def _on_one(kind: str) -> Placer:
 
 
 def _limit(name: str, budget: str) -> Budget:
+    """The budget of a method; see `CONSTRUCTIVE_SECONDS`."""
     limit = parse_budget(budget)
     if limit.timed and name not in SEARCHES:
         limit = Budget(seconds=max(CONSTRUCTIVE_SECONDS, limit.seconds))
@@ -225,7 +230,8 @@ def _limit(name: str, budget: str) -> Budget:
 
 
 def _refuse_exact(problem: PlacementProblem, name: str) -> None:
-    """Raise for `exact` where it would take its budget for nothing, as `auto` leaves it out."""
+    """Raise `InfeasibleError` if the method is `exact` and there are so many groups that it would
+    spend its budget for nothing. `auto` leaves it out in the same case."""
     if name == "exact" and len(problem.free) > MOST_EXACT_GROUPS:
         raise InfeasibleError(
             f"not tried: of {len(problem.free)} groups exact search proves and finds nothing for a "

@@ -1,14 +1,14 @@
-"""Which of a paper's orderings hold in ours, and where one does not, why.
+"""Says which of a paper's orderings hold in our results, and why one does not.
 
 Papers: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 https://arxiv.org/abs/1706.04972, table 2; Zhou et al., "GDP: Generalized Device Placement for
 Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, table 1.
 
-An ordering is of two columns of one row, or of one column and memory. What the paper orders how is
-read off its printed seconds, and ours off ours by the same rule: within `TIE`, two are equal; out
-of memory is slower than anything. Of a learned method stands the run of the median. The reasons are
-figures of the row itself, each with what is known of such a case; none of them is used to change a
-cost.
+An ordering compares two columns of one row, or says whether one column fits into memory. The
+paper's ordering follows from its printed seconds, and ours from our seconds by the same rule: two
+figures within `TIE` are equal, and out of memory is slower than anything. A learned method counts
+by its run of the median. The reasons are built from figures of the row itself, with what is known
+of such cases. None of them is used to change a cost.
 """
 
 import math
@@ -22,7 +22,7 @@ from dovetail.machine import Device, Machine
 from dovetail.units import format_bandwidth, format_bytes, format_seconds
 
 TIE = 0.02
-"""Relative difference within which two are as fast."""
+"""Two figures are equally fast if they differ by at most this share."""
 PAIRS = (
     ("1 GPU", "1 CPU"),
     ("expert", "1 GPU"),
@@ -41,10 +41,10 @@ PAIRS = (
 class Ordering:
     """One ordering of a row.
 
-    statement          in the paper's columns: "expert is slower than 1 GPU"
-    published, found   the two figures, the paper's and ours
-    holds              None: ours has no figure for it
-    why                where it does not hold, else a remark or ""
+    statement          the ordering in the paper's columns: "expert is slower than 1 GPU"
+    published, found   the paper's figures and ours, as text
+    holds              whether it holds for ours; None: we have no figure for it
+    why                the reason if it does not hold, else a remark or ""
     """
 
     statement: str
@@ -65,7 +65,7 @@ class _Ground:
     machine: Machine
 
     def found(self, paper_column: str) -> MethodResult | None:
-        """Ours for a column of the paper."""
+        """Our result for a column of the paper; None if that method was not run."""
         return self.column.methods.get(METHOD_OF[paper_column])
 
     def work(self, paper_column: str) -> PlanWork | None:
@@ -85,7 +85,8 @@ class _Ground:
 
 
 def orderings_of(case: Case, row: CaseResult, name: str, machine: Machine) -> tuple[Ordering, ...]:
-    """The orderings of one row and column ("plain", "hypothesis"); () where the paper has none."""
+    """The orderings of one row in one of our columns, "plain" or "hypothesis"; () if the paper has
+    no figures for the row."""
     if case.published is None:
         return ()
     ground = _Ground(case, row, row.columns[name], name, machine)
@@ -100,7 +101,8 @@ def orderings_of(case: Case, row: CaseResult, name: str, machine: Machine) -> tu
 
 
 def relation(a_seconds: float | None, b_seconds: float | None) -> str:
-    """Compares a with b: "faster than", "slower than" or "as fast as"; None: out of memory."""
+    """How a compares with b: "faster than", "slower than" or "as fast as". None seconds mean out of
+    memory."""
     a, b = (math.inf if seconds is None else seconds for seconds in (a_seconds, b_seconds))
     if a == b or abs(a - b) <= TIE * min(a, b):
         return "as fast as"
@@ -141,7 +143,8 @@ def _remark(ground: _Ground, a: str, b: str) -> str:
 
 
 def _memory(ground: _Ground, column: str) -> Ordering | None:
-    """The ordering of a column and memory; None if it is out of memory neither there nor here."""
+    """Whether a column fits into memory, as an ordering; None if it fits both in the paper and
+    here."""
     assert ground.case.published is not None
     theirs, result = ground.case.published.seconds[column], ground.found(column)
     ours_oom = result is not None and is_oom(result)
@@ -158,7 +161,7 @@ def _memory(ground: _Ground, column: str) -> Ordering | None:
 
 
 def _peak(ground: _Ground, result: MethodResult) -> str:
-    """The device that is fullest: "3.5 GiB of 11.2 GiB on k80:0"."""
+    """The peak of the device that is fullest by share: "3.5 GiB of 11.2 GiB on k80:0"."""
     capacities = {device.name: device.memory_bytes for device in ground.machine.devices}
     shares = {
         name: size / capacities[name]
@@ -239,7 +242,8 @@ def _why_single_learned(ground: _Ground, a: str, b: str) -> str:
 
 
 def _why_learned(ground: _Ground, a: str, b: str) -> str:
-    """Compares a learned method with the best method that does not learn."""
+    """The reason for a learned method: its seconds against the other's, and against the best method
+    that does not learn."""
     text = _against(ground, a, b)
     best = ground.column.methods.get(ground.column.best)
     if best is not None and best.seconds:
@@ -283,7 +287,7 @@ def _values(ground: _Ground, a: str, b: str) -> tuple[float, float]:
 
 
 def _step_of(ground: _Ground) -> str:
-    """Says how much of the step on one GPU is overhead."""
+    """A text on how much of the step on one GPU is overhead of its ops."""
     single = ground.found("1 GPU")
     overhead = ground.gpu.op_overhead_seconds * ground.row.ops
     text = (
@@ -296,7 +300,7 @@ def _step_of(ground: _Ground) -> str:
 
 
 def _shared(ground: _Ground) -> str:
-    """Why several GPUs share the step of one."""
+    """Sentences on why several GPUs can share the work of one GPU's step."""
     text = ""
     if ground.name != HYPOTHESIS:
         text = f". {_step_of(ground)}, which several GPUs share"
@@ -330,7 +334,7 @@ def _transfers(work: PlanWork) -> str:
 
 
 def busy_seconds(work: PlanWork) -> dict[str, float]:
-    """device -> seconds it computes, over all phases."""
+    """device -> seconds in which it computes, over all phases."""
     return {
         name: work.forward_seconds[name]
         + work.backward_seconds.get(name, 0.0)
@@ -348,7 +352,7 @@ def _rl17(ground: _Ground) -> bool:
 
 
 def format_step(seconds: float | None) -> str:
-    """Seconds of a step as the papers print them, all in one unit; None: "OOM"."""
+    """Seconds of a step as the papers print them, always in seconds; None gives "OOM"."""
     if seconds is None:
         return "OOM"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.3f} s"

@@ -1,11 +1,11 @@
-"""The page of a paper's table with ours beside it, row by row, and how it came about.
+"""Draws the page of a paper's table with ours beside it, row by row, and how ours was computed.
 
     cards       rows that are done, and the figures that matter
     results     seconds, bounds, sizes; orderings, placements, methods
     learned     what learned methods reached, and with how much effort
-    notes       towers, curves, fit, what is ours, how it was made
+    notes       towers, curves, the machines' fit, sizes of our own, the command
 
-There is no script in it.
+The page has no script.
 """
 
 import json
@@ -68,12 +68,12 @@ OUTCOMES = {
     None: Markup('<span class="open">open</span>'),
 }
 NEAR_BOUND = 0.15
-"""A card counts the rows whose best is within this share of the bound."""
+"""A card counts the rows whose best plan is within this share of its bound."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """A table's cases, and the rows that are done by key."""
+    """A table's cases, and the rows that are done: key -> row."""
 
     name: str
     cases: tuple[Case, ...]
@@ -85,7 +85,7 @@ class Results:
 
     @property
     def columns(self) -> list[str]:
-        """Our columns, in the order in which rows have them."""
+        """The names of our columns, in the order in which rows have them."""
         return list(dict.fromkeys(name for _, row in self.done for name in row.columns))
 
     @property
@@ -98,7 +98,7 @@ class Results:
 
 @dataclass(frozen=True)
 class _PlanShown:
-    """A plan's picture and loads."""
+    """A plan's picture and the chart of its loads."""
 
     role: str
     seconds: str
@@ -140,7 +140,7 @@ def write_page(
     """Write the page of table `name` to `path`, whole or not at all. Cases without a row are shown
     as not yet run.
 
-    made   (what, text) of how it was made: the command, the machine that ran it
+    made   (label, text) of facts on the run: the command, the machine that ran it
 
     Raises `UnwritableError`.
     """
@@ -221,19 +221,21 @@ def _cards(results: Results, shown: Sequence[_CaseShown]) -> list[Card]:
 
 
 def gap(column: Column) -> float | None:
-    """The distance of the best from the bound, as a share of the bound."""
+    """The distance of the best plan from the bound, as a share of the bound; None if nothing fits
+    or there is no bound."""
     best = _seconds_of(column, column.best)
     return best / column.bound - 1 if best is not None and column.bound > 0 else None
 
 
 def over_expert(column: Column) -> float | None:
-    """The expert's seconds over the best's; None if either is lacking."""
+    """The expert's seconds over the best's; None if one of them is missing."""
     best, expert = _seconds_of(column, column.best), _seconds_of(column, EXPERT)
     return expert / best if best and expert else None
 
 
 def _seconds_lines(results: Results, case: Case) -> list[tuple[str, list[str]]]:
-    """(style, cells) of the paper's line of a row, and of ours below it."""
+    """(style, cells) of the lines of a row: the paper's, and below it one for each of our
+    columns."""
     names = results.paper_columns
     lines = [("paper", [case.title, *(_theirs(case, name) for name in names), "", "", ""])]
     row = results.rows.get(case.key)
@@ -269,14 +271,14 @@ def _ours(case: Case, column: Column, name: str) -> str:
 
 
 def _lack(result: MethodResult | None) -> str:
-    """Why there are no seconds."""
+    """A word on why a method has no seconds."""
     if result is None:
         return NOT_RUN
     return OOM if is_oom(result) else "none"
 
 
 def _ends(column: Column) -> list[str]:
-    """Best of ours, bound, expert over best."""
+    """The last cells of a line: best of ours, bound, expert over best."""
     best = _seconds_of(column, column.best)
     if best is None:
         return ["nothing fits", format_step(column.bound), ""]
@@ -289,7 +291,7 @@ def _ends(column: Column) -> list[str]:
 
 
 def _bounds(results: Results) -> PageTable:
-    """Best, bound and expert of every row and column, with what proves the bound."""
+    """The table of best, bound and expert of every row and column, with what proves the bound."""
     rows = []
     for case, row in results.done:
         for name, column in row.columns.items():
@@ -311,7 +313,7 @@ def _bounds(results: Results) -> PageTable:
 
 
 def _sizes(results: Results) -> PageTable:
-    """Ops and groups beside the paper's; each network once."""
+    """The table of sizes: ops and groups beside the paper's. Each network stands once."""
     rows: dict[Any, Any] = {}
     for case in results.cases:
         published, row = case.published, results.rows.get(case.key)
@@ -375,7 +377,7 @@ def _plan(case: Case, column: Column, method: str) -> _PlanShown:
 
 
 def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
-    """Every method: seconds, memory, how long it searched."""
+    """The table of methods: seconds, memory, and how long each searched."""
     best = _seconds_of(column, column.best)
     rows = []
     for method, result in column.methods.items():
@@ -413,13 +415,13 @@ PHASES = ("forward", "backward", "update")
 WIDTH, LABELS, VALUES = 620.0, 150.0, 80.0
 BAR, GAP = 13.0, 6.0
 WINDOW = 20
-"""A loss is the mean of up to this many steps."""
+"""Each loss shown is the mean of up to this many steps."""
 MOST_CHANNELS = 8
-"""A chart of loads has at most this many channels, the busiest."""
+"""A chart of loads has at most this many channels, the busiest ones."""
 
 
 def load_chart(work: PlanWork, description: str) -> Markup:
-    """Seconds of each device by phase, below them the seconds of the busiest channels."""
+    """A chart of the seconds of each device by phase, and below them of the busiest channels."""
     busiest = sorted(work.transfer_seconds.items(), key=lambda item: -item[1])
     channels = [(name, seconds) for name, seconds in busiest if seconds > 0][:MOST_CHANNELS]
     of_phase = (work.forward_seconds, work.backward_seconds, work.update_seconds)
@@ -463,9 +465,9 @@ def _bar(name: str, parts: Sequence[tuple[str, float]], scale: float, y: float) 
 
 
 def loss_chart(curves: Sequence[LossCurve], description: str) -> Markup:
-    """Loss against simulated time, each a running mean over `WINDOW` steps.
+    """A chart of loss against simulated time; each curve is a running mean over `WINDOW` steps.
 
-    The axis of time ends where the fastest curve does, so that all are there at every time.
+    The time axis ends where the first curve ends, so that all curves exist at every time shown.
     """
     curves = _usable(curves)
     if not curves:
@@ -491,7 +493,8 @@ def _shared_seconds(curves: Sequence[LossCurve]) -> float:
 
 
 def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray]:
-    """Times at which steps begin, and the mean loss of the `WINDOW` steps up to each."""
+    """(times, losses) [steps]: the time at which each step begins, and the mean loss of up to
+    `WINDOW` steps that end with it."""
     losses = np.array(curve.losses, dtype=np.float64)
     sums = np.cumsum(np.concatenate([[0.0], losses]))
     last = np.arange(1, len(losses) + 1)
@@ -546,7 +549,7 @@ FIT_TEXT = {
 
 @dataclass(frozen=True)
 class _TowersShown:
-    """`compared`: sentences that compare them with planned steps."""
+    """The section of towers; `compared` are sentences that compare them with planned steps."""
 
     text: str
     table: PageTable
@@ -555,7 +558,7 @@ class _TowersShown:
 
 @dataclass(frozen=True)
 class _CurvesOfNetwork:
-    """A network's curves; the table is None where none was run."""
+    """A network's curves; the table is None if none was run."""
 
     title: str
     chart: Markup
@@ -573,7 +576,7 @@ class _CurvesShown:
 
 @dataclass(frozen=True)
 class _Residuals:
-    """Seconds that a fit was made to, beside those that it gives."""
+    """The published seconds that a fit used, beside the seconds simulated with it."""
 
     text: str
     table: PageTable
@@ -581,7 +584,7 @@ class _Residuals:
 
 @dataclass(frozen=True)
 class _FitShown:
-    """The fit, the largest machine and its rates."""
+    """The section of the fit, with the table's largest machine and its rates."""
 
     text: str
     provisional: bool
@@ -608,8 +611,8 @@ def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> _Towe
 
 
 def _against_towers(curves: Sequence[LossCurve]) -> Iterator[str]:
-    """The paper's two statements on seconds, in ours: of a step of all examples, planned or not,
-    and of towers."""
+    """Yield sentences that repeat the paper's comparisons with our seconds: the step of all
+    examples (planned, and the expert's) and asynchronous towers, each against synchronous ones."""
     of_title: dict[str, dict[str, float]] = {}
     for curve in curves:
         of_title.setdefault(curve.title, {})[curve.name] = curve.step_seconds
@@ -644,7 +647,7 @@ def _curves(curves: Sequence[LossCurve]) -> _CurvesShown:
 
 
 def _losses(curves: Sequence[LossCurve]) -> PageTable:
-    """The curves in figures: where each is when the fastest ends, and at its own end."""
+    """The table of the curves: each one's loss when the first curve ends, and at its own end."""
     end = _shared_seconds(curves)
     rows = []
     for curve in curves:
@@ -663,7 +666,7 @@ def _losses(curves: Sequence[LossCurve]) -> PageTable:
 
 
 def _convergence(curves: Sequence[LossCurve]) -> str:
-    """Compares the losses of both kinds of towers; "" if a kind is lacking."""
+    """Sentences that compare the losses of both kinds of towers; "" if one kind is missing."""
     after = {
         curve.name: _mean(curve.losses)
         for curve in curves
@@ -691,7 +694,7 @@ def _mean(losses: Sequence[float]) -> float:
 
 
 def _fit(name: str, cases: Sequence[Case]) -> _FitShown:
-    """The machines, what of them was fitted, and what the fit leaves over."""
+    """The section of the fit: which rates of the machines were fitted, and the residuals."""
     fitted = _fitted(name)
     without = fitted.get("without_convolutions_apart")
     largest = max(cases, key=lambda case: case.gpus, default=None)
@@ -743,7 +746,8 @@ def _residuals(fitted: Mapping[str, Any]) -> _Residuals | None:
 
 
 def _rates(machine: Machine) -> list[PageTable]:
-    """One line for each model of device, and one for each kind of link."""
+    """The tables of a machine's rates: a line for each model of device, and one for each kind of
+    link."""
     models = {device.model: device for device in machine.devices}
     counts = {model: sum(d.model == model for d in machine.devices) for model in models}
     rows = [
@@ -777,7 +781,7 @@ def _rates(machine: Machine) -> list[PageTable]:
 
 
 def _made(name: str, rows: Sequence[CaseResult], facts: Sequence[tuple[str, str]]) -> PageTable:
-    """The command, and how long the rows took."""
+    """The table of facts on the run: the command, and how long the rows took."""
     lines = dict(facts) or {"command": f"dovetail bench {name}"}
     spent = sum(row.seconds for row in rows)
     lines["all rows together"] = f"{format_seconds(spent)} of computing, captures included"

@@ -1,10 +1,10 @@
-"""What the papers print of a row, and what we find for it.
+"""Records of the papers' figures for a row, and of our results for it.
 
-    Case ──► run ──► Row ──► index.html, rows.csv
-      │               └── Found per method, Work per shown plan
+    Case ──► run ──► CaseResult ──► index.html, rows.csv
+      │                  └── Column: MethodResult per method, PlanWork per shown plan
       └── Published: the paper's own figures
 
-All of them are plain values, so that a row is kept as JSON and a killed run goes on where it was.
+All records hold plain values, so that a row is kept as JSON and a killed run goes on where it was.
 """
 
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ class Published:
 
     seconds   column -> seconds of one step; None: printed as out of memory. A column that the
               paper does not have is absent
-    ops, groups   as its tables give them; None: not given
-    hours     column -> what the search took, as text, where the paper says
+    ops, groups   numbers in the paper's tables; None: not given
+    hours     column -> a text on how long the search took, if the paper says it
     """
 
     seconds: dict[str, float | None]
@@ -35,8 +35,8 @@ class Case:
     model     MODEL text
     train     optimizer text
     machine   MACHINE text
-    gpus      how many GPUs the paper's row has
-    ours      sizes that the paper does not give, and where we took them from; "" for none
+    gpus      number of GPUs of the paper's row
+    ours      the sizes that the paper does not give, and where we took them from; "" for none
     """
 
     key: str
@@ -53,10 +53,10 @@ class Case:
 class MethodResult:
     """The result of one method.
 
-    seconds   of one step; None: nothing that fits, or the method cannot do this graph
+    seconds   seconds of one step; None: nothing fits, or the method cannot place this graph
     reason    why there are no seconds: "OOM: k80:0 needs 13.1 GB of 12.0 GB", or the refusal
     peak_memory_bytes   device -> bytes
-    search_seconds      what the method took
+    search_seconds      seconds that the method took
     """
 
     seconds: float | None
@@ -69,8 +69,8 @@ class MethodResult:
 class PlanWork:
     """One plan's load, as RL17's figures 8 and 9 show it, and its graph coloured by device.
 
-    forward_seconds, backward_seconds, update_seconds   device -> seconds it computes
-    transfer_seconds   channel -> seconds it carries
+    forward_seconds, backward_seconds, update_seconds   device -> seconds in which it computes
+    transfer_seconds   channel -> seconds in which it carries something
     picture            SVG of the graph, nodes coloured by device (figures 4 and 5)
     """
 
@@ -83,11 +83,11 @@ class PlanWork:
 
 @dataclass(frozen=True)
 class BestSoFar:
-    """A placement better than all before it in its run.
+    """A placement that was better than all before it in its run.
 
-    trial      how many placements had been evaluated by then, this one included
-    distinct   how many different ones
-    seconds    of one step
+    trial      number of placements that had been evaluated by then, this one included
+    distinct   number of different placements among them
+    seconds    seconds of one step
     """
 
     trial: int
@@ -99,12 +99,12 @@ class BestSoFar:
 class LearnedRun:
     """One training of a learned method on one row, from one seed.
 
-    found           its best placement, and what the whole run took
-    groups          how many it placed; `grouping` says how they came about
-    trials          placements that it drew and that were evaluated, repeats included
-    distinct        different ones of them
-    invalid_share   of the trials: those that did not fit
-    bests           the whole curve, from the first placement that fits to the best
+    found           the result of its best placement; `search_seconds` are those of the whole run
+    groups          number of groups that it placed; `grouping` says how they came about
+    trials          number of placements that it drew and that were evaluated, repeats included
+    distinct        number of different placements among them
+    invalid_share   share of the trials that did not fit
+    bests           the curve of best placements, from the first that fits to the best
     """
 
     method: str
@@ -123,10 +123,10 @@ class LearnedRun:
 class Column:
     """One way to cost a row: the plain machine, or the hypothesis.
 
-    methods   method -> what it found; of one that learns the run of the median
+    methods   method -> its result; for a method that learns, that of its run of the median
     best      name of the best method that does not learn; "" if nothing fits
-    bound     seconds that no placement beats, and what proves it
-    shown     method -> its plan's work, for the expert and the best
+    bound     seconds that no placement beats; `proof` names what proves it
+    shown     method -> the work of its plan, for the expert and the best
     learned   method that learns -> its runs, by seed
     """
 
@@ -142,10 +142,10 @@ class Column:
 class CaseResult:
     """A case's results.
 
-    ops, groups   of our graph; sources are not counted
-    flops         of one step
-    columns       "plain", and where there is one "hypothesis"
-    seconds       wall-clock of the whole row, capture included
+    ops, groups   numbers of our graph, without sources
+    flops         FLOPs of one step
+    columns       "plain", and "hypothesis" if the table has it -> our results
+    seconds       wall-clock seconds of the whole row, capture included
     """
 
     key: str
@@ -162,8 +162,8 @@ class TowerResult:
     """Data-parallel towers of one network on one machine.
 
     kind       "synchronous" or "asynchronous"
-    seconds    of one step over all replicas
-    replicas, batch   batch is of one replica
+    seconds    seconds of one step over all replicas; None: the towers do not fit, see `reason`
+    batch      batch size of one replica
     """
 
     key: str
@@ -180,8 +180,8 @@ class LossCurve:
     """Loss against simulated time of a real training run.
 
     name          "expert", "planned", "synchronous towers", "asynchronous towers"
-    step_seconds  simulated
-    losses        [steps] of the training batch, before each step's update
+    step_seconds  simulated seconds of one step
+    losses        [steps] loss of the training batch, before each step's update
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""One column of one row: what of it is kept already, what is run, and how a `Row` is read back.
+"""Computes one column of one row as far as it is not kept yet, and reads rows back.
 
 capture ──► ground ──► bound
               └──────► each method ──► work of the expert's and the best plan
@@ -31,10 +31,10 @@ from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
 
 COLUMNS: dict[str, tuple[str, ...]] = {"rl17": (PLAIN, HYPOTHESIS), "gdp": (PLAIN,)}
-"""Table -> its columns: the hypothesis is one about RL17's figures."""
+"""Maps each table to its columns. The hypothesis is about RL17's figures alone."""
 EXPERT, BOUND, WORK = "expert", "bound", "work"
 Tell = Callable[[str], None]
-"""tell(what is done now)"""
+"""A callback: tell(what is being done now)."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class BenchSettings:
     """The settings of a table.
 
     name     "rl17" or "gdp"
-    out      folder of the page; results go to `rows` in it
-    budget   of each search: seconds ("20s") or evaluations ("500e")
-    methods  column -> its methods
-    learn    trials of each training of a learned method; 0: none is run
-    learn_of   method -> its own number of them
-    seeds    trainings of each, from `seed` on
-    code     of the process that asks; a worker that imported other code refuses
+    out      folder of the page; results go to the folder `rows` in it
+    budget   budget of each search: seconds ("20s") or evaluations ("500e")
+    methods  column -> its methods; None: `METHODS`
+    learn    number of trials of each training of a learned method; 0: none is run
+    learn_of   method -> its own number of trials
+    seeds    number of trainings of each learned method, with seeds from `seed` on
+    code     code fingerprints of the process that asks; a worker with other code refuses
     """
 
     name: str
@@ -62,7 +62,7 @@ class BenchSettings:
     code: dict[str, str] = field(default_factory=all_code)
 
     def trials_of(self, method: str) -> int:
-        """Placements of each training of a learned method."""
+        """The number of trials of each training of a learned method."""
         return self.learn_of.get(method, self.learn)
 
     @property
@@ -73,8 +73,8 @@ class BenchSettings:
         return (self.methods or METHODS)[column]
 
     def store(self, complain: Callable[[str], None], kind: str = PLANNED) -> Store:
-        """The store of results. Raises `UnwritableError`, or `RunError` if the code of that
-        kind of result is other."""
+        """The store of results. Raises `UnwritableError`, or `RunError` if the code behind that
+        kind of result has changed since these settings were made."""
         if self.code.get(kind) != code_fingerprint(kind):
             raise RunError("the code changed since the command began; start it again")
         return Store(self.out / "rows", complain)
@@ -82,15 +82,15 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class _ColumnPart:
-    """One kept value: its name in the store, and what it must come from."""
+    """One kept value: its name in the store, and the fingerprint of what it must come from."""
 
     name: str
     fingerprint: str
 
 
 def missing(settings: BenchSettings, store: Store, case: Case) -> dict[str, list[str]]:
-    """column -> parts that are yet to be computed, where there are any. All, where the graph is
-    yet to be captured."""
+    """column -> the parts that are not kept yet. A column that is complete is absent. If the graph
+    must be captured, all parts are missing."""
     captured = graphs.known(store, case)
     lacking: dict[str, list[str]] = {}
     for column in settings.columns:
@@ -104,7 +104,8 @@ def missing(settings: BenchSettings, store: Store, case: Case) -> dict[str, list
 
 
 def capture(settings: BenchSettings, case: Case, tell: Tell, complain: Tell) -> list[str]:
-    """Capture the case's graph, unless it is kept. Raises what a capture raises."""
+    """Capture the case's graph, unless it is kept. Returns no failures: it raises what a capture
+    raises."""
     tell(f"capturing {case.model}")
     graphs.graph_for(settings.store(complain, GRAPHS), case)
     return []
@@ -113,9 +114,8 @@ def capture(settings: BenchSettings, case: Case, tell: Tell, complain: Tell) -> 
 def run_column(
     settings: BenchSettings, case: Case, column: str, tell: Tell, complain: Tell
 ) -> list[str]:
-    """Compute and keep what a column lacks; the tracebacks of methods that failed.
-
-    Raises what a capture raises.
+    """Compute and keep the parts that a column lacks, and return the tracebacks of methods that
+    failed. Raises what a capture raises.
     """
     tell(f"{case.title}, {column}: bound")
     store = settings.store(complain)
@@ -141,8 +141,8 @@ def run_column(
 
 
 def read_row(settings: BenchSettings, store: Store, case: Case) -> CaseResult | None:
-    """The row as it is kept; None where its graph, a bound or every method is lacking. A method
-    that is lacking is left out."""
+    """The row as it is kept, without methods that are missing. None if its graph, the bound of a
+    column or all methods of a column are missing."""
     captured = graphs.known(store, case)
     if captured is None:
         return None
@@ -165,7 +165,7 @@ def read_row(settings: BenchSettings, store: Store, case: Case) -> CaseResult | 
 
 
 def read_column(settings: BenchSettings, store: Store, case: Case, name: str) -> Column | None:
-    """The column as it is kept; None where its graph, its bound or every method is lacking."""
+    """The column as it is kept; None if its graph, its bound or all its methods are missing."""
     captured = graphs.known(store, case)
     if captured is None:
         return None
@@ -173,7 +173,7 @@ def read_column(settings: BenchSettings, store: Store, case: Case, name: str) ->
 
 
 def forget(settings: BenchSettings, store: Store, case: Case) -> None:
-    """Drop all that is kept of a case, its graph as well."""
+    """Drop everything that is kept of a case, also its graph."""
     store.drop(graphs.name_of(case))
     for column in settings.columns:
         for part in (BOUND, *settings.methods_of(column), WORK):
@@ -199,7 +199,7 @@ class _StoredParts:
         self._store.put(stored.name, stored.fingerprint, value)
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """method -> what is kept of it, in the order of the table."""
+        """method -> its kept value, in the order of the table."""
         methods = self._settings.methods_of(self._column)
         found = {method: self.get(method) for method in methods}
         return {method: value for method, value in found.items() if value is not None}
@@ -225,6 +225,8 @@ class _StoredParts:
 
     def _part(self, part: str) -> _ColumnPart:
         settings, more = self._settings, {}
+        # What a part depends on beside graph, machine and column: the pictures on the placements
+        # that they show, a method on its seed, and on the budget if that can end it.
         if part == WORK:
             values = self.values()
             more = {name: values[name]["placement"] for name in shown_of(values)}
@@ -236,7 +238,7 @@ class _StoredParts:
 
 
 def best_of(methods: dict[str, MethodResult]) -> str:
-    """The method of least seconds; ties: the first; "" where nothing fits."""
+    """The method of least seconds, of equal ones the first; "" if nothing fits."""
     fitting = {
         name: result.seconds for name, result in methods.items() if result.seconds is not None
     }
@@ -244,7 +246,7 @@ def best_of(methods: dict[str, MethodResult]) -> str:
 
 
 def shown_of(values: dict[str, dict[str, Any]]) -> tuple[str, ...]:
-    """Methods whose plans are drawn: the expert's and the best, where they fit."""
+    """The methods whose plans are drawn: the expert and the best, if they fit."""
     results = {name: MethodResult(**value["found"]) for name, value in values.items()}
     names = dict.fromkeys((EXPERT, best_of(results)))
     return tuple(name for name in names if name in results and results[name].seconds is not None)

@@ -1,10 +1,10 @@
-"""Stores results on disk: one file each, written whole or not at all, found by what made them.
+"""Stores results on disk: one file each, written whole or not at all.
 
     OUT/rows/rnnlm-2gpu.plain.scotch.json    {"format": "dovetail.bench", "version": 1,
                                               "fingerprint": ..., "value": ...}
 
-A file holds one value under one name. Whoever reads it says by `fingerprint` which settings the
-value must come from; of other settings, it is as good as absent and is written over.
+A file holds one value under one name. Whoever reads it says by `fingerprint` from which settings
+the value must come. A value of other settings counts as absent and is written over.
 """
 
 import hashlib
@@ -30,21 +30,22 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
         "placers/learned", "bench/learned.py",
     ),
 }  # fmt: skip
-"""Kind of result -> the code that computes it. If that code changes, the result is computed anew;
-what a result names by its content (the graph of a row) is not."""
+"""Maps each kind of result to the code that computes it. If that code changes, the result is
+computed anew. What a result names by content, such as the graph of a row, is not."""
 _NOT = {
     PLANNED: (
         "placers/learned", "bench/learned.py", "bench/page.py", "bench/tables.py",
         "bench/orderings.py",
     ),
 }  # fmt: skip
-"""Kind of result -> code left out of `_RESTS_ON`: it only shows results, or computes others."""
+"""Maps kinds of result to code that is left out of `_RESTS_ON`, because it only shows results or
+computes other kinds."""
 
 
 class Store:
     """The values in one folder.
 
-    complain   told of each file that is there and cannot be used
+    complain   is told of each file that exists and cannot be used
     """
 
     def __init__(self, folder: Path, complain: Callable[[str], None]) -> None:
@@ -67,7 +68,7 @@ class Store:
         return self.folder / f"{name}.json"
 
     def get(self, name: str, fingerprint: str) -> Any:
-        """The value that these settings made; None where there is none, or a broken file."""
+        """The value with this name and fingerprint; None if there is none or its file is broken."""
         path = self.path(name)
         if not path.exists():
             return None
@@ -84,7 +85,7 @@ class Store:
         return raw["value"] if same else None
 
     def put(self, name: str, fingerprint: str, value: Any) -> None:
-        """Keep a value (of plain JSON). Raises `UnwritableError`."""
+        """Keep a value, which must be plain JSON. Raises `UnwritableError`."""
         file = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint, "value": value}
         write_atomically(self.path(name), json.dumps(file, separators=(",", ":"), allow_nan=False))
 
@@ -94,21 +95,21 @@ class Store:
 
 
 def fingerprint(kind: str, /, **parts: Any) -> str:
-    """16 hex digits of everything that a value depends on, and of the code that computes such a
-    kind of value."""
+    """16 hex digits over `parts`, which are all that a value depends on, and over the code that
+    computes this kind of value."""
     text = json.dumps({"code": code_fingerprint(kind), **parts}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def all_code() -> dict[str, str]:
-    """Kind of result -> the code that computes it."""
+    """Kind of result -> fingerprint of the code that computes it."""
     return {kind: code_fingerprint(kind) for kind in _RESTS_ON}
 
 
 @cache
 def code_fingerprint(kind: str) -> str:
-    """16 hex digits of the versions of this package and of torch, and of the code on which results
-    of that kind rest."""
+    """16 hex digits over the versions of this package and torch, and over the code on which results
+    of this kind rest."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256(f"{version('dovetail')} {version('torch')}".encode())
     for file in _files(root, _RESTS_ON[kind], _NOT.get(kind, ())):
@@ -118,7 +119,7 @@ def code_fingerprint(kind: str) -> str:
 
 
 def _files(root: Path, names: Iterable[str], without: Iterable[str]) -> Iterator[Path]:
-    """Modules of those names, folders as a whole, but for those of the others."""
+    """Yield the files of `names`, of a folder all of its modules, except those in `without`."""
     left_out = [root / name for name in without]
     for path in (root / name for name in names):
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):

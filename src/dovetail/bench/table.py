@@ -1,4 +1,4 @@
-"""A whole table: which tasks it takes, and what stands in it once they are done."""
+"""Computes a whole table: lists the missing tasks, runs them in workers, and reads it back."""
 
 import os
 import traceback
@@ -30,7 +30,7 @@ from dovetail.runtime.processes import Channel, Worker, launch, ready
 #     capture NMT   ──► ...
 #
 # A task begins when all tasks in its `after` are done. If a task fails, the tasks after it fail
-# too, and no others; a worker that dies is replaced.
+# too, and no others. A worker that dies is replaced.
 
 
 ENTRY = "dovetail.bench.table:serve"
@@ -40,12 +40,12 @@ ENTRY = "dovetail.bench.table:serve"
 class BenchTask:
     """A call of a function in a worker.
 
-    name       unique
-    function   "package.module:function"; called with `arguments` and tell(what is done now), it
-               returns the tracebacks of what failed within it
-    after      names of tasks that must be done before
-    alone      it needs much memory: the worker ends after it, and on a machine without
-               `ROOM_BYTES` a worker two of them never run at once
+    name       a unique name
+    function   "package.module:function"; it is called with `arguments`, tell(what is being done)
+               and complain(text), and returns the tracebacks of what failed within it
+    after      names of the tasks that must be done before
+    alone      True if it needs much memory: the worker ends after it, and on a machine with less
+               than `ROOM_BYTES` for each worker two such tasks never run at once
     """
 
     name: str
@@ -56,11 +56,12 @@ class BenchTask:
 
 
 ROOM_BYTES = 5 * 2**30
+"""A worker has room for a task that needs much memory if it has this much of the machine's."""
 
 
 @dataclass
 class _TaskQueue:
-    """The tasks that wait, those that run, and what failed."""
+    """The tasks that wait, those that run (slot -> task), and those that failed (name -> text)."""
 
     waiting: list[BenchTask]
     tell: Callable[[str, str], None]
@@ -81,7 +82,7 @@ class _TaskQueue:
         return None
 
     def _drop(self) -> None:
-        """Fail what cannot begin any more, since a task before it failed."""
+        """Fail each waiting task that comes after a failed one, and those after it in turn."""
         for task in list(self.waiting):
             lost = next((name for name in task.after if name in self.failed), None)
             if lost is not None:
@@ -91,7 +92,8 @@ class _TaskQueue:
                 return
 
     def hear(self, worker: Worker, slot: int) -> bool:
-        """Take one message of a worker; True if it cannot take another task."""
+        """Receive one message of a worker. True if the worker must end: it died, or its task was
+        one that runs alone."""
         task = self.running[slot]
         try:
             kind, said = worker.receive()
@@ -118,12 +120,12 @@ def work_off(
     tell: Callable[[str, str], None],
     complain: Callable[[str], None],
 ) -> dict[str, str]:
-    """Run all tasks; task -> traceback of those that failed.
+    """Run all tasks, and return task -> traceback of those that failed.
 
-    jobs   worker processes; 0: in this process
-    tell   called with (task, what it does now or "done")
+    jobs   number of worker processes; 0: the tasks run in this process
+    tell   is called with (task, what is being done or "done")
 
-    Workers are ended, whatever happens; Ctrl-C is raised here.
+    Whatever happens, the workers are ended. Ctrl-C is raised here.
     """
     queue = _TaskQueue(list(tasks), tell, complain, available_bytes() < jobs * ROOM_BYTES)
     if not jobs:
@@ -138,7 +140,8 @@ def work_off(
                     queue.running[slot] = task
                     worker.send((task.function, task.arguments))
             at_work = [workers[slot] for slot in queue.running]
-            for worker in ready(at_work) if at_work else ():  # none: what waited was dropped
+            # No worker is at work if all waiting tasks were dropped; then there is nothing to hear.
+            for worker in ready(at_work) if at_work else ():
                 slot = next(s for s, other in workers.items() if other is worker)
                 if queue.hear(worker, slot):
                     workers.pop(slot).close(kill=True)
@@ -146,7 +149,7 @@ def work_off(
 
 
 def serve(channel: Channel) -> None:
-    """A worker: run what arrives, say how it went."""
+    """Serve as a worker: run each task that arrives and send its failures back. Never returns."""
     while True:
         function, arguments = channel.receive()
         failures = _call(
@@ -188,7 +191,7 @@ def _work_here(queue: _TaskQueue) -> None:
 
 @contextmanager
 def _workers() -> Iterator[dict[int, Worker]]:
-    """slot -> worker, as they are started; all are ended at the end."""
+    """A context with slot -> worker, which the caller fills. Its end ends all of them."""
     workers: dict[int, Worker] = {}
     try:
         yield workers
@@ -198,7 +201,7 @@ def _workers() -> Iterator[dict[int, Worker]]:
 
 
 def _launch(slot: int, jobs: int) -> Worker:
-    """Worker `slot` on a core of its own where there are enough."""
+    """Start worker `slot`, on a core of its own if there are enough cores."""
     cores = sorted(os.sched_getaffinity(0))
     pinned = (cores[slot],) if jobs <= len(cores) else ()
     return launch(ENTRY, cores=pinned, threads=1, name=f"bench {slot}")
@@ -208,9 +211,9 @@ def _launch(slot: int, jobs: int) -> Worker:
 class BenchTable:
     """A paper's table as far as it is computed.
 
-    rows       those that are done, in the order of `cases`
-    computed   tasks that this call ran; 0: all was kept from before
-    failures   task -> traceback of what failed in it
+    rows       the rows that are done, in the order of `cases`
+    computed   number of tasks that this call ran; 0: everything was kept from before
+    failures   task -> tracebacks of what failed in it
     """
 
     cases: tuple[Case, ...]
@@ -228,9 +231,9 @@ class BenchTable:
 
 
 def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
-    """Cases whose key matches one of the patterns "rnnlm-*,nmt-2gpu"; all for "".
+    """The cases whose key matches one of the patterns "rnnlm-*,nmt-2gpu"; all for "".
 
-    Raises `UsageError` where none does.
+    Raises `UsageError` if none does.
     """
     cases = list(cases)
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
@@ -246,7 +249,7 @@ def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
 
 
 _Lack = tuple[str, Case | None, str, tuple[Any, ...]]
-"""name of a task, the case whose graph it needs, function, arguments"""
+"""A missing task: its name, the case whose graph it needs, its function and its arguments."""
 _COMPILE = BenchTask("compile kernels", "dovetail.bench.table:compile_kernels", ())
 
 
@@ -255,8 +258,10 @@ def tasks_of(
 ) -> list[BenchTask]:
     """The tasks that these rows lack, with towers and curves if they are wanted.
 
-    Captures come first, each network once, while one of several workers compiles what the others
-    load then. Columns follow as the graphs come, and then trainings, the first seed's first."""
+    Captures come first, each network once. Meanwhile one of several workers compiles the kernels
+    that the others then load. Columns follow as their graphs are ready, then trainings, those of
+    the first seed first.
+    """
     lacks: list[_Lack] = []
     if towers:
         for name, (of, function) in lacking(settings, store).items():
@@ -303,13 +308,13 @@ def run_table(
     tell: Callable[[str, float], None] = lambda _said, _fraction: None,
     complain: Callable[[str], None] = lambda _text: None,
 ) -> BenchTable:
-    """Compute what the rows that `rows` names lack, and read back the table.
+    """Compute what is missing of the rows that `rows` names, and read the whole table back.
 
-    cases   default: those of the paper's table, to which RL17 has towers and curves as well; they
-            are computed where all rows are
-    jobs    worker processes; 0: in this one
+    cases   by default those of the paper's table. RL17's has towers and curves as well, which are
+            computed if all rows are
+    jobs    number of worker processes; 0: everything runs in this process
     fresh   forget first what is kept of those rows
-    tell    called with (what is done now, share of the tasks that are done)
+    tell    is called with (what is being done, share of the tasks that are done)
     """
     extras = not cases and settings.name == "rl17"
     cases = cases or CASES[settings.name]
@@ -354,10 +359,11 @@ _OPS, _BUDGET, _MACHINE = 300, "40e", "2 x k80 + haswell"
 
 
 def compile_kernels(tell: Callable[[str], None], _complain: Callable[[str], None]) -> list[str]:
-    """Run every method on a small graph, for what they compile."""
+    """Run every method on a small graph, so that it compiles its kernels and keeps them on disk."""
     ground = lay_ground(layered(_OPS, training=True), parse_machine(_MACHINE), PLAIN, seed=0)
     for method in METHODS[PLAIN]:
         tell(f"compiling {method}")
-        with suppress(Exception):  # what fails here fails in every row, which tell of it
+        # A method that fails here fails in every row as well, and each row reports it.
+        with suppress(Exception):
             run_method(ground, method, _BUDGET)
     return []

@@ -1,4 +1,7 @@
-"""The table as CSV: one line a row, column and method, the paper's figure beside ours."""
+"""Writes a table as CSV, and compares trainings of learned methods.
+
+The CSV has one line for each row, column and method, with the paper's figure beside ours.
+"""
 
 import csv
 import io
@@ -38,10 +41,10 @@ def write_csv(
 ) -> None:
     """Write the lines of table `name`, whole or not at all. Raises `UnwritableError`.
 
-    A method that stands beside no column of the paper has an empty `paper_column`; one that stands
-    beside two has a line for each. A case without a row has one line that says so, and so has a
-    learned method that was not run. Of one that was stands the training of the median. Seconds are
-    in full precision.
+    A method that no column of the paper corresponds to has an empty `paper_column`; one with two
+    such columns has a line for each. A case without a row has one line that says so, and so has a
+    learned method that was not run. A learned method that was run has the training of the median.
+    Seconds are in full precision.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, FIELDS, restval="", lineterminator="\n")
@@ -133,22 +136,25 @@ def _or_empty(value: float | int | None) -> str | int | float:
 
 # ---- Trainings of learned methods: the run of the median, search effort, targets ----
 #
-# GDP compares its search effort with HDP's in evaluated placements, for two runs of one seed: the
-# placements up to HDP's best, over those up to a placement of GDP that is at least as good.
+# Search effort compares GDP with HDP in evaluated placements, for two runs of one seed: the number
+# of placements up to HDP's best, over the number up to a placement of GDP that is at least as good.
 
 CLOSE = 1 + 1e-9
+"""Seconds of at most this many times others count as no more than those."""
 BASELINES = ("1 CPU", "1 GPU", "Scotch", "MinCut", "expert")
 """RL17 compares its learned placements with these columns."""
 HEAD_ROOM_SHARE = 0.8
+"""A learned placement is to reach at most this share of the head room: see `LearningTarget`."""
 
 
 def middle(runs: Sequence[LearnedRun]) -> LearnedRun:
-    """The run of the median, the better of two; one that found nothing is worse than any."""
+    """The run of the median seconds, of two middle ones the better. A run that found nothing is
+    worse than any other."""
     return sorted(runs, key=_seconds)[(len(runs) - 1) // 2]
 
 
 def span(runs: Sequence[LearnedRun]) -> tuple[float, float]:
-    """(best, worst) seconds; inf for a run that found nothing."""
+    """(best, worst) seconds of the runs; inf for a run that found nothing."""
     seconds = [_seconds(run) for run in runs]
     return min(seconds), max(seconds)
 
@@ -158,20 +164,21 @@ def _seconds(run: LearnedRun) -> float:
 
 
 def reached(run: LearnedRun, seconds: float) -> BestSoFar | None:
-    """The first placement of a run that takes no longer; None where there is none."""
+    """The first placement of a run that takes at most `seconds`; None if there is none."""
     return next((best for best in run.bests if best.seconds <= seconds * CLOSE), None)
 
 
 def cut(run: LearnedRun, trials: int) -> LearnedRun:
-    """The run as if it had ended after so many placements, but for its counts."""
+    """The run's curve and seconds as if it had ended after `trials` placements. Its counts stay
+    those of the whole run."""
     bests = tuple(best for best in run.bests if best.trial <= trials)
     seconds = bests[-1].seconds if bests else None
     return replace(run, bests=bests, found=replace(run.found, seconds=seconds))
 
 
 def middle_within(column: Column, method: str, other: str) -> float | None:
-    """Seconds of the median of a method's runs, each cut to as many placements as the other
-    method's run of that seed had. None where nothing fits, or no seed has both."""
+    """The median seconds of a method's runs, each cut to as many placements as the other method's
+    run of that seed had. None if nothing fits, or if no seed has both."""
     of_seed = {run.seed: run.trials for run in column.learned.get(other, ())}
     runs = column.learned.get(method, ())
     both = [cut(run, of_seed[run.seed]) for run in runs if run.seed in of_seed]
@@ -180,11 +187,13 @@ def middle_within(column: Column, method: str, other: str) -> float | None:
 
 @dataclass(frozen=True)
 class EffortAgainstHDP:
-    """How much less one run evaluates than another, for a placement as good as the other's best.
+    """The factor by which one run evaluates less than another for a placement as good as the
+    other's best.
 
-    ratio       of evaluated placements; `distinct_ratio` of different ones
-    limit       "at most": it never got there, and its whole run is counted; "at least": the other
-                found nothing that fits, and its whole run is counted; "": neither
+    ratio       the factor in evaluated placements; `distinct_ratio` in different ones
+    limit       "at most": the run never found one as good, and all its placements are counted;
+                "at least": the other run found nothing that fits, and all of its placements are
+                counted; "": the ratio is exact
     """
 
     ratio: float
@@ -204,7 +213,7 @@ def effort(run: LearnedRun, other: LearnedRun) -> EffortAgainstHDP:
 
 
 def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[EffortAgainstHDP]:
-    """Seed by seed, of the seeds that both have."""
+    """The search effort of a method against another, for each seed that both have."""
     of_seed = {run.seed: run for run in column.learned.get(other, ())}
     return [
         effort(run, of_seed[run.seed])
@@ -215,12 +224,13 @@ def efforts(column: Column, method: str = "gdp", other: str = "hdp") -> list[Eff
 
 @dataclass(frozen=True)
 class LearningTarget:
-    """The seconds that RL17's learned placement was to reach on a row.
+    """The seconds that a placement learned by RL17's method is to reach on a row.
 
-    baseline      of least seconds, and its seconds
-    head_room     baseline over `auto`, less 1: what there is to be gained
-    margin        the same of the paper's RL over its best baseline; None: not printed
-    seconds       that meet the smaller of margin and `HEAD_ROOM_SHARE` of the head room
+    baseline      the baseline of least seconds, `baseline_seconds`
+    head_room     the baseline's seconds over `auto`'s, less 1: the gain that is possible
+    margin        the same gain of the paper's RL over its best baseline; None: not printed
+    seconds       the target: it gains the margin, or `HEAD_ROOM_SHARE` of the head room if that is
+                  less
     """
 
     baseline: str
@@ -267,13 +277,13 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 # ---- Results of learned methods as tables of text, for the page and README; trainings as CSV ----
 #
-#     rl17   seq2seq against the best baseline, and against the paper's margin or what there is
+#     rl17   seq2seq against the best baseline, and against its `LearningTarget`
 #     gdp    GDP-one and HDP against human and `auto`; how much less GDP evaluates than HDP
 
 
 Done = Sequence[tuple[Case, CaseResult]]
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""head, rows"""
+"""A table of text: its head and its rows."""
 PAPER_HOURS = "12 to 27 hours"
 LEARNED_FIELDS = (
     "row", "method", "seed", "seconds", "reason", "groups", "grouping", "trials", "distinct",
@@ -283,7 +293,7 @@ NOTHING = "-"
 
 
 def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
-    """(title, table) of every table that has rows."""
+    """(title, table) of every table on learned methods that has rows."""
     trained = [(case, row.columns[PLAIN]) for case, row in done if row.columns[PLAIN].learned]
     titled = [("How they were trained", _trainings(name, trained))]
     if name == "rl17":
@@ -295,7 +305,7 @@ def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
 
 
 def verdicts(name: str, done: Done) -> list[tuple[str, str, str]]:
-    """(what, figure, remark) over all rows that were trained."""
+    """(label, figure, remark) of the cards that sum up all rows with trainings."""
     columns = [(case, row.columns[PLAIN]) for case, row in done if row.columns[PLAIN].learned]
     return list(_rl17_verdicts(columns) if name == "rl17" else _gdp_verdicts(columns))
 
@@ -442,7 +452,7 @@ def _efforts(trained: _Trained) -> TextTable:
 
 
 def of_row(found: Sequence[EffortAgainstHDP]) -> float:
-    """The geometric mean over the seeds of a row."""
+    """The geometric mean of the efforts over the seeds of a row; nan if there are none."""
     return geometric_mean(effort.ratio for effort in found) or math.nan
 
 
@@ -479,8 +489,9 @@ def _trainings(name: str, trained: _Trained) -> TextTable:
 
 
 def write_trainings(name: str, done: Done, path: str | os.PathLike[str]) -> None:
-    """Write one line for each training: row, method, seed. `curve` is "trial:distinct:seconds" of
-    every placement better than all before it. Raises `UnwritableError`."""
+    """Write one line for each training of a row, method and seed. `curve` is
+    "trial:distinct:seconds" of every placement that was better than all before it. Raises
+    `UnwritableError`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, LEARNED_FIELDS, restval="", lineterminator="\n")
     writer.writeheader()
@@ -523,7 +534,7 @@ def _median_and_span(column: Column, method: str) -> tuple[str, str]:
 
 
 def format_span(runs: Sequence[LearnedRun]) -> str:
-    """From the best run to the worst: "0.298 s to 0.305 s"."""
+    """The seconds from the best run to the worst, as text: "0.298 s to 0.305 s"."""
     return " to ".join(format_step(s if math.isfinite(s) else None) for s in span(runs))
 
 

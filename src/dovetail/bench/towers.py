@@ -1,4 +1,4 @@
-"""Data-parallel towers of Inception-V3, and loss against simulated time.
+"""Simulates data-parallel towers of Inception-V3, and draws up loss against simulated time.
 
 Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 https://arxiv.org/abs/1706.04972, section 4.4 and figures 6 and 7: Inception-V3 on batches of 128,
@@ -39,7 +39,7 @@ from dovetail.simulator import Simulator
 
 REPLICAS, BATCH = 4, 32
 TOWER = next(case for case in RL17_CASES if case.key == "inception-v3-4gpu")
-"""The case of one replica, whose batch is `BATCH`."""
+"""The case of one tower, whose batch is `BATCH`."""
 WHOLE = replace(
     TOWER,
     key="inception-v3-128-4gpu",
@@ -47,7 +47,7 @@ WHOLE = replace(
     model=f"zoo:inception_v3?batch={REPLICAS * BATCH}",
     published=None,
 )
-"""The case that towers are compared with: one step of all their examples."""
+"""The case with which towers are compared: one step of the examples of all towers."""
 TRANSLATION = "nmt-4gpu"
 KINDS = {True: "synchronous", False: "asynchronous"}
 _METHODS = {PLAIN: (EXPERT, "local_search", "auto"), HYPOTHESIS: ()}
@@ -67,8 +67,8 @@ def run_towers(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]
 
 
 def simulate_towers(graph: Graph, machine: Machine, *, synchronous: bool) -> dict[str, Any]:
-    """`seconds` of a step of `REPLICAS` towers of `graph`, None with a `reason` where they do not
-    fit. Of asynchronous towers, each of which goes on by itself, their mean."""
+    """`seconds` of a step of `REPLICAS` towers of the graph; None with a `reason` if they do not
+    fit. Asynchronous towers go on by themselves, so theirs is the mean over the towers."""
     towers = replicate(graph, REPLICAS, synchronous=synchronous).graph
     simulator = Simulator(towers, machine, analytic_costs(towers, machine), ranked=True)
     timeline = simulator.timeline(tower_placement(towers, machine))
@@ -78,13 +78,13 @@ def simulate_towers(graph: Graph, machine: Machine, *, synchronous: bool) -> dic
 
 
 def run_whole(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
-    """Place and keep the step of all the towers' examples."""
+    """Place the step of the examples of all towers, and keep the result."""
     return run_column(_of_whole(settings), WHOLE, PLAIN, tell, complain)
 
 
 def run_learning(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
-    """Train the small networks and keep their losses. Without scikit-learn there are none, which is
-    no failure."""
+    """Train the small networks and keep their losses. Without scikit-learn there are no losses,
+    which is no failure."""
 
     tell("training for the curves")
     try:
@@ -97,7 +97,8 @@ def run_learning(settings: BenchSettings, tell: Tell, complain: Tell) -> list[st
 
 
 def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case | None, str]]:
-    """What is yet to be computed of all this: name -> (the case whose graph it needs, function)."""
+    """The tasks of this module that are not kept yet: name -> (case whose graph it needs,
+    function)."""
     kept = {
         "towers": (TOWER, "run_towers", bool(read_towers(store))),
         "whole batch": (WHOLE, "run_whole", _whole_is_kept(settings, store)),
@@ -111,7 +112,7 @@ def lacking(settings: BenchSettings, store: Store) -> dict[str, tuple[Case | Non
 
 
 def read_towers(store: Store) -> list[TowerResult]:
-    """Both kinds, or none if one of them is not kept."""
+    """The kept towers of both kinds; none if one kind is missing."""
     captured = graphs.known(store, TOWER)
     if captured is None:
         return []
@@ -134,7 +135,8 @@ def read_towers(store: Store) -> list[TowerResult]:
 def read_curves(
     settings: BenchSettings, store: Store, rows: Sequence[CaseResult]
 ) -> list[LossCurve]:
-    """Loss against time of each way whose seconds of a step are kept; none without the losses."""
+    """The curves of loss against time of each way of training whose step seconds are kept; none if
+    no losses are kept."""
     losses = _kept_losses(settings, store)
     if losses is None:
         return []
@@ -154,7 +156,7 @@ def read_curves(
 
 
 def forget_towers(settings: BenchSettings, store: Store) -> None:
-    """Drop all that is kept here."""
+    """Drop everything that this module keeps."""
     forget(_of_whole(settings), store, WHOLE)
     for kind in KINDS.values():
         store.drop(_tower(kind, "")[0])
@@ -162,7 +164,7 @@ def forget_towers(settings: BenchSettings, store: Store) -> None:
 
 
 def _planned(column: Column | None) -> dict[str, float | None]:
-    """Seconds of the expert's step and of the best one."""
+    """The seconds of the expert's step and of the best method's; empty if nothing fits."""
     if column is None or not column.best:
         return {}
     expert = column.methods.get(EXPERT)
@@ -205,15 +207,15 @@ def _tower(kind: str, graph: str) -> tuple[str, str]:
 # Paper: Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
 # https://arxiv.org/abs/1706.04972, figures 6 (NMT) and 7 (Inception-V3), section 4.4.
 #
-# `train` gives losses, step by step. They are real, and the same for every placement, which does
-# not change what is computed. `curves` joins them with the seconds of a step, which come from a
-# simulation of the full-size graphs. Every step of a curve reads 4 x b examples.
+# `train` returns losses, step by step. They are real. They are the same for every placement, since
+# a placement does not change what is computed. `curves` joins them with the seconds of a step,
+# which come from a simulation of the full-size graphs. Every step of a curve reads 4 x b examples.
 #
 # Differences: the paper trains full size on its machines. Here Inception-V3 is a tenth as wide at
 # 75 x 75 and learns the 1,797 handwritten digits of scikit-learn; NMT is 64 wide and learns to
 # write 8 words backwards. Batch norm of a tower sees the tower's batch, as in the paper.
-# Asynchronous towers stay in step: each gradient of a round is of the value before the round, where
-# processes of their own drift apart.
+# Asynchronous towers stay in step here: each gradient of a round is computed at the value before
+# the round. Towers in processes of their own drift apart.
 
 
 INCEPTION, NMT = "Inception-V3", "NMT"
@@ -224,19 +226,19 @@ LEARNS_AS = {
     SYNCHRONOUS: SYNCHRONOUS,
     ASYNCHRONOUS: ASYNCHRONOUS,
 }
-"""Name of a curve -> the way its losses come about."""
+"""Maps each curve's name to the way of training that its losses come from."""
 Part = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs, targets of one tower
 Losses = dict[str, dict[str, list[float]]]
-"""title -> way -> [steps]"""
+"""Losses: title of the network -> way of training -> [steps]."""
 
 
 @dataclass(frozen=True)
 class CurveTask:
-    """A network that is trained for the curves, and how.
+    """A network that is trained for the curves, and its training.
 
-    options    of the network; "batch" is a tower's
-    batch_axis of inputs and targets
-    data       (options, steps x towers, generator) -> a part each
+    options      options of the network; "batch" is the batch of one tower
+    batch_axis   the axis of inputs and targets that is the batch
+    data         (options, count, generator) -> `count` parts, one for each step and tower
     """
 
     title: str
@@ -251,7 +253,7 @@ class CurveTask:
 
 
 def train(tasks: Sequence[CurveTask] | None = None, seed: int = 0) -> Losses:
-    """Losses of each task in each of its ways, on one core; equal seeds give equal losses.
+    """The losses of each task in each of its ways, on one core; equal seeds give equal losses.
 
     About 95 s for the default tasks. Raises `MissingLibraryError` without scikit-learn.
     """
@@ -267,8 +269,11 @@ def train(tasks: Sequence[CurveTask] | None = None, seed: int = 0) -> Losses:
 
 
 def curves(step_seconds: Mapping[str, Mapping[str, float]], losses: Losses) -> list[LossCurve]:
-    """Losses as curves: step_seconds is title -> name of the curve (`LEARNS_AS`) -> seconds of one
-    step; what it leaves out has no curve."""
+    """The curves: losses joined with step seconds.
+
+    step_seconds   title -> name of the curve, a key of `LEARNS_AS` -> seconds of one step. There is
+                   a curve for each of these names and no other
+    """
     return [
         LossCurve(title, name, seconds, losses[title][LEARNS_AS[name]])
         for title, of_name in step_seconds.items()
@@ -277,9 +282,10 @@ def curves(step_seconds: Mapping[str, Mapping[str, float]], losses: Losses) -> l
 
 
 def losses_of(task: CurveTask, way: str, seed: int) -> list[float]:
-    """[steps] the loss of each step's 4 x b examples, before its update: the mean of the towers'.
+    """[steps] the loss of each step's examples before its update: the mean over the towers.
 
-    Start, batches and their order depend on the seed alone, so that all ways learn the same.
+    Initial parameters, batches and their order depend on the seed alone, so that all ways of
+    training learn from the same.
     """
     generator = torch.Generator().manual_seed(seed)
     parts = task.data(task.options, task.steps * task.towers, generator)
@@ -304,13 +310,16 @@ def _step(
     parts: Sequence[Part],
     asynchronous: bool,
 ) -> float:
-    """One step of towers, a part each: a single one is plain training."""
+    """Make one step of towers, each with a part, and return its mean loss. One part alone is plain
+    training."""
     parameters = list(module.parameters())
     total, gradients = 0.0, []
     for inputs, targets in parts:
         value = loss(module(*inputs), *targets)
         gradients.append(torch.autograd.grad(value, parameters))
         total += value.item()
+    # All gradients are computed before the first update. Synchronous towers make one update by the
+    # mean, asynchronous ones an update by each gradient in turn.
     if not asynchronous:
         gradients = [tuple(torch.stack(of_one).mean(0) for of_one in zip(*gradients, strict=True))]
     for of_update in gradients:
@@ -351,7 +360,8 @@ def _digits(options: Options, count: int, generator: torch.Generator) -> list[Pa
 
 
 def _reversals(options: Options, count: int, generator: torch.Generator) -> list[Part]:
-    """Random sentences and the same backwards: (source, target given), target; word 0 begins."""
+    """Parts ((source, given), target): the target is the random source backwards, and `given` is
+    the target one word later, behind word 0."""
     steps, batch, vocabulary = (int(options[key]) for key in ("steps", "batch", "vocabulary"))
     parts: list[Part] = []
     for _ in range(count):
@@ -392,4 +402,4 @@ TASKS = (
         steps=200,
     ),
 )
-"""The default tasks: about 95 s on one core."""
+"""The default tasks, which take about 95 s on one core."""

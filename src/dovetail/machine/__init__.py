@@ -1,4 +1,4 @@
-"""Machines: records, TOML files, presets, and the machine we stand on."""
+"""Machines: records, TOML files, presets, and `here`, the machine that the program runs on."""
 
 from dovetail.machine.files import load_machine, save_machine
 from dovetail.machine.local import check_local, local_machine

@@ -1,4 +1,4 @@
-"""Machines as TOML. The tables and keys are the fields of `Machine`, `Device` and `Link`.
+"""Reads and writes machines as TOML, whose tables and keys are the fields of the records.
 
 name = "box"
 host = "cpu0"
@@ -49,7 +49,7 @@ def machine_to_dict(machine: Machine) -> dict[str, Any]:
     """The machine as a dict that `machine_from_dict` reads back to an equal one."""
     raw: dict[str, Any] = to_file(machine)
     for device in raw["devices"]:
-        # Most devices have neither: a file without them is shorter, and means the same.
+        # Most devices have neither field. A file without them is shorter and means the same.
         for optional in ("efficiencies", "threads"):
             if not device[optional]:
                 del device[optional]

@@ -1,10 +1,10 @@
-"""`here`: the machine we stand on, its cores as one device or split in several.
+"""Describes `here`, the machine that the program runs on: its cores as one device or several.
 
-    here      one device of all cores; how many threads its ops use is measured for each step
-    here/1    one device of one core, the last: the system's own work is mostly on the first
-    here/n    n devices, which share the cores evenly, a thread a core
+    here      one device of all cores; the number of threads of an op is measured for each step
+    here/1    one device of one core, the last, since the system's own work is mostly on the first
+    here/n    n devices that share the cores evenly; an op has one thread for each core
 
-GPUs join when an executor for them exists: `here` lists only devices that can be used.
+GPUs will join when an executor for them exists: `here` lists only devices that can be used.
 """
 
 import os
@@ -13,7 +13,8 @@ import platform
 from dovetail.errors import MachineError
 from dovetail.machine.records import Device, Link, Machine
 
-# Before the probe has measured: a core of the last ten years, and a copy through its cache.
+# Typical rates, which count until the probe has measured: those of a core of the last ten years,
+# and of a copy through its cache.
 _FLOPS_PER_CORE = {"float32": 5e10, "float64": 2.5e10}
 _BANDWIDTH_PER_CORE = 1e10
 _OP_OVERHEAD_SECONDS = 8e-6
@@ -21,12 +22,13 @@ _LATENCY_SECONDS = 2e-5
 
 
 def local_machine(count: int | None = None) -> Machine:
-    """`here` without a count: all cores of this process as one device. Else `here/count`: the
-    cores in `count` equal devices; of `here/1`, one core.
+    """The machine `here`, or `here/count` with a count.
 
-    Where cores do not divide evenly, some devices have one more, the last one always and the
-    first, the host, never. Memory is what is available now, divided. Raises `MachineError` if
-    there are fewer cores than devices.
+    `here` has all cores of this process as one device. `here/count` has them split into `count`
+    equal devices, and `here/1` has one core. If the cores do not divide evenly, some devices have
+    one core more, always the last device and never the first, which is the host. The memory that
+    is available now is divided among the devices. Raises `MachineError` if there are fewer cores
+    than devices.
     """
     cores = sorted(os.sched_getaffinity(0))
     name = "here" if count is None else f"here/{count}"
@@ -54,15 +56,17 @@ def local_machine(count: int | None = None) -> Machine:
         for i, share in enumerate(shares)
     )
     names = [device.name for device in devices]
-    links = tuple(  # the sender copies into shared memory: it is its own channel
+    # The sender itself copies into shared memory, so each link's channel is its source.
+    links = tuple(
         Link(a, b, _BANDWIDTH_PER_CORE, _LATENCY_SECONDS, a) for a in names for b in names if a != b
     )
     return Machine(name, devices, names[0], links)
 
 
 def check_local(machine: Machine) -> None:
-    """Raise `MachineError` unless the devices are CPUs of the machine we stand on: its model, and
-    cores that this process may use, none of them twice."""
+    """Raise `MachineError` unless all devices are CPUs of the machine that the program runs on:
+    they must have its model and cores that this process may use, and no core may be listed
+    twice."""
     here, seen = os.sched_getaffinity(0), set[int]()
     for device in machine.devices:
         where = f"machine {machine.name!r}: device {device.name!r}"
@@ -80,7 +84,8 @@ def check_local(machine: Machine) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that a new process could use, by the kernel's estimate and the control group's."""
+    """The bytes of memory that a new process could use: the kernel's estimate, but at most the
+    limit of the control group."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as lines:
@@ -90,8 +95,10 @@ def available_bytes() -> int:
         with open("/sys/fs/cgroup/memory.max") as limit:
             text = limit.read().strip()
             available = min(available, int(text)) if text.isdigit() else available
+    # Without Linux's files, the machine's whole memory counts. Without a control group's limit,
+    # the kernel's estimate does.
     except (OSError, StopIteration):
-        pass  # not Linux, or no control group: what the machine has
+        pass
     return available
 
 

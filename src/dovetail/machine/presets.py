@@ -1,16 +1,16 @@
-"""Known devices, combined as text: "4 x k80 + haswell".
+"""Makes machines of known devices from a text: "4 x k80 + haswell".
 
 Peak rates, memory bandwidth and capacity are the vendors' data sheets (K80: one of the board's two
 dies; P100: PCIe; V100, A100, H100, H200: SXM, dense; 2080 Ti: reference clocks, float16 summed in
 float32). A dtype that a device has no fast units for is computed in float32, at float32's rate, as
 torch and its libraries do there; `emulated_dtypes` names those, and plans say so.
 
-`op_overhead_seconds` and the links are typical, not measured here: 5.7 us between ops and 7.6 GB/s
-with 25 us a transfer were fitted to TensorFlow on K80s by an earlier simulator; PCIe 3.0 x16
-reaches about 11 GB/s, NVLink what its sheet says a direction. The CPUs are servers of one socket,
-32 single-precision FLOP per core and cycle: Haswell 18 cores at 2.3 GHz with DDR4-2133, 50 GB of it
-allowed as in RL17; Broadwell the largest of its line, 22 cores at 2.2 GHz with DDR4-2400, and as
-much memory. A machine that must be right is described in TOML.
+`op_overhead_seconds` and the links are typical, not measured here. 5.7 us between ops, and 7.6 GB/s
+with 25 us a transfer, were fitted to TensorFlow on K80s by an earlier simulator. PCIe 3.0 x16
+reaches about 11 GB/s; NVLink has the rate of its data sheet in each direction. The CPUs are servers
+of one socket with 32 single-precision FLOP per core and cycle. Haswell has 18 cores at 2.3 GHz with
+DDR4-2133, of which 50 GB may be used, as in RL17. Broadwell is the largest of its line, with 22
+cores at 2.2 GHz, DDR4-2400 and as much memory. Describe a machine that must be right in TOML.
 """
 
 import json
@@ -31,7 +31,7 @@ from dovetail.units import GIB, MIB
 
 @dataclass(frozen=True)
 class Preset:
-    """A device, and the links it brings: to the host, and to its peers of the same model."""
+    """A device, and the rates of its links: to the host, and to its peers of the same model."""
 
     device: Device
     host_bytes_per_second: float = 11e9
@@ -59,11 +59,11 @@ def _gpu(
 
 
 EMULATED_DTYPES = ("float16", "bfloat16", "int8")
-"""Dtypes that are computed in float32 where a device has no arithmetic for them."""
+"""A device without arithmetic for one of these dtypes computes it in float32."""
 
 
 def _with_emulated(flops_per_second: dict[str, float]) -> dict[str, float]:
-    """Rates of the data sheet, and float32's for what is computed in float32."""
+    """The data sheet's rates, with float32's rate for each dtype that is computed in float32."""
     missing = [dtype for dtype in EMULATED_DTYPES if dtype not in flops_per_second]
     return flops_per_second | dict.fromkeys(missing, flops_per_second["float32"])
 
@@ -172,8 +172,8 @@ PRESETS: dict[str, Preset] = {
 
 
 def emulated_dtypes(device: Device) -> tuple[str, ...]:
-    """The dtypes that a preset computes in float32, though the device has a rate for them: those of
-    a preset whose rate is float32's. () for any other device."""
+    """The dtypes that a preset computes in float32: those of `EMULATED_DTYPES` whose rate is
+    float32's. () for a device that is no preset, whose rates are taken as they are."""
     rates = device.flops_per_second
     if device.model not in PRESETS or "float32" not in rates:
         return ()
@@ -181,11 +181,11 @@ def emulated_dtypes(device: Device) -> tuple[str, ...]:
 
 
 def combine(text: str) -> Machine:
-    """A machine of presets, e.g. "4 x k80 + haswell".
+    """The machine of presets that a text names, such as "4 x k80 + haswell".
 
     GPUs of one model reach each other directly, each direction of each pair over a channel of its
-    own; unlike GPUs go through the host. The first CPU is the host; without one a host that runs
-    nothing is implied.
+    own. GPUs of different models reach each other through the host. The first CPU is the host; a
+    machine without CPUs has an implied host that runs nothing. Raises `UnknownPresetError`.
     """
     wanted: Counter[str] = Counter()
     for part in text.split("+"):
@@ -224,7 +224,7 @@ def _links(devices: list[Device], host: str) -> list[Link]:
     return links
 
 
-# The papers' machines: presets, and constants that were fitted to the papers' own figures.
+# --- The papers' machines: presets, with constants fitted to the papers' own figures ---
 #
 #     rl17/2, rl17/4      1 Haswell, 2 or 4 dies of K80. A. Mirhoseini et al.: "Device Placement
 #                         Optimization with Reinforcement Learning", ICML 2017,
@@ -233,8 +233,9 @@ def _links(devices: list[Device], host: str) -> list[Link]:
 #                         Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578,
 #                         section 4
 #
-# Peaks, bandwidths, capacities and links are those of `presets`. A framework of 2017 does not reach
-# them, so `fitted.json`, which `benchmarks/machines/fit.py` writes with all that it used, has
+# Peaks, bandwidths, capacities and links are those of the presets above. A framework of 2017 does
+# not reach them. So `fitted.json`, which `benchmarks/machines/fit.py` writes with all that it used,
+# holds
 #
 #     RL17    seconds per op and share of the peak, of the CPU and of the GPU, such that the times
 #             on a single device come out; a share of their own for convolutions
@@ -249,19 +250,20 @@ PAPER_MACHINES: dict[str, str] = {
     **{f"rl17/{gpus}": f"{gpus} x k80 + haswell" for gpus in (2, 4)},
     **{f"gdp/{gpus}": f"{gpus} x p100 + broadwell" for gpus in range(2, 9)},
 }
-"""MACHINE text -> the text of presets that it stands for."""
+"""Maps the MACHINE text of a paper's machine to the text of presets that it stands for."""
 
 
 def paper_machine(name: str) -> Machine:
-    """The machine of a paper, as fitted. `name` is one of `PAPER_MACHINES`."""
+    """The fitted machine of a paper; `name` is one of `PAPER_MACHINES`."""
     paper = name.partition("/")[0]
     return fitted_machine(name, _fitted()[paper]["devices"])
 
 
 def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machine:
-    """The presets of `name` with other rates: model -> fields of `Device`, or `compute_factor`.
+    """The paper's machine `name` with other rates.
 
-    A factor multiplies what every op takes: its overhead, arithmetic and memory alike.
+    devices   model -> fields of `Device` to replace, or `compute_factor`, which multiplies the
+              seconds of every op: its overhead, its arithmetic and its memory access alike
     """
     machine = combine(PAPER_MACHINES[name])
     return replace(
@@ -289,7 +291,7 @@ def _fitted() -> dict[str, Any]:
     return fitted
 
 
-# The machine that a MACHINE text names.
+# --- MACHINE texts ---
 
 
 def parse_machine(text: str) -> Machine:
@@ -309,5 +311,5 @@ def parse_machine(text: str) -> Machine:
 
 
 def names_here(text: str) -> bool:
-    """Is this the text of the machine we stand on, "here" or "here/2"?"""
+    """True if the text names the machine that the program runs on: "here" or "here/2"."""
     return re.fullmatch(r"here(/[0-9]{1,9})?", text) is not None

@@ -1,4 +1,4 @@
-"""Machines: devices, and the links that tensors travel on."""
+"""The records of a machine: devices, and the links over which tensors are sent."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -18,13 +18,14 @@ class Device:
     """One device that runs one op at a time.
 
     kind            "cpu", "gpu", or "host" for a host that runs nothing
-    model           what it is, e.g. "k80": devices of one model cost the same
-    flops_per_second   peak rate by dtype name, e.g. {"float32": 4.37e12}
-    op_overhead_seconds   what every op costs beyond its arithmetic
-    cores           of a CPU of this machine: the cores it may run on, and no other; () elsewhere
-    threads         how many threads an op of it uses, at most as many as cores; 0: one a core
-    efficiencies    prefix of kinds of op -> share of `flops_per_second` that they reach; the
-                    longest that fits counts, and where none does, 1. "" fits every kind
+    model           name of the hardware, such as "k80": devices of one model cost the same
+    flops_per_second   dtype name -> peak rate, such as {"float32": 4.37e12}
+    op_overhead_seconds   seconds that every op takes beyond its work
+    cores           for a CPU of the machine that the program runs on: the only cores that it may
+                    use; () for any other device
+    threads         number of threads that an op uses, at most as many as cores; 0: one a core
+    efficiencies    prefix of kinds of op -> share of `flops_per_second` that these ops reach. The
+                    longest prefix that fits counts, and "" fits every kind. If none fits, it is 1
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -70,11 +71,11 @@ class Device:
 
     @property
     def op_threads(self) -> int:
-        """Threads that an op uses, where the device has cores."""
+        """The number of threads that an op uses; 0 for a device without cores."""
         return self.threads or len(self.cores)
 
     def efficiency(self, kind: str) -> float:
-        """Share of the peak rate that ops of this kind reach."""
+        """The share of the peak rate that ops of this kind reach."""
         prefixes = [prefix for prefix in self.efficiencies if kind.startswith(prefix)]
         return self.efficiencies[max(prefixes, key=len)] if prefixes else 1.0
 
@@ -108,8 +109,9 @@ class Link:
 class Machine:
     """Devices, one of them the host where inputs start, and links between them.
 
-    Two devices without a link reach each other through the host in two hops; where a hop is
-    lacking too, `NoRouteError`.
+    Two devices without a link reach each other through the host in two hops. Raises `NoRouteError`
+    if one of these hops has no link either, and `MachineError` or `UnknownDeviceError` for names
+    and links that do not agree.
     """
 
     name: str
@@ -155,8 +157,8 @@ class Machine:
 
     @property
     def local(self) -> bool:
-        """True if every device is a CPU of the machine it was described on: what can execute.
-        `machine.check_local` says whether that is the one we stand on."""
+        """True if every device has cores, so that plans can run on the machine that has them.
+        `machine.check_local` checks whether that is the machine that the program runs on."""
         return all(device.cores for device in self.devices)
 
     def device_index(self, name: str) -> int:
@@ -181,7 +183,8 @@ class Machine:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits over what the machine *is*, without its measured rates."""
+        """16 hex digits over the machine's devices and links without their rates, so that a new
+        measurement does not change them."""
         parts = (
             [(d.name, d.kind, d.model, len(d.cores)) for d in self.devices],
             self.host,

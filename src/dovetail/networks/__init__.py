@@ -1,4 +1,4 @@
-"""Networks of the papers, as plain modules: `NETWORKS["rnnlm"].build(hidden=64)`."""
+"""The papers' networks as plain modules: `NETWORKS["rnnlm"].build(hidden=64)`."""
 
 from dovetail.networks import (
     amoebanet,

@@ -59,7 +59,7 @@ def conv_1x1(channels: int, stride: int) -> nn.Module:
 
 
 def conv_3x3(channels: int, stride: int) -> nn.Module:
-    """Through a quarter of the channels."""
+    """A 3x3 convolution through a bottleneck of a quarter of the channels."""
     inner = channels // 4
     return nn.Sequential(
         *_normalised(nn.Conv2d(channels, inner, 1, bias=False)),
@@ -69,7 +69,7 @@ def conv_3x3(channels: int, stride: int) -> nn.Module:
 
 
 def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    """Through a quarter of the channels."""
+    """A 1x7 and a 7x1 convolution through a bottleneck of a quarter of the channels."""
     inner = channels // 4
     return nn.Sequential(
         *_normalised(nn.Conv2d(channels, inner, 1, bias=False)),
@@ -80,10 +80,10 @@ def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
 
 
 Operation = Callable[[int, int], nn.Module]
-"""(channels, stride) -> module."""
+"""A function (channels, stride) -> module."""
 Pair = tuple[int, Operation, int, Operation]
-"""State and its operation, twice: their sum is the next state; states 0 and 1 are the cell's
-inputs, of the cell before it and the one before that."""
+"""Two states, each with its operation. The sum of the two results is the next state. States 0 and 1
+are the cell's inputs: the output of the cell before it, and of the one before that."""
 
 NORMAL: tuple[Pair, ...] = (
     (1, conv_1x1, 1, max_pool_3x3),

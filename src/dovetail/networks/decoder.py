@@ -1,4 +1,4 @@
-"""Common parts of the decoders: causal attention by heads, next-token loss and examples."""
+"""Parts that the decoders share: causal attention by heads, next-token loss and examples."""
 
 import torch
 from torch import Tensor

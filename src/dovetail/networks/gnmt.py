@@ -39,7 +39,7 @@ from dovetail.networks.lstm import (
 from dovetail.networks.records import Examples, Network
 
 FIRST_RESIDUAL = 2
-"""Index of the first layer with a residual connection: the third from the bottom."""
+"""The index of the first layer with a residual connection: the third from the bottom."""
 
 
 class BidirectionalLayer(nn.Module):

@@ -70,6 +70,8 @@ class GPT2(nn.Module):
         self.norm = nn.LayerNorm(hidden)
         self.logits = nn.Linear(hidden, vocabulary, bias=False)
         self.logits.weight = self.embedding.weight
+        # Each layer adds to the residual stream twice. As in the paper, the weights of these two
+        # products are smaller by the square root of their number, which keeps the sum's variance.
         for name, parameter in self.named_parameters():
             last = name.endswith(("attention.output.weight", "mlp.2.weight"))
             if parameter.dim() == 2:

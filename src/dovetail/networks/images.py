@@ -1,4 +1,4 @@
-"""Common parts of the image classifiers: examples, losses, and the layer that halves the grid."""
+"""Parts that the image classifiers share: examples, losses, and the layer that halves the grid."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """cosines and sines [context, size / 2] of position x theta^(-2i / size)."""
+    """The cosines and sines [context, size / 2] of the angles position x theta^(-2i / size)."""
 
     cosines: Tensor
     sines: Tensor

@@ -1,8 +1,8 @@
-"""Common parts of the recurrent networks: an LSTM cell, attention and softmax, step by step.
+"""Parts that the recurrent networks share: an LSTM cell, attention and softmax, step by step.
 
-Every cell of every step has its own ops, so that a placer can place them: a fused LSTM kernel would
+Every cell of every step has its own ops, so that a placer can place them. A fused LSTM kernel would
 hide that layer 0 can be at step 5 while layer 1 is at step 4. Sequences are time-major,
-[steps, batch], so that what a step reads is contiguous.
+[steps, batch], so that the inputs of a step are contiguous.
 
 Papers: Hochreiter and Schmidhuber, "Long Short-Term Memory", Neural Computation 1997,
 https://doi.org/10.1162/neco.1997.9.8.1735; Bahdanau, Cho and Bengio, "Neural Machine Translation
@@ -58,7 +58,7 @@ class ContextCell(nn.Module):
 
 
 class Memory(nn.Module):
-    """What the decoder attends to, once a sequence: the states x_j and their keys U x_j."""
+    """Computes, once a sequence, what the decoder attends to: states x_j and their keys U x_j."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class Expert(nn.Module):
 
 
 class ExpertGate(nn.Module):
-    """Which experts a token goes to."""
+    """Chooses for each token the experts that it goes to, and their weights."""
 
     def __init__(self, hidden: int, experts: int, active: int) -> None:
         super().__init__()
@@ -79,6 +79,8 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)
         weights, balance = self.gate(tokens)
         most = min(len(tokens), math.ceil(self.share * len(tokens)))
+        # An expert always takes `most` tokens, so that every shape is known beforehand. If fewer
+        # chose it, the others among these have weight 0 and add nothing.
         taken, chosen = weights.topk(most, dim=0)  # [most, experts]
         outputs = [
             expert(tokens, indices, weight)

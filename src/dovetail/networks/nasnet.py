@@ -60,9 +60,10 @@ def _average(stride: int = 1) -> nn.Module:
 
 
 class NormalCell(nn.Module):
-    """Six times `channels` on the grid of the cell before it.
+    """A cell with 6 x `channels` outputs on the grid of the cell before it.
 
-    `reduced`: the cell before that one is on a grid of twice the size."""
+    reduced   the cell before that one has a grid of twice the size
+    """
 
     def __init__(self, before: int, last: int, channels: int, *, reduced: bool) -> None:
         super().__init__()
@@ -92,8 +93,8 @@ class NormalCell(nn.Module):
 
 
 class ReductionCell(nn.Module):
-    """Four times `channels` on half the grid; `before` None: the first, which reads the output of
-    the first convolution twice, once as it is."""
+    """A cell with 4 x `channels` outputs on half the grid. `before` is None for the first cell of
+    the network. It reads the output of the first convolution twice, once unchanged."""
 
     def __init__(
         self, before: int | None, last: int, channels: int, *, reduced: bool = False
@@ -151,8 +152,8 @@ class NASNetA(nn.Module):
     cells      normal cells between two reductions, the paper's N
     filters    channels of the last cell, a multiple of 96
     stem       channels of the first convolution
-    skip       the first cell after a reduction reads, beside it, not the cell that the reduction
-               reads but the one before that
+    skip       the first cell after a reduction reads, beside the reduction's output, that of the
+               cell two before the reduction instead of the one directly before the reduction
     With `aux` and in training mode: (logits, auxiliary logits), size >= 67.
     """
 

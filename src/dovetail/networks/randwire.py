@@ -38,8 +38,8 @@ Edges = list[tuple[int, int]]
 
 
 def watts_strogatz(nodes: int, neighbours: int, probability: float, draws: random.Random) -> Edges:
-    """WS(neighbours, probability) as edges (lower, higher) in ascending order; nodes x
-    neighbours / 2 of them, none twice."""
+    """The graph WS(neighbours, probability) as edges (lower, higher) in ascending order. There are
+    nodes x neighbours / 2 edges, none twice."""
     if neighbours % 2 or not 0 < neighbours < nodes:
         raise ValueError(
             f"neighbours is {neighbours}, but must be even and between 0 and {nodes} nodes"

@@ -1,4 +1,4 @@
-"""Network: a module by name, with what makes it, its examples and its loss."""
+"""The record of a network: functions that build its module and its examples, and its loss."""
 
 import json
 from collections.abc import Callable
@@ -16,13 +16,14 @@ Built = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor], tuple[Tensor
 
 @dataclass(frozen=True)
 class Network:
-    """A network by name.
+    """A network of the zoo.
 
-    paper      authors, where and when, URL
-    defaults   option -> value; an option's type is its default's. "batch" is always one
+    paper      the paper's authors, where and when it was published, and its URL
+    defaults   option -> default value, whose type is the option's. Every network has "batch"
     small      options of a size that trains in well under a second on one core
-    modules    options -> the module
-    examples   options -> (inputs, targets), drawn from torch's generator
+    modules    a function of all options that returns the module
+    examples   a function of all options that returns (inputs, targets), drawn from torch's
+               generator
     loss       loss(output, *targets) is a scalar
     """
 
@@ -44,11 +45,11 @@ class Network:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a network is at its default options, from a table that captures made:
-    `python benchmarks/capture/run.py --write`.
+    """The sizes of a network at its default options. They come from a table of captures that
+    `python benchmarks/capture/run.py --write` writes.
 
-    flops                of one inference, 2 a multiply-add
-    ops, training_ops    of one inference and of one training step, sources apart
+    flops                FLOPs of one inference, with 2 for a multiply-add
+    ops, training_ops    number of ops of one inference and of one training step, without sources
     """
 
     parameters: int
@@ -59,6 +60,6 @@ class Sizes:
 
 
 def load_sizes() -> dict[str, Sizes]:
-    """network -> its sizes. A network that was not captured yet is absent."""
+    """The sizes of each network, by name. A network that was not captured yet is absent."""
     text = resources.files("dovetail.networks").joinpath("sizes.json").read_text("utf-8")
     return {name: Sizes(**row) for name, row in json.loads(text).items()}

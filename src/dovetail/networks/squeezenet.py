@@ -22,10 +22,10 @@ from dovetail.networks.images import classification_loss, image_examples
 from dovetail.networks.records import Examples, Network, Options
 
 POOL = 0
-"""Stands for a pooling layer in the list of fire modules."""
+"""This number stands for a pooling layer in the lists of fire modules."""
 FIRES_1_0 = (16, 16, 32, POOL, 32, 48, 48, 64, POOL, 64)
 FIRES_1_1 = (16, 16, POOL, 32, 32, POOL, 48, 48, 64, 64)
-"""Squeezed channels; each of the two expansions has four times as many."""
+"""The squeezed channels of each fire module; each of its two expansions has four times as many."""
 
 
 class Fire(nn.Module):

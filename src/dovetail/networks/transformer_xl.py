@@ -53,8 +53,8 @@ def shift_relative(scores: Tensor) -> Tensor:
     """scores[..., i, n - 1 - d] of query i and distance d -> [..., i, j] of query i and key j, at
     distance n - queries + i - j. [..., queries, n]; keys after their query are garbage.
 
-    A column in front makes rows of n + 1; read as rows of n from the second on, row i is shifted
-    left by queries - 1 - i.
+    A column of zeros in front makes rows of n + 1. If the same memory is read as rows of n, without
+    the first `queries` numbers, row i is shifted left by queries - 1 - i. So no index is needed.
     """
     *outer, queries, n = scores.shape
     padded = F.pad(scores, (1, 0)).view(*outer, n + 1, queries)
@@ -107,6 +107,7 @@ class TransformerXLLayer(nn.Module):
         self, x: Tensor, memory: Tensor, positions: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """(output, the next segment's memory): the last inputs, as many as there were."""
+        # `detach`: no gradient flows through a memory into the segment before.
         following = torch.cat([memory, x.detach()], dim=1)[:, x.shape[1] :]
         x = self.attention_norm(x + self.attention(x, memory, positions))
         return self.feed_forward_norm(x + self.feed_forward(x)), following

@@ -63,6 +63,7 @@ class WaveNetLayer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(the next layer's x, the skip) of x [batch, residual, length]."""
+        # Padding on the left alone keeps the convolution causal: no output sees a later sample.
         filtered, gate = self.conv(F.pad(x, (self.dilation, 0))).chunk(2, dim=1)
         z = torch.tanh(filtered) * torch.sigmoid(gate)
         return x if self.residual is None else x + self.residual(z), self.skip(z)
@@ -88,7 +89,8 @@ class WaveNetStack(nn.Module):
 class WaveNet(nn.Module):
     """Logits [batch, classes, length] of the sample after each of samples [batch, length].
 
-    receptive_field: how many samples one prediction depends on."""
+    receptive_field   the number of samples that one prediction depends on
+    """
 
     def __init__(
         self,

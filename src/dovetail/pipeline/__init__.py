@@ -48,7 +48,7 @@ _NAMES = {
         "write_trace",
     ),
 }
-"""Module of this package -> its names that stand here as well."""
+"""Maps each module of this package to those of its names that can be imported from here."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 

@@ -1,4 +1,4 @@
-"""From steps to a learned policy and plans: tasks -> policy -> trials -> policy file, plans.
+"""Learns a placement policy from steps, and returns it with a plan for each step.
 
 (step, machine) ─► Task ─► learn ─┬─► policy, with its card
                     judge ◄───────┤
@@ -63,18 +63,19 @@ from dovetail.plans import Plan, Source, normalise
 
 
 STEPS = 10
-"""Steps of one run of a placement; the first does not count."""
+"""One run of a placement has this many steps, as in RL17; the first does not count."""
 MOST_RUNS = 3
-"""How many times one placement is run, however often it is drawn."""
+"""One placement is run at most this many times, however often the policy draws it."""
 FINAL_RUNS, LONG_SECONDS, LONG_RUNS = 15, 10.0, 3
-"""How many times each finalist runs at the end, and how many times if a run takes that long."""
+"""At the end each finalist runs `FINAL_RUNS` times. If one run takes `LONG_SECONDS` or more, each
+runs `LONG_RUNS` times instead."""
 FINALISTS = 5
-"""How many placements run again at the end."""
+"""At the end this many of the best placements run again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Timed:
-    """A placement [groups] that ran again and again: mean step seconds of each run [runs]."""
+    """A placement [groups], and the mean step seconds of each of its runs [runs]."""
 
     placement: GroupPlacement
     run_seconds: NDArray[np.float64]
@@ -85,14 +86,15 @@ class Timed:
 
     @property
     def spread(self) -> float:
-        """Interquartile range over the median."""
+        """The interquartile range of the runs, divided by their median."""
         low, high = np.percentile(self.run_seconds, (25, 75))
         return float((high - low) / self.median_seconds)
 
 
 @dataclass(eq=False)
 class _Tally:
-    """Runs of one placement, none yet where Ctrl-C ended the first; `failed` where it could not."""
+    """The runs of one placement so far. There is none if Ctrl-C ended the first run; `failed` is
+    True if the placement does not fit or its first run failed."""
 
     placement: GroupPlacement
     run_seconds: list[float] = field(default_factory=list)
@@ -104,10 +106,11 @@ class _Tally:
 
 
 class MeasuredTrials:
-    """Trials that run here. A context manager: the devices' processes are kept from one trial to
-    the next. Not to be shared by threads.
+    """Judges placements by running them on this machine. It is a context manager, because it keeps
+    the devices' processes from one trial to the next. Threads must not share one.
 
-    task   of `step`, on a machine whose devices are cores of this one, else `UsageError`
+    task   the task of placing `step`, on a machine whose devices are cores of this one; for any
+           other machine it raises `UsageError`
     """
 
     def __init__(
@@ -120,25 +123,27 @@ class MeasuredTrials:
         self._workers = Workers(task.machine)
 
     def judge(self, placements: NDArray[np.int32]) -> Trials:
-        """Run [batch, groups], one after the other: a `Judge`."""
+        """The measured trials of placements [batch, groups], run one after the other. A `Judge`."""
         fits = self.problem.evaluate(self.problem.spread(placements)).feasible
         tallies = [self._try(row, bool(ok)) for row, ok in zip(placements, fits, strict=True)]
         seconds = np.array([tally.seconds for tally in tallies])
         return Trials(seconds, np.isfinite(seconds), np.ones(len(seconds), dtype=bool))
 
     def simulated(self, placements: NDArray[np.int32]) -> Trials:
-        """The same trials by the simulator: a `Judge` that takes a millisecond each."""
+        """The simulated trials of placements [batch, groups]. A `Judge` that takes about a
+        millisecond for each."""
         found = self.problem.evaluate(self.problem.spread(placements))
         return Trials(found.values, found.feasible, np.ones(len(placements), dtype=bool))
 
     @property
     def runs(self) -> int:
-        """Of placements, repeated ones counted again; failures are not."""
+        """The number of runs so far. Each run of a repeated placement counts; a failure does
+        not."""
         return sum(len(tally.run_seconds) for tally in self._tallies.values())
 
     def finalists(self, count: int = FINALISTS) -> list[GroupPlacement]:
-        """The best distinct placements that ran, best first. Raises what ended the last trial
-        where none ran."""
+        """The best distinct placements that ran, best first. Raises `InfeasibleError`, with the
+        reason why the last trial failed, if none ran."""
         ran = sorted(
             (tally for tally in self._tallies.values() if tally.run_seconds),
             key=lambda tally: tally.seconds,
@@ -153,12 +158,14 @@ class MeasuredTrials:
         placements: Sequence[GroupPlacement],
         progress: Callable[[float], None] = lambda _fraction: None,
     ) -> list[Timed]:
-        """Each placement again, in turns, best median first; those that fail are left out."""
+        """Run the placements again, in turns, and return their times, best median first. One that
+        fails is left out."""
         seconds: list[list[float]] = [[] for _ in placements]
         left = list(range(len(placements)))
         turns, turn = FINAL_RUNS, 0
         while turn < turns and left:
-            # Who goes first changes, so that none always follows the same one.
+            # A different placement goes first in each turn, so that none always follows the same
+            # one.
             for i in left[turn % len(left) :] + left[: turn % len(left)]:
                 found = self._run(placements[i])
                 if found is None:
@@ -173,7 +180,7 @@ class MeasuredTrials:
         return sorted(timed, key=lambda one: one.median_seconds)
 
     def close(self, *, kill: bool = False) -> None:
-        """End the devices' processes."""
+        """End the devices' processes; with `kill`, without waiting for what they are doing."""
         self._workers.close(kill=kill)
 
     def __enter__(self) -> Self:
@@ -188,19 +195,22 @@ class MeasuredTrials:
         self.close(kill=error is not None)
 
     def _try(self, placement: GroupPlacement, fits: bool) -> _Tally:
-        """Run it, unless its runs so far are enough."""
+        """The placement's tally after one more run, if it fits and has fewer than `MOST_RUNS`."""
         key = placement.tobytes()
         tally = self._tallies.setdefault(key, _Tally(placement.copy(), failed=not fits))
         if not tally.failed and len(tally.run_seconds) < MOST_RUNS:
             found = self._run(placement)
             if found is None:
-                tally.failed = not tally.run_seconds  # a disturbed repeat says nothing new
+                # A placement that has run before is known to work, so a failed repeat is a
+                # disturbance and does not make it invalid.
+                tally.failed = not tally.run_seconds
             else:
                 tally.run_seconds.append(found)
         return tally
 
     def _run(self, placement: GroupPlacement) -> float | None:
-        """Mean seconds of a step; None where it fails."""
+        """The mean seconds of a step of one run; None if the run fails."""
+        # A failure may have ended the processes. The next trial then starts new ones.
         if self._workers.closed:
             self._workers.close(kill=True)
             self._workers = Workers(self.task.machine)
@@ -214,8 +224,8 @@ class MeasuredTrials:
 
 
 def loadable(problem: PlacementProblem, placement: NDArray[np.int32]) -> Plan:
-    """A plan of this placement [ops] that can be run: in the simulator's orders, with no promise
-    but its predicted step and memory."""
+    """A plan of this placement [ops] that can be run. It has the simulator's orders, and promises
+    nothing but its predicted step and memory."""
     if problem.trace is None:
         raise UsageError("task", "nobody simulates it, and a run needs the simulator's orders")
     graph, machine = problem.graph, problem.machine
@@ -248,12 +258,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class LearningResult:
-    """What learning leaves.
+    """A learned policy, and the plans that learning found.
 
-    plans      of each task in turn; None where nothing that was tried fits
-    policy     after the last update, with the card of its file
-    measured   of a measured reward: the best few, which ran again side by side; best first
-    failures   of a measured reward: why trials failed, the last one last
+    plans      [tasks] each task's plan; None if nothing that was tried fits
+    policy     the policy after the last update; `card` is what its file says of it
+    measured   with a measured reward: the finalists, which ran again side by side, best first
+    failures   with a measured reward: why trials failed, in the order in which they did
     """
 
     plans: tuple[Plan | None, ...]
@@ -265,7 +275,8 @@ class LearningResult:
 
     @property
     def plan(self) -> Plan:
-        """That of the only task, or of the first. Raises `InfeasibleError` without one."""
+        """The plan of the first task, which is often the only one. Raises `InfeasibleError` if it
+        has none."""
         if self.plans[0] is None:
             raise InfeasibleError(
                 "no placement that was tried fits; give it more trials, or larger devices"
@@ -323,7 +334,8 @@ def learn_all(
 
 
 def task_of(request: TaskRequest, progress: TellProgress = silent) -> PlacementTask:
-    """The task, its machine probed and its costs measured where that is this one."""
+    """The task of a request. If its machine is this one, the machine is probed and the costs are
+    measured."""
     step = request.planned_step
     graph, machine = graph_of(step), machine_of(step, request.machine, progress)
     permitted(graph, machine, request.pins)
@@ -344,8 +356,8 @@ def task_of(request: TaskRequest, progress: TellProgress = silent) -> PlacementT
 def _starting_policy(
     request: LearnRequest, tasks: Sequence[PlacementTask]
 ) -> tuple["Policy", dict[str, object]]:
-    """A new policy, or the file's, and the card it brings. Raises `PolicyMismatchError` for one
-    that was made for another graph."""
+    """A new policy with an empty card, or the policy and card of the request's file. Raises
+    `PolicyMismatchError` if that policy was made for another graph."""
     from dovetail.placers.learned.catalog import make_policy
     from dovetail.placers.learned.features import look
 
@@ -359,10 +371,13 @@ def _starting_policy(
 def _loaded(
     method: str, task: PlacementTask, path: str | Path
 ) -> tuple["Policy", dict[str, object]]:
+    """The policy and card of a file. Raises `PolicyMismatchError` as `_starting_policy` does."""
     from dovetail.placers.learned.files import load_policy
 
     policy, card = load_policy(path, method)
     sizes = card.get("sizes")
+    # Only a GDP policy serves graphs and machines of any size. The other policies have the
+    # one-hot adjacency of one graph in their input.
     if method != "gdp" and not (isinstance(sizes, list) and _sizes(task) in sizes):
         names = card.get("trained_on")
         made = ", ".join(map(str, names)) if isinstance(names, list) else "another graph"
@@ -373,7 +388,8 @@ def _loaded(
 
 
 def _sizes(task: PlacementTask) -> list[object]:
-    """What a policy of one graph must agree with."""
+    """The graph, number of groups and number of devices that a policy of one graph was made for.
+    Its card keeps them, and a task must have the same."""
     return [task.graph.fingerprint, task.groups.count, len(task.machine.devices)]
 
 
@@ -383,7 +399,7 @@ def _train(
     policy: "Policy",
     progress: Callable[[Point], None] | None,
 ) -> Learned:
-    """Train `policy` itself, on simulated trials."""
+    """Train `policy` in place, on simulated trials, and return what was learned."""
     from dovetail.placers.learned.learning import learn as train
 
     return train(
@@ -410,7 +426,11 @@ def _learn_measured(
     progress: Callable[[Point], None] | None,
     doing: TellProgress,
 ) -> LearningResult:
-    """One controller in this process, which waits while the devices work."""
+    """Learn from measured trials of one task, with one controller in this process.
+
+    The controller waits while the devices work. If the request asks for it, the policy first learns
+    from simulated trials, and the best simulated placement runs among the finalists.
+    """
     step = request.tasks[0].step
     assert isinstance(step, Captured), "checked"
     policy, card = start
@@ -426,13 +446,16 @@ def _learn_measured(
             )
             before = train_here(simulated, policy, task, here.simulated, progress)
             first = list(before.placements.values())
+            # Ctrl-C during the simulated trials ends learning there: nothing is measured.
             if before.interrupted:
                 card |= _card(simulated, [task], policy, before)
                 return _finish(request, [task], first[:1] or [None], policy, card, before)
         learned = train_here(request, policy, task, here.judge, progress)
+        # Nothing has run and nothing was simulated, so there is no placement to return.
         if learned.interrupted and not here.runs and not first:
             raise KeyboardInterrupt
         finalists = (here.finalists(FINALISTS) if here.runs or not first else []) + first
+        # The best simulated placement may be among the measured ones as well.
         distinct = list({one.tobytes(): one for one in finalists}.values())
         timed = here.compare(distinct, lambda done: doing("measuring the best", done, None))
     chosen = timed[0].placement if timed else None
@@ -464,7 +487,8 @@ def _plan_of(
     method: str,
     learned: Learned,
 ) -> Plan:
-    """The plan of what was learned, among the cheap methods' baselines and above a bound."""
+    """The plan of a learned placement, with the cheap methods as baselines and a lower bound."""
+    # The method returns the learned placement without a search, so one evaluation is enough.
     found = find_plan(
         PlanRequest(
             request.step,
@@ -480,6 +504,7 @@ def _plan_of(
         )
     )
     best = learned.values.get(task.name)
+    # The best value was found at the first point of the curve that has it.
     at = [p.seconds for p in learned.points if p.task == task.name and p.best == best]
     return replace(
         found,
@@ -492,7 +517,8 @@ def _plan_of(
 def _card(
     request: LearnRequest, tasks: Sequence[PlacementTask], policy: "Policy", learned: Learned
 ) -> dict[str, object]:
-    """What the policy file says of its making; an earlier card's counts are not added up."""
+    """The card of the policy file: how the policy was trained. Updates, trials and seconds are
+    those of this run alone, also if the policy was loaded from a file."""
     return {
         "method": policy.name,
         "trained_on": [task.name for task in tasks],
@@ -517,12 +543,12 @@ def train_here(
     judge: Judge,
     progress: Callable[[Point], None] | None,
 ) -> Learned:
-    """Train `policy` itself with one controller, in the process that waits for the devices:
+    """Train `policy` in place with one controller, in the process that waits for the devices:
 
         theta ─► draw K placements ─► each runs on the devices, in turn ─► U(g) ─► theta
 
-    It ends when the trials are judged or the seconds are over, whichever comes first. Ctrl-C ends
-    it as well: what the update under way had judged is not among its points.
+    It ends when all trials are judged or the seconds are over, whichever comes first. Ctrl-C ends
+    it as well; the trials of the unfinished update are then not among the points.
     """
     from dovetail.placers.learned.learner import PolicyLearner
 

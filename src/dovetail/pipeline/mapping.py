@@ -1,10 +1,10 @@
-"""From a model or a configuration of transformers to a device map, in one call.
+"""Makes a device map of a model, or of a configuration of transformers, in one call.
 
     AutoModelForCausalLM.from_pretrained(
         name, device_map=dt.device_map(AutoConfig.from_pretrained(name), "4 x a100", context=8192)
     )
 
-Nothing is downloaded and no weight is made: a configuration is built on the meta device.
+Nothing is downloaded and no weights are allocated: a configuration is built on the meta device.
 """
 
 import inspect
@@ -26,7 +26,8 @@ from dovetail.plans import Plan
 from dovetail.units import HERE
 
 CONTEXT = 8192
-"""Tokens that are planned for where nobody says, or as many as the model has positions for."""
+"""By default a plan is for this many tokens, or for as many as the model has positions, if that is
+less."""
 
 
 def device_map(
@@ -39,7 +40,7 @@ def device_map(
     names: Mapping[str, int | str] | None = None,
     budget: str | float = "10s",
 ) -> DeviceMap:
-    """Where accelerate and transformers are to put every module: {"model.layers.0": 0, ...}.
+    """The map of modules to devices for accelerate and transformers: {"model.layers.0": 0, ...}.
 
     model     an `nn.Module` (its weights are not read, and may be on the meta device), a
               configuration of transformers, or a `Plan`
@@ -68,7 +69,8 @@ def device_map(
 
 
 def _accelerators(machine: Machine) -> Machine:
-    """The machine without CPUs that compute, if it has a GPU."""
+    """The machine with its CPUs as hosts that compute nothing, if it has a GPU."""
+    # accelerate never computes on the CPU beside an accelerator: see `device_map`.
     if all(device.kind != "gpu" for device in machine.devices):
         return machine
     devices = tuple(
@@ -81,7 +83,8 @@ def _accelerators(machine: Machine) -> Machine:
 def _captured(
     model: Any, batch: int, context: int | None, inputs: Mapping[str, Any] | None
 ) -> Captured:
-    """One forward pass, with its cache of keys and values as an output where it has one."""
+    """The captured forward pass. If the model returns a cache of keys and values, the cache is an
+    output."""
     import torch
 
     if batch < 1:
@@ -132,6 +135,7 @@ def _tokens(module: Any, batch: int, context: int | None) -> dict[str, Any]:
     given: dict[str, Any] = {
         "input_ids": torch.zeros(batch, context, dtype=torch.long, device=device)
     }
+    # The cache is asked for so that it is an output of the graph and counts as memory.
     if "use_cache" in taken:
         given["use_cache"] = True
     return given

@@ -1,4 +1,4 @@
-"""From a saved plan back to its graph: every rule and every promise checked again."""
+"""Opens a saved plan: captures or loads its graph again, and checks every rule and promise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,12 +50,16 @@ EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
     "device-map": device_map,
     "split-points": split_points,
 }
+"""Maps each format that a plan can be made for to its export, which raises if it cannot say the
+plan."""
 BOUND_TOLERANCE = 1e-6
-"""Relative: what another version of the LP solver may find less than a promised bound."""
+"""A promised bound may exceed the bound that is proven again by this share: another version of the
+LP solver may return a slightly smaller one."""
 
 
 def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
-    """A saved plan with its graph captured or loaded again, every rule and promise checked.
+    """The saved plan and its step, which is captured or loaded again. Every rule and promise is
+    checked.
 
     A `package.module:function` is imported only if `model` names it. Raises what `check` and
     `verify` raise, `ExportError` for a plan that is not what its format can say, and
@@ -73,6 +77,7 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
     shapes = saved.source.shapes if names_onnx(text) else None
     step = resolve_model(text, saved.source.training, shapes)
     step = replicated(step, saved.source.replicas, saved.source.asynchronous)
+    # The plan's ops are those of the graph with its copies, so the copies are made first.
     if saved.copies:
         step = planned(saved, step)
     graph = graph_of(step)
@@ -86,7 +91,7 @@ def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
 
 
 def _check_costs(plan: Plan, instance: Instance) -> None:
-    """Raise `PromiseError` where the plan was computed from other costs than the instance has."""
+    """Raise `PromiseError` if the plan was computed from other costs than the instance's."""
     given, carried = instance.costs, costs_in(plan)
     carried.check(instance.graph)
     if carried.source != given.source:
@@ -109,10 +114,11 @@ def _check_costs(plan: Plan, instance: Instance) -> None:
 
 def verify(plan: Plan, graph: Graph) -> None:
     """Raise `PromiseError` unless simulating the plan gives its promised value and memory, and its
-    lower bound can be proven again; `UnplacedOpError` for an op that is not where its pins are.
+    lower bound can be proven again. Raise `UnplacedOpError` for an op that is not on a device that
+    its pins and kinds of device permit.
 
-    A bound that only a search proves (`SEARCH_PROOFS`) would take that search again: of it we
-    check that the plan's value is not below it, and no more.
+    A bound that only a search proves (`SEARCH_PROOFS`) would need that search again. Of such a
+    bound only this is checked: the plan's value is not below it.
     """
     graph = planned_graph(plan, graph)
     allowed = permitted(graph, plan.machine, plan.pins)
@@ -130,6 +136,7 @@ def verify(plan: Plan, graph: Graph) -> None:
     ):
         if promised != found:
             raise PromiseError(f"peak memory of {device}", promised, found)
+    # No bound can exceed the plan's own value. That is all that is checked of a search's bound.
     provable = value
     if plan.bound_proof not in SEARCH_PROOFS:
         costs = costs_in(plan)
@@ -148,12 +155,13 @@ def timeline_of(plan: Plan, graph: Graph) -> Timeline:
 
 
 def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None]) -> Plan:
-    """The plan with these schedules [devices], and its promises computed again.
+    """The plan with these schedules [devices], its promises computed again.
 
-    A device without one, None, takes of what is ready the op that comes first in its order so far:
-    in that order itself it could wait for a stage that waits for it. No bound of ours covers
-    stages, so a plan for the objective `step` has none any more. Raises `OrderError` for schedules
-    that `check` would refuse, and `OutOfMemoryError` where the peaks do not fit.
+    A device without a schedule (None) gets a new order: at each moment it takes, of the ops that
+    are ready, the one that comes first in its order so far. If it kept that order itself, it could
+    wait for a stage that waits for it. None of our bounds covers stages, so a plan for the
+    objective `step` then has no bound. Raises `OrderError` for schedules that `check` refuses, and
+    `OutOfMemoryError` if the peaks do not fit.
     """
     graph = planned_graph(plan, graph)
     if len(schedules) != len(plan.machine.devices):
@@ -161,6 +169,8 @@ def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None
         raise UsageError(
             "schedules", f"are {len(schedules)}; give one, or None, for each of {devices} devices"
         )
+    # [ops] an op's place in its device's order. The simulator takes the highest priority first, so
+    # it gets the places negated.
     turns = np.zeros(len(graph))
     for stages in stages_of(plan, graph):
         ops = [op for stage in stages for op in stage]
@@ -184,7 +194,7 @@ def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None
 
 
 def _value_of(plan: Plan, graph: Graph, timeline: Timeline) -> float:
-    """Of the plan's objective. `timeline`: the plan's own."""
+    """The value of the plan's objective; `timeline` is the plan's own."""
     if plan.objective == "step":
         return timeline.step_seconds
     found = _simulator(plan, graph).evaluate(plan.placement[None], plan.objective)
@@ -204,27 +214,30 @@ def bound_of(
     pins: Sequence[tuple[str, str]],
     caps: Sequence[tuple[str, int]],
 ) -> LowerBound:
-    """Of every plan that pins and caps permit, not only of those whose groups stay together, and
-    whatever shared computations are copied."""
+    """A lower bound that holds for every plan that pins and caps permit, also for plans that split
+    groups, and whichever shared computations a plan copies."""
     graph, costs = without_shared(graph, costs)
     allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
     return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
 
 
 def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
-    """(graph, costs) where what has copies costs nothing and nobody waits for it: what bounds this
-    bounds every choice of copies. As given where nothing has copies."""
+    """(graph, costs) in which ops that have copies cost nothing and no op waits for them.
+
+    A lower bound of this graph holds for every choice of copies. If nothing has copies, both are
+    returned as they were given.
+    """
     origins = origins_in(graph)
     copies = np.flatnonzero(origins != np.arange(len(graph)))
     if not len(copies):
         return graph, costs
     shared = np.zeros(len(graph), dtype=bool)
     shared[copies] = shared[origins[copies]] = True
-    for tensor in np.flatnonzero(
-        graph.bases >= 0
-    ).tolist():  # a view goes with what it is a view of
+    # A view is free as well if its base is: it lives wherever its base does.
+    for tensor in np.flatnonzero(graph.bases >= 0).tolist():
         if shared[graph.producers[graph.bases[tensor]]]:
             shared[graph.producers[tensor]] = True
+    # Edges from shared ops to others are cut. Edges among shared ops stay; they cost nothing.
     kept = ~shared[graph.producers[graph.input_tensors]] | shared[graph.readers]
     counts = np.bincount(graph.readers[kept], minlength=len(graph))
     seconds = np.where(
@@ -239,7 +252,7 @@ def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
 
 
 def check_machine(machine: Machine) -> None:
-    """Raise `MachineMismatchError` for devices with cores that are not of this machine."""
+    """Raise `MachineMismatchError` if a device has cores that this machine does not have."""
     if not machine.local:
         return
     try:
@@ -257,7 +270,7 @@ def _simulator(plan: Plan, graph: Graph) -> Simulator:
     )
 
 
-# What several devices read and each can compute for itself: copied where that is cheaper to run.
+# --- Copies of shared computations ---
 #
 # A plan sends a shared value, rotary cosines or an attention mask, to every device that reads it.
 # Where computing it there takes no longer than sending it, by the machine's links and the costs,
@@ -265,7 +278,7 @@ def _simulator(plan: Plan, graph: Graph) -> Simulator:
 
 
 def planned(plan: Plan, step: Step) -> Step:
-    """The step as the plan runs it: with its copies, where the plan has some."""
+    """The step as the plan runs it: with the plan's copies, if it has some."""
     graph = step if isinstance(step, Graph) else step.graph
     if planned_graph(plan, graph) is graph:
         return step
@@ -276,11 +289,13 @@ def planned(plan: Plan, step: Step) -> Step:
 
 def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
     """The plan with copies of shared computations on the devices that read them, or the plan itself
-    where that is no better. `fixed` [ops]: True for ops that are where the user wants them."""
+    if copies do not make it better. `fixed` [ops]: True for ops that the user has placed."""
     graph = step if isinstance(step, Graph) else step.graph
     if len(set(plan.placement[~graph.is_source].tolist())) < 2:
         return plan
     copies = _worth_it(plan, graph, shareable(graph) & ~fixed)
+    # All devices' copies together come first. If those make the plan worse, each device's copies
+    # are tried alone, and the first that do not are taken.
     for some in [copies, *([one] for one in copies if len(copies) > 1)]:
         found = _copied(plan, graph, some) if some else plan
         if found is not plan:
@@ -289,7 +304,7 @@ def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
 
 
 def _worth_it(plan: Plan, graph: Graph, may: NDArray[np.bool_]) -> list[Copies]:
-    """For each device what it may compute for itself in no more time than it takes to send it."""
+    """The copies, one entry a device, that take no more time to compute there than to send."""
     producers, devices = graph.producers[graph.input_tensors], plan.placement
     away = may[producers] & (devices[producers] != devices[graph.readers])
     found = []
@@ -305,7 +320,8 @@ def _worth_it(plan: Plan, graph: Graph, may: NDArray[np.bool_]) -> list[Copies]:
 
 
 def _behind(graph: Graph, ops: NDArray[np.integer], may: NDArray[np.bool_]) -> list[int]:
-    """These ops and all before them that may be copied, ascending."""
+    """These ops and all their ancestors that may be copied, ascending. The search backwards stops
+    at an op that may not be."""
     seen: set[int] = set()
     todo = ops.tolist()
     while todo:
@@ -318,6 +334,7 @@ def _behind(graph: Graph, ops: NDArray[np.integer], may: NDArray[np.bool_]) -> l
 
 
 def _sending_seconds(plan: Plan, graph: Graph, tensors: NDArray[np.integer], device: int) -> float:
+    """The seconds of sending these tensors to the device, one after the other."""
     sizes = costs_in(plan).sends_of(graph)
     total = 0.0
     for tensor in tensors.tolist():
@@ -327,7 +344,7 @@ def _sending_seconds(plan: Plan, graph: Graph, tensors: NDArray[np.integer], dev
 
 
 def _link_seconds(machine: Machine, source: int, destination: int, size_bytes: float) -> float:
-    """Over the link, or in two hops over the host."""
+    """The seconds of one transfer: over the link, or in two hops over the host if there is none."""
     link = int(machine.link_index[source, destination])
     if link < 0:
         host = machine.host_index
@@ -342,7 +359,8 @@ def _link_seconds(machine: Machine, source: int, destination: int, size_bytes: f
 
 
 def _copied(plan: Plan, graph: Graph, copies: Sequence[Copies]) -> Plan:
-    """The plan with these copies, its promises computed again; `plan` where they do not help."""
+    """The plan with these copies, its promises computed again; `plan` itself if it then does not
+    fit, or is slower."""
     made = duplicate(graph, copies)
     placement = plan.placement[made.origins]
     for i, one in enumerate(copies):

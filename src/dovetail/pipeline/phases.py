@@ -1,21 +1,27 @@
-"""Several phases of one model under one placement: prefill and decode of a language model.
+"""Finds one placement for several phases of a model: prefill and decode of a language model.
 
     prefill  layers.0 ─► layers.1 ─► head      1 x a prompt
     decode   layers.0 ─► layers.1 ─► head    128 x a token
                 │           │          │
               cuda:0      cuda:1     cuda:1     one device for each module, and so its parameters
 
-Minimised is the weighted sum of the phases' predicted seconds. Placed are *blocks*: modules with
-parameters, together with those that some phase's groups tie to them. Ops without
-parameters are placed by each phase for itself.
+The objective is the weighted sum of the phases' predicted seconds. The search places *blocks*. A
+block is a module with parameters, together with the modules that some phase's groups tie to it.
+Each phase places its ops without parameters for itself.
 
-Every phase is planned by itself, and its blocks are imposed on the others; so is each device for
-everything. From the best of these maps one block at a time moves while that helps. Then every phase
-searches again under each of the maps, for what these leave open, and the best sum is returned: it
-is never worse than a phase's own placement imposed on all, or than one device. A local optimum.
+A *map* says on which device each block is. The search has three steps:
 
-Memory of a phase counts its own activations and caches, and all parameters on a device, also those
-that only another phase reads.
+1. Starts. Every phase is planned by itself, and where its plan has the blocks is one map. All
+   blocks on one device is another map, for each device.
+2. Climbing. From the best of these maps one block at a time moves, as long as that helps.
+3. Searches under maps. Under each map every phase searches again for what the map leaves open. The
+   plans under the map with the best sum are returned.
+
+So the result is never worse than a phase's own placement imposed on all, or than one device. It is
+a local optimum.
+
+The memory of a phase counts its own activations and caches, and all parameters on a device, also
+those that only another phase reads.
 """
 
 import time
@@ -69,13 +75,13 @@ from dovetail.plans import Plan
 from dovetail.simulator import Simulator
 
 STARTS, CLIMB, UNDER_MAPS = 0.4, 0.3, 0.3
-"""Shares of the budget: the phases by themselves, moves of blocks, and searches under each map."""
+"""Shares of the budget: planning the phases by themselves, moving blocks, searching under maps."""
 TOGETHER = "moved together"
-"""Candidate that the best other one became by moves of single blocks."""
+"""The name of the candidate that climbing leads to from the best start."""
 FOLLOWING = "following"
-"""Method of a phase's plan: what holds no parameters runs where what it reads was made."""
+"""The name of a method: a group without parameters runs where its first input was computed."""
 BATCH = 64
-"""Maps of blocks that are evaluated at once."""
+"""This many maps of blocks are evaluated at once."""
 Maps = NDArray[np.int32]  # [..., blocks] device of each
 
 
@@ -101,12 +107,12 @@ class PhasesPlan:
 
     @property
     def value(self) -> float:
-        """Seconds of all phases, as often as each runs."""
+        """The seconds of all phases together, each multiplied by its weight."""
         return sum(self.weights[name] * plan.value for name, plan in self.plans.items())
 
     def save(self, path: str | Path) -> dict[str, Path]:
-        """Write "plan.PHASE.json" for every phase beside `path` "plan.json": phase -> its file.
-        Raises `UnwritableError`."""
+        """Write one file for each phase and return phase -> its file. If `path` is "plan.json", the
+        file is "plan.PHASE.json" beside it. Raises `UnwritableError`."""
         paths = phase_paths(path, self.plans)
         for name, plan in self.plans.items():
             plan.save(paths[name])
@@ -114,7 +120,7 @@ class PhasesPlan:
 
 
 def phase_paths(path: str | Path, phases: Sequence[str] | Mapping[str, object]) -> dict[str, Path]:
-    """Phase -> the file of its plan beside `path`."""
+    """The file of each phase's plan, beside `path`."""
     path = Path(path)
     return {name: path.with_name(f"{path.stem}.{name}{path.suffix}") for name in phases}
 
@@ -149,9 +155,10 @@ def plan_phases(
 
 
 def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) -> PhasesPlan:
-    """`plan_phases`, of a request."""
+    """Find one placement for the phases of a request. See `plan_phases`."""
     steps, weights, options = request.steps, request.weights, request.options
     began, limit, notes = time.perf_counter(), parse_budget(str(options.budget)), Notes()
+    # The machine may be probed for one step alone. The phase that runs most often is that step.
     heaviest = max(steps, key=lambda name: weights[name])
     machine = machine_of(steps[heaviest], options.machine, progress, notes)
     costs = {name: costs_of(step, machine, progress, notes) for name, step in steps.items()}
@@ -173,13 +180,13 @@ def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) ->
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """A phase as the joint search sees it.
+    """One phase in the joint search.
 
     own_block     [groups] the block that the group belongs to; -1: it holds no parameters
-    block_of      [groups] the block that places the group: its own, or that of what it reads
+    block_of      [groups] the block that places the group: its own, or the block of what it reads
     reader_of     [blocks] an op that reads a parameter of the block; -1: this phase has none
-    pins          (pattern, block): what holds the phase's modules to their blocks
-    unread_bytes  [blocks] of parameters that only other phases read
+    pins          (pattern, block): the pins that hold the phase's modules to their blocks
+    unread_bytes  [blocks] bytes of the parameters that only other phases read
     """
 
     name: str
@@ -196,28 +203,29 @@ class _Phase:
     unread_bytes: NDArray[np.int64]
 
     def placements(self, maps: Maps) -> NDArray[np.int32]:
-        """[maps, groups] where each group goes that follows a block; one that may not be there runs
-        where it is fastest."""
+        """[maps, groups] the device of each group if it follows its block. A group that may not run
+        on the block's device runs where it is fastest."""
         followed = maps[:, self.block_of]
         allowed = self.problem.allowed[np.arange(followed.shape[1]), followed]
         return np.where(allowed, followed, self.problem.fastest).astype(np.int32)
 
     def beside(self, map_: Maps) -> NDArray[np.int64]:
-        """[devices] bytes of parameters that are there for other phases."""
+        """[devices] bytes of the parameters on each device that only other phases read."""
         weights = self.unread_bytes.astype(np.float64)
         devices = self.problem.devices
         return np.bincount(map_, weights=weights, minlength=devices).astype(np.int64)
 
     def evaluate(self, maps: Maps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[maps] the bytes by which peaks exceed the capacities, and the seconds."""
+        """[maps] the bytes by which peaks exceed capacities, and [maps] the predicted seconds."""
         found = self.problem.evaluate(self.problem.spread(self.placements(maps)))
         peaks = found.peak_memory_bytes + np.stack([self.beside(one) for one in maps])
         over = np.maximum(peaks - self.problem.capacities, 0).sum(axis=1)
+        # An infeasible map lacks at least one byte, so that every feasible one comes before it.
         lacking = np.where(found.feasible, over, np.maximum(over, 1))
         return lacking.astype(np.float64), np.asarray(found.values, dtype=np.float64)
 
     def under(self, map_: Maps) -> PlacementProblem:
-        """The problem that is left under the map: where to run what holds no parameters."""
+        """The phase's problem under the map: where to run the groups without parameters."""
         allowed = self.problem.allowed.copy()
         held = np.flatnonzero(self.own_block >= 0)
         allowed[held] &= map_[self.own_block[held], None] == np.arange(allowed.shape[1])
@@ -227,8 +235,10 @@ class _Phase:
 
 @dataclass(frozen=True, eq=False)
 class _Joint:
-    """blocks   [blocks] paths of modules with parameters
-    allowed  [blocks, devices] where every phase lets the block be
+    """The joint search's problem.
+
+    blocks   [blocks] paths of the modules with parameters that the block holds
+    allowed  [blocks, devices] True if every phase permits the block on the device
     """
 
     machine: Machine
@@ -238,7 +248,8 @@ class _Joint:
     options: PlanRequest
 
     def evaluate(self, maps: Maps) -> list[tuple[float, float]]:
-        """Of each map the bytes by which peaks exceed the capacities, and the weighted seconds."""
+        """The score of each map: the bytes by which peaks exceed capacities, and the weighted
+        seconds. Scores compare as tuples, so a map that fits beats every map that does not."""
         scores = [phase.evaluate(maps) for phase in self.phases]
         lacking = np.sum([lacks for lacks, _ in scores], axis=0)
         seconds = sum(p.weight * s for p, (_, s) in zip(self.phases, scores, strict=True))
@@ -246,17 +257,18 @@ class _Joint:
 
     @property
     def running(self) -> list[int]:
-        """Devices that compute."""
+        """The devices that compute."""
         return [d for d, device in enumerate(self.machine.devices) if device.kind != "host"]
 
     def settled(self, map_: NDArray[np.integer]) -> Maps:
-        """The map with every block that may not be where it is on its first allowed device."""
+        """The map, in which each block that is on a forbidden device moves to its first allowed
+        one."""
         ok = self.allowed[np.arange(len(map_)), map_]
         return np.where(ok, map_, self.allowed.argmax(axis=1)).astype(np.int32)
 
 
 def _joint(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs]) -> _Joint:
-    """What the joint search searches. Raises `UsageError` for phases without parameters, and what
+    """The joint search's problem. Raises `UsageError` for phases without parameters, and what
     `make_problem` raises."""
     steps, options = request.steps, request.options
     patterns = _patterns(steps, options.whole)
@@ -278,6 +290,8 @@ def _joint(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs])
     block_of_key = _blocks(every, [(keys[name], built[name][0]) for name in steps])
     count = max(block_of_key.values()) + 1
     parameters = {name: _parameter_bytes(steps[name].graph, keys[name]) for name in steps}
+    # (key, parameter) -> bytes, over all phases. What a phase does not read of it is on its device
+    # all the same, since the phases share one model.
     union = {pair: size for of_phase in parameters.values() for pair, size in of_phase.items()}
     allowed = np.ones((count, len(machine.devices)), dtype=bool)
     phases = []
@@ -290,7 +304,8 @@ def _joint(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs])
             block = block_of_key[key]
             own[problem.groups.of_op[op]] = block
             readers[block] = op
-            # A module that is not whole has others inside, which its path would pin as well.
+            # A module that is not whole has other modules inside, which its path would pin as well.
+            # So there each op is pinned by its own name.
             pins[key if key in modules[name] else step.graph.names[op]] = block
         held = own >= 0
         np.logical_and.at(allowed, own[held], problem.allowed[held])
@@ -311,8 +326,9 @@ def _joint(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs])
 
 
 def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Phase -> patterns of modules that it keeps whole: those asked for, and the innermost modules
-    with parameters."""
+    """The patterns of modules that each phase keeps whole: those that the user or the model asks
+    for, and the innermost modules with parameters. Raises `UsageError` for a pattern that matches
+    in no phase."""
     matching: dict[str, list[str]] = {name: [] for name in steps}
     for pattern in whole or unsplit_modules(next(iter(steps.values()))):
         failed: UsageError | None = None
@@ -326,6 +342,7 @@ def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, 
         if failed is not None and not any(pattern in found for found in matching.values()):
             raise failed
     readers = {step.graph.modules[r] for step in steps.values() for r, _ in _reads(step.graph)}
+    # Every module around one that reads parameters is not innermost.
     around = {".".join(m.split(".")[:i]) for m in readers for i in range(1, m.count(".") + 1)}
     innermost = readers - around - {""}
     for name, step in steps.items():
@@ -339,7 +356,7 @@ def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, 
 
 
 def _reads(graph: Graph) -> Iterator[tuple[int, int]]:
-    """(op, parameter's source op) of every read of a parameter."""
+    """Yield (op, source op of the parameter) for every read of a parameter."""
     for source in (op for op, kind in enumerate(graph.kinds) if kind == "parameter"):
         for tensor in graph.outputs_of(source):
             for reader in graph.consumers_of(tensor).tolist():
@@ -347,7 +364,8 @@ def _reads(graph: Graph) -> Iterator[tuple[int, int]]:
 
 
 def _keys(graph: Graph, modules: Sequence[str]) -> dict[int, str]:
-    """Op that reads a parameter -> path of the whole module around it, else of its own module."""
+    """Each op that reads a parameter -> its key: the path of the outermost whole module around it,
+    or of its own module if no whole one is around it."""
     whole = set(modules)
     keys = {}
     for op, _ in _reads(graph):
@@ -360,8 +378,10 @@ def _keys(graph: Graph, modules: Sequence[str]) -> dict[int, str]:
 def _blocks(
     every: Sequence[str], phases: Sequence[tuple[dict[int, str], PlacementProblem]]
 ) -> dict[str, int]:
-    """Key -> block: keys in one group of some phase are one block, as that group is placed once."""
+    """Key -> block. Keys whose ops are in one group of some phase are one block, because a group is
+    on one device. Blocks are the connected components of this relation over all phases."""
     index = {key: i for i, key in enumerate(every)}
+    # A loop at every key, so that a key that is tied to no other is a component, too.
     pairs = [(i, i) for i in range(len(every))]
     for keys, problem in phases:
         first: dict[int, str] = {}
@@ -375,7 +395,7 @@ def _blocks(
 
 
 def _parameter_bytes(graph: Graph, keys: Mapping[int, str]) -> dict[tuple[str, str], int]:
-    """(key, parameter) -> bytes, of what the phase reads."""
+    """(key, parameter) -> bytes, of each parameter that the phase reads."""
     sizes = {}
     for op, source in _reads(graph):
         sizes[keys[op], graph.names[source]] = int(graph.tensor_bytes[graph.outputs_of(source)[0]])
@@ -383,11 +403,12 @@ def _parameter_bytes(graph: Graph, keys: Mapping[int, str]) -> dict[tuple[str, s
 
 
 def _followed(problem: PlacementProblem, own: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[groups] the block of each group: its own, else the one of the group that made what its first
-    op reads, else the first."""
+    """[groups] the block that each group follows: its own block, else the block of the group whose
+    output it reads first, else block 0."""
     graph, of_op = problem.graph, problem.groups.of_op
     found = own.copy()
-    for op in np.flatnonzero(~graph.is_source).tolist():  # in topological order
+    # Ops are in topological order, so producers have their block before their readers ask for it.
+    for op in np.flatnonzero(~graph.is_source).tolist():
         group = of_op[op]
         makers = graph.producers[graph.inputs_of(op)]
         made = found[of_op[makers[~graph.is_source[makers]]]]
@@ -397,7 +418,7 @@ def _followed(problem: PlacementProblem, own: NDArray[np.int32]) -> NDArray[np.i
 
 
 def _search(joint: _Joint, limit: Budget, progress: TellProgress) -> PhasesPlan:
-    """The best of all maps, with a plan for each phase."""
+    """A plan for each phase under the best map. Raises `InfeasibleError` if every map fails."""
     maps = _by_themselves(joint, limit, progress)
     names = joint.machine.device_names
     for device in joint.running:
@@ -426,6 +447,8 @@ def _search(joint: _Joint, limit: Budget, progress: TellProgress) -> PhasesPlan:
         assert lacking is not None
         raise lacking
     chosen = min(values, key=lambda name: values[name])
+    # All blocks on one device is preferred unless the best map wins by more than the least gain
+    # that the user asks of several devices.
     alone = [name for name in values if len(set(tried[name].tolist())) == 1]
     simplest = min(alone, key=lambda name: values[name], default=chosen)
     if values[chosen] > values[simplest] * (1 - joint.options.resolved_gain):
@@ -443,8 +466,8 @@ def _search(joint: _Joint, limit: Budget, progress: TellProgress) -> PhasesPlan:
 
 
 def _by_themselves(joint: _Joint, limit: Budget, progress: TellProgress) -> dict[str, Maps]:
-    """Where each phase has its blocks if it is planned without the others; of a block that it does
-    not have, where another phase has it."""
+    """The map of each phase planned without the others. A block that the phase does not have is
+    where the first phase that has it puts it."""
     found: dict[str, Maps] = {}
     for i, phase in enumerate(joint.phases):
         progress(f"planning {phase.name} by itself", i / len(joint.phases), None)
@@ -463,7 +486,12 @@ def _by_themselves(joint: _Joint, limit: Budget, progress: TellProgress) -> dict
 def _climbed(
     joint: _Joint, start: Maps, score: tuple[float, float], limit: Budget, progress: TellProgress
 ) -> Maps:
-    """The map that moves of one block lead to, the best of a batch at a time, until none helps."""
+    """The map that moves of one block lead to from `start`, whose score is `score`.
+
+    The moves are tried in batches of `BATCH`. The best move of each batch is made if it improves
+    the score, and the climb ends after a round of all moves without an improvement, or when its
+    share of the budget is spent.
+    """
     budget = Budget(limit.seconds * CLIMB, limit.evaluations * CLIMB, limit.clock)
     best, improved = start, not limit.interrupted
     with keeping_interrupts(budget):
@@ -489,10 +517,12 @@ def _climbed(
 def _under(
     phase: _Phase, map_: Maps, options: PlanRequest, limit: Budget, share: float
 ) -> PlacerOutcome:
-    """The phase under the map. Raises `InfeasibleError`."""
+    """The best placement of the phase under the map. Raises `InfeasibleError`."""
     start = phase.placements(map_[None])
 
     def method(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+        # The placement that follows the blocks is scored even with no budget left, so that there
+        # is always a placement to return.
         (score,) = budget.score(problem, start, always=True)
         budget.note(FOLLOWING, score, start[0])
         PLACERS[options.placer](problem, budget)
@@ -509,8 +539,8 @@ def _interruptible(
     share: float,
     method: Placer | None = None,
 ) -> PlacerOutcome:
-    """One search with a share of the budget; after a Ctrl-C in it or before, the cheapest methods
-    alone."""
+    """The outcome of one search with a share of the budget. A Ctrl-C ends the search; after one,
+    every later search has one evaluation and so runs the cheapest methods alone."""
     evaluations = 1.0 if limit.interrupted else max(1.0, limit.evaluations * share // 1)
     budget = Budget(limit.seconds * share, evaluations, limit.clock)
     with keeping_interrupts(budget):
@@ -524,6 +554,8 @@ def _plan(joint: _Joint, phase: _Phase, map_: Maps, outcome: PlacerOutcome) -> P
     graph, machine, costs = phase.problem.graph, joint.machine, phase.problem.costs
     names = machine.device_names
     pins = (*joint.options.pins, *((pattern, names[map_[block]]) for pattern, block in phase.pins))
+    # The plan is of this phase's graph, which lacks parameters that only other phases read. Caps
+    # leave their bytes free.
     beside = phase.beside(map_)
     caps = dict(joint.options.caps)
     for device in np.flatnonzero(beside).tolist():

@@ -1,4 +1,4 @@
-"""From a step to its plan: machine -> costs -> groups -> problem -> placement -> plan.
+"""Plans a step: machine -> costs -> groups -> problem -> placement -> plan.
 
 `find_plan` is the whole flow. The functions below it stand in the order in which it calls them;
 prices of other placements, a device map or another plan, come last.
@@ -69,7 +69,7 @@ from dovetail.simulator import LowerBound, Simulator
 from dovetail.units import HERE
 
 GivenMap = Mapping[str, int | str]
-"""Module or parameter path -> device; a `DeviceMap` says the main device as well."""
+"""A device map: module or parameter path -> device. A `DeviceMap` names the main device as well."""
 
 # --- The flow ---
 
@@ -97,10 +97,12 @@ def plan(
 
 
 def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
-    """`plan`, of a request."""
+    """Find the plan of a request. See `plan`."""
     began, step, notes = time.perf_counter(), request.planned_step, Notes()
     for note in step.notes if isinstance(step, Captured) else ():
         notes.say(note)
+    # What the user may have got wrong is read and checked before anything is measured, which can
+    # take minutes.
     theirs = _given_place(request)
     machine = machine_of(step, request.machine, progress, notes)
     kept = _kept(request, machine)
@@ -124,6 +126,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
         found = _beside_others(found, request, theirs, costs)
         found = replace(found, interrupted=budget.interrupted)
         found = _or_all_cores(found, request, progress)
+    # Ctrl-C outside the search: the plan is kept if there is one.
     except KeyboardInterrupt:
         if found is None:
             raise
@@ -138,7 +141,7 @@ def problem_of(
     groups: Groups,
     kept: "_Kept | None" = None,
 ) -> tuple[PlacementProblem, Simulator]:
-    """What placers search, and the simulator that values each placement."""
+    """The problem that placers search, and the simulator that values each placement."""
     kept = kept or _Kept(())
     graph, objective = graph_of(request.planned_step), request.resolved_objective
     capacities = capacities_of(machine, dict(request.caps))
@@ -165,7 +168,8 @@ def problem_of(
 def to_plan(
     problem: PlacementProblem, outcome: PlacerOutcome, simulator: Simulator, bound: LowerBound
 ) -> Plan:
-    """The plan but for what the problem does not know: its graph's source, pins and caps."""
+    """The plan of a placer's outcome, without what the problem does not know: the graph's source,
+    pins and caps."""
     graph, machine, costs = problem.graph, problem.machine, problem.costs
     timeline = simulator.timeline(outcome.placement)
     return Plan(
@@ -198,11 +202,11 @@ def to_plan(
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What must stay together, and where.
+    """The modules that must stay whole, and where ops may run.
 
-    patterns   of the modules kept whole, the user's and the model's own
+    patterns   patterns of the modules that stay whole, the user's and the model's own
     units, may_run, chain   as `make_problem` takes them; None: nothing is asked for
-    notes      what to tell the user of it
+    notes      sentences for the user about modules kept whole
     """
 
     patterns: tuple[str, ...]
@@ -213,7 +217,7 @@ class _Kept:
 
 
 def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
-    """Row -> the placement that is given to be priced, if one is."""
+    """The placement that the user gives to be priced, under the name of its row; empty if none."""
     if request.place is None:
         return {}
     if isinstance(request.place, (str, Path)):
@@ -222,9 +226,10 @@ def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
 
 
 def _kept(request: PlanRequest, machine: Machine) -> _Kept:
-    """What pins, `whole` and `format` ask for. Raises `PinError`, `UsageError` and `ExportError`,
-    before any costs are measured."""
+    """The modules that `whole` and `format` keep whole. Raises `PinError`, `UsageError` and
+    `ExportError`, before any costs are measured."""
     graph, format = graph_of(request.planned_step), request.format
+    # The result is not needed here. The call raises for a pin that matches nothing.
     permitted(graph, machine, request.pins)
     if not (request.whole or format):
         return _Kept(())
@@ -238,6 +243,8 @@ def _kept(request: PlanRequest, machine: Machine) -> _Kept:
         if not rules.devices[machine.device_index(device)]:
             raise UsageError("pin", f"{pattern}={device}: a {format} has no name for {device}")
     may_run = np.broadcast_to(rules.devices, (len(graph), len(rules.devices))).copy()
+    # What the format runs on the main device may run on the first GPU alone, or on the first CPU if
+    # there is no GPU.
     kinds = [device.kind for device in machine.devices]
     first = next(d for kind in ("gpu", "cpu") for d, k in enumerate(kinds) if k == kind)
     may_run[rules.main] = np.arange(len(kinds)) == first
@@ -258,7 +265,8 @@ def _budget_of(request: PlanRequest) -> Budget:
 def _proven_bound(
     request: PlanRequest, problem: PlacementProblem, budget: Budget, progress: TellProgress
 ) -> LowerBound:
-    """A lower bound of every plan that pins and caps permit. The search knows it, too."""
+    """A lower bound of every plan that pins and caps permit. The budget learns it, too, so that the
+    search can stop at a plan that reaches it."""
     progress("proving a bound", 0.0, None)
     graph, machine, costs = problem.graph, problem.machine, problem.costs
     bound = bound_of(graph, machine, costs, problem.objective, request.pins, request.caps)
@@ -267,8 +275,8 @@ def _proven_bound(
 
 
 def _method_of(request: PlanRequest) -> Placer | None:
-    """The method that runs in place of the placer's own function: the one that is given, or the
-    placer with a policy file or updates; None: its own."""
+    """The method that runs in place of the placer's own function: the request's method, or the
+    placer with a policy file or updates. None: the placer's own function runs."""
     if request.method is not None or (request.policy is None and not request.finetune):
         return request.method
     path = None if request.policy is None else Path(request.policy)
@@ -278,13 +286,16 @@ def _method_of(request: PlanRequest) -> Placer | None:
 
 
 def _of_search(progress: TellProgress) -> Callable[[float, float], None]:
-    """What the search calls as it goes on."""
+    """The callback by which the search tells how far it is and its best value so far."""
     return lambda done, best: progress("planning", done, best if best < np.inf else None)
 
 
 def _stronger(bound: LowerBound, outcome: PlacerOutcome, step: Step) -> LowerBound:
-    """The search's bound if it is better and the step is an instance: only its groups never part,
-    so only there a bound for whole groups holds for every plan."""
+    """The larger of the two bounds for an instance, else `bound`.
+
+    The search's bound holds for plans that keep groups whole. In an instance groups are all that
+    must stay together, so there it holds for every plan. Elsewhere a plan may split groups.
+    """
     if isinstance(step, Instance) and outcome.bound is not None:
         return max(bound, outcome.bound, key=lambda one: one.seconds)
     return bound
@@ -298,7 +309,7 @@ def _signed(
     outcome: PlacerOutcome,
     began: float,
 ) -> Plan:
-    """The plan with what its file says of the request."""
+    """The plan with the fields that come from the request."""
     return replace(
         found,
         source=source_of(request.planned_step, request.model),
@@ -313,7 +324,8 @@ def _signed(
 
 
 def _with_copies(found: Plan, request: PlanRequest, kept: "_Kept") -> Plan:
-    """The plan with copies of shared computations, if they help and its format can say so."""
+    """The plan with copies of shared computations, if they help. Plans for a format and plans of an
+    instance have none."""
     step = request.planned_step
     if request.format or isinstance(step, Instance):
         return found
@@ -324,7 +336,7 @@ def _with_copies(found: Plan, request: PlanRequest, kept: "_Kept") -> Plan:
 def fixed_ops(
     graph: Graph, machine: Machine, pins: Sequence[tuple[str, str]], units: Units | None
 ) -> NDArray[np.bool_]:
-    """[ops] True for ops that pins or units hold to a place of their own."""
+    """[ops] True for ops that a pin restricts or that belong to a unit."""
     free = permitted(graph, machine, ()).sum(axis=1)
     held = permitted(graph, machine, pins).sum(axis=1) < free
     return np.asarray(held if units is None else held | (units.of_op >= 0))
@@ -333,8 +345,9 @@ def fixed_ops(
 def _beside_others(
     found: Plan, request: PlanRequest, theirs: Mapping[str, Plan | GivenMap], costs: Costs
 ) -> Plan:
-    """The plan with other placements among its baselines: those that are given, and, for a device
-    map, the one that accelerate makes."""
+    """The plan with other placements among its baselines: the one that the user gives, and
+    accelerate's own. It is `found` itself if no placement is given and the format is no device
+    map."""
     if not theirs and request.place is None and request.format != "device-map":
         return found
     step = request.planned_step
@@ -344,9 +357,13 @@ def _beside_others(
 
 
 def _or_all_cores(found: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
-    """`found` with `here`, all cores as one device, among its baselines, None if that cannot be; or
-    the plan for it, if `auto` chose and it is faster. `found` itself if it has no cores to compare
-    with: it is not on a text here/n, or pins or caps name its devices."""
+    """A plan on here/n after it was compared with `here`, all cores as one device.
+
+    `here` becomes one of the baselines, with None as its value if it has no plan. If the placer
+    is `auto` and `here` is faster, the plan for `here` is returned. `found` itself is returned if
+    there is nothing to compare: it is not on a text here/n, it has one device, pins or caps name
+    its devices, or the search was interrupted.
+    """
     named = request.pins or request.caps or found.interrupted
     here = isinstance(request.machine, str) and names_here(request.machine)
     if named or not here or len(found.machine.devices) == 1:
@@ -374,6 +391,7 @@ def _or_all_cores(found: Plan, request: PlanRequest, progress: TellProgress) -> 
         baselines={**found.baselines, HERE: all_cores.value},
         interrupted=all_cores.interrupted,
     )
+    # A plan on several devices must win by the least gain that the user asks of such a plan.
     several = sum(map(bool, found.orders or ())) > 1
     worth = all_cores.value * (1 - found.min_gain) if several else all_cores.value
     if request.placer != "auto" or found.value <= worth:
@@ -402,12 +420,13 @@ def _or_all_cores(found: Plan, request: PlanRequest, progress: TellProgress) -> 
 # as accelerate runs it.
 
 ACCELERATE = "accelerate auto"
-"""Baseline row of the device map that accelerate makes by itself."""
+"""The name of the baseline that is accelerate's own device map."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pricing:
-    """What placements are priced with; `caps` as in `plan`."""
+    """The graph, machine, costs and objective by which placements are priced; `caps` is as in
+    `plan`."""
 
     graph: Graph
     machine: Machine
@@ -416,7 +435,8 @@ class Pricing:
     caps: tuple[tuple[str, int], ...] = ()
 
     def price(self, placement: Placement) -> float | None:
-        """Seconds of the objective; None where it does not fit into memory."""
+        """The placement's value in seconds of the objective; None if it does not fit into
+        memory."""
         capacities = capacities_of(self.machine, dict(self.caps))
         simulator = Simulator(
             self.graph,
@@ -431,8 +451,8 @@ class Pricing:
 
 
 def read_place(path: str | Path) -> Plan | dict[str, int | str]:
-    """A plan of ours, or a device map: {module or parameter path: device}, with its main device
-    where the file says it. Raises `FileFormatError`."""
+    """The plan or device map that a file holds. A device map is {module or parameter path: device},
+    with its main device if the file names one. Raises `FileFormatError`."""
     raw = read_json(path)
     if isinstance(raw, dict) and raw.get("format") == "dovetail.plan":
         return load_plan(path)
@@ -450,8 +470,9 @@ def read_place(path: str | Path) -> Plan | dict[str, int | str]:
 def priced(
     name: str, place: Plan | GivenMap, step: Step, pricing: Pricing
 ) -> dict[str, float | None]:
-    """Row -> value of somebody's placement. Raises `UsageError` for a device or module that is not
-    there, and what `check_placement` raises."""
+    """The value of a given placement, under the name of its row. A map that accelerate would run
+    otherwise has a second row. Raises `UsageError` for a device or module that does not exist, and
+    what `check_placement` raises."""
     graph, machine = pricing.graph, pricing.machine
     if isinstance(place, Plan):
         placement = _of_plan(place, graph, machine)
@@ -468,8 +489,12 @@ def priced(
 
 
 def placement_of(place: GivenMap, step: Step, machine: Machine) -> Placement:
-    """[ops] The longest entry around an op's module counts. An op between modules that no entry is
-    around runs where what it reads was made."""
+    """[ops] the device of each op by a device map. Raises `UsageError` as `priced` does.
+
+    The longest entry that is the op's module or is around it decides. A backward op runs where its
+    forward op does. An op that no entry covers runs where the first of its inputs was computed, and
+    on the main device if it reads sources alone.
+    """
     graph = graph_of(step)
     devices = {path: _device_of(path, name, machine) for path, name in place.items()}
     _check_paths(place, step)
@@ -494,7 +519,8 @@ def placement_of(place: GivenMap, step: Step, machine: Machine) -> Placement:
 
 
 def _longest(module: str, devices: Mapping[str, int]) -> int:
-    """The device of the entry for the module or the nearest one around it; -1: none."""
+    """The device of the map's entry for the module, or for the nearest module around it that has
+    one; -1: there is none."""
     path = module
     while path:
         if path in devices:
@@ -504,7 +530,7 @@ def _longest(module: str, devices: Mapping[str, int]) -> int:
 
 
 def _with_their_colocated(graph: Graph, placement: Placement) -> None:
-    """Move what belongs with an update to its device."""
+    """Move all ops of one colocation to the device of the first of them, in place."""
     first: dict[int, int] = {}
     for op in np.flatnonzero((graph.colocation >= 0) & ~graph.is_source).tolist():
         placement[op] = first.setdefault(int(graph.colocation[op]), int(placement[op]))
@@ -532,7 +558,7 @@ def _device_of(path: str, name: int | str, machine: Machine) -> int:
 
 
 def _check_paths(place: GivenMap, step: Step) -> None:
-    """Raise `UsageError` for an entry that names no module, parameter or buffer of the network."""
+    """Raise `UsageError` if an entry names no module, parameter or buffer of the network."""
     graph = graph_of(step)
     known = {"", *graph.names}
     for module in dict.fromkeys(graph.modules):
@@ -547,8 +573,8 @@ def _check_paths(place: GivenMap, step: Step) -> None:
 
 
 def _main_device(place: GivenMap, devices: Mapping[str, int], machine: Machine) -> int:
-    """Where accelerate runs what is on "cpu": the map's main device, or else the first other device
-    in it."""
+    """The device on which accelerate runs modules that the map has on "cpu": the map's main device
+    if it names one, else the first device in the map that is not "cpu"."""
     if isinstance(place, DeviceMap):
         return _device_of("main_device", place.main_device, machine)
     others = [devices[path] for path, name in place.items() if str(name) != "cpu"]
@@ -558,13 +584,15 @@ def _main_device(place: GivenMap, devices: Mapping[str, int], machine: Machine) 
 def as_accelerate_runs(
     place: GivenMap, placement: Placement, pricing: Pricing
 ) -> tuple[Pricing, Placement] | None:
-    """(what to price it with, [ops]) of the map as accelerate runs a forward pass: what is on "cpu"
-    runs on the main device, and before a module does, it waits for its weights to be copied there.
-    None: nothing is on "cpu" beside an accelerator, or it is a training step, which accelerate does
-    not run so, or the main device is the CPU, which then computes.
+    """(pricing, placement [ops]) of the map as accelerate runs a forward pass.
 
-    A module's weights are counted once a step. They take no memory on the main device here, where
-    accelerate holds those of one module at a time.
+    An op on "cpu" runs on the main device, and the first op that reads a weight waits until it is
+    copied there. Each weight is copied once a step. None is returned if nothing is on "cpu", if the
+    main device is the CPU, which then computes, or for a training step, which accelerate does not
+    run in this way.
+
+    The copied weights take no memory on the main device here. accelerate holds those of one module
+    at a time.
     """
     graph, machine = pricing.graph, pricing.machine
     devices = {path: _device_of(path, name, machine) for path, name in place.items()}
@@ -585,6 +613,8 @@ def as_accelerate_runs(
                 seconds[readers[0], main] += (
                     link.latency_seconds + sizes[tensor] / link.bandwidth_bytes_per_second
                 )
+    # These weights now cost seconds of their first reader. Without bytes they occupy nothing on the
+    # main device, and the simulator does not send them a second time.
     moved = np.where(on_cpu, main, placement).astype(np.int32)
     weights = _read_only_by(graph, on_cpu)
     sizes[weights] = 0
@@ -595,7 +625,7 @@ def as_accelerate_runs(
 
 
 def _read_only_by(graph: Graph, ops: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Tensors of parameters, buffers and constants that only these ops read."""
+    """The tensors of parameters, buffers and constants that only these ops read."""
     resident = (graph.is_source & (graph.residences == EVERYWHERE))[graph.producers]
     others = np.zeros(graph.tensors, dtype=bool)
     others[graph.input_tensors[~ops[graph.readers]]] = True
@@ -603,7 +633,8 @@ def _read_only_by(graph: Graph, ops: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def _of_plan(plan: Plan, graph: Graph, machine: Machine) -> Placement:
-    """[ops] of a plan for this graph, its copies left out, on the devices of the same names."""
+    """[ops] the placement of another plan for this graph, without the plan's copies, on the devices
+    of the same names. Raises `GraphMismatchError`."""
     placement = plan.placement
     if plan.copies:
         from dovetail.graph.duplicates import duplicate
@@ -618,11 +649,11 @@ def _of_plan(plan: Plan, graph: Graph, machine: Machine) -> Placement:
 def accelerates_own(
     step: Step, machine: Machine, caps: Mapping[str, int], unsplit: Sequence[str]
 ) -> dict[str, Any] | None:
-    """The device map that accelerate makes of this network for this machine by itself, balanced as
-    `from_pretrained(device_map="auto")` has it; None where accelerate is not installed, or there is
-    no module or no accelerator.
+    """The device map that accelerate makes of this network for this machine, balanced as
+    `from_pretrained(device_map="auto")` does. None if accelerate is not installed, if the step was
+    not captured from a module, or if the machine has no accelerator.
 
-    unsplit   classes of modules that it must not split
+    unsplit   classes of modules that accelerate must not split
     """
     gpus = [device for device in machine.devices if device.kind == "gpu"]
     if not gpus or not isinstance(step, Captured):
@@ -642,7 +673,8 @@ def accelerates_own(
     classes = list(unsplit)
     log = logging.getLogger("accelerate.utils.modeling")
     level = log.level
-    log.setLevel(logging.ERROR)  # it would warn that the machine's accelerators are not here
+    # accelerate would warn that the machine's accelerators are not here.
+    log.setLevel(logging.ERROR)
     try:
         balanced = get_balanced_memory(
             step.module, max_memory=dict(memory), no_split_module_classes=classes
@@ -658,7 +690,7 @@ def accelerates_own(
 def _others(
     step: Step, pricing: Pricing, places: Mapping[str, Plan | Mapping[str, int | str]]
 ) -> dict[str, float | None]:
-    """Row -> value of these placements and of accelerate's own."""
+    """The values of these placements and of accelerate's own, each under the name of its row."""
     rows: dict[str, float | None] = {}
     for name, theirs in places.items():
         rows |= priced(name, theirs, step, pricing)
@@ -666,7 +698,8 @@ def _others(
     own = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
     if own is None:
         return rows
-    # Weights that it leaves on the CPU need a CPU among the devices to be priced.
+    # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the devices.
+    # Nothing runs on disk, so a map with weights there has no price.
     streamed = "cpu" in own.values() and all(d.kind != "cpu" for d in pricing.machine.devices)
     if streamed or "disk" in own.values():
         return rows | {ACCELERATE: None}

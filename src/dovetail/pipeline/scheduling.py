@@ -1,4 +1,4 @@
-"""From a captured inference step to its fastest stages on one device.
+"""Finds the fastest stages of a captured inference step on one device.
 
 step ──► kernels ──► stage costs ──► schedules ──► checked, run, measured side by side ──► chosen
 """
@@ -51,9 +51,10 @@ from dovetail.schedulers.results import (
 from dovetail.schedulers.scheduling import SchedulerResult
 
 RANDOM = "random"
-"""In place of a scheduler's name."""
+"""The scheduler's name of a candidate that was drawn at random."""
 _ROUND_OFF = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Of the largest value of an output."""
+"""Outputs of two schedules may differ by this share of the output's largest value, by dtype. Any
+other dtype, such as an integer, must agree exactly."""
 
 Step = Callable[..., Any]
 
@@ -66,7 +67,7 @@ def target_of(
     cache: CostCache | None = None,
     progress: TellProgress = silent,
 ) -> ScheduleTarget:
-    """The step's kernels on a device, prepared and timed by themselves.
+    """The step on one device: its kernels, prepared, and what each takes by itself.
 
     device   "cpu": this machine's cores; "cuda" or "cuda:1"; or a preset such as "v100", which is
              predicted by analytic costs
@@ -78,6 +79,7 @@ def target_of(
     kernels = fuse(step.graph)
     if not kernels.count:
         raise UsageError("MODEL", "there is nothing to run in it")
+    # A network with convolutions gets channels last.
     images = any(kind == CONVOLUTION for kind in step.graph.kinds)
     prepared = prepare(step, kernels, channels_last=images)
     known = cache or CostCache()
@@ -96,7 +98,8 @@ def target_of(
 
 
 def check_repeats(step: Captured) -> None:
-    """Raise `UsageError` for a step that does not compute the same each time it runs."""
+    """Raise `UsageError` for a step that may compute something else each time it runs. Measuring
+    runs a step over and over, and schedules are compared by their outputs."""
     if written_sources(step.graph):
         raise UsageError("MODEL", "it writes over its buffers; stages are run over and over")
     if any(
@@ -106,7 +109,8 @@ def check_repeats(step: Captured) -> None:
 
 
 def _one_device(text: str) -> Device:
-    """A preset's own, not the host that it implies. Raises `UsageError` where there are several."""
+    """The one device of a preset, apart from its implied host. Raises `UsageError` if it has
+    several."""
     devices = [device for device in parse_machine(text).devices if device.kind != "host"]
     if len(devices) != 1:
         raise UsageError("device", f"{text!r} has {len(devices)} devices; name one, such as v100")
@@ -126,9 +130,9 @@ def schedule(
 
     options   fields of `ScheduleRequest`: schedulers, rounds, seed
 
-    Returns what was found, and the chosen schedule at work: step(*inputs) -> outputs; None if the
-    device is not here. If it is, a schedule is chosen only if it was measured to be faster than
-    sequential.
+    Returns the schedules, and a function that runs the chosen one: step(*inputs) -> outputs. The
+    function is None if the device is not here. If it is, a schedule other than sequential is chosen
+    only if it was measured to be faster.
     """
     request = ScheduleRequest(step, (device,), **options)
     target = target_of(step, device, seed=request.seed, cache=cache, progress=progress)
@@ -142,7 +146,8 @@ def find(
     rounds: int = ScheduleRequest.rounds,
     progress: TellProgress = silent,
 ) -> tuple[Scheduled, Step | None]:
-    """`schedule` on a target."""
+    """Find the fastest stages on a target. See `schedule`."""
+    # Sequential comes first and always runs: it is what all others are compared with.
     names = list(dict.fromkeys([SEQUENTIAL, *(schedulers or SCHEDULERS)]))
     candidates = {}
     for place, name in enumerate(names):
@@ -152,11 +157,14 @@ def find(
     steps = {name: target.step(candidate) for name, candidate in candidates.items()}
     running = {name: step for name, step in steps.items() if step is not None}
     if not running:
-        staged = [name for name in candidates if candidates[name].stages]  # others: bounds
+        # Nothing can be measured, so the least prediction is chosen. What a candidate without
+        # stages predicts is a bound, and is not compared.
+        staged = [name for name in candidates if candidates[name].stages]
         chosen = min(staged, key=lambda name: candidates[name].predicted_seconds)
         return _scheduled(target, candidates, {}, chosen), None
     check_equal(target, running)
-    # Schedules that run alike are measured as one, sequential before all.
+    # Schedules that run alike are measured as one, under the name of the first of them. `reversed`
+    # makes the earliest name win, so that a schedule that runs like sequential is "sequential".
     first = {target.program(candidates[name]): name for name in reversed(running)}
     timers = {name: target.timed(running[name]) for name in first.values()}
     chosen, seconds = fastest(timers, rounds, lambda done: progress("measuring", done, None))
@@ -170,6 +178,7 @@ def _scheduled(
     seconds: Mapping[str, tuple[float, ...]],
     chosen: str,
 ) -> Scheduled:
+    """The result for one batch size; `seconds` holds the measured rounds of each candidate."""
     return Scheduled(
         batch_of(target.captured),
         works_of(target.captured.graph, target.kernels),
@@ -182,7 +191,9 @@ def _scheduled(
 
 
 def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
-    """One scheduler's schedule, and what it took to find."""
+    """The schedule that one scheduler finds, and the effort of finding it."""
+    # The target's counters run over all schedulers. The difference belongs to this one, and time
+    # spent on measuring is taken off its search.
     costs = target.costs
     before, began = (costs.asked, costs.timed, costs.seconds), clock()
     found = SCHEDULERS[name](target.problem)
@@ -207,8 +218,8 @@ def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
 
 
 def reseen(target: ScheduleTarget, candidate: ScheduleCandidate) -> ScheduleCandidate:
-    """A schedule that was made for another target of the same kernels, as this one runs it: what is
-    merged is this one's choice."""
+    """A schedule that was made for another target, as this target of the same kernels runs it: its
+    seconds are predicted anew, and this target chooses which stages are merged."""
     if not candidate.stages:
         seconds = replayed(
             target.block, candidate.streams, target.problem.seconds, target.problem.wait_seconds
@@ -234,7 +245,7 @@ def sample(
     rounds: int,
     progress: TellProgress = silent,
 ) -> list[tuple[float, float]]:
-    """(predicted, measured) seconds of random schedules; measured side by side."""
+    """(predicted, measured) seconds of `count` random schedules, all measured side by side."""
     groups, ops = target.problem.groups, target.problem.group_ops
     drawn = [random_stages(target.block, rng, groups, ops) for _ in range(count)]
     candidates = [as_candidate(target, stages) for stages in drawn]
@@ -254,8 +265,8 @@ def sample(
 def as_candidate(
     target: ScheduleTarget, stages: Sequence[OpSet], scheduler: str = RANDOM
 ) -> ScheduleCandidate:
-    """Any stages, as they would run, each by its faster strategy, and what they are predicted to
-    take."""
+    """A candidate of any stages. Each stage runs by the faster strategy, as groups or merged, and
+    the candidate has its predicted seconds."""
     own = []
     for stage, timing in zip(stages, target.problem.timer(stages), strict=True):
         groups = tuple(tuple(members(group)) for group in groups_of(target.block, stage))
@@ -268,11 +279,13 @@ def as_candidate(
 
 
 def check_equal(target: ScheduleTarget, steps: Mapping[str, Step]) -> None:
-    """Raise `UnequalError` for a schedule whose outputs are not the sequential one's."""
+    """Raise `UnequalError` if a schedule's outputs differ from sequential's by more than
+    round-off."""
     wanted = _outputs(steps[SEQUENTIAL](*target.inputs))
     for name, step in steps.items():
         for value, expected in zip(_outputs(step(*target.inputs)), wanted, strict=True):
             error = _error(value, expected)
+            # Written so that an error that is not a number raises, too.
             if not error <= _ROUND_OFF.get(value.dtype, 0.0):
                 raise UnequalError(name, error)
 
@@ -282,7 +295,8 @@ def _outputs(tree: Any) -> list[Tensor]:
 
 
 def _error(value: Tensor, expected: Tensor) -> float:
-    """The largest difference, over the largest finite value; what is not finite must be equal."""
+    """The largest difference of two outputs, divided by the largest finite value. Values that are
+    not finite must be equal. Where a share says nothing, any difference counts as 1."""
     differs = (value != expected) & ~(value.isnan() & expected.isnan())
     if not differs.any():
         return 0.0
@@ -294,7 +308,8 @@ def _error(value: Tensor, expected: Tensor) -> float:
 
 
 def batch_of(step: Captured) -> int:
-    """Of a network of the zoo, what its text says; else the rows of the first input."""
+    """The step's batch size: what the text of a zoo network says, else the first dimension of the
+    first input."""
     if step.source.model.startswith("zoo:"):
         network, options = parse_zoo(step.source.model)
         return int({**network.defaults, **options}["batch"])
@@ -303,7 +318,8 @@ def batch_of(step: Captured) -> int:
 
 
 def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
-    """Names, FLOPs and memory access of kernels; what stays within one is not moved."""
+    """The names, FLOPs and moved bytes of each kernel. A tensor that is made and read within one
+    kernel is not moved."""
     ops: list[list[int]] = [[] for _ in range(kernels.count)]
     for op, kernel in enumerate(kernels.of_op.tolist()):
         if kernel != FOLDED:
@@ -326,7 +342,8 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
 
 # --- Several batch sizes and devices ---
 #
-# Schedules are found for each of them, then run at sizes and on devices they were not made for.
+# Schedules are searched for at each size and on each device. Then each runs at the sizes and on the
+# devices that it was not made for, which shows how much specialising gains.
 
 _ZOO = "zoo:"
 
@@ -362,7 +379,8 @@ def schedules(
     progress: TellProgress = silent,
     **options: Any,
 ) -> list[Schedules]:
-    """`find_schedules`, of a request with these fields of `ScheduleRequest`."""
+    """The fastest stages of a network. The options are fields of `ScheduleRequest`; see
+    `find_schedules`."""
     return find_schedules(
         ScheduleRequest(model, devices, **options), cache=cache, progress=progress
     )
@@ -375,7 +393,8 @@ def _name(request: ScheduleRequest) -> str:
 
 
 def with_batch(model: str, batch: int) -> str:
-    """MODEL at another batch size; 0: as it is. Raises `UsageError` for one not of the zoo."""
+    """The MODEL text with another batch size, or as it is for 0. Raises `UsageError` for a network
+    that is not of the zoo."""
     if not batch:
         return model
     if not model.startswith(_ZOO):
@@ -386,7 +405,7 @@ def with_batch(model: str, batch: int) -> str:
 
 
 def _step(model: str | Captured, batch: int, progress: TellProgress) -> Captured:
-    """The step that MODEL names, at a batch size; 0: as it is."""
+    """The captured step of a model at a batch size, or at its own for 0."""
     if isinstance(model, Captured):
         if batch:
             raise UsageError("batch", "a captured step has its batch; name a network of the zoo")
@@ -402,6 +421,7 @@ def _step(model: str | Captured, batch: int, progress: TellProgress) -> Captured
 
 
 def _found(target: ScheduleTarget, request: ScheduleRequest, progress: TellProgress) -> Scheduled:
+    """The schedules on one target, with the random ones that the request asks for."""
     found, step = find(target, request.schedulers, rounds=request.rounds, progress=progress)
     if request.sampled and step is not None:
         rng = random.Random(request.seed)
@@ -413,7 +433,8 @@ def _found(target: ScheduleTarget, request: ScheduleRequest, progress: TellProgr
 def _over_batches(
     targets: Sequence[ScheduleTarget], results: Sequence[Scheduled], rounds: int
 ) -> list[Specialisation]:
-    """Each batch size by the schedules made for each; measured where the device is here."""
+    """The matrix of batch sizes: each size run by the schedule made for each. Seconds are measured
+    if the device is here. Empty if there is one size, or if the sizes have different kernels."""
     if len(targets) < 2 or len({target.block for target in targets}) > 1:
         return []
     names = tuple(f"batch {batch_of(target.captured)}" for target in targets)
@@ -422,6 +443,8 @@ def _over_batches(
 
 
 def _row(target: ScheduleTarget, results: Sequence[Scheduled], rounds: int) -> tuple[float, ...]:
+    """The seconds on one target of the best schedule of each result: measured, or all predicted if
+    one of them cannot run."""
     steps = [target.step(reseen(target, result.best)) for result in results]
     running = [step for step in steps if step is not None]
     if len(running) < len(steps):
@@ -434,7 +457,8 @@ def _row(target: ScheduleTarget, results: Sequence[Scheduled], rounds: int) -> t
 def _over_devices(
     targets: Sequence[Sequence[ScheduleTarget]], found: Sequence[Schedules]
 ) -> list[Specialisation]:
-    """Per batch size each device by the schedules made for each, as predicted."""
+    """One matrix for each batch size: each device run by the schedule made for each device, as
+    predicted. Empty if there is one device."""
     if len(found) < 2:
         return []
     names = tuple(one.device for one in found)

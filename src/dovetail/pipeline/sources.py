@@ -1,7 +1,7 @@
-"""Where a plan starts: what MODEL and MACHINE texts name, and what it costs.
+"""Resolves MODEL and MACHINE texts to steps and machines, and computes their costs.
 
-MODEL ──► step: a captured network, a saved graph or one of an ONNX file, or a published instance;
-          towers of all but the last
+MODEL ──► step: a captured network, a graph (saved, or of an ONNX file), or a published instance;
+          a network or graph may be repeated in data-parallel towers
 MACHINE ──► machine; an instance brings its own
 (step, machine) ──► costs: measured here, analytic elsewhere, an instance's own
 """
@@ -43,7 +43,9 @@ from dovetail.runtime.neighbours import Neighbours, disturbs
 from dovetail.runtime.timers import clock
 from dovetail.units import HERE, format_seconds
 
-# How many threads the ops of `here` use: measured for each step, the fastest kept.
+# --- The number of threads that ops of `here` use ---
+#
+# It is measured for each step, and the fewest threads among the fastest are kept.
 #
 # Ops of a small network take less time on one thread than OpenMP takes to hand parts of them to
 # several, and one thread leaves the other cores to other programs. So the step itself runs with
@@ -53,27 +55,34 @@ from dovetail.units import HERE, format_seconds
 
 
 ALL_TRIED = 4
-"""Up to this many cores every number of threads is tried, beyond only its halves: 16, 8, 4, ..."""
+"""With up to this many cores every number of threads is tried. With more, only the number of cores
+and its halves are: 16, 8, 4, ..."""
 LONG_SECONDS = 1.0
-"""A step that takes so long by data sheet is not tried: its ops are long enough for all cores."""
+"""A step that takes longer than this by data sheet is not tried: its ops are long enough for all
+cores."""
 WARM_SECONDS, MEASURED_SECONDS = 0.6, 2.0
-"""Of steps that do not count, in which OpenMP's threads find out whether they may spin, and of
-those that do."""
+"""Steps run for `WARM_SECONDS` before they count, in which OpenMP's threads find out whether they
+may spin. Then they are measured for `MEASURED_SECONDS`."""
 _ROUND_SECONDS, _MOST_STEPS, _LEAST_ROUNDS = 0.02, 20, 3
+"""A round takes about `_ROUND_SECONDS`, in 2 to `_MOST_STEPS` steps. There are `_LEAST_ROUNDS` at
+least."""
 _HOPELESS = 1.5
-"""What takes this many times the best after one round is not tried again."""
+"""A number of threads that takes more than this many times the best in the first round is not tried
+again."""
 _EQUAL = 1.03
-"""Of what takes at most this many times the best, the least threads are taken: they leave more
-cores to others, and the machine is not that quiet."""
+"""Numbers of threads that take at most this many times the best count as equal, because the machine
+is not quiet enough to tell them apart. The least of them leaves most cores to other programs."""
 
 Rounds = Callable[[int], float]
-"""Runs some steps with so many threads, and says the median seconds of one."""
+"""Runs some steps with a number of threads, and returns the median seconds of one."""
 
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """seconds    of a step by number of threads, of all that were tried
-    others_cores    that other programs used meanwhile
+    """The number of threads with which a step is fastest.
+
+    seconds        threads -> seconds of a step, for all numbers that were tried
+    others_cores   the cores that other programs used meanwhile
     """
 
     threads: int
@@ -101,9 +110,9 @@ def choose_threads(
 ) -> ThreadChoice | None:
     """The number of threads with which a step is fastest on the machine's one device.
 
-    From the cache where the step was tried before and nobody disturbed it. None where that cannot
-    be tried, or not in reasonable time: one core, a step that does not fit into memory or takes
-    longer than `LONG_SECONDS`.
+    The number comes from the cache if the step was tried before and no other program disturbed it.
+    None is returned if there is one core, if the step takes longer than `LONG_SECONDS` by data
+    sheet, or if it cannot run, for example because it does not fit into memory.
     """
     (device,) = machine.devices
     graph = captured.graph
@@ -118,7 +127,8 @@ def choose_threads(
         return ThreadChoice(row["threads"], seconds)
     try:
         choice = _try_threads(captured, machine, progress)
-    except (InfeasibleError, RunError):  # whoever runs the plan is told
+    # A step that cannot run can still be planned. The user is told when the plan runs.
+    except (InfeasibleError, RunError):
         return None
     if not disturbs(choice.others_cores):
         cache.add_probe(key, {"threads": choice.threads, "seconds": choice.seconds})
@@ -128,6 +138,7 @@ def choose_threads(
 def _try_threads(
     captured: Captured, machine: Machine, progress: Callable[[float], None]
 ) -> ThreadChoice:
+    """The choice, measured: one process runs the step with each number of threads in turn."""
     (device,) = machine.devices
     with (
         Workers(machine) as workers,
@@ -143,7 +154,7 @@ def _try_threads(
 
 
 def candidates_of(cores: int) -> list[int]:
-    """Numbers of threads to try, the most first."""
+    """The numbers of threads to try, the most first."""
     if cores <= ALL_TRIED:
         return list(range(cores, 0, -1))
     halves = [cores]
@@ -158,8 +169,11 @@ def race(
     progress: Callable[[float], None],
     clock: Callable[[], float] = clock,
 ) -> dict[int, float]:
-    """threads -> median seconds of each candidate, over rounds in turn; one that is `_HOPELESS`
-    after the first round has that round alone."""
+    """threads -> median seconds of a step, for each candidate.
+
+    The candidates run rounds in turn, so that a disturbance strikes all of them. One that takes
+    more than `_HOPELESS` times the best in the first round runs no further one.
+    """
     began = clock()
     seconds: dict[int, list[float]] = {count: [rounds(count)] for count in candidates}
     best = min(first[0] for first in seconds.values())
@@ -182,9 +196,12 @@ def fewest_of_the_best(seconds: dict[int, float]) -> int:
 
 
 def _rounds_of(placed: PlacedNetwork, workers: Workers) -> Rounds:
+    """The function that runs one round of a placed network."""
+
     def rounds(threads: int) -> float:
         workers.set_threads(threads)
-        first = float(placed.step_seconds(2)[0])  # the first with other threads starts them
+        # These steps do not count: the first step with another number of threads starts them.
+        first = float(placed.step_seconds(2)[0])
         steps = max(2, min(_MOST_STEPS, round(_ROUND_SECONDS / max(first, 1e-9))))
         return float(np.median(placed.step_seconds(steps)))
 
@@ -192,7 +209,7 @@ def _rounds_of(placed: PlacedNetwork, workers: Workers) -> Rounds:
 
 
 def in_order(graph: Graph, machine: Machine) -> Plan:
-    """All ops on the machine's one device, in the graph's order; it promises nothing."""
+    """A plan of all ops on the machine's one device, in the graph's order. It promises nothing."""
     placement = np.zeros(len(graph), dtype=np.int32)
     return Plan(
         source=Source("", "", (), ""),
@@ -215,15 +232,15 @@ def in_order(graph: Graph, machine: Machine) -> Plan:
 
 
 def with_threads(machine: Machine, threads: int) -> Machine:
-    """The machine, whose devices use so many threads an op."""
+    """The machine with `threads` threads an op on every device."""
     devices = tuple(replace(device, threads=threads) for device in machine.devices)
     return replace(machine, devices=devices)
 
 
 Step = Captured | Graph | Instance
-"""What can be planned. Only what was captured can run."""
+"""A step that can be planned. Only a captured one can run."""
 TellProgress = Callable[[str, float, float | None], None]
-"""progress(what is being done, fraction of it, best value so far or None)."""
+"""A callback: progress(what is being done, fraction of it, best value so far or None)."""
 
 
 def silent(_doing: str, _fraction: float, _best: float | None) -> None:
@@ -231,10 +248,13 @@ def silent(_doing: str, _fraction: float, _best: float | None) -> None:
 
 
 def resolve_model(text: str, train: str = "", shapes: Shapes | None = None) -> Step:
-    """What MODEL names: an ONNX file, a saved graph or a published instance, the last two told
-    apart by what the file holds, or a network to capture.
+    """The step that a MODEL text names: an ONNX file, a saved graph, a published instance, or a
+    network to capture. What a JSON file holds says whether it is a graph or an instance.
 
-    shapes   of an ONNX file's inputs, by name or all in order; of anything else `UsageError`
+    shapes   the shapes of an ONNX file's inputs, by name or all in order; `UsageError` for any
+             other model
+
+    Raises `ModelError` and `FileFormatError`.
     """
     if names_onnx(text):
         if train:
@@ -261,7 +281,7 @@ def resolve_model(text: str, train: str = "", shapes: Shapes | None = None) -> S
 
 
 def replicated(step: Step, replicas: int, asynchronous: bool = False) -> Step:
-    """The step in `replicas` data-parallel towers, each of which is `step`; 1: the step itself.
+    """A step of `replicas` data-parallel towers, each of which is `step`; for 1 the step itself.
 
     Raises what `check_replicas` and `replicate` raise, and `UsageError` for an instance.
     """
@@ -276,7 +296,7 @@ def replicated(step: Step, replicas: int, asynchronous: bool = False) -> Step:
 
 
 def check_replicas(replicas: int, asynchronous: bool) -> None:
-    """Raise `UsageError` for less than one replica, and for asynchronous updates by one alone."""
+    """Raise `UsageError` for less than one replica, and for asynchronous updates of one replica."""
     if replicas < 1:
         raise UsageError("replicas", f"is {replicas}; use 2 or more, or 1 for the step itself")
     if asynchronous and replicas == 1:
@@ -284,12 +304,12 @@ def check_replicas(replicas: int, asynchronous: bool) -> None:
 
 
 def names_file(text: str) -> bool:
-    """Is this MODEL text the name of a saved graph, of an instance or of an ONNX file?"""
+    """True if this MODEL text names a file: a saved graph, an instance or an ONNX file."""
     return text.endswith((".json", ".json.gz", ".onnx")) and ":" not in text
 
 
 def names_onnx(text: str) -> bool:
-    """Is this MODEL text the name of an ONNX file?"""
+    """True if this MODEL text names an ONNX file."""
     return names_file(text) and text.endswith(".onnx")
 
 
@@ -302,16 +322,19 @@ def graph_of(step: Step) -> Graph:
 
 
 def groups_of(step: Step, units: Units | None = None, *, per_op: bool = False) -> Groups:
-    """What placers place as one: of an instance its colour classes and no more, since its bounds
-    and published values are for those; `per_op`: of any graph only what must stay together."""
+    """The groups of ops that placers place as one.
+
+    An instance has its colour classes alone as groups, since its bounds and published values are
+    for those. With `per_op` any graph has only the groups that must stay together.
+    """
     graph = graph_of(step)
     fine = per_op or isinstance(step, Instance)
     return colocate(graph, units) if fine else group(graph, units)
 
 
 def unsplit_modules(step: Step) -> dict[str, str]:
-    """Pattern of modules -> their class, of those that the model says not to split: the classes in
-    the `_no_split_modules` of transformers' models."""
+    """Patterns of the modules that the model says not to split -> their class. transformers' models
+    name such classes in `_no_split_modules`."""
     if not isinstance(step, Captured):
         return {}
     modules = dict(step.module.named_modules())
@@ -325,6 +348,7 @@ def unsplit_modules(step: Step) -> dict[str, str]:
     for path, module in modules.items():
         name = type(module).__name__
         if name in classes and path in seen:
+            # Numbers become "*" ("layers.*"), unless a module of another class would match, too.
             glob = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
             alike = {type(m).__name__ for p, m in modules.items() if _same_depth(p, glob)}
             found[glob if alike == {name} else path] = name
@@ -332,6 +356,7 @@ def unsplit_modules(step: Step) -> dict[str, str]:
 
 
 def _same_depth(path: str, glob: str) -> bool:
+    """True if the glob matches the path part by part; fnmatch's "*" would match dots as well."""
     return path.count(".") == glob.count(".") and fnmatchcase(path, glob)
 
 
@@ -341,8 +366,11 @@ def machine_of(
     progress: TellProgress = silent,
     notes: "Notes | None" = None,
 ) -> Machine:
-    """The machine to plan for; "" is an instance's own, and else `here`, with the number of threads
-    with which this step was measured to be fastest. notes: takes what the user should know of that.
+    """The machine to plan for. "" names an instance's own machine, and `here` for any other step.
+    For a captured step `here` has the number of threads with which the step was measured to be
+    fastest.
+
+    notes   collects what the user should know of the measuring
 
     Raises `UsageError` for an instance on another machine: its costs are for its own.
     """
@@ -358,7 +386,7 @@ def machine_of(
 
 
 def _with_best_threads(step: Captured, progress: TellProgress, notes: "Notes") -> Machine:
-    """`here`, probed with as many threads as are best for this step."""
+    """`here` with the number of threads that is best for this step, probed with it."""
     machine, cache = parse_machine(HERE), CostCache()
     progress("measuring threads", 0.0, None)
     choice = choose_threads(
@@ -374,7 +402,7 @@ def _with_best_threads(step: Captured, progress: TellProgress, notes: "Notes") -
 
 
 class Notes:
-    """What a user should know of how something was measured."""
+    """Collects what the user should know of how something was measured."""
 
     def __init__(self) -> None:
         self._said: list[str] = []
@@ -384,12 +412,12 @@ class Notes:
         self._said.append(text)
 
     def disturbed(self, what: str, others_cores: float) -> None:
-        """Other programs used so many cores while `what` was measured."""
+        """Note that other programs used so many cores while `what` was measured."""
         self._disturbed[what] = max(others_cores, self._disturbed.get(what, 0.0))
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """A sentence each."""
+        """The notes, each a sentence."""
         if not self._disturbed:
             return tuple(self._said)
         what = " and ".join(self._disturbed)
@@ -408,8 +436,11 @@ def resolve_machine(
     fresh: bool = False,
     notes: "Notes | None" = None,
 ) -> Machine:
-    """The machine that a text names; `here` and `here/n` with the rates the probe measured, where
-    `fresh` without a look at the cache. notes: takes whether other programs disturbed the probe."""
+    """The machine that a text names; `here` and `here/n` have the rates that the probe measured.
+
+    fresh   probe again, also if the cache has the rates
+    notes   collects whether other programs disturbed the probe
+    """
     if not isinstance(machine, str):
         return machine
     where = parse_machine(machine)
@@ -430,10 +461,11 @@ def costs_of(
     progress: TellProgress = silent,
     notes: "Notes | None" = None,
 ) -> Costs:
-    """An instance's own costs; measured ones where the machine is this one, else analytic ones. A
-    graph from ONNX has no calls to measure: its costs are analytic on this machine too.
+    """The costs of a step: an instance's own, measured ones if the machine is this one, else
+    analytic ones. A graph from ONNX has no calls to measure, so its costs are always analytic.
 
-    notes: takes whether other programs disturbed the measuring."""
+    notes   collects whether other programs disturbed the measuring
+    """
     notes = notes or Notes()
     if isinstance(step, Instance):
         return step.costs
@@ -456,11 +488,13 @@ def costs_of(
 
 
 def source_of(step: Step, model: str) -> Source:
-    """Where the step came from; `model` is the name of the file that held it, if one did."""
+    """The source of the step for its plan; `model` is the name of the file that held it, if one
+    did."""
     if isinstance(step, Captured):
         return step.source
     if isinstance(step, Instance):
         return Source(model, "", (), version("torch"))
+    # The shapes are those of one tower's inputs, as the user gave them.
     shapes = [
         step.shapes[tensor]
         for op in np.flatnonzero(step.is_source & (towers_of(step) <= 0)).tolist()

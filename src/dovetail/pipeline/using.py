@@ -1,4 +1,4 @@
-"""What is done with a plan: run it, draw it, hand it on."""
+"""Runs a plan, writes its report and trace, and exports it for other tools."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from dovetail.runtime.neighbours import disturbs
 
 
 def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork:
-    """The plan at work: a context manager with `step`, `measure` and `state_dict`."""
+    """The network placed by the plan: a context manager with `step`, `measure`, `state_dict`."""
     check_seed(seed)
     step = duplicated(step, plan.copies) if planned(plan, step) is not step else step
     check(plan, step.graph)
@@ -31,12 +31,15 @@ def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork:
 
 
 FAR_OFF = 0.25
-"""Measured and predicted seconds that are this much apart want an explanation."""
+"""If measured and predicted seconds differ by more than this share, the user is told so."""
 
 
 def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measurement) -> str:
-    """What to tell the user where other programs used the plan's cores while it was measured, or
-    while its costs were and the measured step is far off; "" where nothing is known of that."""
+    """A sentence for the user if other programs disturbed the measurement, else "".
+
+    It is said in two cases: other programs used the plan's cores while it was measured, or they
+    used them while its costs were measured and the measured step is far off.
+    """
     measured = measurement.median_seconds
     off = abs(measured / predicted_seconds - 1) if predicted_seconds > 0 else 0.0
     far = f"; measured and predicted differ by {100 * off:.0f} %" * (off > FAR_OFF)
@@ -99,7 +102,7 @@ EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any]]] = {
 }
 
 FOLDERS = {"model-explorer": "graph.json"}
-"""Exports that are several files in a folder -> the first of them."""
+"""Maps each export that is a folder of several files to the name of the first."""
 
 
 def check_export(to: str) -> None:
@@ -131,7 +134,7 @@ def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> d
 
 
 def make_folder(path: str | Path) -> Path:
-    """The folder, which may be there already. Raises `UnwritableError`."""
+    """Make the folder, unless it exists, and return its path. Raises `UnwritableError`."""
     try:
         Path(path).mkdir(exist_ok=True)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Reports: one record, drawn as terminal tables, a web page or a trace."""
+"""Draws plans and results as terminal tables, web pages and traces."""
 
 from dovetail.reports.colours import device_colours
 from dovetail.reports.limits import StepLimits, find_limits

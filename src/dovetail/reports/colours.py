@@ -1,10 +1,10 @@
-"""A colour of its own for every device, for any number of devices.
+"""Chooses a colour of its own for every device, for any number of devices.
 
 The first seven are those of Okabe and Ito ("Color Universal Design", 2008), which people with a
-colour deficiency tell apart too. Each further one is, of a grid of colours, that which is farthest
-from all before it: the largest least distance in OKLab (B. Ottosson, "A perceptual color space for
-image processing", 2020, https://bottosson.github.io/posts/oklab/). So a device keeps its colour
-however many there are. Beyond the grid's some 600 colours they begin again.
+colour deficiency tell apart too. Each further colour is taken from a grid: the one whose least
+distance to all colours before it is largest, measured in OKLab (B. Ottosson, "A perceptual color
+space for image processing", 2020, https://bottosson.github.io/posts/oklab/). So a device keeps its
+colour however many devices there are. After the grid's some 600 colours they begin again.
 """
 
 from functools import cache
@@ -18,6 +18,7 @@ DARK = ("#4a9fd8", "#eeb33b", "#2dbb92", "#ec7f3a", "#8fd0f5", "#dd9cc0", "#d8cf
 LIGHTNESSES = {False: (0.42, 0.5, 0.58, 0.66, 0.74), True: (0.55, 0.63, 0.71, 0.79, 0.87)}
 """OKLab lightnesses of the grid on a light and on a dark page, well apart from the page's own."""
 CHROMAS, HUES = (0.07, 0.12, 0.17), 48
+"""The grid has these chromas, and this many hues around the circle."""
 
 
 @cache
@@ -27,6 +28,7 @@ def device_colours(count: int, *, dark: bool = False) -> tuple[str, ...]:
     if len(chosen) < count:
         grid = _grid(dark)
         spots = _oklab(grid)
+        # [grid] each colour's distance to the nearest one chosen so far, kept up to date.
         distances = np.full(len(grid), np.inf)
         for spot in _oklab(_rgb(chosen)):
             distances = np.minimum(distances, np.linalg.norm(spots - spot, axis=1))
@@ -38,8 +40,8 @@ def device_colours(count: int, *, dark: bool = False) -> tuple[str, ...]:
 
 
 def device_styles(count: int) -> str:
-    """Rules of a style sheet: `--d0` and so on as properties, classes d0 and so on that fill and
-    mark with them, and m0 and so on for charts of one device's memory."""
+    """Rules of a style sheet for `count` devices: properties `--d0` and so on, classes `d0` and so
+    on that fill with them, and classes `m0` and so on for charts of one device's memory."""
     light, dark = (
         "".join(f"--d{i}:{colour};" for i, colour in enumerate(device_colours(count, dark=dark)))
         for dark in (False, True)
@@ -81,7 +83,8 @@ def _hex(linear: Floats) -> str:
     return "#" + "".join(f"{round(255 * share):02x}" for share in shares.tolist())
 
 
-# Ottosson's matrices: OKLab to cones (cube roots), and cones to linear sRGB.
+# Ottosson's matrices: from OKLab to the cube roots of cone responses, and from cone responses to
+# linear sRGB. The constants in `_rgb` and `_hex` are those of sRGB's transfer function.
 _FROM_LAB = np.array(
     [
         [1.0, 0.3963377774, 0.2158037573],

@@ -1,17 +1,18 @@
-"""The tree of modules as the page folds it: one line for ten layers alike.
+"""Folds the tree of modules for the page, so that ten layers alike take one line.
 
     (model)
       embed_tokens
-      layers.0-9          ten siblings, numbered in a row, of one make and on the same devices
+      layers.0-9          a run: ten siblings numbered in a row, with equal modules inside and on
+                          the same devices
         layers.0
           self_attn
           ...
       layers.10-19
       lm_head
 
-A fold is a module, a run of such siblings, or a chain of modules that hold nothing but the next. It
-is open or closed; what is within a closed one is drawn as one node per phase and device. *Leaves*
-are the finest nodes: the ops of one module, phase and device.
+A fold is a module, a run of such siblings, or a chain of modules each of which holds nothing but
+the next. A fold is open or closed. All ops within a closed fold are drawn as one node for each
+phase and device. *Leaves* are the finest nodes: the ops of one module, phase and device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,8 @@ from dovetail.graph.records import EVERYWHERE
 from dovetail.reports.layout import PricedPlacement
 
 MOST_LEAVES, MOST_SHOWN = 4000, 40
-"""Deeper modules than leave so many leaves are cut off; so many nodes are shown at first."""
+"""Paths of modules are cut to the depth that leaves at most `MOST_LEAVES` leaves. At first at most
+`MOST_SHOWN` nodes are shown."""
 HELD = ("parameter", "buffer")
 TOP = "(model)"
 Path = tuple[str, ...]
@@ -33,17 +35,17 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class Folds:
-    """Folds in the order of the tree, each before what is within it; fold 0 is the whole model.
+    """The folds in the order of the tree, each before those within it; fold 0 is the whole model.
 
-    labels, paths    a fold's own part of the path, and all of it
-    parents          [folds] -1 for the whole model
-    runs             folds that are runs of siblings
-    opened           folds that are open at first
-    leaf_folds, leaf_phases, leaf_devices   [leaves]
-    leaf_of          [ops] -1 for sources
-    seconds          [folds, devices] of computing, with all that is within
-    parameter_bytes  [folds, devices] held there, likewise: of tensors that several devices hold at
-                     each of them
+    labels, paths    a fold's own part of its path, and the whole path
+    parents          [folds] the fold directly around each; -1 for the whole model
+    runs             the folds that are runs of siblings
+    opened           the folds that are open at first
+    leaf_folds, leaf_phases, leaf_devices   [leaves] each leaf's innermost fold, phase and device
+    leaf_of          [ops] the leaf of each op; -1 for sources
+    seconds          [folds, devices] seconds of computing, of all ops within the fold
+    parameter_bytes  [folds, devices] bytes of all parameters and buffers within the fold; one that
+                     several devices hold counts at each of them
     """
 
     labels: tuple[str, ...]
@@ -63,13 +65,14 @@ class Folds:
         return len(list(self.around(fold))) - 1
 
     def around(self, fold: int) -> Iterator[int]:
-        """The fold and all that it is within, to the whole model."""
+        """Yield the fold and every fold around it, up to the whole model."""
         while fold >= 0:
             yield fold
             fold = int(self.parents[fold])
 
     def shown(self, opened: Sequence[int]) -> NDArray[np.int32]:
-        """[leaves] the fold that a leaf is drawn in: the outermost closed one around it."""
+        """[leaves] the fold in which each leaf is drawn: the outermost closed one around it, or its
+        own if all are open."""
         open_folds = set(opened)
         drawn = [
             next((f for f in reversed(list(self.around(fold))) if f not in open_folds), fold)
@@ -80,7 +83,7 @@ class Folds:
 
 @dataclass
 class _Node:
-    """A module, or with `members` a run of them."""
+    """A module, or a run of modules if it has `members`. `own`: ops are directly in the module."""
 
     path: Path
     children: dict[str, "_Node"] = field(default_factory=dict)
@@ -90,7 +93,7 @@ class _Node:
 
     @property
     def make(self) -> object:
-        """Equal for modules with the same modules within."""
+        """A value that is equal for modules with the same tree of modules inside."""
         return tuple((name, child.make) for name, child in self.children.items())
 
 
@@ -117,9 +120,11 @@ def fold(graph: Graph, plan: PricedPlacement) -> Folds:
         seconds[fold_of[paths[op][:depth]], device] += plan.compute_seconds[op, device]
     for source, device in _holders(graph, plan):
         path = paths[source][:depth]
-        while path not in fold_of:  # a module that holds a parameter and runs nothing
+        # A module that holds a parameter but runs nothing has no fold. The next one around it has.
+        while path not in fold_of:
             path = path[:-1]
         held[fold_of[path], device] += sum(graph.tensor_bytes[t] for t in graph.outputs_of(source))
+    # A fold's number is larger than its parent's, so this order adds up whole subtrees.
     for inner in range(count - 1, 0, -1):
         seconds[parents[inner]] += seconds[inner]
         held[parents[inner]] += held[inner]
@@ -145,7 +150,7 @@ def fold(graph: Graph, plan: PricedPlacement) -> Folds:
 def _leaves(
     graph: Graph, plan: PricedPlacement, paths: Sequence[Path], ops: Sequence[int]
 ) -> tuple[int, dict[tuple[Path, int, int], int]]:
-    """The depth at which paths are cut, and (path, phase, device) -> leaf by first op."""
+    """The depth at which paths are cut, and (path, phase, device) -> leaf, numbered by first op."""
     for depth in range(max((len(paths[op]) for op in ops), default=0), -1, -1):
         leaves: dict[tuple[Path, int, int], int] = {}
         for op in ops:
@@ -157,7 +162,8 @@ def _leaves(
 
 
 def _holders(graph: Graph, plan: PricedPlacement) -> Iterator[tuple[int, int]]:
-    """(parameter or buffer, device) wherever one is held for the whole step."""
+    """Yield (parameter or buffer, device) for each device that holds it for the whole step: the
+    device of the op that writes it, or, if no op does, every device that reads it."""
     for source in np.flatnonzero(graph.is_source).tolist():
         if graph.kinds[source] not in HELD:
             continue
@@ -173,7 +179,7 @@ def _holders(graph: Graph, plan: PricedPlacement) -> Iterator[tuple[int, int]]:
 def _numbered(
     top: _Node,
 ) -> tuple[list[str], list[str], list[int], list[int], dict[Path, int]]:
-    """Labels, whole paths and parents of folds, those that are runs, and module path -> fold."""
+    """(labels, whole paths, parents, runs) of the folds, and module path -> fold."""
     labels, full, parents, runs = [TOP], [TOP], [-1], []
     fold_of: dict[Path, int] = {(): 0}
     waiting = [(node, 0, 0) for node in reversed(_grouped(top))]
@@ -189,7 +195,8 @@ def _numbered(
             waiting += [(member, index, inherited) for member in reversed(node.members)]
             continue
         fold_of[node.path] = index
-        while len(node.children) == 1 and not node.own:  # it holds nothing but the next
+        # A module without ops of its own and with one child is one fold with that child.
+        while len(node.children) == 1 and not node.own:
             node = next(iter(node.children.values()))
             fold_of[node.path] = index
         labels.append(".".join(node.path[inherited:]))
@@ -199,7 +206,7 @@ def _numbered(
 
 
 def _grouped(node: _Node) -> list[_Node]:
-    """The children, numbered ones that follow each other and are alike as one."""
+    """The children, in which numbered ones that follow each other and are alike are one run."""
     groups: list[list[_Node]] = []
     for child in node.children.values():
         last = groups[-1][-1] if groups else None
@@ -220,7 +227,8 @@ def _grouped(node: _Node) -> list[_Node]:
 
 
 def _opened(folds: Folds) -> Folds:
-    """With as many folds open as leave `MOST_SHOWN` nodes, outer ones first; runs stay closed."""
+    """The folds with as many of them open as leave at most `MOST_SHOWN` nodes, level by level from
+    the outside. Runs stay closed."""
     children: dict[int, list[int]] = {}
     for inner, parent in enumerate(folds.parents.tolist()):
         children.setdefault(parent, []).append(inner)

@@ -1,8 +1,8 @@
-"""The graph as a picture: nodes in columns and lanes.
+"""Lays the graph out as a picture: nodes in columns and lanes.
 
-Columns are layers: a forward node stands one column right of the last node it reads. A backward
-or update node stands in the column of the forward node it belongs to, so that a training step
-reads forwards on top and backwards below:
+Columns are layers: a forward node stands one column to the right of the rightmost node that it
+reads. A backward or update node stands in the column of the forward node that it belongs to. So the
+forward pass of a training step reads to the right, and the backward pass below it to the left:
 
     cpu0 forward    [embed]──►[lstm.0]                       lanes: one per device and phase
     cpu0 backward   [embed]◄──[lstm.0]
@@ -10,7 +10,8 @@ reads forwards on top and backwards below:
     cpu1 backward              ▲────────[softmax]
 
 A graph of more than `MOST_OPS` ops is drawn by module alone (`folding.py`, `assets/folds.js`).
-Edges that go against the order of first ops are drawn, but do not count for columns.
+A node of several ops can read from a node whose first op comes later. Such an edge is drawn, but
+columns are computed without it.
 """
 
 from collections import defaultdict
@@ -30,7 +31,8 @@ Int32 = NDArray[np.int32]
 
 
 class PricedPlacement(Protocol):
-    """What of a `Plan` a picture needs: placement [ops], compute_seconds [ops, devices]."""
+    """The part of a `Plan` that a picture needs: placement [ops] and compute_seconds
+    [ops, devices]."""
 
     @property
     def machine(self) -> Machine: ...
@@ -42,13 +44,13 @@ class PricedPlacement(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GraphView:
-    """One picture. Nodes in the order of their first op.
+    """One picture of the graph. Its nodes are in the order of their first op.
 
-    labels, details    what a node is called, and what else there is to say
-    devices, phases, ops (how many), flops, seconds   [nodes]
-    columns, rows      [nodes] place; rows count through all lanes
-    edges              [edges, 2] from, to; edge_bytes [edges]
-    lanes              (label, device, first row, rows) from the top
+    labels, details    [nodes] the node's name, and a text with its kind or number of ops
+    devices, phases, ops, flops, seconds   [nodes]; `ops` is the number of ops
+    columns, rows      [nodes] the node's place; rows count through all lanes
+    edges              [edges, 2] nodes (from, to); edge_bytes [edges] is what each carries
+    lanes              (label, device, first row, number of rows), from the top
     """
 
     name: str
@@ -67,7 +69,8 @@ class GraphView:
 
 
 def draw(graph: Graph, plan: PricedPlacement) -> list[GraphView]:
-    """The graph op by op, where it is small enough; `folding` has it by module."""
+    """The picture of the graph op by op; none if it has more than `MOST_OPS` ops. `folding` draws
+    it by module."""
     real = np.flatnonzero(~graph.is_source)
     if len(real) > MOST_OPS:
         return []
@@ -79,8 +82,12 @@ def draw(graph: Graph, plan: PricedPlacement) -> list[GraphView]:
 def view(
     name: str, graph: Graph, plan: PricedPlacement, of_op: Int32, labels: tuple[str, ...]
 ) -> GraphView:
-    """The picture of the nodes `of_op` [ops], numbered by first op, -1 for what is left out; ops of
-    one node have one phase and device. labels [ops]: of a node that of its first op."""
+    """The picture of a graph whose ops are joined to nodes.
+
+    of_op    [ops] the node of each op, numbered by first op; -1: it is left out. The ops of a node
+             must have one phase and one device
+    labels   [ops] the label of a node is that of its first op
+    """
     real = np.flatnonzero(of_op >= 0)
     nodes = of_op[real]
     count = int(nodes.max(initial=-1)) + 1
@@ -118,7 +125,8 @@ def _details(graph: Graph, first: NDArray[np.int64], sizes: Int32) -> tuple[str,
 
 
 def edges_between(graph: Graph, of_op: Int32) -> tuple[Int32, NDArray[np.int64]]:
-    """Distinct edges between nodes, and the bytes of the tensors they carry."""
+    """(edges [edges, 2], bytes [edges]): the distinct edges between nodes, in ascending order, and
+    the bytes that each carries."""
     producers = of_op[graph.producers[graph.input_tensors]]
     readers = of_op[graph.readers]
     between = (producers >= 0) & (readers >= 0) & (producers != readers)
@@ -130,12 +138,15 @@ def edges_between(graph: Graph, of_op: Int32) -> tuple[Int32, NDArray[np.int64]]
 
 
 def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
-    """[nodes] layer of each forward node; of the others that of the forward node they belong to."""
+    """[nodes] the layer of each forward node; for other nodes the column of the forward node that
+    they belong to."""
     forward = (phases == Phase.FORWARD).tolist()
     columns = [0] * len(phases)
     first_reader = [len(graph)] * len(phases)
-    settled = np.zeros(len(phases), dtype=bool)  # False: nothing says where it belongs
-    for a, b in edges.tolist():  # sorted by a: whatever precedes a has been settled
+    # [nodes] False: no edge and no anchor says where the node belongs.
+    settled = np.zeros(len(phases), dtype=bool)
+    # Edges are sorted by their first node, so a node's column is final before others read it.
+    for a, b in edges.tolist():
         if a < b and forward[a] and forward[b]:
             columns[b] = max(columns[b], columns[a] + 1)
             settled[a] = settled[b] = True
@@ -143,8 +154,9 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
         if a < b and forward[a] and forward[b]:
             first_reader[a] = min(first_reader[a], columns[b])
     for node, reader in enumerate(first_reader):
+        # A node that waits for nothing stands beside its first reader, not far left of it.
         if columns[node] == 0 and reader < len(graph):
-            columns[node] = reader - 1  # what waits for nothing stands beside what reads it
+            columns[node] = reader - 1
     anchors = _anchors(graph)
     anchored: dict[int, list[int]] = defaultdict(list)
     for op in np.flatnonzero((of_op >= 0) & (anchors >= 0)).tolist():
@@ -159,7 +171,8 @@ def _columns(graph: Graph, of_op: Int32, edges: Int32, phases: Int32) -> Int32:
 def _beside_their_module(
     graph: Graph, of_op: Int32, columns: Int32, settled: NDArray[np.bool_]
 ) -> Int32:
-    """Columns where a node that no edge places stands with the first other one of its module."""
+    """[nodes] the columns, in which a node that is not settled stands in the column of the first
+    settled node of its module. Changes `columns` in place."""
     places: dict[str, int] = {}
     real = np.flatnonzero(of_op >= 0).tolist()
     for op in real:
@@ -172,10 +185,12 @@ def _beside_their_module(
 
 
 def _anchors(graph: Graph) -> Int32:
-    """[ops] the forward op that an op belongs to; -1: none.
+    """[ops] the anchor of each op, which is the forward op that it belongs to; -1: none.
 
-    Itself, or the op whose gradient it computes; of others the anchor of an input: of the first
-    in the same module, else of a parameter (its first forward reader), else of the first.
+    A forward op is its own anchor. The anchor of a gradient is the op whose gradient it is. The
+    anchor of a parameter is its first forward reader. Any other op has the anchor of one of its
+    inputs: the first anchor in the op's own module, else the first anchor of all, where parameters
+    come before other inputs.
     """
     phases = graph.phases.tolist()
     anchors: list[int] = np.where(
@@ -200,14 +215,17 @@ def _anchors(graph: Graph) -> Int32:
 def _rows(
     plan: PricedPlacement, columns: Int32, devices: Int32, phases: Int32, edges: Int32
 ) -> tuple[Int32, tuple[tuple[str, int, int, int], ...]]:
-    """Nodes of one column and lane stand below each other, in the order of what they read."""
-    inside = np.zeros(len(columns), dtype=np.float64)  # row within its lane
+    """(rows [nodes], lanes). Nodes of one column and lane stand below each other, ordered by the
+    mean row of the nodes that they read, then by number."""
+    # [nodes] each node's row within its lane.
+    inside = np.zeros(len(columns), dtype=np.float64)
     readings: dict[int, list[int]] = defaultdict(list)
     for a, b in edges.tolist():
         readings[b].append(a)
     cells: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for node in range(len(columns)):
         cells[int(columns[node]), int(devices[node]), int(phases[node])].append(node)
+    # Columns are handled from left to right, so the nodes that a node reads mostly have their rows.
     for cell in sorted(cells):
         weights = {
             n: float(np.mean([inside[a] for a in readings[n]])) if readings[n] else 0.0

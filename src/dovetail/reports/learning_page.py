@@ -1,11 +1,11 @@
-"""The page about a policy that learned: its curves, and the best placement of each task.
+"""Draws the page about a policy that learned: its curves, and the best placement of each task.
 
     cards      method, trials, time, updates
     tasks      best value, trials up to it, the cheap methods beside it
     charts     best and mean of each task and controller, share of failures, entropy
     policy     the policy file's card
 
-There is no script in it.
+The page has no script.
 """
 
 import json
@@ -23,7 +23,7 @@ from dovetail.reports.plots import COLOURS, Axes, Line, averaged, line_chart
 from dovetail.units import format_count, format_seconds
 
 MOST_CURVES = 32
-"""A chart draws the first this many curves."""
+"""A chart draws at most this many curves, the first ones."""
 _SHOWN = (
     ("mean", "Mean of an update's placements, seconds"),
     ("best", "Best placement so far, seconds"),
@@ -57,7 +57,7 @@ def render_learning(
     plans: Mapping[str, Plan | None] | None = None,
     made: str = "",
 ) -> str:
-    """The page as text. O(updates); what is drawn is bounded whatever their number."""
+    """The page as text. O(updates), but the number of points drawn is bounded."""
     curves = curves_of(learned.points)
     method = str(card.get("method", "policy"))
     return render_page(
@@ -110,7 +110,7 @@ def _tasks(
 
 
 def _charts(curves: Sequence[LearningCurve]) -> list[tuple[str, Markup]]:
-    """(title, chart) of each figure in `_SHOWN`, a line a curve."""
+    """(title, chart) of each figure in `_SHOWN`; each curve is a line."""
     charts = []
     for field, title in _SHOWN:
         lines = [

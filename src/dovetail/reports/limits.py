@@ -6,12 +6,13 @@ From the last event back to 0, each event is explained by the one that it waited
     wire                      ├── t ──┤
     cpu1   ├─────── b ───────┤                        chain: b, t, (waiting), c
 
-An op waits for its device (the op that ran there before, or the transfer that the device carried
-itself) or for an input: a producer on the same device, or a transfer that brings it. A transfer
-waits for its channel or for what it carries. The
-event that ended last is what it waited for; of several at one instant an op comes before a
-transfer, then the lowest index. Time that no event explains (overhead of a measured run) is
-waiting. The parts add up to the length of the step.
+An op waits for its device or for an input. Its device was held by the op that ran there before, or
+by a transfer that the device carried itself. An input comes from a producer on the same device, or
+by a transfer. A transfer waits for its channel or for the tensor that it carries.
+
+Of all these events, the one that ended last is the one that was waited for. If several ended at one
+instant, an op comes before a transfer, then the lowest index. Time that no event explains (the
+overhead of a measured run) is waiting. The parts add up to the length of the step.
 """
 
 import math
@@ -27,18 +28,18 @@ from dovetail.timeline import Timeline
 
 OP, TRANSFER = 0, 1
 FULL = 0.9
-"""Share of the step from which on a device counts as busy all the time."""
+"""A device that computes for at least this share of the step is said to bound it."""
 Event = tuple[int, int]  # (OP, span) or (TRANSFER, transfer)
 
 
 @dataclass(frozen=True, eq=False)
 class StepLimits:
-    """Seconds of the step's critical chain, by what they were spent on.
+    """The seconds of the step's critical chain, by what they were spent on.
 
-    compute_seconds    [devices]
-    transfer_seconds   [channels]
-    waiting_seconds    not explained by any event
-    chain              (OP, span) and (TRANSFER, transfer), first to last
+    compute_seconds    [devices] seconds in which ops of the chain ran
+    transfer_seconds   [channels] seconds in which transfers of the chain ran
+    waiting_seconds    seconds that no event explains
+    chain              (OP, span) and (TRANSFER, transfer), from first to last
     """
 
     compute_seconds: NDArray[np.float64]
@@ -55,6 +56,8 @@ class StepLimits:
 
 def find_limits(timeline: Timeline, graph: Graph) -> StepLimits:
     """The critical chain of a step. O(spans log spans + reads along the chain)."""
+    # `now` is the moment from which on the step is explained; it goes back from the end to 0. An
+    # event is taken once (`seen`), so that the walk ends even if measured clocks disagree.
     events = _Events(timeline, graph)
     compute = np.zeros(len(timeline.devices))
     transfers = np.zeros(len(timeline.channels))
@@ -79,7 +82,7 @@ def find_limits(timeline: Timeline, graph: Graph) -> StepLimits:
 
 
 class _Events:
-    """The events of one timeline, and for each those that can have held it up."""
+    """The events of one timeline, and for each event those that it can have waited for."""
 
     def __init__(self, timeline: Timeline, graph: Graph) -> None:
         self.timeline = timeline
@@ -94,7 +97,8 @@ class _Events:
         self.starts = [timeline.op_starts[spans].tolist() for spans in self.on_device]
         self.channel_before: dict[int, int] = {}
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
-        self.carried: dict[str, list[int]] = {}  # by channel, in order of starts
+        # Channel's name -> its transfers, in the order in which they start.
+        self.carried: dict[str, list[int]] = {}
         last: dict[int, int] = {}
         for i in np.argsort(timeline.transfer_starts, kind="stable").tolist():
             channel = int(timeline.transfer_channels[i])
@@ -119,8 +123,9 @@ class _Events:
         return float(t.transfer_starts[i]), float(t.transfer_ends[i])
 
     def latest(self, candidates: list[Event], now: float, seen: set[Event]) -> Event | None:
-        """The candidate that ended last before `now`. Where clocks of a measured run disagree, one
-        that began before `now` counts as ended then."""
+        """The candidate that ended last before `now`; None if there is none. An event that began
+        before `now` and ended after it counts as ended at `now`: in a measured run the clocks of
+        devices can disagree."""
         best, best_end = None, -1.0
         for event in sorted(set(candidates) - seen):
             start, end = self.span(event)
@@ -129,15 +134,17 @@ class _Events:
         return best
 
     def before(self, event: Event) -> list[Event]:
-        """Everything that can have held up an event."""
+        """All events that this event can have waited for."""
         return self._before_op(event[1]) if event[0] == OP else self._before_transfer(event[1])
 
     def _before_op(self, span: int) -> list[Event]:
-        """Ops that start together on a device are a stage, which waits for the inputs of all."""
+        """The events that an op can have waited for. Ops that start together on a device are a
+        stage, which waits for the inputs of all of them."""
         device = int(self.timeline.op_devices[span])
         starts, start = self.starts[device], float(self.timeline.op_starts[span])
         first, last = bisect_left(starts, start), bisect_right(starts, start)
         together = self.on_device[device][first:last].tolist()
+        # Ops of the same stage explain each other in one direction alone, by index.
         events: list[Event] = [(OP, s) for s in together if s < span]
         if first > 0:
             events.append((OP, int(self.on_device[device][first - 1])))
@@ -158,6 +165,7 @@ class _Events:
         events += self._arrived(self._cargo(transfer, self.timeline.transfer_sources))
         if transfer in self.channel_before:
             events.append((TRANSFER, self.channel_before[transfer]))
+        # A channel with a device's name is that device, which may have run an op before.
         channel = self.timeline.channels[int(self.timeline.transfer_channels[transfer])]
         if channel in self.timeline.devices:
             device = self.timeline.devices.index(channel)
@@ -183,14 +191,16 @@ class _Events:
         return [(TRANSFER, i) for i in self.arrivals.get(cargo, [])]
 
     def _cargo(self, transfer: int, ends: NDArray[np.int32]) -> tuple[int, int, int]:
-        """(tensor, -1, device), or of a control edge (-1, op, device)."""
+        """The key by which a transfer and what it carries are matched: (tensor, -1, device), or for
+        a control edge (-1, op, device). `ends` [transfers] says which device of each counts."""
         tensor = int(self.timeline.transfer_tensors[transfer])
         op = -1 if tensor >= 0 else int(self.timeline.transfer_ops[transfer])
         return tensor, op, int(ends[transfer])
 
 
 def shares(limits: StepLimits, timeline: Timeline) -> list[tuple[str, float]]:
-    """(what, share of the chain), largest first: computing per device, carrying, waiting."""
+    """(what, share of the chain) of each part, largest first: computing on each device, transfers
+    on each channel, and waiting."""
     total = limits.total_seconds or 1.0
     parts = [
         (f"computing on {name}", float(seconds))
@@ -206,7 +216,7 @@ def shares(limits: StepLimits, timeline: Timeline) -> list[tuple[str, float]]:
 
 
 def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
-    """Two or three sentences: where the critical chain goes, and what the bound still allows."""
+    """Two or three sentences: what the critical chain is spent on, and what the bound proves."""
     parts = [
         f"{100 * share:.0f} % {what}"
         for what, share in shares(limits, timeline)[:4]
@@ -223,7 +233,8 @@ def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
 
 
 def _proven(plan: Plan) -> str:
-    """Says what the bound proves of other plans. The share is rounded down, to stay true."""
+    """A sentence on what the bound proves of other plans; "" without a bound. The share is rounded
+    down, so that the sentence stays true."""
     if plan.lower_bound <= 0:
         return ""
     which = "contiguous plan" if plan.contiguous else "plan"
@@ -235,6 +246,7 @@ def _proven(plan: Plan) -> str:
 
 
 def _reason(limits: StepLimits, timeline: Timeline) -> str:
+    """A sentence on what the step is bound by, and what would shorten it."""
     compute = float(limits.compute_seconds.sum())
     carried = float(limits.transfer_seconds.sum())
     if limits.waiting_seconds > max(compute, carried):

@@ -1,4 +1,4 @@
-"""Renders the pages' templates; makes the pieces of HTML that a template cannot say.
+"""Renders the pages' templates, and makes pieces of HTML that a template cannot make.
 
     templates/shell.html    head, policy, style, title, cards, scripts: once for all pages
         plan.html           a plan: timelines, graph, memory, methods, what bounds it
@@ -31,11 +31,11 @@ _DRAWN = {"svg", "text", "path", "title", "rect", "ul", "li", "i"}
 _UNSAFE = re.compile(r"\b(on\w+|href|src|style)\s*=", re.IGNORECASE)
 
 Card = tuple[str, str, str]
-"""What it is, its figure, a remark."""
+"""A card at the top of a page: its label, its figure, and a remark."""
 
 
 class PageTable(NamedTuple):
-    """A table of a page; the first cell of a row names it. With an empty head there is none."""
+    """A table of a page. The first cell of a row is its heading; an empty `head` draws none."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -81,13 +81,18 @@ def remarked(text: str, *remarks: str) -> Markup:
 
 
 def joined(pieces: Iterable[str]) -> Markup:
-    """Pieces of markup, one after the other; the caller has escaped what is foreign in them."""
+    """Pieces of markup, one after the other. The caller must have escaped foreign text in them."""
     return Markup("".join(pieces))
 
 
 def drawing(picture: str) -> Markup:
-    """A picture that was kept in a file: itself if it only draws, else a line that says so."""
+    """A picture that was kept in a file, as markup if it is harmless, else a sentence instead.
+
+    The file may come from anywhere. A picture is harmless if it has only elements that draw, and no
+    attribute that could run a script, load a resource or set a style.
+    """
     tags = _TAG.findall(picture)
+    # After all tags are taken out, no "<" may be left: it would begin a tag that was not checked.
     draws = all(name in _DRAWN and not _UNSAFE.search(rest) for name, rest in tags)
     if draws and "<" not in _TAG.sub("", picture):
         return Markup(picture)
@@ -111,7 +116,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> Markup:
-    """Only this style and this script, and no request at all."""
+    """The Content-Security-Policy that permits this style and this script alone, and no request."""
     allowed = f"default-src 'none'; style-src '{_digest(style)}'; "
     if script:
         allowed += f"script-src '{_digest(script)}'; "

@@ -1,8 +1,8 @@
-"""The page about a plan: timelines, graph, memory, methods and what bounds the plan.
+"""Draws the page about a plan: timelines, graph, memory, methods and what bounds the plan.
 
-The template draws tables and charts; scripts draw the timelines and the graph from JSON in the
-page. Every name is foreign text. The template escapes it, in the JSON `to_script` does, and the
-scripts write names with `textContent` or onto a canvas, never as markup.
+The template draws tables and charts. Scripts draw the timelines and the graph from JSON in the
+page. Every name is foreign text: the template escapes it, `to_script` escapes it in the JSON, and
+the scripts write names with `textContent` or onto a canvas, never as markup.
 """
 
 import json
@@ -40,10 +40,10 @@ from dovetail.units import (
 
 # ---- The page's data, packed: 100,000 spans in some 2 MB of plain JSON ----
 #
-# Times are whole nanoseconds. Names like "lstm.0/addmm_3" are mostly repetition. Ops that differ by
-# one number only, with the same kind, module and phase, share one *template*, and an op is
-# (template, number), both written as differences. Spans of a row are (op difference, gap since the
-# last end, length). `assets/timeline.js` undoes this.
+# Times are whole nanoseconds. Names like "lstm.0/addmm_3" are mostly repetition. So ops whose names
+# differ in one number alone, and that have the same kind, module and phase, share one *template*.
+# An op is (template, number), both written as differences to the op before. A span of a row is (op
+# as a difference, gap since the last end, length). `assets/timeline.js` undoes all this.
 
 NANO = 1e9
 
@@ -51,7 +51,7 @@ NANO = 1e9
 def pack(
     report: PlanReport, limits: list[StepLimits], views: list[GraphView], folds: Folds
 ) -> dict[str, Any]:
-    """Everything the page's scripts draw."""
+    """The data of everything that the page's scripts draw."""
     return {
         "ops": pack_ops(report.graph),
         "phases": [phase.name.lower() for phase in Phase],
@@ -66,8 +66,14 @@ def pack(
 
 
 def pack_ops(graph: Graph) -> dict[str, Any]:
-    """strings, templates [[before, after, kind, module: indices into strings, phase]], and per op
-    its template and number as differences: the number's to the last one of the same template."""
+    """The ops, packed.
+
+    strings     all texts, each once
+    templates   [before, after, kind, module, phase] of each template; the first four are indices
+                into `strings`
+    which       [ops] the op's template, as the difference to the op before
+    numbers     [ops] the op's number, as the difference to the last op of the same template
+    """
     strings: dict[str, int] = {}
     templates: dict[tuple[int, ...], int] = {}
     last_numbers: list[int] = []
@@ -81,6 +87,7 @@ def pack_ops(graph: Graph) -> dict[str, Any]:
         texts = (before, after, kind, module)
         key = (*(strings.setdefault(text, len(strings)) for text in texts), phase)
         template = templates.setdefault(key, len(templates))
+        # The template is new.
         if template == len(last_numbers):
             last_numbers.append(0)
         which.append(template - last)
@@ -95,7 +102,8 @@ def pack_ops(graph: Graph) -> dict[str, Any]:
 
 
 def split_name(name: str) -> tuple[str, int, str]:
-    """ "addmm_3_b" -> ("addmm_", 3, "_b"), at the last number; without one -> (name, -1, "")."""
+    """The name split at its last number: "addmm_3_b" -> ("addmm_", 3, "_b"). A name without one is
+    (name, -1, "")."""
     match = _NUMBERED.fullmatch(name)
     return (match[1], int(match[2]), match[3]) if match else (name, -1, "")
 
@@ -105,7 +113,9 @@ _NUMBERED = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL
 
 
 def runs(flags: NDArray[np.bool_]) -> list[int]:
-    """Lengths of the runs of False, True, False ... in turn."""
+    """The lengths of the runs of equal flags, in turn False, True, False and so on; the first is 0
+    if the flags begin with True."""
+    # `append=2` differs from both flags, so that the last run has an end, too.
     ends = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=2))
     lengths: list[int] = np.diff(ends, prepend=0).tolist()
     return lengths
@@ -114,8 +124,8 @@ def runs(flags: NDArray[np.bool_]) -> list[int]:
 def pack_timeline(
     name: str, timeline: Timeline, graph: Graph, limits: StepLimits
 ) -> dict[str, Any]:
-    """Rows of devices and of the channels that carry something; `critical` holds runs of
-    spans that are not, and are, on the critical chain."""
+    """The rows of a timeline, packed: devices, then the channels that carry something. `critical`
+    holds the lengths of runs of spans, in turn off and on the critical chain."""
     critical_ops = np.zeros(len(timeline.ops), dtype=bool)
     critical_transfers = np.zeros(len(timeline.transfer_ops), dtype=bool)
     for kind, i in limits.chain:
@@ -148,6 +158,7 @@ def pack_timeline(
 def _packed_row(
     label: str, kind: str, starts: NDArray[np.float64], ends: NDArray[np.float64]
 ) -> dict[str, Any]:
+    # Both ends are rounded before they are subtracted, so that rounding errors do not add up.
     from_ns = np.rint(starts * NANO).astype(np.int64)
     to_ns = np.rint(ends * NANO).astype(np.int64)
     before = np.concatenate([[0], to_ns[:-1]]).astype(np.int64)
@@ -160,7 +171,8 @@ def _packed_row(
 
 
 def pack_view(view: GraphView) -> dict[str, Any]:
-    """A picture of the graph: one array a column, and edges as flat (from, to, bytes) triples."""
+    """A picture of the graph, packed: one array for each field of the nodes, and the edges as flat
+    triples (from, to, bytes)."""
     return {
         "name": view.name,
         "labels": list(view.labels),
@@ -180,7 +192,8 @@ def pack_view(view: GraphView) -> dict[str, Any]:
 
 
 def pack_folds(folds: Folds, graph: Graph, plan: PricedPlacement) -> dict[str, Any]:
-    """The tree of modules, its leaves one array a column, and their edges as (from, to, bytes)."""
+    """The tree of modules, packed: one array for each field of folds and leaves, and the edges
+    between leaves as flat triples (from, to, bytes). A leaf's place is the median of its ops."""
     count = len(folds.leaf_folds)
     ops = np.flatnonzero(folds.leaf_of >= 0)
     of = folds.leaf_of[ops]
@@ -206,7 +219,8 @@ def pack_folds(folds: Folds, graph: Graph, plan: PricedPlacement) -> dict[str, A
 
 
 def to_script(data: dict[str, Any]) -> Markup:
-    """JSON that can stand inside a <script> element: no "<", ">", "&" or line separator in it."""
+    """The data as JSON that can stand inside a <script> element: "<", ">", "&" and line separators
+    are written as escapes, so that no name can end the element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -220,18 +234,21 @@ def to_script(data: dict[str, Any]) -> Markup:
 #     gpu2            |11111|22222|33333|44444|       one sample leaves every 5
 #
 # A device's stage takes its load, which counts its transfers. A sample enters a device when it has
-# left the devices that this one reads from, and the sample before it has left this one. If devices
-# read from one another in a circle there is no such order: then only the rhythm is known.
+# left all devices that this one reads from, and when the sample before it has left this one. If
+# devices read from one another in a circle, they have no order. Then only the period is known.
 
 SAMPLES = 6
+"""The chart shows this many samples."""
 WIDTH, ROW, GUTTER = 1000.0, 24.0, 130.0
 
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """devices   [stages] in pipeline order
-    starts, ends   [stages, samples] seconds, when each sample is on each device
-    period_seconds   between two samples that leave, once the pipeline is full
+    """The times at which the first samples pass through a pipeline.
+
+    devices          [stages] devices in pipeline order
+    starts, ends     [stages, samples] seconds at which each sample enters and leaves each device
+    period_seconds   seconds between two samples that leave, once the pipeline is full
     """
 
     devices: tuple[int, ...]
@@ -246,14 +263,15 @@ class Filling:
 def fill(
     plan: Plan, graph: Graph, loads: dict[str, float], samples: int = SAMPLES
 ) -> Filling | None:
-    """The first samples through the devices that have a load; None: devices read in a circle."""
+    """The times of the first samples on the devices that have a load; None if the devices read from
+    one another in a circle."""
     names = plan.machine.device_names
     ops = np.flatnonzero(~graph.is_source)
     working = set(plan.placement[ops].tolist())
     stages = [d for d, name in enumerate(names) if d in working and loads.get(name, 0.0) > 0]
     before = _reads(plan, graph, set(stages))
     order: list[int] = []
-    # By the mean place of their ops where nothing else says which comes first.
+    # Devices whose order no read decides are ordered by the mean index of their ops.
     waiting = sorted(stages, key=lambda d: (float(np.mean(ops[plan.placement[ops] == d])), d))
     while waiting:
         ready = next((d for d in waiting if before[d] <= set(order)), None)
@@ -273,7 +291,7 @@ def fill(
 
 
 def _reads(plan: Plan, graph: Graph, stages: set[int]) -> dict[int, set[int]]:
-    """device -> those that it reads from."""
+    """device -> the other devices among `stages` that it reads from. Sources do not count."""
     before: dict[int, set[int]] = {device: set() for device in stages}
     makers = graph.producers[graph.input_tensors]
     real = ~graph.is_source[makers]
@@ -286,8 +304,9 @@ def _reads(plan: Plan, graph: Graph, stages: set[int]) -> dict[int, set[int]]:
 
 
 def throughput(plan: Plan) -> tuple[str, str]:
-    """The rate of the full pipeline: ("579 samples/s", "18.1 steps a second of 32"). A step's first
-    input says how many samples it has, by its first dimension; ("", "") for a plan of no length."""
+    """The rate of the full pipeline: ("579 samples/s", "18.1 steps a second of 32"). The first
+    dimension of the step's first input is its number of samples. ("", "") if the plan's value is
+    0."""
     if plan.value <= 0:
         return "", ""
     shapes: Sequence[tuple[int, ...]] = plan.source.shapes
@@ -298,7 +317,8 @@ def throughput(plan: Plan) -> tuple[str, str]:
 
 
 def filling_chart(filling: Filling, names: Sequence[str]) -> Markup:
-    """As inline SVG, in the devices' colours; samples are numbered, and every other is paler."""
+    """The chart as inline SVG, in the devices' colours. Samples are numbered, and every other one
+    is paler."""
     end = float(filling.ends.max()) or 1.0
     height = ROW * len(filling.devices)
     scale = (WIDTH - GUTTER) / end
@@ -337,14 +357,15 @@ def filling_chart(filling: Filling, names: Sequence[str]) -> Markup:
 
 SCRIPTS = ("common.js", "timeline.js", "folds.js", "graph.js", "page.js")
 MOST_ROWS = 1500
-"""The table of modules has at most this many rows: it leaves out deeper modules than fit."""
+"""The table of modules has at most this many rows. It leaves out the deepest modules until the rest
+fits."""
 MOST_DEPTH = 8
-"""The style sheet indents names to this depth."""
+"""The style sheet indents names to this depth. Deeper ones are indented as much."""
 
 
 @dataclass(frozen=True)
 class _MethodRow:
-    """A method's value; `bar` is "" if it found nothing that fits."""
+    """A row of the table of methods; `bar` is "" if the method found nothing that fits."""
 
     style: str
     name: str
@@ -356,7 +377,7 @@ class _MethodRow:
 
 @dataclass(frozen=True)
 class _ModuleCell:
-    """One device's part of a module; `width` is that of its mark, 0 to 8."""
+    """One device's part of a module; `width`, 0 to 8, is the width of its mark."""
 
     device: int
     width: int
@@ -366,8 +387,8 @@ class _ModuleCell:
 
 @dataclass(frozen=True)
 class _ModuleRow:
-    """A fold in the table of modules. `expanded` is "" if there is nothing within it; a cell is
-    None if the device neither computes nor holds anything of it."""
+    """A fold in the table of modules. `expanded` is "" if no fold is within it. A cell is None if
+    the device neither computes nor holds anything of the fold."""
 
     fold: int
     hidden: bool
@@ -381,7 +402,7 @@ class _ModuleRow:
 
 @dataclass(frozen=True)
 class _FillingShown:
-    """The section of a plan for objective load."""
+    """The section about the pipeline that a plan for objective load fills."""
 
     rate: str
     text: str
@@ -452,7 +473,8 @@ def _cards(report: PlanReport) -> list[Card]:
 def _limits(
     name: str, limits: StepLimits, timeline: Timeline, plan: Plan
 ) -> tuple[str, str, Markup]:
-    """(the timeline's name, what bounds it, the critical chain as a bar)."""
+    """(the timeline's name, a sentence on what bounds it, the critical chain as a bar)."""
+    # A number and its percent sign stay on one line of the page.
     sentence = explain(limits, timeline, plan).replace(" %", "\u00a0%")
     colours = {f"computing on {device}": f"d{i}" for i, device in enumerate(timeline.devices)} | {
         f"transfers on {channel}": "carry" for channel in timeline.channels
@@ -464,7 +486,7 @@ def _limits(
 
 
 def _run(report: PlanReport) -> PageTable | None:
-    """Predicted beside measured; None if it did not run."""
+    """The table of predicted beside measured seconds; None if the plan did not run."""
     seconds = report.measured_seconds
     if seconds is None and report.measured is None:
         return None
@@ -486,7 +508,7 @@ def _seconds(value: float | tuple[float, float] | None) -> str:
 
 
 def _devices(report: PlanReport) -> PageTable:
-    """The timelines in words and figures, for those who cannot see the picture."""
+    """The timelines as a table, for readers who cannot see the picture."""
     head = ["device or channel"]
     columns: list[dict[str, str]] = []
     for name, timeline in report.timelines:
@@ -507,7 +529,7 @@ def _devices(report: PlanReport) -> PageTable:
 
 
 def _methods(plan: Plan) -> list[_MethodRow]:
-    """All methods that were tried, then the lower bound."""
+    """The rows of all methods that were tried, then of the lower bound."""
     values = dict(plan.baselines)
     values.setdefault(plan.placer, plan.value)
     worst = max((v for v in values.values() if v is not None), default=0.0) or 1.0
@@ -531,7 +553,7 @@ def _methods(plan: Plan) -> list[_MethodRow]:
 
 
 def _filling(report: PlanReport) -> _FillingShown | None:
-    """The section of a plan for objective load; None for others."""
+    """The pipeline's section for a plan for objective load; None for other objectives."""
     plan = report.plan
     loads = loads_of(plan, report.graph)
     if not loads:
@@ -553,8 +575,8 @@ def _filling(report: PlanReport) -> _FillingShown | None:
 
 
 def _modules(folds: Folds, devices: Sequence[int]) -> list[_ModuleRow]:
-    """Modules by device: seconds, and bytes of parameters below them. Rows of closed folds are
-    hidden; buttons open them, by script."""
+    """The rows of the table of modules: seconds and bytes of parameters by device. The rows within
+    a closed fold are hidden; a script opens them by buttons."""
     parents = set(folds.parents.tolist())
     opened = set(folds.opened)
     rows = []
@@ -579,7 +601,8 @@ def _modules(folds: Folds, devices: Sequence[int]) -> list[_ModuleRow]:
 
 
 def _rows_of(folds: Folds) -> list[int]:
-    """Folds that the table has: all, or those down to the depth at which they are few enough."""
+    """The folds in the table: all of them, or those down to the largest depth at which there are at
+    most `MOST_ROWS`."""
     depths = [folds.depth(index) for index in range(len(folds.labels))]
     deepest = max(depths)
     while deepest > 1 and sum(depth <= deepest for depth in depths) > MOST_ROWS:
@@ -604,7 +627,7 @@ def _module_cell(folds: Folds, index: int, device: int) -> _ModuleCell | None:
 
 
 def _memory(report: PlanReport, folds: Folds) -> list[tuple[int, str, Markup]]:
-    """(device, its peak in words, chart). A host that holds nothing has no chart."""
+    """(device, a text with its peak, chart) of each device. A host that holds nothing has none."""
     plan = report.plan
     capacities = capacities_of(plan.machine, dict(plan.caps)).tolist()
     end = max(timeline.step_seconds for _, timeline in report.timelines)
@@ -629,7 +652,8 @@ def _memory(report: PlanReport, folds: Folds) -> list[tuple[int, str, Markup]]:
 
 
 def _machine(plan: Plan) -> list[PageTable]:
-    """Devices and links; of costs that were given only what counts, for rates stand for nothing."""
+    """The tables of devices and links. If the costs were given, the rates mean nothing, and there
+    is one table of names, kinds and memory."""
     if plan.costs_source == "given":
         given = [
             (d.name, d.kind, format_capacity(d.memory_bytes))

@@ -1,6 +1,6 @@
 """Draws charts as inline SVG; colours come from the style sheet, by class.
 
-A line has gaps at values that are not finite, and is thinned to what the eye can tell apart.
+A line has gaps at values that are not finite, and is thinned to at most `POINTS` points.
 """
 
 import math
@@ -15,15 +15,21 @@ from numpy.typing import NDArray
 from dovetail.units import format_bytes, format_count, format_seconds
 
 Floats = NDArray[np.float64]
-COLOURS = 8  # of the palette in page.css
+COLOURS = 8
+"""The palette in page.css has this many colours. Further lines begin it again."""
 POINTS = 400
+"""A line is drawn with at most this many points: the eye cannot tell more apart."""
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 560.0, 220.0, 48.0, 26.0, 34.0
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """`colour` is the number of a colour; `dashed` lines are references; a remark stands after the
-    line's name below the chart."""
+    """A line of a chart.
+
+    colour   the number of its colour, from 0 on
+    dashed   it is a reference, and is not named below the chart
+    remark   a text that stands after its name below the chart
+    """
 
     name: str
     x: Floats
@@ -35,9 +41,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Axes:
-    """The title, units and ranges of a chart. `top` and `bottom` bound y; what is beyond is drawn
-    at the edge. `zero`: y begins at 0 if its values are positive. `end_x`: x ends there; 0: at the
-    last point."""
+    """The title, units and ranges of a chart.
+
+    top, bottom   bounds of y; values beyond them are drawn at the edge
+    zero          y begins at 0 if all its values are positive
+    end_x         x ends here; 0: at the last point
+    """
 
     title: str
     format_x: Callable[[float], str] = format_count
@@ -76,10 +85,11 @@ def _key(line: Line) -> str:
 def bar_chart(
     counts: Sequence[float], labels: Sequence[str], axes: Axes, colour: int = 0
 ) -> Markup:
-    """A bar for each count, side by side, and as many of their labels as there is room for."""
+    """A chart with a bar for each count, side by side, and as many labels as there is room for."""
     top = max(counts, default=0.0) or 1.0
     step = WIDTH / max(len(counts), 1)
     parts = [_y_axis(0.0, top)]
+    # About 70 characters fit below the chart. If all labels are longer, every n-th one is written.
     every = max(1, math.ceil(len(labels) * max((len(t) for t in labels), default=1) / 70))
     for i, (count, label) in enumerate(zip(counts, labels, strict=True)):
         x, height = LEFT + i * step, HEIGHT * count / top
@@ -101,6 +111,8 @@ def bar_chart(
 def ticks(low: float, high: float) -> list[float]:
     """Round values within [low, high], four to nine of them."""
     span = high - low
+    # The step is 1, 2 or 5 times a power of ten: the largest with four of it within the span. The
+    # 1e-9 keeps a tick that rounding would push past an end.
     step = 10 ** math.floor(math.log10(span / 4))
     step *= next(factor for factor in (5, 2, 1) if span / (factor * step) >= 4 or factor == 1)
     first = math.ceil(low / step - 1e-9)
@@ -108,7 +120,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def thinned(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats]:
-    """At most `points` of them, evenly by number, the first and the last among them."""
+    """At most `points` of the points, evenly spaced by index, with the first and the last."""
     if len(x) <= points:
         return x, y
     kept = np.unique(np.linspace(0, len(x) - 1, points).round().astype(np.int64))
@@ -116,8 +128,8 @@ def thinned(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats]
 
 
 def averaged(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats]:
-    """At most `points` means of neighbours, each at the last of its x; what is not finite is left
-    out of its mean."""
+    """The line as at most `points` means over neighbouring points, each drawn at its last x. Values
+    that are not finite are left out of a mean; a mean of none is nan."""
     if len(x) <= points:
         return x, y
     starts = np.linspace(0, len(x), points, endpoint=False).astype(np.int64)
@@ -130,12 +142,15 @@ def averaged(x: Floats, y: Floats, points: int = POINTS) -> tuple[Floats, Floats
 
 
 def _range(lines: Sequence[Line], axes: Axes) -> tuple[float, float]:
+    """The (low, high) that the y axis shows, with low < high whatever the values are."""
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
     low, high = float(values.min()), float(values.max())
     if axes.zero and low > 0:
         low = 0.0
     high = min(high + 0.04 * (high - low), axes.top)
     low = max(low, axes.bottom)
+    # All values are equal, or their difference overflows: any range with a length will do. Beyond
+    # 1e9 adding 1 might change nothing.
     if not (math.isfinite(high - low) and high > low):
         low, high = (low, low + 1.0) if abs(low) < 1e9 else (0.0, 1.0)
     return low, high
@@ -169,15 +184,17 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _path(x: Floats, y: Floats) -> str:
-    """Lines between neighbours that are both finite; x and y in 0 to 1."""
+    """The `d` of an SVG path with lines between neighbours that are both finite; x and y are shares
+    from 0 to 1."""
     pieces, pen = [], False
     for a, b in zip(x.tolist(), y.tolist(), strict=True):
         if not (math.isfinite(a) and math.isfinite(b)):
             pen = False
             continue
         pieces.append(f"{'L' if pen else 'M'}{LEFT + WIDTH * a:.1f} {HEIGHT * (1 - b):.1f}")
+        # A line of no length, drawn with round caps, makes a point without neighbours visible.
         if not pen:
-            pieces.append("h0")  # a point alone is seen as well, with round caps
+            pieces.append("h0")
         pen = True
     return "".join(pieces)
 
@@ -190,7 +207,8 @@ SMALL_WIDTH, SMALL_HEIGHT = 600, 150
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], description: str) -> Markup:
-    """(what, share, colour class) side by side; the legend names the largest."""
+    """A bar of parts (what, share, colour class) side by side. The legend names the first parts, at
+    most `KEYS` and those of at least `LEAST_SHARE`, and sums the others up."""
     pieces, keys, x = [], [], 0.0
     for what, share, colour in parts:
         width = max(1000 * share - 1.5, 0.5)
@@ -213,7 +231,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], description: str) -> Ma
 
 
 def bar(share: float) -> Markup:
-    """One bar of a table, 0 to 1."""
+    """A bar for a cell of a table; `share` is from 0 to 1."""
     width = 100 * min(max(share, 0.0), 1.0)
     return Markup(
         '<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
@@ -224,7 +242,8 @@ def bar(share: float) -> Markup:
 def memory(
     curves: Sequence[MemoryCurve], capacity: int, end_seconds: float, description: str
 ) -> Markup:
-    """Bytes in use over one step, against the capacity where that is near enough to show."""
+    """A chart of the bytes in use over one step. The capacity is drawn if it is at most three times
+    the peak; else the curve would lie flat."""
     curves = [curve for curve in curves if len(curve[1])]
     if not curves:
         return Markup("<p>Memory was not recorded.</p>")
@@ -258,7 +277,8 @@ def memory(
 def _steps(
     times: NDArray[np.float64], sizes: NDArray[np.int64], end_seconds: float, scale: float
 ) -> str:
-    """A staircase of at most `POINTS` steps; each shows the largest value within it."""
+    """The `d` of a staircase of at most `POINTS` steps. Each step shows the largest value within
+    it, so that thinning never hides a peak."""
     if len(times) > POINTS:
         edges = np.linspace(0, end_seconds, POINTS, endpoint=False)
         first = np.searchsorted(times, edges, side="right") - 1

@@ -1,4 +1,4 @@
-"""Report: a plan, what was promised of it and what was measured."""
+"""The record of a report: a plan, its predicted timeline, and its measured one."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,19 @@ from dovetail.plans import Plan
 from dovetail.timeline import Timeline
 
 SINGLES = ("single", "here")
-"""Baselines on one device: the best of the machine's, and all cores of this one together."""
+"""The names of the baselines on one device: the machine's best device, and all cores of this
+machine together."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """Everything that a page or a table shows.
+    """Everything that a page or a table of a plan shows.
 
-    predicted          the plan simulated
-    measured           one run of it, where it ran with spans recorded
-    measured_seconds   [steps] seconds of the steps that count, warm-up left out; where it ran
-    model              the MODEL text; "" takes the plan's
+    predicted          the timeline of the simulated plan
+    measured           the timeline of one run; None if no run recorded its spans
+    measured_seconds   [steps] seconds of the measured steps without the warm-up; None if it did
+                       not run
+    model              the MODEL text; by default the plan's
     """
 
     plan: Plan
@@ -46,27 +48,30 @@ class PlanReport:
 
     @property
     def speedup(self) -> float | None:
-        """Predicted: value of the best single device over the plan's; None: none fits."""
+        """The predicted speed-up: the value of the best single device over the plan's value. None
+        if no single device fits."""
         values = [self.plan.baselines.get(name) for name in SINGLES]
         singles = [value for value in values if value is not None]
         return min(singles) / self.plan.value if singles and self.plan.value > 0 else None
 
     @property
     def measured_step_seconds(self) -> float | None:
-        """Median of the measured steps; of a lone measured timeline its length."""
+        """The median of the measured steps; if there are none, the length of the measured
+        timeline; None if nothing was measured."""
         if self.measured_seconds is not None:
             return float(np.median(self.measured_seconds))
         return None if self.measured is None else self.measured.step_seconds
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured step seconds; positive: it ran faster than promised."""
+        """(predicted - measured) / measured step seconds; None if nothing was measured. It is
+        positive if the step ran faster than predicted."""
         measured = self.measured_step_seconds
         return self.predicted.step_seconds / measured - 1 if measured else None
 
 
 def utilisation(timeline: Timeline) -> NDArray[np.float64]:
-    """[devices] share of the step in which each device computes."""
+    """[devices] the share of the step in which each device computes."""
     if timeline.step_seconds <= 0:
         return np.zeros(len(timeline.devices))
     return timeline.busy_seconds / timeline.step_seconds

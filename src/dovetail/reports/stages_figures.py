@@ -1,4 +1,4 @@
-"""Figures of stage schedules that both the terminal's table and the page show."""
+"""Computes the figures of stage schedules that both the terminal's table and the page show."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from dovetail.units import format_seconds
 
 @dataclass(frozen=True)
 class Ratio:
-    """Sequential's seconds over a schedule's; both measured, else both predicted."""
+    """Sequential's seconds over a schedule's seconds. Either both were measured, or both are
+    predicted: the two kinds do not compare."""
 
     value: float
     measured: bool
@@ -19,7 +20,7 @@ class Ratio:
 
 
 def measured_of(candidate: ScheduleCandidate) -> Timing | None:
-    """Median and spread of the measured rounds; None where there are none."""
+    """The median and spread of the measured rounds; None if nothing was measured."""
     return summarise(list(candidate.seconds)) if candidate.seconds else None
 
 
@@ -28,7 +29,8 @@ def sequential_of(scheduled: Scheduled) -> ScheduleCandidate | None:
 
 
 def ratio_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> Ratio | None:
-    """Sequential's seconds over the schedule's; None if that is not known."""
+    """The schedule's ratio to sequential; None if sequential is not among the candidates, or if the
+    schedule's seconds are 0."""
     base = sequential_of(scheduled)
     if base is None:
         return None
@@ -55,7 +57,7 @@ def stages_text(candidate: ScheduleCandidate) -> str:
 
 
 def largest_text(candidate: ScheduleCandidate) -> str:
-    """Kernels of the largest stage."""
+    """The number of kernels of the largest stage."""
     sizes = [len(stage.kernels) for stage in candidate.stages]
     return f"{max(sizes):,}" if sizes else "-"
 
@@ -63,7 +65,8 @@ def largest_text(candidate: ScheduleCandidate) -> str:
 def overview_rows(
     scheduled: Scheduled,
 ) -> tuple[tuple[str, ...], list[tuple[tuple[str, ...], bool]]]:
-    """(titles, (cells, chosen?) of each scheduler), with a column "left out" if anything was."""
+    """(titles, [(cells, whether it was chosen)] of each scheduler). There is a column "left out" if
+    any search pruned."""
     head = ("scheduler", "predicted", "measured (spread)", "speed-up", "stages", "largest",
             "stages measured", "search")  # fmt: skip
     pruned = any(candidate.pruning for candidate in scheduled.candidates)
@@ -86,7 +89,7 @@ def overview_rows(
 
 
 def launches_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
-    """Kernels that run: the kernels of a merged stage are one."""
+    """The number of kernels that run. All kernels of a merged stage are one."""
     saved = sum(len(stage.kernels) - 1 for stage in candidate.stages if stage.merged)
     return len(scheduled.kernels) - saved
 
@@ -141,8 +144,9 @@ def _predicted_place(scheduled: Scheduled) -> str:
 
 
 def _predicted_faster(scheduled: Scheduled) -> str:
-    """One sentence on a schedule with a lower prediction. Streams without barriers are predicted
-    by their kernels' costs alone, so theirs does not compare with that of stages."""
+    """A sentence on the schedule with the lowest prediction, if it is below the chosen one's, else
+    "". Streams without barriers are predicted by their kernels' costs alone, so their prediction
+    does not compare with that of stages."""
     faster = _faster_by_prediction(scheduled)
     if not faster:
         return ""
@@ -165,8 +169,9 @@ def _against(scheduled: Scheduled, best: ScheduleCandidate) -> str:
 
 
 def _next(scheduled: Scheduled) -> ScheduleCandidate | None:
-    """The fastest that was measured beside the chosen one; none that runs as that one does, for
-    its seconds are the same."""
+    """The fastest measured schedule apart from the chosen one; None if there is none."""
     best = scheduled.best
+    # A schedule that runs like the chosen one was measured together with it and has the very same
+    # seconds.
     compared = [c for c in scheduled.candidates if c.seconds and c.seconds != best.seconds]
     return min(compared, key=lambda c: c.median_seconds, default=None)

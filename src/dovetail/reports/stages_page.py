@@ -1,14 +1,14 @@
-"""The page about schedules of one device, batch size by batch size.
+"""Draws the page about schedules of one device, batch size by batch size.
 
-    answer      which schedule, how fast against sequential, and how that is known
-    stages      drawn over the graph, the chosen schedule first
-    latency     of all schedules, and the speed-up of each block
-    work        kernels, FLOPs, memory access, utilisation; what searching and measuring took
-    sums        whether sums of stages predict what schedules take
-    matrices    what a schedule costs where it was not made for it
+    answer      which schedule is chosen, its speed against sequential, and how that is known
+    stages      the schedules drawn over the graph, the chosen one first
+    latency     seconds of all schedules, and the speed-up of each block
+    work        kernels, FLOPs, memory access, utilisation; seconds of searching and measuring
+    sums        whether sums over stages predict the seconds of schedules
+    matrices    the loss of a schedule at a batch size or on a device that it was not made for
 
 Figures and tables are those of "Accelerate DNN Inference by Inter-Operator Parallelism", 2019.
-There is no script in it.
+The page has no script.
 """
 
 import math
@@ -54,20 +54,21 @@ from dovetail.units import format_bytes, format_count, format_seconds
 #                 └────┬────┘      │
 #     2   90 us   [       concat      ]
 #
-# Streams without barriers are columns; a kernel stands below all that it waits for.
+# Streams without barriers are columns; a kernel stands below all kernels that it waits for.
 #
-# A long schedule is drawn in pieces of whole stages, which end with a block if they can; each piece
-# folds away on its own. Edges that leave a piece are stubs; the title of a kernel names what it
-# reads.
+# A long schedule is drawn in pieces of whole stages. A piece ends with a block if it can, and folds
+# away on its own. Edges that leave a piece are stubs; the title of a kernel names what it reads.
 
 BOX, BOX_HEIGHT = 150, 22
-"""A kernel's box has this many pixels."""
+"""A kernel's box has this width and height, in pixels."""
 ACROSS, DOWN, GUTTER, PAD = 180, 38, 124, 10
-"""Pixels from one box to the next, before the first, and around the boxes of a stage."""
+"""Pixels from one box to the next, to the right and down; to the left of the first box; and around
+the boxes of a stage."""
 MOST_ACROSS = 10
 """At most this many groups stand side by side; the next ones stand below them."""
 FEW, MANY, OPEN = 24, 120, 60
-"""A piece may end from `FEW` kernels on and must end at `MANY`; the first `OPEN` are unfolded."""
+"""A piece ends with a block once it has `FEW` kernels, and anywhere before it has more than `MANY`.
+Pieces are unfolded until `OPEN` kernels are shown."""
 LABEL, NAMED, NAME = 21, 4, 56
 """A label has at most `LABEL` characters; a title lists `NAMED` names of `NAME` characters each."""
 COLOURS = 8  # of the palette in page.css
@@ -75,7 +76,8 @@ COLOURS = 8  # of the palette in page.css
 
 @dataclass(frozen=True)
 class Place:
-    """A kernel's box: its corner, its colour, and where the kernel runs as its title says it."""
+    """A kernel's box: its upper left corner, its colour, and the words in its title on where the
+    kernel runs."""
 
     x: int
     y: int
@@ -85,7 +87,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Band:
-    """A stage's row: its number from 1, seconds, and the frames (x, y, width, height) of groups."""
+    """The row of a stage: its number, from 1 on, its seconds, and the frames (x, y, width, height)
+    around its groups."""
 
     number: int
     y: int
@@ -97,7 +100,11 @@ class Band:
 
 @dataclass(frozen=True)
 class Picture:
-    """places: kernel -> its box; waits: kernel -> those of other streams whose events it awaits."""
+    """A picture of stages (`bands`) or of streams (`lanes`).
+
+    places   kernel -> its box
+    waits    kernel -> the kernels of other streams whose events it waits for
+    """
 
     places: dict[int, Place]
     bands: tuple[Band, ...] = ()
@@ -106,13 +113,13 @@ class Picture:
 
 
 def effort_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
-    """Boxes and lines that a picture of it has."""
+    """The number of boxes and lines that a picture of the schedule has."""
     reads = sum(before.bit_count() for before in scheduled.block.predecessors)
     return len(scheduled.kernels) + reads + len(candidate.stages)
 
 
 def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> Markup:
-    """All kernels of a schedule, each once. O(kernels + edges)."""
+    """The pictures of a schedule, in which each kernel stands once. O(kernels + edges)."""
     if not candidate.stages:
         picture = render(scheduled, streamed(scheduled, candidate))
         return Markup('<div class="sheet">{}</div>').format(picture)
@@ -133,7 +140,8 @@ def draw_schedule(scheduled: Scheduled, candidate: ScheduleCandidate) -> Markup:
 
 
 def pieces(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[range]:
-    """Stages by number that are drawn together, all of them in running order."""
+    """The ranges of stages that are drawn together, in running order; together they are all
+    stages."""
     block_of = {k: b for b, kernels in enumerate(scheduled.blocks) for k in kernels}
     blocks = [block_of.get(min(stage.kernels, default=-1), -1) for stage in candidate.stages]
     if sum(len(stage.kernels) for stage in candidate.stages) <= OPEN:
@@ -150,7 +158,7 @@ def pieces(scheduled: Scheduled, candidate: ScheduleCandidate) -> list[range]:
 
 
 def staged(stages: Sequence[KernelStage], first: int) -> Picture:
-    """Stages below each other; `first` is the number of the first of them, from 0."""
+    """The picture of stages below each other; `first` is the index of the first one among all."""
     places: dict[int, Place] = {}
     bands = []
     y = 0
@@ -174,7 +182,8 @@ def staged(stages: Sequence[KernelStage], first: int) -> Picture:
 
 
 def streamed(scheduled: Scheduled, candidate: ScheduleCandidate) -> Picture:
-    """Streams side by side; each kernel in the row below the last that it waits for."""
+    """The picture of streams side by side. Each kernel stands in the row below the lowest kernel
+    that it waits for: one that it reads, one in its stream, or one whose event it awaits."""
     streams = candidate.streams
     before: dict[int, set[int]] = {
         kernel: set(members(reads)) for kernel, reads in enumerate(scheduled.block.predecessors)
@@ -204,7 +213,8 @@ def streamed(scheduled: Scheduled, candidate: ScheduleCandidate) -> Picture:
 
 
 def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0) -> Markup:
-    """A picture as SVG, one unit a pixel. `longest_seconds`: of the stage with the longest bar."""
+    """A picture as SVG, one unit a pixel. `longest_seconds` are those of the longest stage of the
+    schedule, whose bar is full."""
     places = picture.places
     width = max((place.x for place in places.values()), default=GUTTER) + BOX + 60
     height = max((place.y for place in places.values()), default=0) + DOWN + PAD
@@ -213,7 +223,8 @@ def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0)
         f'<text x="{GUTTER + i * ACROSS}" y="20">{lane}</text>'
         for i, lane in enumerate(picture.lanes)
     ]
-    # What runs later is drawn first, so that no line lies on a box.
+    # A kernel's lines go up to what it reads. Later kernels are drawn first, so that the boxes
+    # above cover the ends of their lines.
     for kernel in sorted(places, key=lambda k: (places[k].y, places[k].x), reverse=True):
         parts.append(_kernel(scheduled, picture, kernel))
     said = f"{len(places)} kernels in {len(picture.bands) or len(picture.lanes)} "
@@ -249,7 +260,8 @@ def _band(band: Band, width: int, longest_seconds: float) -> str:
 
 
 def _kernel(scheduled: Scheduled, picture: Picture, kernel: int) -> str:
-    """A box, the lines into it, and stubs of lines from and to where this picture does not go."""
+    """A kernel's box, the lines into it, and stubs for kernels that are not in this picture: one
+    above if it reads from some, one below if some read it."""
     work, place = scheduled.kernels[kernel], picture.places[kernel]
     producers = list(members(scheduled.block.predecessors[kernel]))
     waits = picture.waits.get(kernel, set())
@@ -273,8 +285,8 @@ def _kernel(scheduled: Scheduled, picture: Picture, kernel: int) -> str:
 
 
 def _line(source: Place, destination: Place) -> str:
-    """From the lower edge of a box to the upper edge of one below it; past the boxes between two
-    of one column on their right."""
+    """A line from the lower edge of a box to the upper edge of a box below it. If the two are in
+    one column with others between them, the line passes those on the right."""
     x, y = source.x + BOX // 2, source.y + BOX_HEIGHT
     to_x, to_y = destination.x + BOX // 2, destination.y
     if source.x == destination.x and to_y - y > DOWN:
@@ -302,7 +314,7 @@ def _few(names: Iterable[str]) -> str:
 
 
 def _end(name: str, most: int) -> str:
-    """A long name by its end: paths begin alike."""
+    """The name, cut to its end if it is long: paths differ at their ends."""
     return name if len(name) <= most else "…" + name[1 - most :]
 
 
@@ -325,15 +337,16 @@ def _span(what: str, first: int, last: int) -> str:
 # ---- Charts as SVG: latencies, prediction against measurement; and a heated matrix ----
 
 LABELS, ROW = 150, 36
-"""The names before bars have this many pixels, and so has a row."""
+"""The names before bars have `LABELS` pixels of width; a row has `ROW` pixels of height."""
 MOST_POINTS = 2000
 """A scatter chart has at most this many dots."""
 HEATS = (0.005, 0.02, 0.05, 0.10)
-"""A cell is one step hotter from each of these losses on."""
+"""From each of these losses on a cell of the matrix is one step hotter."""
 
 
 def latency_chart(candidates: Sequence[ScheduleCandidate], chosen: str) -> Markup:
-    """A row for each schedule: predicted above measured, with the middle half of the rounds."""
+    """A chart with a row for each schedule: the predicted seconds above the measured ones, with a
+    mark over the middle half of the rounds."""
     ends = [c.predicted_seconds for c in candidates]
     ends += [_quartiles(c)[1] for c in candidates if c.seconds]
     top = max((end for end in ends if math.isfinite(end)), default=0.0) or 1.0
@@ -379,7 +392,8 @@ def _quartiles(candidate: ScheduleCandidate) -> tuple[float, float]:
 
 
 def scatter_chart(points: Sequence[tuple[float, float]]) -> Markup:
-    """Measured over predicted seconds, a dot for each, and the line where both are equal."""
+    """A chart of measured against predicted seconds: a dot for each pair, and the line on which
+    both are equal."""
     finite = [point for point in points if all(map(math.isfinite, point))]
     if not finite:
         return Markup("<p>Nothing was recorded.</p>")
@@ -423,7 +437,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _room(values: Sequence[float]) -> tuple[float, float]:
-    """The range of values, and a little more."""
+    """The range of the values, 5 % wider on each side, and never empty."""
     low, high = min(values), max(values)
     more = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return low - more, high + more
@@ -435,7 +449,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A specialisation: the style sheet's class and the text of each cell."""
+    """A specialisation as a table: each cell is (class of the style sheet, text)."""
 
     title: str
     columns: tuple[str, ...]
@@ -443,7 +457,8 @@ class _Matrix:
 
 
 def _matrix(matrix: Specialisation) -> _Matrix:
-    """Seconds, and what is lost against the schedule that was made for the row."""
+    """The table of a specialisation: seconds, and the loss against the schedule that was made for
+    the row."""
     rows = []
     for i, (name, seconds) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
         diagonal = _own(matrix, i)
@@ -461,8 +476,9 @@ def _matrix(matrix: Specialisation) -> _Matrix:
 
 
 def _own(matrix: Specialisation, row: int) -> int | None:
-    """The column of the schedule that was made for a row: of its name; where no name is both a
-    row's and a column's, of its number in a square matrix."""
+    """The column of the schedule that was made for a row; None if there is none. It is the column
+    with the row's name. If rows and columns share no name at all, it is the column with the row's
+    number in a square matrix."""
     if set(matrix.rows) & set(matrix.columns):
         name = matrix.rows[row]
         return matrix.columns.index(name) if name in matrix.columns else None
@@ -470,7 +486,8 @@ def _own(matrix: Specialisation, row: int) -> int | None:
 
 
 def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
-    """Interquartile range over median of the measured rounds, of the schedule in the middle."""
+    """The noise of the measurements: the median, over the schedules, of the interquartile range of
+    the rounds over their median."""
     spreads = sorted(summarise(list(c.seconds)).spread for c in candidates if len(c.seconds) > 1)
     return spreads[len(spreads) // 2] if spreads else 0.0
 
@@ -480,9 +497,9 @@ def noise_of(candidates: Sequence[ScheduleCandidate]) -> float:
 MOST_DRAWN = 10_000
 """All pictures together have at most this many boxes and lines."""
 MOST_BLOCKS = 64
-"""The first this many blocks are compared, so that picture and table stay legible."""
+"""At most this many blocks, the first ones, are compared, so that chart and table stay legible."""
 MOST_CARDS = 4
-"""This many batch sizes have a card at the top of the page."""
+"""At most this many batch sizes, the first ones, have a card at the top of the page."""
 
 
 @dataclass(frozen=True)
@@ -513,7 +530,7 @@ class _SampledShown:
 
 @dataclass(frozen=True)
 class _ShownBatch:
-    """All that is known of one batch size; None where nothing is known."""
+    """The section of one batch size. A part is None if nothing is known of it."""
 
     title: str
     answer: str
@@ -593,8 +610,9 @@ def _summary(schedules: Schedules) -> PageTable | None:
 
 
 def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
-    """[results] the schedulers whose schedules are drawn, of at most `most` boxes and lines in all:
-    first those chosen, then the others in their order."""
+    """[results] the schedulers whose schedules are drawn. All pictures together have at most `most`
+    boxes and lines: chosen schedules come first, then the others in their order. One that does not
+    fit is left out, and smaller ones after it may still fit."""
     drawn: list[set[str]] = [set() for _ in schedules.results]
     wanted = [(i, result.best) for i, result in enumerate(schedules.results)]
     wanted += [
@@ -612,12 +630,13 @@ def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
 
 
 def _by_choice(scheduled: Scheduled) -> list[ScheduleCandidate]:
-    """The chosen one first."""
+    """The candidates, the chosen one first and the others in their order."""
     return sorted(scheduled.candidates, key=lambda c: c.scheduler != scheduled.chosen)
 
 
 def _same_as(scheduled: Scheduled, candidate: ScheduleCandidate) -> str | None:
-    """An earlier scheduler that found the same stages."""
+    """The first scheduler before this one that found the same stages or streams; None if none
+    did."""
     for other in _by_choice(scheduled):
         if other is candidate:
             return None
@@ -631,7 +650,7 @@ def _form(candidate: ScheduleCandidate) -> object:
 
 
 def _batch(schedules: Schedules, scheduled: Scheduled, drawn: Collection[str]) -> _ShownBatch:
-    """All that is known of one batch size; `drawn`: schedulers whose schedules are drawn."""
+    """The section of one batch size; `drawn` names the schedulers whose schedules are drawn."""
     head, rows = overview_rows(scheduled)
     return _ShownBatch(
         title=f"Batch {scheduled.batch:,}: {scheduled.chosen}",
@@ -688,7 +707,8 @@ def _latency(scheduled: Scheduled) -> PageTable:
 
 
 def _blocks(scheduled: Scheduled) -> _BlockGains | None:
-    """Sequential's predicted seconds over each scheduler's, block by block."""
+    """The speed-up of each block: sequential's predicted seconds over each scheduler's. None if no
+    schedule has seconds for the same blocks as sequential."""
     base = sequential_of(scheduled)
     if base is None or not base.block_seconds:
         return None
@@ -731,7 +751,7 @@ def _block_table(
 
 
 def _work(scheduled: Scheduled) -> PageTable | None:
-    """Kernels, FLOPs, memory access and utilisation (table 5)."""
+    """The table of kernels, FLOPs, memory access and utilisation (the paper's table 5)."""
     if not scheduled.kernels:
         return None
     flops = sum(kernel.flops for kernel in scheduled.kernels)
@@ -753,7 +773,7 @@ def _work(scheduled: Scheduled) -> PageTable | None:
 
 
 def _search(scheduled: Scheduled) -> PageTable | None:
-    """The effort of finding each schedule (table 4)."""
+    """The table of the effort of finding each schedule (the paper's table 4)."""
     if all(candidate.effort == SearchEffort() for candidate in scheduled.candidates):
         return None
     rows = [
@@ -775,7 +795,8 @@ def _search(scheduled: Scheduled) -> PageTable | None:
 
 
 def _sampled(scheduled: Scheduled) -> _SampledShown | None:
-    """Random schedules, measured against predicted, and the pairs that are ordered right."""
+    """Random schedules, measured against predicted, and the share of pairs whose order was
+    predicted right; None for less than two."""
     points = scheduled.sampled
     if len(points) < 2:
         return None

@@ -1,7 +1,7 @@
-"""Terminal tables. Each function returns a rich renderable and prints nothing.
+"""Makes tables for the terminal. Each function returns a rich renderable and prints nothing.
 
-Every name in them is foreign: `escape` keeps rich from obeying its markup, and the terminal its
-control characters.
+Every name in them is foreign text. `escape` keeps rich from obeying markup in it, and the terminal
+from obeying its control characters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ from dovetail.units import (
 )
 
 LEAST_SHARE = 0.001
-"""Parts of the critical chain with a smaller share are summed up."""
+"""Parts of the critical chain with a smaller share than this are summed up in one row."""
 
 
 def escape(text: str) -> str:
-    """A foreign text as rich and the terminal show it, character by character."""
+    """The text, escaped so that rich and the terminal show it character by character."""
     return escape_markup(printable(text))
 
 
@@ -85,7 +85,7 @@ def emulation_notes(machine: Machine, graph: Graph) -> list[str]:
 
 
 def plan_table(plan: Plan, graph: Graph) -> RenderableType:
-    """The plan, every method tried beside it, and memory per device."""
+    """The tables of a plan: its facts, every method that was tried, and memory per device."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
@@ -100,11 +100,11 @@ def phases_table(
     devices: Mapping[str, str],
     candidates: Mapping[str, float | None],
 ) -> RenderableType:
-    """Phases under one placement: seconds, how often each runs, its share of the whole; the modules
-    of each device; and what the other placements come to.
+    """The tables of phases under one placement: the seconds, number of runs and share of each
+    phase; the modules of each device; and the values of the placements that were tried.
 
     devices     module path -> device name
-    candidates  placement -> weighted seconds, None where it does not fit
+    candidates  placement -> weighted seconds; None if it does not fit
     """
     total = sum(weights[name] * plan.value for name, plan in plans.items())
     phases = _table("phase", "seconds", "times", "share", "peak memory", title="Phases")
@@ -134,7 +134,8 @@ def phases_table(
 
 
 def methods_table(plan: Plan) -> Table:
-    """method -> value, its ratio to the chosen plan, and when it was found, as tried."""
+    """The table of methods, in the order in which they were tried: value, ratio to the chosen plan,
+    and when the value was found."""
     table = _table("method", "value", "against the plan", "found after", title="Methods")
     for method, value in plan.baselines.items():
         chosen = method == plan.placer
@@ -156,14 +157,14 @@ def methods_table(plan: Plan) -> Table:
 
 
 def found_after(plan: Plan, method: str) -> str:
-    """When the search first had the method's value; "" where that is not known."""
+    """The time after which the search first had the method's value; "" if it is not known."""
     seconds = plan.found_seconds.get(method)
     return "" if seconds is None else format_seconds(seconds)
 
 
 def memory_table(plan: Plan, graph: Graph) -> Table:
-    """Per device its ops, for objective load what that is made of, peak memory and what it may
-    use. A host that neither runs nor holds anything has no row."""
+    """The table of devices: number of ops, load (for objective load), peak memory, and the memory
+    that the device may use. A host that neither runs nor holds anything has no row."""
     loads = loads_of(plan, graph)
     head = ("device", "ops", *(("load",) if loads else ()), "peak memory", "available", "used")
     table = _table(*head, title="Devices")
@@ -192,7 +193,7 @@ def memory_table(plan: Plan, graph: Graph) -> Table:
 
 
 def loads_of(plan: Plan, graph: Graph) -> dict[str, float]:
-    """device -> seconds of its load, of a plan for objective load; else empty."""
+    """device -> seconds of its load, for a plan for objective load; empty for other objectives."""
     if plan.objective != "load":
         return {}
     costs = Costs(plan.compute_seconds, plan.costs_source, plan.sent_bytes)
@@ -205,7 +206,7 @@ def run_table(
     measured_seconds: NDArray[np.float64] | Sequence[float],
     measured: Timeline | None = None,
 ) -> RenderableType:
-    """Predicted beside measured: the step, then per device how long it computes."""
+    """The table of predicted beside measured seconds: the step, each device, and the channels."""
     seconds = np.asarray(measured_seconds, dtype=np.float64)
     step = _table("", "predicted", "measured", "error", title=f"{len(seconds)} measured steps")
     for label, mine, measured_value in run_rows(predicted, seconds, measured):
@@ -216,7 +217,8 @@ def run_table(
 def run_rows(
     predicted: Timeline, seconds: NDArray[np.float64], measured: Timeline | None
 ) -> list[tuple[str, float | None, float | tuple[float, float] | None]]:
-    """(label, predicted, measured) in seconds; a pair is a range."""
+    """(label, predicted, measured) in seconds, of the step, each device and the channels. A pair is
+    a range from lowest to highest; None: there is no such figure."""
     rows: list[tuple[str, float | None, float | tuple[float, float] | None]] = []
     if len(seconds):
         rows.append(("step, median", predicted.step_seconds, float(np.median(seconds))))
@@ -245,7 +247,7 @@ def _compared(
 
 
 def limits_table(limits: StepLimits, timeline: Timeline, plan: Plan) -> RenderableType:
-    """Shows what bounds the plan: the sentence, and the critical chain by share."""
+    """What bounds the plan: the sentences, and a table of the critical chain by share."""
     sentences = Text(printable(explain(limits, timeline, plan)))
     parts = shares(limits, timeline)
     if not parts:
@@ -262,8 +264,9 @@ def limits_table(limits: StepLimits, timeline: Timeline, plan: Plan) -> Renderab
 
 
 def schedules_table(schedules: Schedules) -> RenderableType:
-    """Per batch every scheduler's schedule: predicted and measured, against sequential (its seconds
-    over theirs), its stages, and what finding it took. A spread is interquartile range / median."""
+    """For each batch size a table of the schedulers: predicted and measured seconds, the speed-up
+    (sequential's seconds over the schedule's), stages, and what the search took. A spread is the
+    interquartile range over the median."""
     shown: list[RenderableType] = []
     for result in schedules.results:
         head, rows = overview_rows(result)
@@ -276,7 +279,7 @@ def schedules_table(schedules: Schedules) -> RenderableType:
 
 
 def machine_table(machine: Machine) -> RenderableType:
-    """Devices with their rates, and links."""
+    """The tables of a machine: devices with their rates, and links."""
     devices = _table(
         "device", "kind", "model", "cores", "memory", "peak", "bandwidth", "per op",
         title=f"Machine {escape(machine.name)}",
@@ -315,9 +318,11 @@ def machine_table(machine: Machine) -> RenderableType:
 
 
 def networks_table(rows: Sequence[Mapping[str, object]]) -> Table:
-    """One row a network; its columns are the keys of the first. A number is written in the unit
-    that its key ends with: `parameter_bytes`, `step_seconds`, in full for `training_ops` and
-    `batch`, else as a count."""
+    """The table of networks, one row for each; its columns are the keys of the first row.
+
+    The last word of a key says how its number is written: `parameter_bytes` and `step_seconds` in
+    their units, `training_ops` and `batch` in full, any other as a count.
+    """
     keys = list(rows[0]) if rows else ["network"]
     table = _table(*map(_heading, keys), title="Networks")
     for column, key in zip(table.columns, keys, strict=True):
@@ -331,7 +336,8 @@ def networks_table(rows: Sequence[Mapping[str, object]]) -> Table:
 def network_table(
     facts: Sequence[tuple[str, object]], options: Mapping[str, object]
 ) -> RenderableType:
-    """A network's facts, whole numbers in full, and its options with their defaults."""
+    """A network's facts, with whole numbers in full, and a table of its options with their
+    defaults."""
     shown = Table.grid(padding=(0, 2))
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")
@@ -348,7 +354,8 @@ def network_table(
 
 
 def graph_summary(graph: Graph) -> RenderableType:
-    """Ops, FLOPs and bytes by phase, and what the sources hold."""
+    """The tables of a graph: ops, FLOPs and bytes by phase, and the sizes of the sources by
+    kind."""
     table = _table("phase", "ops", "kinds", "FLOPs", "bytes accessed", title="Graph")
     kinds = np.array(graph.kinds, dtype=object)
     for phase in Phase:
@@ -419,7 +426,7 @@ def _ranges(cores: Sequence[int]) -> str:
 
 
 def _table(*columns: str, title: str | None = None) -> Table:
-    """A plain table: first column left, the others right."""
+    """An empty table without borders. The first column is aligned left, the others right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(escape(column), justify="left" if i == 0 else "right", overflow="fold")

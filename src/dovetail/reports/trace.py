@@ -1,4 +1,4 @@
-"""Chrome-trace JSON of timelines, for Perfetto and chrome://tracing.
+"""Writes timelines as Chrome-trace JSON, for Perfetto and chrome://tracing.
 
 Format: "Trace Event Format", Google, 2016: complete events "X" with `ts` and `dur` in
 microseconds, and metadata events "M" that name and order processes and threads.
@@ -13,8 +13,8 @@ from dovetail.timeline import Timeline
 def chrome_trace(
     predicted: Timeline, graph: Graph, measured: Timeline | None = None
 ) -> dict[str, Any]:
-    """The trace as one object for `json.dump`: a process "predicted" and, where it ran, a process
-    "measured" below it, on one time axis. Threads are devices, and then channels."""
+    """The trace as one object for `json.dump`. The process "predicted", and below it "measured" if
+    that is given, share one time axis. A process's threads are the devices, then the channels."""
     events: list[dict[str, Any]] = []
     timelines = [("predicted", predicted)]
     if measured is not None:
@@ -30,7 +30,7 @@ def _process(process: int, name: str, timeline: Timeline) -> list[dict[str, Any]
     events = [_metadata("process_name", process, 0, {"name": name})]
     events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
     for thread, label in enumerate([*timeline.devices, *timeline.channels]):
-        # A device may be a channel as well, and both stand here.
+        # A device may be a channel as well. Then it has a thread of each kind, told apart by name.
         text = label if thread < len(timeline.devices) else f"transfers on {label}"
         events.append(_metadata("thread_name", process, thread, {"name": text}))
         events.append(_metadata("thread_sort_index", process, thread, {"sort_index": thread}))

@@ -1,11 +1,11 @@
-"""The page about training runs: several rules side by side, or one run alone.
+"""Draws the page about training runs: several rules side by side, or one run alone.
 
-    cards       runs, the best figure, the fastest to what all reached
+    cards       runs, the best figure, the run that was first at the level that all reached
     learning    figures against time and samples
     asynchrony  staleness, implicit momentum, temporal efficiency
-    workers     what each did when, and what happened to it
+    workers     a timeline of each worker, with its events
 
-There is no script in it.
+The page has no script.
 """
 
 import math
@@ -31,21 +31,26 @@ from dovetail.units import format_count, format_seconds
 #     worker 0   ███▒░███▒░███▒░███▒░        compute, exchange, wait
 #     worker 1   ███▒░███▒✕    ▲███▒░        ✕ lost, ▲ joined again
 #
-# Compute is from a window's first step to its last. Exchange is from there to the server's answer,
-# which in rules that gather includes the wait for the others. Wait is what remains. A run of many
-# commits is drawn as shares of equal pieces of time instead of spans.
+# Compute is from a window's first step to its last. Exchange is from there to the server's answer;
+# with rules that gather it includes the wait for the other workers. Wait is the rest, from an
+# answer to the next window. A run of many commits is drawn as shares of equal pieces of time
+# instead of spans.
 
 Floats = NDArray[np.float64]
 WIDTH, LABELS, ROW, GAP = 1100.0, 84.0, 16.0, 5.0
 MOST_WORKERS, MOST_SPANS, MOST_MARKS = 40, 3000, 200
+"""At most this many workers have a lane and this many events a mark. A run with more spans than
+`MOST_SPANS` is drawn as shares."""
 PIECES = 300
+"""Shares are drawn for this many equal pieces of time."""
 KINDS = ("compute", "exchange", "wait")
 MARKS = {"lost": "✕", "restarted": "▲", "joined": "▲", "refused": "!"}
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One worker's windows in order [windows]; each ends before the next begins."""
+    """One worker's windows in order. begins, ends, answers [windows]: seconds of the first step, of
+    the last one, and of the server's answer. Each window is answered before the next begins."""
 
     worker: int
     begins: Floats
@@ -53,7 +58,8 @@ class Lane:
     answers: Floats
 
     def seconds_of(self, kind: str) -> float:
-        """In all; waiting is counted from the first window's begin to the last answer."""
+        """The seconds of all spans of one kind. Waiting before the first window and after the last
+        answer does not count."""
         if kind == "compute":
             return float((self.ends - self.begins).sum())
         if kind == "exchange":
@@ -61,7 +67,7 @@ class Lane:
         return float((self.begins[1:] - self.answers[:-1]).sum())
 
     def spans_of(self, kind: str) -> tuple[Floats, Floats]:
-        """The begins and ends of its spans of one kind."""
+        """(starts, ends) of the worker's spans of one kind."""
         if kind == "compute":
             return self.begins, self.ends
         if kind == "exchange":
@@ -70,8 +76,8 @@ class Lane:
 
 
 def lanes_of(history: History) -> list[Lane]:
-    """A lane a worker, by number. Clocks that differ between processes by a little are put right:
-    no span is negative and no window begins before the last was answered."""
+    """A lane for each worker, by number. Clocks of processes differ a little, so times are clipped:
+    no span is negative, and no window begins before the last one was answered."""
     columns = history.columns
     lanes = []
     for worker in np.unique(columns["worker"]).tolist():
@@ -86,7 +92,7 @@ def lanes_of(history: History) -> list[Lane]:
 
 
 def timeline(history: History) -> Markup:
-    """The lanes of up to `MOST_WORKERS` workers, and what happened to them."""
+    """The chart of the lanes of up to `MOST_WORKERS` workers, with marks for events."""
     lanes = lanes_of(history)
     if not lanes:
         return Markup("<p>No commit was recorded.</p>")
@@ -128,7 +134,8 @@ def _at(seconds: float, end: float) -> float:
 
 
 def _spans(lane: Lane, y: float, end: float) -> str:
-    """A path a kind, of a box a span."""
+    """A lane as one path for each kind, with a box for each span. One path is much smaller than as
+    many elements."""
     drawn = []
     for kind in KINDS:
         starts, stops = lane.spans_of(kind)
@@ -144,7 +151,7 @@ def _spans(lane: Lane, y: float, end: float) -> str:
 
 
 def _shares(lane: Lane, y: float, end: float) -> str:
-    """Draws the share of each piece of time that was compute (lowest), exchange and wait."""
+    """A lane as areas: for each piece of time the shares of compute (lowest), exchange and wait."""
     edges = np.linspace(0.0, end, PIECES + 1)
     piece = end / PIECES
     drawn, floor = [], np.zeros(PIECES)
@@ -157,9 +164,11 @@ def _shares(lane: Lane, y: float, end: float) -> str:
 
 
 def _covered(starts: Floats, stops: Floats, edges: Floats) -> Floats:
-    """Seconds of [0, edge] that lie within the spans, for each edge."""
+    """[edges] the seconds from 0 to each edge that lie within the spans, which do not overlap."""
     if not len(starts):
         return np.zeros(len(edges))
+    # The covered time grows linearly within a span and is constant between two, so interpolating
+    # between the ends of spans is exact.
     total = np.cumsum(stops - starts)
     moments = np.stack([starts, stops], axis=1).ravel()
     seconds = np.stack([total - (stops - starts), total], axis=1).ravel()
@@ -167,7 +176,7 @@ def _covered(starts: Floats, stops: Floats, edges: Floats) -> Floats:
 
 
 def _band(floor: Floats, ceiling: Floats, y: float) -> str:
-    """The area between two staircases of shares."""
+    """The `d` of an SVG path around the area between two staircases of shares."""
     width = (WIDTH - LABELS - 20) / PIECES
     left = LABELS + width * np.arange(PIECES)
     top, bottom = y + ROW * (1 - ceiling), y + ROW * (1 - floor)
@@ -179,8 +188,8 @@ def _band(floor: Floats, ceiling: Floats, y: float) -> str:
 def _marks(
     events: tuple[Event, ...], rows: dict[int, float], end: float, height: float
 ) -> list[str]:
-    """A sign in the worker's lane; a line through all for what happened to the server. What
-    happened at the very start is no news."""
+    """At most `MOST_MARKS` marks of events: a sign in the worker's lane, or a line through all
+    lanes if the server restarted. A worker's events at second 0 are left out: that is the start."""
     parts = []
     for event in events:
         x = _at(max(event.seconds, 0.0), end)
@@ -212,6 +221,7 @@ MOST_FIGURES, MOST_EVENTS, MOST_BINS, MOST_ROWS = 6, 200, 40, 64
 MOST_REASONS = 40
 """The page lists at most this many reasons for refused commits, the most frequent first."""
 TRAINING_LOSS = "training loss"
+"""The name under which the commits' loss is charted."""
 MOST_RUNS = 40
 """A page shows at most this many runs: more could not be told apart in one chart."""
 
@@ -232,7 +242,7 @@ class ShownRun:
 
 @dataclass(frozen=True, eq=False)
 class _LearningCurve:
-    """One figure of one run: [points] each."""
+    """One figure of one run; seconds, samples and values are [points] each."""
 
     run: ShownRun
     seconds: Column
@@ -242,7 +252,7 @@ class _LearningCurve:
 
 @dataclass(frozen=True, eq=False)
 class _WorkerTimes:
-    """A run's timeline; the title is "" if the page has one run alone."""
+    """The timeline and table of a run's workers; the title is "" if the page has one run alone."""
 
     title: str
     chart: Markup
@@ -251,11 +261,11 @@ class _WorkerTimes:
 
 @dataclass(frozen=True, eq=False)
 class _ShownEvents:
-    """Events of all runs.
+    """The events of all runs.
 
-    counts     how often each kind happened in each run
-    refusals   why commits were refused; None if none was
-    listed     each event, folded under `summary`
+    counts     the number of events of each kind in each run
+    refusals   the reasons for which commits were refused; None if none was
+    listed     every event, folded under `summary`
     """
 
     counts: PageTable
@@ -267,7 +277,7 @@ class _ShownEvents:
 def write_training_page(
     histories: Sequence[History], path: str | os.PathLike[str], *, made: str = ""
 ) -> None:
-    """Write the page of these runs to `path`, whole or not at all. Their order is kept.
+    """Write the page of these runs, in their order, to `path`, whole or not at all.
 
     made   the command that made the page
 
@@ -277,7 +287,7 @@ def write_training_page(
 
 
 def render_training(histories: Sequence[History], *, made: str = "") -> str:
-    """The page as text. O(commits); what is drawn of a run is bounded whatever its length."""
+    """The page as text. O(commits), but what is drawn of a run is bounded."""
     if not 0 < len(histories) <= MOST_RUNS:
         raise UsageError("histories", f"there are {len(histories)}; a page shows 1 to {MOST_RUNS}")
     runs = [
@@ -307,7 +317,8 @@ def render_training(histories: Sequence[History], *, made: str = "") -> str:
 
 
 def _labels(histories: Sequence[History]) -> list[str]:
-    """The runs' names; if two are the same, names with workers and window, then with a number."""
+    """[runs] a label for each run: its name. If two names are equal, all get the number of workers
+    and the window, and those that are still equal a number."""
     names = [history.name for history in histories]
     if len(set(names)) < len(names):
         names = [
@@ -321,7 +332,8 @@ def _labels(histories: Sequence[History]) -> list[str]:
 
 
 def main_figure(runs: Sequence[ShownRun]) -> str | None:
-    """The figure that runs are compared by: the first that should be large, else the first."""
+    """The figure by which runs are compared: the first one that should be large, such as an
+    accuracy, else the first one; None if there is none."""
     names = _figures(runs)
     return next((name for name in names if not lower_is_better(name)), names[0] if names else None)
 
@@ -353,7 +365,8 @@ def _cards(runs: Sequence[ShownRun]) -> list[Card]:
 
 
 def _fastest(runs: Sequence[ShownRun], figure: str) -> list[Card]:
-    """The card of the run that was first at the level that all runs reached."""
+    """The card of the run that was first at the level that all runs reached; none if there is no
+    such level or one run alone."""
     level = common_level([run.history for run in runs], figure)
     if level is None or len(runs) < 2:
         return []
@@ -364,7 +377,7 @@ def _fastest(runs: Sequence[ShownRun], figure: str) -> list[Card]:
 
 
 def runs_table(runs: Sequence[ShownRun]) -> PageTable:
-    """A row for each run: what it was, how far it came, how stale it was."""
+    """The table of runs: a row for each with its settings, its best figures and its staleness."""
     figures = _figures(runs)[:MOST_FIGURES]
     main = main_figure(runs)
     level = common_level([run.history for run in runs], main) if main else None
@@ -389,7 +402,7 @@ def runs_table(runs: Sequence[ShownRun]) -> PageTable:
 
 
 def ended(history: History) -> str:
-    """The way a run ended, in a word or two."""
+    """A word or two on how a run ended."""
     if history.divergence is not None:
         return "diverged"
     if history.outcome.meta.get("failed"):
@@ -430,7 +443,8 @@ def learning(runs: Sequence[ShownRun]) -> list[Markup]:
 
 
 def _ceiling(figure: str, lines: Sequence[Line]) -> float:
-    """The top of the chart. A loss that grows without end is cut, for it would hide all others."""
+    """The top of a figure's chart. A figure that should be small is cut at three times the largest
+    first value: a loss that grows without end would hide all other lines."""
     if not (lower_is_better(figure) and lines):
         return math.inf
     firsts = [line.y[np.isfinite(line.y)][:1] for line in lines]
@@ -439,7 +453,8 @@ def _ceiling(figure: str, lines: Sequence[Line]) -> float:
 
 
 def efficiency(runs: Sequence[ShownRun]) -> PageTable | None:
-    """E(row, column) of the main figure for all pairs; None if there is nothing to compare."""
+    """The table of the temporal efficiency E(row, column) of the main figure, for all pairs of
+    runs; None if there is no figure that should be large, or less than two runs to compare."""
     figure = main_figure(runs)
     if figure is None or lower_is_better(figure):
         return None
@@ -467,11 +482,13 @@ def _usable(curve: tuple[Column, Column, Column]) -> bool:
 
 
 def staleness(runs: Sequence[ShownRun]) -> tuple[list[Markup], PageTable]:
-    """A histogram for each run, and their statistics."""
+    """(charts, table): a histogram of the staleness of each run, and its statistics."""
     charts, rows = [], []
     for run in runs:
         history = run.history
         stats = history.staleness
+        # As in `analysis.staleness`: the first commits all start from the same center, which says
+        # nothing about the run.
         values = history.columns["staleness"][history.workers :]
         rows.append([run.head, f"{stats.commits:,}", str(history.workers - 1),
                      *map(_number, (stats.mean, stats.p50, stats.p95, stats.max))])  # fmt: skip
@@ -483,7 +500,8 @@ def staleness(runs: Sequence[ShownRun]) -> tuple[list[Markup], PageTable]:
 
 
 def histogram(values: Column) -> tuple[list[float], list[str]]:
-    """Counts and labels of at most `MOST_BINS` equally wide bins from 0 on."""
+    """(counts, labels) of at most `MOST_BINS` equally wide bins from 0 on."""
+    # -(-a // b) rounds up.
     width = -(-(int(values.max()) + 1) // MOST_BINS)
     counts = np.bincount(values // width)
     labels = [
@@ -493,7 +511,7 @@ def histogram(values: Column) -> tuple[list[float], list[str]]:
 
 
 def momentum(runs: Sequence[ShownRun]) -> tuple[Markup, PageTable]:
-    """The estimates along each run, and their medians."""
+    """(chart, table) of implicit momentum: the estimates along each run, and their medians."""
     lines, rows = [], []
     for run in runs:
         history = run.history
@@ -515,7 +533,7 @@ def momentum(runs: Sequence[ShownRun]) -> tuple[Markup, PageTable]:
 
 
 def workers(runs: Sequence[ShownRun]) -> list[_WorkerTimes]:
-    """A timeline for each run, and the workers in figures."""
+    """The timeline of each run, and a table of its workers."""
     return [
         _WorkerTimes(
             run.label if len(runs) > 1 else "", timeline(run.history), _worker_table(run.history)
@@ -546,13 +564,14 @@ def _worker_table(history: History) -> PageTable:
 
 
 def _ranks(history: History) -> Column:
-    """[commits] The lane of each commit's worker."""
+    """[commits] the index of the lane of each commit's worker."""
     ranks: Column = np.unique(history.columns["worker"], return_inverse=True)[1]
     return ranks
 
 
 def events(runs: Sequence[ShownRun]) -> _ShownEvents | None:
-    """Counts of events, reasons of refused commits, and each event; None if nothing happened."""
+    """The section of events: counts, reasons of refused commits, and each event. None if there was
+    no event."""
     kinds = list(dict.fromkeys(e.kind for run in runs for e in run.history.outcome.events))
     if not kinds:
         return None
