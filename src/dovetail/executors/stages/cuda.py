@@ -1,9 +1,9 @@
 """Runs streams of kernels on a GPU, as one CUDA graph that is captured once and replayed.
 
 Before anything runs, the streams are checked for races. Then three things happen on the streams
-that are captured. First each kernel runs once, one after another, so that cuDNN chooses its algorithms
-(`cudnn.benchmark`) undisturbed. Then the whole schedule runs, so that cuBLAS has its workspaces for
-each stream. Then the schedule is captured.
+that are captured. First each kernel runs once, one after another, so that cuDNN chooses its
+algorithms (`cudnn.benchmark`) undisturbed. Then the whole schedule runs, so that cuBLAS has its
+workspaces for each stream. Then the schedule is captured.
 
 The outputs of kernels get memory in one of two ways:
 
