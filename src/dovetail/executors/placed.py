@@ -1,4 +1,4 @@
-"""A loaded plan: its parameters are in shared memory, and its devices' processes run its steps.
+"""Runs a loaded plan: parameters lie in shared memory, and the devices' processes run the steps.
 
     parent                   shared block                       worker of a device
     step(*inputs) ─ copy ──► inputs                             reads its sources in place
@@ -6,8 +6,8 @@
                              slots and flags   ◄─────────────►  between devices
     result ◄─────── copy ─── outputs           ◄─ copied ────── after the step
 
-Parameters are written and read by this process between steps only, so that `state_dict` needs no
-help of the workers.
+This process reads and writes parameters only between steps, so that `state_dict` needs no help of
+the workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,12 +48,11 @@ from dovetail.timeline import Timeline
 
 
 def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Timeline:
-    """The timeline of the last step, which must have been a timed one, from its stamps in the
-    block.
+    """The timeline of the last step, from its stamps in the block. It must have been a timed step.
 
-    A transfer's span is the copy by the sending device; where the machine has no link, it is on
-    the channel of its first hop. Ops that ran together have the span of all, as where a stage is
-    simulated. Memory is not recorded.
+    A transfer's span is the time that the sending device takes for the copy. Where the machine has
+    no link between the two devices, the span is on the channel of the first hop, to the host. Ops
+    that ran together all have the span of their stage, as in a simulation. Memory is not recorded.
     """
     spans: list[tuple[int, int, int, int]] = []
     transfers: list[tuple[int, int, int, int, int, int, int]] = []
@@ -68,6 +67,7 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
                 channel = _channel(machine, share.device, to)
                 row = (instruction.tensor, instruction.op, share.device, to)
                 transfers.append((start, channel, *row, stop))
+    # Rows begin with the start, so that sorting them puts spans in order of time.
     op_rows = np.array(sorted(spans), dtype=np.int64).reshape(-1, 4)
     rows = np.array(sorted(transfers), dtype=np.int64).reshape(-1, 7)
     nothing = tuple(np.empty(0) for _ in machine.devices)
@@ -92,17 +92,18 @@ def timeline_of(machine: Machine, shares: tuple[Share, ...], block: Block) -> Ti
 
 
 def step_span(shares: tuple[Share, ...], block: Block) -> tuple[int, int]:
-    """(start of the first device, end of the last) of the last step, in ns."""
+    """(start of the first device, end of the last device) of the last step, in ns."""
     rows = [progress_of(share, block) for share in shares]
     return min((row[1] for row in rows), default=0), max((row[2] for row in rows), default=0)
 
 
 def progress_of(share: Share, block: Block) -> list[int]:
-    """[index of the instruction begun, -1 between steps; start, end of the last step in ns]."""
+    """[index of the running instruction, -1 between steps; start, end of the last step in ns]."""
     return [int(value) for value in block.view(share.progress, (3,), np.int64)]
 
 
 def _channel(machine: Machine, source: int, destination: int) -> int:
+    """Index of the channel that a send takes, or that its first hop takes."""
     link = int(machine.link_index[source, destination])
     if link < 0:
         link = int(machine.link_index[source, machine.host_index])
@@ -110,13 +111,18 @@ def _channel(machine: Machine, source: int, destination: int) -> int:
 
 
 TIMED_STEPS = 3
-"""Steps that are stamped for the timeline, after those that count."""
+"""A measurement runs this many stamped steps for the timeline, after the steps that count."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """step_seconds [steps]: each step that counts. timeline: the median one of the stamped.
-    others_cores: of the plan's devices, that other programs used meanwhile; 0: not known."""
+    """Result of measuring a loaded plan.
+
+    step_seconds   [steps] seconds of each step that counts
+    timeline       the stamped step of median length
+    others_cores   how many of the plan's cores other programs used meanwhile; 0 where that is not
+                   known
+    """
 
     step_seconds: NDArray[np.float64]
     timeline: Timeline
@@ -136,7 +142,7 @@ class Measurement:
 
     @property
     def spread(self) -> float:
-        """Interquartile range over the median."""
+        """Interquartile range, divided by the median."""
         return summarise(self.step_seconds.tolist()).spread
 
 
@@ -148,15 +154,15 @@ def measure_steps(
     warmup: int,
     others_cores: Callable[[], float | None] = lambda: None,
 ) -> Measurement:
-    """Warm up, run `steps` (at least 2) steps, drop the first; then run the stamped ones.
+    """Warm up, time `steps` (at least 2) steps and drop the first, then run the stamped steps.
 
     Paper: the protocol of RL17 (Mirhoseini et al., "Device Placement Optimization with
     Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4). Differences:
-    the median is reported, because identical runs differ on a shared machine. Steps that count are
-    not stamped, since stamping takes time.
+    the median is reported, because identical runs differ on a shared machine. The steps that count
+    are not stamped, because stamping takes time.
 
-    `advance(timed)` runs a step and returns its seconds; `timeline()` is the last timed step's;
-    `others_cores()` says what other programs used since this was called.
+    `advance(timed)` runs a step and returns its seconds. `timeline()` returns the timeline of the
+    last timed step. `others_cores()` returns how many cores other programs used meanwhile.
     """
     _check_steps(steps)
     for _ in range(warmup):
@@ -171,25 +177,25 @@ def measure_steps(
 
 
 def time_steps(advance: Callable[[bool], float], steps: int) -> NDArray[np.float64]:
-    """[steps - 1] seconds of each of `steps` (at least 2) steps but the first."""
+    """[steps - 1] seconds of each of `steps` (at least 2) steps, without the first."""
     _check_steps(steps)
     return np.array([advance(False) for _ in range(steps)][1:])
 
 
 def _check_steps(steps: int) -> None:
-    """Raise `UsageError` for so few that none would count."""
+    """Raise `UsageError` for so few steps that none would count."""
     if steps < 2:
         raise UsageError("steps", f"is {steps}, but must be at least 2: the first is dropped")
 
 
 DRAIN_SECONDS = 10.0
-"""After a failed step, borrowed workers have this long to answer before they are given up."""
+"""After a failed step, borrowed workers have this long to answer before they are killed."""
 
 
 class PlacedNetwork:
-    """A loaded plan; a context manager. Made by `executors.run`.
+    """A loaded plan, ready to run steps; a context manager. `executors.run` makes it.
 
-    After a failed step it is closed, and says so.
+    A failed step closes it. Later calls raise `RunError` with that reason.
     """
 
     def __init__(
@@ -215,18 +221,18 @@ class PlacedNetwork:
         self._load()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on the model's own arguments, then (positional) what its loss takes.
+        """Run one step on the model's own arguments, followed by what its loss takes (positional).
 
-        Returns the loss in training, else what the model returns, in the model's own type. Raises
-        `UsageError` for arguments that do not fit or are held constant with another value,
-        `WorkerError` or `WorkerDiedError` if a device fails.
+        Returns the loss in training, and otherwise what the model returns, in the model's own
+        type. Raises `UsageError` for arguments that do not fit or that were captured as constants
+        of another value, and `WorkerError` or `WorkerDiedError` if a device fails.
         """
         self.feed(self.captured.signature.tensors(args, kwargs))
         self._advance()
         return self._results()
 
     def feed(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Set the inputs and targets of the steps to come; None: the captured examples."""
+        """Set the inputs and targets of the next steps. None stands for the captured examples."""
         self._check_open()
         captured = self.captured
         if tensors is None:
@@ -237,7 +243,8 @@ class PlacedNetwork:
         if captured.graph.training:
             names |= {f"target.{i}": name for i, name in enumerate(signature.target_names)}
         elif len(tensors) == len(names) + len(captured.targets):
-            tensors = tensors[: len(names)]  # inference has no use for targets
+            # Inference has no use for targets.
+            tensors = tensors[: len(names)]
         if len(tensors) != len(names):
             wanted = ", ".join(names.values())
             raise UsageError("step", f"takes {wanted}, but got {len(tensors)} tensors")
@@ -247,8 +254,10 @@ class PlacedNetwork:
         self._fed = True
 
     def _advance(self, timed: bool = False) -> float:
-        """Run one step on what was fed last; its seconds, from the first device's start to the
-        last one's end. `timed`: stamp every instruction for `timeline`."""
+        """Run one step on what was fed last. With `timed`, stamp every instruction for `timeline`.
+
+        Returns seconds, from the first device's start to the last device's end.
+        """
         self._check_open()
         if not self._fed:
             self.feed()
@@ -265,33 +274,42 @@ class PlacedNetwork:
         return (end - begin) / 1e9
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of parameters and buffers, under the names of the plain module's state_dict."""
+        """Copies of parameters and buffers, by their names in the plain module's state_dict."""
         self._check_open()
         return {name: self._value_of(name).clone() for name in self.captured.module.state_dict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set parameters and buffers. Raises `UsageError` for missing, unknown or misshapen ones;
-        then nothing has changed."""
+        """Set parameters and buffers.
+
+        Raises `UsageError` for missing or unknown names and for tensors that do not fit. In that
+        case nothing has changed.
+        """
         self._check_open()
         names = self.captured.module.state_dict()
         _load_values("state_dict", {name: self._value_of(name) for name in names}, state)
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """Copies of the optimizer's state, as "PARAMETER/exp_avg"."""
+        """Copies of the optimizer's state, under names such as "PARAMETER/exp_avg"."""
         self._check_open()
         return {name: value.clone() for name, value in self._optimizer_state().items()}
 
     def load_optimizer_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the optimizer's state, with which training goes on as if it had not stopped (but
-        for random ops, which draw by the steps of this run). Raises as `load_state_dict` does."""
+        """Set the optimizer's state. Raises as `load_state_dict` does.
+
+        Training then goes on as if it had not stopped, except that random ops draw by the number
+        of the step in this run.
+        """
         self._check_open()
         _load_values("optimizer_state_dict", self._optimizer_state(), state)
 
     def measure(
         self, *, steps: int = 10, warmup: int = 2, inputs: Sequence[Tensor] | None = None
     ) -> Measurement:
-        """Measure by RL17's protocol, on `inputs` (with targets), else on what was fed last or
-        the captured examples. They are real steps: in training they change the parameters."""
+        """Measure by RL17's protocol (see `measure_steps`).
+
+        Steps run on `inputs` (with targets). Without it they run on what was fed last, or on the
+        captured examples. They are real steps: in training they change the parameters.
+        """
         if inputs is not None:
             self.feed(inputs)
         cores = [core for device in self.plan.machine.devices for core in device.cores]
@@ -305,17 +323,20 @@ class PlacedNetwork:
         )
 
     def step_seconds(self, steps: int = 10) -> NDArray[np.float64]:
-        """[steps - 1] seconds of each of `steps` steps but the first, as `measure` counts them and
-        without its timeline: for a reward."""
+        """[steps - 1] seconds of each of `steps` steps, without the first.
+
+        These are the seconds that `measure` counts. No timeline is made, so this is cheaper: it
+        serves as the reward of a search.
+        """
         return time_steps(self._advance, steps)
 
     def timeline(self) -> Timeline:
-        """Run one step on what was fed last, or the captured examples: what happened when."""
+        """The timeline of one more step, on what was fed last or on the captured examples."""
         self._advance(timed=True)
         return self._timeline()
 
     def close(self) -> None:
-        """Release the plan's memory, and its processes unless they were borrowed."""
+        """Release the plan's memory, and end its processes unless they were borrowed."""
         if self._owns_workers:
             self.workers.close()
         elif not self._closed and not self.workers.closed:
@@ -344,6 +365,8 @@ class PlacedNetwork:
         shares = self._shares.shares
         try:
             self._processes = self.workers.start(tuple(share.device for share in shares))
+            # All processes get their load before any is waited for, so that they bind it at the
+            # same time.
             for process, share in zip(self._processes, shares, strict=True):
                 number, ops = self.workers.unsent(program, share.device, share.ops)
                 calls = {op: call for op in ops if (call := program.calls[op]) is not None}
@@ -364,15 +387,17 @@ class PlacedNetwork:
                 raise self._failure(share, error) from None
 
     def _collect(self, waiting: dict[Worker, Share]) -> None:
-        """Take every device's reply out of `waiting`; raise the first failure among them."""
+        """Receive every device's reply, emptying `waiting`; then raise the first failure."""
         failure: RunError | None = None
         while waiting:
-            # One process alone needs no selector, which takes as long as a small step's hand-over.
+            # A single process is waited for directly: the selector in `ready` takes as long as a
+            # small step's hand-over.
             for process in ready(waiting) if len(waiting) > 1 else list(waiting):
                 share = waiting[process]
                 try:
                     reply = process.receive()
                 except (ProcessDiedError, ProcessError) as error:
+                    # A process that is gone cannot set the flag itself, and the others wait for it.
                     publish(self._abort, 1)
                     failure = failure or self._failure(share, error)
                 else:
@@ -384,18 +409,21 @@ class PlacedNetwork:
             raise failure
 
     def _failure(self, share: Share, error: ProcessDiedError | ProcessError) -> RunError:
-        """The error of a process that is gone, with the device and op it was at."""
+        """The error for a process that is gone, naming the device and the op that was running."""
         name = self._device_name(share)
         index = progress_of(share, self._block)[0]
         op = self._op_name(share.instructions[index].op if index >= 0 else -1)
+        # Without this process the others cannot serve a plan either.
         self.workers.closed = True
         if isinstance(error, ProcessError):
             return WorkerError(name, op, error.traceback)
         return WorkerDiedError(name, op, error.status)
 
     def _give_up(self, waiting: dict[Worker, Share], error: BaseException) -> None:
-        """Free all devices from the step that failed, then close. Borrowed workers live on if
-        they all answer."""
+        """End a failed step on all devices, then close this plan.
+
+        Borrowed workers live on if all of them answer; otherwise they are killed.
+        """
         publish(self._abort, 1)
         if not self._owns_workers and not self.workers.closed:
             try:
@@ -416,10 +444,12 @@ class PlacedNetwork:
             self._block.close()
 
     def _check_open(self) -> None:
+        """Raise `RunError` if this plan was closed."""
         if self._closed:
             raise RunError(f"this run is closed: {self._closed}; start another with run(plan, ...)")
 
     def _results(self) -> Any:
+        """What the step returns, as copies: the next step writes over the slots."""
         values = {
             tensor: distinct(tensor_at(self._block, slot), slot.strides).expand(slot.shape).clone()
             for tensor, slot in self._shares.outputs.items()
@@ -427,12 +457,12 @@ class PlacedNetwork:
         return substitute(self.captured.program.outputs, Ref, lambda ref: values[ref.tensor])
 
     def _value_of(self, name: str) -> Tensor:
-        """The parameter or buffer itself, by any of its names."""
+        """The parameter or buffer itself, not a copy, by any of its names."""
         name = self.captured.program.aliases.get(name, name)
         return self._sources[self._by_name[name]] if name in self._by_name else self._held[name]
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's state itself."""
+        """The tensors of the optimizer's state themselves, not copies, by name."""
         return {
             source.name: self._sources[self._by_name[source.name]]
             for source in self.captured.program.sources
@@ -449,13 +479,13 @@ class PlacedNetwork:
 def run(
     plan: Plan, captured: Captured, *, seed: int = 0, workers: Workers | None = None
 ) -> PlacedNetwork:
-    """Load the plan on this machine's CPU devices.
+    """Load the plan on this machine's CPU devices; return it ready to run.
 
-    `seed` draws the weights where the captured module is fake, and the numbers of random ops.
-    `workers`: processes to share with other plans for the same devices.
+    `seed` seeds the weights where the captured module is fake, and the numbers of random ops.
+    `workers` are processes to share with other plans for the same devices.
 
-    Raises what `plans.check` raises, `OutOfMemoryError` where all that lies in shared memory does
-    not fit at once, and `UsageError` for a machine that is not here.
+    Raises what `plans.check` raises, `OutOfMemoryError` if the block of shared memory is larger
+    than the available memory, and `UsageError` for a machine that is not the one we run on.
     """
     check(plan, captured.graph)
     if workers is None:
@@ -467,7 +497,7 @@ def run(
 
 
 def _source_tensors(captured: Captured) -> dict[str, int]:
-    """name -> tensor of each source."""
+    """Name of each source -> its tensor in the graph."""
     return {
         source.name: captured.graph.outputs_of(op)[0]
         for op, source in enumerate(captured.program.sources)
@@ -476,8 +506,10 @@ def _source_tensors(captured: Captured) -> dict[str, int]:
 
 
 def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str, Tensor]:
-    """Write every source's first value. Returns what the graph does not know: copies of held
-    parameters and buffers without a source."""
+    """Write the first value of every source but the inputs.
+
+    Returns copies of the parameters and buffers that the module holds and the graph does not use.
+    """
     held = held_values(captured, seed)
     with torch.no_grad():
         for op, source in enumerate(captured.program.sources):
@@ -496,18 +528,21 @@ def _fill(captured: Captured, sources: dict[int, Tensor], seed: int) -> dict[str
 
 
 def _check_memory(machine: str, needed_bytes: int) -> None:
-    """Raise `OutOfMemoryError` unless a block this large fits. Writing to one that does not would
-    end the process without a word."""
+    """Raise `OutOfMemoryError` unless a block of this size fits in the available memory.
+
+    Writing to a block that does not fit would end the process without a message.
+    """
     free_bytes = available_bytes()
     if needed_bytes > free_bytes:
         raise OutOfMemoryError(machine, needed_bytes, free_bytes)
 
 
 def _load_values(what: str, values: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Copy all of `given` into the values of the same names, or raise `UsageError`."""
+    """Copy each tensor of `given` into the value of the same name, or raise `UsageError`."""
     missing, unknown = set(values) - set(given), set(given) - set(values)
     if missing or unknown:
         raise UsageError(what, f"lacks {sorted(missing)}, has unknown {sorted(unknown)}")
+    # All are checked before the first is copied, so that an error leaves everything as it was.
     for name, value in values.items():
         _check_fits(value, given[name], name)
     for name, value in values.items():
@@ -521,6 +556,7 @@ def _copy_into(slot: Tensor, tensor: Tensor, name: str) -> None:
 
 
 def _check_fits(slot: Tensor, tensor: Tensor, name: str) -> None:
+    """Raise `UsageError` unless the tensor is dense, real, and of the slot's shape and dtype."""
     if tensor.layout != torch.strided or is_fake(tensor):
         kind = "sparse" if tensor.layout != torch.strided else "without numbers (meta or fake)"
         raise UsageError(name, f"is {kind}; give a dense tensor")

@@ -1,4 +1,4 @@
-"""A plan's shares: for each device's process, the flat list of instructions of one step.
+"""Cuts a plan into shares: the flat list of instructions that each device's process runs per step.
 
     device 0                          device 1
     Run a                             Await x      flag of (x, device 1) ≥ this step
@@ -6,17 +6,17 @@
     Run c         ◄── flag only ──    Send -> 0    a control edge
 
 Sources that live on one device and are read on others are sent as the step begins. Every (tensor,
-destination) has its own flag and slot, so nothing waits for a slot to become free; the barrier at
-the end of a step lets the next one write. The price is memory: received copies, which the
-simulator frees after their last use, all stand in the block at once.
+destination) has its own flag and slot, so nothing waits for a slot to become free. The barrier at
+the end of a step allows the next step to write the slots again. The price is memory: received
+copies all lie in the block at once, where the simulator frees each after its last use.
 
-A stage waits for all it needs from other devices, runs, and then sends. Where a device has cores
-for it, the groups of a stage run at the same time:
+A stage waits for all that it needs from other devices, runs, and then sends. A device of several
+cores runs the groups of a stage at the same time:
 
     Await x, Await y ── RunLanes ┬ a, b ┬── Send a, Send c
                                  └ c    ┘
 
-Takes O(ops + tensors + reads).
+Cutting a plan takes O(ops + tensors + reads).
 """
 
 import math
@@ -46,8 +46,8 @@ from dovetail.units import DTYPE_BYTES
 #     lanes  ├─ a ─┤├─ b ─┤├─ c ─┤        on two cores, the longest group first
 #            ├─── d ───┤├── e ──┤
 #
-# Torch's number of threads is a setting of each thread: `LaneThreads` give each op one thread and
-# never change that, so the thread that runs everything else keeps all threads of the device.
+# Torch keeps its number of threads per thread. `LaneThreads` set theirs to one and never change
+# it, so the thread that runs everything else keeps all threads of the device.
 
 
 Lane = Callable[[], None]
@@ -56,8 +56,12 @@ Lane = Callable[[], None]
 def lanes_of(
     stage: tuple[int, ...], group_of: NDArray[np.int32], seconds: NDArray[np.float64], most: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of a stage spread over at most `most` lanes: the longest first, by `seconds`
-    [ops], each to the lane that has least. Equals go by the stage's order, to the first lane."""
+    """The ops of each lane when a stage's groups are spread over at most `most` lanes.
+
+    The longest group, by `seconds` [ops], is placed first, and each group goes to the lane with the
+    least seconds so far. Groups of equal length are placed in the stage's order. Among lanes of
+    equal seconds the one with fewer ops is taken, and then the first one.
+    """
     groups: dict[int, list[int]] = {}
     for op in stage:
         groups.setdefault(int(group_of[op]), []).append(op)
@@ -73,9 +77,13 @@ def lanes_of(
 
 
 def groups_of(stages: Sequence[Stages], graph: Graph) -> NDArray[np.int32]:
-    """[ops] which group each is in: a connected component of its stage, by what its ops need of
-    one another."""
+    """[ops] number of the group that each op is in.
+
+    A group is a connected component of a stage: ops that need one another, directly or through
+    other ops of the stage.
+    """
     stage_of, needs = needs_of(stages, graph)
+    # Needs between stages do not connect groups.
     needs = needs[stage_of[needs[:, 0]] == stage_of[needs[:, 1]]]
     ones = np.ones(len(needs))
     matrix = coo_array((ones, (needs[:, 0], needs[:, 1])), shape=(len(graph), len(graph)))
@@ -84,15 +92,17 @@ def groups_of(stages: Sequence[Stages], graph: Graph) -> NDArray[np.int32]:
 
 
 class LaneThreads:
-    """Threads that run lanes at the same time, one a lane. They start with the first lanes that
-    need them, and end with the process."""
+    """Runs lanes at the same time, with one thread per lane.
+
+    The threads are started when lanes first need them, and end with the process.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[SimpleQueue[Lane]] = []
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(self, lanes: Sequence[Lane]) -> None:
-        """Run the lanes; once all have ended, raise what one of them has raised."""
+        """Run the lanes. Once all have ended, raise the first error that one of them raised."""
         while len(self._waiting) < len(lanes):
             queue: SimpleQueue[Lane] = SimpleQueue()
             self._waiting.append(queue)
@@ -108,19 +118,25 @@ class LaneThreads:
         with torch.inference_mode():
             while True:
                 try:
-                    queue.get()()  # and keep nothing of it
-                except BaseException as error:  # the thread that waits raises it
+                    # The lane has no name here, so the thread does not keep it while it waits.
+                    queue.get()()
+                # Whatever was raised is raised again by `run`, in the thread that waits there.
+                except BaseException as error:
                     self._ended.put(error)
                 else:
                     self._ended.put(None)
 
 
 LINE_BYTES = ALIGNMENT_BYTES
+"""Bytes of a cache line. Each device's flag of the barrier has a line of its own."""
 
 
 @dataclass(frozen=True)
 class BlockSlot:
-    """Where a tensor lies in the block: `bytes` from `offset` on, gaps of its strides included."""
+    """The place of a tensor in the block: `bytes` bytes from `offset` on.
+
+    `bytes` includes the gaps that the tensor's strides leave.
+    """
 
     offset: int
     bytes: int
@@ -131,7 +147,7 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class RunOp:
-    """Call the op; then forget tensors `frees`."""
+    """Call the op, and then forget the tensors `frees`."""
 
     op: int
     frees: tuple[int, ...] = ()
@@ -139,9 +155,9 @@ class RunOp:
 
 @dataclass(frozen=True)
 class RunLanes:
-    """Call the ops of each lane one after another, all lanes at the same time; then forget `frees`.
+    """Run all lanes at the same time, the ops of each in order, and then forget `frees`.
 
-    lanes   none empty, and none needs what another makes
+    lanes   no lane is empty, and no lane needs what another one makes
     """
 
     lanes: tuple[tuple[int, ...], ...]
@@ -149,15 +165,16 @@ class RunLanes:
 
     @property
     def op(self) -> int:
-        """The first, in whose name its process dies."""
+        """The first op. If the process dies here, the error names this op."""
         return self.lanes[0][0]
 
 
 @dataclass(frozen=True)
 class SendTensor:
-    """Copy `tensor` to its slot for `destination` and raise the flag; then forget `frees`.
+    """Copy `tensor` to its slot for `destination`, publish the flag, and then forget `frees`.
 
-    tensor -1: a control edge, the flag alone. `op` made the tensor, or has ended.
+    op       the op that made the tensor
+    tensor   -1 stands for a control edge: only the flag is published, because `op` has ended
     """
 
     op: int
@@ -170,7 +187,10 @@ class SendTensor:
 
 @dataclass(frozen=True)
 class AwaitFlag:
-    """Before `op`, wait for the flag; then `tensor` is in `slot` (-1, None: a control edge)."""
+    """Wait for the flag before `op` runs. Once it is published, `tensor` is in `slot`.
+
+    For a control edge `tensor` is -1 and `slot` is None.
+    """
 
     op: int
     tensor: int
@@ -183,13 +203,17 @@ Instruction = RunOp | RunLanes | SendTensor | AwaitFlag
 
 @dataclass(frozen=True)
 class Share:
-    """One device's part.
+    """What one device does in a step.
 
     device, seat    index in the machine; position among the devices that take part
-    sources         (tensor, slot) that it reads in place: what lives here, or everywhere
-    outputs         (tensor, slot) that it copies out after the step
-    progress        offset of int64 [3]: instruction begun, start and end of the step in ns
-    stamps          offset of int64 [instructions, 2]: start and end in ns, of timed steps
+    seats           number of devices that take part
+    barrier, abort  offsets in the block of the barrier's flags and of the abort flag
+    sources         (tensor, slot) of the sources that the device reads in place, because they live
+                    on it or everywhere
+    outputs         (tensor, slot) of the graph outputs that the device copies out after the step
+    progress        offset of int64 [3]: index of the instruction that was begun last, start and
+                    end of the step in ns
+    stamps          offset of int64 [instructions, 2]: start and end in ns, written in timed steps
     """
 
     device: int
@@ -205,14 +229,15 @@ class Share:
 
     @property
     def ops(self) -> list[int]:
-        """The ops it runs, in order."""
+        """The ops that the device runs, in order."""
         return [op for i in self.instructions for op in ops_of(i)]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What every device does, and the shared block that they need.
+    """The shares of all devices, and the layout of the block that they have in common.
 
+    abort              offset of the abort flag
     sources, outputs   tensor -> slot
     """
 
@@ -224,7 +249,7 @@ class Shares:
 
 
 def share_out(plan: Plan, graph: Graph) -> Shares:
-    """Cut the program along the plan, which must be one that `plans.check` accepts."""
+    """The shares of a plan, which must be one that `plans.check` accepts."""
     stages = stages_of(plan, graph)
     devices = range(len(stages))
     layout = Layout()
@@ -240,6 +265,7 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
     copied = {tensor: cut.slot(tensor) for tensor in outputs}
     here = [_sources_read(graph, cut, device, stages[device]) for device in devices]
     owned = [tuple(t for t in copied if cut.home(t) == device) for device in devices]
+    # A device that runs nothing and owns no output gets no process.
     seats = [d for d in devices if lists[d] or owned[d]]
     shares = tuple(
         Share(
@@ -262,7 +288,7 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
 
 
 class _InstructionBuilder:
-    """Builds the instructions of every device, and hands out flags and slots for them."""
+    """Builds the instructions of every device and reserves their flags and slots."""
 
     def __init__(
         self,
@@ -283,7 +309,9 @@ class _InstructionBuilder:
             for op in graph.producers.tolist()
         ]
         self.flags: dict[tuple[int, int, int], tuple[int, BlockSlot | None]] = {}
-        self.after: dict[int, set[int]] = defaultdict(set)  # op -> devices that wait for its end
+        # Control edges between devices. after: op -> devices that wait for its end; before: op ->
+        # ops elsewhere that it waits for.
+        self.after: dict[int, set[int]] = defaultdict(set)
         self.before: dict[int, list[int]] = defaultdict(list)
         for before, op in graph.control.tolist():
             if not graph.is_source[before] and self.placement[before] != self.placement[op]:
@@ -291,18 +319,18 @@ class _InstructionBuilder:
                 self.before[op].append(before)
 
     def home(self, tensor: int) -> int:
-        """The device where the tensor is made; of what lives everywhere, a reader of it."""
+        """The device that makes the tensor; one that reads it, where it lives everywhere."""
         return int(self.placement[self.graph.producers[tensor]])
 
     def slot(self, tensor: int, slack_bytes: int = 0) -> BlockSlot:
-        """A fresh slot for the tensor, which may start up to `slack_bytes` later."""
+        """A new slot for the tensor, with room for it to start up to `slack_bytes` later."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
         extent = extent_of(shape, strides) * DTYPE_BYTES[dtype]
         return BlockSlot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
 
     def flag(self, op: int, tensor: int, destination: int) -> tuple[int, BlockSlot | None]:
-        """Flag and slot of the tensor, or of the op's end (tensor -1), for the destination."""
+        """(offset of the flag, slot) of a tensor for a destination; -1 stands for the op's end."""
         key = (op, tensor, destination)
         if key not in self.flags:
             # The copy keeps the original's address modulo a cache line: some kernels of BLAS
@@ -312,6 +340,7 @@ class _InstructionBuilder:
         return self.flags[key]
 
     def instructions(self, device: int, stages: Stages) -> list[Instruction]:
+        """All instructions of a device: it sends its sources first, then runs stage by stage."""
         graph = self.graph
         instructions: list[Instruction] = []
         for op in np.flatnonzero(graph.is_source).tolist():
@@ -327,7 +356,7 @@ class _InstructionBuilder:
         return self.with_frees(device, instructions)
 
     def waits(self, device: int, op: int, arrived: set[int]) -> list[Instruction]:
-        """The waits before an op: for what it needs from other devices and has not `arrived`."""
+        """The waits before an op: for what it needs from elsewhere and is not in `arrived` yet."""
         instructions: list[Instruction] = []
         for tensor in self.graph.inputs_of(op).tolist():
             home = self.homes[tensor]
@@ -336,13 +365,14 @@ class _InstructionBuilder:
                 flag = self.flag(int(self.graph.producers[tensor]), tensor, device)
                 instructions.append(AwaitFlag(op, tensor, *flag))
         for before in self.before[op]:
+            # `arrived` holds tensors as they are and ops as ~op, so that the two never collide.
             if ~before not in arrived:
                 arrived.add(~before)
                 instructions.append(AwaitFlag(op, -1, *self.flag(before, -1, device)))
         return instructions
 
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
-        """The ops of a stage: its groups together, if there are several and cores for them."""
+        """The calls of a stage: lanes if it has several groups and the device several cores."""
         cores = len(self.plan.machine.devices[device].cores)
         if cores > 1 and len(stage) > 1:
             seconds = self.plan.compute_seconds[:, device]
@@ -352,8 +382,11 @@ class _InstructionBuilder:
         return [RunOp(op) for op in stage]
 
     def sends(self, op: int) -> list[Instruction]:
-        """The sends after an op: its outputs to each device that reads them, then flags of its end
-        for the devices that wait for it."""
+        """The sends after an op.
+
+        First its outputs go to each device that reads them. Then each device that waits for the
+        op's end gets a flag.
+        """
         instructions: list[Instruction] = []
         for tensor in self.graph.outputs_of(op):
             readers = {self.placement[c] for c in self.graph.consumers_of(tensor).tolist()}
@@ -364,7 +397,7 @@ class _InstructionBuilder:
         return instructions
 
     def with_frees(self, device: int, instructions: list[Instruction]) -> list[Instruction]:
-        """The same, each tensor made here forgotten after the last instruction that needs it."""
+        """The same instructions, which forget each tensor made here after its last use."""
         graph = self.graph
         last: dict[int, int] = {}
         for index, instruction in enumerate(instructions):
@@ -374,6 +407,7 @@ class _InstructionBuilder:
             last |= dict.fromkeys(used, index)
         frees: dict[int, list[int]] = defaultdict(list)
         for tensor, index in last.items():
+            # Sources stay in the block, and graph outputs are copied out after the step.
             lasting = tensor < 0 or graph.is_source[graph.producers[tensor]] or tensor in self.kept
             if not lasting and self.homes[tensor] == device:
                 frees[index].append(tensor)
@@ -386,7 +420,7 @@ class _InstructionBuilder:
 
 
 def ops_of(instruction: Instruction) -> tuple[int, ...]:
-    """The ops that it calls."""
+    """The ops that the instruction calls."""
     match instruction:
         case RunOp(op=op):
             return (op,)
@@ -396,8 +430,10 @@ def ops_of(instruction: Instruction) -> tuple[int, ...]:
 
 
 def _sources_read(graph: Graph, cut: _InstructionBuilder, device: int, stages: Stages) -> set[int]:
-    """Tensors of sources that the device needs in place: those that live here, or are read here
-    and live everywhere."""
+    """Tensors of the sources that the device needs in place.
+
+    These are sources that live on it, and sources that live everywhere and are read on it.
+    """
     ops = chain.from_iterable(stages)
     read = {int(tensor) for op in ops for tensor in graph.inputs_of(op)}
     return {
@@ -409,16 +445,16 @@ def _sources_read(graph: Graph, cut: _InstructionBuilder, device: int, stages: S
 
 
 def extent_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from a tensor's first to its last, gaps included."""
+    """Number of elements from a tensor's first to its last one, gaps included."""
     if math.prod(shape) == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def tensor_at(block: Block, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
-    """The slot as a tensor of its shape and strides, `skew_bytes` into the slot.
+    """A tensor over the slot's memory, which starts `skew_bytes` into the slot.
 
-    Each has a torch storage of its own, as ops that address storage expect.
+    Each tensor has a torch storage of its own, because some ops address the storage from its start.
     """
     memory = block.view(slot.offset + skew_bytes, (slot.bytes,), np.uint8)
     flat = torch.from_numpy(memory).view(getattr(torch, slot.dtype))
@@ -426,9 +462,10 @@ def tensor_at(block: Block, slot: BlockSlot, skew_bytes: int = 0) -> Tensor:
 
 
 def distinct(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The part of the tensor that holds all its elements, if it is laid out by `strides`.
+    """The part of a tensor laid out by `strides` that has each element in memory once.
 
-    Dimensions of stride 0 (expanded ones) are cut to one: torch refuses to write the whole.
+    Dimensions of stride 0 (expanded ones) are cut to length one, because torch refuses to write to
+    a tensor that has one element in several places.
     """
     for dimension, stride in enumerate(strides):
         if stride == 0 and tensor.shape[dimension] > 1:

@@ -1,6 +1,6 @@
-"""The process behind one device: loads shares, then runs them step by step.
+"""Serves one device from a process of its own: loads the device's shares and runs their steps.
 
-Between steps it sleeps on its channel; within a step it waits for flags in shared memory.
+Between steps the process sleeps on its channel. Within a step it waits for flags in shared memory.
 
     load ──► bind every instruction to the values ──► "ready"
     step ──► barrier ─ instructions ─ barrier ─ copy outputs ──► "done", "aborted" or `Failed`
@@ -38,16 +38,20 @@ from dovetail.runtime.shared import Block
 from dovetail.runtime.waiting import ABORTED, barrier, publish, publish_copy, wait
 
 SKEW = 63
-"""A flag is step number x 64 + the sent tensor's address modulo 64."""
+"""The low six bits of a flag, which hold the sent tensor's address modulo 64.
+
+A flag's value is step number x 64 + that address, so it still grows from step to step."""
 _PLAIN_BYTES = 2**17
-"""Up to here a copy of adjacent bytes is quicker without torch, which has threads for more."""
+"""Up to this size a plain copy of adjacent bytes is quicker than torch's. Above it, torch's copy
+wins, because it uses several threads."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A share to get ready for, under a key; the block's descriptor follows on the channel.
+    """Asks a process to bind a share under a key; the block's descriptor follows on the channel.
 
-    program   a number: whose calls these are, beside those that came with it before
+    program   number of the program that `calls` belong to. The calls add to those that earlier
+              loads of the same program brought.
     """
 
     key: int
@@ -60,7 +64,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Step:
-    """Run a loaded share. `number` counts from 1; `timed`: stamp every instruction."""
+    """Asks a process to run one step of a loaded share.
+
+    `number` counts steps from 1. With `timed`, the process stamps every instruction.
+    """
 
     key: int
     number: int
@@ -69,12 +76,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Unload:
+    """Asks a process to forget a loaded share; there is no reply."""
+
     key: int
 
 
 @dataclass(frozen=True)
 class UseThreads:
-    """Use `count` threads an op from here on; the reply is "ready"."""
+    """Asks a process to run each op on `count` threads from now on; the reply is "ready"."""
 
     count: int
 
@@ -88,11 +97,11 @@ class Failed:
 
 
 class Aborted(Exception):
-    """Another device failed; this one stops waiting."""
+    """Raised by a device that stops waiting because another device failed."""
 
 
 class LaneFailed(Exception):
-    """An op of a lane raised, its error the cause."""
+    """Raised when an op of a lane raised; the op's error is the cause."""
 
     def __init__(self, op: int) -> None:
         super().__init__(op)
@@ -100,7 +109,7 @@ class LaneFailed(Exception):
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests until the channel closes. The first one is the number of threads an op."""
+    """Answer requests until the channel closes. The first message is the threads per op."""
     threads: int = channel.receive()
     set_up(threads)
     cores = os.sched_getaffinity(0)
@@ -115,6 +124,7 @@ def serve(channel: Channel) -> None:
             match request:
                 case Load(key=key):
                     block = Block(channel.receive_descriptor())
+                    # Only the latest program's calls are kept; `Workers.unsent` counts alike.
                     if request.program != program:
                         program, calls = request.program, {}
                     calls.update(request.calls)
@@ -124,14 +134,16 @@ def serve(channel: Channel) -> None:
                     channel.send(loaded[key].run(number, timed))
                 case Unload(key=key):
                     loaded.pop(key).block.close()
-                    gc.collect()  # its values and its instructions refer to each other
+                    # The share's values and instructions refer to each other, and the automatic
+                    # collector is off, so only an explicit collection frees them.
+                    gc.collect()
                 case UseThreads(count=count):
                     set_up_thread(count)
                     channel.send("ready")
 
 
 class _Loaded:
-    """A share bound to its values."""
+    """A share whose instructions are bound to its values, ready to run."""
 
     def __init__(
         self,
@@ -144,11 +156,13 @@ class _Loaded:
         self.block = block
         self.team = team
         self.spinning = spinning
-        self.spin_ns = [0]  # of every wait, shared with the bound instructions
+        # How long every wait spins, and step number x 64. Both are lists of one entry, so that the
+        # instructions, which are bound once, read the value of the current step.
+        self.spin_ns = [0]
         self.share = load.share
         self.seed = load.seed
         self.values: Cells = [None] * load.tensors
-        self.now = [0]  # step number x 64, shared with the bound instructions
+        self.now = [0]
         self.base = int(block.bytes.ctypes.data)
         self.abort = self.base + load.share.abort
         self.progress = block.view(load.share.progress, (3,), np.int64)
@@ -163,11 +177,14 @@ class _Loaded:
         self.kept = tuple(t for t, _ in load.share.outputs if t not in lasting)
 
     def run(self, number: int, timed: bool) -> str | Failed:
-        """One step; what became of it."""
+        """Run one step. Returns "done", "aborted" if another device failed, or `Failed`."""
         self.now[0] = number * (SKEW + 1)
         self.spinning.look()
         self.spin_ns[0] = round(self.spinning.spin_seconds * 1e9)
         try:
+            # The devices meet twice in each step, under numbers that only grow. The first meeting
+            # lets all begin together. After the second one every op of the step has ended, so
+            # that the next step may write the slots again.
             self._meet(2 * number - 1)
             self.progress[1] = time.perf_counter_ns()
             if timed:
@@ -192,6 +209,7 @@ class _Loaded:
         return "done"
 
     def _run_plain(self) -> None:
+        # A memoryview stores one number faster than an array does.
         progress = self.progress.data
         for index, instruction in enumerate(self.bound):
             progress[0] = index
@@ -220,6 +238,7 @@ class _Loaded:
         return self.share.instructions[begun].op if begun >= 0 else -1
 
     def _bind(self, instruction: Instruction, calls: dict[int, Call]) -> Bound:
+        """The instruction as a function without arguments."""
         match instruction:
             case RunOp(op=op, frees=frees):
                 return bind(calls[op], self.values, frees, self._seed_of(calls[op].seed_index(op)))
@@ -234,6 +253,7 @@ class _Loaded:
         raise AssertionError(instruction)
 
     def _seed_of(self, op: int) -> Callable[[], int]:
+        # Steps are numbered from 1 here and from 0 in seeds.
         return lambda: seed_for(self.seed, self.now[0] // (SKEW + 1) - 1, op)
 
     def _bind_lane(self, ops: tuple[int, ...], calls: dict[int, Call]) -> Lane:
@@ -266,6 +286,7 @@ class _Loaded:
         return lambda: publish(flag, now[0])
 
     def _bind_send(self, send: SendTensor, slot: BlockSlot) -> Bound:
+        """A send that copies bytes without torch where the tensor allows that, else by torch."""
         copying = self._bind_copying_send(send, slot)
         if slot.bytes > _PLAIN_BYTES or not tensor_at(self.block, slot).is_contiguous():
             return copying
@@ -277,10 +298,14 @@ class _Loaded:
         def run() -> None:
             nonlocal plain
             value = values[tensor]
-            if not plain:  # what decides does not change from step to step
+            # Shape, negation and conjugation of a tensor are the same in every step, so a True
+            # is kept. Contiguity is looked at each time.
+            if not plain:
                 plain = value.shape == shape and not (value.is_neg() or value.is_conj())
             if not (plain and value.is_contiguous()):
                 return copying()
+            # The copy starts at the original's address modulo a cache line, because some kernels
+            # of BLAS libraries round differently by alignment. The flag tells the reader.
             source = value.data_ptr()
             skew = source & SKEW
             publish_copy(flag, now[0] + skew, target + skew, source, size_bytes)
@@ -291,7 +316,7 @@ class _Loaded:
         return run
 
     def _bind_copying_send(self, send: SendTensor, slot: BlockSlot) -> Bound:
-        """A send of any layout, by torch."""
+        """A send by torch, which copies any layout."""
         flag, now, frees = self.base + send.flag, self.now, send.frees
         values, tensor, block, strides = self.values, send.tensor, self.block, slot.strides
         expanded = 0 in strides
@@ -300,6 +325,7 @@ class _Loaded:
         def run() -> None:
             nonlocal skew, copy
             value = values[tensor]
+            # Addresses mostly stay the same from step to step, so the view of the slot is kept.
             if value.data_ptr() & SKEW != skew:
                 skew = value.data_ptr() & SKEW
                 copy = distinct(tensor_at(block, slot, skew), strides)
@@ -321,6 +347,7 @@ class _Loaded:
         def run() -> None:
             nonlocal skew
             reached = wait(flag, now[0], abort, spin_ns[0])
+            # The flag carries the skew. Only where that has changed is the view made anew.
             if reached != now[0] + skew:
                 if reached == ABORTED:
                     raise Aborted

@@ -1,4 +1,5 @@
-"""The processes behind a machine's CPU devices. Starting one takes seconds: plans can share them.
+"""Keeps the processes behind a machine's CPU devices. Starting one takes seconds, so that plans
+can share them.
 
 with Workers(machine) as workers:
     for plan in plans:
@@ -17,11 +18,11 @@ from dovetail.machine import Device, Machine
 from dovetail.runtime.processes import Worker, launch
 
 ENTRY = "dovetail.executors.worker:serve"
-"""What a device's process runs."""
+"""The function that a device's process runs, as `launch` takes it."""
 
 
 class Workers:
-    """One pinned process per device, started when a plan first needs it. A context manager.
+    """One pinned process per device, each started when a plan first needs it. A context manager.
 
     Raises `UsageError` for a machine whose devices are not sets of this machine's cores.
     """
@@ -39,7 +40,7 @@ class Workers:
         self._sent: dict[int, set[int]] = {}
 
     def start(self, devices: tuple[int, ...]) -> list[Worker]:
-        """The devices' processes, ready for messages."""
+        """Start those of the devices' processes that do not run yet; return all of them, ready."""
         self.check_open()
         try:
             fresh = [d for d in devices if d not in self._started]
@@ -49,7 +50,8 @@ class Workers:
                 worker = launch(ENTRY, cores=device.cores, threads=threads, name=device.name)
                 self._started[index] = self._stack.enter_context(worker)
                 worker.send(threads)
-            for index in fresh:  # their imports run at the same time
+            # All are started before any is waited for, so that their imports run at the same time.
+            for index in fresh:
                 self._started[index].receive()
         except BaseException:
             self.close(kill=True)
@@ -57,7 +59,7 @@ class Workers:
         return [self._started[index] for index in devices]
 
     def set_threads(self, threads: int) -> None:
-        """Have the processes that were started use so many threads an op from here on."""
+        """Have the started processes run each op on this many threads from now on."""
         self.check_open()
         for worker in self._started.values():
             worker.send(UseThreads(threads))
@@ -65,13 +67,17 @@ class Workers:
             worker.receive()
 
     def new_key(self) -> int:
-        """A key for one loaded plan, not used before."""
+        """A key for one loaded plan, which no other plan had before."""
         self._keys += 1
         return self._keys
 
     def unsent(self, program: object, device: int, ops: Iterable[int]) -> tuple[int, list[int]]:
-        """(key of the program, those of its ops whose calls the device's process does not have);
-        they count as sent. Only the latest program's are kept: plans of one are loaded in turn."""
+        """(key of the program, those of `ops` whose calls the device's process does not have yet).
+
+        The returned ops count as sent from then on. Only calls of the latest program are
+        remembered, because plans of one program are usually loaded one after another.
+        """
+        # The worker forgets the calls of other programs as well, so both sides start again.
         if program is not self._program:
             self._program, self._program_key, self._sent = program, self._program_key + 1, {}
         sent = self._sent.setdefault(device, set())
@@ -87,16 +93,17 @@ class Workers:
         ]
 
     def check_open(self) -> None:
+        """Raise `RunError` if these workers were closed."""
         if self.closed:
             raise RunError("these workers are closed; make new ones with Workers(machine)")
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that were started."""
+        """Process ids of the processes that were started."""
         return tuple(worker.pid for worker in self._started.values())
 
     def close(self, *, kill: bool = False) -> None:
-        """End all processes; at once, if `kill`."""
+        """End all processes. With `kill` they get no time to end by themselves."""
         self.closed = True
         for worker in self._started.values():
             worker.close(kill=kill)

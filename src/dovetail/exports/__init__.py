@@ -1,4 +1,4 @@
-"""Plans in the words of other tools, and at work in a model of PyTorch."""
+"""Exports plans to the formats of other tools, and makes PyTorch models follow them."""
 
 from dovetail.exports.device_map import DeviceMap, device_map
 from dovetail.exports.dispatch import dispatch, undispatch

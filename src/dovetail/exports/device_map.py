@@ -1,9 +1,10 @@
-"""A plan as a `device_map` of Hugging Face accelerate.
+"""Exports a plan as a `device_map` of Hugging Face accelerate.
 
     {"embedding": 0, "layers.0": 0, "layers.1": 1, "head": "cpu"}
 
-A module whose forward ops are all on one device stands for everything within; of one that is split
-its children stand there instead. Accelerators are numbered as in the machine, and the CPU is "cpu".
+A module whose forward ops are all on one device stands for everything within it. If a module is
+split, its children stand in the map instead. Accelerators are numbered as in the machine, and the
+CPU is "cpu".
 Backward and update follow the forward ops, and the loss is computed by whoever calls the model.
 
 `accelerate.dispatch_model` moves tensors where a listed module is called, and nowhere else: an op
@@ -102,7 +103,7 @@ def module_devices(plan: Plan, graph: Graph) -> dict[str, int]:
 
 
 def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
-    """device -> its name, of those that run forward ops."""
+    """Device -> its name in the map, for devices that run forward ops."""
     used = sorted(set(plan.placement[placed_ops(graph)].tolist()))
     if names is not None:
         for device in used:
@@ -145,7 +146,7 @@ def _check_tied(plan: Plan, graph: Graph, homes: dict[str, int]) -> None:
 
 
 def _descend(module: Module, plan: Plan, graph: Graph, homes: dict[str, int]) -> None:
-    """Enter the module if it is whole, else its children and its own tensors."""
+    """Add the module to `homes` if it is whole, else its children and its own tensors."""
     ops = module.all_ops
     devices = sorted(set(plan.placement[ops].tolist()))
     if len(devices) <= 1:
@@ -210,7 +211,7 @@ def check_glue(
 
 
 def home_of(path: str, homes: Mapping[str, Home]) -> Home | None:
-    """The device of the listed module around a path; None: it is in none."""
+    """The device of the innermost listed module around a path; None if there is none."""
     while path:
         if path in homes:
             return homes[path]
@@ -240,7 +241,7 @@ def module_units(graph: Graph, whole: Sequence[str]) -> tuple[Units, NDArray[np.
 
 
 class _ModuleUnits:
-    """The modules that are units so far, and what is tied together between them."""
+    """Collects the modules that are units, and the pairs of ops that are tied together."""
 
     def __init__(self, graph: Graph, whole: set[str]) -> None:
         self.graph = graph
@@ -289,7 +290,7 @@ class _ModuleUnits:
             self.ties += [(first, op) for op in np.flatnonzero(self.main).tolist()]
 
     def _origins(self, module: Module) -> dict[int, set[str]]:
-        """Of each op that the module runs itself: where what it reads comes from."""
+        """Each op that the module runs itself -> the places where its inputs come from."""
         origins: dict[int, set[str]] = {}
         for op in module.ops:
             places = origins[op] = set()
@@ -324,10 +325,11 @@ class _ModuleUnits:
         return -1 if self.graph.is_source[maker] else maker
 
     def _joins(self, origins: dict[int, set[str]]) -> bool:
+        """True if an op joins what comes from several places."""
         return any(len(places) > 1 for places in origins.values())
 
     def _small(self, module: Module) -> bool:
-        """May it be kept whole: is it little of the work, with nothing within that is whole?"""
+        """True if the module is a small share of the work and has no module to keep whole in it."""
         if any(inner.path in self.whole for inner in module.walk()):
             return False
         return bool((self.work[module.all_ops].sum(axis=0) <= LARGEST_WHOLE).all())

@@ -4,7 +4,7 @@
     loss = model(**batch).loss               each module computes on its device, the CPU's there
     undispatch(model)
 
-What is done, and where it differs from `accelerate.dispatch_model`:
+What `dispatch` does, and where it differs from `accelerate.dispatch_model`:
 
 * Parameters and buffers move to the device of their module. They stay the same Parameters, so an
   optimizer that holds them goes on working; a state that it has made already stays where it was.
@@ -50,7 +50,7 @@ def dispatch(
     *,
     devices: Mapping[str, Name] | None = None,
 ) -> Network:
-    """The model itself, whose modules compute where the plan says from now on.
+    """Make the model's modules compute where the plan says; return the model itself.
 
     plan      a Plan, or a device map: module path -> accelerator's number or a torch device
     graph     what the plan was made for; may be left out where `plan` or `open_plan` made the plan
@@ -99,7 +99,7 @@ def undispatch(model: Network) -> Network:
 def _of_plan(
     plan: Plan, graph: Graph, devices: Mapping[str, Name] | None
 ) -> tuple[dict[str, "torch.device"], "torch.device"]:
-    """Path -> torch device, and the device that the model's inputs go to."""
+    """(path -> torch device, the device that the model's inputs go to), from a plan."""
     check_one_replica(graph, FORMAT)
     module_homes, main = module_devices(plan, graph), first_device(plan, graph)
     if set(module_homes) != {""}:
@@ -126,7 +126,10 @@ def _of_map(
 
 
 def _torch_device(given: Name, what: str) -> "torch.device":
-    """With its index, so that equal devices are equal. Raises `UsageError` if it is not there."""
+    """The torch device with its index, so that equal devices compare equal.
+
+    Raises `UsageError` if it is not there.
+    """
     import torch
 
     try:
@@ -151,7 +154,7 @@ def _plain(device: "torch.device") -> int | str:
 
 
 def _home(path: str, homes: Mapping[str, "torch.device"]) -> "torch.device | None":
-    """The device of a module; None: its children are on several."""
+    """The device of a module; None if its children are on several."""
     return home_of(path, homes) or homes.get("")
 
 
@@ -185,7 +188,7 @@ def _own(module: "nn.Module") -> dict[str, "Tensor"]:
 def _placed(
     modules: Mapping[str, "nn.Module"], homes: Mapping[str, "torch.device"]
 ) -> list[tuple["Tensor", "torch.device", Owner]]:
-    """(tensor, device of its module, module and name) of all, in the model's order."""
+    """(tensor, device of its module, (module, name)) of all tensors, in the model's order."""
     placed: list[tuple[Tensor, torch.device, Owner]] = []
     for path, module in modules.items():
         for name, tensor in _own(module).items():
@@ -200,7 +203,7 @@ def _placed(
 
 
 def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_LentTensor"]:
-    """Every tensor to the device of its first owner; what owners on other devices borrow."""
+    """Move every tensor to its first owner's device; return what other owners borrow."""
     import torch
 
     owners: dict[int, list[tuple[Tensor, torch.device, Owner]]] = {}
@@ -218,7 +221,7 @@ def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Le
 
 
 def _moved_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner]) -> "Tensor":
-    """The same tensor with its data moved; where its type forbids that, a new one in its place."""
+    """The same tensor with its data moved; if its type forbids that, a new one in its place."""
     import torch
 
     from dovetail.runtime.torch_versions import can_take_data_of
@@ -329,7 +332,8 @@ class _ForwardCopies:
     copies: dict[tuple[int, "torch.device", bool], tuple["Tensor", int, "Tensor"]]
 
 
-# Per thread and per nested call.
+# The copies of the forward that is running. A context variable keeps them per thread, and `around`
+# keeps those of the calls around a nested one.
 _SENT: ContextVar[_ForwardCopies | None] = ContextVar("dovetail_sent", default=None)
 
 
@@ -350,7 +354,8 @@ def _copied(tensor: "Tensor", device: "torch.device") -> "Tensor":
     # Only copies to an accelerator are ordered before what reads them without waiting.
     copy: Callable[[], Tensor] = lambda: tensor.to(device, non_blocking=device.type == "cuda")  # noqa: E731
     sent = _SENT.get()
-    if sent is None or tensor.is_inference():  # which count no versions
+    # Tensors of inference mode count no versions, so a write between two uses would go unnoticed.
+    if sent is None or tensor.is_inference():
         return copy()
     key = (id(tensor), device, torch.is_grad_enabled())
     entry = sent.copies.get(key)

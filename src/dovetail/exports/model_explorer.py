@@ -1,4 +1,4 @@
-"""A plan for Google's model-explorer: its graph, and node data to lay over it.
+"""Exports a plan for Google's model-explorer: its graph, and node data to lay over it.
 
     model-explorer view/graph.json       then "Upload node data": view/device.json and the others
 
@@ -36,7 +36,7 @@ COOL_TO_HOT = ({"stop": 0, "bgColor": "#fff7ec"}, {"stop": 1, "bgColor": "#b3000
 
 
 def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str, Any]:
-    """File name -> document. colours [devices]: #rrggbb."""
+    """File name -> JSON document. `colours` [devices] are given as #rrggbb."""
     names = plan.machine.device_names
     devices = _devices(plan, graph)
     sent = _sent(plan, graph, devices)
@@ -66,8 +66,10 @@ def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str
 
 
 def _devices(plan: Plan, graph: Graph) -> dict[int, int]:
-    """op -> device; of what is resident wherever it is read, the device of its first reader. What
-    nothing reads has none."""
+    """Op -> device. A source that is resident wherever it is read has that of its first reader.
+
+    Such a source that nothing reads has no device.
+    """
     homes: dict[int, int] = {}
     for op in range(len(graph)):
         residence = int(graph.residences[op]) if graph.is_source[op] else op
@@ -139,7 +141,7 @@ def _overlays(
     devices: Mapping[int, int],
     sent: Sequence[tuple[int, int, int, int]],
 ) -> dict[str, Any]:
-    """What is sent, from device to device."""
+    """Edge overlays of what is sent, one for each pair of devices."""
     pairs: dict[tuple[int, int], list[dict[str, str]]] = defaultdict(list)
     for op, there, reader, tensor in sent:
         edge = {"sourceNodeId": graph.names[op], "targetNodeId": graph.names[reader]}

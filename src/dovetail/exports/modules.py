@@ -1,4 +1,4 @@
-"""The tree of modules, as the paths of ops and parameters show it."""
+"""Rebuilds the tree of modules from the paths of ops and parameters."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +16,9 @@ HELD = ("parameter", "buffer")
 
 @dataclass
 class Module:
-    """path       "" at the top
+    """A module of the tree.
+
+    path       "" at the top
     ops        forward ops that run in the module itself, ascending
     held       parameters and buffers (source ops) of its own
     children   by name, in order of first appearance
@@ -40,7 +42,7 @@ class Module:
 
 
 def module_tree(graph: Graph) -> Module:
-    """The top module. Only what has forward ops, parameters or buffers is in the tree."""
+    """The top module. Modules without forward ops, parameters and buffers are not in the tree."""
     top = Module("")
     for op in placed_ops(graph):
         _find(top, graph.modules[op]).ops.append(op)
@@ -51,8 +53,10 @@ def module_tree(graph: Graph) -> Module:
 
 
 def graph_behind(plan: Plan, graph: Graph | None, format: str) -> Graph:
-    """The graph to read module paths from, with the plan's copies: of the one given, or else of
-    the one that the plan remembers."""
+    """The graph to read module paths from, with the copies of ops that the plan makes.
+
+    It is based on the given graph, or else on the one that the plan remembers.
+    """
     source = graph or plan.graph
     if source is None:
         raise ExportError(
@@ -64,21 +68,21 @@ def graph_behind(plan: Plan, graph: Graph | None, format: str) -> Graph:
 
 
 def check_one_replica(graph: Graph, format: str) -> None:
-    """Raise `ExportError` for towers: the module they copy is one, and would be in many places."""
+    """Raise `ExportError` for towers: they share one module, which cannot be on many devices."""
     if tower_count(graph) > 1:
         where = f"a graph of {tower_count(graph)} towers"
         raise ExportError(format, where, "runs every module once a tower; plan for one replica")
 
 
 def forward_ops(graph: Graph) -> list[int]:
-    """Forward ops in order; of what has copies the origin alone, as others know no copies."""
+    """The forward ops in order, without copies of ops, because other tools know no copies."""
     origin = origins_in(graph) == np.arange(len(graph))
     ops: list[int] = np.flatnonzero((graph.phases == Phase.FORWARD) & origin).tolist()
     return ops
 
 
 def placed_ops(graph: Graph) -> list[int]:
-    """Forward ops that the model itself runs, in order. A captured loss is not a module of it."""
+    """The forward ops that the model itself runs, in order, without those of a captured loss."""
     trained = bool((graph.phases == Phase.BACKWARD).any())
     return [op for op in forward_ops(graph) if not (trained and graph.modules[op] == LOSS_MODULE)]
 

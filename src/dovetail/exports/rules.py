@@ -1,4 +1,4 @@
-"""Rules of export formats: a search that keeps to them only finds plans that can be exported."""
+"""Gives the rules of export formats. A search that keeps them finds only exportable plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,13 @@ from dovetail.machine import Machine
 
 @dataclass(frozen=True, eq=False)
 class FormatRules:
-    """units    what stays together
+    """What a format asks of a plan.
+
+    units    ops that stay together
     main     [ops] True for ops that run where the model's own inputs are: on the first device
-    chain    [ops] place of each unit in the order of the calls, -1 where it has none; each device
-             has one run of it, or none. None: no order is asked for
-    devices  [devices] True for those that the format has a name for
+    chain    [ops] place of each op's unit in the order of the calls, -1 if it has none. Each device
+             has one run of this order, or nothing. None: the format asks for no order
+    devices  [devices] True for devices that the format has a name for
     """
 
     units: Units
@@ -55,7 +57,7 @@ LATER = ("torchtitan", "megatron", "vllm")
 
 
 def check_format(format: str) -> None:
-    """Raise `UsageError` for a format whose rules no plan can be made under."""
+    """Raise `UsageError` for a format that is unknown or not built yet."""
     if format in LATER:
         raise UsageError("for", f"{format} is not there yet; use {' or '.join(FORMATS)}")
     if format and format not in FORMATS:
@@ -65,7 +67,7 @@ def check_format(format: str) -> None:
 def rules_for(
     format: str, graph: Graph, machine: Machine, whole: Sequence[str] = ()
 ) -> FormatRules:
-    """What `format` asks of a plan of this graph; `whole`: modules that are kept whole besides.
+    """What `format` asks of a plan of this graph. Modules in `whole` are kept whole besides.
 
     Raises `UsageError` for an unknown format, and `ExportError` for a graph of towers.
     """

@@ -1,4 +1,4 @@
-"""A plan as the split points of `torch.distributed.pipelining`.
+"""Exports a plan as the split points of `torch.distributed.pipelining`.
 
     split_spec = {"layers.1": SplitPoint.BEGINNING, "layers.3": SplitPoint.BEGINNING}
     pipeline(module, mb_args, split_spec=split_spec)
@@ -28,8 +28,9 @@ FORMAT = "split points"
 
 
 def split_points(plan: Plan, graph: Graph) -> "dict[str, SplitPoint]":
-    """Path of the module before which each stage but the first begins, in order; empty where all
-    is on one device. A stage's device is that of the ops from there on.
+    """Path of the module with which each stage but the first begins -> the split point, in order.
+
+    It is empty if all is on one device. A stage's device is that of the ops from there on.
 
     Raises `ExportError` for a device with several runs, for a run that begins within a module, and
     for towers.
@@ -77,8 +78,9 @@ def _advice(plan: Plan, graph: Graph, before: int, op: int) -> str:
 
 
 def _begins(graph: Graph) -> dict[int, str]:
-    """first op -> the outermost module that begins there and whose ops stand together: what is
-    called several times, with something in between, has no one beginning.
+    """First op -> the outermost module that begins there and whose ops stand together.
+
+    A module that is called several times, with something in between, has no single beginning.
 
     A module without ops of its own may be a list of layers, which nothing calls: torch would find
     no stage to begin there, and say nothing. The first module within it that has some counts.
@@ -94,7 +96,7 @@ def _begins(graph: Graph) -> dict[int, str]:
 
 
 def stage_units(graph: Graph, whole: Sequence[str]) -> Units:
-    """What lies between two places where a stage may begin, numbered in the order of the calls.
+    """Units of the ops between two places where a stage may begin, in the order of the calls.
 
     Stages begin where a module begins that is called once, but not within a module that is kept
     whole. Raises `ExportError` for towers.
@@ -112,8 +114,8 @@ def stage_units(graph: Graph, whole: Sequence[str]) -> Units:
         cut[places[0] + 1 : places[-1] + 1] = False
     units = np.full(len(graph), -1, dtype=np.int32)
     units[ops] = np.cumsum(cut)
-    # What is no forward op goes with the forward op that it is for: a gradient with its op, a sum
-    # of gradients with what it sums, an update with the first reader of what it updates.
+    # An op that is no forward op goes with the forward op that it is for: a gradient with its op,
+    # a sum of gradients with what it sums, an update with the first reader of what it updates.
     for op in np.flatnonzero((units < 0) & ~graph.is_source).tolist():
         if graph.gradient_of[op] >= 0:
             units[op] = units[graph.gradient_of[op]]

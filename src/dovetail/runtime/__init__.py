@@ -1,7 +1,7 @@
-"""Runtime: pinned worker processes, shared memory, waiting on it, and timing of calls.
+"""Runs and times calls: pinned worker processes, shared memory, waiting on it, and timers.
 
-Knows callables and arrays only. This file imports nothing but the standard library: a worker
-passes through it before it is told what to import.
+The package knows callables and arrays only. This file imports nothing but the standard library,
+because a worker passes through it before it is told what to import.
 """
 
 from dovetail.runtime.processes import Worker, launch

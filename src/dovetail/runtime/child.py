@@ -1,6 +1,6 @@
-"""What a worker process runs first: `python child.py DESCRIPTOR PARENT CORES ENTRY PATHS`.
+"""Starts a worker process: `python child.py DESCRIPTOR PARENT CORES ENTRY PATHS`.
 
-Run as a file, not as a module, so that nothing (numpy starts threads) is imported before the
+It runs as a file, not as a module, so that nothing (numpy starts threads) is imported before the
 process is pinned and bound to its parent's life.
 """
 
@@ -20,9 +20,10 @@ _MOST_INT, _TOP_PAD_BYTES, _MOST_MMAP_BYTES = 2**31 - 1, 2**26, 2**25
 
 
 def main(arguments: list[str]) -> int:
-    """Run the entry function "package.module:function" with the channel; the exit status."""
+    """Run the entry function "package.module:function" with the channel; return the exit status."""
     descriptor, parent, cores, entry, paths = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # The parent handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(int(parent))
     _keep_memory()
     if cores:
@@ -35,9 +36,11 @@ def main(arguments: list[str]) -> int:
         module, function = entry.split(":")
         getattr(importlib.import_module(module), function)(channel)
     except EOFError:
-        return 0  # the parent closed its end: the ordinary way to stop a worker
+        # The parent closed its end, which is the ordinary way to stop a worker.
+        return 0
     except BaseException:
-        with suppress(ConnectionError):  # the parent closed its end: nobody asks any more
+        # If the parent has closed its end, nobody reads the failure.
+        with suppress(ConnectionError):
             channel.send(Failure(traceback.format_exc()))
         return 1
     return 0
@@ -46,17 +49,20 @@ def main(arguments: list[str]) -> int:
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    # The parent may have ended before the call above.
+    if os.getppid() != parent:
         os._exit(1)
 
 
 def _keep_memory() -> None:
-    """Have malloc keep what is freed, as far as it can be told: a step frees and asks for the same
-    sizes over and over, and fresh pages cost a fault each (a log-softmax took 29 us; 15 to 18
-    without).
+    """Have malloc keep what is freed, as far as it can be told to.
+
+    A step frees and allocates the same sizes over and over, and each fresh page costs a page fault:
+    a log-softmax took 29 us with the faults and 15 to 18 without.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # a libc without it has a policy of its own
+    # A libc without mallopt has a policy of its own.
+    if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _MOST_INT)
         mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)
         mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_BYTES)
@@ -65,4 +71,5 @@ def _keep_memory() -> None:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(status)  # nothing to tear down, and torch takes its time over it
+    # There is nothing to tear down, and torch would take long over it.
+    os._exit(status)

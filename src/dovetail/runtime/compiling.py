@@ -1,8 +1,8 @@
-"""How kernels are compiled: no GIL, cached on disk, and no memory manager.
+"""Compiles kernels with numba: without the GIL, cached on disk, and without a memory manager.
 
-numba counts references to every array on every call, atomically; with dozens of arrays that costs
-twenty times the work itself. The kernels allocate nothing, so the manager is off (`_nrt`, which
-numba's type stubs do not know). Helpers are inlined, so that their arrays are not passed at all.
+numba counts references to every array on every call, atomically. With dozens of arrays that costs
+twenty times the work itself. The kernels allocate nothing, so the memory manager is off (`_nrt`,
+which numba's type stubs do not know). Helpers are inlined, so that no arrays are passed to them.
 
 The first run on a machine compiles for the better part of a minute; later runs load the cache.
 `working_clock` leaves this time out, so that a budget of seconds always buys the same search.
@@ -23,13 +23,13 @@ _options: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"
 
 
 def kernel(function: Function) -> Function:
-    """Compile what Python calls."""
+    """Compile a function that Python calls."""
     compiled: Function = numba.njit(**_options)(function)
     return compiled
 
 
 def inlined(function: Function) -> Function:
-    """Compile what only kernels call."""
+    """Compile a function that only kernels call; it is inlined there."""
     compiled: Function = numba.njit(forceinline=True, **_options)(function)
     return compiled
 
@@ -40,7 +40,7 @@ def working_clock() -> float:
 
 
 class _Compiler(event.Listener):
-    """How long numba's compiler has been at work: from the outermost start to its end."""
+    """Adds up how long numba's compiler works: from each outermost start to its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,8 @@ class _Compiler(event.Listener):
 
     def on_end(self, _event: event.Event) -> None:
         with self._lock:
-            if not self._depth:  # it began before anyone listened
+            # This compilation began before the listener was registered.
+            if not self._depth:
                 return
             self._depth -= 1
             if self._depth == 0:
@@ -64,6 +65,7 @@ class _Compiler(event.Listener):
 
     def working_seconds(self) -> float:
         with self._lock:
+            # While a compilation is on, the clock stands at its begin.
             now = self._began if self._depth else time.monotonic()
             return now - self._spent
 

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all."""
+"""Writes a file whole or not at all, and reads JSON of unknown origin."""
 
 import gzip
 import json
@@ -17,9 +17,9 @@ from dovetail.units import format_bytes
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write `data` (text as UTF-8) to `path`, so that a reader sees the old file or the new one.
 
-    The bytes go to a temporary file in the same folder, which then takes the name; what is not a
-    plain file (`/dev/stdout`, a pipe) is written directly. Raises `UnwritableError`, leaving
-    nothing behind.
+    The bytes go to a temporary file in the same folder, which then takes the name. A target that is
+    no plain file (`/dev/stdout`, a pipe) is written directly. Raises `UnwritableError`, and then
+    leaves nothing behind.
     """
     content = data.encode() if isinstance(data, str) else data
     target = Path(path)
@@ -29,7 +29,8 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         else:
             # A link keeps pointing where it did: its target is replaced, not the link.
             _replace(target.resolve(), content)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+    # A name with a NUL raises ValueError.
+    except (OSError, ValueError) as error:
         detail = error.strerror if isinstance(error, OSError) else str(error)
         raise UnwritableError(os.fspath(path), detail or str(error)) from error
 
@@ -43,21 +44,22 @@ def _replace(target: Path, content: bytes) -> None:
             file.write(content)
         os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_mode())
         os.replace(temporary, target)
-    except BaseException:  # Ctrl-C too: no half file is left behind
+    # No half file is left behind, not even by Ctrl-C.
+    except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
 
 
 def _new_mode() -> int:
-    """What `open` would give a new file; mkstemp alone makes it private."""
+    """The mode that `open` would give a new file; mkstemp makes a private one."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise `UnwritableError` now where `write_atomically` would later, after long work."""
+    """Raise `UnwritableError` now if `write_atomically` would raise it later, after long work."""
     target = Path(path)
     try:
         if target.is_dir():
@@ -74,13 +76,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 # ── Reading JSON of unknown origin ──────────────────────────────────────────────────────────────
 
 MOST_BYTES = 2**31
-"""Largest JSON that is read. A gzip file of a few kilobytes can unpack to any size."""
+"""No more bytes of JSON than this are read. A small gzip file can unpack to any size."""
 _CHUNK_BYTES = 2**20
-"""Bytes that are unpacked at a time."""
+"""This many bytes are unpacked at a time."""
 
 
 def read_json(path: str | Path) -> Any:
-    """Parsed JSON of a file, unzipped where the name ends in `.gz`. Raises `FileFormatError`."""
+    """The parsed JSON of a file, unzipped if its name ends in `.gz`. Raises `FileFormatError`."""
     try:
         with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
             data = b"".join(_chunks(file.read, str(path)))

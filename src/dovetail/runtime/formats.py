@@ -1,4 +1,4 @@
-"""File formats derived from records: a dataclass lists its fields once, and a pydantic model that
+"""Derives file formats from records: a dataclass lists its fields once, and the pydantic model that
 reads them from JSON or TOML is built from that list.
 
     @dataclass(frozen=True)
@@ -38,7 +38,7 @@ FILE_NAME = "file_name"
 STRICT = ConfigDict(extra="forbid")
 """Unknown names in a file are refused, not ignored."""
 FINITE = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""As `STRICT`; NaN and Infinity, which Python's JSON reads, are refused as well."""
+"""As `STRICT`, and NaN and Infinity, which Python's JSON reads, are refused as well."""
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -62,9 +62,9 @@ WholeNumbers = Annotated[list[int], BeforeValidator(_refuse_bools)]
 
 
 def file_type(hint: Any, config: ConfigDict = STRICT) -> Any:
-    """The type that pydantic validates a file's JSON against, of a record or of a field's type.
+    """The type against which pydantic validates a file's JSON, for a record or a field's type.
 
-    It validates to the record itself. Where Python counts True as 1, a file's `true` is refused.
+    Validation gives the record itself. Where Python counts True as 1, a file's `true` is refused.
     """
     if hint in (int, float):
         return Annotated[hint, BeforeValidator(_refuse_bool)]
@@ -85,9 +85,9 @@ def file_type(hint: Any, config: ConfigDict = STRICT) -> Any:
 def array_type(dtype: Any, entry: Any = None) -> Any:
     """The type of a list in a file that becomes an array of this dtype.
 
-    entry   the type of each entry; None: whatever the dtype holds
+    entry   the type of each entry; None stands for the Python type of the dtype
 
-    Large columns are why booleans are looked for in a whole list at once.
+    Booleans are looked for in a whole list at once, because columns can be large.
     """
     kind = np.dtype(dtype).kind
     entry = entry or {"b": bool, "i": int, "f": float}[kind]
@@ -131,7 +131,7 @@ def to_file(value: Any) -> Any:
 
 
 def first_complaint(error: ValidationError) -> str:
-    """What pydantic found first, as "ops.flops.3: Input should be a valid integer"."""
+    """The first error that pydantic found, as "ops.flops.3: Input should be a valid integer"."""
     first = error.errors(include_url=False)[0]
     if not first["loc"]:
         return "it is no JSON object"

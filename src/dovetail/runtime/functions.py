@@ -1,4 +1,4 @@
-"""package.module:function, imported and called because the user names it."""
+"""Imports and calls a function that the user names as package.module:function."""
 
 import contextlib
 import importlib
@@ -11,7 +11,7 @@ from dovetail.errors import ModelError
 
 
 def names_function(text: str) -> bool:
-    """Has the text the form package.module:function?"""
+    """True if the text has the form package.module:function."""
     package, colon, function = text.partition(":")
     return (
         bool(colon)
@@ -21,14 +21,14 @@ def names_function(text: str) -> bool:
 
 
 def call_function(text: str) -> Any:
-    """What the function returns. The current folder is put in front of `sys.path`, where it is not
-    in it.
+    """Call the function and return its result. The current folder is added to `sys.path` for it.
 
-    Raises `ModelError` where it cannot be imported, needs arguments or ends the program; what else
-    the function itself raises, but for an `ImportError`, passes.
+    Raises `ModelError` if the function cannot be imported, needs arguments or ends the program, and
+    for an `ImportError` that it raises. All else that it raises passes.
     """
     package, _, name = text.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` does; an installed script has only its own
+    # `python -m` does this too; an installed script has only its own folder on the path.
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(package), name, None)

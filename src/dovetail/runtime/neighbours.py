@@ -1,8 +1,8 @@
 """Measures how many cores other programs keep busy, and decides how long waiting threads spin.
 
-A thread that spins holds its core. Where another program wants that core the kernel gives it whole
-time slices of some milliseconds, in which ops of microseconds stand still. So threads spin only on
-evidence that cores are free, and where a measurement was made beside others it says so.
+A thread that spins holds its core. If another program wants that core, the kernel gives it whole
+time slices of some milliseconds, in which ops of microseconds stand still. So threads spin
+only on evidence that the cores are free, and a measurement made beside other programs says so.
 """
 
 import os
@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection
 from dovetail.runtime.timers import clock
 
 BUSY_CORES = 0.25
-"""From this many cores on, other programs disturb what is measured. A desktop at rest and the
+"""Other programs that use this many cores or more disturb a measurement. A desktop at rest and the
 kernel's own threads stay below it."""
 WINDOW_SECONDS = 0.25
-"""The least time between two looks. The kernel counts busy cores in ticks of 1 to 10 ms: over this
-time that is right to about a tenth of a core."""
+"""The least time between two looks. The kernel counts busy cores in ticks of 1 to 10 ms. Over this
+time the count is right to about a tenth of a core."""
 SPIN_SECONDS = 1e-3
-"""How long a wait spins on a core that nobody else wants: longer than most hand-overs take."""
+"""A wait spins this long on a core that nobody else wants; most hand-overs take less."""
 BRIEF_SECONDS = 2e-5
-"""How long a wait spins on a core that others want, or may want: some hops between cores."""
+"""A wait spins this long on a core that others may want: as long as some hops between cores."""
 
 _TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -32,10 +32,10 @@ def disturbs(others_cores: float) -> bool:
 
 
 class Neighbours:
-    """Cores that other programs keep busy, of some cores.
+    """Measures how many of some cores other programs keep busy.
 
-    cores       those that count
-    processes   whose work does not count as other programs', beside this process
+    cores       the cores that are watched
+    processes   ids of processes whose work, like this process's, does not count as other programs'
     """
 
     def __init__(self, cores: Collection[int], processes: Collection[int] = ()) -> None:
@@ -44,9 +44,11 @@ class Neighbours:
         self._before = self._sample()
 
     def look(self) -> float | None:
-        """Cores that others kept busy since the last look, or since the beginning. None if the
-        last look was less than `WINDOW_SECONDS` ago (the next one then covers this time too), or if
-        the system does not report it."""
+        """How many cores others kept busy since the last look, or since the beginning.
+
+        None if the last look was less than `WINDOW_SECONDS` ago (the next look then covers this
+        time too), or if the system does not report it.
+        """
         if clock() - self._before[0] < WINDOW_SECONDS:
             return None
         now, before = self._sample(), self._before
@@ -57,7 +59,7 @@ class Neighbours:
         return max(0.0, (busy - our_seconds) / (now[0] - before[0]))
 
     def settled(self, sleep: Callable[[float], None] = time.sleep) -> float | None:
-        """`look`, after as much more time as it needs."""
+        """`look`, after sleeping until `WINDOW_SECONDS` have passed since the last look."""
         sleep(max(0.0, WINDOW_SECONDS - (clock() - self._before[0])))
         return self.look()
 
@@ -68,15 +70,18 @@ class Neighbours:
 
 
 def busy_seconds(cores: Collection[int]) -> float | None:
-    """Seconds that these cores have worked since the machine started, for programs or, stolen from
-    a virtual machine, for other machines. None where /proc/stat does not say."""
+    """Seconds that these cores have worked since the machine started; None if /proc/stat is silent.
+
+    On a virtual machine, time that the host gave to other machines ("stolen") counts as work.
+    """
     ticks, cores_read = 0, 0
     try:
         with open("/proc/stat") as lines:
             for line in lines:
                 name, *fields = line.split()
                 if not name.startswith("cpu"):
-                    break  # what follows are interrupts, a long line
+                    # The lines on cores come first. A long line on interrupts follows.
+                    break
                 if name[3:].isdigit() and int(name[3:]) in cores:
                     cores_read += 1
                     user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(
@@ -84,13 +89,15 @@ def busy_seconds(cores: Collection[int]) -> float | None:
                     )
                     ticks += user + nice + system + interrupts + soft + stolen
     except (OSError, ValueError):
-        return None  # not Linux, or a sandbox without the file
+        # This is not Linux, or a sandbox without the file.
+        return None
     return ticks * _TICK_SECONDS if cores_read == len(cores) else None
 
 
 def _process_seconds(pid: int) -> float:
-    """Seconds of processor time of a process, all its threads together; 0 for one that ended."""
-    # What clock_getcpuclockid(3) computes: the complement of the id, and 2 for "as scheduled".
+    """Processor time of a process in seconds, of all its threads; 0 for a process that ended."""
+    # The clock's number, as clock_getcpuclockid(3) computes it: the complement of the process id
+    # in the upper bits, and 2 for "as scheduled".
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
@@ -100,9 +107,9 @@ def _process_seconds(pid: int) -> float:
 class Spinning:
     """Decides how long threads of this process spin: its OpenMP threads, and waits for flags.
 
-    At first, and while others want the cores, OpenMP's threads sleep after a microsecond, and
-    waits for flags after `BRIEF_SECONDS`. Where two looks in a row find that nobody wants the
-    cores, they spin: OpenMP's as long as GOMP_SPINCOUNT says.
+    At first, and while others want the cores, OpenMP's threads sleep after a microsecond, and waits
+    for flags sleep after `BRIEF_SECONDS`. Once two looks in a row find that nobody wants the cores,
+    they spin: OpenMP's threads as long as GOMP_SPINCOUNT says, waits for `SPIN_SECONDS`.
     """
 
     def __init__(
@@ -113,7 +120,7 @@ class Spinning:
         look: Callable[[], float | None] | None = None,
         hold_back: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
-        """look, hold_back: as `Neighbours.look` and `hold_back_openmp`."""
+        """`look` and `hold_back` replace `Neighbours.look` and `hold_back_openmp`."""
         self._look = look or Neighbours(cores).look
         self._hold_back = hold_back or hold_back_openmp
         self._team = len(cores) + 1 if threads > 1 else 0
@@ -148,23 +155,27 @@ class Spinning:
 def hold_back_openmp(team: int) -> Callable[[], None]:
     """Have OpenMP's threads spin for a microsecond only, until what is returned is called.
 
-    GNU's OpenMP does so by itself while it has more threads than the process has cores, so a
-    thread of ours holds a second team that sleeps. team: more than the cores. Other OpenMP
-    libraries go on as they were.
+    GNU's OpenMP does so by itself while it has more threads than the process has cores. So a thread
+    of ours holds a second team of `team` threads, more than there are cores, which sleeps. Other
+    OpenMP libraries do not change.
     """
     ready, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        import torch  # here: the rest of the package runs without it
+        # Imported here, because the rest of the package runs without torch.
+        import torch
 
         try:
-            threads = torch.get_num_threads()  # a new thread takes over what was set last
+            # A new thread takes over the number that was set last, so it is set back afterwards.
+            threads = torch.get_num_threads()
             torch.set_num_threads(team)
-            torch.ones(team * _OPENMP_GRAIN).add_(1)  # as many threads as there are grains
+            # An op of one grain per thread makes OpenMP start the whole team.
+            torch.ones(team * _OPENMP_GRAIN).add_(1)
             torch.set_num_threads(threads)
         finally:
             ready.set()
-        end.wait()  # the team ends with the thread
+        # The team ends with this thread.
+        end.wait()
 
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
@@ -178,4 +189,4 @@ def hold_back_openmp(team: int) -> Callable[[], None]:
 
 
 _OPENMP_GRAIN = 2**15
-"""Elements below which ATen gives a thread no work of its own (`at::internal::GRAIN_SIZE`)."""
+"""ATen gives a thread no work of its own below this many elements (`at::internal::GRAIN_SIZE`)."""

@@ -1,12 +1,12 @@
-"""Worker processes: pinned to cores, never orphaned, their failures brought back.
+"""Starts worker processes that are pinned to cores, never orphaned, and report their failures.
 
     with launch("dovetail.costs.measured:serve", cores=(0,), threads=1) as worker:
         worker.send(request)             │ serve(channel): channel.receive(), channel.send(...)
         reply = worker.receive()         │ until receive raises EOFError, which ends it
 
-Started by `subprocess` and not by `multiprocessing`: fork breaks OpenMP, spawn runs the user's
-script again. The kernel kills a worker when the *thread* that launched it ends, so launch from
-one that stays. Linux only.
+Workers are started by `subprocess` and not by `multiprocessing`, because fork breaks OpenMP and
+spawn runs the user's script again. The kernel kills a worker when the *thread* that launched it
+ends, so launch from a thread that stays. Linux only.
 """
 
 import json
@@ -29,7 +29,7 @@ from dovetail.errors import ProcessDiedError, ProcessError
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker sends in place of a reply when its entry function raised."""
+    """The message that a worker sends instead of a reply when its entry function raised."""
 
     traceback: str
 
@@ -37,8 +37,8 @@ class Failure:
 class Channel:
     """Sends and receives objects and file descriptors, in order.
 
-    Both ends are ours, so pickles are safe. They are plain ones: `Connection.send` would pass
-    tensors by torch's own sharing, whose files outlive a killed process.
+    Both ends are our own processes, so pickles are safe. They are plain pickles: `Connection.send`
+    would pass tensors by torch's own sharing, whose files outlive a killed process.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -54,7 +54,8 @@ class Channel:
         """The next message. Raises `EOFError` once the other end is closed."""
         try:
             content = self._connection.recv_bytes()
-        except ConnectionError as error:  # closed with messages of ours unread: a reset
+        # If the other end closed before it read all of our messages, the connection is reset.
+        except ConnectionError as error:
             raise EOFError from error
         return pickle.loads(content)
 
@@ -74,7 +75,7 @@ class Channel:
 
 
 GRACE_SECONDS = 5.0
-"""A worker whose channel was closed has this long to end by itself before it is killed."""
+"""After its channel was closed, a worker has this long to end by itself before it is killed."""
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -83,16 +84,16 @@ _THREAD_VARIABLES = (
 )
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _SPINS = 10_000
-"""How often an OpenMP thread looks for its next piece of work before it sleeps: about 0.1 ms.
+"""An OpenMP thread looks this often for its next piece of work before it sleeps: about 0.1 ms.
 
-By default it is 30 times as often; where another program takes one of the cores, the threads then
-wait for each other through whole time slices (ops of 40 us took 8 ms). To sleep at once would cost
+OpenMP's default is 30 times as often. If another program takes one of the cores, the threads then
+wait for each other through whole time slices: ops of 40 us took 8 ms. Sleeping at once would cost
 every small op some 90 us (see `benchmarks/spinning`).
 """
 
 
 class Worker:
-    """The parent's handle of one worker process; a context manager that ends it.
+    """The parent's handle of a worker process; a context manager that ends it.
 
     `send` and `receive` raise `ProcessError` with the worker's traceback, or `ProcessDiedError`.
     """
@@ -122,7 +123,7 @@ class Worker:
             raise self._broken() from None
 
     def receive(self, timeout_seconds: float | None = None) -> Any:
-        """The worker's next message; `TimeoutError` after `timeout_seconds`."""
+        """The worker's next message. Raises `TimeoutError` after `timeout_seconds`."""
         try:
             if timeout_seconds is not None and not self._channel.poll(timeout_seconds):
                 raise TimeoutError(f"process {self.name}: no reply in {timeout_seconds} s")
@@ -134,7 +135,7 @@ class Worker:
         return message
 
     def close(self, *, kill: bool = False) -> None:
-        """End the process: by closing its channel, by force after a grace period or at once."""
+        """End the process by closing its channel. It is killed after a grace period, or at once."""
         self._channel.close()
         if kill:
             self._process.kill()
@@ -156,7 +157,7 @@ class Worker:
         self.close(kill=error is not None)
 
     def _broken(self) -> ProcessError | ProcessDiedError:
-        """Why nothing can be sent: what the worker said last, or how it ended."""
+        """Why nothing can be sent: the failure that the worker reported last, or how it ended."""
         try:
             while True:
                 self.receive()
@@ -166,7 +167,8 @@ class Worker:
     def _died(self) -> ProcessDiedError:
         try:
             status = self._process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:  # it closed its channel but lives on
+        # The worker closed its channel but lives on.
+        except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
         return ProcessDiedError(self.name, describe_status(status))
@@ -175,13 +177,14 @@ class Worker:
 def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: str = "") -> Worker:
     """Start a process that runs `entry`, "package.module:function", with its `Channel`.
 
-    Returns at once; the worker imports what it needs meanwhile. `cores`: those it may run on,
-    () for all. `threads`: what OpenMP and the BLAS libraries are told.
+    Returns at once; the worker imports what it needs meanwhile. `cores` are those that it may run
+    on, () for all. `threads` is the number that OpenMP and the BLAS libraries are told.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [
+                # -P keeps the folder of child.py off sys.path, where it would hide other modules.
                 sys.executable,
                 "-P",
                 str(Path(__file__).with_name("child.py")),
@@ -194,13 +197,16 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
             pass_fds=(theirs.fileno(),),
             env=_environment(threads),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # standard output is the parent's alone
-            process_group=0,  # out of reach of the terminal's Ctrl-C
+            # Workers print to standard error, because standard output is the parent's alone. A
+            # process group of their own keeps the terminal's Ctrl-C from them.
+            stdout=2,
+            process_group=0,
         )
     return Worker(name or entry, process, Channel(ours.detach()))
 
 
 def _environment(threads: int) -> dict[str, str]:
+    """The parent's environment with the number of threads; what the user set on spinning stands."""
     variables = dict(os.environ) | dict.fromkeys(_THREAD_VARIABLES, str(threads))
     if threads > 1 and not any(name in variables for name in _SPIN_VARIABLES):
         variables["GOMP_SPINCOUNT"] = str(_SPINS)
@@ -208,7 +214,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> list[Worker]:
-    """Block until some worker has a message, or has died; those whose `receive` returns."""
+    """Block until some worker has a message or has died; return those workers."""
     by_descriptor = {worker.fileno(): worker for worker in workers}
     return [
         by_descriptor[d] for d in wait(list(by_descriptor), timeout_seconds) if isinstance(d, int)
@@ -216,5 +222,5 @@ def ready(workers: Iterable[Worker], timeout_seconds: float | None = None) -> li
 
 
 def describe_status(status: int) -> str:
-    """`subprocess`'s return code in words."""
+    """A return code of `subprocess` in words."""
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -1,4 +1,4 @@
-"""How a process that runs ops is set up: alike where they are timed and where they are run."""
+"""Sets up a process that runs ops, in the same way for timing and for running a plan."""
 
 import gc
 import os
@@ -7,26 +7,32 @@ import os
 def set_up(threads: int) -> None:
     """Set this process's threads; count denormals as zero; keep the garbage collector out.
 
-    An elementwise product of denormals took 20 times as long; a collector's pause in one device
-    stalls all that wait for it. Call `gc.collect` where a pause does no harm.
+    An elementwise product of denormals took 20 times as long. A pause of the collector in one
+    device's process stalls all that wait for it. Call `gc.collect` where a pause does no harm.
     """
     set_up_thread(threads)
     gc.disable()
-    gc.freeze()  # what torch imported need not be looked through by a later `gc.collect`
+    # A later `gc.collect` then need not look through what torch imported.
+    gc.freeze()
 
 
 def set_up_thread(threads: int) -> None:
-    """Set how many threads an op uses that the calling thread runs; count denormals as zero."""
-    import torch  # here: the rest of the package runs without it
+    """Set how many threads the calling thread's ops use, and count denormals as zero."""
+    # Imported here, because the rest of the package runs without torch.
+    import torch
 
-    torch.get_num_threads()  # at its first use a thread takes over what another one has set
+    # At its first use of torch a thread takes over the number that another thread set. That use
+    # comes first here, so that it does not undo the next line.
+    torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
 
 
 def spin_briefly() -> None:
-    """Have OpenMP's threads (GNU's, of torch's Linux builds) wait for work for some 30 to 100 us
-    before they give up their cores, not for some 10 ms: between ops on all threads, streams of
-    kernels run on those cores. Before torch is imported; what the user has set stands."""
+    """Have OpenMP's threads wait for work for 30 to 100 us, and not for 10 ms, before they sleep.
+
+    Streams of kernels run on their cores between ops on all threads. Call this before torch is
+    imported. It concerns GNU's OpenMP, as in torch's Linux builds; what the user has set stands.
+    """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "3000"

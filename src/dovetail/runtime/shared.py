@@ -1,4 +1,4 @@
-"""Shared memory without a name: nothing is left behind, however its processes end.
+"""Provides shared memory without a name, which leaves nothing behind however its processes end.
 
 A `Block` is an anonymous file in memory (`memfd_create`) that lives as long as a process holds it
 open or mapped. Its descriptor travels over a worker's channel.
@@ -13,39 +13,43 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 ALIGNMENT_BYTES = 64
-"""Slots start on a cache line, as the allocations of numpy's and torch's libraries do."""
+"""Slots start on a cache line of this many bytes, as allocations by numpy and torch do."""
 
 
 class Layout:
-    """Hands out aligned offsets of a block that is yet to be made."""
+    """Hands out aligned offsets of a block that will be created later."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
 
     def reserve(self, size_bytes: int) -> int:
-        """Offset of a fresh slot of `size_bytes`."""
+        """Reserve a slot of `size_bytes`, and return its offset."""
         offset = self.size_bytes
         self.size_bytes = offset + -(-max(size_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return offset
 
 
 class Block:
-    """Bytes that several processes see. Zero at first.
+    """A block of bytes that several processes share. The bytes are zero at first.
 
-    Freed when the last process has closed it and dropped its views.
+    It is freed when the last process has closed it and dropped its views.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Map the block behind `descriptor`, which it owns from here on."""
-        self._close = weakref.finalize(self, os.close, descriptor)  # also if nobody closes it
+        """Map the block behind `descriptor`, and own the descriptor from now on."""
+        # The descriptor is closed with the object if nobody calls `close`.
+        self._close = weakref.finalize(self, os.close, descriptor)
         self.descriptor = descriptor
         self.size_bytes = os.fstat(descriptor).st_size
         self._memory = mmap.mmap(descriptor, self.size_bytes)
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
-        """A new block. The system promises more memory than it has, and kills a process that writes
-        to memory that is not there, so compare `size_bytes` with what is available first."""
+        """A new block. Compare `size_bytes` with the available memory first.
+
+        The system promises more memory than it has, and kills a process that writes to memory that
+        is not there.
+        """
         descriptor = os.memfd_create("dovetail", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(size_bytes, 1))
@@ -56,7 +60,7 @@ class Block:
 
     @property
     def bytes(self) -> NDArray[np.uint8]:
-        """[size_bytes] all of it."""
+        """[size_bytes] all bytes of the block."""
         return np.frombuffer(self._memory, dtype=np.uint8)
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -64,7 +68,7 @@ class Block:
         return np.ndarray(shape, dtype=dtype, buffer=self._memory, offset=offset)
 
     def close(self) -> None:
-        """Give up the memory; it goes with the last view of it, here and elsewhere."""
+        """Give up the memory. It is freed with the last view of it, here and in other processes."""
         if self.descriptor >= 0:
             self._close()
             self.descriptor = -1

@@ -1,4 +1,4 @@
-"""Timing of calls: repeated, robust, on the clock that all processes share."""
+"""Times calls: repeatedly, robustly, and on the clock that all processes share."""
 
 import statistics
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 clock = time.perf_counter
-"""Seconds of CLOCK_MONOTONIC: stamps of different processes compare."""
+"""Returns seconds of CLOCK_MONOTONIC, so that stamps of different processes can be compared."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def time_call(
 ) -> Timing:
     """Time `call`, after one call to warm up.
 
-    A sample repeats it until `sample_seconds` have passed, as a short call is hidden by the
-    clock's own. Stops at `samples` samples, or past `budget_seconds` once it has three.
+    A sample repeats the call for about `sample_seconds`, because reading the clock would hide a
+    short call. It stops at `samples` samples, or after `budget_seconds` once it has three.
     """
     call()
     begin = clock()
@@ -47,7 +47,7 @@ def time_call(
 
 
 def summarise(seconds: list[float], calls: int = 1) -> Timing:
-    """Median, minimum and spread of at least one sample."""
+    """The median, minimum and spread of at least one sample."""
     median = statistics.median(seconds)
     quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if seconds[1:] else [0.0] * 3
     spread = (quartiles[2] - quartiles[0]) / median if median > 0 else 0.0

@@ -1,10 +1,10 @@
-"""What we use of torch beyond its public interface: all that a new version of torch may change.
+"""Holds all that we use of torch beyond its public interface, which new versions may change.
 
 Tried: torch 2.11, 2.13 and 2.15. Other modules import these names from here, so that a difference
 between versions is settled here too, with the version and the reason beside it. So far there is
 none; on 2.15 two tests fail that compare a recording with what `make_fx` records.
 
-Private names that are not here are attributes of what is: `OpOverload._schema` and `py_kernels`.
+Two private names are used elsewhere: the attributes `_schema` and `py_kernels` of `OpOverload`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
-"""Name of the logger that torch writes a failure under fake tensors to."""
+"""Name of the logger to which torch writes a failure under fake tensors."""
 
 
 # Capturing: fake tensors, dispatch and autograd.
@@ -109,8 +109,11 @@ def has_composite_kernel(op: OpOverload) -> bool:
 
 @contextlib.contextmanager
 def without_fused_kernels() -> Iterator[None]:
-    """With oneDNN on, a float32 `nn.LSTM` would be one opaque op; with the fast path of attention,
-    an `nn.TransformerEncoderLayer` in evaluation mode."""
+    """A context without oneDNN and without the fast path of attention.
+
+    With oneDNN a float32 `nn.LSTM` would be one opaque op. With the fast path an
+    `nn.TransformerEncoderLayer` in evaluation mode would be one.
+    """
     # `torch.backends.mkldnn.flags` would do the first, but it sets oneDNN's other flags as well.
     mkldnn, fastpath = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -178,8 +181,8 @@ def inline_calls(function: Any) -> None:
 def compile_trace(run: Callable[..., tuple[Tensor, ...]], example: tuple[Tensor, ...]) -> Any:
     """The TorchScript function of what `run` does with the example.
 
-    What `torch.jit.trace` does, but for keeping all that was ever traced, weights too. Raises
-    `RuntimeError` for what TorchScript has no operator for.
+    `torch.jit.trace` does the same, but it also keeps all that was ever traced, weights included.
+    Raises `RuntimeError` for ops that TorchScript does not have.
     """
     graph, _ = torch._C._create_graph_by_tracing(run, example, lambda _: "", True, False)
     return torch._C._create_function_from_graph("run", graph)

@@ -1,4 +1,4 @@
-"""Waiting on flags in shared memory, with acquire and release ordering.
+"""Waits on flags in shared memory, with acquire and release ordering.
 
 A flag is an int64 that only grows, written by one process. Whoever sees its new value (acquire)
 also sees everything written before it was published (release):
@@ -6,14 +6,14 @@ also sees everything written before it was published (release):
     producer   data ... ── publish(flag, 7)
                                     └──────► wait(flag, 7, abort, spin_ns) ── ... data     consumer
 
-A wait spins for `spin_ns`, gives its core away now and then meanwhile, and then sleeps in the
-kernel (futex) until the flag is published. A thread that sleeps gets its core at once when it is
-woken, also where another program computes there; one that spins has used up its share of time by
-then, and waits for milliseconds. The eight bytes after a flag say that somebody sleeps, so a flag
-has a cache line of its own.
+A wait spins for `spin_ns`, and gives its core away now and then meanwhile. Then it sleeps in the
+kernel (futex) until the flag is published. A sleeping thread gets its core at once when it is
+woken, even if another program computes there. A spinning thread has used up its share of time by
+then, and waits for milliseconds. The eight bytes after a flag say whether somebody sleeps on it. A
+flag has a cache line of its own.
 
-A wait that finds the abort flag set gives up, so that one failing process frees all others.
-Flags are passed by address: unboxing an array costs more than the wait itself.
+A wait that finds the abort flag set gives up, so that one failing process frees all others. Flags
+are passed by address, because unboxing an array costs more than the wait itself.
 """
 
 import platform
@@ -28,17 +28,20 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 ABORTED = -1
-"""What `wait` and `barrier` return when the abort flag was set."""
+"""`wait` and `barrier` return this if the abort flag was set."""
 SPINS = 64
-"""Looks between two looks at the clock: some microseconds, about one hop."""
+"""A wait looks at its flag this often between two looks at the clock.
+
+That takes some microseconds, about as long as one hop between cores."""
 SPIN_NS = 20_000
-"""How long a wait spins where nobody knows whether the core is wanted."""
+"""A wait spins this long if nobody knows whether other programs want the core."""
 _YIELD_NS = 20_000
-"""From here on a wait that spins gives its core away now and then."""
+"""A wait that has spun for this long gives its core away now and then."""
 _AWAY_NS = 50_000
-"""A core that was away for longer is wanted by others: the wait sleeps."""
+"""If a thread was off its core for longer than this, others want the core, and the wait sleeps."""
 _NAP_NS = 20_000_000
-"""A sleep ends after this long at the latest, to look at the abort flag."""
+"""A sleep ends after this long at the latest, so that the thread looks at the abort flag."""
+# Number of the system call `futex`, by processor.
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(
     platform.machine(), 98
 )
@@ -46,7 +49,7 @@ _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
 _CLOCK_MONOTONIC = 1
 
 _INT64 = ir.IntType(64)
-# numba passes the first argument of an intrinsic itself, which its types do not know.
+# numba itself passes the first argument of an intrinsic. Its type stubs do not know that.
 _intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
 _declare: Any = cgutils.get_or_insert_function
 _copy_bytes: Any = cgutils.raw_memcpy
@@ -56,7 +59,7 @@ _PAUSE = {"x86_64": "llvm.x86.sse2.pause"}.get(platform.machine())
 
 @_intrinsic
 def _load(typing: Any, address: Any) -> Any:
-    """int64 at `address`, with acquire ordering."""
+    """Read the int64 at `address`, with acquire ordering."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], _INT64.as_pointer())
@@ -91,7 +94,7 @@ def _copy(typing: Any, target: Any, source: Any, size_bytes: Any) -> Any:
 
 @_intrinsic
 def _pause(typing: Any) -> Any:
-    """Tell the core that this is a spin loop, where it has an instruction for that."""
+    """Tell the core that this is a spin loop, if it has an instruction for that."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if _PAUSE is not None:
@@ -107,7 +110,8 @@ def _sched_yield(typing: Any) -> Any:
     """Let another thread have this core, if one is waiting for it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # Declared by name: an address taken through ctypes could not be cached on disk.
+        # The function is declared by name, because code with an address from ctypes cannot be
+        # cached on disk.
         function = ir.FunctionType(ir.IntType(32), [])
         external = _declare(builder.module, function, "sched_yield")
         builder.call(external, [])
@@ -118,7 +122,7 @@ def _sched_yield(typing: Any) -> Any:
 
 @_intrinsic
 def _fence(typing: Any) -> Any:
-    """No load after it is done before a store in front of it."""
+    """Keep loads after the fence from being done before stores in front of it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -168,25 +172,29 @@ def _futex(typing: Any, address: Any, operation: Any, value: Any, timeout_ns: An
 
 @njit("int64(int64, int64, int64)", nogil=True, cache=True)
 def _sleep(flag: int, value: int, abort: int) -> int:
-    """`wait`, asleep until the flag is published."""
+    """Sleep until the flag is at least `value`; return what it is then, or `ABORTED`."""
     while True:
         now = _load(flag)
         if now >= value:
             return int(now)
         if _load(abort) != 0:
             return ABORTED
-        # Whoever publishes sets the flag and then looks whether somebody sleeps. Both in this order
-        # one of the two sees the other, and a flag that has changed puts nobody to sleep.
+        # The publisher sets the flag and then looks whether somebody sleeps. This thread says that
+        # it sleeps and then looks at the flag. With a fence between the two steps on both sides, at
+        # least one of the two sees the other. And the kernel puts nobody to sleep if the flag has
+        # changed since, because it compares it with `now` first.
         _store(flag + 8, 1)
         _fence()
         now = _load(flag)
         if now < value:
+            # A futex is 32 bits wide, so it sees the lower half of the flag.
             _futex(flag, _FUTEX_WAIT, now & 0xFFFFFFFF, _NAP_NS)
 
 
 @njit("int64(int64, int64, int64, int64)", nogil=True, cache=True)
 def wait(flag: int, value: int, abort: int, spin_ns: int) -> int:
-    """Block until the flag is at least `value`; what it is then, or `ABORTED`."""
+    """Block until the flag is at least `value`; return what it is then, or `ABORTED`."""
+    # A flag that comes within a hop needs no look at the clock or at the abort flag.
     for _ in range(SPINS):
         reached = _load(flag)
         if reached >= value:
@@ -213,7 +221,8 @@ def wait(flag: int, value: int, abort: int, spin_ns: int) -> int:
 
 @njit("void(int64)", nogil=True, cache=True)
 def _wake(flag: int) -> None:
-    """Wake who sleeps until the flag changes, which it just has."""
+    """Wake all that sleep until the flag changes. Call it right after the flag was set."""
+    # The fence pairs with the one in `_sleep`. Without sleepers there is no system call.
     _fence()
     if _load(flag + 8) != 0:
         _store(flag + 8, 0)
@@ -222,15 +231,17 @@ def _wake(flag: int) -> None:
 
 @njit("void(int64, int64)", nogil=True, cache=True)
 def publish(flag: int, value: int) -> None:
-    """Set the flag, after all that was written before."""
+    """Set the flag, so that whoever sees it also sees all that was written before."""
     _store(flag, value)
     _wake(flag)
 
 
 @njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def publish_copy(flag: int, value: int, target: int, source: int, size_bytes: int) -> None:
-    """Copy bytes from address `source` to `target`, then set the flag: at half the price of two
-    calls where the bytes are few."""
+    """Copy bytes from address `source` to `target`, and then set the flag.
+
+    For few bytes this takes half as long as two separate calls.
+    """
     _copy(target, source, size_bytes)
     _store(flag, value)
     _wake(flag)
@@ -238,8 +249,11 @@ def publish_copy(flag: int, value: int, target: int, source: int, size_bytes: in
 
 @njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def barrier(flags: int, count: int, seat: int, value: int, abort: int, spin_ns: int) -> int:
-    """Arrive at flag `own` of the `count` flags (one a cache line) from address `flags` on, and
-    block until every one is at least `value`. Returns `value`, or `ABORTED`."""
+    """Set the flag of `seat`, and block until all `count` flags are at least `value`.
+
+    The flags start at address `flags`, one per cache line of 64 bytes. Returns `value` or
+    `ABORTED`.
+    """
     publish(flags + 64 * seat, value)
     for other in range(count):
         if wait(flags + 64 * other, value, abort, spin_ns) == ABORTED:
@@ -248,6 +262,6 @@ def barrier(flags: int, count: int, seat: int, value: int, abort: int, spin_ns: 
 
 
 def address_of(array: NDArray[Any], index: int = 0) -> int:
-    """Address of element `index` of a flat int64 array. Keep the array alive."""
+    """The address of element `index` of a flat int64 array, which the caller keeps alive."""
     assert array.dtype == np.int64
     return int(array.ctypes.data) + 8 * index

@@ -1,4 +1,4 @@
-"""Simulating plans event by event, and bounds that no plan can beat."""
+"""Simulates plans event by event, and proves bounds that no plan can beat."""
 
 from dovetail.simulator.bounds import LowerBound, lower_bound
 from dovetail.simulator.loads import LoadModel, device_loads, group_loads, load_model

@@ -1,16 +1,18 @@
-"""Lower bounds: seconds that no placement beats, with the name of what proves them.
+"""Proves lower bounds: seconds that no placement beats, with the name of the proof.
 
     step      critical path, without and with forced sends; load balance; head, load and tail
     load      load balance; closure; both; largest op
-    latency   critical path, sends and queues left out
+    latency   critical path without sends and queues
 
-Load balance is with memory where memory is scarce. Each holds for every placement that the user
-permits: only ops with one colocation id, and sources with the ops that write them, move together.
+Load balance takes memory into account if memory is scarce. Each bound holds for every placement
+that the user permits. Only ops with one colocation id move together, and sources with the ops that
+write them.
 
-Plans with stages run ops together, which costs other than `Costs` says: no bound here covers them.
+Plans with stages run ops together, which costs something else than `Costs` says, so no bound here
+covers them.
 
-Cost: O(reads x devices^2 + ops x log ops), and a linear programme of merged classes. Beyond
-`MOST_CLOSURE_CLASSES` classes there is no closure.
+Cost: O(reads x devices^2 + ops x log ops), and a linear programme over merged classes. Closure is
+left out beyond `MOST_CLOSURE_CLASSES` classes.
 """
 
 from dataclasses import dataclass, replace
@@ -51,34 +53,36 @@ from dovetail.simulator.loads import LoadModel, load_model, resident_bytes
 #     arrive(u, x) = min over d' != d of end(u, d') + send(d', d)
 #     path(x)      = longest chain of least seconds between x and v
 #
-# If v starts at t, every u with away(u) > t is on d, where one op runs at a time: t is no less than
-# `serial`, the end of these ops in order of their own earliest starts there. The least t that is no
-# less than both is
+# If v starts at t, every u with away(u) > t is on d. One op runs there at a time, so t is at least
+# `serial`, the end of these ops in order of their own earliest starts on d. The least t that meets
+# both conditions is
 #
 #     start(v, d) = min over k of  max { serial(the k ops of largest away),  the next largest away }
 #
 #                      ┌ b ┐       b and c together on d: 2 s; one of them away: 1 s and a send
-#                    a ┤   ├ v     without sends counted: 1 s
+#                    a ┤   ├ v     bound without sends: 1 s
 #                      └ c ┘
 #
-# Differences: ops, devices and sends that are unlike, and no copies of ops. At most `MOST_FORCED`
-# ancestors are looked at for each op and device, those nearest to it.
+# Differences: ops, devices and sends may differ from each other, and ops are not copied. At most
+# `MOST_FORCED` ancestors are looked at for each op and device, the nearest ones.
 #
 # Cost: O(ops x devices x (MOST_FORCED^2 + reads of MOST_FORCED ops)).
 
 MOST_FORCED = 64
-"""Ancestors of an op that are looked at, the nearest ones."""
+"""The search looks at this many ancestors of an op at most, the nearest ones."""
 
 
 class WaitEdges(NamedTuple):
-    """Who waits for whom, with each op after those it waits for. CSR by op.
+    """Which op waits for which, in CSR form by the op that waits.
+
+    An op has a higher index than the ops that it waits for.
 
     offsets             [ops + 1] into befores and sizes
     befores             [edges] op that is waited for
     sizes               [edges] bytes that travel
     latency_seconds     [devices, devices] of an empty send from row to column, both hops of two
     seconds_per_byte    [devices, devices]
-    twins               [devices] first device that is like this one: all ends there are the same
+    twins               [devices] first device that is like this one; all ends are equal on both
     """
 
     offsets: Int32
@@ -90,12 +94,12 @@ class WaitEdges(NamedTuple):
 
 
 class _AncestorWorkspace(NamedTuple):
-    """What was seen of the ancestors of one op.
+    """What is known of the ancestors of one op on one device.
 
-    stamps, away, path       [ops] `stamps` says whether the others are of this op
-    front                    [] ops that are seen, not yet looked at, ascending
-    of_away, starts, seconds [] away, earliest start there and seconds of those looked at
-    order                    [] some of these by start
+    stamps, away, path       [ops] the others are valid where `stamps` has this op and device
+    front                    [] ancestors that were seen and not yet looked at, ascending
+    of_away, starts, seconds [] away, earliest start and seconds of those looked at, by falling away
+    order                    [] the first of these, by start
     """
 
     stamps: Int64
@@ -109,7 +113,7 @@ class _AncestorWorkspace(NamedTuple):
 
 
 def forced_ends(flat: StepModel, seconds: Float64) -> Float64:
-    """[ops, devices] earliest end of each op there, all but rounding."""
+    """[ops, devices] earliest end of each op on each device, up to rounding."""
     ends = np.zeros((flat.ops, flat.devices))
     inputs = flat.sources[flat.source_homes == HOST]
     ends[inputs] = np.inf
@@ -120,8 +124,10 @@ def forced_ends(flat: StepModel, seconds: Float64) -> Float64:
 
 
 def forced_tails(flat: StepModel, seconds: Float64) -> Float64:
-    """[ops, devices] least seconds from each op's end there to the step's end, all but rounding:
-    the earliest starts of the step run backwards."""
+    """[ops, devices] least seconds from each op's end there to the step's end, up to rounding.
+
+    These are the earliest starts of the same step run backwards.
+    """
     edges = _edges(flat, seconds)
     owners = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(edges.offsets))
     order = np.argsort(flat.ops - 1 - edges.befores, kind="stable")
@@ -142,6 +148,7 @@ def forced_tails(flat: StepModel, seconds: Float64) -> Float64:
 
 
 def _room(ops: int) -> _AncestorWorkspace:
+    """A workspace for one op at a time."""
     return _AncestorWorkspace(
         np.full(ops, -1, np.int64),
         np.zeros(ops),
@@ -155,6 +162,7 @@ def _room(ops: int) -> _AncestorWorkspace:
 
 
 def _edges(flat: StepModel, seconds: Float64) -> WaitEdges:
+    """The edges of reads and of control, those of what is resident everywhere left out."""
     read = flat.input_tensors
     readers = np.repeat(np.arange(flat.ops, dtype=np.int32), np.diff(flat.input_offsets))
     moves = flat.resident[read] == 0
@@ -177,7 +185,7 @@ def _edges(flat: StepModel, seconds: Float64) -> WaitEdges:
 
 
 def _twins(host: int, seconds: Float64, *of_pairs: Float64) -> Int32:
-    """[devices] the first device that can change places with each and nothing else changes."""
+    """[devices] the first device that could change places with each without any other change."""
     devices = seconds.shape[1]
     twins = np.arange(devices, dtype=np.int32)
     for device in range(devices):
@@ -195,7 +203,7 @@ def _twins(host: int, seconds: Float64, *of_pairs: Float64) -> Int32:
 
 
 def _by_pair(flat: StepModel, of_link: Float64) -> Float64:
-    """[devices, devices] sums of `of_link` over the hops from row to column; 0 to oneself."""
+    """[devices, devices] sums of `of_link` over the hops from row to column; 0 on the diagonal."""
     by_pair = np.zeros((flat.devices, flat.devices))
     for source in range(flat.devices):
         for destination in range(flat.devices):
@@ -217,7 +225,7 @@ def _fill(
     ancestors: _AncestorWorkspace,
     ends: Float64,
 ) -> None:
-    """Fill `ends` [ops, devices] of ops that are no sources; `least` [ops] seconds anywhere."""
+    """Fill `ends` [ops, devices], except for sources; `least` [ops] are seconds at best."""
     for op in range(len(seconds)):
         if is_source[op]:
             continue
@@ -233,7 +241,7 @@ def _fill(
 
 @inlined
 def _arrival(edges: WaitEdges, ends: Float64, edge: int, device: int) -> float:
-    """Earliest time that what an edge carries is on `device` if it was made elsewhere."""
+    """The earliest time that what an edge carries can be on `device`, if it was made elsewhere."""
     before, size = edges.befores[edge], edges.sizes[edge]
     earliest = np.inf
     for there in range(ends.shape[1]):
@@ -253,6 +261,8 @@ def _start(
     op: int,
     device: int,
 ) -> float:
+    """The earliest start of an op on a device, by the recurrence above."""
+    # `base` bounds the start even if every op it reads is where that suits it best.
     base, waiting = 0.0, 0
     stamp = op * ends.shape[1] + device
     for edge in range(edges.offsets[op], edges.offsets[op + 1]):
@@ -261,8 +271,11 @@ def _start(
         waiting = _note(ancestors, stamp, edges.befores[edge], away, 0.0, waiting)
     count = 0
     while waiting and count < MOST_FORCED:
+        # The highest index goes first. All ops that read it were looked at by then, so its `away`
+        # and `path` are final.
         waiting -= 1
         near = ancestors.front[waiting]
+        # An op that may be away up to `base` forces nothing, nor do its ancestors through it.
         if ancestors.away[near] <= base:
             continue
         _insert(
@@ -285,7 +298,7 @@ def _start(
 def _note(
     ancestors: _AncestorWorkspace, stamp: int, op: int, away: float, path: float, waiting: int
 ) -> int:
-    """Keep the most of `away` and `path`; a new op enters the front. Returns the front's length."""
+    """Raise `away` and `path` of an op; put a new op into the front, and return its length."""
     if ancestors.stamps[op] == stamp:
         ancestors.away[op] = max(ancestors.away[op], away)
         ancestors.path[op] = max(ancestors.path[op], path)
@@ -304,7 +317,7 @@ def _note(
 def _insert(
     ancestors: _AncestorWorkspace, count: int, away: float, start: float, seconds: float
 ) -> None:
-    """Keep the `count` ops by falling `of_away`."""
+    """Insert an op into the `count` ops that stand by falling `of_away`."""
     place = count
     while place > 0 and ancestors.of_away[place - 1] < away:
         ancestors.of_away[place] = ancestors.of_away[place - 1]
@@ -318,7 +331,7 @@ def _insert(
 
 @kernel
 def _crossing(ancestors: _AncestorWorkspace, count: int) -> float:
-    """Least over k of the larger of what the first k take here and when the next arrives."""
+    """The least over k of the larger of the first k ops' `serial` and the next op's `of_away`."""
     earliest = np.inf
     for k in range(count + 1):
         serial = 0.0
@@ -329,6 +342,7 @@ def _crossing(ancestors: _AncestorWorkspace, count: int) -> float:
             )
         following = ancestors.of_away[k] if k < count else 0.0
         earliest = min(earliest, max(serial, following))
+        # `serial` only grows with k, so no later k gives less.
         if serial >= following:
             break
         place = k
@@ -341,9 +355,9 @@ def _crossing(ancestors: _AncestorWorkspace, count: int) -> float:
 
 # ── Load balance: what some device must compute, however the ops are split ──────────────────────
 #
-# Ops with one colocation id move together, as a *class* c of s(c, d) seconds on device d and b(c)
-# bytes of parameters and state, which a device holds for as long as it has the class. Splitting
-# classes fractionally, a linear programme:
+# Ops with one colocation id move together, as a *class* c. It takes s(c, d) seconds on device d
+# and b(c) bytes of parameters and state, which a device holds for as long as it has the class. If
+# classes could be split, the least load would be that of a linear programme:
 #
 #     minimise t    where   sum over d of x(c, d) = 1                      for every class
 #                           sum over c of x(c, d) s(c, d) <= t             for every device
@@ -355,9 +369,9 @@ def _crossing(ancestors: _AncestorWorkspace, count: int) -> float:
 #     max_d load(d) >= sum_d y_d load(d) + z_d (memory(d) - capacity(d))
 #                   >= sum over c of  min_d (y_d s(c, d) + z_d b(c))  -  sum_d z_d capacity(d)
 #
-# so neither the solver's tolerance nor the shortcuts for its speed can spoil the proof. In the
-# programme, devices that are alike are one *type* with a count, and classes of nearly the same
-# proportions are merged; the proof sums every class exactly.
+# So neither the solver's tolerance nor the shortcuts for its speed can spoil the proof. In the
+# programme, devices that are alike form one *type* with a count, and classes of nearly the same
+# proportions are merged. The proof sums every class exactly.
 #
 # Bytes are those that no placement avoids: what is resident everywhere counts once, with its first
 # reader.
@@ -367,9 +381,10 @@ ROUNDING = 1e-9
 """Bounds are lowered by this share, because sums of floats round. It is far above n * 2**-53 for
 every n that fits in memory."""
 _FINEST = 50.0
-"""Classes are merged where logarithms of their proportions agree to 1 / this."""
+"""Classes are merged if the logarithms of their proportions agree to within 1 / this."""
 _MOST_ROWS = 20_000
-"""Most rows of the programme; with more classes, proportions are rounded coarser."""
+"""The programme has at most about this many rows. With more classes, proportions are rounded more
+coarsely."""
 
 
 class Prices(NamedTuple):
@@ -380,7 +395,12 @@ class Prices(NamedTuple):
 
 
 class _DeviceTypes(NamedTuple):
-    """Devices that are alike: first [types] an example, counts [types], of_device [devices]."""
+    """Types of devices that are alike.
+
+    first       [types] first device of the type
+    counts      [types] number of devices of the type
+    of_device   [devices] type of each device
+    """
 
     first: Int64
     counts: Int64
@@ -388,8 +408,11 @@ class _DeviceTypes(NamedTuple):
 
 
 def classes_of(graph: Graph) -> Int64:
-    """[ops] ops with one colocation id are one class, others each their own, numbered by value. A
-    source has the class of the op that writes it, else of its first reader."""
+    """[ops] number of each op's class.
+
+    Ops with one colocation id form a class, and every other op is a class of its own. A source has
+    the class of the op that writes it, or else of its first reader.
+    """
     own_class = np.arange(len(graph)) + int(graph.colocation.max(initial=-1)) + 1
     keys = np.where(graph.colocation >= 0, graph.colocation, own_class)
     is_source = graph.is_source
@@ -404,7 +427,7 @@ def classes_of(graph: Graph) -> Int64:
 
 
 def class_seconds(of_op: Int64, seconds: Float64) -> Float64:
-    """[classes, devices] summed seconds [ops, devices]; inf where an op may not be."""
+    """[classes, devices] sums of seconds [ops, devices]; inf where an op may not be."""
     count = int(of_op.max(initial=-1)) + 1
     return np.stack([np.bincount(of_op, weights=c, minlength=count) for c in seconds.T], axis=1)
 
@@ -412,8 +435,11 @@ def class_seconds(of_op: Int64, seconds: Float64) -> Float64:
 def load_balance_seconds(
     seconds: Float64, sizes: Float64 | None = None, capacities: Float64 | None = None
 ) -> float:
-    """Seconds that some device must compute; classes [classes, devices] move whole, inf in a row
-    means not there. With `sizes` [classes] and `capacities` [devices], bytes, also with memory."""
+    """Seconds that some device must compute, for every placement of whole classes.
+
+    `seconds` is [classes, devices]; inf means that the class may not be there. If `sizes` [classes]
+    and `capacities` [devices] are given, in bytes, memory counts too.
+    """
     return proven_seconds(
         seconds, load_balance_prices(seconds, sizes, capacities), sizes, capacities
     )
@@ -425,7 +451,7 @@ def proven_seconds(
     sizes: Float64 | None = None,
     capacities: Float64 | None = None,
 ) -> float:
-    """What `prices` prove, all but rounding: a bound, whoever found them."""
+    """The bound that `prices` prove, lowered for rounding. Any prices prove a bound."""
     burden = class_burdens(seconds, prices, sizes).sum() * (1 - ROUNDING)
     if capacities is not None:
         burden -= (prices.seconds_per_byte * capacities).sum() * (1 + ROUNDING)
@@ -433,8 +459,9 @@ def proven_seconds(
 
 
 def class_burdens(seconds: Float64, prices: Prices, sizes: Float64 | None = None) -> Float64:
-    """[classes] the least that each adds to the weighted loads, wherever it goes."""
-    with np.errstate(invalid="ignore"):  # 0 * inf: not there, whatever the weight
+    """[classes] the least that each class adds to the weighted loads, wherever it goes."""
+    # Where a class may not be, a weight of 0 gives 0 * inf; the mask below removes it.
+    with np.errstate(invalid="ignore"):
         weighted = seconds * prices.weights
     if sizes is not None:
         weighted = weighted + sizes[:, None] * prices.seconds_per_byte
@@ -445,7 +472,7 @@ def class_burdens(seconds: Float64, prices: Prices, sizes: Float64 | None = None
 def load_balance_prices(
     seconds: Float64, sizes: Float64 | None = None, capacities: Float64 | None = None
 ) -> Prices:
-    """Prices that prove the most, by HiGHS; equal weights where it finds none."""
+    """The prices that prove the most, found by HiGHS; equal weights if it finds none."""
     devices = seconds.shape[1]
     equal = Prices(np.full(devices, 1 / devices), np.zeros(devices))
     if sizes is None or capacities is None:
@@ -456,6 +483,7 @@ def load_balance_prices(
     finite = np.isfinite(rows)
     if not (rows[finite] > 0).any():
         return equal
+    # Seconds and bytes are scaled to at most 1, because they differ by many orders of magnitude.
     most_seconds = float(np.where(finite, rows, 0).max(axis=1).sum())
     most_bytes = max(float(sizes.sum()), 1.0)
     merged = _merged(np.column_stack([rows / most_seconds, sizes[burdens] / most_bytes]))
@@ -472,6 +500,7 @@ def load_balance_prices(
 
 
 def _types(seconds: Float64, capacities: Float64) -> _DeviceTypes:
+    """The types of devices: equal seconds for every class, and equal memory."""
     index: dict[tuple[bytes, float], int] = {}
     of_device = [
         index.setdefault((column.tobytes(), float(room)), len(index))
@@ -484,13 +513,15 @@ def _types(seconds: Float64, capacities: Float64) -> _DeviceTypes:
 def _duals(
     seconds: Float64, sizes: Float64, counts: Int64, room: Float64
 ) -> tuple[Float64, Float64] | None:
-    """Dual values of loads and of memory [types]; None where no split fits."""
+    """Dual values [types] of loads and of memory; None if the solver finds none."""
     count, types = seconds.shape
     row, kind = np.nonzero(np.isfinite(seconds))
     column = np.arange(len(row))
-    time = len(row)  # the variable t
+    # The variables are the shares x(c, type), in order of `row` and `kind`, and last the time t.
+    time = len(row)
     shares = coo_array((np.ones(len(row)), (row, column)), shape=(count, time + 1))
-    tight = np.flatnonzero(room < sizes.sum())  # where memory can matter at all
+    # Memory can only matter on a device that could not hold everything.
+    tight = np.flatnonzero(room < sizes.sum())
     memory_row = np.full(types, -1)
     memory_row[tight] = types + np.arange(len(tight))
     held = memory_row[kind] >= 0
@@ -512,6 +543,7 @@ def _duals(
     )
     if solution.ineqlin is None or solution.ineqlin.marginals is None:
         return None
+    # The solver's marginals of upper limits are negative or 0, up to its tolerance.
     duals = np.maximum(-solution.ineqlin.marginals, 0.0)
     per_byte = np.zeros(types)
     per_byte[tight] = duals[types:]
@@ -519,7 +551,7 @@ def _duals(
 
 
 def _merged(rows: Float64) -> Float64:
-    """Rows of nearly the same proportions summed: they split alike."""
+    """Sums of rows of nearly the same proportions, because such classes split alike."""
     finite = np.isfinite(rows)
     most = np.where(finite, rows, 0.0).max(axis=1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -537,8 +569,8 @@ def _merged(rows: Float64) -> Float64:
 
 # ── Closure: with a group, its device must also have whatever costs more to send than to compute ─
 #
-# The device d that has group g has some set S of groups around it, and pays for the work of S, for
-# every net that comes into S and for every net that leaves it:
+# The device d that has group g has some set S of groups with it. It pays for the work of S, for
+# every net that comes into S, and for every net that leaves S:
 #
 #     load(d) >= min over S with g in S of
 #                sum over h in S of work(h, d) + sum of in(net, d) + sum of out(net, d)
@@ -551,26 +583,26 @@ def _merged(rows: Float64) -> Float64:
 #     reader ──∞──► ◯ ──in──► source of the net        a reader is in S, the source is not
 #     source of the net ──out──► ◯ ──∞──► reader       the source is in S, a reader is not
 #
-# Every plan has g somewhere, so the largest load is at least the largest over g of the least over
-# devices. And in a plan of largest load below T no group is where its cut is T or more: if load
-# balance over what is left reaches T, there is no such plan.
+# Every plan has g somewhere, so the largest load is at least the largest over g of the least cut
+# over devices. In a plan whose largest load is below T, no group is on a device where its cut is T
+# or more. So if load balance over the devices that are left reaches T, there is no such plan.
 #
 # Differences: a send counts by the fastest link of its device. Capacities are whole numbers,
 # rounded down, for scipy's maximum flow.
 
 
 _WHOLE = 2**30 - 1
-"""Capacity that stands for infinity, and for the largest that is of interest."""
+"""The capacity that stands for infinity, and for `top` seconds and more."""
 _MOST_VISITS = 4_000_000
-"""Nodes times flows that are worth their time: some seconds."""
+"""Flows are computed until nodes times flows reaches this, which takes some seconds."""
 
 
 class DeviceNets(NamedTuple):
-    """Work and sends of one kind of device.
+    """Work and sends as one kind of device sees them.
 
-    work_seconds              [groups] inf: may not be there
-    in_seconds, out_seconds   [nets] what it pays to read, or to send, all of a net once
-    copies                    devices of this kind
+    work_seconds              [groups] inf: the group may not be there
+    in_seconds, out_seconds   [nets] the least that the device pays to read, or to send, a net once
+    copies                    number of devices of this kind
     """
 
     work_seconds: Float64
@@ -581,8 +613,11 @@ class DeviceNets(NamedTuple):
 
 
 class Closures(NamedTuple):
-    """kinds          of device, of_device [devices] index of each device's; -1: does not count
-    cuts_seconds   [groups, kinds] load of a device of that kind that has the group, at least
+    """The closure bounds of a load model.
+
+    kinds          the kinds of devices
+    of_device      [devices] index of each device's kind; -1: its load does not count
+    cuts_seconds   [groups, kinds] least load of a device of that kind that has the group
     """
 
     kinds: list[DeviceNets]
@@ -591,12 +626,16 @@ class Closures(NamedTuple):
 
 
 def closures(model: LoadModel, at_least: float = 0.0) -> Closures:
-    """Cuts of every group that could load a device by more than `at_least` seconds, the heaviest
-    first, for as long as `_MOST_VISITS` allows; for the others, their work."""
+    """The closure bounds of all groups.
+
+    Cuts are computed for groups that could load a device by more than `at_least` seconds, the
+    heaviest first, for as long as `_MOST_VISITS` allows. For all others the bound is their work.
+    """
     kinds, of_device = kinds_of_devices(model)
     cuts = np.stack([kind.work_seconds for kind in kinds], axis=1)
     most_cuts = np.stack([own_seconds(model, kind) for kind in kinds], axis=1)
-    most_cuts[most_cuts <= cuts * (1 + ROUNDING)] = -np.inf  # nothing to send: the work is all
+    # A group without sends has a cut equal to its work, which is known already.
+    most_cuts[most_cuts <= cuts * (1 + ROUNDING)] = -np.inf
     most_cuts[~np.isfinite(cuts) | (most_cuts <= at_least)] = -np.inf
     top = float(most_cuts.max(initial=-np.inf))
     if top > 0:
@@ -611,14 +650,17 @@ def closures(model: LoadModel, at_least: float = 0.0) -> Closures:
 
 
 def closure_seconds(closed_groups: Closures) -> float:
-    """Seconds that the load of some device reaches, for every placement of the groups."""
+    """Seconds that the load of some device reaches in every placement of the groups."""
     return float(closed_groups.cuts_seconds.min(axis=1).max(initial=0.0))
 
 
 def closure_balance_seconds(model: LoadModel, closed_groups: Closures, proven: float) -> float:
-    """The same, where groups that are too much for one kind of device burden another: the largest
-    T, to 1 in 10,000 of the largest cut, such that load balance reaches T without the devices on
-    which a group's cut does. Not less than `proven`, a bound already."""
+    """As `closure_seconds`, joined with load balance; never less than `proven`, a bound already.
+
+    A group that is too much for one kind of device burdens another kind. The bound is the largest T
+    such that load balance reaches T if groups are kept off the devices on which their cut reaches
+    T. It is found by bisection, to 1 in 10,000 of the largest cut.
+    """
     devices = np.flatnonzero(closed_groups.of_device >= 0)
     cuts = closed_groups.cuts_seconds[:, closed_groups.of_device[devices]]
     work, room = model.work_seconds[:, devices], model.capacities[devices]
@@ -636,8 +678,10 @@ def closure_balance_seconds(model: LoadModel, closed_groups: Closures, proven: f
 
 
 def kinds_of_devices(model: LoadModel) -> tuple[list[DeviceNets], Int64]:
-    """The kinds of the devices that count, alike in work, sends and memory; and [devices] the kind
-    of each, -1 where it does not count."""
+    """(kinds of the devices that count, [devices] kind of each device or -1 if it does not count).
+
+    Devices of one kind have equal work, sends and memory.
+    """
     kinds: dict[tuple[object, ...], DeviceNets] = {}
     of_device = np.full(model.devices, -1)
     for device in np.flatnonzero(model.counted).tolist():
@@ -651,7 +695,7 @@ def kinds_of_devices(model: LoadModel) -> tuple[list[DeviceNets], Int64]:
 
 
 def own_seconds(model: LoadModel, kind: DeviceNets) -> Float64:
-    """[groups] load of a device of this kind that has one group and nothing else."""
+    """[groups] load of a device of this kind that has the group and nothing else."""
     owners = np.repeat(np.arange(len(model.net_sources)), np.diff(model.net_offsets))
     seconds = kind.work_seconds + np.bincount(
         model.net_targets, weights=kind.in_seconds[owners], minlength=model.groups
@@ -682,8 +726,11 @@ def _net_seconds(model: LoadModel, device: int) -> tuple[Float64, Float64]:
 
 
 def _network(model: LoadModel, kind: DeviceNets, top: float) -> csr_array:
-    """Capacities of the graph above: nodes are groups, two a net, and the sink, which is last.
-    `top` seconds and more are all the same."""
+    """The capacities of the graph drawn above.
+
+    Its nodes are the groups, two for each net, and the sink, which is last. All capacities of `top`
+    seconds or more count as infinite.
+    """
     groups, nets = model.groups, len(model.net_sources)
     owners = np.repeat(np.arange(nets), np.diff(model.net_offsets))
     readers = model.net_targets
@@ -707,6 +754,7 @@ def _network(model: LoadModel, kind: DeviceNets, top: float) -> csr_array:
 
 
 def _least_cut(network: csr_array, group: int, top: float) -> float:
+    """Seconds of the least cut between the group and the sink."""
     flow = maximum_flow(network, group, network.shape[0] - 1).flow_value
     return float(flow) * (top / _WHOLE) * (1 - ROUNDING)
 
@@ -715,12 +763,12 @@ def _least_cut(network: csr_array, group: int, top: float) -> float:
 
 Bool = NDArray[np.bool_]
 MOST_CLOSURE_CLASSES = 20_000
-"""With more classes than this, the closure bounds are left out: they would take too long."""
+"""With more classes than this the closure bounds are left out, because they would take too long."""
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """No placement takes less than `seconds`; `proof` says why."""
+    """A bound: no placement takes less than `seconds`, and `proof` names the reason."""
 
     seconds: float
     proof: str
@@ -728,9 +776,14 @@ class LowerBound:
 
 @dataclass(frozen=True, eq=False)
 class _BoundProblem:
-    """What the bounds of one call look at: seconds [ops, devices] where each op may be, else inf;
-    of_op [ops] its class; classes [classes, devices] seconds, sizes [classes] bytes, capacities
-    [devices] bytes."""
+    """What all bounds of one call are computed from.
+
+    seconds      [ops, devices] of each op; inf where it may not be
+    of_op        [ops] class of each op
+    classes      [classes, devices] seconds of each class
+    sizes        [classes] bytes that a device with the class holds
+    capacities   [devices] bytes
+    """
 
     graph: Graph
     machine: Machine
@@ -770,7 +823,7 @@ def lower_bounds(
     *,
     capacities: NDArray[np.integer] | None = None,
 ) -> list[LowerBound]:
-    """Every bound on `objective` that `lower_bound` chooses from. Arguments and errors are its."""
+    """Every bound on `objective` that `lower_bound` chooses from, with its arguments and errors."""
     flat = flatten(graph, machine, costs)
     seconds = flat.compute_seconds.copy()
     if allowed is not None:
@@ -811,7 +864,8 @@ def _of_step(case: _BoundProblem) -> list[LowerBound]:
     seconds = case.seconds[ops]
     ends = forced_ends(case.flat, case.seconds)[ops]
     tails = forced_tails(case.flat, case.seconds)[ops]
-    with np.errstate(invalid="ignore"):  # inf - inf: not there
+    # Where an op may not be, this is inf - inf; the mask gives inf.
+    with np.errstate(invalid="ignore"):
         starts = np.where(np.isfinite(seconds), ends - seconds, np.inf)
     forced = float((ends + tails).min(axis=1).max(initial=0.0))
     burdens = class_burdens(seconds, load_balance_prices(seconds))

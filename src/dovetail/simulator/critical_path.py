@@ -1,13 +1,13 @@
-"""Critical path, and the bound from heads, tails and load balance together.
+"""Computes the critical path, and the bound that joins heads, tails and load balance.
 
-The earliest end of op o on device d, if every predecessor were wherever suits o best and no device
-or channel were ever busy:
+The earliest end of op o on device d, if every predecessor were where it suits o best and no device
+or channel were ever busy, is
 
     end(o, d) = c(o, d) + max over reads (o' -> o) of
                           min over d' of  end(o', d') + send(d', d)
 
-The largest end is the critical path. With the simulator's own order of floating-point operations,
-which are monotone, it bounds to the last bit.
+The largest end is the critical path. It is computed in the simulator's own order of floating-point
+operations. These are monotone, so the bound holds to the last bit.
 
 Head, load and tail (Carlier, "The one-machine sequencing problem", European Journal of Operational
 Research 11, 1982, section 2). Ops that cannot start before r and after which at least q
@@ -15,10 +15,10 @@ must follow are computed between r and makespan - q, so that for all thresholds 
 
     makespan >= r + load_balance({o: head(o) >= r, tail(o) >= q}) + q
 
-Differences: many unlike devices instead of one; load balance is the dual's sum of `load_balance`,
-with one set of weights for all thresholds, op by op without colocation. All pairs of thresholds
-are tried in O(ops x log ops): ops enter by falling head into a tree over tails that holds the best
-q + load.
+Differences: there are many unlike devices instead of one. Load balance is the dual sum of
+`class_burdens`, with one set of weights for all thresholds, op by op without colocation. All pairs
+of thresholds are tried in O(ops x log ops): ops enter, largest head first, into a tree over tails
+that holds the best q + load.
 """
 
 import numpy as np
@@ -30,10 +30,11 @@ from dovetail.simulator.flat import Float64, Int32, StepModel
 
 
 def earliest_ends(flat: StepModel, seconds: Float64) -> Float64:
-    """[ops, devices] earliest end of each op there; sources: 0 where they may be."""
+    """[ops, devices] earliest end of each op on each device; for sources 0 where they may be."""
     ends = np.zeros((flat.ops, flat.devices))
     for op, home in zip(flat.sources.tolist(), flat.source_homes.tolist(), strict=True):
-        if home == HOST:  # an input: on the host and nowhere else
+        # An input is on the host and nowhere else.
+        if home == HOST:
             ends[op] = np.inf
             ends[op, flat.host] = 0.0
     befores = np.argsort(flat.control_targets, kind="stable").astype(np.int32)
@@ -56,12 +57,12 @@ def upward_ranks(flat: StepModel) -> Float64:
 
 
 def longest_seconds(flat: StepModel, ends: Float64) -> float:
-    """Longest chain of ops and sends, each op on the device that suits the chain best."""
+    """Seconds of the longest chain of ops and sends, each op on the device that suits it best."""
     return float(ends.min(axis=1).max(initial=0.0, where=flat.is_source == 0))
 
 
 def without_sends(flat: StepModel, seconds: Float64) -> tuple[StepModel, Float64]:
-    """The same ops on one device that is the best of all for each, and never busy."""
+    """The ops on one device, never busy, on which each op takes its least seconds anywhere."""
     one_device = flat._replace(
         devices=1, host=0, link_of=np.full((1, 1), -1, np.int32), compute_seconds=seconds
     )
@@ -69,9 +70,9 @@ def without_sends(flat: StepModel, seconds: Float64) -> tuple[StepModel, Float64
 
 
 def head_load_tail(heads: Float64, loads: Float64, tails: Float64) -> float:
-    """Largest r + sum of loads(head >= r and tail >= q) + q over all r and q, of ops [ops].
+    """The largest r + sum of loads(head >= r and tail >= q) + q over all thresholds r and q.
 
-    Any subset of the ops gives a bound; 0 for none.
+    Arguments are [ops]. Any subset of the ops gives a bound; without ops it is 0.
     """
     if not len(heads):
         return 0.0
@@ -89,7 +90,7 @@ def head_load_tail(heads: Float64, loads: Float64, tails: Float64) -> float:
 
 @kernel
 def _fill_ranks(flat: StepModel, seconds: Float64, ranks: Float64) -> None:
-    """Fill `ranks` [ops]; ops stand after what they wait for."""
+    """Fill `ranks` [ops] from the last op to the first, as ops stand after what they wait for."""
     for op in range(flat.ops - 1, -1, -1):
         after = 0.0
         for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
@@ -123,7 +124,7 @@ def _fill_ends(
 
 @inlined
 def _arrival(flat: StepModel, ends: Float64, device: int, size_bytes: float) -> float:
-    """Earliest time that something could be on `device`, made anywhere."""
+    """The earliest time that something made anywhere can be on `device`."""
     earliest: float = ends[device]
     for there in range(flat.devices):
         if there == device:
@@ -148,8 +149,12 @@ def _best_window(
     best: Float64,
     added: Float64,
 ) -> float:
-    """A node of the tree has `best`, the most of q + load below it, and `added`, load that all
-    below it got at once. Thresholds above every tail that entered stay at -inf: no op is there."""
+    """The largest r + load + q, by a tree whose leaves are the thresholds q, ascending.
+
+    A node has `best`, the most of q + load below it, and `added`, the load that was added to all
+    leaves below it at once. A threshold above the tails of all ops that entered stays at -inf,
+    because no op is counted there.
+    """
     size = len(best) // 2
     entered = -1
     largest = 0.0
@@ -162,7 +167,8 @@ def _best_window(
         node = size + ranks[op]
         best[node] += loads[op]
         while node > 1:
-            if node % 2:  # all thresholds left of here are lower: the op counts there too
+            # All thresholds left of here are lower, so the op counts there too.
+            if node % 2:
                 best[node - 1] += loads[op]
                 added[node - 1] += loads[op]
             node //= 2
@@ -173,6 +179,7 @@ def _best_window(
 
 @inlined
 def _climb(best: Float64, added: Float64, node: int) -> None:
+    """Compute `best` anew on the way from a node to the root."""
     while node > 1:
         node //= 2
         best[node] = max(best[2 * node], best[2 * node + 1]) + added[node]

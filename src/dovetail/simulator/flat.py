@@ -1,7 +1,8 @@
-"""Graph, machine and costs as the flat arrays that the kernel walks. Built once per simulator.
+"""Turns graph, machine and costs into the flat arrays that the kernel reads, once per simulator.
 
-Orders and stages become *slots*: what a device starts at one time. An explicit order is a list of
-slots of one op; a device without order has no slot and takes ready ops by rank.
+Orders and stages become *slots*. A slot holds the ops that a device starts together. An explicit
+order is a list of slots of one op each. A device without order has no slots, and takes ready ops by
+rank.
 """
 
 from collections.abc import Sequence
@@ -24,19 +25,22 @@ Float64 = NDArray[np.float64]
 
 
 class StepModel(NamedTuple):
-    """The arrays of a simulation that are the same for every placement.
+    """The arrays of a simulation that do not depend on the placement.
 
     sources, source_homes   [sources] source ops, ascending, and their `residences`
     is_source          [ops] 1 for source ops
     pending            [ops] arrivals an op waits for: reads of what is not resident everywhere,
                        and control predecessors
-    tensor_bytes, sent_bytes   [tensors] occupied where it is, and moved by a send of it
+    tensor_bytes, sent_bytes   [tensors] bytes that a copy occupies, and bytes that a send moves
+    bases              [tensors] tensor that each is a view of, -1: none
+    is_output          [tensors] 1 for graph outputs
     fresh_bytes        [ops] bytes of the outputs that get new memory
-    resident           [tensors] 1 for tensors that are wherever they are read
+    resident           [tensors] 1 for tensors that are on every device that reads them
     consumer_offsets, consumers, control_offsets, control_targets   CSR by tensor, by op
     link_of            [devices, devices] index of a link, -1: none
     relayed            [devices] 1 where a device lacks a link to some other
-    carriers, carried  [channels] device that is the channel, [devices] channel it is; -1: none
+    carriers, carried  [channels] device that has the channel's name, [devices] channel that has
+                       the device's name; -1: none. Such a device makes the copies itself
     """
 
     ops: int
@@ -74,14 +78,14 @@ class StepModel(NamedTuple):
 
 
 class DispatchRules(NamedTuple):
-    """How devices choose: by rank, or through slots in the given sequence.
+    """How devices choose what to start: by rank, or by going through their slots in order.
 
     pending       [ops] as in `StepModel`, without arrivals from within an op's own slot
     ranks, by_rank   [ops] place of each op by priority, and its inverse
     ordered       [devices] 1: runs its slots `slot_offsets[d]` to `slot_offsets[d + 1]`
     op_offsets, slot_ops   CSR [slots + 1], ops of each slot, ascending
-    slot_of       [ops] -1: none
-    slot_seconds  [slots]
+    slot_of       [ops] slot that the op is in, -1: none
+    slot_seconds  [slots] seconds from the slot's start to its end
     """
 
     pending: Int32
@@ -101,14 +105,15 @@ class StepWorkspace(NamedTuple):
     homes      [tensors] device where each tensor is made
     roots      [tensors] tensor whose memory it uses there; -1: memory that lives to the end
     holds      [tensors, devices] users left of the memory rooted in a tensor on a device
-    stamps     [devices] last unit that was sent there: one send per destination
+    stamps     [devices] number of the last unit that was sent there, so that a unit is sent once
+               to each device
     ready      [devices, ops] binary heaps of ranks, `ready_sizes` long
-    running    [devices + channels] op, slot or queue entry in work; -1: idle
-    event_*    binary heap of what is in work, by end; `counts` says how long
-    queue_*    pool of transfers, a doubly linked list per channel, `heads` to `tails`
-    touched    [devices + channels] what may start now, `is_touched` 1 for what is in it
-    span_*, transfer_*, log_*   what a timeline records; empty where none is wanted. The turn of
-               a start tells what came first of what starts at one time
+    running    [devices + channels] op, slot or queue entry that runs; -1: idle
+    event_*    binary heap of what runs, by end; `counts` has its length
+    queue_*    pool of transfers, in one doubly linked list per channel from `heads` to `tails`
+    touched    [devices + channels] lanes that may start something now; `is_touched` is 1 for them
+    span_*, transfer_*, log_*   what a timeline records; empty if none is wanted. `span_turns` says
+               which of two ops that start at one time started first
     """
 
     placed: Int32
@@ -202,7 +207,7 @@ def flatten(graph: Graph, machine: Machine, costs: Costs) -> StepModel:
 
 
 def free_rules(flat: StepModel, priorities: Float64 | None = None) -> DispatchRules:
-    """No device has an order: highest priority first, then lowest index."""
+    """Rules under which every device takes the ready op of highest priority, then lowest index."""
     ranks = by_rank = np.arange(flat.ops, dtype=np.int32)
     if priorities is not None:
         by_rank = _int32(np.argsort(-np.asarray(priorities, np.float64), kind="stable"))
@@ -223,16 +228,19 @@ def free_rules(flat: StepModel, priorities: Float64 | None = None) -> DispatchRu
 
 
 Slots = list[tuple[tuple[int, ...], float]]
+"""(ops, seconds) of each slot of a device, in order."""
 
 
 def ordered_rules(
     flat: StepModel, free: DispatchRules, slots: Sequence[Slots | None]
 ) -> DispatchRules:
-    """`free`, but where `slots[device]` is a list of (ops, seconds) that device runs those."""
+    """The rules `free`, except that a device with a list in `slots[device]` runs those slots."""
     slot_of, pending = free.slot_of.copy(), flat.pending.copy()
     every = [slot for of_device in slots for slot in of_device or []]
     for index, (ops, _) in enumerate(every):
         slot_of[list(ops)] = index
+    # Ops of one slot do not wait for each other: the slot starts when all that comes from outside
+    # is there.
     for ops, _ in every:
         for op in ops if len(ops) > 1 else ():
             pending[op] -= _arrivals_within(flat, op, set(ops))
@@ -250,11 +258,12 @@ def ordered_rules(
 def slots_of(
     flat: StepModel, device: int, order: tuple[int, ...] | None, schedule: Schedule | None
 ) -> Slots | None:
-    """What a device starts, one after another; None where it is free to choose."""
+    """The slots of a device, from its schedule or its order; None if it is free to choose."""
     if schedule is not None:
         return [(stage.ops, stage.seconds) for stage in schedule.stages]
     if order is None:
         return None
+    # An op number that is out of range gets 0 seconds here; `check_slots` then refuses the order.
     costs = flat.compute_seconds[:, device].tolist()
     return [((op,), costs[op] if 0 <= op < flat.ops else 0.0) for op in order]
 
@@ -269,12 +278,13 @@ def check_slots(slots: Slots, placed: list[int], device: str) -> None:
 
 
 def workspace(flat: StepModel, slots: int = 0, *, record: bool = False) -> StepWorkspace:
-    """Room for one simulation at a time; with the arrays of a timeline if `record`."""
+    """A workspace for one simulation at a time, with arrays for a timeline if `record`."""
     ops, tensors, devices = flat.ops, flat.tensors, flat.devices
     lanes = devices + flat.channels
     transfers = _most_sends(flat.consumer_offsets, devices)
     transfers += _most_sends(flat.control_offsets, devices)
     kept_ops, kept_transfers = (ops, transfers) if record else (0, 0)
+    # An op, slot or transfer changes the memory of one device as it starts, and of one as it ends.
     entries = 2 * (ops + slots + transfers + devices) if record else 0
     return StepWorkspace(
         placed=np.zeros(ops, np.int32),
@@ -325,6 +335,7 @@ def homes_of(flat: StepModel, placement: NDArray[np.integer]) -> Int32:
 
 
 def _arrivals_within(flat: StepModel, op: int, slot: set[int]) -> int:
+    """How many arrivals that the op waits for come from ops of its own slot."""
     reads = flat.input_tensors[flat.input_offsets[op] : flat.input_offsets[op + 1]].tolist()
     count = sum(int(flat.producers[tensor]) in slot for tensor in reads)
     for before in slot:
@@ -338,12 +349,13 @@ def _arrivals_within(flat: StepModel, op: int, slot: set[int]) -> int:
 
 
 def _most_sends(offsets: Int32, devices: int) -> int:
-    """Sends that can be queued at most: one per other device, and one to the host on the way."""
+    """The most sends that can be queued: per unit one to each other device, and one to the host."""
     fan_out = np.diff(offsets)
     return int((np.minimum(fan_out, devices - 1) + (fan_out > 0)).sum())
 
 
 def _index(names: tuple[str, ...], name: str) -> int:
+    """Index of the name, or -1."""
     return names.index(name) if name in names else -1
 
 
@@ -352,7 +364,7 @@ def _int32(values: ArrayLike) -> Int32:
 
 
 def _sums(owners: Int32, values: Int64, count: int) -> Int64:
-    """[count] exact integer sums of `values` by owner."""
+    """[count] sums of `values` by owner, in exact integers (`np.bincount` would sum floats)."""
     sums = np.zeros(count, np.int64)
     np.add.at(sums, owners, values)
     return sums

@@ -1,20 +1,22 @@
-"""One simulation, event by event, over flat arrays. The rules are those of docs/design.md:
+"""Simulates placements event by event, over flat arrays, by the rules of docs/design.md:
 
-    until nothing is in work:
+    until nothing runs:
         channels start, then devices start          start_all
-        now = the next end; everything that ends then:
-            op       its outputs go to consumers here, and into queues     finish_op
-            transfer its tensor goes to consumers there, and onwards       finish_transfer
+        now = the next end; for everything that ends then:
+            op        its outputs go to consumers here, and into queues     finish_op
+            transfer  its tensor goes to consumers there, and onwards       finish_transfer
 
-Memory is counted along the way: what starts allocates, and whoever ends last frees. Since frees
-come before starts, what is in use after the starts of an instant is the most at that instant. Ends
-at one instant may come in any order: queues and devices choose by key, and counts commute.
+Memory is counted along the way: what starts allocates, and the last user that ends frees. Frees
+come before starts at one instant, so the bytes in use after the starts are the most at that
+instant. Ends at one instant may be handled in any order, because queues and devices choose by key,
+and the counts come out the same.
 
-Names: a *unit* is what a transfer carries, a tensor, or tensors + op for a control edge. A *lane*
-is what does one thing at a time: a device, or devices + channel.
+Names: a *unit* is what a transfer carries. It is numbered as the tensor, or as tensors + op for a
+control edge. A *lane* does one thing at a time. It is numbered as the device, or as devices +
+channel.
 
-Complexity: O(log(devices + channels) + log(ready)) per event; queueing is O(1) but for transfers
-that become ready at one instant out of order.
+Complexity: O(log(devices + channels) + log(ready)) per event. Queueing is O(1), except for
+transfers that become ready at one instant out of order.
 """
 
 import numpy as np
@@ -27,13 +29,15 @@ from dovetail.simulator.flat import DispatchRules, Float64, Int32, Int64, StepMo
 # ── Queues of a simulation: ready ops, work by its end, and transfers of each channel ───────────
 
 
-# Where `StepWorkspace.counts` keeps the scalars of one simulation.
+# Indices into `StepWorkspace.counts`, which holds the scalars of one simulation: running events,
+# queued transfers, touched lanes, the number of the last unit that was sent, ended ops, entries of
+# the memory log, and rounds of starts.
 EVENTS, QUEUED, TOUCHED, SENT, DONE, LOGGED, TURNS = range(7)
 
 
 @inlined
 def copy(source: NDArray[np.integer], destination: NDArray[np.integer]) -> None:
-    """Element by element: numba's slice assignment wants its memory manager, which is off."""
+    """Copy element by element: numba's slice assignment needs its memory manager, which is off."""
     for i in range(len(source)):
         destination[i] = source[i]
 
@@ -42,7 +46,11 @@ def copy(source: NDArray[np.integer], destination: NDArray[np.integer]) -> None:
 def enqueue(
     flat: StepModel, work: StepWorkspace, now: float, unit: int, destination: int, link: int
 ) -> None:
-    """Queue by (time ready, unit, destination). Nobody in the queue was ready later than now."""
+    """Queue a transfer by (time ready, unit, destination).
+
+    No entry of the queue is ready later than now, so only entries that became ready at this very
+    instant can stand behind the new one. The search from the tail ends at the first older entry.
+    """
     new = work.counts[QUEUED]
     work.counts[QUEUED] = new + 1
     channel = flat.link_channels[link]
@@ -72,6 +80,7 @@ def enqueue(
 
 @inlined
 def arrive(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
+    """Note one arrival that the op waits for; after the last one it is ready."""
     work.pending[op] -= 1
     if work.pending[op] == 0:
         make_ready(rules, work, op, device)
@@ -79,6 +88,7 @@ def arrive(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> N
 
 @inlined
 def make_ready(rules: DispatchRules, work: StepWorkspace, op: int, device: int) -> None:
+    """Let the device start the op: push its rank to the heap, or count it in its slot."""
     touch(work, device)
     if rules.ordered[device]:
         work.slot_waits[rules.slot_of[op]] -= 1
@@ -98,7 +108,7 @@ def make_ready(rules: DispatchRules, work: StepWorkspace, op: int, device: int) 
 
 @inlined
 def pop_ready(work: StepWorkspace, device: int) -> int:
-    """Remove and return the least rank of a device's ready ops."""
+    """Remove and return the least rank of a device's ready ops, from a binary heap."""
     heap = work.ready[device]
     size = work.ready_sizes[device] - 1
     work.ready_sizes[device] = size
@@ -119,6 +129,7 @@ def pop_ready(work: StepWorkspace, device: int) -> int:
 
 @inlined
 def push_event(work: StepWorkspace, time: float, lane: int) -> None:
+    """Note that what runs on the lane ends at `time`."""
     times, lanes = work.event_times, work.event_slots
     i = work.counts[EVENTS]
     work.counts[EVENTS] = i + 1
@@ -135,6 +146,7 @@ def push_event(work: StepWorkspace, time: float, lane: int) -> None:
 
 @inlined
 def pop_event(work: StepWorkspace) -> int:
+    """Remove the earliest end, and return its lane."""
     times, lanes = work.event_times, work.event_slots
     size = work.counts[EVENTS] - 1
     work.counts[EVENTS] = size
@@ -157,6 +169,7 @@ def pop_event(work: StepWorkspace) -> int:
 
 @inlined
 def touch(work: StepWorkspace, lane: int) -> None:
+    """Note that something may start on the lane: `start_all` looks at touched lanes only."""
     if not work.is_touched[lane]:
         work.is_touched[lane] = 1
         work.touched[work.counts[TOUCHED]] = lane
@@ -165,6 +178,7 @@ def touch(work: StepWorkspace, lane: int) -> None:
 
 @inlined
 def allocate(work: StepWorkspace, device: int, size_bytes: int) -> None:
+    """Add bytes in use on the device, and keep the peak."""
     work.memory[device] += size_bytes
     work.peaks[device] = max(work.peaks[device], work.memory[device])
 
@@ -181,9 +195,10 @@ def simulate_batch(
 ) -> None:
     """Simulate each row of `placements` [batch, ops]; fill `values` [batch] and `peaks`.
 
-    A value is the end of the last event, seconds. An op on a device that cannot run it, and orders
-    that cannot complete, give inf, and peaks of 0. `record` keeps what a timeline needs of the
-    last row in `work`. One entry point for both, so that both give the same numbers.
+    A value is the end of the last event, in seconds. It is inf, with peaks of 0, if an op is on a
+    device that cannot run it, and if orders cannot complete. With `record`, `work` keeps what a
+    timeline needs of the last row. Values and timelines come from this one function, so that they
+    have the same numbers.
     """
     for row in range(len(placements)):
         peaks[row, :] = 0
@@ -196,9 +211,11 @@ def simulate_batch(
         now = 0.0
         while work.counts[EVENTS] > 0:
             now = work.event_times[0]
+            # All that ends at one instant is handled before anything starts (rule 4).
             while work.counts[EVENTS] > 0 and work.event_times[0] == now:
                 finish(flat, rules, work, now, pop_event(work))
             start_all(flat, rules, work, now, record)
+        # Ops are left where explicit orders wait for each other. Then the value stays inf.
         if work.counts[DONE] == flat.ops:
             values[row] = now
             copy(work.peaks, peaks[row])
@@ -208,7 +225,7 @@ def simulate_batch(
 def finish(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, lane: int
 ) -> None:
-    """End what a lane has in work."""
+    """End what runs on the lane: a transfer, an op, or all ops of a slot."""
     running = work.running[lane]
     work.running[lane] = -1
     touch(work, lane)
@@ -225,7 +242,7 @@ def finish(
 
 @inlined
 def fill_placement(flat: StepModel, work: StepWorkspace, placement: Int32) -> bool:
-    """Copy a placement with its source entries filled in; False if an op cannot run there."""
+    """Fill `placed`, with the homes of sources; False if an op cannot run where it is."""
     placed = work.placed
     for op in range(flat.ops):
         if not flat.is_source[op]:
@@ -233,6 +250,7 @@ def fill_placement(flat: StepModel, work: StepWorkspace, placement: Int32) -> bo
             if flat.compute_seconds[op, placed[op]] == np.inf:
                 return False
     for i in range(len(flat.sources)):
+        # A home of 0 or more is the op that writes the source: they live together.
         home = flat.source_homes[i]
         if home == HOST:
             home = flat.host
@@ -244,6 +262,7 @@ def fill_placement(flat: StepModel, work: StepWorkspace, placement: Int32) -> bo
 
 @inlined
 def reset(flat: StepModel, rules: DispatchRules, work: StepWorkspace) -> None:
+    """Prepare the workspace for the placement in `placed`."""
     copy(rules.pending, work.pending)
     work.holds[:, :] = 0
     work.stamps[:] = -1
@@ -266,7 +285,7 @@ def reset(flat: StepModel, rules: DispatchRules, work: StepWorkspace) -> None:
 
 @inlined
 def place_sources(flat: StepModel, rules: DispatchRules, work: StepWorkspace, record: bool) -> None:
-    """What is there at 0: memory of the sources, ops that wait for nothing, and the first sends."""
+    """Set the state at time 0: memory of sources, ops that wait for nothing, first sends."""
     for i in range(len(flat.sources)):
         op = flat.sources[i]
         home = work.placed[op]
@@ -274,6 +293,8 @@ def place_sources(flat: StepModel, rules: DispatchRules, work: StepWorkspace, re
             if home != EVERYWHERE:
                 work.memory[home] += flat.tensor_bytes[tensor]
                 continue
+            # What lives everywhere takes memory once on each device that reads it. A stamp with a
+            # fresh number marks the devices that were counted, without clearing an array.
             work.counts[SENT] += 1
             for k in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
                 device = work.placed[flat.consumers[k]]
@@ -288,6 +309,7 @@ def place_sources(flat: StepModel, rules: DispatchRules, work: StepWorkspace, re
             make_ready(rules, work, op, work.placed[op])
     for i in range(len(flat.sources)):
         op = flat.sources[i]
+        # Parameters and state keep their memory to the end; inputs are freed after their last use.
         pinned = flat.source_homes[i] != HOST
         for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
             if work.homes[tensor] == EVERYWHERE:
@@ -302,6 +324,7 @@ def place_sources(flat: StepModel, rules: DispatchRules, work: StepWorkspace, re
 def finish_op(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, op: int
 ) -> None:
+    """End an op: hand on its outputs, and let go of its inputs."""
     device = work.placed[op]
     work.counts[DONE] += 1
     for tensor in range(flat.output_offsets[op], flat.output_offsets[op + 1]):
@@ -316,6 +339,7 @@ def finish_op(
 def finish_transfer(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, entry: int
 ) -> None:
+    """End a transfer: let go of the source's copy, hand on the new copy, start the second hop."""
     unit, device = work.queue_units[entry], work.queue_destinations[entry]
     if unit >= flat.tensors:
         arrive_control(flat, rules, work, now, unit - flat.tensors, device)
@@ -327,6 +351,7 @@ def finish_transfer(
         if work.placed[op] == device:
             users += 1
             arrive(rules, work, op, device)
+    # On the host, the tensor may be on its way to devices that its home has no link to.
     if device == flat.host and flat.relayed[work.homes[unit]]:
         work.counts[SENT] += 1
         for k in range(flat.consumer_offsets[unit], flat.consumer_offsets[unit + 1]):
@@ -339,9 +364,10 @@ def finish_transfer(
 def deliver(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, tensor: int, device: int
 ) -> int:
-    """Hand a new tensor to its consumers here and queue its sends; return how many hold it."""
+    """Hand a new tensor to its consumers here and queue its sends; return its number of users."""
     users = 0
     work.counts[SENT] += 1
+    # `send` stamps the destination, so that each device gets the tensor once.
     token = work.counts[SENT]
     for k in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
         op = flat.consumers[k]
@@ -358,6 +384,7 @@ def deliver(
 def deliver_control(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, op: int, device: int
 ) -> None:
+    """Tell the ops that wait for this op's end; an empty transfer goes to each other device."""
     work.counts[SENT] += 1
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
         after = flat.control_targets[k]
@@ -372,6 +399,7 @@ def deliver_control(
 def arrive_control(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, op: int, device: int
 ) -> None:
+    """End the empty transfer of a control edge, which may go on from the host."""
     home = work.placed[op]
     work.counts[SENT] += 1
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
@@ -386,7 +414,7 @@ def arrive_control(
 def send(
     flat: StepModel, work: StepWorkspace, now: float, unit: int, source: int, destination: int
 ) -> int:
-    """Queue a send, to the host where there is no link; return 1, or 0 if that is queued."""
+    """Queue a send, to the host if there is no link; return 1, or 0 if it is queued already."""
     work.stamps[destination] = work.counts[SENT]
     link = flat.link_of[source, destination]
     if link < 0:
@@ -417,12 +445,14 @@ def send_on(
 def hold_output(
     flat: StepModel, work: StepWorkspace, tensor: int, device: int, users: int, pinned: bool
 ) -> None:
-    """Note who will use a new tensor's memory; free it if that is nobody."""
+    """Note how many will use a new tensor's memory, and free it if nobody will."""
     base = flat.bases[tensor]
     root = tensor
     if pinned:
         root = -1
     elif base >= 0:
+        # A view uses the memory that its base has on this device: the base's own, or the received
+        # copy of the base. Of a base that lives everywhere the memory is never freed.
         root = work.roots[base] if work.homes[base] == device else base
         if work.homes[base] == EVERYWHERE:
             root = -1
@@ -435,7 +465,7 @@ def hold_output(
 
 @inlined
 def release(flat: StepModel, work: StepWorkspace, tensor: int, device: int) -> None:
-    """One user less of the copy of `tensor` on `device`; the last one frees its memory."""
+    """Count one user less of the copy of `tensor` on `device`; the last one frees its memory."""
     home = work.homes[tensor]
     if home == EVERYWHERE:
         return
@@ -450,14 +480,18 @@ def release(flat: StepModel, work: StepWorkspace, tensor: int, device: int) -> N
 def start_all(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, record: bool
 ) -> None:
-    """Start what may start on the touched lanes. The lane of a channel that a device carries is
-    the device's: it sends what waits before it runs another op."""
+    """Start what may start on the touched lanes.
+
+    A channel that has a device's name is carried by that device. Then the two share one lane, and
+    the device sends what waits before it runs another op.
+    """
     for i in range(work.counts[TOUCHED]):
         lane = work.touched[i]
         work.is_touched[lane] = 0
         if work.running[lane] >= 0:
             continue
         channel = lane - flat.devices
+        # From here on `lane` is the device and `channel` the channel that share this lane, or -1.
         if channel >= 0:
             lane = flat.carriers[channel]
         else:
@@ -492,6 +526,7 @@ def start_all(
 def start_transfer(
     flat: StepModel, work: StepWorkspace, now: float, lane: int, record: bool
 ) -> None:
+    """Start the first transfer in the queue of a channel."""
     channel = lane - flat.devices
     entry = work.heads[channel]
     after = work.queue_next[entry]
@@ -516,6 +551,7 @@ def start_transfer(
 def start_slot(
     flat: StepModel, rules: DispatchRules, work: StepWorkspace, now: float, lane: int, record: bool
 ) -> None:
+    """Start a device's next slot, if all its ops are ready."""
     slot = work.next_slots[lane]
     if slot == rules.slot_offsets[lane + 1] or work.slot_waits[slot] > 0:
         return
@@ -534,7 +570,7 @@ def start_slot(
 
 @inlined
 def log_memory(flat: StepModel, work: StepWorkspace, now: float) -> None:
-    """Note the bytes in use of each device where they changed since the last note."""
+    """Log the bytes in use on each device where they have changed since the last entry."""
     for device in range(flat.devices):
         if work.memory[device] != work.logged[device]:
             work.logged[device] = work.memory[device]

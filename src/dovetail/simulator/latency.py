@@ -1,4 +1,4 @@
-"""Latency: how long one sample takes where an accelerator runs its part in one call.
+"""Computes latency: how long one sample takes if each accelerator runs its part in one call.
 
 Paper: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, https://arxiv.org/abs/2006.16423, section 4. With S the ops of one accelerator, w(v)
@@ -12,11 +12,11 @@ the seconds of an op and c(u) those of moving the whole output of u between acce
     end(v)    = w(v) + max of end(u)     on a CPU, over all u that v reads: as many run at once as
                                          are ready, and host memory is theirs
 
-and the latency is the largest end. Where S waits for itself there is none: inf.
+and the latency is the largest end. If S waits for itself there is no latency; the value is inf.
 
-Differences: in training an accelerator has two calls, its forward ops and then its backward ops;
-what the first hands to the second stays on the accelerator. The paper's integer programme forbids
-backward ops and lets an accelerator have q calls; here q = 1.
+Differences: in training an accelerator has two calls, one for its forward ops and then one for its
+backward ops. What the first hands to the second stays on the accelerator. The paper's integer
+programme forbids backward ops and allows an accelerator q calls; here q = 1.
 """
 
 from typing import NamedTuple
@@ -33,15 +33,16 @@ from dovetail.simulator.flat import Float64, Int8, Int32
 
 
 class LatencyModel(NamedTuple):
-    """What stays the same from placement to placement.
+    """The arrays that do not depend on the placement.
 
     ops                nodes of the walk: all ops of the graph; sources take no part
     is_source          [ops]
-    late               [ops] 1: backward
+    late               [ops] 1: a backward op
     accelerator        [devices] 1: runs its part in one call
     work_seconds       [ops, devices]
-    in_seconds, out_seconds   [ops, devices] of moving what an op makes to, from an accelerator
-    user_offsets, users       CSR [ops + 1]: the ops that read it, once each, forward ops first
+    in_seconds, out_seconds   [ops, devices] seconds of moving an op's outputs from the host to an
+                       accelerator, and from there to the host
+    user_offsets, users       CSR [ops + 1] of the ops that read an op, once each, forward ops first
     """
 
     ops: int
@@ -56,8 +57,10 @@ class LatencyModel(NamedTuple):
 
 
 class LatencyWorkspace(NamedTuple):
-    """The arrays that one walk writes. Calls are numbered 2 x device, + 1 for the backward one, and
-    after those every op on a CPU is its own call.
+    """The arrays that one walk writes.
+
+    The forward call of a device has number 2 x device, and its backward call the number after that.
+    After those of all devices, every op on a CPU is a call of its own.
 
     call_of                [ops]
     heads, nexts           first op of each call, next op of the same call; -1: none
@@ -78,8 +81,11 @@ class LatencyWorkspace(NamedTuple):
 
 
 def latency_model(graph: Graph, machine: Machine, costs: Costs) -> LatencyModel:
-    """Raises `UsageError` for what the objective is not defined for: accelerators that reach each
-    other without a host that runs nothing, inputs, control edges and updates."""
+    """The latency model of a published instance.
+
+    Raises `UsageError` where the objective is not defined: if accelerators are not joined by a
+    host alone, which runs nothing, and if there are inputs, control edges or updates.
+    """
     _check(graph, machine)
     seconds = costs.compute_seconds.copy()
     starts, ends = graph.producers[graph.input_tensors], graph.readers
@@ -109,7 +115,7 @@ def latency_model(graph: Graph, machine: Machine, costs: Costs) -> LatencyModel:
 
 
 def latency_work(model: LatencyModel) -> LatencyWorkspace:
-    """Room for one walk at a time."""
+    """A workspace for one walk at a time."""
     calls = 2 * len(model.accelerator) + model.ops
     return LatencyWorkspace(
         call_of=np.zeros(model.ops, np.int32),
@@ -124,8 +130,10 @@ def latency_work(model: LatencyModel) -> LatencyWorkspace:
 
 
 def latencies(model: LatencyModel, work: LatencyWorkspace, placements: Int32) -> Float64:
-    """[batch] latency in seconds of placements [batch, ops]; inf where a call waits for itself or
-    an op is where it cannot run. O(batch x (ops + reads))."""
+    """[batch] latency in seconds of placements [batch, ops]. Takes O(batch x (ops + reads)).
+
+    It is inf if a call waits for itself, or if an op is on a device that cannot run it.
+    """
     values = np.empty(len(placements))
     _walk_all(model, work, np.ascontiguousarray(placements, np.int32), values)
     return values
@@ -142,7 +150,7 @@ def _walk_all(
 
 @inlined
 def walk(model: LatencyModel, work: LatencyWorkspace, placement: Int32) -> float:
-    """The latency of one placement [ops]; minus the number of calls that never start, if any."""
+    """The latency of one placement [ops], or minus the number of calls that never start."""
     devices = len(model.accelerator)
     work.heads[:] = -1
     work.waits[:] = 0
@@ -162,7 +170,8 @@ def walk(model: LatencyModel, work: LatencyWorkspace, placement: Int32) -> float
         work.carries[call] += model.work_seconds[op, device]
     for device in range(devices):
         if work.heads[2 * device] >= 0 and work.heads[2 * device + 1] >= 0:
-            work.waits[2 * device + 1] = 1  # the forward call comes first
+            # A device's backward call waits for its forward call, whatever it reads.
+            work.waits[2 * device + 1] = 1
     for op in range(model.ops):
         if not model.is_source[op]:
             _count_reads(model, work, placement, op)
@@ -171,7 +180,7 @@ def walk(model: LatencyModel, work: LatencyWorkspace, placement: Int32) -> float
 
 @inlined
 def _count_reads(model: LatencyModel, work: LatencyWorkspace, placement: Int32, op: int) -> None:
-    """Note who waits for what `op` makes, and what moving it costs."""
+    """Count the reads of what `op` makes, and the seconds of moving it."""
     call, device = work.call_of[op], placement[op]
     first, last = model.user_offsets[op], model.user_offsets[op + 1]
     leaves = False
@@ -181,12 +190,15 @@ def _count_reads(model: LatencyModel, work: LatencyWorkspace, placement: Int32, 
         if there == call:
             continue
         work.waits[there] += 1
+        # Between the two calls of one accelerator nothing moves.
         if theirs == device and model.accelerator[device]:
             continue
         leaves = True
         if model.accelerator[theirs] and work.stamps[there] != op:
             work.stamps[there] = op
-            if work.stamps[there ^ 1] != op:  # the forward call has fetched it already
+            # `there ^ 1` is the other call of that accelerator. If the forward call has fetched the
+            # output already, the backward call does not pay again.
+            if work.stamps[there ^ 1] != op:
                 work.carries[there] += model.in_seconds[op, theirs]
     if leaves and model.accelerator[device]:
         work.carries[call] += model.out_seconds[op, device]
@@ -194,7 +206,7 @@ def _count_reads(model: LatencyModel, work: LatencyWorkspace, placement: Int32, 
 
 @inlined
 def _run_calls(model: LatencyModel, work: LatencyWorkspace) -> float:
-    """The last end of all calls; minus the number of those that never start, if any."""
+    """The end of the last call, or minus the number of calls that never start."""
     devices = len(model.accelerator)
     left, ready, latest = 0, 0, 0.0
     for call in range(len(work.heads)):
@@ -232,6 +244,7 @@ def _run_calls(model: LatencyModel, work: LatencyWorkspace) -> float:
 
 
 def _check(graph: Graph, machine: Machine) -> None:
+    """Raise `UsageError` unless graph and machine are those of a published instance."""
     reason = ""
     host = machine.host_index
     if machine.devices[host].kind != "host":

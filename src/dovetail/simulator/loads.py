@@ -1,10 +1,10 @@
-"""Device loads: what limits a pipeline that works on many steps at once.
+"""Computes device loads, which limit a pipeline that works on many steps at once.
 
     load(device) = seconds it computes + seconds of every transfer into it and out of it
 
-Transfers are those of the step: one per (tensor, destination), two hops where there is no link,
-one empty one per control edge and destination. Nothing waits for anything, so a load is a sum. A
-host that runs nothing is memory, not a device: what passes through it makes no load there.
+Transfers are those of the step: one per (tensor, destination), in two hops where there is no link,
+and an empty one per control edge and destination. Nothing waits for anything, so a load is a sum. A
+host that runs nothing counts as memory and not as a device, so it has no load.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from dovetail.simulator.flat import Float64, Int8, Int32, Int64, StepModel, flat
 
 
 def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placement) -> Float64:
-    """[devices] seconds of work of each device; inf where it cannot run an op it has."""
+    """[devices] load of each device in seconds; inf if it has an op that it cannot run."""
     flat = flatten(graph, machine, costs)
     loads = np.zeros(flat.devices)
     sum_loads(flat, homes_of(flat, placement), np.full(flat.devices, -1, np.int64), loads)
@@ -30,7 +30,7 @@ def device_loads(graph: Graph, machine: Machine, costs: Costs, placement: Placem
 
 @kernel
 def sum_loads(flat: StepModel, placed: Int32, stamps: Int64, loads: Float64) -> None:
-    """Fill `loads` for `placed`, sources filled in. `stamps` [devices] is scratch."""
+    """Fill `loads` for `placed`, which has the homes of sources. `stamps` [devices] is scratch."""
     loads[:] = 0.0
     stamps[:] = -1
     for op in range(flat.ops):
@@ -61,6 +61,11 @@ def add_sends(  # noqa: PLR0913 (kernel)
     size_bytes: float,
     targets: Int32,
 ) -> None:
+    """Add the hops of one unit to each device that has targets, once per device.
+
+    A device was counted if its stamp is the unit. The host is stamped too, so that the first hop of
+    two counts once.
+    """
     for op in targets:
         there = placed[op]
         if there == home or stamps[there] == unit:
@@ -80,6 +85,7 @@ def add_sends(  # noqa: PLR0913 (kernel)
 def add_hop(
     flat: StepModel, loads: Float64, source: int, destination: int, size_bytes: float
 ) -> None:
+    """Add a hop to the loads of both its ends."""
     link = flat.link_of[source, destination]
     seconds = flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]
     loads[source] += seconds
@@ -88,27 +94,28 @@ def add_hop(
 
 # ── The `load` objective as a small hypergraph, for searches over groups ────────────────────────
 #
-# Ops contract to their groups, and tensors to *nets*: one net per (source group, set of other
-# groups that read), the tensors of which always move together. For a placement of the groups
+# Ops are contracted to their groups, and tensors to *nets*. A net has all tensors of one source
+# group that the same set of other groups reads, which therefore always move together. For a
+# placement of the groups
 #
 #     load(device) = work of its groups + hops out of it + hops into it
 #
-# where a net makes one hop per destination device, or, where there is no link, one hop to the host
-# (once per net) and one from there. These are the loads of `device_loads`, up to the rounding of
-# sums taken in another order: a published instance, whose accelerators reach each other through the
-# host only, pays for a tensor once on the way out and once per device on the way in.
+# where a net makes one hop per destination device. Without a link it makes one hop to the host
+# (once per net) and one from there. These loads equal those of `device_loads`, up to the rounding
+# of sums in another order. In a published instance accelerators reach each other through the host
+# alone, so a tensor is paid for once on the way out and once per device on the way in.
 
 
 HOST_SOURCE = -1
-"""`net_sources` of an input: it is on the host, whatever the placement."""
+"""The entry of `net_sources` for an input, which is on the host in every placement."""
 
 
 class LoadModel(NamedTuple):
-    """The `load` objective of one problem as flat arrays, which kernels take as they are.
+    """The `load` objective of one problem, as flat arrays that kernels take as they are.
 
     groups, devices, host   counts, and the index of the host among the devices
-    counted            [devices] 1: its load counts; 0: a host that is no device, only memory
-    work_seconds       [groups, devices] inf: may not be there
+    counted            [devices] 1: its load counts; 0: a host that runs nothing
+    work_seconds       [groups, devices] inf: the group may not be there
     resident_bytes     [groups] parameters and state: there for as long as the group is. A device
                        holds at least the sum over its groups
     capacities         [devices] bytes, as float
@@ -151,9 +158,9 @@ def load_model(
     allowed: NDArray[np.bool_],
     capacities: NDArray[np.integer],
 ) -> LoadModel:
-    """Contract `graph` to the groups of `group_of` [ops]; `allowed` [groups, devices] narrows.
+    """The load model of `graph`, contracted to the groups of `group_of` [ops].
 
-    O(ops + reads x log reads).
+    `allowed` [groups, devices] says where each group may be. Takes O(ops + reads x log reads).
     """
     groups, devices = allowed.shape
     columns = np.where(graph.is_source[:, None], 0.0, costs.compute_seconds).T
@@ -184,8 +191,10 @@ def load_model(
 
 
 def group_loads(model: LoadModel, placements: NDArray[np.int32]) -> Float64:
-    """[batch, devices] load of each device for placements [batch, groups]; 0 for what does not
-    count, inf where a group may not be."""
+    """[batch, devices] load of each device for placements [batch, groups].
+
+    It is 0 for a device that does not count, and inf if a group may not be there.
+    """
     loads = np.zeros((len(placements), model.devices))
     _sum_loads(model, np.ascontiguousarray(placements, np.int32), loads)
     return loads * model.counted
@@ -212,6 +221,7 @@ def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: 
         there = placement[model.net_targets[i]]
         if there == home or _seen(model, placement, first, i, there):
             continue
+        # The host may be a destination itself and a relay, and gets the net only once.
         if model.linked[home, there]:
             if there == model.host:
                 if not relayed:
@@ -228,6 +238,7 @@ def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: 
 
 @inlined
 def _seen(model: LoadModel, placement: Int32, first: int, i: int, there: int) -> bool:
+    """True if a target before the i-th one is on the same device."""
     seen = False
     for j in range(first, i):
         if placement[model.net_targets[j]] == there:
@@ -261,7 +272,7 @@ def _links(machine: Machine) -> tuple[Float64, Float64, Int8]:
 def _nets(
     graph: Graph, costs: Costs, group_of: NDArray[np.integer]
 ) -> tuple[Int32, Int32, Int32, Float64, Float64]:
-    """Sources, CSR of targets, bytes and sends of every net, by source, then targets."""
+    """(sources, CSR of targets, bytes, sends) of every net, by source and then by targets."""
     made_by = graph.producers
     residence = graph.residences[made_by]
     source = np.where(
@@ -296,9 +307,11 @@ def _nets(
 
 
 def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> Float64:
-    """[groups] bytes of parameters, state and buffers that are on a group's device from begin to
-    end, wherever it is. What is written lives with its writer; what is resident wherever it is read
-    is charged once, to its first reader; what nobody reads or writes is nowhere."""
+    """[groups] bytes of parameters, state and buffers on a group's device throughout the step.
+
+    What is written lives with its writer. What is resident wherever it is read is charged once, to
+    its first reader. What nobody reads or writes is not counted.
+    """
     homes = graph.residences[graph.producers].astype(np.int64)
     first = np.full(graph.tensors, HOST, np.int64)
     read = np.flatnonzero(np.diff(graph.consumer_offsets))
@@ -310,6 +323,7 @@ def resident_bytes(graph: Graph, group_of: NDArray[np.integer], groups: int) -> 
 
 
 def _forward_edges(graph: Graph, group_of: NDArray[np.integer]) -> Int32:
+    """[edges, 2] distinct (from group, to group) between forward ops of different groups."""
     ends = group_of[graph.forward_edges]
     ends = np.unique(ends[ends[:, 0] != ends[:, 1]], axis=0)
     return np.ascontiguousarray(ends.reshape(-1, 2), np.int32)

@@ -1,4 +1,4 @@
-"""The simulator's front: batches of placements to values, one plan to its `Timeline`."""
+"""Evaluates batches of placements, and simulates one plan to its `Timeline`."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ Bool = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class BatchEvaluation:
-    """What a batch of placements costs.
+    """The values and memory of a batch of placements.
 
     values             [batch] seconds of the objective, also where memory is exceeded; inf where
                        an op cannot run on its device
@@ -56,12 +56,12 @@ class Simulator:
     """Simulates placements of one graph on one machine, by the rules of docs/design.md.
 
     capacities   [devices] bytes, by default each device's memory
-    ranked       a device that may choose takes the ready op of lowest index; True: each placement
-                 is simulated a second time with the op of highest upward rank first, and counts
-                 as the better of the two: what lacks less memory, then what is quicker, then the
-                 first. For the objective `step`; others have no use for it
+    ranked       False: a device that may choose takes the ready op of lowest index. True: each
+                 placement is simulated a second time with the op of highest upward rank first, and
+                 the better of the two counts. Better means lacking less memory, then being
+                 quicker; the first one wins a tie. It affects the objective `step` only
 
-    Not to be shared by threads: it keeps one workspace for each thread that it starts itself.
+    Threads must not share a simulator: it has one workspace for each thread that it starts itself.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class Simulator:
     ) -> BatchEvaluation:
         """Simulate every placement of a batch [batch, ops].
 
-        `threads`: default, one per core we may use. Raises `UnplacedOpError` for a device that is
-        not there, and `UsageError` for an objective that the graph and machine do not have.
+        `threads` is by default the number of cores that this process may use. Raises
+        `UnplacedOpError` for a device that the machine lacks, and `UsageError` for an objective
+        that is not defined for the graph and the machine.
         """
         if objective not in OBJECTIVES:
             raise UsageError("objective", f"is {objective!r}; use {' or '.join(OBJECTIVES)}")
@@ -102,6 +103,7 @@ class Simulator:
         batch = np.ascontiguousarray(np.atleast_2d(placements), dtype=np.int32)
         self._check_devices(batch)
         threads = threads or len(os.sched_getaffinity(0))
+        # Every objective needs the simulation: it gives the peaks of memory.
         values, peaks = self._simulate_all(batch, self._choices[0], threads)
         if objective == "load":
             self._replace_by_loads(batch, values)
@@ -119,7 +121,7 @@ class Simulator:
         return best
 
     def _is_better(self, current: BatchEvaluation, other: BatchEvaluation) -> Bool:
-        """[batch] True where `other` lacks less memory than `one`, or as much and is quicker."""
+        """[batch] True where `other` lacks less memory, or as much and is quicker."""
         lacks, other_lacks = (
             np.maximum(e.peak_memory_bytes - self.capacities, 0).sum(axis=1)
             for e in (current, other)
@@ -141,9 +143,10 @@ class Simulator:
     ) -> Timeline:
         """Every span, transfer and change of memory of one step.
 
-        `priorities` [ops], highest first; `orders` and `schedules` per device, None: free to
-        choose. Where nothing of these is given, of the choice that `evaluate` counts. Memory
-        repeats a time where work of no duration changes it within an instant.
+        `priorities` [ops]: the highest goes first. `orders` and `schedules` have an entry for each
+        device; None leaves the device free to choose. If none of the three is given, the timeline
+        is that of the simulation that counts in `evaluate`. A time appears twice in the memory if
+        work of no duration changes it within an instant.
         Raises `UnplacedOpError` for an op that its device cannot run, `OrderError` for orders that
         do not fit the placement or cannot complete.
         """
@@ -164,13 +167,15 @@ class Simulator:
     def _simulate_all(
         self, batch: NDArray[np.int32], rules: DispatchRules, threads: int
     ) -> tuple[Float64, Int64]:
-        """(values, peaks). Threads take small runs of rows until none is left."""
+        """(values, peaks) of all rows. Threads take small runs of rows until none is left."""
         values, peaks = np.empty(len(batch)), np.zeros((len(batch), self._flat.devices), np.int64)
+        # About eight runs of rows a thread, so that no thread waits long for a slower one.
         rows = max(1, len(batch) // (8 * threads))
         firsts = range(0, len(batch), rows)
         threads = max(1, min(threads, len(firsts)))
         while len(self._works) < threads:
             self._works.append(workspace(self._flat))
+        # `next` of a counter is atomic, so that no two threads take the same run.
         taken = itertools.count()
 
         def simulate_some(work: StepWorkspace) -> None:
@@ -188,6 +193,7 @@ class Simulator:
         return values, peaks
 
     def _replace_by_loads(self, batch: NDArray[np.int32], values: Float64) -> None:
+        """Replace each finite value by the largest load of a device; a mere host has none."""
         loads = np.zeros(self._flat.devices)
         counted = np.array([device.kind != "host" for device in self.machine.devices])
         stamps = np.zeros(self._flat.devices, np.int64)
@@ -196,6 +202,7 @@ class Simulator:
             values[row] = loads[counted].max()
 
     def _check_devices(self, batch: NDArray[np.integer]) -> None:
+        """Raise `UnplacedOpError` for an op without a valid device."""
         ops, devices = self._flat.ops, self._flat.devices
         if batch.shape[1] != ops:
             at = min(batch.shape[1], ops - 1)
@@ -206,6 +213,7 @@ class Simulator:
             raise UnplacedOpError(self.graph.names[op], int(batch[row, op]))
 
     def _check_runnable(self, placed: NDArray[np.int32]) -> None:
+        """Raise `UnplacedOpError` for an op on a device that cannot run it."""
         ops = np.flatnonzero(~self.graph.is_source)
         stuck = ops[np.isinf(self._flat.compute_seconds[ops, placed[ops]])]
         if len(stuck):
@@ -238,7 +246,7 @@ class Simulator:
         return ordered_rules(flat, rules, every)
 
     def _chosen(self, placement: Placement) -> DispatchRules:
-        """The choice that counts for this placement."""
+        """The rules, by index or by upward rank, under which this placement counts."""
         batch = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
         chosen, best = self._choices[0], None
         for choice in self._choices if len(self._choices) > 1 else ():
@@ -248,6 +256,7 @@ class Simulator:
         return chosen
 
     def _blocked(self, rules: DispatchRules, work: StepWorkspace, device: int) -> str:
+        """Why the device's next slot did not start."""
         slot = work.next_slots[device]
         ops = rules.slot_ops[rules.op_offsets[slot] : rules.op_offsets[slot + 1]]
         waiting = [self.graph.names[op] for op in ops.tolist() if work.pending[op] > 0]
@@ -255,6 +264,11 @@ class Simulator:
 
 
 def _timeline(machine: Machine, flat: StepModel, work: StepWorkspace, seconds: float) -> Timeline:
+    """The timeline that a recorded simulation left in the workspace.
+
+    Ops stand in the order of their starts. Of ops that start at one time, the one that was started
+    in an earlier round comes first, and then the one of lower index.
+    """
     unordered = np.flatnonzero(flat.is_source == 0)
     turns, starts = work.span_turns[unordered], work.span_starts[unordered]
     ops = unordered[np.lexsort((unordered, turns, starts))].astype(np.int32)
@@ -263,6 +277,7 @@ def _timeline(machine: Machine, flat: StepModel, work: StepWorkspace, seconds: f
     order = np.lexsort((work.transfer_ends[:sent], channels, work.transfer_starts[:sent]))
     units, links = work.queue_units[order], work.queue_links[order]
     carried = units < flat.tensors
+    # A control edge has no tensor; it reads the appended entry, which is not used.
     producers = np.append(flat.producers, 0)[np.where(carried, units, -1)]
     log = slice(int(work.counts[LOGGED]))
     logs = [work.log_devices[log] == device for device in range(flat.devices)]

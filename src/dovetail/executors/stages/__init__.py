@@ -1,1 +1,1 @@
-"""Stages of one device, for real."""
+"""Runs and times schedules of one device."""

@@ -1,7 +1,8 @@
-"""Which schedule is fastest: all measured side by side, and never one that may be slower.
+"""Finds the fastest schedule by measuring all side by side, and never picks one that may be slower.
 
-Schedules run in turn, round after round, so that what disturbs a machine for a while disturbs all.
-What counts is each round's ratio to the sequential schedule of the same round.
+Schedules run in turn, round after round, so that a disturbance of the machine that lasts a while
+disturbs all of them. What counts is a schedule's time divided by that of the sequential schedule in
+the same round.
 """
 
 import random
@@ -14,11 +15,14 @@ from dovetail.runtime.timers import clock
 from dovetail.schedulers.results import SEQUENTIAL
 
 _ROUND_SECONDS = 0.03
+"""A schedule is called for about this long in each round, but at most `_MOST_CALLS` times."""
 _MOST_CALLS = 20
 _RISK, _LOOKS = 0.05, 3
+"""The risk of choosing a schedule that only equals `sequential`, and how often the decision is
+tried. The risk is shared among the tries, because each of them may go wrong."""
 
 Timer = Callable[[], float]
-"""Runs a step once, and says how many seconds it took."""
+"""A function that runs a step once and returns how many seconds it took."""
 
 
 def measure(
@@ -26,21 +30,25 @@ def measure(
     rounds: int,
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> dict[str, tuple[float, ...]]:
-    """name -> seconds of a step, the median of each round; the order is drawn for each: threads of
-    one may still spin when the next one runs."""
+    """Schedule's name -> [rounds] seconds of a step, the median within each round.
+
+    Each round has another random order (the same in each run), because threads of one schedule may
+    still spin while the next one runs.
+    """
     names = list(timers)
     calls = {name: _calls(timers[name]) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in random.Random(number).sample(names, len(names)):
-            timers[name]()  # the caches are another schedule's
+            # The first call does not count: it finds in the caches what another schedule left.
+            timers[name]()
             seconds[name].append(statistics.median(timers[name]() for _ in range(calls[name])))
         progress((number + 1) / rounds)
     return {name: tuple(of_name) for name, of_name in seconds.items()}
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Seconds of one call."""
+    """Seconds that one call of `run` takes."""
     began = clock()
     run()
     return clock() - began
@@ -51,13 +59,15 @@ def fastest(
     rounds: int,
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> tuple[str, dict[str, tuple[float, ...]]]:
-    """(what to run, seconds of all): the schedule of the least median ratio to `sequential`, if
-    rounds of the two alone show it to be the faster; else `sequential`.
+    """(name of the schedule to run, seconds of all schedules).
 
-    The rounds that picked it, and may have been lucky, do not count then. While they leave a doubt
-    there are more, at most `_LOOKS` times twice as many as `rounds`.
+    The schedule with the least median ratio to `sequential` is picked. It is returned if further
+    rounds of the two alone show that it is faster; otherwise `sequential` is returned. The rounds
+    that picked it do not count in that test, because it may have been lucky in them. While the test
+    leaves a doubt there are more rounds: 2 x `rounds` at a time, at most `_LOOKS` times.
     """
     seconds = measure(timers, rounds, _part_of(progress, 0.0, 0.5))
+    # If another schedule ties with `sequential`, `sequential` wins.
     best = min(timers, key=lambda name: (median_ratio(seconds, name), name != SEQUENTIAL))
     if best == SEQUENTIAL:
         return SEQUENTIAL, seconds
@@ -74,19 +84,22 @@ def fastest(
 
 
 def median_ratio(seconds: Mapping[str, Sequence[float]], name: str) -> float:
-    """Of the rounds' ratios to `sequential`."""
+    """The median over the rounds of a schedule's ratio to `sequential`."""
     return statistics.median(ratios_of(seconds[name], seconds[SEQUENTIAL]))
 
 
 def ratios_of(seconds: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Per round, what one took over what the other took."""
+    """[rounds] seconds divided by the baseline's seconds of the same round."""
     return [own / other for own, other in zip(seconds, baseline, strict=True)]
 
 
 def upper_limit(values: Sequence[float]) -> float:
-    """Of the median: no more than this but in one of 20 cases, though it is asked `_LOOKS` times,
-    whatever the distribution (the order statistic by the binomial distribution). Infinite where
-    there are too few values to tell."""
+    """An upper confidence limit of the median; inf if there are too few values.
+
+    The true median is above the limit in at most one of 20 cases, even if the limit is asked for
+    `_LOOKS` times. It holds for any distribution, because it is an order statistic: how many of the
+    values lie below the median follows a binomial distribution.
+    """
     ordered = sorted(values)
     below = 0.0
     for place in range(len(ordered)):
@@ -99,11 +112,12 @@ def upper_limit(values: Sequence[float]) -> float:
 def _part_of(
     progress: Callable[[float], None], begin: float, end: float
 ) -> Callable[[float], None]:
+    # Maps progress within one part to progress within the whole.
     return lambda fraction: progress(begin + (end - begin) * fraction)
 
 
 def _calls(timer: Timer) -> int:
-    """How many calls a round takes, after some to warm up."""
+    """How many calls of a timer fill a round; the timer is called twice before to warm up."""
     timer()
     timer()
     return max(1, min(_MOST_CALLS, round(_ROUND_SECONDS / max(timer(), 1e-9))))

@@ -1,10 +1,10 @@
-"""A scheduled inference step on the CPU, in this process.
+"""Runs a scheduled inference step on the CPU, in this process.
 
     with all threads    a ─► b ─┐                     ┌─► g
     stream 0                    └─► c ──► e ──────┐   │
     stream 1                        d ──────► f ──┴───┘
 
-What the schedule says is checked for races before anything runs.
+The schedule is checked for races before anything runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,12 +30,12 @@ from dovetail.schedulers.records import KernelBlock
 
 @cache
 def crew_of(threads: int) -> StreamThreads:
-    """The threads of this process beside the caller's; shared, for steps run one at a time."""
+    """This process's threads beside the caller's. All steps share them, as steps run in turn."""
     return StreamThreads(threads)
 
 
 class CpuStep:
-    """step(*inputs) -> outputs, as the captured module gives them.
+    """A step that can be called: step(*inputs) returns the outputs as the captured module does.
 
     Raises `RaceError` for phases that name a kernel twice or not at all, or that can collide.
     """
@@ -56,7 +56,8 @@ class CpuStep:
         ]
         self._values = functions.values()
         self._nothing = self._values[-1]
-        # What may outlive the last phase; a tensor that is returned is the caller's alone.
+        # Tensors that are still in the list after the last phase. They are dropped from it, so that
+        # only the caller holds what a step returns.
         self._left = [t for t in (*prepared.inputs, *prepared.returned) if t < functions.size]
         frees = _frees(prepared, phases)
         self._phases = [
@@ -70,6 +71,7 @@ class CpuStep:
         self._check(inputs)
         prepared, values = self._prepared, self._values
         before = torch.get_num_threads()
+        # After an error any tensor may be left in the list, so all are dropped then.
         left: Iterable[int] = range(len(values))
         with running():
             try:
@@ -85,7 +87,10 @@ class CpuStep:
                 torch.set_num_threads(before)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
-        """TorchScript functions would compute something of whatever they are given."""
+        """Raise `UsageError` for inputs unlike those of the capture.
+
+        TorchScript functions do not check this: they would compute something from any input.
+        """
         if len(inputs) != len(self._wanted):
             raise UsageError("inputs", f"{len(self._wanted)} are needed, not {len(inputs)}")
         for place, (value, wanted) in enumerate(zip(inputs, self._wanted, strict=True)):
@@ -110,7 +115,7 @@ def check_phases(block: KernelBlock, phases: Sequence[SchedulePhase]) -> None:
 
 
 class _Whole:
-    """Kernels one after another, with all threads."""
+    """A phase that runs kernels one after another, each on all threads."""
 
     def __init__(self, functions: Functions, kernels: Sequence[int], frees: Sequence[int]) -> None:
         self._function = functions.of(kernels)
@@ -128,7 +133,7 @@ class _Whole:
 
 
 class _Streamed:
-    """Kernels on streams, each on one thread."""
+    """A phase that runs kernels on streams, each stream on one thread."""
 
     def __init__(
         self,
@@ -141,6 +146,8 @@ class _Streamed:
         assert phase.streams is not None
         segments = segments_within(block, phase.streams, inside)
         self._threads = CompiledStreams(segments, functions, crew_of(len(segments) - 1))
+        # A tensor that no segment may drop, since none has all its readers behind it, is dropped at
+        # the end of the phase.
         given_up = {t for stream in segments for segment in stream for t in segment.frees}
         self._frees = (*after, *(t for t in inside if t not in given_up))
         self._nothing = torch.empty(0)
@@ -154,7 +161,10 @@ class _Streamed:
 def segments_within(
     block: KernelBlock, streams: Streams, readers: Mapping[int, Sequence[int]]
 ) -> list[list[Segment]]:
-    """Segments of streams that run some kernels of a block."""
+    """[streams] segments of streams that run only some kernels of a block.
+
+    `segments_of` wants a whole block, so kernels are renumbered for it and numbered back after.
+    """
     part = part_of(block, sum(1 << k for order in streams.orders for k in order))
     place = {kernel: i for i, kernel in enumerate(part.ops)}
     local = Streams(
@@ -181,8 +191,11 @@ def segments_within(
 def _frees(
     prepared: PreparedKernels, phases: Sequence[SchedulePhase]
 ) -> list[tuple[dict[int, list[int]], list[int]]]:
-    """Per phase: tensors that are made and read there alone -> kernels that use each; and those
-    that were made before, and are read there for the last time."""
+    """[phases] (tensors that streams of the phase may drop, tensors to drop at the phase's end).
+
+    The first, each with the kernels that use it, are made and read within this phase of streams
+    alone. The second are used here for the last time.
+    """
     home = {k: number for number, phase in enumerate(phases) for k in phase.kernels}
     users: dict[int, list[int]] = {}
     for kernel in sorted(home):

@@ -1,19 +1,22 @@
-"""Streams of kernels on a GPU, as one CUDA graph that is captured once and replayed.
+"""Runs streams of kernels on a GPU, as one CUDA graph that is captured once and replayed.
 
-Before anything runs, the streams are checked for races. Then, on the streams that are captured:
-each kernel once, one after another, so that cuDNN chooses its algorithms (`cudnn.benchmark`)
-undisturbed; the whole schedule, so that cuBLAS has its workspaces of each stream; and capture.
+Before anything runs, the streams are checked for races. Then three things happen on the streams
+that are captured. First each kernel runs once, one after another, so that cuDNN chooses its
+algorithms (`cudnn.benchmark`) undisturbed. Then the whole schedule runs, so that cuBLAS has its
+workspaces for each stream. Then the schedule is captured.
 
-Memory, in the graph's private pool, is one of two:
+The outputs of kernels get memory in one of two ways:
 
-* The allocator's (default). No copies. A kernel's outputs are held until a kernel of the same
-  stream is issued that all their readers happen before (`issuing`), since the allocator keeps free
-  memory per stream. The price: memory freed on one stream is of no use to another. The addresses
-  that capture did get are checked for races too, before the first replay.
-* An `arena` by `plan_memory`, the least memory, shared between streams. The price: a copy of every
-  kernel's outputs, as most of torch's ops cannot write to memory that they are given.
+* From the allocator, in the graph's private pool (default). Nothing is copied. A kernel's outputs
+  are held until a kernel of the same stream is issued that all their readers happen before
+  (`issuing`), because the allocator keeps free memory per stream. The price is that memory freed on
+  one stream is of no use to another stream. The addresses that capture got are checked for races
+  too, before the first replay.
+* From an `arena` by `plan_memory`, which takes the least memory and is shared between streams. The
+  price is a copy of every kernel's outputs, because most of torch's ops cannot write to memory that
+  they are given.
 
-A sequential schedule is the same with one stream.
+A sequential schedule is a schedule of one stream.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,17 +39,18 @@ from dovetail.schedulers.races import Buffer, check_races
 from dovetail.schedulers.records import KernelBlock
 
 Merged = Mapping[Group, Function]
-"""Kernels -> one function in place of theirs. It takes and returns what `PreparedKernels.function`
-of the same kernels, in the same order, takes and returns."""
+"""Group of kernels -> the function that runs instead of them. It takes and returns what
+`PreparedKernels.function` of the same kernels, in the same order, takes and returns."""
 
 WARM_UPS = 2
+"""How often the whole schedule runs before it is captured."""
 
 
 class CudaNetwork:
-    """A network on a GPU by one schedule: call it with inputs, or `replay` it on the last ones.
+    """A network on a GPU, run by one schedule. Call it with inputs, or `replay` the last inputs.
 
-    memory_bytes   of kernels' outputs that are live at once or were given memory of their own:
-                   the arena, or what capture took; parameters, inputs and workspaces apart
+    memory_bytes   bytes of memory for the kernels' outputs: the size of the arena, or all addresses
+                   that capture used. Parameters, inputs and workspaces do not count
     """
 
     def __init__(
@@ -58,10 +62,10 @@ class CudaNetwork:
         arena: bool = False,
         cuda: Any = torch.cuda,
     ) -> None:
-        """Captured and ready. `cuda` is `torch.cuda`, or has its methods.
+        """Check, warm up and capture the schedule. `cuda` is `torch.cuda` or a fake of it.
 
         Raises `RaceError` before anything runs, `UsageError` without a GPU, and ValueError for
-        merged kernels that do not stand side by side in a stream, by number.
+        merged kernels that do not stand side by side in one stream, in ascending order.
         """
         self._placed, self._cuda, self._merged = placed, cuda, dict(merged or {})
         self._block, self._outputs = placed.block, placed.outputs
@@ -74,11 +78,13 @@ class CudaNetwork:
         self._slots: Values = {}
         self._spans: list[list[Buffer]] = [[] for _ in range(len(self._block))]
         with _benchmarking():
+            # The graph reads its inputs from fixed addresses; `__call__` copies new inputs there.
             self._inputs = {t: torch.empty_like(v).copy_(v) for t, v in placed.inputs.items()}
             self._values: Values = {}
             cuda.synchronize()
             self._warm_up(arena)
             self._graph = capture(self._lanes[0], self._issue, cuda)
+        # Now the addresses are known that capture got, so they are checked before the first replay.
         buffers = self._own_spans()
         block, owned, outputs = as_one(self._block, buffers, self._outputs, self._merged)
         check_races(block, self._streams, owned, outputs)
@@ -89,7 +95,7 @@ class CudaNetwork:
         }
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """What the plain model returns, in memory of its own; on the current stream."""
+        """Run a step on the current stream; return copies of what the plain model returns."""
         with torch.no_grad():
             for static, value in zip(self._inputs.values(), inputs, strict=True):
                 static.copy_(value, non_blocking=True)
@@ -99,15 +105,15 @@ class CudaNetwork:
             )
 
     def replay(self) -> None:
-        """One step on the inputs that are there, on the current stream."""
+        """Run a step on the last inputs, on the current stream."""
         self._graph.replay()
 
     def time(self, samples: int = 30, warm_up: int = 5) -> tuple[float, ...]:
-        """[samples] seconds per replay."""
+        """[samples] seconds of single replays."""
         return event_seconds(self.replay, samples, warm_up, self._cuda)
 
     def _warm_up(self, arena: bool) -> None:
-        """Choose algorithms one kernel at a time, then run the schedule itself."""
+        """Have cuDNN choose algorithms, one kernel at a time; then run the schedule itself."""
         alone = Streams((tuple(range(len(self._block))),), ())
         sizes: list[list[Tensor]] = [[] for _ in range(len(self._block))]
 
@@ -115,7 +121,7 @@ class CudaNetwork:
             self._run(step)
             for kernel in step.kernels:
                 writes = self._placed.prepared.kernels[kernel].writes
-                # On "meta": shape, type and dense strides, without memory.
+                # On "meta" a tensor has a shape, a type and dense strides, but no memory.
                 sizes[kernel] = [torch.empty_like(self._values[t], device="meta") for t in writes]
 
         self._begin()
@@ -130,7 +136,7 @@ class CudaNetwork:
         self._begin()
 
     def _place(self, sizes: Sequence[Sequence[Tensor]]) -> None:
-        """A view of the planned arena for each tensor."""
+        """Plan the arena, allocate it, and make a view of it for each tensor."""
         plan = plan_memory(
             self._block, self._streams, [[t.nbytes for t in own] for own in sizes], self._outputs
         )
@@ -152,6 +158,7 @@ class CudaNetwork:
         issue(self._steps, self._lanes, self._cuda, self._run)
 
     def _run(self, step: RunKernels) -> None:
+        """Free what is dead, run the step's function and store its results and their addresses."""
         kernels = self._placed.prepared.kernels
         for kernel in step.dead:
             for tensor in kernels[kernel].writes:
@@ -169,6 +176,8 @@ class CudaNetwork:
     def _function(self, numbers: Group) -> tuple[Function, Group, Group]:
         if numbers not in self._functions:
             function, takes, returns = self._placed.prepared.function(numbers)
+            # A step lists its kernels in ascending order; a merged function takes and returns its
+            # tensors in the order of its own group.
             for group, merged in self._merged.items():
                 if set(group) == set(numbers):
                     _, takes, returns = self._placed.prepared.function(group)
@@ -177,8 +186,10 @@ class CudaNetwork:
         return self._functions[numbers]
 
     def _own_spans(self) -> list[list[Buffer]]:
-        """[kernels] where capture put their outputs; views of inputs and constants apart, which no
-        kernel writes."""
+        """[kernels] the addresses that capture gave to the outputs of each kernel.
+
+        Views of inputs and constants are left out, because no kernel writes there.
+        """
         fixed = [_span(t) for t in (*self._inputs.values(), *self._constants()) if t.numel()]
         return [
             [span for span in own if not any(f.start <= span.start < f.end for f in fixed)]
@@ -190,12 +201,12 @@ class CudaNetwork:
 
 
 class StageClock:
-    """Times stages, each as a small graph of its own.
+    """Times stages, each captured as a small CUDA graph of its own.
 
-    Keeps every kernel's outputs on the device, which stages read. A stage is captured `repeats`
-    times in a row, as it stands in a schedule: forked from what was before it, and joined again; so
-    that the launch of a graph does not count once per stage. More groups than `streams` go
-    round robin.
+    It keeps the outputs of every kernel on the device, because stages read them. A stage is
+    captured `repeats` times in a row, so that the launch of the graph is shared by that many
+    stages. Each repetition forks and joins its streams, as a stage in a schedule does. If there are
+    more groups than `streams`, they are dealt out round robin.
     """
 
     def __init__(
@@ -218,9 +229,11 @@ class StageClock:
     def time(
         self, groups: Sequence[Group], merged: Function | None = None, samples: int = 7
     ) -> Timing:
-        """Seconds of a stage: its groups at the same time, each one kernel after another; `merged`:
-        one function in place of the one group that there is then, which takes and returns what
-        `PreparedKernels.function` of it does."""
+        """Seconds of a stage, whose groups run at the same time, the kernels of each in order.
+
+        `merged` is a function to run instead of the kernels of the only group. It takes and returns
+        what `PreparedKernels.function` of that group does.
+        """
         if merged is not None and len(groups) != 1:
             raise ValueError("merged kernels are one group")
         functions = [self._placed.prepared.function(group) for group in groups]
@@ -238,6 +251,7 @@ class StageClock:
             for _ in range(self._repeats):
                 issue(steps, self._lanes, self._cuda, run)
 
+        # It is issued once outside capture, where cuDNN and cuBLAS prepare what a first run needs.
         with _benchmarking():
             issue(steps, self._lanes, self._cuda, run)
             graph = capture(self._lanes[0], work, self._cuda)
@@ -246,10 +260,10 @@ class StageClock:
 
 
 def capture(lane: Any, work: Callable[[], None], cuda: Any) -> Any:
-    """A graph, with a memory pool of its own, of what `work` issues to a stream and its forks."""
+    """The CUDA graph of what `work` issues to a stream and its forks, with its own memory pool."""
     graph = cuda.CUDAGraph()
     cuda.synchronize()
-    # Other threads may allocate meanwhile; they have nothing to do with this graph.
+    # "thread_local" lets other threads allocate memory meanwhile, which would end a global capture.
     with cuda.graph(graph, stream=lane, capture_error_mode="thread_local"):
         work()
     cuda.synchronize()
@@ -259,8 +273,10 @@ def capture(lane: Any, work: Callable[[], None], cuda: Any) -> Any:
 def event_seconds(
     call: Callable[[], object], samples: int, warm_up: int, cuda: Any = torch.cuda
 ) -> tuple[float, ...]:
-    """[samples] seconds of the device between events before and after each call, which are issued
-    one after another without waiting."""
+    """[samples] seconds on the device, between an event before and an event after each call.
+
+    The calls are issued one after another without waiting for the device in between.
+    """
     for _ in range(warm_up):
         call()
     pairs = []
@@ -271,12 +287,16 @@ def event_seconds(
         end.record()
         pairs.append((begin, end))
     cuda.synchronize()
+    # CUDA gives milliseconds.
     return tuple(1e-3 * begin.elapsed_time(end) for begin, end in pairs)
 
 
 @contextmanager
 def _benchmarking() -> Iterator[None]:
-    """cuDNN chooses by measuring. In capture too: else it would choose anew, by rule of thumb."""
+    """A context in which cuDNN chooses algorithms by measuring.
+
+    It is needed in capture too. Otherwise cuDNN would choose again there, by a heuristic.
+    """
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -288,6 +308,7 @@ def _benchmarking() -> Iterator[None]:
 
 @contextmanager
 def _naming(kernels: Group) -> Iterator[None]:
+    """A context that adds the kernels' numbers to an error that is raised within."""
     try:
         yield
     except Exception as error:
@@ -296,7 +317,7 @@ def _naming(kernels: Group) -> Iterator[None]:
 
 
 def _span(value: Tensor) -> Buffer:
-    """The addresses of a tensor's bytes, gaps between them too."""
+    """The range of addresses of a tensor's bytes, gaps included."""
     if not value.numel():
         return Buffer(0, 0)
     last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
@@ -304,7 +325,7 @@ def _span(value: Tensor) -> Buffer:
 
 
 def _covered(buffers: Sequence[Sequence[Buffer]]) -> int:
-    """Bytes of the union."""
+    """How many bytes the buffers cover together; shared bytes count once."""
     total, end = 0, 0
     for buffer in sorted((b for own in buffers for b in own), key=lambda b: b.start):
         total += max(0, buffer.end - max(buffer.start, end))

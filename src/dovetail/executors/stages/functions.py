@@ -1,10 +1,10 @@
-"""Kernels as functions that run without Python's lock.
+"""Compiles kernels to functions that run without Python's lock.
 
-Calls of a captured step hold Python's lock between them, so threads that run them one by one wait
-for each other: a round trip between two such threads took 96 us here. A traced TorchScript function
-holds it only at its ends. Traced with the very tensors of a step, it runs the same ATen calls in
-the same order, so its numbers are the same: `running` keeps TorchScript from rewriting them, which
-fails on sums of products of different sizes.
+Python's lock is held between the calls of a captured step, so threads that run them one by one wait
+for each other. A round trip between two such threads took 96 us here. A traced TorchScript function
+holds the lock only as it begins and ends. It is traced with the tensors of an example step, so it
+runs the same ATen calls in the same order and gives the same numbers. `running` keeps TorchScript
+from rewriting the calls, because its rewriting fails on sums of products of different sizes.
 """
 
 import threading
@@ -23,17 +23,17 @@ from dovetail.executors.stages.preparing import PreparedKernels
 from dovetail.runtime.torch_versions import compile_trace, script_list
 
 Values = Any
-"""A `torch.ScriptList` [tensors] of a step: what Python and TorchScript functions share."""
+"""A `torch.ScriptList` [tensors] of a step's values, shared by Python and TorchScript."""
 Untraced = tuple[Callable[..., tuple[Tensor, ...]], tuple[int, ...], tuple[int, ...]]
-"""A function, the tensors it takes, those it returns."""
+"""(a function, the tensors it takes, the tensors it returns)."""
 _NOTHING = torch.empty(0)
 ONE_AT_A_TIME = threading.RLock()
-"""Held while streams are prepared, and while functions or streams run."""
+"""The lock that is held while streams are prepared, and while functions or streams run."""
 
 
 @contextmanager
 def running() -> Iterator[None]:
-    """Traced functions run as they were traced, for one of this process's threads at a time."""
+    """A context in which traced functions run as they were traced, one thread of ours at a time."""
     jit: Any = torch.jit
     with ONE_AT_A_TIME, torch.inference_mode(), jit.optimized_execution(False):
         yield
@@ -41,7 +41,10 @@ def running() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """run(*values of `takes`) -> values of `returns`, all tensors of the graph."""
+    """A compiled function: run(*values of `takes`) returns the values of `returns`.
+
+    `takes` and `returns` are tensors of the graph.
+    """
 
     run: Callable[..., tuple[Tensor, ...]]
     takes: tuple[int, ...]
@@ -49,10 +52,11 @@ class Function:
 
 
 class Functions:
-    """Traced functions of a prepared step's kernels.
+    """Traces functions of a prepared step's kernels, each once.
 
-    example   tensor -> its value in an example step, which functions are traced with
-    merges    kernels that run as one, each in place of those that follow one another
+    example   tensor -> its value in an example step; functions are traced with these values
+    merges    groups of kernels that run as one kernel. The kernels of a group follow one another
+              in every list of kernels that `of` is asked for
     """
 
     def __init__(
@@ -68,17 +72,18 @@ class Functions:
         self._known: dict[tuple[int, ...], Function] = {}
 
     def merging(self, merges: Sequence[tuple[int, ...]]) -> "Functions":
-        """The same step with these merges."""
+        """Functions of the same step, with these merges."""
         return Functions(self.prepared, self.example, merges)
 
     def of(self, kernels: Sequence[int]) -> Function:
-        """Of some kernels, one after another."""
+        """The traced function that runs these kernels one after another."""
         kernels = tuple(kernels)
         if kernels not in self._known:
             self._known[kernels] = self.traced(*self._untraced(kernels))
         return self._known[kernels]
 
     def _untraced(self, kernels: Sequence[int]) -> Untraced:
+        # (True, a merged group) or (False, a run of kernels that are not merged), in order.
         parts: list[tuple[bool, list[int]]] = []
         place = 0
         while place < len(kernels):
@@ -106,8 +111,10 @@ class Functions:
         takes: tuple[int, ...],
         returns: tuple[int, ...],
     ) -> Function:
-        """Raises `UsageError` for what TorchScript has no operator for."""
-        if not takes:  # TorchScript traces nothing that takes nothing
+        """Trace `run` with the example. Raises `UsageError` for an op that TorchScript lacks."""
+        # TorchScript cannot trace a function without arguments. Such a function is given the extra
+        # entry that `values` adds.
+        if not takes:
             takes = (self.size,)
             inner = run
             run = lambda *_: inner()  # noqa: E731
@@ -121,12 +128,12 @@ class Functions:
             return Function(compiled, takes, returns)
 
     def values(self) -> Values:
-        """An empty list of values, and one more for functions that take none."""
+        """A list of empty values, one per tensor, and one more for functions without arguments."""
         return script_list([_NOTHING] * (self.size + 1))
 
 
 def _composed(parts: Sequence[Untraced]) -> Untraced:
-    """One after another; returns what each does."""
+    """The parts run one after another; it returns what each of them returns."""
     takes: dict[int, None] = {}
     returns: dict[int, None] = {}
     for _, taken, returned in parts:
@@ -143,7 +150,7 @@ def _composed(parts: Sequence[Untraced]) -> Untraced:
 
 
 class quiet(warnings.catch_warnings):
-    """Without the notes that TorchScript will not be developed further."""
+    """A context without torch's deprecation warnings and those of its tracer."""
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -1,16 +1,17 @@
-"""Streams as what a host issues, one step after another: kernels, events recorded, events awaited.
+"""Turns streams into the steps that a host issues: run kernels, record events, await events.
 
     stream 0   record F ─────────────► 0 ── record A ──► ... ── wait J ──
     stream 1   wait F ──► 2 ── wait A ──► 3 ── record J ──────────┘
 
-Side streams fork from stream 0 first, all of them by one event; each wait of another stream has an
-event of its own; all streams join stream 0 at the end. An event is recorded before it is awaited in
-issue order as well, as capture demands: awaiting one that was not recorded waits for nothing.
+Side streams fork from stream 0 first, all by one event (F). Each wait for another stream has an
+event of its own (A). All side streams join stream 0 at the end (J). An event is recorded before it
+is awaited in the order of issue too, as capture demands: a wait for an event that was not recorded
+yet waits for nothing.
 
-Memory: an allocator that keeps free memory per stream hands what was freed on a stream to whatever
-is issued to that stream next, at once. So a kernel's outputs are given back before a kernel of the
-*same* stream is issued that all their readers happen before; no sooner, for a reader in another
-stream might still run.
+Memory: an allocator that keeps free memory per stream gives memory that was freed on a stream to
+whatever is issued to that stream next, at once. So a kernel's outputs are freed just before a
+kernel of the *same* stream is issued that all their readers happen before. Freeing them sooner
+would be wrong, because a reader in another stream might still run.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,11 +23,12 @@ from dovetail.schedulers.races import Buffer, happens_before
 from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 Group = tuple[int, ...]
+"""Kernels that are issued as one."""
 
 
 @dataclass(frozen=True)
 class RecordEvent:
-    """Event `event` happens when all that was issued to the stream has ended."""
+    """Records an event, which happens when all that was issued to the stream has ended."""
 
     stream: int
     event: int
@@ -34,7 +36,7 @@ class RecordEvent:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """What is issued to the stream from now on starts after the event."""
+    """Makes all that is issued to the stream from now on start after the event."""
 
     stream: int
     event: int
@@ -42,7 +44,10 @@ class WaitEvent:
 
 @dataclass(frozen=True)
 class RunKernels:
-    """kernels: several where they are merged; dead: kernels whose outputs are given back first."""
+    """Runs a kernel, or several merged ones.
+
+    dead   kernels whose outputs are freed before
+    """
 
     stream: int
     kernels: Group
@@ -53,9 +58,12 @@ Step = RecordEvent | WaitEvent | RunKernels
 
 
 def streams_of_stages(block: KernelBlock, stages: Sequence[Sequence[Group]], most: int) -> Streams:
-    """Stages, each of groups, in at most `most` streams: the longest group of a stage first, to the
-    stream with the fewest kernels of that stage. Between stages kernels wait for what they read,
-    not for whole stages. Merged kernels are given as one group."""
+    """At most `most` streams that run stages of groups, with merged kernels given as one group.
+
+    The group with the most kernels goes first, and each group goes to the stream with the fewest
+    kernels of that stage; of equal streams, to the first. Between stages kernels wait for what they
+    read, not for whole stages.
+    """
     orders: list[list[int]] = [[] for _ in range(most)]
     for groups in stages:
         load = [0] * most
@@ -67,9 +75,12 @@ def streams_of_stages(block: KernelBlock, stages: Sequence[Sequence[Group]], mos
 
 
 def together(streams: Streams, merged: Collection[Group]) -> Streams:
-    """The same streams where merged kernels start and end as one: all wait for what any waits for,
-    and are awaited at the last. Raises ValueError unless they stand side by side in a stream, by
-    number."""
+    """The same streams, where merged kernels start and end as one.
+
+    The first kernel of a group waits for what any of the group waits for, and whoever waits for one
+    of them waits for the last. Raises ValueError unless the kernels of each group stand side by
+    side in one stream, in ascending order.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for group in merged:
@@ -90,8 +101,11 @@ def as_one(
     outputs: OpSet,
     merged: Collection[Group],
 ) -> tuple[KernelBlock, list[list[Buffer]], OpSet]:
-    """(block, buffers, outputs) for `check_races` where merged kernels may write views of one
-    tensor: all that they write is the first's, which all their readers read."""
+    """(block, buffers, outputs) for `check_races`, in which merged kernels write as one.
+
+    Merged kernels may write views of one tensor. So all that they write is ascribed to the first of
+    them, and all their readers count as its readers.
+    """
     before, owned = list(block.predecessors), [list(own) for own in buffers]
     for group in merged:
         first = min(group)
@@ -107,7 +121,7 @@ def as_one(
 def steps_of(
     block: KernelBlock, streams: Streams, merged: Collection[Group] = (), outputs: OpSet = 0
 ) -> tuple[Step, ...]:
-    """What is issued, in order: a kernel of each stream in turn, side streams first.
+    """The steps to issue, in order: one kernel of each stream in turn, side streams first.
 
     outputs   kernels whose outputs are kept to the end
 
@@ -117,6 +131,16 @@ def steps_of(
 
 
 class _Issuing:
+    """Goes through all streams at once, and says what to issue next.
+
+    earlier     [kernels] kernels that have surely ended when each starts
+    units       [streams] what is issued as one, in order
+    events      (kernel that records, kernel that waits) -> number of the event
+    fork        number of the fork's event; `fork` + s is the event of side stream s that joins
+    recorded    events that were issued so far
+    live        [streams] kernels whose outputs are not freed yet
+    """
+
     def __init__(
         self, block: KernelBlock, streams: Streams, merged: Collection[Group], outputs: OpSet
     ) -> None:
@@ -139,6 +163,8 @@ class _Issuing:
         found += [WaitEvent(side, self.fork) for side in sides]
         heads = [0] * len(self.units)
         turn = [*sides, 0][: len(self.units)]
+        # A kernel is issued only after the records of all events that it waits for. This ends,
+        # because `happens_before` has refused streams that deadlock.
         while any(head < len(of) for head, of in zip(heads, self.units, strict=True)):
             for stream in turn:
                 own = self.units[stream]
@@ -164,12 +190,13 @@ class _Issuing:
         ]
 
     def _is_dead(self, kernel: int, then: int) -> bool:
+        """True if the kernel and all its readers have surely ended when kernel `then` starts."""
         used = self.block.successors[kernel] | 1 << kernel
         return not self.outputs >> kernel & 1 and not used & ~self.earlier[then]
 
 
 def _units(streams: Streams, merged: Collection[Group]) -> list[list[Group]]:
-    """Per stream the kernels that are issued as one, in its order."""
+    """[streams] what is issued as one, a kernel or a merged group, in order."""
     group_of = {kernel: group for group in merged for kernel in group}
     units = []
     for order in streams.orders:
@@ -186,8 +213,10 @@ def _units(streams: Streams, merged: Collection[Group]) -> list[list[Group]]:
 def issue(
     steps: Sequence[Step], lanes: Sequence[Any], cuda: Any, run: Callable[[RunKernels], object]
 ) -> None:
-    """Issue the steps to `lanes` (streams of `cuda`, which is `torch.cuda` or has its methods);
-    `run` is called with the step's stream as the current one."""
+    """Issue the steps to `lanes`, which are streams of `cuda` (`torch.cuda` or a fake of it).
+
+    `run` is called for each kernel while the step's stream is the current one.
+    """
     events: dict[int, Any] = {}
     for step in steps:
         if isinstance(step, RecordEvent):
@@ -201,7 +230,10 @@ def issue(
 
 
 def readers_of(reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> KernelBlock:
-    """The block of kernels that read and write these tensors; tensors of none are given."""
+    """The block of kernels that read and write these tensors.
+
+    A tensor that no kernel writes is an input, and nobody waits for it.
+    """
     made: Mapping[int, int] = {t: k for k, own in enumerate(writes) for t in own}
     return KernelBlock(
         tuple(sum(1 << k for k in {made[t] for t in own if t in made}) for own in reads)

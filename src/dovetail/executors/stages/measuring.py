@@ -1,16 +1,16 @@
-"""Stage costs measured on a device: each distinct stage once, and kept.
+"""Measures stage costs on a device: each distinct stage once, and keeps them in the cost cache.
 
-On a CPU a stage runs over and over inside its threads, as it does between its neighbours in a step:
-what starting the threads takes, several times as long as a small stage, is no part of it. Kernels
-by themselves are timed within steps, one after another, on one thread and on all: there their
-weights and inputs are not in the caches as those of what runs over and over are. On one thread they
-are run over and over as well, and a stage is taken to be slower in a step by as much as its kernels
-are. What was measured is kept under the processor, its threads and the version of torch, so that a
-later search measures nothing.
+On a CPU a stage is repeated inside its threads. Starting the threads, which takes several times as
+long as a small stage, does not count, because a stage in a step begins in threads that run already.
+Kernels by themselves are timed within passes over the whole step, on one thread and on all threads:
+there their weights and inputs are not in the caches, as they are for what is repeated. On one
+thread kernels are timed repeated as well. A stage is then assumed to be slower in a step by the
+same factor as its kernels. Costs are kept under the processor, its threads and the version of
+torch, so that a later search measures nothing.
 
 A stage cannot be faster than its longest group on one thread, nor than all of its work shared by
-all threads. One that this keeps from beating its kernels one by one is not measured where stages
-are compared.
+all threads. If this bound shows that a stage cannot beat its kernels one by one, `bounded` does not
+measure it.
 """
 
 import os
@@ -38,16 +38,18 @@ from dovetail.schedulers.timing import key_of
 
 # Seconds of kernels within a step: passes of one kernel after another, each of them timed.
 #
-# What runs over and over finds its weights and inputs in the caches; in a step other kernels have
-# been there since. Large weights, concatenations and poolings take several times as long then. What
-# a call from Python takes is taken off: a step calls many kernels at once. It is that of a function
-# that does nothing, run last in every pass.
+# A kernel that is repeated finds its weights and inputs in the caches. In a step other kernels have
+# used the caches since, and large weights, concatenations and poolings take several times as long.
+# The time of a call from Python is subtracted, because a step calls many kernels at once. It is the
+# time of a function that does nothing, which runs last in every pass.
 
 
 _WARM_UP_PASSES, _LEAST_PASSES, _MOST_TIMED_PASSES = 2, 5, 100
 _SECONDS = 3.0
+"""Passes go on for this long, but there are never fewer than `_LEAST_PASSES` that count."""
 LEAST_SECONDS = 1e-7
-"""What a kernel is taken to need: one that makes views alone takes as long as a call."""
+"""The least seconds that any kernel is assumed to take. A kernel that only makes views takes no
+longer than the call that is subtracted."""
 
 
 def seconds_in_passes(
@@ -57,7 +59,10 @@ def seconds_in_passes(
     threads: int,
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> list[list[float]]:
-    """[kernels][passes], as many as three seconds allow. values: of a step, all of them."""
+    """[kernels][passes] seconds of each kernel, in as many passes as three seconds allow.
+
+    values   all values of a step; the kernels run on them and write them again
+    """
     nothing = (functions.size,)
     runs = [functions.of([kernel]) for kernel in range(kernels)]
     runs.append(functions.traced(lambda given: (given,), nothing, nothing))
@@ -85,25 +90,31 @@ def seconds_in_passes(
 
 
 PROTOCOL = 8
-"""Part of every cache key: raise it when what is measured changes."""
+"""A part of every cache key. Raise it when what is measured changes: old costs then go unused."""
 _VISITS, _MOST_VISITS = 5, 15
 _DOUBTFUL = 1.1
+"""A stage that takes more than this times what its kernels promise is visited again."""
 _SAMPLE_SECONDS, _MOST_PASSES = 2e-3, 200
+"""A sample of a stage repeats it for about this long, but at most this many times."""
 _FIRST_SWITCHES, _SWITCHES, _PHASE_SECONDS = 20, 100, 3e-4
 _TOGETHER = 16
+"""Stages that are measured in turns, and then stored in the cache together."""
 _LEAST_GAIN = 0.01
-_NO_TIE = 1 + 1e-6  # a stage that cannot win must not tie with its kernels one by one
+_NO_TIE = 1 + 1e-6
+"""A stage that cannot win costs this times its kernels one by one, so that it never ties with
+them."""
 
 Progress = Callable[[str, float], None]
 Stage = tuple[Sequence[Sequence[int]], bool]
-"""Groups of kernels; merged?"""
+"""(groups of kernels, True if the one group is merged to one kernel)."""
 
 
 class MeasuredStages:
-    """Stage costs of one step on one device: measured once, kept, and looked up afterwards.
+    """Stage costs of one step on one device: each is measured once, kept, and then looked up.
 
-    asked, timed   distinct stages and kernels that came up, and those that were measured now
-    seconds        that measuring took
+    asked     number of distinct stages and kernels that were asked for
+    timed     how many of them were measured now, and not found in the cache
+    seconds   seconds that measuring took
     """
 
     def __init__(
@@ -123,34 +134,35 @@ class MeasuredStages:
         self.seconds = 0.0
 
     def measure_stages(self, stages: Sequence[Stage]) -> list[MeasuredCost]:
-        """Of each its groups at the same time; `merged`: the one group as one kernel."""
+        """The cost of each stage: its groups run at the same time, or its one group merged."""
         raise NotImplementedError
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
-        """Seconds of kernels one after another, each as fast as it can be."""
+        """Seconds of kernels one after another, each run in the fastest way."""
         raise NotImplementedError
 
     def in_step(self, kernels: Sequence[int]) -> float:
-        """What a stage of these kernels takes within a step, over what it takes over and over."""
+        """The factor from a stage's seconds when it is repeated to its seconds within a step."""
         raise NotImplementedError
 
     def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Is it sure that a stage of these groups gains no more than `_LEAST_GAIN` over its kernels
-        one by one?"""
+        """True if a stage of these groups surely gains no more than `_LEAST_GAIN` over its kernels
+        one by one."""
         raise NotImplementedError
 
     def timer(self, stages: Sequence[OpSet]) -> list[StageTiming]:
-        """Seconds of every stage, by the fastest of its strategies."""
+        """Seconds of every stage, run at the same time or merged, whichever is faster."""
         return self._time(stages, bounded=False)
 
     def bounded(self, stages: Sequence[OpSet]) -> list[StageTiming]:
-        """The same; of a stage that cannot beat its kernels one by one, what those take."""
+        """As `timer`, but a stage that cannot beat its kernels one by one costs what those take."""
         return self._time(stages, bounded=True)
 
     def _time(self, stages: Sequence[OpSet], *, bounded: bool) -> list[StageTiming]:
         ask: dict[str, OpSet] = {}
         names = []
         for stage in stages:
+            # A set of kernels is a bit mask; this is 0 for a mask of one bit.
             several = stage & (stage - 1)
             name = self._name(stage) if several else ""
             if several and not (bounded and self._loses(stage)):
@@ -169,13 +181,15 @@ class MeasuredStages:
             return StageTiming(self.one_by_one(kernels) * (_NO_TIE if len(kernels) > 1 else 1.0))
         share = self.in_step(kernels)
         concurrent = found[name].seconds * share
-        if can_merge(self._keys, kernels):  # not so another of that name, of several inputs
+        # Another stage of the same name may not be mergeable: its kernels may have several inputs.
+        if can_merge(self._keys, kernels):
             merged = found[f"merged {name}"].seconds * share
             if merged < concurrent:
                 return StageTiming(merged, merged=True)
         return StageTiming(concurrent)
 
     def _loses(self, stage: OpSet) -> bool:
+        """True if the stage need not be measured. The bound does not cover merged kernels."""
         if can_merge(self._keys, list(members(stage))):
             return False
         return self.cannot_win([list(members(g)) for g in groups_of(self._block, stage)])
@@ -193,13 +207,14 @@ class MeasuredStages:
         ask: dict[str, int],
         measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]],
     ) -> dict[str, MeasuredCost]:
-        """name -> what was measured, now or before."""
+        """Name -> its cost; those that the cache does not have are measured and added to it."""
         self.asked += sum(name not in self._known for name in ask)
         unknown = [name for name in ask if name not in self._known]
         self._known |= self._cache.costs(self._device, unknown)
         missing = [name for name in unknown if name not in self._known]
         began, threads = clock(), torch.get_num_threads()
         try:
+            # Each batch is stored at once, so that little is lost if the search is interrupted.
             for place in range(0, len(missing), _TOGETHER):
                 names = missing[place : place + _TOGETHER]
                 found = measure([(name, ask[name]) for name in names])
@@ -215,7 +230,7 @@ class MeasuredStages:
 
 
 class CpuStages(MeasuredStages):
-    """On this process's cores."""
+    """Stage costs on this process's cores."""
 
     def __init__(  # noqa: PLR0913  what a measurement depends on
         self,
@@ -236,15 +251,19 @@ class CpuStages(MeasuredStages):
         for tensor, value in functions.example.items():
             self._values[tensor] = value
         self.alone = AloneSeconds(self._by_themselves(1), self._by_themselves(threads), 0.0)
-        self._repeated: Sequence[float] = self.alone.one_thread  # what to expect of the next ones
+        # Measuring repeated kernels needs an expectation of their seconds: those within a step.
+        self._repeated: Sequence[float] = self.alone.one_thread
         self._repeated = self._over_and_over()
         name = f"switching, GOMP_SPINCOUNT={os.environ.get('GOMP_SPINCOUNT')}"
         switching = self._measured({name: 0}, lambda _asked: [self._switching()])
         self.alone = replace(self.alone, switching=switching[name].seconds)
 
     def measure_stages(self, stages: Sequence[Stage]) -> list[MeasuredCost]:
-        """In several visits each: what disturbs the machine for a while disturbs few of them. Those
-        that take longer than their kernels by themselves should are visited more often."""
+        """The cost of each stage, from several visits to each.
+
+        Stages are visited in turns, so that a disturbance of the machine affects few visits of any
+        one stage. A stage that takes longer than its kernels promise is visited more often.
+        """
         orders = [self._orders(groups, merged) for groups, merged in stages]
         threads = [
             self._threads_of(own, merged) for own, (_, merged) in zip(orders, stages, strict=True)
@@ -285,24 +304,26 @@ class CpuStages(MeasuredStages):
     def _of_kernels(
         self, how: str, measure: Callable[[Sequence[tuple[str, int]]], list[MeasuredCost]]
     ) -> list[float]:
-        """[kernels] seconds, measured once for each signature."""
+        """[kernels] seconds, measured once for each distinct signature."""
         names = [f"{how}: {text}" for text in self._signatures]
+        # In reverse, so that the first kernel of each name stands for it.
         ask = {name: kernel for kernel, name in reversed(list(enumerate(names)))}
         found = self._measured(ask, measure)
         return [found[name].seconds for name in names]
 
     def _over_and_over(self) -> list[float]:
-        """[kernels] on one thread, as stages are measured."""
+        """[kernels] seconds on one thread when repeated, as stages are measured."""
         return self._of_kernels(
             "over and over",
             lambda asked: self.measure_stages([([[kernel]], False) for _, kernel in asked]),
         )
 
     def _by_themselves(self, threads: int) -> list[float]:
-        """[kernels] within a step, on so many threads."""
+        """[kernels] seconds within passes over the step, on this many threads."""
         found: dict[str, MeasuredCost] = {}
 
         def measure(asked: Sequence[tuple[str, int]]) -> list[MeasuredCost]:
+            # Passes time all kernels at once; later batches only look them up.
             if not found:
                 found.update(self._in_passes(threads))
             return [found[self._signatures[kernel]] for _, kernel in asked]
@@ -310,7 +331,7 @@ class CpuStages(MeasuredStages):
         return self._of_kernels(f"{threads} threads", measure)
 
     def _in_passes(self, threads: int) -> dict[str, MeasuredCost]:
-        """signature -> what its kernels take."""
+        """Signature -> the cost of its kernels, from the samples of all kernels that have it."""
         found = seconds_in_passes(
             self._functions,
             self._values,
@@ -324,9 +345,12 @@ class CpuStages(MeasuredStages):
         return {signature: _undisturbed(seconds) for signature, seconds in samples.items()}
 
     def _switching(self) -> MeasuredCost:
-        """From kernels on all threads to streams and back: what both take in turns, and neither
-        by itself. They last until threads that wait for the other's work have gone to sleep. The
-        caller's stream has nothing to do, so that all of the wait for another thread counts."""
+        """The cost of a switch from kernels on all threads to streams and back.
+
+        It is the time of both alternating, minus the time of each alone. Both last long enough for
+        threads that wait for the other's work to have gone to sleep. The caller's stream is empty,
+        so that the whole wait for another thread counts.
+        """
         if self._threads == 1:
             return MeasuredCost(0.0, 0.0)
         by_seconds = sorted(range(len(self._block)), key=lambda k: self.one_by_one([k]))
@@ -349,8 +373,9 @@ class CpuStages(MeasuredStages):
         def switch() -> float:
             whole()
             alone = timed(whole)
+            # Two rounds of streams less one round is a round without the start of the threads.
             twice = timed(partial(streamed, 2))
-            once = timed(streamed)  # twice and once begin alike
+            once = timed(streamed)
             in_turns = timed(whole) + timed(streamed)
             return max(0.0, in_turns - alone - (twice - once))
 
@@ -363,7 +388,7 @@ class CpuStages(MeasuredStages):
 
 
 class CudaStages(MeasuredStages):
-    """On a GPU, each stage as a small graph of its own."""
+    """Stage costs on a GPU, each stage timed as a small CUDA graph of its own."""
 
     def __init__(
         self,
@@ -398,16 +423,16 @@ class CudaStages(MeasuredStages):
         return sum(self.alone[kernel] for kernel in kernels)
 
     def in_step(self, kernels: Sequence[int]) -> float:
-        """Taken to be the same: what a GPU's caches hold in a step was never measured."""
+        """Assumed to be 1: the effect of a GPU's caches within a step was never measured."""
         return 1.0
 
     def cannot_win(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Never for sure: a GPU runs its kernels side by side as it can."""
+        """Always False: no bound is known, because a GPU runs kernels side by side as it can."""
         return False
 
 
 class _StageLoop:
-    """A stage in its threads, to be run over and over; it is expected to take so many seconds."""
+    """Repeats a stage in its threads and collects samples; `expected` seconds guide how often."""
 
     def __init__(self, threads: CompiledStreams, expected: float) -> None:
         self._threads, self._expected = threads, expected
@@ -416,7 +441,7 @@ class _StageLoop:
         self._more: list[float] = []
 
     def visit(self, values: Values) -> None:
-        """Samples of a pass, and of so many more after it; within `running`."""
+        """Take a sample of one pass, and one of `_passes` more. Call it within `running`."""
         run = self._threads.run
         run(values)
         self._once.append(timed(partial(run, values)))
@@ -424,7 +449,7 @@ class _StageLoop:
 
     @property
     def measured(self) -> MeasuredCost:
-        """Of a pass within others: both begin alike."""
+        """The cost of one pass among others; the start of the threads cancels."""
         more = _undisturbed(self._more)
         seconds = (more.seconds - _undisturbed(self._once).seconds) / self._passes
         return MeasuredCost(max(LEAST_SECONDS, seconds), more.spread)
@@ -435,5 +460,5 @@ class _StageLoop:
 
 
 def _undisturbed(seconds: list[float]) -> MeasuredCost:
-    """The first quartile of samples: what others do on the cores only ever adds."""
+    """The first quartile of samples, because other programs on the cores only ever add time."""
     return MeasuredCost(float(np.quantile(seconds, 0.25)), summarise(seconds).spread)

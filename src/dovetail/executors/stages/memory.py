@@ -1,17 +1,18 @@
-"""A static memory plan: where each kernel's outputs live in one arena, whatever the streams do.
+"""Plans memory statically: one place in an arena for each kernel's outputs, safe in any execution.
 
-Two kernels may share bytes where one of them, and all that read its outputs, have ended for sure
-before the other starts: by the order of a stream or through events, as `schedulers.races` says. In
-one stream that is the usual rule of lifetimes; with several, fewer kernels are ordered, and the
-plan is larger.
+Two kernels may share bytes if one of them, and every kernel that reads its outputs, has surely
+ended before the other one starts. The order of a stream or an event makes that sure, as
+`schedulers.races` defines. With one stream this is the usual rule of lifetimes. With several
+streams fewer kernels are ordered, and the plan is larger.
 
 Placing intervals that conflict pairwise at the least height is NP-hard (dynamic storage
-allocation). Greedy by size: the largest kernel first, each into the smallest gap that it fits in
-between those it conflicts with, which are placed already. Y. Pisarchyk and J. Lee, "Efficient
-Memory Management for Deep Neural Net Inference", 2020, https://arxiv.org/abs/2001.03288, section 5.
+allocation). The plan is greedy by size: the largest kernel is placed first, and each goes into the
+smallest gap that it fits in, between the conflicting kernels that were placed before it. Y.
+Pisarchyk and J. Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020,
+https://arxiv.org/abs/2001.03288, section 5.
 
 Differences: conflicts come from happens-before and not from positions in one order; the tensors of
-one kernel are one piece, for it writes them together.
+one kernel are one piece, because the kernel writes them together.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,16 @@ from dovetail.schedulers.races import Buffer, happens_before
 from dovetail.schedulers.records import KernelBlock, OpSet, members
 
 ALIGNMENT = 512
-"""Bytes that every tensor starts at a multiple of: what CUDA's own allocators keep."""
+"""Every tensor starts at a multiple of this many bytes, as with CUDA's own allocators."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """buffers: [kernels] one per tensor; total_bytes: of the arena, a multiple of the alignment."""
+    """Places of all kernels' outputs in one arena.
+
+    buffers       [kernels] one buffer for each tensor that the kernel writes
+    total_bytes   size of the arena, a multiple of the alignment
+    """
 
     buffers: tuple[tuple[Buffer, ...], ...]
     total_bytes: int
@@ -40,10 +45,12 @@ def plan_memory(
     outputs: OpSet,
     alignment: int = ALIGNMENT,
 ) -> MemoryPlan:
-    """Buffers that `check_races` accepts. O(kernels² + reads x kernels) bits and intervals.
+    """The memory plan of a schedule, whose buffers `check_races` accepts.
 
-    sizes     [kernels] bytes of each tensor that it writes
-    outputs   kernels whose tensors are read after all has run
+    Takes O(kernels² + reads x kernels) operations on bits and intervals.
+
+    sizes     [kernels] bytes of each tensor that the kernel writes
+    outputs   kernels whose tensors are read after all kernels have run
 
     Raises `RaceError` for streams that deadlock or leave a kernel out.
     """
@@ -51,6 +58,7 @@ def plan_memory(
     conflicts = _conflicts(block, happens_before(block, streams), outputs)
     starts = [0] * len(block)
     placed: OpSet = 0
+    # Kernels of equal size are placed by index, so that the plan is the same each time.
     for kernel in sorted(range(len(block)), key=lambda kernel: (-needed[kernel], kernel)):
         if needed[kernel]:
             taken = sorted(
@@ -74,16 +82,19 @@ def _aligned(size: int, alignment: int) -> int:
 
 
 def _conflicts(block: KernelBlock, earlier: Sequence[OpSet], outputs: OpSet) -> list[OpSet]:
-    """[kernels] those whose outputs may be live together with its own, itself not among them."""
+    """[kernels] the other kernels whose outputs may be live at the same time as its own."""
     later = [0] * len(block)
     for kernel, before in enumerate(earlier):
         for first in members(before):
             later[first] |= 1 << kernel
-    over = [0] * len(block)  # [kernels] those that may write over its outputs
+    # [kernels] those that may write over its outputs, because the kernel and all its readers have
+    # ended by then. Nobody may write over an output of the block.
+    over = [0] * len(block)
     for kernel in members(block.everything & ~outputs):
         over[kernel] = later[kernel]
         for reader in members(block.successors[kernel]):
             over[kernel] &= later[reader]
+    # The same relation the other way round: [kernels] those whose outputs it may write over.
     under = [0] * len(block)
     for kernel, writers in enumerate(over):
         for writer in members(writers):
@@ -95,12 +106,15 @@ def _conflicts(block: KernelBlock, earlier: Sequence[OpSet], outputs: OpSet) -> 
 
 
 def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
-    """The start of the smallest gap of `size` or more, the lowest of equals; else above all.
-    `taken` is sorted by start."""
+    """The start of the smallest gap that holds `size` bytes; the end of `taken` if there is none.
+
+    `taken` is sorted by start. Of equal gaps the lowest one is returned.
+    """
     best, slack, end = -1, -1, 0
     for start, stop in taken:
         left = start - end - size
         if left >= 0 and (best < 0 or left < slack):
             best, slack = end, left
+        # Intervals that were placed before may overlap each other.
         end = max(end, stop)
     return end if best < 0 else best

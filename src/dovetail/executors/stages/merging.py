@@ -1,26 +1,27 @@
-"""Kernels that read one tensor, as one kernel: which may be merged, and the function of all.
+"""Merges kernels that read one tensor: says which may be merged, and builds the merged function.
 
 *Convolutions* of one input: a kernel of k weights with padding p, in each dimension, equals one of
 K > k weights, zeros around those k, with padding P, where
 
     P - p = dilation (K - k) / 2    and    K - k is even
 
-so those may be merged, of equal stride and dilation, whose 2 p - dilation (k - 1) and k mod 2 are
-equal: all give images of one size. *Matrix products* with the same left operand and constant right
-ones. Weights are concatenated, and what was merged is split again; activations that follow must be
-the same and run before the split. Outputs equal within float round-off while all is finite: a zero
-of the padding times an infinite input is NaN.
+So convolutions may be merged if their stride and dilation, their 2 p - dilation (k - 1) and their
+k mod 2 are equal. All of them then give images of one size. *Matrix products* may be merged if they
+have the same left operand and constant right operands. The weights are concatenated, and the output
+is split again. Activations that follow must be the same; they run before the split. The outputs
+equal the unmerged ones within float round-off as long as all values are finite: a zero of the
+padding times an infinite input is NaN.
 
 "Accelerate DNN Inference by Inter-Operator Parallelism", 2019, section 3 (its "merge" strategy);
 Z. Jia et al., "Optimizing DNN Computation with Relaxed Graph Substitutions", MLSys 2019.
-Differences: an operand is the same if it is the same *value*: the same calls of the same tensors,
-by value numbers, so that the three views that a language model takes of one tensor, and equal
-prologues, are seen as one.
+Differences: two operands count as the same if they have the same *value*, which means that the same
+calls of the same tensors make them (value numbering). So the three views that a language model
+takes of one tensor, and equal calls in front of the products, are recognised.
 
-The price of the split: an output is a strided view of the whole, unless images are of batch 1 and
-not channels last. Pointwise work, products and concatenation read that as it is; any other reader
-would make a dense copy each time it runs, so such outputs are copied here, once, where the merged
-kernel's seconds count it.
+The split has a price. An output is a strided view of the whole, unless images are of batch 1 and
+not channels last. Pointwise ops, products and concatenation read a strided view as it is. Any other
+reader would make a dense copy each time it runs, so outputs with such readers are copied here once,
+where the seconds of the merged kernel include the copy.
 """
 
 from collections.abc import Hashable, Sequence
@@ -61,8 +62,13 @@ _NEEDS_STRIDES = (aten.as_strided.default, aten.view_as_complex.default, aten.vi
 
 @dataclass(frozen=True, eq=False)
 class _MergeHead:
-    """A kernel as: before, the convolution or product itself, activations of its output, views of
-    theirs. output: the tensor between activations and views."""
+    """The parts of a kernel that may be merged, in order.
+
+    before        calls in front of the convolution or product
+    call          the convolution or product itself
+    activations   calls on its output
+    views         views of the activations' output
+    """
 
     before: tuple[Call, ...]
     call: Call
@@ -75,7 +81,7 @@ class _MergeHead:
 
     @property
     def operand(self) -> Ref:
-        """What all that are merged read."""
+        """The tensor that all merged kernels read: the images, or the left operand."""
         place = 0 if self.is_convolution else _RIGHT_OPERANDS[kind_of(self.call.target)] - 1
         operand = self.call.args[place]
         assert isinstance(operand, Ref)
@@ -83,7 +89,7 @@ class _MergeHead:
 
     @property
     def weight_and_bias(self) -> tuple[Any, Any]:
-        """The `Ref`s; None for no bias."""
+        """`Ref`s of the weight and of the bias; None in place of a bias that is not there."""
         if self.is_convolution:
             return self.call.args[1], self.call.args[2]
         right = _RIGHT_OPERANDS[kind_of(self.call.target)]
@@ -91,13 +97,18 @@ class _MergeHead:
 
     @property
     def output(self) -> int:
+        """The tensor after the activations and before the views."""
         return (self.call, *self.activations)[-1].results[0]
 
 
 def merge_keys(graph: Graph, kernels: Kernels, prepared: PreparedKernels) -> list[Hashable | None]:
-    """[kernels] what `schedulers.merge.merge` wants: kernels of equal keys may be merged in any
-    subset; None for one that cannot. O(calls)."""
+    """[kernels] keys for `schedulers.merge.merge`. Takes O(calls).
+
+    Any kernels of equal keys may be merged with each other. None stands for a kernel that cannot be
+    merged.
+    """
     values = _value_numbers(prepared)
+    # Weights that a step writes are not constant, and a merged copy of them would go stale.
     written = written_sources(graph)
     constants = {t: value for t, value in prepared.constants.items() if t not in written}
     made_by = {t: n for n, kernel in enumerate(prepared.kernels) for t in kernel.writes}
@@ -108,7 +119,8 @@ def merge_keys(graph: Graph, kernels: Kernels, prepared: PreparedKernels) -> lis
         if head is None or own is None:
             keys.append(None)
             continue
-        # Equal views that two kernels make are not there at one time.
+        # Two kernels may each make a view of equal value, at different times. So what a kernel
+        # reads must come from the same kernels as well.
         made = frozenset(made_by.get(t, -1) for t in kernel.reads)
         activations = tuple(
             (str(call.target), _frozen((call.args[1:], call.kwargs), {}))
@@ -122,8 +134,10 @@ def merge_keys(graph: Graph, kernels: Kernels, prepared: PreparedKernels) -> lis
 def merged_function(
     prepared: PreparedKernels, numbers: Sequence[int]
 ) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
-    """(one function in place of kernels of one key, the tensors it takes, those it returns); as
-    `PreparedKernels.function`. Weights are put together here, once."""
+    """(one function in place of kernels of one key, the tensors it takes, the tensors it returns).
+
+    The result has the form of `PreparedKernels.function`. The weights are concatenated here, once.
+    """
     heads = [head for number in numbers if (head := _head_of(prepared.kernels[number])) is not None]
     assert len(heads) == len(numbers), "only kernels that have a key are merged"
     first = heads[0]
@@ -131,8 +145,8 @@ def merged_function(
     with torch.inference_mode():
         call, sizes = join(heads, prepared)
     whole = (*first.before, call, *first.activations)
-    # All reads, equal views of one kernel included: they are different tensors, and
-    # `PreparedKernels.function` takes each of them.
+    # All tensors that any of the kernels reads, even those of equal value: they are different
+    # tensors, and `PreparedKernels.function` takes each of them.
     takes = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].reads))
     returns = tuple(dict.fromkeys(t for n in numbers for t in prepared.kernels[n].writes))
     copied = _read_dense(prepared, {head.output for head in heads})
@@ -156,7 +170,7 @@ def merged_function(
 
 
 def _head_of(kernel: Kernel) -> _MergeHead | None:
-    """The kernel in its parts; None where it has other ones."""
+    """The parts of the kernel; None if it does not consist of such parts."""
     calls = kernel.calls
     places = [
         place
@@ -165,6 +179,7 @@ def _head_of(kernel: Kernel) -> _MergeHead | None:
     ]
     if not places or any(call.random or call.in_place for call in calls):
         return None
+    # The last convolution or product is the one to merge; those in front of it count as `before`.
     at = places[-1]
     end = at + 1
     while end < len(calls) and kind_of(calls[end].target) in ACTIVATIONS:
@@ -185,7 +200,7 @@ def _is_view(call: Call) -> bool:
 
 
 def _has_known_form(call: Call) -> bool:
-    """A convolution in one group that is not transposed; a product that is not scaled."""
+    """True for an untransposed convolution of one group, and for a product without scaling."""
     if kind_of(call.target) == CONVOLUTION:
         return not call.args[6] and call.args[8] == 1 and isinstance(call.args[0], Ref)
     left = _RIGHT_OPERANDS[kind_of(call.target)] - 1
@@ -193,7 +208,7 @@ def _has_known_form(call: Call) -> bool:
 
 
 def _own_key(head: _MergeHead, constants: Values) -> Hashable | None:
-    """What must be equal of the convolutions or products themselves."""
+    """What the convolutions or products must have in common; None if this one cannot be merged."""
     weight, bias = (
         value if value is None else constants.get(value.tensor) for value in head.weight_and_bias
     )
@@ -212,7 +227,7 @@ def _own_key(head: _MergeHead, constants: Values) -> Hashable | None:
 
 
 def _each(head: _MergeHead, place: int) -> tuple[int, ...]:
-    """An argument of a convolution, per dimension."""
+    """An argument of a convolution, repeated for each dimension if it is given once."""
     given, dimensions = tuple(head.call.args[place]), len(head.call.args[7])
     return given if len(given) == dimensions else given * dimensions
 
@@ -220,11 +235,12 @@ def _each(head: _MergeHead, place: int) -> tuple[int, ...]:
 def _one_convolution(
     heads: Sequence[_MergeHead], prepared: PreparedKernels
 ) -> tuple[Call, list[int]]:
-    """(the call that makes all outputs side by side, how many channels of each)."""
+    """(the call that makes all outputs side by side, the number of channels of each output)."""
     weights, bias = _weights_and_bias(heads, prepared, 0)
     largest = [max(sizes) for sizes in zip(*(w.shape[2:] for w in weights), strict=True)]
     padded = []
     for weight in weights:
+        # `F.pad` takes the last dimension first, and each dimension's begin and end.
         around = [(most - k) // 2 for most, k in zip(largest, weight.shape[2:], strict=True)]
         padded.append(F.pad(weight, [side for n in reversed(around) for side in (n, n)]))
     first = heads[0]
@@ -242,7 +258,10 @@ def _one_convolution(
 
 
 def _one_product(heads: Sequence[_MergeHead], prepared: PreparedKernels) -> tuple[Call, list[int]]:
-    """The same of products. A linear layer's weight stays the transposed of a dense one."""
+    """As `_one_convolution`, for products.
+
+    The merged weight is the transpose of a dense tensor, as a linear layer's weight is.
+    """
     weights, bias = _weights_and_bias(heads, prepared, 1)
     whole = torch.cat([weight.t() for weight in weights]).t()
     first = heads[0]
@@ -257,7 +276,10 @@ def _one_product(heads: Sequence[_MergeHead], prepared: PreparedKernels) -> tupl
 def _weights_and_bias(
     heads: Sequence[_MergeHead], prepared: PreparedKernels, dimension: int
 ) -> tuple[list[Tensor], Tensor | None]:
-    """(weights, the bias of all; None where none has one); `dimension` is that of outputs."""
+    """(weights, concatenated biases, None if no kernel has one).
+
+    `dimension` is the weights' dimension of outputs. A kernel without bias gets zeros.
+    """
     weights, biases = [], []
     for head in heads:
         weight, bias = head.weight_and_bias
@@ -274,7 +296,7 @@ def _weights_and_bias(
 
 
 def _read_dense(prepared: PreparedKernels, tensors: set[int]) -> set[int]:
-    """Those of the tensors that a call reads which would copy, or fail on, a strided one."""
+    """Those `tensors` with a reader that would copy a strided tensor, or would fail on it."""
     return {
         tensor
         for kernel in prepared.kernels
@@ -285,13 +307,14 @@ def _read_dense(prepared: PreparedKernels, tensors: set[int]) -> set[int]:
 
 
 def _reads_strided(call: Call) -> bool:
+    """True if the call reads a strided tensor without making a dense copy of it."""
     if _is_view(call):
         return call.target not in _NEEDS_STRIDES
     return kind_of(call.target) in _READ_STRIDED
 
 
 def _value_numbers(prepared: PreparedKernels) -> dict[int, int]:
-    """Tensor -> a number, equal for tensors that are made by the same calls of the same tensors."""
+    """Tensor -> its value number, equal for tensors made by the same calls of the same tensors."""
     numbers: dict[Hashable, int] = {}
     values: dict[int, int] = {}
 
@@ -303,6 +326,7 @@ def _value_numbers(prepared: PreparedKernels) -> dict[int, int]:
             for tensor in refs_of(call):
                 if tensor not in values:
                     values[tensor] = number_of(("tensor", tensor))
+            # Such calls may give another value each time, so their results are values of their own.
             if call.random or call.in_place:
                 continue
             name = str(call.target) if hasattr(call.target, "_schema") else id(call.target)
@@ -314,7 +338,7 @@ def _value_numbers(prepared: PreparedKernels) -> dict[int, int]:
 
 
 def _frozen(tree: Any, values: dict[int, int]) -> Hashable:
-    """Arguments as something that can be compared: each `Ref` by the number of its value."""
+    """The arguments in a hashable form, with each `Ref` replaced by the number of its value."""
     if isinstance(tree, Ref):
         return "value", values[tree.tensor]
     if isinstance(tree, dict):

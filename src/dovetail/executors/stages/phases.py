@@ -1,9 +1,10 @@
-"""A schedule as a CPU runs it: phases of one op at a time, and phases of several.
+"""Turns a schedule into the phases that a CPU runs: of one op at a time, or of streams.
 
-In a *whole* phase ops run one after another with all threads of the device. In a phase of *streams*
-each runs on one thread, and a stage begins when all streams have ended the one before. Going from
-one kind to the other costs a hand-over between threads, so an op alone in its stage runs with all
-threads only where a run of such ops wins more by it than two hand-overs cost.
+In a *whole* phase ops run one after another, each on all threads of the device. In a phase of
+*streams* each op runs on one thread, and a stage begins when all streams have ended the stage
+before. Going from one kind of phase to the other costs a hand-over between threads. So ops that are
+alone in their stages get a whole phase only if a run of them wins more by it than the switch there
+and back costs.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from dovetail.schedulers.results import KernelStage
 
 @dataclass(frozen=True)
 class SchedulePhase:
-    """streams: None for one kernel after another with all threads."""
+    """Kernels of one phase. `streams` is None if they run one after another on all threads."""
 
     kernels: tuple[int, ...]
     streams: Streams | None = None
@@ -24,26 +25,30 @@ class SchedulePhase:
 
 @dataclass(frozen=True)
 class AloneSeconds:
-    """[kernels] seconds of each by itself within a step, on one thread and on all; switching: from
-    a whole phase to streams and back."""
+    """Seconds of each kernel by itself, measured within passes over the whole step.
+
+    one_thread, all_threads   [kernels] seconds on one thread, and on all threads
+    switching                 seconds of a switch from a whole phase to streams and back
+    """
 
     one_thread: Sequence[float]
     all_threads: Sequence[float]
     switching: float
 
     def best(self, kernel: int) -> float:
+        """Seconds of the kernel on one thread or on all, whichever is faster."""
         return min(self.one_thread[kernel], self.all_threads[kernel])
 
 
 def whole(kernels: int) -> list[SchedulePhase]:
-    """All in order, with all threads: what runs without a scheduler."""
+    """One phase that runs all kernels in order on all threads: what runs without a scheduler."""
     return [SchedulePhase(tuple(range(kernels)))] if kernels else []
 
 
 def phases_of(
     stages: Sequence[KernelStage], alone: AloneSeconds, streams: int
 ) -> list[SchedulePhase]:
-    """Phases of stages in running order."""
+    """The phases that run these stages, in order."""
     runs = [list(run) for _, run in groupby(stages, key=lambda s: len(s.groups) > 1)]
     together: list[KernelStage] = []
     found: list[SchedulePhase] = []
@@ -63,12 +68,12 @@ def phases_of(
 def predicted(
     phases: Sequence[SchedulePhase], stages: Sequence[KernelStage], alone: AloneSeconds
 ) -> float:
-    """Seconds of stages that run as these phases of theirs.
+    """Predicted seconds of `stages` when they run as `phases`.
 
-    Stages of several groups take what was measured; kernels that run one after another what each
-    takes by itself on as many threads as it has there. A merged stage was measured on one thread;
-    with all it is taken to be as much quicker as its kernels are. Every phase of several streams is
-    gone to and come back from: the caller of a step is as a whole phase.
+    A stage of several groups takes its measured seconds. Kernels that run one after another take
+    what each takes by itself on that number of threads. A merged stage was measured on one thread;
+    on all threads it is assumed to gain the same factor as its kernels. Every phase of several
+    streams costs one switch there and back, because the caller of a step counts as a whole phase.
     """
     with_all = {k for phase in phases if phase.streams is None for k in phase.kernels}
     started = sum(phase.streams is not None and len(phase.streams.orders) > 1 for phase in phases)
@@ -77,11 +82,12 @@ def predicted(
 
 
 def barriers(orders_of_stages: Sequence[Sequence[Sequence[int]]]) -> Streams:
-    """[stages][streams] kernels -> streams in which each stage waits for all of the one before."""
+    """Streams, of kernels given as [stages][streams], in which a stage waits for the one before."""
     count = max(map(len, orders_of_stages))
     orders: list[list[int]] = [[] for _ in range(count)]
     waits = []
-    last: dict[int, int] = {}  # stream -> its last kernel that others may not have waited for
+    # Stream -> its last kernel in the stage before.
+    last: dict[int, int] = {}
     for stage in orders_of_stages:
         for stream, kernels in enumerate(stage):
             if kernels:
@@ -92,8 +98,10 @@ def barriers(orders_of_stages: Sequence[Sequence[Sequence[int]]]) -> Streams:
 
 
 def joined(phases: Sequence[SchedulePhase]) -> Streams:
-    """Streams of all phases: what a whole phase runs is in the first, and each phase waits for all
-    of the one before."""
+    """Streams that stand for all phases one after another, for the check for races.
+
+    The first stream has what whole phases run. Each phase waits for all of the phase before.
+    """
     orders: list[list[int]] = [[]]
     waits: list[tuple[int, int]] = []
     before: dict[int, int] = {}
@@ -112,7 +120,10 @@ def joined(phases: Sequence[SchedulePhase]) -> Streams:
 def spread(
     groups: Sequence[Sequence[int]], seconds: Sequence[float], streams: int
 ) -> list[list[int]]:
-    """Groups over streams, the longest first, each to the stream that is free first."""
+    """[streams] kernels: the longest group goes first, each group to the stream that is free first.
+
+    Equal groups go by position, and equally loaded streams by index.
+    """
     orders: list[list[int]] = [[] for _ in range(streams)]
     loads = [0.0] * streams
     cost = [sum(seconds[k] for k in group) for group in groups]
@@ -124,6 +135,7 @@ def spread(
 
 
 def _seconds(stage: KernelStage, with_all: bool, alone: AloneSeconds) -> float:
+    """Predicted seconds of one stage, on all threads if `with_all`."""
     one, every = (
         sum(seconds[k] for k in stage.kernels) for seconds in (alone.one_thread, alone.all_threads)
     )
@@ -135,12 +147,13 @@ def _seconds(stage: KernelStage, with_all: bool, alone: AloneSeconds) -> float:
 
 
 def _gains(run: Sequence[KernelStage], alone: AloneSeconds) -> float:
-    """What all threads win over one, for kernels that run one after another."""
+    """Seconds that all threads save over one thread, for a run of stages of one group each."""
     kernels = [k for stage in run for k in stage.groups[0]]
     return sum(alone.one_thread[k] - alone.all_threads[k] for k in kernels)
 
 
 def _streamed(stages: Sequence[KernelStage], alone: AloneSeconds, streams: int) -> SchedulePhase:
+    """A phase of streams that runs these stages, each after the one before."""
     orders = [spread(stage.groups, alone.one_thread, streams) for stage in stages]
     kernels = tuple(k for stage in stages for k in stage.kernels)
     return SchedulePhase(kernels, barriers(orders))

@@ -1,4 +1,4 @@
-"""A prepared network on another device, in another precision."""
+"""Places a prepared network on another device, in another precision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,11 @@ from dovetail.schedulers.records import KernelBlock, OpSet
 
 @dataclass(frozen=True, eq=False)
 class PlacedKernels:
-    """prepared: with constants on the device; inputs: tensor -> example value there."""
+    """Kernels on a device.
+
+    prepared   the kernels, with their constants on the device
+    inputs     tensor -> its example value on the device
+    """
 
     prepared: PreparedKernels
     inputs: Values
@@ -31,7 +35,7 @@ class PlacedKernels:
 
     @property
     def outputs(self) -> OpSet:
-        """Kernels that write what the caller wants."""
+        """Kernels that write a tensor which the caller wants."""
         return sum(
             1 << number
             for number, kernel in enumerate(self.prepared.kernels)
@@ -40,7 +44,7 @@ class PlacedKernels:
 
     @property
     def wanted(self) -> set[int]:
-        """The tensors of `prepared.outputs`."""
+        """The tensors that the caller wants: those in `prepared.outputs`."""
         leaves = pytree.tree_leaves(self.prepared.outputs)
         return {leaf.tensor for leaf in leaves if isinstance(leaf, Ref)}
 
@@ -51,10 +55,10 @@ def place(
     device: str | torch.device = "cuda",
     dtype: torch.dtype = torch.float32,
 ) -> PlacedKernels:
-    """Constants and inputs on a device, single precision as `dtype` (e.g. `torch.float16`).
+    """Move constants and inputs to a device; float32 becomes `dtype` (such as `torch.float16`).
 
-    Raises `UsageError` without such a device, and for a network whose step draws random numbers or
-    writes over its state, which a graph that is replayed cannot.
+    Raises `UsageError` if there is no such device, and for a network whose step draws random
+    numbers or writes over its state, because a replayed CUDA graph can do neither.
     """
     if torch.device(device).type == "cuda":
         require(torch.cuda)
@@ -68,6 +72,7 @@ def place(
         return value.to(device, dtype if value.dtype == torch.float32 else value.dtype)
 
     def move(call: Call) -> Call:
+        # Calls that name a device or a precision, such as `aten.full`, are given the new one.
         args, kwargs = pytree.tree_map_only(
             (torch.device, torch.dtype),
             lambda value: dtype if value == torch.float32 else _there(value, device),
@@ -85,7 +90,7 @@ def place(
 
 
 def require(cuda: Any) -> None:
-    """Raises `UsageError` where `cuda`, which is `torch.cuda`, sees no device."""
+    """Raise `UsageError` if `cuda` (`torch.cuda` or a fake of it) sees no device."""
     if not cuda.is_available():
         raise UsageError(
             "device", "torch sees no CUDA device here; run on a machine with a GPU and its torch"

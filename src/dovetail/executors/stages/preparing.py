@@ -1,17 +1,18 @@
-"""What a device runs of a captured inference step: one prepared function per kernel.
+"""Prepares a captured inference step for a device: one function per kernel.
 
-Prepared once, when a step is loaded:
+This is done once, when a step is loaded:
 
-* what depends on parameters and constants alone is computed (`FOLDED` ops);
-* a batch normalisation y = (x - mean) / sqrt(var + eps) * gamma + beta after a convolution goes
-  into its weight and bias: w' = w s, b' = beta + (b - mean) s, with s = gamma / sqrt(var + eps);
-* images and convolutions' weights are laid out channels last, where asked for.
+* ops that depend on parameters and constants alone are computed (`FOLDED` ops);
+* a batch normalisation y = (x - mean) / sqrt(var + eps) * gamma + beta after a convolution is
+  folded into the convolution's weight and bias: w' = w s, b' = beta + (b - mean) s, with
+  s = gamma / sqrt(var + eps);
+* images and the weights of convolutions are laid out channels last, if the caller asks for it.
 
-Convolutions on cores run by oneDNN on one thread too, as they do on several.
+On CPU cores convolutions run by oneDNN on one thread too, as they do on several threads.
 
 Folding changes the order of roundings: outputs equal the plain model's within float round-off.
-Buffers that a step writes stay among the constants and are written in place. What draws random
-numbers draws those of `run_step` at seed 0 and step 0, in every step.
+Buffers that a step writes stay among the constants and are written in place. Every step draws the
+random numbers that `run_step` draws at seed 0 and step 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +50,12 @@ _NEEDS_STRIDES = (aten.as_strided.default, aten.view_as_complex.default)
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """calls of one kernel, in order; reads, writes: tensors of the graph that come from other
-    kernels or inputs, and that others or the caller want."""
+    """One kernel of a step.
+
+    calls    the kernel's calls, in order
+    reads    tensors of the graph that the kernel gets from other kernels or from the inputs
+    writes   tensors of the graph that other kernels or the caller need from it
+    """
 
     calls: tuple[Call, ...]
     reads: tuple[int, ...]
@@ -59,9 +64,14 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class PreparedKernels:
-    """kernels in order of `Kernels`; constants: tensor -> value, for those tensors of the graph and
-    those made here that kernels or the caller want; inputs: tensors that each step is given, in the
-    order of the model's; outputs as in `Program`."""
+    """A step's kernels, prepared.
+
+    kernels     in the order of `Kernels`
+    constants   tensor -> value, for constant tensors that kernels or the caller need: those of the
+                graph, and those that preparing added
+    inputs      tensors that each step is given, in the order of the model's inputs
+    outputs     what the step returns, as in `Program`
+    """
 
     kernels: tuple[Kernel, ...]
     constants: Values
@@ -71,12 +81,12 @@ class PreparedKernels:
 
     @cached_property
     def returned(self) -> frozenset[int]:
-        """Tensors that the caller wants."""
+        """The tensors that the step returns."""
         return frozenset(_refs(self.outputs))
 
     @cached_property
     def readers(self) -> dict[int, set[int]]:
-        """Tensor that a kernel writes or reads -> the kernels that read it."""
+        """Each tensor that a kernel writes or reads -> the kernels that read it."""
         found: dict[int, set[int]] = {t: set() for k in self.kernels for t in k.writes}
         for number, kernel in enumerate(self.kernels):
             for tensor in kernel.reads:
@@ -84,14 +94,16 @@ class PreparedKernels:
         return found
 
     def laid_out(self, value: Tensor) -> Tensor:
-        """An input as the kernels want it."""
+        """The input in the memory layout that the kernels expect."""
         if self.channels_last and value.dim() == 4:
             return value.contiguous(memory_format=torch.channels_last)
         return value
 
     def function(self, numbers: Sequence[int]) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
-        """(a function of some kernels one after another, the tensors it takes, those it returns:
-        what other kernels or the caller want)."""
+        """(function that runs these kernels in order, the tensors it takes, those it returns).
+
+        It returns the tensors that other kernels or the caller need.
+        """
         calls = [call for number in numbers for call in self.kernels[number].calls]
         made = dict.fromkeys(t for number in numbers for t in self.kernels[number].writes)
         reads = dict.fromkeys(t for number in numbers for t in self.kernels[number].reads)
@@ -109,7 +121,7 @@ class PreparedKernels:
 
 
 class Layered(dict[int, Tensor]):
-    """Values of a step in front of the constants."""
+    """A step's values by tensor; a tensor that has none is looked up among the constants."""
 
     def __init__(self, values: Values, constants: Values) -> None:
         super().__init__(values)
@@ -122,7 +134,7 @@ class Layered(dict[int, Tensor]):
 def prepare(
     captured: Captured, kernels: Kernels, *, channels_last: bool = False
 ) -> PreparedKernels:
-    """The kernels of a captured inference step, with real weights."""
+    """Prepare the kernels of a captured inference step, with real weights."""
     graph, program = captured.graph, captured.program
     constants = initial_values(captured)
     of_ops = [_seeded(call, op) for op, call in enumerate(program.calls)]
@@ -148,7 +160,7 @@ def prepare(
 
 
 def run_prepared(call: Call, tensors: Values) -> None:
-    """Run one call of a kernel, and file its results."""
+    """Run one call of a kernel, and store its results in `tensors`."""
     if call.target is aten.convolution.default:
         call = replace(call, target=_convolution)
     run_call(call, tensors, 0)
@@ -165,8 +177,12 @@ def _convolution(  # noqa: PLR0913  those of aten.convolution
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """aten.convolution; on one thread by what it is on several. ATen has 1x1 convolutions done by
-    oneDNN on several threads alone: on one they took 1.4 to 2.3 times as long here."""
+    """aten.convolution, which on one thread runs as it does on several threads.
+
+    ATen uses oneDNN for 1x1 convolutions only on several threads. Without it they took 1.4 to 2.3
+    times as long on one thread here.
+    """
+    # On several threads ATen uses oneDNN under this condition.
     several_threads_use_it = (
         groups > 1 or len(images) > 1 or min(weight.shape[2:]) > 3 or images.numel() > 20480
     )
@@ -201,7 +217,7 @@ def _refs(tree: Any) -> list[int]:
 
 
 def _seeded(call: Call | None, op: int) -> Call | None:
-    """A call that draws, with its seed; one that may draw but does not here, as any other."""
+    """The call with its seed built in, if it draws random numbers; otherwise not random."""
     if call is None or not call.random:
         return call
     if draws_nothing(call):
@@ -216,7 +232,7 @@ def _seeded(call: Call | None, op: int) -> Call | None:
 
 
 def draws_nothing(call: Call) -> bool:
-    """Dropout of nothing, as in attention: the only random op of most inference steps."""
+    """True for a call with dropout probability 0, as attention has it in inference."""
     schema = getattr(call.target, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
@@ -226,7 +242,7 @@ def draws_nothing(call: Call) -> bool:
 
 
 class _Folding:
-    """Normalisations go into the convolutions before them."""
+    """Folds normalisations into the convolutions before them."""
 
     def __init__(self, graph: Graph, kernels: Kernels, constants: Values) -> None:
         self.graph, self.kernels, self.constants = graph, kernels, constants
@@ -234,7 +250,7 @@ class _Folding:
         self.fresh = graph.tensors
 
     def calls(self, calls: Sequence[Call | None]) -> list[list[Call]]:
-        """[kernels] their calls."""
+        """[kernels] the calls of each kernel, after folding."""
         found: list[list[Call]] = [[] for _ in range(self.kernels.count)]
         for op, call in enumerate(calls):
             number = int(self.kernels.of_op[op])
@@ -249,7 +265,7 @@ class _Folding:
         return found
 
     def _normalises(self, op: int, call: Call, before: Call) -> bool:
-        """Is it by statistics that are known, of what a convolution with known weights makes?"""
+        """True if `call` normalises what convolution `before` makes, and all else is constant."""
         if self.graph.kinds[op] not in NORMALISATIONS or kind_of(before.target) != CONVOLUTION:
             return False
         arguments = _named(call)
@@ -264,7 +280,10 @@ class _Folding:
         )
 
     def _folded(self, convolution: Call, normalisation: Call) -> Call:
-        """Computed in float64, so that what is left is the rounding of the new weight and bias."""
+        """The convolution with the normalisation in its weight and bias.
+
+        It is computed in float64, so that only the new weight and bias are rounded.
+        """
         (_, weight, bias, *rest), _ = call_arguments(
             replace(convolution, args=(None, *convolution.args[1:])), self.constants
         )
@@ -287,19 +306,20 @@ class _Folding:
         return replace(convolution, args=arguments, results=(normalisation.results[0],))
 
     def _constant(self, value: Tensor) -> Ref:
+        """Add a constant under a number above those of the graph's tensors."""
         self.constants[self.fresh] = value
         self.fresh += 1
         return Ref(self.fresh - 1)
 
 
 def _named(call: Call) -> dict[str, Any]:
-    """Arguments of an operator's call by their names."""
+    """The arguments of an operator's call, by name."""
     names = [argument.name for argument in call.target._schema.arguments]  # type: ignore[attr-defined]
     return dict(zip(names, call.args, strict=False)) | call.kwargs
 
 
 def _lay_out(calls: Sequence[Sequence[Call]], constants: Values) -> None:
-    """Weights of two-dimensional convolutions channels last."""
+    """Lay out the weights of two-dimensional convolutions channels last, in `constants`."""
     for of_kernel in calls:
         for call in of_kernel:
             if kind_of(call.target) == CONVOLUTION and isinstance(call.args[1], Ref):
@@ -311,8 +331,11 @@ def _lay_out(calls: Sequence[Sequence[Call]], constants: Values) -> None:
 
 
 def _laid_out(call: Call, graph: Graph, channels_last: bool) -> Call:
-    """The call on what may be laid out in another way than was captured: views become reshapes,
-    and what depends on strides is given those of the capture."""
+    """The call, made safe for tensors whose strides differ from those of the capture.
+
+    Views become reshapes, which copy where a view is impossible. Ops that depend on strides get a
+    copy with the strides of the capture.
+    """
     if call.target in (aten.view.default, aten._unsafe_view.default):
         return replace(call, target=aten.reshape.default)
     if call.target in (aten.fill.Tensor, aten.fill.Scalar):
@@ -333,7 +356,7 @@ def _laid_out(call: Call, graph: Graph, channels_last: bool) -> Call:
 
 
 def _filled(given: Tensor, value: Tensor | float) -> Tensor:
-    """`aten.fill`, which TorchScript cannot trace."""
+    """`aten.fill` in terms of other ops, because TorchScript cannot trace it."""
     if isinstance(value, Tensor):
         return torch.zeros_like(given).copy_(value)
     return torch.full_like(given, value)

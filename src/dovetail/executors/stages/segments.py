@@ -1,8 +1,8 @@
-"""Streams cut into segments: kernels that run one after another with nothing to wait for between.
+"""Cuts streams into segments: runs of kernels with nothing to wait for between them.
 
-A segment begins where a kernel waits for an event of another stream, and ends with a kernel whose
-event is awaited. A tensor is given up by the first segment that all its readers have ended before,
-or that holds the last of them itself.
+A segment begins where a kernel waits for an event of another stream, and it ends with a kernel
+whose event another stream awaits. A tensor is freed by a segment after which all readers of the
+tensor have surely ended: they are in the segment itself, or they ended before its last kernel.
 """
 
 from collections import defaultdict
@@ -16,8 +16,12 @@ from dovetail.schedulers.records import KernelBlock, OpSet
 
 @dataclass(frozen=True)
 class Segment:
-    """waits: kernels whose events must have come; event: is that of the last kernel awaited?
-    frees: tensors that nobody reads afterwards."""
+    """Kernels of one stream that run without waiting in between.
+
+    waits   kernels whose events must have come before the segment begins
+    event   True if another stream awaits the event of the last kernel
+    frees   tensors that nobody reads after the segment
+    """
 
     kernels: tuple[int, ...]
     waits: tuple[int, ...] = ()
@@ -28,8 +32,12 @@ class Segment:
 def segments_of(
     block: KernelBlock, streams: Streams, readers: Mapping[int, Iterable[int]]
 ) -> list[list[Segment]]:
-    """Per stream its segments. readers: tensors that may be given up -> the kernels that read each,
-    its producer among them. One that no segment has all readers behind it of is in no `frees`."""
+    """[streams] the segments of each stream, in order.
+
+    readers   tensors that may be freed -> the kernels that use each, including its producer
+
+    A tensor is in no `frees` if after no segment all of its readers have surely ended.
+    """
     found = [_cut(order, streams) for order in streams.orders]
     ended = happens_before(block, streams)
     last: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -47,8 +55,10 @@ def segments_of(
     ended_by = {(stream, place): done for stream, place, done in ends}
     for tensor, kernels in readers.items():
         needed = _mask(kernels)
+        # The stream of the reader that is furthest along its own stream is tried first.
         after = max((of_kernel[kernel] for kernel in kernels), key=lambda at: at[1])
         for stream in (after[0], *range(len(found))):
+            # Not before the last reader of this stream.
             first = max((of_kernel[k][1] for k in kernels if of_kernel[k][0] == stream), default=0)
             place = next(
                 (
@@ -68,6 +78,7 @@ def segments_of(
 
 
 def _cut(order: Sequence[int], streams: Streams) -> list[Segment]:
+    """The segments of one stream, which free nothing yet."""
     awaited = {event for event, _ in streams.waits}
     waits: dict[int, list[int]] = defaultdict(list)
     for event, kernel in streams.waits:

@@ -1,8 +1,8 @@
-"""A captured inference step on one device: its kernels, what stages cost there, schedules at work.
+"""Joins a captured inference step with one device: stage costs there, and schedules that run there.
 
-this machine's cores    measured; runs
-a GPU that is here      measured, each stage as a graph; runs
-a device by its preset  analytic; does not run
+this machine's cores      costs are measured; schedules run
+a GPU of this machine     costs are measured, each stage as a CUDA graph; schedules run
+a device by its preset    costs are analytic; schedules do not run
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -41,14 +41,15 @@ from dovetail.schedulers.timing import OnceTimer, block_of, signatures_of
 ONE_THREAD = "one thread"
 """The candidate that runs all kernels in order on one thread."""
 WAIT_SECONDS = 5e-6
-"""From an op's end to another thread's next op; measured."""
+"""Seconds from an op's end to the next op on another CPU thread, as measured."""
 CUDA_STREAMS = 8
+"""A schedule on a GPU uses at most this many streams."""
 EVENT_SECONDS = 2e-6
-"""From an op's end to another stream's next op within a graph; an estimate."""
+"""Seconds from an op's end to the next op on another stream of a CUDA graph, an estimate."""
 
 
 class StageCosts(Protocol):
-    """What finding stage costs took so far; as of `MeasuredStages`."""
+    """The effort of finding stage costs so far, with the fields of `MeasuredStages`."""
 
     asked: int
     timed: int
@@ -59,7 +60,8 @@ class StageCosts(Protocol):
 class ScheduleTarget:
     """A step's kernels on one device.
 
-    source   "measured" or "analytic"
+    source   where costs come from: "measured" or "analytic"
+    inputs   example inputs on the device, which steps are timed with
     """
 
     captured: Captured
@@ -72,37 +74,41 @@ class ScheduleTarget:
     problem: StageProblem
 
     def streams(self, stages: Sequence[KernelStage]) -> Streams:
-        """What runs, of stages."""
+        """The streams that run these stages."""
         raise NotImplementedError
 
     def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
-        """Seconds of a scheduler's schedule by what its stages cost."""
+        """Predicted seconds of a scheduler's schedule, from the costs of its stages."""
         return schedule.seconds
 
     def program(self, candidate: ScheduleCandidate) -> Hashable:
-        """Equal for schedules that run alike."""
+        """A key that is equal for schedules that would run in the same way."""
         return candidate.streams
 
     def step(self, candidate: ScheduleCandidate) -> Callable[..., Any] | None:
-        """A schedule at work, step(*inputs) -> outputs; None where the device is not here. Raises
-        `RaceError` for a schedule that could collide."""
+        """A function step(*inputs) that runs the schedule; None if the device is not here.
+
+        Raises `RaceError` for a schedule in which kernels could race.
+        """
         raise NotImplementedError
 
     def timed(self, step: Callable[..., Any]) -> Callable[[], float]:
-        """A call that runs a step and says how many seconds it took."""
+        """A function that runs the step once and returns how many seconds it took."""
         return partial(timed, partial(step, *self.inputs))
 
     def peak_bytes(self, candidate: ScheduleCandidate) -> int:
-        """Of kernels' outputs in a static plan of the memory that its streams need."""
+        """Bytes that kernels' outputs take in a static memory plan for the candidate's streams."""
         graph = self.captured.graph
         of_op = self.kernels.of_op.tolist()
-        sizes: list[dict[int, int]] = [{} for _ in range(self.kernels.count)]  # by storage
+        # [kernels] base tensor -> its bytes: tensors that share storage count once.
+        sizes: list[dict[int, int]] = [{} for _ in range(self.kernels.count)]
         outputs = 0
         for op, kernel in enumerate(of_op):
             for tensor in graph.outputs_of(op) if kernel >= 0 else ():
                 returned = tensor in graph.outputs
                 outputs |= returned << kernel
-                base = tensor  # what leaves a kernel as a view keeps all that it is a view of
+                # A view that leaves a kernel keeps all of the tensor that it is a view of.
+                base = tensor
                 while graph.bases[base] >= 0:
                     base = int(graph.bases[base])
                 made_here = of_op[graph.producers[base]] == kernel
@@ -113,16 +119,19 @@ class ScheduleTarget:
         return plan_memory(self.block, candidate.streams, needed, outputs).total_bytes
 
     def extras(self) -> list[ScheduleCandidate]:
-        """Schedules that no scheduler finds, and that are measured beside theirs."""
+        """Further candidates that no scheduler finds; they are measured beside the others."""
         return []
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Kernels of each part that `dos` searches by itself."""
+        """The kernels of each part of the block that `dos` searches separately."""
         return tuple(part.ops for part in narrowed(self.block, MOST_STATES["dos"]).parts)
 
     def block_seconds(self, schedule: SchedulerResult) -> tuple[float, ...]:
-        """Of each of these blocks; () where the schedule's own are others."""
+        """Predicted seconds of each of `blocks`; () if the schedule was not made in these blocks.
+
+        A schedule that runs kernels one by one can be summed over any blocks.
+        """
         if schedule.blocks == self.blocks:
             return schedule.block_seconds
         if schedule.stages and all(len(stage.kernels) == 1 for stage in schedule.stages):
@@ -133,7 +142,7 @@ class ScheduleTarget:
 
 @dataclass(eq=False)
 class CpuTarget(ScheduleTarget):
-    """This process's cores."""
+    """A step on this process's cores."""
 
     functions: Functions
     stages: CpuStages
@@ -143,7 +152,7 @@ class CpuTarget(ScheduleTarget):
         return joined(self.phases(stages))
 
     def phases(self, stages: Sequence[KernelStage]) -> list[SchedulePhase]:
-        """How stages run."""
+        """The phases that run these stages."""
         return phases_of(stages, self.stages.alone, self.threads)
 
     def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
@@ -156,7 +165,7 @@ class CpuTarget(ScheduleTarget):
     def program(
         self, candidate: ScheduleCandidate
     ) -> tuple[tuple[SchedulePhase, ...], tuple[Group, ...]]:
-        """Phases, and the kernels that are merged."""
+        """(phases, groups of merged kernels) of the candidate."""
         if candidate.scheduler == SEQUENTIAL:
             phases = whole(self.kernels.count)
         elif candidate.stages:
@@ -179,7 +188,7 @@ class CpuTarget(ScheduleTarget):
 
 @dataclass(eq=False)
 class CudaTarget(ScheduleTarget):
-    """A GPU that is here: schedules are CUDA graphs."""
+    """A step on a GPU of this machine, where schedules run as CUDA graphs."""
 
     placed: Any
     prepared: PreparedKernels
@@ -188,7 +197,7 @@ class CudaTarget(ScheduleTarget):
         return streams_of_stages(self.block, [stage.groups for stage in stages], CUDA_STREAMS)
 
     def program(self, candidate: ScheduleCandidate) -> tuple[Streams, tuple[Group, ...]]:
-        """Streams, and the kernels that are merged."""
+        """(streams, groups of merged kernels) of the candidate."""
         if candidate.scheduler == SEQUENTIAL:
             return Streams((tuple(range(self.kernels.count)),), ()), ()
         return candidate.streams, _merged(candidate)
@@ -205,14 +214,17 @@ class CudaTarget(ScheduleTarget):
 
 @dataclass(eq=False)
 class AnalyticTarget(ScheduleTarget):
-    """A device that is not here."""
+    """A step on a device that is known by its data sheet only."""
 
     streams_at_once: int = CUDA_STREAMS
     least_seconds: float = 0.0
 
     def predicted(self, scheduler: str, schedule: SchedulerResult) -> float:
-        """Of streams without barriers, which are scheduled as if each had the device for itself, no
-        less than all of their work takes: a lower bound."""
+        """Predicted seconds; for a schedule of streams without stages, a lower bound.
+
+        Such a schedule is computed as if each stream had the device to itself. So the prediction is
+        at least the time that all work takes on the whole device.
+        """
         return schedule.seconds if schedule.stages else max(schedule.seconds, self.least_seconds)
 
     def streams(self, stages: Sequence[KernelStage]) -> Streams:
@@ -233,7 +245,7 @@ def cpu_target(
     cache: CostCache,
     progress: Progress,
 ) -> CpuTarget:
-    """The step on this process's cores; its kernels are timed by themselves."""
+    """The step on this process's cores. Kernels that are not in the cache are timed now."""
     block, signatures, keys = _described(step, kernels, prepared)
     functions = Functions(prepared, example_of(prepared, inputs))
     threads = len(device.cores)
@@ -266,7 +278,7 @@ def cuda_target(
     cache: CostCache,
     progress: Progress,
 ) -> CudaTarget:
-    """The step on a GPU. Raises `UsageError` where there is none."""
+    """The step on a GPU. Raises `UsageError` if there is none."""
     placed = place(prepared, inputs, device)
     block, signatures, keys = _described(step, kernels, prepared)
     name = torch.cuda.get_device_name(device)
@@ -294,8 +306,10 @@ def cuda_target(
 def analytic_target(
     step: Captured, kernels: Kernels, prepared: PreparedKernels, device: Device
 ) -> AnalyticTarget:
-    """The step on a device by its data sheet. Raises `MachineError` for one whose rates are not
-    known."""
+    """The step on a device by its data sheet.
+
+    Raises `MachineError` for a device whose rates are not known.
+    """
     block, signatures, keys = _described(step, kernels, prepared)
     works = kernel_works(step.graph, kernels)
     model = AnalyticStages(works, stage_rates(device))
@@ -317,11 +331,12 @@ def analytic_target(
 
 
 def _merged(candidate: ScheduleCandidate) -> tuple[Group, ...]:
+    """The groups of kernels that run as one."""
     return tuple(stage.groups[0] for stage in candidate.stages if stage.merged)
 
 
 class _Counted(OnceTimer):
-    """Finding analytic costs is part of the search."""
+    """Analytic costs take no seconds of their own, because computing them is part of the search."""
 
     seconds = 0.0
 
@@ -329,6 +344,11 @@ class _Counted(OnceTimer):
 def _analytic(
     model: AnalyticStages, block: KernelBlock, keys: Sequence[Hashable | None], stage: OpSet
 ) -> StageTiming:
+    """Seconds of a stage, run at the same time or merged, whichever is faster.
+
+    Only kernels that are one convolution each, and so have a window, count as mergeable: the
+    analytic model has no rule for merged products.
+    """
     groups = [list(members(group)) for group in groups_of(block, stage)]
     concurrent = model.seconds(groups)
     kernels = [kernel for group in groups for kernel in group]
@@ -342,6 +362,7 @@ def _analytic(
 def _described(
     step: Captured, kernels: Kernels, prepared: PreparedKernels
 ) -> tuple[KernelBlock, list[str], list[Hashable | None]]:
+    """(which kernel waits for which, signatures, merge keys) of a step's kernels."""
     graph = step.graph
     return (
         block_of(graph, kernels),
@@ -351,7 +372,7 @@ def _described(
 
 
 def example_of(prepared: PreparedKernels, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Tensor -> its value in a step of these inputs."""
+    """Tensor -> its value in a step with these inputs; the step is run for it, kernel by kernel."""
     values = dict(zip(prepared.inputs, map(prepared.laid_out, inputs), strict=True))
     with torch.inference_mode():
         for number in range(len(prepared.kernels)):

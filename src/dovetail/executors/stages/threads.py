@@ -1,16 +1,18 @@
-"""Streams of kernels on a CPU: a thread a stream, of one intra-op thread, without Python's lock.
+"""Runs streams of kernels on a CPU, each in a thread of its own and without Python's lock.
 
-Each stream becomes one TorchScript function: its segments, and between them loops that wait for the
-flags of events. A flag is an element of a list of integers that all streams share; it holds the
-number of the last pass in which its kernel ended. Where a stream fails, another flag says which
-run gives up: a thread that is late in leaving the run before must not mind.
+Each stream becomes one TorchScript function: its segments, and between them loops that wait for
+the flags of events. Each stream's thread runs its ops alone (one intra-op thread). A flag is an
+element of a list of integers that all streams share. It holds the number of the last pass in which
+its kernel ended. When a stream fails, one more flag is set to the number of the run that
+gives up. It is a number and not a boolean, so that a thread that is late in leaving an earlier run
+is not stopped by it.
 
     stream 0   values[3] = a(values[1])          stream 1   while flags[0] < epoch: ...
                flags[0] = epoch                             values[4] = b(values[3])
 
-Values are handed over by reference. A pass ends with a barrier, so that the next one may write. A
-loop that waits gives its core away now and then: where other programs want it, the thread that all
-wait for must have it.
+Values are handed over by reference. A pass ends with a barrier, so that the next pass may write
+over the values. A loop that waits gives its core away now and then: if other programs keep the
+cores busy, the thread that all others wait for must get one.
 """
 
 import os
@@ -39,17 +41,19 @@ Task = Callable[[], None]
 
 _ABORTED = "another stream failed"
 _LOOKS = 64
-"""Between two `sched_yield`: some microseconds."""
+"""A loop that waits looks at its flag this often, some microseconds, between two `sched_yield`."""
 
 
 def _give_way() -> None:
     os.sched_yield()
 
 
-# TorchScript copies and drops graphs, and with them references to this function, without Python's
-# lock. Threads that do so at the same time lose count: with few references it was freed in use.
+# TorchScript copies and drops graphs, and with them references to `_give_way`, without Python's
+# lock. Threads that do so at the same time miscount the references. With few references the
+# function was freed while it was in use; this many more keep the count above zero.
 _REFERENCES = [_give_way] * 2**16
-_ignore: Any = torch.jit.ignore  # TorchScript calls it as the Python function that it is
+# `torch.jit.ignore` has TorchScript call a function in Python instead of compiling it.
+_ignore: Any = torch.jit.ignore
 _NAMES = {
     "List": typing.List,  # noqa: UP006  TorchScript's name
     "Tensor": Tensor,
@@ -60,24 +64,29 @@ _NAMES = {
 
 
 class StreamThreads:
-    """Threads beside the caller's, of one intra-op thread. They treat denormals as the thread does
-    that makes them."""
+    """Threads that run streams beside the caller's thread, each with one intra-op thread.
+
+    They treat denormals as the thread does that creates them.
+    """
 
     def __init__(self, threads: int) -> None:
         self.size = threads
         self._seats: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in range(threads)]
         self._one_run = threading.Lock()
-        self._unfinished: Task | None = None  # stops the tasks of a run that was interrupted
+        # While a run is on: the task that stops it. It is still set after an interrupted run.
+        self._unfinished: Task | None = None
         for seat in self._seats:
             threading.Thread(target=_serve, args=(seat,), daemon=True).start()
         self._settle()
-        torch.set_num_threads(torch.get_num_threads())  # new threads get what was set last anywhere
+        # A new thread takes over the number of threads that any thread set last. The threads above
+        # have set it to one, so the caller's number is set again for threads that start later.
+        torch.set_num_threads(torch.get_num_threads())
 
     def run(self, tasks: Sequence[Task], stop: Task) -> None:
-        """The first task in the caller's thread, the others in threads of their own. The caller's
-        task ends after all others have done their work. stop: makes every task of this run end.
+        """Run the first task in the caller's thread and each of the others in a thread of its own.
 
-        Raises what a task raised, once all have ended.
+        The first task must end only after all others have done their work. Calling `stop` makes
+        every task of this run end. Raises what a task raised, once all have ended.
         """
         assert len(tasks) <= self.size + 1
         errors: list[BaseException] = []
@@ -92,6 +101,7 @@ class StreamThreads:
             except BaseException as error:
                 errors.insert(0, error)
                 self._recover()
+        # Streams that gave up because another one failed raise as well. The cause goes first.
         if errors:
             raise next((e for e in errors if _ABORTED not in str(e)), errors[0])
 
@@ -101,14 +111,14 @@ class StreamThreads:
             seat.put(None)
 
     def _recover(self) -> None:
-        """End a run that was interrupted, however far it came."""
+        """Stop the run before this one, if it was interrupted, and wait for its tasks to end."""
         if self._unfinished is not None:
             self._unfinished()
             self._settle()
             self._unfinished = None
 
     def _settle(self) -> None:
-        """Wait until no thread has anything to do."""
+        """Wait until every thread has done all that is in its queue."""
         done: SimpleQueue[None] = SimpleQueue()
         for seat in self._seats:
             seat.put(partial(done.put, None))
@@ -117,7 +127,9 @@ class StreamThreads:
 
 
 def _serve(seat: "SimpleQueue[Task | None]") -> None:
-    torch.get_num_threads()  # at its first use a thread takes over what another one has set
+    # At its first use of torch a thread takes over the number that another thread set last. That
+    # use comes first here, so that it does not undo the next line.
+    torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
         while True:
@@ -125,10 +137,12 @@ def _serve(seat: "SimpleQueue[Task | None]") -> None:
             if task is None:
                 return
             task()
-            del task  # and with it the values of a step
+            # The task holds the values of a step, which must not live on while this thread waits.
+            del task
 
 
 def _attempt(task: Task, stop: Task, errors: list[BaseException]) -> None:
+    """Run the task. If it raises, keep the error and stop the others, which may wait for it."""
     try:
         task()
     except BaseException as error:
@@ -137,16 +151,18 @@ def _attempt(task: Task, stop: Task, errors: list[BaseException]) -> None:
 
 
 class CompiledStreams:
-    """Streams of segments, ready to run over and over. At most `crew.size` + 1 streams."""
+    """Compiled streams of segments, ready to run repeatedly; at most `crew.size` + 1 streams."""
 
     def __init__(
         self, segments: Sequence[Sequence[Segment]], functions: Functions, crew: StreamThreads
     ) -> None:
         self._crew = crew
-        self._functions = functions  # compiled streams refer to them, and do not keep them
+        # Compiled streams call these functions but do not keep them alive.
+        self._functions = functions
         awaited = [s.kernels[-1] for stream in segments for s in stream if s.event]
         self._flag_of = {kernel: flag for flag, kernel in enumerate(awaited)}
-        self._ends = len(awaited)  # flags: of kernels, of streams' ends, of an abort
+        # The flags in order: one per awaited kernel, one per stream for its end, one for an abort.
+        self._ends = len(awaited)
         self._abort = self._ends + len(segments)
         self._flags = script_list([0] * (self._abort + 1))
         self._epoch = 0
@@ -157,12 +173,14 @@ class CompiledStreams:
             ]
 
     def run(self, values: Values, passes: int = 1) -> None:
-        """Run all, `passes` times over, on and into the values of a step; within `running`."""
-        # Else each thread would optimise its stream, and copy the graph: see `_compile`.
+        """Run all streams `passes` times on the values of a step. Call it within `running`."""
+        # Otherwise each thread would optimise its stream and copy the graph, at the same time and
+        # without Python's lock, which miscounts references (see `_REFERENCES`).
         assert not jit_optimizes(), "streams run within `running`"
         first = self._epoch + 1
         self._epoch += passes
         tasks = [partial(stream, values, self._flags, first, passes) for stream in self._streams]
+        # The caller's thread runs the first stream, so it has one intra-op thread meanwhile.
         with ONE_AT_A_TIME:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
@@ -174,7 +192,7 @@ class CompiledStreams:
     def _compile(
         self, segments: Sequence[Segment], number: int, streams: int, functions: Functions
     ) -> Any:
-        """The stream as a TorchScript function (values, flags, first epoch, passes)."""
+        """The stream as a TorchScript function of (values, flags, first epoch, passes)."""
         names: dict[str, Any] = dict(_NAMES)
         lines = [
             "def stream(values: List[Tensor], flags: List[int], first: int, passes: int) -> None:",
@@ -198,11 +216,13 @@ class CompiledStreams:
             unit = torch.jit.CompilationUnit()
             unit.define("\n".join(lines) + "\n", rcb=names.get)
             inline_calls(unit.stream)
-        # Its first call, here of no pass, prepares it.
+        # The first call makes TorchScript prepare the function. Here it is a call of no pass, made
+        # while no other stream runs, so that graphs are copied by one thread at a time.
         unit.stream(functions.values(), self._flags, 1, 0)
         return unit.stream
 
     def _wait(self, flag: int) -> list[str]:
+        """Lines that wait until the flag reaches this pass, and raise if this run was stopped."""
         return [
             "        looks = 0",
             f"        while flags[{flag}] < epoch:",
@@ -216,6 +236,7 @@ class CompiledStreams:
 
 
 def _call(place: int, function: Function) -> list[str]:
+    """Lines that call a segment and store what it returns."""
     taken = ", ".join(f"values[{tensor}]" for tensor in function.takes)
     return [
         f"        made{place} = segment{place}({taken})",
