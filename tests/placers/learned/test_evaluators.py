@@ -1,6 +1,7 @@
 """Evaluators: what they say reaches its trial, and who dies loses only what it had."""
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dovetail.placers.learned.evaluators import (
     EvaluatorPool,
     SimulatedJudge,
 )
+from dovetail.runtime.processes import Worker
 from dovetail.training.liveness import on_alive
 from tests.support.evaluator_judges import DEADLY, HUNG, RAISING, Deadly, Hanging
 from tests.support.learned_problems import random_problem, random_task
@@ -111,6 +113,20 @@ def test_a_hung_evaluator_loses_its_placement_and_no_other(tmp_path):
     assert found.seconds[[0, 2]].tolist() == [6.0, 12.0]
     assert crew.lost == 1
     assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_an_evaluator_that_hangs_before_its_controller_goes_on_is_found_too(tmp_path, monkeypatch):
+    send = Worker.send
+
+    def send_and_wait(worker, message):
+        send(worker, message)
+        while isinstance(message, tuple) and message[2][0, 0] == HUNG:
+            if (tmp_path / "hung").exists():
+                return
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Worker, "send", send_and_wait)
+    test_a_hung_evaluator_loses_its_placement_and_no_other(tmp_path)
 
 
 def test_evaluators_end_with_their_controller(crew):

@@ -157,12 +157,15 @@ class EvaluatorPool:
     ) -> None:
         """Send it, to another one where this has died meanwhile: that loses no placement."""
         while True:
+            # The clock is read before sending: once it has the placement, an evaluator may be at
+            # work, or hang, before this process goes on.
+            since = self._clock()
             try:
                 evaluator.process.send(request)
             except ProcessDiedError as error:
                 self._replace(evaluator, error.status)
             else:
-                evaluator.row, evaluator.since = row, self._clock()
+                evaluator.row, evaluator.since = row, since
                 return
 
     def _hear(self, evaluator: _Evaluator, serial: int, trials: Trials) -> None:
@@ -194,17 +197,17 @@ class EvaluatorPool:
 
 
 class _PoolJudge:
-    """A crew's judge of one task."""
+    """The pool's judge of one task."""
 
-    def __init__(self, crew: EvaluatorPool, number: int) -> None:
-        self.crew, self._number = crew, number
+    def __init__(self, pool: EvaluatorPool, number: int) -> None:
+        self.pool, self._number = pool, number
 
     def __call__(self, placements: NDArray[np.int32]) -> Trials:
-        return self.crew.judge(self._number, placements)
+        return self.pool.judge(self._number, placements)
 
     def close(self) -> None:
-        """End the crew."""
-        self.crew.close()
+        """End the pool."""
+        self.pool.close()
 
 
 def serve(channel: Channel) -> None:
