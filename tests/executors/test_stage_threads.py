@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dovetail.errors import UsageError
-from dovetail.executors.stages.cpu import crew_of, segments_within
+from dovetail.executors.stages.cpu import segments_within, stream_threads
 from dovetail.executors.stages.functions import running
 from dovetail.executors.stages.phases import SchedulePhase, whole
 from dovetail.executors.stages.segments import Segment
@@ -91,7 +91,7 @@ def test_nothing_of_a_step_is_kept_but_what_it_returned(branches, make):
     found = weakref.ref(step(given)["sum"])
     assert all(value.numel() == 0 for value in step._values)
     del given
-    crew_of(1)._settle()
+    stream_threads(1)._settle()
     gc.collect()
     assert values() is None
     assert found() is None
@@ -181,7 +181,7 @@ def threads_of(ready, count):
     values = ready.functions.values()
     for tensor in ready.prepared.inputs:
         values[tensor] = ready.functions.example[tensor]
-    return CompiledStreams(segments, ready.functions, crew_of(len(segments) - 1)), values
+    return CompiledStreams(segments, ready.functions, stream_threads(len(segments) - 1)), values
 
 
 def assert_made(ready, values):
@@ -233,7 +233,7 @@ class _Interrupted:
 @running()
 def test_an_interrupt_before_all_have_started_stops_those_that_have(branches):
     threads, values = threads_of(branches, 3)
-    crew = threads._crew
+    crew = threads._threads
     seat, crew._seats[1] = crew._seats[1], _Interrupted(crew._seats[1])
     with pytest.raises(KeyboardInterrupt):
         threads.run(values)
@@ -375,7 +375,7 @@ def test_sums_of_products_are_not_rewritten():
 
 def test_one_stream_needs_no_thread_but_the_callers(branches):
     order = tuple(range(len(branches.block)))
-    threads = CompiledStreams([[Segment(order)]], branches.functions, crew_of(0))
+    threads = CompiledStreams([[Segment(order)]], branches.functions, stream_threads(0))
     values = branches.functions.values()
     for tensor in branches.prepared.inputs:
         values[tensor] = branches.functions.example[tensor]

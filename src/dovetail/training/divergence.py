@@ -26,8 +26,6 @@ SPREADS = 5.0
 FEWEST = 20
 """Each median is taken over so many commits, or over 2 n with n workers if that is more."""
 
-STABLE = ("agn", "adag-agn")
-"""Names of the rules that are recommended in place of a rule that diverges."""
 FEW_WORKERS = 10
 """AGN, which adds the mean of a window, is the remedy up to so many workers. On digits, AGN learns
 as well as ADAG's division up to 20 workers, and loses 28 points of accuracy at 40. The limit is

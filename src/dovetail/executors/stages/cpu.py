@@ -29,7 +29,7 @@ from dovetail.schedulers.records import KernelBlock
 
 
 @cache
-def crew_of(threads: int) -> StreamThreads:
+def stream_threads(threads: int) -> StreamThreads:
     """This process's threads beside the caller's. All steps share them, as steps run in turn."""
     return StreamThreads(threads)
 
@@ -145,7 +145,7 @@ class _Streamed:
     ) -> None:
         assert phase.streams is not None
         segments = segments_within(block, phase.streams, inside)
-        self._threads = CompiledStreams(segments, functions, crew_of(len(segments) - 1))
+        self._threads = CompiledStreams(segments, functions, stream_threads(len(segments) - 1))
         # A tensor that no segment may drop, since none has all its readers behind it, is dropped at
         # the end of the phase.
         given_up = {t for stream in segments for segment in stream for t in segment.frees}

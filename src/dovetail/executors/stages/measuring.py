@@ -24,7 +24,7 @@ import torch
 from dovetail.costs import CostCache
 from dovetail.costs.cache import MeasuredCost
 from dovetail.executors.stages.choosing import timed
-from dovetail.executors.stages.cpu import crew_of, segments_within
+from dovetail.executors.stages.cpu import segments_within, stream_threads
 from dovetail.executors.stages.cuda import StageClock
 from dovetail.executors.stages.functions import Functions, Values, running
 from dovetail.executors.stages.merging import merged_function
@@ -285,7 +285,7 @@ class CpuStages(MeasuredStages):
     def _threads_of(self, orders: Sequence[Sequence[int]], merged: bool) -> CompiledStreams:
         functions = self._functions.merging([tuple(orders[0])]) if merged else self._functions
         segments = segments_within(self._block, barriers([orders]), {})
-        return CompiledStreams(segments, functions, crew_of(len(segments) - 1))
+        return CompiledStreams(segments, functions, stream_threads(len(segments) - 1))
 
     def one_by_one(self, kernels: Sequence[int]) -> float:
         return sum(self.alone.best(kernel) for kernel in kernels)
@@ -359,7 +359,7 @@ class CpuStages(MeasuredStages):
         given = [self._values[tensor] for tensor in function.takes]
         segments = segments_within(self._block, barriers([[[kernel]]]), {})
         others = [*segments, *([] for _ in range(self._threads - 2))]
-        streams = CompiledStreams([[], *others], self._functions, crew_of(self._threads - 1))
+        streams = CompiledStreams([[], *others], self._functions, stream_threads(self._threads - 1))
         calls = max(1, round(_PHASE_SECONDS / self.alone.all_threads[kernel]))
         passes = max(1, round(_PHASE_SECONDS / self.alone.one_thread[kernel]))
 

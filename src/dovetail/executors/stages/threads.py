@@ -151,12 +151,12 @@ def _attempt(task: Task, stop: Task, errors: list[BaseException]) -> None:
 
 
 class CompiledStreams:
-    """Compiled streams of segments, ready to run repeatedly; at most `crew.size` + 1 streams."""
+    """Compiled streams of segments, ready to run repeatedly; at most `threads.size` + 1 streams."""
 
     def __init__(
-        self, segments: Sequence[Sequence[Segment]], functions: Functions, crew: StreamThreads
+        self, segments: Sequence[Sequence[Segment]], functions: Functions, threads: StreamThreads
     ) -> None:
-        self._crew = crew
+        self._threads = threads
         # Compiled streams call these functions but do not keep them alive.
         self._functions = functions
         awaited = [s.kernels[-1] for stream in segments for s in stream if s.event]
@@ -185,7 +185,7 @@ class CompiledStreams:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:
-                self._crew.run(tasks, partial(self._flags.__setitem__, self._abort, first))
+                self._threads.run(tasks, partial(self._flags.__setitem__, self._abort, first))
             finally:
                 torch.set_num_threads(threads)
 
