@@ -111,7 +111,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     groups = groups_of(step, kept.units, per_op=request.per_op or bool(request.format))
     problem, simulator = problem_of(request, machine, costs, groups, kept)
     budget = _budget_of(request)
-    found: Plan | None = None
+    chosen: Plan | None = None
     try:
         with keeping_interrupts(budget):
             bound = _proven_bound(request, problem, budget, progress)
@@ -120,18 +120,18 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
             outcome = run_placer(
                 problem, request.placer, budget, _of_search(progress), method, gain
             )
-            found = to_plan(problem, outcome, simulator, _stronger(bound, outcome, step))
-            found = _signed(found, request, kept, notes, outcome, began)
-        found = _with_copies(found, request, kept)
-        found = _beside_others(found, request, theirs, costs)
-        found = replace(found, interrupted=budget.interrupted)
-        found = _or_all_cores(found, request, progress)
+            chosen = to_plan(problem, outcome, simulator, _stronger(bound, outcome, step))
+            chosen = _signed(chosen, request, kept, notes, outcome, began)
+        chosen = _with_copies(chosen, request, kept)
+        chosen = _beside_others(chosen, request, theirs, costs)
+        chosen = replace(chosen, interrupted=budget.interrupted)
+        chosen = _or_all_cores(chosen, request, progress)
     # Ctrl-C outside the search: the plan is kept if there is one.
     except KeyboardInterrupt:
-        if found is None:
+        if chosen is None:
             raise
-        found = replace(found, interrupted=True)
-    return found
+        chosen = replace(chosen, interrupted=True)
+    return chosen
 
 
 def problem_of(
