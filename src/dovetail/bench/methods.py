@@ -98,18 +98,26 @@ PLAIN, HYPOTHESIS = "plain", "hypothesis"
 CONSTRUCTIVE_SECONDS = 30.0
 """A method that builds one placement and ends gets this many seconds, or the search's budget if
 that is more. Few of these methods look at a clock."""
-SEARCHES = ("families", "local_search", "multilevel", "exact", "auto")
+_IMPROVING = tuple(name for name, method in PLACERS.items() if method.role == "improving")
+SEARCHES = ("families", *_IMPROVING, "auto")
 """These methods use whatever budget they have."""
 _IN_TABLES = ("1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert")
+"""The columns that the papers' tables have."""
+_NOT_TABLED = ("single", *_IN_TABLES)
 METHODS: dict[str, tuple[str, ...]] = {
     PLAIN: (
-        *_IN_TABLES, "balanced", "etf", "heft", "sct", "m_topo", "linear_dp", "ideal_dp",
-        *SEARCHES,
+        *_IN_TABLES,
+        *(
+            name
+            for name, method in PLACERS.items()
+            if method.role and method.objectives != ("latency",) and name not in _NOT_TABLED
+        ),
+        "auto",
     ),
     HYPOTHESIS: (*_IN_TABLES, "etf", "heft", "families", "auto"),
-}  # fmt: skip
-"""Maps each column to its methods, in the order of the table. Two entries of `PLACERS` are left
-out: `single` is split into 1 CPU and 1 GPU, and `latency_search` is for another objective."""
+}
+"""Maps each column to its methods, in the order of the table: those of the papers, then every
+method that `auto` tries, as `PLACERS` has them. `single` is split into 1 CPU and 1 GPU."""
 
 
 @dataclass(frozen=True, eq=False)

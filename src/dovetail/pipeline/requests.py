@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.errors import UsageError
 from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS
+from dovetail.training.backends import BACKENDS
 from dovetail.units import HERE
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ MIN_GAIN = 0.02
 """The share by which a plan on more devices must be better if `min_gain` is not given."""
 LEARNERS = tuple(name for name, method in PLACERS.items() if method.learns)
 """The placers whose policies `learn` trains; the first is the default."""
-BACKENDS = ("processes", "ray", "threads", "simulated")
-"""Where controllers of `learn` run."""
 TRIALS, MOST_TRIALS = 2000, 2**20
 """How many placements `learn` judges if neither trials nor seconds are given, and the limit if only
 seconds are."""
