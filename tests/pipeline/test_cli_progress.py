@@ -70,7 +70,7 @@ def test_of_many_refused_commits_the_first_are_told():
     progress.happened(Event("lost", 1, 3.0))
     assert len(told) == training_run.MOST_REFUSALS + 1
     assert told[0] == "2 s: worker 1 had a commit refused: not finite"
-    assert "of more like it nothing is said" in told[-2]
+    assert "further refusals are not shown" in told[-2]
     assert told[-1] == "3 s: worker 1 was lost"
 
 

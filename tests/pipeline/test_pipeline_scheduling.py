@@ -260,7 +260,7 @@ def test_requests_that_make_no_sense_are_refused():
 
 
 def test_random_schedules_are_not_measured_where_no_device_is():
-    with pytest.raises(UsageError, match="measured, which v100, p100 cannot be"):
+    with pytest.raises(UsageError, match="measured, and v100, p100 cannot be"):
         schedules("zoo:squeezenet_1_1?size=64&batch=1", ["v100", "p100"], sampled=3)
 
 

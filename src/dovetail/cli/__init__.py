@@ -1,8 +1,14 @@
-"""The command line: arguments -> pipeline. Results on standard output, all else on standard error.
+"""The command line: a command builds a request, passes it to the pipeline, and prints the result.
 
-Exit status: 0 done, 2 invalid input or usage, 3 no feasible plan, 1 a run that failed or a bug,
-130 Ctrl-C before there is a plan to return.
-Nothing here imports torch before a command needs it.
+Results go to standard output, everything else to standard error. The exit status is
+
+    0     the command did what it was asked for
+    1     a run failed, or there is a bug
+    2     the input or the usage is invalid
+    3     no plan is feasible
+    130   Ctrl-C came before there was a plan to return
+
+Nothing here imports torch before a command needs it, so that help and errors come at once.
 """
 
 import sys
@@ -21,7 +27,7 @@ from dovetail.errors import DovetailError, InfeasibleError, InvalidError
 from dovetail.methods import PLACERS, SCHEDULERS, listing
 
 INTERRUPTED = 130
-"""Exit status of a Ctrl-C outside a search: as a shell reports SIGINT."""
+"""The exit status after a Ctrl-C outside a search. A shell reports SIGINT by this number."""
 
 app = typer.Typer(
     help="Finds how to run a neural network fastest on the devices you have.",
@@ -41,7 +47,9 @@ app.add_typer(learn, name="learn")
 def main() -> None:
     """Run the command line and exit with its status."""
     try:
-        status = app(standalone_mode=False)  # of typer.Exit; a Ctrl-C is one, with 130
+        # In this mode typer returns the status of a typer.Exit, and 130 for a Ctrl-C, but does not
+        # catch errors.
+        status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
     except (typer.Abort, KeyboardInterrupt):
@@ -56,7 +64,7 @@ def main() -> None:
         say(f"error: {error}")
         sys.exit(1)
     except Exception as error:
-        # typer's usage errors, whose base class typer does not export.
+        # Usage errors of typer have this method. typer does not export their base class.
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":

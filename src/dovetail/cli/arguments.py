@@ -17,48 +17,62 @@ if TYPE_CHECKING:
     from dovetail.plans import Plan
 
 MODEL_HELP = (
-    "zoo:NAME?option=value, transformers:NAME?tokens=512 (a local config.json, a published model "
-    "or a type; nothing is downloaded), package.module:function (returns module, inputs[, loss[, "
-    "targets]]; looked for in the current folder first), FILE.onnx, FILE.pt2 of torch.export, or "
-    "a file (.json, .json.gz): a saved graph, or a published placement instance"
+    "zoo:NAME?option=value; transformers:NAME?tokens=512 (NAME is a local config.json, a published "
+    "model or a type; nothing is downloaded); package.module:function (it returns module, inputs[, "
+    "loss[, targets]] and is looked for in the current folder first); FILE.onnx; FILE.pt2 of "
+    "torch.export; or a file (.json, .json.gz) that holds a saved graph or a published placement "
+    "instance"
 )
 MACHINE_HELP = (
-    'here, here/1, here/2, FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: '
-    "rl17/2, rl17/4, gdp/2 to gdp/8"
+    "here (all cores of this machine as one device), here/1 (one core), here/2 (its cores as two "
+    'devices), FILE.toml, presets such as "4 x k80 + haswell", or a paper\'s machine: rl17/2, '
+    "rl17/4, gdp/2 to gdp/8"
 )
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 PlanModel = Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
 PlanFile = Annotated[Path, typer.Argument(help="A plan that `dovetail plan --out` wrote")]
 Train = Annotated[
-    str, typer.Option(help="Capture a whole training step: sgd, momentum, rmsprop, adam, adamw")
+    str,
+    typer.Option(
+        help="Capture a training step with this optimizer: sgd, momentum, rmsprop, adam, adamw. "
+        "Without it, an inference step"
+    ),
 ]
 Replicas = Annotated[
     int,
     typer.Option(
-        min=1, help="Data-parallel towers, MODEL's batch each, in modules tower.0, tower.1, ..."
+        min=1,
+        help="Number of data-parallel towers, the modules tower.0, tower.1, ... Each has MODEL's "
+        "batch",
     ),
 ]
 Asynchronous = Annotated[
     bool,
-    typer.Option("--asynchronous", help="Each tower updates by itself, not by the mean gradient"),
+    typer.Option(
+        "--asynchronous",
+        help="Each tower updates the parameters by itself, instead of all by their mean gradient",
+    ),
 ]
 Shape = Annotated[
     list[str] | None,
-    typer.Option(help="NAME=1x3x224x224: sizes of an ONNX file's input, where it leaves them open"),
+    typer.Option(help="NAME=1x3x224x224: sizes of an ONNX file's input that the file leaves open"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object")]
 
 
 def option(request: type, name: str, *flags: str, before: str = "", **options: Any) -> Any:
-    """A typer option for a field of a request: its help is what the record says of the field.
+    """A typer option for a field of a request, whose help is what the record says of the field.
 
-    before   stands before that help, for the syntax of an option that is a text here
+    before   a text before that help. It shows the syntax of an option that is a text here
     """
     return typer.Option(*flags, help=before + field_help(request, name), **options)
 
 
 def resolve(model: str, train: str = "", shape: Sequence[str] | None = None) -> "Step":
-    """What MODEL names, captured or loaded; says which ops have no rule for their FLOPs."""
+    """The step that MODEL names, captured or loaded.
+
+    Tells the user which ops of an ONNX file have no rule for their FLOPs.
+    """
     from dovetail.frontends.onnx import parse_shapes, unknown_flops
     from dovetail.graph import Graph
     from dovetail.pipeline.sources import resolve_model
@@ -75,7 +89,7 @@ def resolve(model: str, train: str = "", shape: Sequence[str] | None = None) -> 
 
 
 def executable(plan: "Plan", step: "Step") -> "Captured":
-    """The step, if it can run on this machine. Raises `UsageError`."""
+    """The step, if it can run and the plan is for this machine. Raises `UsageError` otherwise."""
     from dovetail.frontends import Captured
     from dovetail.frontends.onnx import is_from_onnx
     from dovetail.instances import Instance
@@ -83,9 +97,12 @@ def executable(plan: "Plan", step: "Step") -> "Captured":
     if not isinstance(step, Captured):
         what = "a placement instance has nothing to run"
         if not isinstance(step, Instance):
-            what = "a saved graph cannot run; name the network it came from"
+            what = "a saved graph cannot run; name the network that it came from"
             if is_from_onnx(step):
-                what = "an ONNX graph is planned for, not run; `export` hands the plan on"
+                what = (
+                    "an ONNX graph is planned for, not run; `export` writes the plan for another "
+                    "tool"
+                )
         raise UsageError("MODEL", what)
     if not plan.machine.local:
         raise UsageError(
@@ -95,15 +112,15 @@ def executable(plan: "Plan", step: "Step") -> "Captured":
 
 
 def split_pair(option: str, text: str) -> tuple[str, str]:
-    """ "NAME=VALUE" at the last "=". Raises `UsageError`."""
+    """Splits "NAME=VALUE" at the last "=". Raises `UsageError` for a text without both parts."""
     left, equals, right = text.rpartition("=")
     if not (left and equals and right):
-        raise UsageError(option, f"{text!r} has no NAME=VALUE")
+        raise UsageError(option, f"{text!r} is not of the form NAME=VALUE")
     return left, right
 
 
 def size_of(option: str, text: str) -> int:
-    """ "2GiB" in bytes. Raises `UsageError`."""
+    """The bytes that a text such as "2GiB" names. Raises `UsageError`."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -111,7 +128,7 @@ def size_of(option: str, text: str) -> int:
 
 
 def share_of(option: str, text: str) -> float | None:
-    """ "2%" or ".02" as a share; None for "". Raises `UsageError`."""
+    """The share that "2%" or ".02" names; None for "". Raises `UsageError`."""
     if not text:
         return None
     try:
@@ -124,8 +141,11 @@ def share_of(option: str, text: str) -> float | None:
 
 
 def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> None:
-    """Raise `UnwritableError` before the long work, not after it; also for one file that is to
-    hold two things, or that is read."""
+    """Raise `UnwritableError` for a path that cannot be written to, that is given twice, or that is
+    read as well. Commands call this before the long work, so that its result is not lost.
+
+    inputs   the texts that may name files which are read
+    """
     from dovetail.runtime.files import check_writable
 
     read = {Path(name).resolve() for name in inputs if Path(name).is_file()}
@@ -139,5 +159,6 @@ def check_outputs(*paths: Path | None, inputs: Sequence[str | Path] = ()) -> Non
             raise UnwritableError(str(path), "it is read as well; name another file")
         if where in written:
             raise UnwritableError(str(path), "two outputs have this name")
-        if not path.exists() or path.is_file():  # a pipe or /dev/stdout takes any number
+        # A pipe or /dev/stdout may be given twice, because it takes one output after the other.
+        if not path.exists() or path.is_file():
             written.add(where)

@@ -1,4 +1,4 @@
-"""`dovetail bench`: a paper's table, its columns and ours side by side."""
+"""`dovetail bench`: computes a paper's table, with the paper's columns and ours side by side."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from dovetail.bench.table import BenchTable
 
 PAGE, CSV, TRAININGS = "index.html", "rows.csv", "trainings.csv"
+"""The files that the command writes into its folder."""
 
 
 class Paper(StrEnum):
-    """The papers whose tables there are."""
+    """The papers whose tables the command can compute."""
 
     RL17 = "rl17"
     GDP = "gdp"
@@ -33,28 +34,37 @@ def bench(  # noqa: PLR0913  one argument an option
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help=f"Folder of {PAGE}, {CSV} and the results; needed"),
+        typer.Option(help=f"Folder for {PAGE}, {CSV} and the results. Must be given"),
     ] = None,
-    budget: Annotated[str, typer.Option(help="Of each search: 20s, or evaluations (5000e)")] = (
-        "20s"
-    ),
-    rows: Annotated[str, typer.Option(help='Only these, e.g. "rnnlm-*,nmt-2gpu"')] = "",
+    budget: Annotated[
+        str, typer.Option(help="Limit of each search: seconds (20s) or evaluations (5000e)")
+    ] = ("20s"),
+    rows: Annotated[
+        str, typer.Option(help='Compute only these rows, e.g. "rnnlm-*,nmt-2gpu"')
+    ] = "",
     learn: Annotated[
         str,
         typer.Option(
-            help='Placements of each training of a learned method, e.g. "5000e,hdp=1000e"; "": none'
+            help="Placements that each training of a learned method tries, e.g. "
+            '"5000e,hdp=1000e". "": no learned methods'
         ),
     ] = "3000e",
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each, seed by seed")] = 3,
-    seed: Annotated[int, typer.Option(help="Of every method, and of the first training")] = 0,
-    fresh: Annotated[bool, typer.Option(help="Compute anew what is kept of these rows")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Rows at once, a core each")] = 2,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Trainings of each learned method, with seeds from --seed on")
+    ] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of every method, and of the first training")] = 0,
+    fresh: Annotated[
+        bool, typer.Option(help="Compute these rows anew, even if their results are kept")
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Rows that are computed at once, each on a core")
+    ] = 2,
     as_json: Json = False,
 ) -> None:
     """Compute a paper's table with every method, and write it beside the paper's figures.
 
-    What was computed is kept: the same command again continues where it was stopped. Exit status 1
-    where a row failed; the others are written.
+    Results are kept, so the same command goes on where it was stopped. If a row fails, the other
+    rows are written and the exit status is 1.
     """
     from dovetail.bench.cases import CASES
     from dovetail.bench.page import write_page
@@ -109,7 +119,10 @@ def bench(  # noqa: PLR0913  one argument an option
 
 
 def _learning(paper: str, text: str) -> tuple[int, dict[str, int]]:
-    """(trials of a training, method -> its own) of "5000e,hdp=1000e". Raises `UsageError`."""
+    """Reads a text such as "5000e,hdp=1000e". Raises `UsageError`.
+
+    Returns (trials of a training, method -> its own number of trials).
+    """
     from dovetail.bench.cases import LEARNED
 
     trials, of = 0, dict[str, int]()
@@ -126,7 +139,7 @@ def _learning(paper: str, text: str) -> tuple[int, dict[str, int]]:
 
 
 def _trials(text: str) -> int:
-    """ "3000e" or "3000": placements of a training; 0 for "", "0" and "0e". Raises `UsageError`."""
+    """The placements of a training that "3000e" or "3000" names; 0 for "". Raises `UsageError`."""
     digits = text.strip().removesuffix("e") or "0"
     if not (digits.isascii() and digits.isdigit()):
         raise UsageError("--learn", f"{text!r} is no number of placements; write 3000e")
@@ -134,7 +147,7 @@ def _trials(text: str) -> int:
 
 
 def _made(command: str) -> list[tuple[str, str]]:
-    """The lines of the page about how it was made."""
+    """The lines of the page that say how it was made: command, machine and versions."""
     import os
     from importlib.metadata import version
 
@@ -192,7 +205,7 @@ def _column_summary(column: "Column") -> dict[str, Any]:
 
 
 def _rows_table(table: "BenchTable") -> "RichTable":
-    """One line a row and column: expert, best, bound."""
+    """A table with a line for each row and column: the expert's value, the best one, the bound."""
     from rich.table import Table as RichTable
 
     from dovetail.units import format_seconds

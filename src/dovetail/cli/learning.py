@@ -1,4 +1,4 @@
-"""`dovetail learn`: policies that learn to place, by RL17, HDP or GDP."""
+"""`dovetail learn`: trains policies that place networks, by the methods of RL17, HDP or GDP."""
 
 import json
 import tempfile
@@ -31,40 +31,53 @@ if TYPE_CHECKING:
     from dovetail.placers.learned.pretraining import PretrainingProgress, Recipe
     from dovetail.placers.learned.records import Point
 
-# --- `dovetail learn pretrain`: the recipe of the shipped policy, as one command ---
+# --- `dovetail learn pretrain` ---
 
 KEYS = ("trained_on", "held_out", "seed", "updates", "trials", "seconds", "versions")
+"""`pretrain --json` prints these entries of the policy's card."""
 
 
 def pretrain(  # noqa: PLR0913  one argument an option
     out: Annotated[Path, typer.Option(help="Write the policy (.safetensors)")],
     trials: Annotated[
-        int | None, typer.Option(min=0, help="Of PPO", show_default="the recipe's")
+        int | None,
+        typer.Option(min=0, help="Placements that PPO tries", show_default="the recipe's"),
     ] = None,
     budget: Annotated[
-        str, typer.Option(help="60s, 5m: of imitation, and again of PPO, at most")
+        str, typer.Option(help="60s, 5m. Limit of the imitation, and again of PPO")
     ] = "",
     graphs: Annotated[
-        int | None, typer.Option(min=0, help="Random graphs", show_default="the recipe's")
+        int | None,
+        typer.Option(min=0, help="Random graphs to train on", show_default="the recipe's"),
     ] = None,
     networks: Annotated[
-        bool, typer.Option("--networks/--no-networks", help="Networks of the zoo as well")
+        bool,
+        typer.Option("--networks/--no-networks", help="Train on networks of the zoo as well"),
     ] = True,
     passes: Annotated[
-        int | None, typer.Option(min=0, help="Of imitation", show_default="the recipe's")
+        int | None,
+        typer.Option(
+            min=0, help="Passes of imitation over the training set", show_default="the recipe's"
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the graphs and the training")] = 0,
     folder: Annotated[
-        Path | None, typer.Option(help="Keep graphs, targets and the run there, to resume it")
+        Path | None,
+        typer.Option(
+            help="Keep graphs, targets and the run's state in this folder, to resume the run"
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with --folder")] = False,
-    curves: Annotated[Path | None, typer.Option(help="Write PPO's curves (CSV)")] = None,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder of event files")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --folder")] = False,
+    curves: Annotated[Path | None, typer.Option(help="Write the curves of PPO (CSV)")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write event files for TensorBoard into this folder")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a gdp policy on random graphs and the zoo, the held-out families left out.
+    """Train a gdp policy on random graphs and networks of the zoo, as the shipped one was trained.
 
-    It imitates what a search finds, then learns by PPO. Ctrl-C within PPO keeps the policy.
+    The policy first imitates what a search finds, then learns by PPO. Families that are held out
+    for the comparison are not trained on. Ctrl-C during PPO keeps the policy.
     """
     from dovetail.cli.learning_run import Events
     from dovetail.cli.training import check_folder, parse_seconds
@@ -106,6 +119,7 @@ def pretrain(  # noqa: PLR0913  one argument an option
 
 
 def _recipe(graphs: int | None, networks: bool, passes: int | None) -> "Recipe":
+    """The recipe of the shipped policy, with what the options change."""
     from dataclasses import replace
 
     from dovetail.placers.learned.pretraining import Recipe
@@ -122,6 +136,7 @@ def _recipe(graphs: int | None, networks: bool, passes: int | None) -> "Recipe":
 
 
 def _check_folder(folder: Path | None, resume: bool) -> None:
+    """Raise `UsageError` unless the folder is empty, or holds a run that is to be resumed."""
     from dovetail.cli.training import check_folder
 
     check_folder(folder)
@@ -137,6 +152,7 @@ def _check_folder(folder: Path | None, resume: bool) -> None:
 
 
 def _tell(card: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Print how good the policy is on unseen graphs, or one JSON object."""
     found: dict[str, Any] = {key: card.get(key) for key in KEYS}
     found["validation"] = json.loads(card["validation"])
     found["policy"] = str(out)
@@ -156,17 +172,22 @@ def _tell(card: dict[str, Any], out: Path, as_json: bool) -> None:
 # --- `dovetail learn one`, `batch` and `finetune` ---
 
 learn = typer.Typer(
-    help="Learn to place: seq2seq (RL17), hdp, or gdp, trained on simulated or measured trials.",
+    help="Train a policy that places networks: seq2seq (RL17), hdp or gdp.",
     no_args_is_help=True,
     add_completion=False,
 )
 
 SHOWN = 6
-"""Entries of a list in a card; the rest is counted."""
+"""`learn show` prints this many entries of a list, and the number of them all."""
 Method = Annotated[str, option(LearnRequest, "method", show_default=LEARNERS[0])]
 Machine = Annotated[str, typer.Option(help=MACHINE_HELP, show_default=HERE)]
 Optimizer = Annotated[
-    str, typer.Option("--train", help="A whole training step: sgd, momentum, rmsprop, adam, adamw")
+    str,
+    typer.Option(
+        "--train",
+        help="Place a training step with this optimizer: sgd, momentum, rmsprop, adam, adamw. "
+        "Without it, an inference step",
+    ),
 ]
 Trials = Annotated[int | None, option(LearnRequest, "trials", show_default=str(TRIALS))]
 Time = Annotated[str, option(LearnRequest, "seconds", "--budget", before="60s, 5m. ")]
@@ -178,7 +199,9 @@ Backend = Annotated[
 ]
 Setting = Annotated[
     list[str] | None,
-    option(LearnRequest, "settings", before="KEY=VALUE: rate=0.001, trials=16, entropy=0.01. "),
+    option(
+        LearnRequest, "settings", before="KEY=VALUE, e.g. rate=0.001, trials=16, entropy=0.01. "
+    ),
 ]
 PerOp = Annotated[bool, option(TaskRequest, "per_op", "--per-op/--groups")]
 Seed = Annotated[int, option(LearnRequest, "seed")]
@@ -188,7 +211,8 @@ PolicyOut = Annotated[Path | None, typer.Option(help="Write the policy (.safeten
 Curves = Annotated[Path | None, typer.Option(help="Write the learning curves (CSV)")]
 Report = Annotated[Path | None, typer.Option(help="Write the run's page (HTML)")]
 TensorBoard = Annotated[
-    Path | None, typer.Option(help="Folder of event files for TensorBoard, written while it learns")
+    Path | None,
+    typer.Option(help="Write event files for TensorBoard into this folder, during the run"),
 ]
 Start = Annotated[Path, typer.Argument(help="A policy file to start from")]
 
@@ -225,7 +249,7 @@ def learn_one(  # noqa: PLR0913  one argument an option
     tensorboard: TensorBoard = None,
     as_json: Json = False,
 ) -> None:
-    """Learn to place one network. Ctrl-C keeps the best so far."""
+    """Train a policy that places one network. Ctrl-C keeps the best so far."""
     from dovetail.cli.learning_run import LearningOutputs
 
     outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
@@ -246,13 +270,16 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     models: Annotated[list[str], typer.Argument(metavar="MODELS...", help=MODEL_HELP)],
     machine: Annotated[
         list[str] | None,
-        typer.Option(help=f"One for all, or one for each model in turn: {MACHINE_HELP}"),
+        typer.Option(help=f"Give one for all models, or one for each in turn: {MACHINE_HELP}"),
     ] = None,
     train: Annotated[
         list[str] | None,
-        typer.Option(help="Optimizer of a training step: one for all, or one for each; none: -"),
+        typer.Option(
+            help="Optimizer of the training step to place. Give one for all models, or one for "
+            "each in turn, where - stands for an inference step"
+        ),
     ] = None,
-    policy: Annotated[Path | None, typer.Option(help="A gdp policy to start from")] = None,
+    policy: Annotated[Path | None, typer.Option(help="File of a gdp policy to start from")] = None,
     trials: Trials = None,
     budget: Time = "",
     controllers: Controllers = LearnRequest.controllers,
@@ -263,14 +290,16 @@ def learn_batch(  # noqa: PLR0913  one argument an option
     seed: Seed = LearnRequest.seed,
     folder: Folder = None,
     resume: Resume = LearnRequest.resume,
-    out: Annotated[Path | None, typer.Option(help="Folder: write a plan for each model")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a plan for each model into this folder")
+    ] = None,
     policy_out: PolicyOut = None,
     curves: Curves = None,
     report: Report = None,
     tensorboard: TensorBoard = None,
     as_json: Json = False,
 ) -> None:
-    """Learn one gdp policy for several networks, each on its machine. Ctrl-C keeps the best."""
+    """Train one gdp policy for several networks, each on its machine. Ctrl-C keeps the best."""
     from dovetail.cli.learning_run import LearningOutputs
 
     outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
@@ -294,7 +323,9 @@ def finetune(  # noqa: PLR0913  one argument an option
     machine: Machine = "",
     train: Optimizer = "",
     shape: Shape = None,
-    updates: Annotated[int, typer.Option(min=1, help="Of the policy, a batch of trials each")] = 50,
+    updates: Annotated[
+        int, typer.Option(min=1, help="Updates of the policy, each after a batch of trials")
+    ] = 50,
     setting: Setting = None,
     per_op: PerOp = TaskRequest.per_op,
     seed: Seed = LearnRequest.seed,
@@ -305,7 +336,7 @@ def finetune(  # noqa: PLR0913  one argument an option
     tensorboard: TensorBoard = None,
     as_json: Json = False,
 ) -> None:
-    """Go on from a policy, on one network. Ctrl-C keeps the best so far."""
+    """Train a policy further, on one network. Ctrl-C keeps the best so far."""
     from dovetail.cli.learning_run import LearningOutputs
 
     outputs = LearningOutputs(out, policy_out, curves, report, tensorboard)
@@ -325,7 +356,7 @@ def show_card(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a policy file says of itself: its method, what it was trained on, for how long."""
+    """Show the card of a policy file: its method, what it was trained on, and for how long."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -348,7 +379,7 @@ def show_card(
 
 @dataclass(frozen=True)
 class _Given:
-    """What the command line says of one task."""
+    """What the command line says of one task, as texts."""
 
     model: str
     machine: str
@@ -359,14 +390,14 @@ class _Given:
     per_op: bool
 
     def task(self, name: str, step: "Step | None") -> TaskRequest:
-        """The task; without its step before it is captured."""
+        """The task with this step. Before the step is captured it is None."""
         return TaskRequest(
             name, step, self.machine, "", self.pins, self.caps, self.per_op, self.file
         )
 
     @property
     def file(self) -> str:
-        """MODEL where it is a file's name."""
+        """The MODEL text if it names a file, otherwise ""."""
         from dovetail.pipeline.sources import names_file
 
         return self.model if names_file(self.model) else ""
@@ -375,7 +406,7 @@ class _Given:
 def _learn(
     given: "list[_Given]", request: LearnRequest, outputs: "LearningOutputs", *, as_json: bool
 ) -> None:
-    """Check all that can be known, resolve the models, learn, write."""
+    """Check the request as far as possible, resolve the models, learn, and write the results."""
     from dovetail.cli.learning_run import learn_and_write
     from dovetail.cli.training import check_folder
 
@@ -390,6 +421,8 @@ def _learn(
 
         check_installed()
     names = _names(given)
+    # A request checks itself when it is built. So this one, without steps, refuses wrong input
+    # before any model is captured, and each further one before the next model is.
     replace(request, tasks=[one.task(name, None) for name, one in zip(names, given, strict=True)])
     tasks = []
     for name, one in zip(names, given, strict=True):
@@ -401,7 +434,7 @@ def _learn(
 
 
 def _names(given: "Sequence[_Given]") -> list[str]:
-    """Of the tasks: MODEL, with its machine or a number where that is not enough."""
+    """The tasks' names: their MODEL texts. If some are alike, the machine or a number is added."""
     names = [one.model for one in given]
     if len(set(names)) < len(names):
         names = [f"{one.model} on {one.machine or 'here'}" for one in given]
@@ -412,7 +445,10 @@ def _names(given: "Sequence[_Given]") -> list[str]:
 
 
 def _each(option: str, texts: Sequence[str] | None, models: Sequence[str]) -> list[str]:
-    """One for each model: none, one for all, or as many."""
+    """A text for each model. An option may be given never, once for all models, or once for each.
+
+    Raises `UsageError` for another number of texts.
+    """
     found = list(texts or [""])
     if len(found) == 1:
         found *= len(models)
@@ -424,7 +460,7 @@ def _each(option: str, texts: Sequence[str] | None, models: Sequence[str]) -> li
 def _request(
     trials: int | None, budget: str, setting: Sequence[str] | None, **options: Any
 ) -> LearnRequest:
-    """The request without its tasks. `options`: fields of `LearnRequest`."""
+    """The request without its tasks. `options` are fields of `LearnRequest`."""
     from dovetail.cli.training import parse_options, parse_seconds
 
     seconds = parse_seconds("--budget", budget) if budget else None

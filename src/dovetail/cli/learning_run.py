@@ -1,4 +1,4 @@
-"""A policy that learns from the command line: shown while it does, then written and summed up."""
+"""Runs `dovetail learn`: shows a policy while it learns, then writes the results and a summary."""
 
 import math
 import re
@@ -30,22 +30,16 @@ from dovetail.cli.training_run import typed
 from dovetail.placers.learned.records import Point
 from dovetail.units import format_seconds, printable
 
-# --- Progress on standard error: a table that changes, or lines ---
-#
-#     zoo:rnnlm by gdp ━━━━━━━━━━━╺━━━━━━━ 1,104 of 2,000 trials  72 trials/s 0:00:15
-#
-#     task        controller   updates   best      mean      invalid   entropy   mean of updates
-#     zoo:rnnlm   0            68        2.55 ms   2.8 ms    0 %       0.63      ▇▆▅▃▂▂▁
-#
-# If standard error is no terminal, a line is written every `LINE_SECONDS`.
+# --- Progress on standard error ---
 
 RECENT = 240
-"""The curve of a task and controller is drawn from this many updates, the last ones."""
+"""The curve of a task and controller shows its last updates, as many as this."""
 WIDTH = 30
 """A curve has at most this many blocks."""
 MOST_TOLD = 24
-"""A line tells of this many tasks."""
+"""A line of progress tells of at most this many tasks."""
 BLOCKS = "▁▂▃▄▅▆▇█"
+"""A curve is drawn with these, from the lowest value to the highest."""
 
 
 @dataclass
@@ -63,10 +57,19 @@ class _TaskRow:
 
 
 class LearningProgress:
-    """Shows a run that goes on; `add` is to be called with each point, in any thread.
+    """Shows a run on standard error, as a table that changes:
 
-    trials, seconds   what the run is to take; None: not said
-    tell, clock       take lines, and pace them
+        zoo:rnnlm by gdp ━━━━━━━━━━━╺━━━━━━━ 1,104 of 2,000 trials  72 trials/s 0:00:15
+
+        task        controller   updates   best      mean      invalid   entropy   mean of updates
+        zoo:rnnlm   0            68        2.55 ms   2.8 ms    0 %       0.63      ▇▆▅▃▂▂▁
+
+    If standard error is no terminal, it writes a line every `LINE_SECONDS` instead. `add` must be
+    called with each point, from any thread.
+
+    trials, seconds   how much the run is to take; None: it has no such limit
+    tell              a function that writes a line
+    clock             a function that returns seconds, by which lines are paced
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class LearningProgress:
         self._lock = threading.Lock()
 
     def add(self, point: Point) -> None:
-        """A controller has learned from an update."""
+        """Count an update that a controller has made."""
         with self._lock:
             self.points.append(point)
             self._rows.setdefault((point.task, point.controller), _TaskRow()).add(point)
@@ -99,7 +102,7 @@ class LearningProgress:
 
     @property
     def trials(self) -> int:
-        """Judged so far, over all controllers."""
+        """The number of trials so far, over all controllers."""
         return sum(self._trials.values())
 
     def line(self) -> str:
@@ -108,7 +111,7 @@ class LearningProgress:
             return self._line()
 
     def table(self) -> RenderableType:
-        """The run, and a row a task and controller."""
+        """The run, with a row for each task and controller."""
         with self._lock:
             below = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
             for name in ("task", "controller", "updates", "best", "mean", "invalid", "entropy"):
@@ -146,8 +149,8 @@ class LearningProgress:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """The values as blocks, their means where there are more than `width`; what is not finite is
-    left out."""
+    """Draws the values as blocks. If there are more than `width`, each block is the mean of some.
+    Values that are not finite are left out."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -160,7 +163,7 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 def _told(points: Sequence[Point]) -> str:
-    """Sums up the last update of each controller of a task."""
+    """Sums up the last updates of a task's controllers in one phrase."""
     best = min(point.best for point in points)
     means = [point.mean for point in points if math.isfinite(point.mean)]
     invalid = sum(point.invalid for point in points) / len(points)
@@ -197,12 +200,15 @@ if TYPE_CHECKING:
     from dovetail.pipeline.sources import TellProgress
 
 FIGURES = ("best", "mean", "invalid", "entropy", "loss")
-"""The fields of `Point` that TensorBoard shows."""
+"""TensorBoard shows these fields of `Point`."""
 
 
 @dataclass(frozen=True)
 class LearningOutputs:
-    """Files and folders to write; None: not asked for. `plans`: a file, or of a batch a folder."""
+    """Files and folders to write; None: not asked for.
+
+    plans   the plan's file, or a folder of plans if several networks are learned
+    """
 
     plans: Path | None = None
     policy: Path | None = None
@@ -212,7 +218,7 @@ class LearningOutputs:
 
 
 class Events:
-    """Points as TensorBoard's scalars, while they come: a run of its own for each controller."""
+    """Writes points as scalars for TensorBoard while they come, with a run for each controller."""
 
     def __init__(self, folder: Path) -> None:
         from dovetail.training.tensorboard import check_installed
@@ -223,7 +229,7 @@ class Events:
         self._writers: dict[int, Any] = {}
 
     def add(self, point: "Point") -> None:
-        """Write a point's figures, at the trials of its controller."""
+        """Write a point's figures. Their step is the number of trials of the controller."""
         from dovetail.training.tensorboard import Scalars
 
         if point.controller not in self._writers:
@@ -243,9 +249,9 @@ class Events:
 
 
 def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_json: bool) -> None:
-    """Learn; write what was asked for; print the summary, or one JSON object.
+    """Learn, write what was asked for, and print the summary or one JSON object.
 
-    Raises `InfeasibleError` where nothing that was tried fits, after the policy is written.
+    Raises `InfeasibleError` if no placement that was tried fits, after the policy is written.
     """
     from dovetail.pipeline.learning import learn_all
 
@@ -273,7 +279,7 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
     if result.learned.interrupted:
         say("interrupted: this is the best so far")
     if not any(result.plans):
-        result.plan  # noqa: B018  raises what says that nothing fits
+        result.plan  # noqa: B018  raises the error that says why nothing fits
     if result.failures:
         say(f"{len(result.failures)} trials failed, the last one: {result.failures[-1]}")
 
@@ -281,7 +287,7 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
 def summary(
     result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
 ) -> dict[str, Any]:
-    """What `learn --json` prints. Its keys are stable; what is not known is null."""
+    """The object that `learn --json` prints. Its keys are stable; what is not known is null."""
     learned, card = result.learned, result.card
     return {
         "method": card["method"],
@@ -355,7 +361,8 @@ def _write(
 
 
 def plan_path(outputs: LearningOutputs, tasks: "Sequence[TaskRequest]", index: int) -> Path | None:
-    """Where the plan of a task goes: the file, or of several one each in the folder."""
+    """The file for the plan of a task: the one that was named, or one in the folder if there are
+    several tasks. None if no plan was asked for."""
     if outputs.plans is None or len(tasks) == 1:
         return outputs.plans
     name = re.sub(r"[^A-Za-z0-9.]+", "-", tasks[index].name).strip("-.")[:80]
@@ -363,6 +370,7 @@ def plan_path(outputs: LearningOutputs, tasks: "Sequence[TaskRequest]", index: i
 
 
 def _show(result: "LearningResult", tasks: "Sequence[TaskRequest]") -> None:
+    """Print each task's best plan, what was measured again, and the pace of the run."""
     from dovetail.reports.tables import methods_table
 
     learned = result.learned
@@ -395,7 +403,7 @@ def _named(tasks: "Sequence[TaskRequest]") -> str:
 
 
 def _doing() -> "TellProgress":
-    """Says what is done before there is anything to draw, each once."""
+    """A `TellProgress` that says each thing that is done once, before there is anything to draw."""
     told = set[str]()
 
     def doing(what: str, _fraction: float, _best: float | None) -> None:

@@ -1,6 +1,6 @@
 """Prints what commands say: results on standard output, progress and messages on standard error.
 
-On a terminal progress is a bar, or a bar with tables below it; else it is lines.
+On a terminal, progress is a bar, with or without a table below it. Elsewhere it is lines.
 """
 
 import json
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
 
 
 LINE_SECONDS = 5.0
-"""A run that is not drawn says a line this often."""
+"""A run that is not drawn on a terminal writes a line this often."""
 QUIET_SECONDS = 1.0
 """A command works this long before it says what it is doing."""
 MOST_LISTED = 24
-"""A table of a run has this many rows, so that it fits on a terminal."""
+"""A table of a run has at most this many rows, so that it fits on a terminal."""
 
 
 @contextmanager
 def progress_bar() -> "Iterator[TellProgress]":
-    """A `pipeline.TellProgress` drawn on standard error. Where that is not a terminal, a line for
-    each thing that is done, from the first second on: a quick command says nothing."""
+    """Yields a `pipeline.TellProgress` that draws a bar on standard error.
+
+    If that is not a terminal, it writes a line for each thing that is done. It begins after
+    `QUIET_SECONDS`, so a quick command says nothing.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield from _progress_lines()
@@ -54,6 +57,7 @@ def progress_bar() -> "Iterator[TellProgress]":
 
 
 def _progress_lines() -> "Iterator[TellProgress]":
+    """Yields a `TellProgress` that writes a line for each thing that is done."""
     began, lock = time.perf_counter(), threading.Lock()
     current, said = "", ""
 
@@ -64,6 +68,7 @@ def _progress_lines() -> "Iterator[TellProgress]":
                 said = current
                 say(f"{time.perf_counter() - began:5.0f} s  {current}")
 
+    # One thing may take long, so that nobody calls `show` again. The timer says it then.
     timer = threading.Timer(QUIET_SECONDS, tell)
     timer.daemon = True
 
@@ -81,18 +86,18 @@ def _progress_lines() -> "Iterator[TellProgress]":
 
 
 class Drawable(Protocol):
-    """Something whose state changes; `live` says whether it is drawn."""
+    """A run that can be drawn as a table. `drawn` sets `live`, which says whether it is drawn."""
 
     live: bool
 
     def table(self) -> RenderableType:
-        """As it is now."""
+        """The run as it is now."""
         ...
 
 
 @contextmanager
 def drawn(progress: Drawable) -> Iterator[None]:
-    """It is drawn on standard error while the block runs where that is a terminal."""
+    """Draws a run on standard error while the block runs, if that is a terminal."""
     console = Console(stderr=True)
     progress.live = console.is_terminal
     if not progress.live:
@@ -103,7 +108,7 @@ def drawn(progress: Drawable) -> Iterator[None]:
 
 
 class RunBar:
-    """The first line of a run that goes on: title, bar, figures, time since it began."""
+    """The first line of a run: title, bar, figures, and the time since it began."""
 
     def __init__(self, title: str, clock: Callable[[], float]) -> None:
         columns = (
@@ -116,7 +121,7 @@ class RunBar:
         self._task = self._bar.add_task(foreign(title), total=None, figures="")
 
     def at(self, share: float | None, *figures: str) -> RenderableType:
-        """The line at this share of the run; None: where the run ends is not known."""
+        """The line at this share of the run. A share of None means that the end is not known."""
         total = None if share is None else 1.0
         self._bar.update(self._task, total=total, completed=share, figures="  ".join(figures))
         return self._bar.get_renderable()
@@ -130,7 +135,7 @@ class LinePace:
         self._told_seconds = clock()
 
     def is_due(self) -> bool:
-        """True at most every `LINE_SECONDS`; the caller then says a line."""
+        """True if the last line was said `LINE_SECONDS` ago or longer. The caller then says one."""
         now = self._clock()
         if now - self._told_seconds < LINE_SECONDS:
             return False
@@ -148,7 +153,7 @@ def listed(table: Table, rows: Sequence[Sequence[str]]) -> Table:
 
 
 def foreign(text: str) -> str:
-    """A foreign text as rich shows it, character by character."""
+    """A text from elsewhere, escaped so that rich shows its characters and does not obey them."""
     return escape(printable(text))
 
 
@@ -171,5 +176,5 @@ def show_json(value: dict[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """Tell the user; not part of the result."""
+    """Tell the user something on standard error, which is not part of the result."""
     sys.stderr.write(printable(text) + "\n")

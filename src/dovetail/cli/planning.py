@@ -1,4 +1,4 @@
-"""`dovetail plan`, and the one object that it prints."""
+"""`dovetail plan`: finds a plan, or with `--phases` a plan for each phase, and prints it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,10 +36,14 @@ def plan(  # noqa: PLR0913  one argument an option
     asynchronous: Asynchronous = False,
     shape: Shape = None,
     machine: Annotated[
-        str, typer.Option(help=f"{MACHINE_HELP}; an instance brings its own", show_default="here")
+        str,
+        typer.Option(
+            help=f"Machine to plan for: {MACHINE_HELP}. An instance has its own",
+            show_default="here",
+        ),
     ] = "",
     placer: Annotated[
-        str, typer.Option(help=f"{', '.join(PLACERS)}; see below")
+        str, typer.Option(help=f"Method to use: {', '.join(PLACERS)}. They are described below")
     ] = PlanRequest.placer,
     objective: Annotated[
         str, option(PlanRequest, "objective", show_default="step; load for an instance")
@@ -50,10 +54,13 @@ def plan(  # noqa: PLR0913  one argument an option
     budget: Annotated[str, option(PlanRequest, "budget")] = str(PlanRequest.budget),
     gap: Annotated[float, option(PlanRequest, "gap")] = PlanRequest.gap,
     seed: Annotated[int, option(PlanRequest, "seed")] = PlanRequest.seed,
-    pin: Annotated[list[str] | None, option(PlanRequest, "pins", before="PATTERN=DEVICE: ")] = None,
+    pin: Annotated[
+        list[str] | None,
+        option(PlanRequest, "pins", before="PATTERN=DEVICE, e.g. lstm.0=cpu0. "),
+    ] = None,
     cap: Annotated[
         list[str] | None,
-        option(PlanRequest, "caps", before="DEVICE=BYTES, e.g. cpu0=2GiB: "),
+        option(PlanRequest, "caps", before="DEVICE=BYTES, e.g. cpu0=2GiB. "),
     ] = None,
     policy: Annotated[
         Path | None, option(PlanRequest, "policy", show_default="the shipped one")
@@ -69,18 +76,19 @@ def plan(  # noqa: PLR0913  one argument an option
     phases: Annotated[
         str,
         typer.Option(
-            help="prefill=1,decode=128: plan these phases of MODEL under one placement; a number "
-            "is how many times one runs"
+            help="PHASE=TIMES, e.g. prefill=1,decode=128. Plan these phases of MODEL under one "
+            "placement, where each phase runs so many times"
         ),
     ] = "",
     out: Annotated[Path | None, typer.Option(help="Write the plan")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write its page (HTML)")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the plan's page (HTML)")] = None,
     as_json: Json = False,
 ) -> None:
     """Find where each operation should run. Ctrl-C keeps the best plan so far."""
     with progress_bar() as progress:
         progress("importing torch", 0.0, None)
-        from dovetail import frontends  # noqa: F401  imported here, so that it is said
+        # The import takes seconds. It stands here so that the user is told what takes them.
+        from dovetail import frontends  # noqa: F401
 
     arguments.check_outputs(out, report, inputs=[model, machine, policy or "", place or ""])
     options: dict[str, Any] = {
@@ -109,7 +117,8 @@ def plan(  # noqa: PLR0913  one argument an option
         if as_json and request.step is not None:
             show_json(_infeasible(model, request, error))
         raise
-    # A graph from a file does not say whether we replicated it.
+    # The plan keeps the towers, so that the step can be made again from MODEL. A graph from a file
+    # does not say whether we replicated it.
     source = replace(found.source, replicas=replicas, asynchronous=asynchronous)
     _write(model, replace(found, source=source), request.planned_step, (out, report, as_json))
 
@@ -130,7 +139,10 @@ def _request(
     options: dict[str, Any],
     towers: tuple[int, bool],
 ) -> PlanRequest:
-    """The request, checked before the long work: with its step where a file holds it.
+    """The request, which is checked before the long work.
+
+    If MODEL is a file, the request has its step already, because an instance is checked by its own
+    machine and objectives.
 
     towers   (replicas, asynchronous)
     """
@@ -186,7 +198,7 @@ def _write(
 
 
 def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str, Any]:
-    """What `plan --json` prints. Its keys are stable: `_infeasible` has them too."""
+    """The object that `plan --json` prints. Its keys are stable. `_infeasible` has them as well."""
     from dovetail.pipeline import graph_of
 
     names = plan.machine.device_names
@@ -222,7 +234,8 @@ def _found(model: str, plan: "Plan", step: "Step", out: Path | None) -> dict[str
 
 
 def _infeasible(model: str, request: PlanRequest, error: InfeasibleError) -> dict[str, Any]:
-    """The keys of `_found`, null where unknown, and the error's fields."""
+    """The object that `plan --json` prints if no plan is feasible: the keys of `_found`, null if
+    unknown, and the error's fields."""
     from dovetail.pipeline.sources import graph_of, machine_of
 
     unknown = (
@@ -249,8 +262,8 @@ def _infeasible(model: str, request: PlanRequest, error: InfeasibleError) -> dic
 
 
 def _unit(step: "Step") -> tuple[str, float]:
-    """The unit in which values are printed, and how many of it make a second: an instance's
-    values are published in milliseconds."""
+    """(unit, how many of it make a second) for values that are printed. The values of instances are
+    published in milliseconds."""
     from dovetail.instances import Instance
 
     return ("ms", 1e3) if isinstance(step, Instance) else ("s", 1.0)
@@ -266,10 +279,13 @@ def _plan_phases(
     refused: Sequence[str],
     outputs: tuple[Path | None, Path | None, bool],
 ) -> None:
-    """text     of --phases: "prefill=1,decode=128"; without a number, the default counts
-    options  fields of `PlanRequest`
-    refused  options that were given and do not go with phases
-    outputs  the plans' name, the pages' name, and whether to print one JSON object
+    """Plan the phases, and write and print what was asked for.
+
+    text      the text of --phases, such as "prefill=1,decode=128". A phase without a number runs as
+              often as `PHASE_WEIGHTS` says
+    options   fields of `PlanRequest`
+    refused   options that were given and do not go with phases
+    outputs   the plans' name, the pages' name, and whether to print one JSON object
     """
     from dovetail import pipeline
     from dovetail.frontends import resolve_phases
@@ -311,7 +327,11 @@ def _plan_phases(
 
 
 def _not_of_phases(options: dict[str, Any]) -> list[str]:
-    """The options that were given, and that phases do not take."""
+    """The options that were given, but that phases do not take.
+
+    An option counts as given if its value is not the default. --objective step is allowed, since
+    phases are planned for it.
+    """
     flags = {"format": "--for"}
     allowed = {"objective": ("", "step")}
     return [
@@ -322,7 +342,10 @@ def _not_of_phases(options: dict[str, Any]) -> list[str]:
 
 
 def _parse(text: str) -> dict[str, float | None]:
-    """Phase -> how many times it runs, None where that is not said. Raises `UsageError`."""
+    """Reads the text of --phases: phase -> how many times it runs, None if the text does not say.
+
+    Raises `UsageError`.
+    """
     found: dict[str, float | None] = {}
     for part in text.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
@@ -337,7 +360,7 @@ def _parse(text: str) -> dict[str, float | None]:
 
 
 def _json(model: str, found: "PhasesPlan", files: dict[str, Path]) -> dict[str, Any]:
-    """What `plan --phases --json` prints; its keys are stable."""
+    """The object that `plan --phases --json` prints. Its keys are stable."""
     return {
         "model": model,
         "machine": next(iter(found.plans.values())).machine.name,

@@ -1,4 +1,4 @@
-"""`dovetail schedule`: what runs at the same time inside one device."""
+"""`dovetail schedule`: finds what to run at the same time inside one device."""
 
 import re
 from collections.abc import Sequence
@@ -16,28 +16,34 @@ from dovetail.pipeline.requests import ScheduleRequest
 
 def schedule(  # noqa: PLR0913  one option each
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    device: Annotated[str, option(ScheduleRequest, "devices", before="With commas. ")] = ",".join(
-        ScheduleRequest.devices
-    ),
+    device: Annotated[
+        str, option(ScheduleRequest, "devices", before="One, or several with commas. ")
+    ] = ",".join(ScheduleRequest.devices),
     scheduler: Annotated[
         str,
-        typer.Option(help=f"{', '.join(SCHEDULERS)}, with commas; see below", show_default="all"),
+        typer.Option(
+            help=f"Methods to compare, with commas: {', '.join(SCHEDULERS)}. They are described "
+            "below",
+            show_default="all",
+        ),
     ] = "",
     batch: Annotated[
-        str, option(ScheduleRequest, "batches", before="With commas, e.g. 1,8,16. ")
+        str, option(ScheduleRequest, "batches", before="One, or several with commas: 1,8,16. ")
     ] = "",
     rounds: Annotated[int, option(ScheduleRequest, "rounds")] = ScheduleRequest.rounds,
     sampled: Annotated[int, option(ScheduleRequest, "sampled")] = ScheduleRequest.sampled,
     seed: Annotated[int, option(ScheduleRequest, "seed")] = ScheduleRequest.seed,
     report: Annotated[
-        Path | None, typer.Option(help="Write the page (HTML); of several devices, one each")
+        Path | None,
+        typer.Option(help="Write the page (HTML). With several devices, a page for each"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find what to run at the same time on one device, and measure it against one by one."""
+    """Find which operations to run at the same time on one device, and measure what that gains."""
     from dovetail.runtime.setup import spin_briefly
 
-    spin_briefly()  # before torch is imported
+    # OpenMP reads its settings when torch is imported, so this comes before.
+    spin_briefly()
     from dovetail.cli.training_run import typed
     from dovetail.pipeline.scheduling import find_schedules
     from dovetail.reports import schedules_table
@@ -65,7 +71,7 @@ def schedule(  # noqa: PLR0913  one option each
 
 
 def _object(one: Any) -> dict[str, Any]:
-    """One device's schedules, for programs."""
+    """The object that `schedule --json` prints for one device."""
     return {
         "model": one.model,
         "device": one.device,
@@ -90,7 +96,8 @@ def _object(one: Any) -> dict[str, Any]:
 
 
 def _pages(report: Path, devices: Sequence[str]) -> list[Path | None]:
-    """The page of each device: devices' texts may hold what a file name cannot."""
+    """The file of each device's page. Characters of a device that a file name cannot have become
+    "-"."""
     if len(devices) == 1:
         return [report]
     names = [re.sub(r"[^\w.-]+", "-", device) for device in devices]

@@ -1,4 +1,4 @@
-"""`dovetail machine`, `networks` and `capture`: what there is to plan for."""
+"""`dovetail machine`, `networks` and `capture`: show what can be planned for, and save graphs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,9 +22,11 @@ from dovetail.errors import UsageError
 def machine(
     name: Annotated[str, typer.Argument(metavar="MACHINE", help=MACHINE_HELP)] = "here",
     out: Annotated[Path | None, typer.Option(help="Write it as TOML")] = None,
-    fresh: Annotated[bool, typer.Option(help="Measure anew, whatever the cache holds")] = False,
+    fresh: Annotated[
+        bool, typer.Option(help="Measure anew, even if the cache has the rates")
+    ] = False,
 ) -> None:
-    """What a machine is; of this one, measured."""
+    """Show a machine's devices and links. The rates of this machine are measured."""
     from dovetail.machine import save_machine
     from dovetail.pipeline import Notes, resolve_machine
     from dovetail.reports import machine_table
@@ -43,11 +45,11 @@ def machine(
 
 def networks(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="One of them, with its options")
+        str, typer.Argument(metavar="[NAME]", help="Show this network's options instead")
     ] = "",
 ) -> None:
-    """The built-in networks at their default sizes: FLOPs and ops of an inference, and ops of a
-    training step. Of one, its options."""
+    """List the built-in networks with their default sizes: FLOPs and ops of an inference step, and
+    ops of a training step. With NAME, show one network and its options."""
     from dovetail.frontends.models import describe_network, network_rows
     from dovetail.reports import network_table, networks_table
 
@@ -59,7 +61,7 @@ def networks(
 
 def capture(
     model: Model,
-    out: Annotated[Path, typer.Option(help="Where the graph goes: .json or .json.gz")],
+    out: Annotated[Path, typer.Option(help="Write the graph: .json or .json.gz")],
     train: Train = "",
     replicas: Replicas = 1,
     asynchronous: Asynchronous = False,

@@ -1,4 +1,4 @@
-"""`dovetail train`, and `dovetail train-report`: a page about runs that were kept."""
+"""`dovetail train` trains a model by a parameter server, and `train-report` compares such runs."""
 
 import os
 import tempfile
@@ -38,7 +38,7 @@ validation may be left out. Or it returns (dovetail Trainer, dataset[, validatio
 here then take the place of the trainer's own.
 """
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(TrainRequest)}
-"""Defaults of training, shown in the help. An option that is not given stays None here, so that a
+"""The help shows these defaults. An option that is not given is None or "" in `train`, so that a
 Trainer that the function returns keeps its own setting."""
 FUNCTION_HELP = (
     "package.module:function, looked for in the current folder first; it returns (model, loss, "
@@ -56,23 +56,29 @@ def train(  # noqa: PLR0913  one argument an option
     rule: Annotated[
         str,
         typer.Option(
-            help="How workers and server update; --rules lists them", show_default=_default("rule")
+            help="Update rule of workers and server; --rules lists all of them",
+            show_default=_default("rule"),
         ),
     ] = "",
     option: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE of the rule, e.g. gamma=1e-4")
+        list[str] | None, typer.Option(help="KEY=VALUE, an option of the rule, e.g. gamma=1e-4")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, show_default=_default("workers"))] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Workers that train side by side", show_default=_default("workers")
+        ),
+    ] = None,
     window: Annotated[
         str,
         typer.Option(
-            help="Local steps between commits; all: one commit, at the end",
-            show_default=f"{DEFAULTS['window']}: 1, more for rules that ask for it",
+            help="Local steps between two commits to the server. all: one commit, at the end",
+            show_default=f"{DEFAULTS['window']}: the rule's own, mostly 1",
         ),
     ] = "",
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples of a local step", show_default=_default("batch")),
+        typer.Option(min=1, help="Samples in a local step", show_default=_default("batch")),
     ] = None,
     epochs: Annotated[
         int | None,
@@ -90,66 +96,87 @@ def train(  # noqa: PLR0913  one argument an option
     ] = "",
     backend_option: Annotated[
         list[str] | None,
-        typer.Option(help="KEY=VALUE of the backend, e.g. latency_seconds=0.01 of simulated"),
+        typer.Option(
+            help="KEY=VALUE, a setting of the backend, e.g. latency_seconds=0.01 of simulated"
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, show_default=_default("seed"))] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Seed of the run", show_default=_default("seed")),
+    ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(help="On the validation set beside the loss: accuracy")
+        list[str] | None,
+        typer.Option(help="Figure of the validation set to report beside the loss: accuracy"),
     ] = None,
     validate: Annotated[
         str,
         typer.Option(
-            help="When: epoch, so many samples, or 30s", show_default=_default("validate")
+            help="When to validate: epoch (after each), a number of samples, or seconds (30s)",
+            show_default=_default("validate"),
         ),
     ] = "",
     monitor: Annotated[
         str,
-        typer.Option(help="The figure that --patience goes by", show_default=_default("monitor")),
+        typer.Option(
+            help="Figure that decides which validation is the best",
+            show_default=_default("monitor"),
+        ),
     ] = "",
     patience: Annotated[
-        int | None, typer.Option(min=1, help="Validations without a better one before it stops")
+        int | None,
+        typer.Option(min=1, help="Stop after this many validations without a better one"),
     ] = None,
     wire: Annotated[
         str,
         typer.Option(
-            help="How vectors travel: float16, bfloat16, topk:FRACTION",
+            help="How commits are compressed: none, float16, bfloat16 or topk:FRACTION",
             show_default=_default("wire"),
         ),
     ] = "",
     folder: Annotated[
-        Path | None, typer.Option(help="Keep the run's state there: nothing is lost with a process")
+        Path | None,
+        typer.Option(help="Keep the run's state in this folder, so that the run can be resumed"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --folder")] = False,
     restarts: Annotated[
-        int | None, typer.Option(min=0, help="Killed workers to start again", show_default="3")
+        int | None,
+        typer.Option(min=0, help="Restart this many workers that died", show_default="3"),
     ] = None,
     losses: Annotated[
         int | None,
-        typer.Option(min=0, help="Workers that may stay away after that", show_default="0"),
+        typer.Option(
+            min=0, help="After the restarts, go on without this many workers", show_default="0"
+        ),
     ] = None,
     lease: Annotated[
-        str, typer.Option(help="Silent for longer, a worker is hung", show_default="60s")
+        str,
+        typer.Option(help="A worker that is silent for longer counts as hung", show_default="60s"),
     ] = "",
     history: Annotated[
         Path | None,
-        typer.Option(help="Keep the commits: .csv, or .json or .json.gz for train-report"),
+        typer.Option(help="Write the run's history: .csv, or .json or .json.gz for train-report"),
     ] = None,
     tensorboard: Annotated[
-        Path | None, typer.Option(help="Folder of an event file for TensorBoard")
+        Path | None, typer.Option(help="Write an event file for TensorBoard into this folder")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the run's page (HTML)")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the trained weights (state_dict)")] = None,
     suggest: Annotated[
         bool,
-        typer.Option("--suggest", help="Measure, simulate and recommend instead of training"),
+        typer.Option(
+            "--suggest",
+            help="Recommend a rule, workers and a window instead of training, by measuring and "
+            "simulating",
+        ),
     ] = False,
-    budget: Annotated[str, typer.Option(help="Of --suggest: 60s, 2m")] = "60s",
+    budget: Annotated[str, typer.Option(help="Limit of --suggest: 60s, 2m")] = "60s",
     rules: Annotated[bool, typer.Option("--rules", help="List the rules and their papers")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model of your own by a parameter server and many workers.
+    """Train a model of your own with a parameter server and many workers.
 
-    Ctrl-C keeps the best so far. Exit status 1 where the run failed, with the first traceback.
+    Ctrl-C keeps the best so far. If the run fails, the exit status is 1 and the first traceback is
+    shown.
     """
 
     if rules:
@@ -190,11 +217,12 @@ def train(  # noqa: PLR0913  one argument an option
 
 def train_report(
     histories: Annotated[
-        list[Path], typer.Argument(help="What `train --history` wrote: .json, .json.gz or .csv")
+        list[Path],
+        typer.Argument(help="Histories that `train --history` wrote: .json, .json.gz or .csv"),
     ],
-    out: Annotated[Path, typer.Option(help="The page (HTML)")] = Path("training.html"),
+    out: Annotated[Path, typer.Option(help="Write the page (HTML)")] = Path("training.html"),
 ) -> None:
-    """Write one page about several training runs: their rules side by side."""
+    """Write one page that compares several training runs."""
     from dovetail.cli.training_run import load, typed
     from dovetail.reports.training_page import write_training_page
 
@@ -204,11 +232,13 @@ def train_report(
 
 
 def _given(**settings: Any) -> dict[str, Any]:
+    """The settings that were given, without those that are None."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
 def _check_others(history: Path | None, tensorboard: Path | None, folder: Path | None) -> None:
-    """What must be known before the long work: names, folders, and the extra."""
+    """Raise before the long work if the history has another ending, a folder cannot be written to,
+    or TensorBoard is wanted but not installed."""
 
     if history is not None and not history.name.endswith((".csv", ".json", ".json.gz")):
         raise UsageError("--history", f"{history} must end in .csv, .json or .json.gz")
@@ -221,6 +251,7 @@ def _check_others(history: Path | None, tensorboard: Path | None, folder: Path |
 
 
 def _list_rules(as_json: bool) -> None:
+    """Print the table of rules, or one JSON object."""
     from rich.table import Column, Table
 
     from dovetail.training.rules import RULES
@@ -233,15 +264,15 @@ def _list_rules(as_json: bool) -> None:
         keys = ("name", "about", "options", "paper")
         show_json({"rules": [dict(zip(keys, row, strict=True)) for row in rows]})
         return
-    paper = Column("paper", overflow="fold")  # whole addresses, to copy
+    # Folding keeps the whole URL, so that it can be copied.
+    paper = Column("paper", overflow="fold")
     table = Table("rule", "what it does", "options", paper, show_lines=True)
     for row in rows:
         table.add_row(*map(escape, row))
     show(table)
 
 
-# What `dovetail train` is given: the user's function, and the options that change what it says.
-
+# --- The user's function, and the texts of the options ---
 
 if TYPE_CHECKING:
     from dovetail.training.rules.contract import Rule
@@ -250,11 +281,12 @@ RETURNS = (
     "must return (model, loss, optimizer, dataset), (Trainer, dataset), or either with a "
     "validation set after that"
 )
+"""The error for a function that returns anything else."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is to be trained, and on what."""
+    """What is to be trained, with which settings, and on which data."""
 
     request: TrainRequest
     dataset: Any
@@ -262,10 +294,13 @@ class Setup:
 
 
 def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, Any]) -> Setup:
-    """What the function returns, with `settings`, fields of `TrainRequest`, in place of its own,
-    and `policy`, fields of `FailurePolicy`.
+    """Calls the user's function, and returns its setup, changed by the options.
 
-    Raises `ModelError`, or `UsageError` for a setting that no run can have.
+    settings   fields of `TrainRequest`, in place of those of a trainer that the function returns
+    policy     fields of `FailurePolicy`, in the same way
+
+    Raises `ModelError` for a function that cannot be called or returns something else, and
+    `UsageError` for a setting that no run can have.
     """
     from dovetail.runtime.functions import call_function, names_function
     from dovetail.training.backends.contract import FailurePolicy
@@ -290,19 +325,22 @@ def open_setup(function: str, settings: Mapping[str, Any], policy: Mapping[str, 
 
 
 def parse_rule(name: str, options: Sequence[str]) -> "Rule | str":
-    """The rule of that name; with KEY=VALUE options bound. Raises `UnknownRuleError`, `UsageError`.
+    """The rule of that name with its KEY=VALUE options bound, or the name if there are no options.
 
-    Without options it stays a name: the trainer then binds what a rule takes from the optimizer.
+    A name stays a name because the trainer then binds what the rule takes from the optimizer.
+    Raises `UnknownRuleError`, `UsageError`.
     """
     from dovetail.training.rules import make_rule
 
     values = parse_options("--option", options)
+    # The rule is made in any case, so that a wrong name is refused before the long work.
     rule = make_rule(name, **values)
     return rule if values else name
 
 
 def parse_options(option: str, texts: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE texts: numbers, true, false, none, or text. Raises `UsageError`."""
+    """Reads KEY=VALUE texts, whose values are numbers, true, false, none, or text. Raises
+    `UsageError`."""
     pairs = [split_pair(option, text) for text in texts]
     return {key: _value_of(text) for key, text in pairs}
 
@@ -317,7 +355,8 @@ def _value_of(text: str) -> Any:
 
 
 def parse_window(text: str) -> int | str | None:
-    """ "10", "auto", or "all" for one commit at the end (None). Raises `UsageError`."""
+    """The window that "10" or "auto" names; None for "all", one commit at the end. Raises
+    `UsageError`."""
     if text == "auto":
         return text
     if text == "all":
@@ -328,7 +367,7 @@ def parse_window(text: str) -> int | str | None:
 
 
 def parse_seconds(option: str, text: str) -> float:
-    """ "60", "60s" or "2m" in seconds. Raises `UsageError`."""
+    """The seconds that "60", "60s" or "2m" names. Raises `UsageError`."""
     scale = {"s": 1.0, "m": 60.0}.get(text[-1:])
     try:
         seconds = float(text[:-1]) * scale if scale else float(text)
@@ -340,9 +379,10 @@ def parse_seconds(option: str, text: str) -> float:
 
 
 def check_folder(folder: Path | None) -> None:
-    """Raise `UnwritableError` where a folder cannot be made, or cannot be written to."""
+    """Raise `UnwritableError` if a folder cannot be made, or cannot be written to."""
     if folder is None:
         return
+    # The nearest folder that exists tells whether the others can be made in it.
     there = folder.resolve()
     while not there.exists():
         there = there.parent

@@ -1,4 +1,4 @@
-"""A training run from the command line: shown while it runs, then written and summed up."""
+"""Runs `dovetail train`: shows a run while it goes on, then writes the results and a summary."""
 
 import io
 import math
@@ -52,30 +52,28 @@ from dovetail.units import format_count, format_seconds, printable
 if TYPE_CHECKING:
     from dovetail.cli.training import Setup
 
-# ---- A training run as it goes on, on standard error: a table that changes, or lines ----
-#
-#     agn, 4 workers  ━━━━━━━━━━━╺━━━━━━━  3,400 of 5,600 samples (61 %)  0:00:12
-#     commits/s 120  loss 0.412  staleness 2.98  validation accuracy 0.91
-#     worker 0   working       850 samples   30 commits/s   staleness 2.97   loss 0.41
-#     worker 1   lost ...
-#
-# If standard error is no terminal, a line is written every `LINE_SECONDS`, and one for each event.
+# --- Progress on standard error ---
 
 RECENT = 50
-"""Staleness, loss and rate are means of this many commits of a worker, and of n times it of all."""
+"""Staleness, loss and rate of a worker are means over its last commits, as many as this. Those of
+all n workers are means over n times as many."""
 MOST_REFUSALS = 5
-"""This many refused commits are told of, a line each; the history has all."""
+"""The first refused commits, as many as this, get a line each. The history has all of them."""
 STATES = {
     "joined": "working",
     "restarted": "restarted",
     "lost": "lost",
     "left": "done",
 }
+"""Maps a kind of event to the state of a worker after it, as the table shows it."""
 
 
 @dataclass
 class _Recent:
-    """The last commits of a worker, or of all."""
+    """The last commits of a worker, or of all workers.
+
+    rows   (seconds, staleness, loss) of each
+    """
 
     samples: int = 0
     commits: int = 0
@@ -103,11 +101,19 @@ class _Recent:
 
 
 class TrainingProgress:
-    """Shows a run that goes on; `watcher` is to be given to the run.
+    """Shows a run on standard error, as a table that changes:
+
+        agn, 4 workers  ━━━━━━━━━━━╺━━━━━━━  3,400 of 5,600 samples (61 %)  0:00:12
+        commits/s 120  loss 0.412  staleness 2.98  validation accuracy 0.91
+        worker 0   working       850 samples   30 commits/s   staleness 2.97   loss 0.41
+        worker 1   lost ...
+
+    If standard error is no terminal, it writes a line every `LINE_SECONDS`, and one for each event.
+    The run must be given `watcher`.
 
     total    samples over all epochs; None for a stream whose end is not known
-    tell     takes lines
-    clock    paces the lines
+    tell     a function that writes a line
+    clock    a function that returns seconds, by which lines are paced
     """
 
     def __init__(
@@ -131,11 +137,11 @@ class TrainingProgress:
 
     @property
     def watcher(self) -> Watcher:
-        """Rows and events go to this."""
+        """The watcher that hears of the run's rows and events."""
         return Watcher(rows=self.add, event=self.happened)
 
     def add(self, rows: list[Row]) -> None:
-        """Commits were applied."""
+        """Count commits that were applied, and write a line if one is due."""
         with self._lock:
             for row in rows:
                 self.all.add(row)
@@ -147,7 +153,7 @@ class TrainingProgress:
             self._tell(self.line())
 
     def happened(self, event: Event) -> None:
-        """Something happened to a worker or to the server; told as a line if it is no good news."""
+        """Note what happened to a worker or to the server, and write a line if it is bad news."""
         with self._lock:
             if event.worker >= 0 and event.kind in STATES:
                 self.workers.setdefault(event.worker, _Recent()).state = STATES[event.kind]
@@ -155,10 +161,10 @@ class TrainingProgress:
             is_told = event.kind != "refused" or self._refusals <= MOST_REFUSALS
             is_last = event.kind == "refused" and self._refusals == MOST_REFUSALS
         if event.kind not in ("joined", "left") and is_told:
-            self._tell(said(event) + ("; of more like it nothing is said" if is_last else ""))
+            self._tell(said(event) + ("; further refusals are not shown" if is_last else ""))
 
     def evaluated(self, figures: dict[str, float]) -> None:
-        """The center was evaluated."""
+        """Note the figures of the center's last evaluation."""
         self.figures = figures
 
     def line(self) -> str:
@@ -170,7 +176,7 @@ class TrainingProgress:
         return ", ".join([*parts, *([f"{lost} lost"] if lost else [])])
 
     def table(self) -> RenderableType:
-        """The run and its workers."""
+        """The run, with a row for each worker."""
         with self._lock:
             share = min(self.all.samples / self.total, 1.0) if self.total else None
             numbers = "  ".join(f"{foreign(k)} {v:.4g}" for k, v in self._numbers().items())
@@ -198,7 +204,7 @@ class TrainingProgress:
 
 
 def said(event: Event) -> str:
-    """An event in a line; of a traceback its last line."""
+    """An event in one line. Of a traceback it shows the last line."""
     who = "the server" if event.worker < 0 else f"worker {event.worker}"
     detail = event.detail.strip().splitlines()[-1] if event.detail.strip() else ""
     what = {"server_restarted": "was restarted", "restarted": "was restarted", "lost": "was lost",
@@ -277,9 +283,9 @@ class _RunSoFar:
 
 
 def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_json: bool) -> None:
-    """Train; write what was asked for; print the summary, or one JSON object.
+    """Train, write what was asked for, and print the summary or one JSON object.
 
-    Of a run that failed, what it said until then is written too, and its error is raised.
+    If the run fails, its history until then is written as well, and its error is raised.
     """
     request = setup.request
     samples = len(setup.dataset) if hasattr(setup.dataset, "__len__") else None
@@ -313,18 +319,18 @@ def train_and_write(function: str, setup: "Setup", outputs: TrainingOutputs, as_
 
 
 def load(path: Path) -> History:
-    """Reads what `train --history` wrote. Raises `FileFormatError`."""
+    """The history that `train --history` wrote. Raises `FileFormatError`."""
     return History.from_csv(path) if path.suffix == ".csv" else History.load(path)
 
 
 def typed() -> str:
-    """The command that runs, as it was typed."""
+    """The command that is running, as it was typed."""
     return shlex.join(["dovetail", *sys.argv[1:]])
 
 
 @contextmanager
 def _warnings_said() -> Iterator[None]:
-    """Warnings of a diverging run as lines for the user, each once."""
+    """Tells the user of each warning that the run diverges in a line, while the block runs."""
     shown_before = warnings.showwarning
 
     def tell(message: Any, category: Any, *rest: Any, **more: Any) -> None:
@@ -340,6 +346,7 @@ def _warnings_said() -> Iterator[None]:
 
 
 def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
+    """Write what was asked for. `model` is None for a run that failed, which has no weights."""
     if outputs.history is not None:
         write = history.to_csv if outputs.history.suffix == ".csv" else history.save
         write(outputs.history)
@@ -359,8 +366,10 @@ def _write(history: History, outputs: TrainingOutputs, model: Any) -> None:
 
 
 def _save_weights(model: Any, path: Path) -> None:
-    """Write the model's `state_dict`, for `torch.load(path, weights_only=True)`, whole or not at
-    all. Raises `UnwritableError`."""
+    """Write the model's `state_dict`, which `torch.load(path, weights_only=True)` reads.
+
+    The file is written whole or not at all. Raises `UnwritableError`.
+    """
     content = io.BytesIO()
     torch.save(model.state_dict(), content)
     write_atomically(path, content.getvalue())
@@ -424,20 +433,20 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-# ---- `dovetail train --suggest`: what to train with, and the evidence ----
-
+# --- `dovetail train --suggest` ---
 
 CHOSEN = ("function", "rule", "option", "workers", "window", "suggest", "budget", "as_json")
-"""The suggested command leaves these typed options out: the advice sets them, or the run has no use
-for them."""
+"""The suggested command leaves these options out, because the advice sets them or a run has no use
+for them. It keeps the others that the user typed."""
 
 
 def suggest_and_show(
     function: str, setup: "Setup", budget_seconds: float, as_json: bool, context: typer.Context
 ) -> None:
-    """Measure for part of the budget, simulate for the rest; print the table, or one object.
+    """Measure for a part of the budget, simulate for the rest, and print the advice or one JSON
+    object.
 
-    The context is that of `dovetail train`, whose other options the run is to have, too.
+    context   that of `dovetail train`. The suggested command has the other options that were typed
     """
     request = replace(setup.request, folder=None, resume=False)
     prepared = prepare(request, setup.dataset, setup.validation)
@@ -464,9 +473,11 @@ def _advice(
     budget_seconds: float,
     progress: advice.ReportProgress,
 ) -> Advice:
+    """Measures steps and transfers on the backend, then simulates the candidates."""
     request = prepared.request
     name = request.backend if isinstance(request.backend, str) else "processes"
-    if name == "simulated":  # has no times of its own
+    # The simulated backend has no times of its own that could be measured.
+    if name == "simulated":
         name = "processes"
     options = request.backend_options if name == request.backend else {}
     cores = None if name == "ray" else len(os.sched_getaffinity(0))
@@ -484,7 +495,10 @@ def _advice(
 
 
 def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
-    """The candidates with this optimizer, and the request's own rule with its options."""
+    """The rules that are suggested, bound with this optimizer, and the request's own rule.
+
+    A rule that cannot be bound is left out, and the user is told why.
+    """
     optimizer = resolve_optimizer(request.optimizer, request.lr)
     rules = []
     for name in advice.SUGGESTED:
@@ -496,7 +510,10 @@ def _rules(request: TrainRequest, given: Rule) -> list[Rule]:
 
 
 def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
-    """The options that were typed, but for what is `CHOSEN`; with the rule's own, or without."""
+    """The options that the user typed, as words of a command, without those of `CHOSEN`.
+
+    with_rule   keep the options of the rule, since the advice is the rule that the user named
+    """
     words: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -514,7 +531,7 @@ def typed_options(context: typer.Context, with_rule: bool) -> list[str]:
 
 
 def command(function: str, result: Advice, options: Sequence[str]) -> str:
-    """What to run."""
+    """The command that trains as suggested."""
     chosen = result.chosen
     words = ["dovetail", "train", function, "--rule", chosen.rule]
     words += ["--workers", str(chosen.workers), "--window", str(chosen.window)]
@@ -522,7 +539,8 @@ def command(function: str, result: Advice, options: Sequence[str]) -> str:
 
 
 def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dict[str, Any]:
-    """What `train --suggest --json` prints. Its keys are stable; what is not known is null."""
+    """The object that `train --suggest --json` prints. Its keys are stable; what is not known is
+    null."""
     measured, chosen = result.measured, result.chosen
     return {
         "function": function,
@@ -553,7 +571,7 @@ def advice_summary(function: str, result: Advice, options: Sequence[str]) -> dic
 
 
 def _table(result: Advice) -> Table:
-    """Candidates, the chosen first, then by time."""
+    """The candidates: the chosen one first, then the stable ones, then the others, each by time."""
     level = "time" if math.isnan(result.level) else f"to {result.level:.3g}"
     table = Table("rule", "workers", "window", "samples/s", "stale", "best loss", level, "")
     for evidence in sorted(result.evidence, key=lambda evidence: _place(evidence, result)):
@@ -573,7 +591,7 @@ def _table(result: Advice) -> Table:
 
 
 def _reasons(result: Advice) -> list[str]:
-    """Why candidates are not to be used."""
+    """A line for each candidate that should not be used, with the reason."""
     lines = []
     for evidence in result.evidence:
         what = advice.describe(evidence.candidate)

@@ -1,4 +1,4 @@
-"""`dovetail run`, `report` and `export`: what is done with a plan."""
+"""`dovetail run`, `report` and `export`: run a plan, show it, or write it for another tool."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,17 +12,22 @@ from dovetail.cli.output import progress_bar, say, show, show_json, show_limits
 def run(
     plan: PlanFile,
     model: PlanModel = "",
-    steps: Annotated[int, typer.Option(min=2, help="Steps to measure; the first is dropped")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of initial weights and random ops")] = 0,
+    steps: Annotated[
+        int, typer.Option(min=2, help="Steps to measure, of which the first is dropped")
+    ] = 10,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the initial weights and of random ops")
+    ] = 0,
     report: Annotated[
-        Path | None, typer.Option(help="Write the page, with what was measured")
+        Path | None, typer.Option(help="Write the plan's page, with what was measured (HTML)")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write predicted and measured as one trace, for Perfetto")
+        Path | None,
+        typer.Option(help="Write the predicted and the measured step as one trace, for Perfetto"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a plan on this machine and measure it: predicted beside measured."""
+    """Run a plan on this machine, and show the measured step beside the predicted one."""
     from dovetail import pipeline
     from dovetail.reports import run_table
 
@@ -62,7 +67,7 @@ def run(
 def report(
     plan: PlanFile,
     model: PlanModel = "",
-    out: Annotated[Path | None, typer.Option(help="Write the page (HTML)")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan's page (HTML)")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the predicted step as a Chrome trace, for Perfetto")
     ] = None,
@@ -96,13 +101,15 @@ def export(
         str,
         typer.Option(
             help="device-map: for Hugging Face accelerate; split-points: for "
-            "torch.distributed.pipelining; model-explorer: a folder for Google's; trace: for "
-            "Perfetto; instance: a published placement instance"
+            "torch.distributed.pipelining; model-explorer: a folder for Google's Model Explorer; "
+            "trace: for Perfetto; instance: a file like the published placement instances"
         ),
     ] = "device-map",
-    out: Annotated[Path | None, typer.Option(help="Default: standard output")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write to this path", show_default="standard output")
+    ] = None,
 ) -> None:
-    """Write a plan as another tool reads it (JSON)."""
+    """Write a plan in the format of another tool (JSON)."""
     from dovetail import pipeline
 
     pipeline.check_export(to)

@@ -1,4 +1,4 @@
-"""The papers' networks as plain modules: `NETWORKS["rnnlm"].build(hidden=64)`."""
+"""The networks of the zoo, plain modules from papers, by name: `NETWORKS["rnnlm"].build()`."""
 
 from dovetail.networks import (
     amoebanet,

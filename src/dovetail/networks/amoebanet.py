@@ -4,18 +4,23 @@
     size/    2       4    8                    16                   32
 
 Paper: Real, Aggarwal, Huang and Le, "Regularized Evolution for Image Classifier Architecture
-Search", AAAI 2019, https://arxiv.org/abs/1802.01548; the sizes (L, D) and the parameters to
-compare with are of Huang et al., "GPipe: Efficient Training of Giant Neural Networks
-using Pipeline Parallelism", NeurIPS 2019, https://arxiv.org/abs/1811.06965, table 1: (18, 208)
-82 M, (18, 416) 318 M, (18, 544) 542 M, (36, 544) 1.05 B, (72, 512) 1.8 B. The cells are those of
-the authors' release, tensorflow/tpu, models/official/amoeba_net, where a normal cell hands on its
-states 0, 3, 4 and 6, as GPipe's counts need too, and not 4, 5 and 6 as the paper draws it; stem and
-widths those of Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
-2020, https://arxiv.org/abs/2004.09910, whose benchmark prints 81.5 M, 319.0 M, 542.7 M, 1.06 B and
-1.84 B.
-Differences: from torchgpipe's in that a 3x3 max pool is one (there it averages), that images are
-not rectified before the first convolution, and that any size of images will do; no drop path and no
-auxiliary classifier. Images of 224 are those of torchgpipe's benchmark, 32 a batch are ours.
+Search", AAAI 2019, https://arxiv.org/abs/1802.01548.
+
+* Sizes (L, D), our `layers` and `filters`, and the number of parameters that each should have:
+  Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+  NeurIPS 2019, https://arxiv.org/abs/1811.06965, table 1: (18, 208) has 82 M, (18, 416) 318 M,
+  (18, 544) 542 M, (36, 544) 1.05 B and (72, 512) 1.8 B.
+* Cells: the authors' release, tensorflow/tpu, models/official/amoeba_net. There a normal cell
+  outputs its states 0, 3, 4 and 6. The paper draws 4, 5 and 6, but GPipe's parameter counts need
+  the release's states.
+* Stem and widths: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
+  Models", 2020, https://arxiv.org/abs/2004.09910. Its benchmark prints 81.5 M, 319.0 M, 542.7 M,
+  1.06 B and 1.84 B parameters for the five sizes.
+
+Differences: unlike torchgpipe's, a 3x3 max pool takes the maximum (there it averages), images pass
+no ReLU before the first convolution, and any image size works. There is no drop path and no
+auxiliary classifier. Images of 224 are those of torchgpipe's benchmark; a batch of 32 is our
+choice.
 """
 
 from collections.abc import Callable
@@ -30,7 +35,7 @@ from dovetail.networks.records import Examples, Network
 
 
 def _normalised(conv: nn.Conv2d) -> list[nn.Module]:
-    """ReLU, the convolution, batch normalisation."""
+    """Returns a ReLU, the convolution and its batch normalisation, in this order."""
     return [nn.ReLU(), conv, nn.BatchNorm2d(conv.out_channels)]
 
 
@@ -59,7 +64,7 @@ def conv_1x1(channels: int, stride: int) -> nn.Module:
 
 
 def conv_3x3(channels: int, stride: int) -> nn.Module:
-    """A 3x3 convolution through a bottleneck of a quarter of the channels."""
+    """Returns a 3x3 convolution within a bottleneck of a quarter of the channels."""
     inner = channels // 4
     return nn.Sequential(
         *_normalised(nn.Conv2d(channels, inner, 1, bias=False)),
@@ -69,7 +74,7 @@ def conv_3x3(channels: int, stride: int) -> nn.Module:
 
 
 def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
-    """A 1x7 and a 7x1 convolution through a bottleneck of a quarter of the channels."""
+    """Returns a 1x7 and a 7x1 convolution within a bottleneck of a quarter of the channels."""
     inner = channels // 4
     return nn.Sequential(
         *_normalised(nn.Conv2d(channels, inner, 1, bias=False)),
@@ -80,10 +85,10 @@ def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
 
 
 Operation = Callable[[int, int], nn.Module]
-"""A function (channels, stride) -> module."""
+"""A function (channels, stride) -> a module that keeps the number of channels."""
 Pair = tuple[int, Operation, int, Operation]
-"""Two states, each with its operation. The sum of the two results is the next state. States 0 and 1
-are the cell's inputs: the output of the cell before it, and of the one before that."""
+"""Two states, each with its operation. The cell adds the two results; the sum is its next state.
+State 0 is the output of the cell before, state 1 the output of the cell before that one."""
 
 NORMAL: tuple[Pair, ...] = (
     (1, conv_1x1, 1, max_pool_3x3),
@@ -104,8 +109,11 @@ REDUCTION_CONCAT = (4, 5, 6)
 
 
 class Cell(nn.Module):
-    """A normal or a reduction cell of `channels`; a reduction halves the grid where it reads its
-    inputs. `reduced`: the cell before it is a reduction, so that its inputs differ in their grids.
+    """Combines the outputs of the two cells before it.
+
+    before, last   channels of the output of the cell before the last one, and of the last one
+    reduction      a reduction cell, which halves the grid; otherwise a normal cell
+    reduced        the last cell is a reduction, so `before` has a grid of twice the size
     """
 
     def __init__(
@@ -119,6 +127,8 @@ class Cell(nn.Module):
         self.read = tuple((left, right) for left, _, right, _ in pairs)
         self.outputs = channels * len(self.concat)
 
+        # States 0 and 1 are the cell's inputs. Only what reads them has a stride of 2, because all
+        # later states are on the halved grid already.
         def made(state: int, operation: Operation) -> nn.Module:
             return operation(channels, 2 if reduction and state < 2 else 1)
 
@@ -126,7 +136,7 @@ class Cell(nn.Module):
         self.right = nn.ModuleList(made(state, operation) for _, _, state, operation in pairs)
 
     def forward(self, before: Tensor, last: Tensor) -> Tensor:
-        """[batch, outputs, n, n] of the outputs of the two cells before."""
+        """Returns [batch, outputs, n, n]. Of a reduction, `last` has a grid of 2 n a side."""
         states = [self.last(last), self.before(before)]
         for (a, b), left, right in zip(self.read, self.left, self.right, strict=True):
             states.append(left(states[a]) + right(states[b]))
@@ -134,8 +144,14 @@ class Cell(nn.Module):
 
 
 class AmoebaNetD(nn.Module):
-    """Logits [batch, classes] of images [batch, 3, size, size]; `layers`, L, normal cells in all
-    and `filters`, D, a multiple of 16 (the first cells have D / 4 channels, a bottleneck D / 8)."""
+    """Maps images [batch, 3, size, size] to logits [batch, classes].
+
+    layers    L, the number of normal cells, a multiple of 3
+    filters   D, a multiple of 16. The stem has D / 4 channels and the first cell D / 2, with
+              bottlenecks of D / 8. Each reduction cell doubles the channels
+
+    Raises `ValueError` for other values of `layers` and `filters`.
+    """
 
     def __init__(self, layers: int = 18, filters: int = 208, classes: int = 1000) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""GNMT: a deep LSTM translation model; residual, its attention read by all decoder layers.
+"""GNMT: a deep residual LSTM translation model, all of whose decoder layers read the attention.
 
     source ─► embedding ─► encoder_lstm.0 ⇄ ─► .1 ─► .2 + ─► ... ─► .N + ─► memory
                             both directions           residual from here        │
@@ -9,15 +9,18 @@
                             └────────┘   contexts, for the next step
 
 Paper: Wu et al., "Google's Neural Machine Translation System: Bridging the Gap between Human and
-Machine Translation", 2016, https://arxiv.org/abs/1609.08144, section 3: 8 + 8 layers of 1024, the
-first encoder layer bidirectional, residual connections from the third layer from the bottom on,
-the attention context a_i of y_{i-1}, the bottom decoder layer's output of the step before, sent to
-all decoder layers, 278 M parameters by Shazeer et al., "Outrageously Large Neural Networks", ICLR
-2017, table 2; batch 128 (section 3.3), 32,000 word pieces (section 4.1). Zhou et al., "GDP:
-Generalized Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, table 1,
-place it with 2, 4 and 8 layers; 40 + 40 steps are ours.
-Differences: the decoder starts from the last states of the encoder, layer by layer (of the first
-layer those of its backward cell), which the paper leaves open; no dropout; float32.
+Machine Translation", 2016, https://arxiv.org/abs/1609.08144, section 3. The model has 8 + 8 layers
+of 1024. The first encoder layer is bidirectional. Residual connections begin at the third layer
+from the bottom. The attention context a_i is computed from y_{i-1}, the bottom decoder layer's
+output of the step before, and all decoder layers read it. The batch of 128 is from section 3.3,
+the 32,000 word pieces from section 4.1.
+
+Shazeer et al., "Outrageously Large Neural Networks", ICLR 2017, table 2, give 278 M parameters.
+Zhou et al., "GDP: Generalized Device Placement for Dataflow Graphs", 2019,
+https://arxiv.org/abs/1910.01578, table 1, place it with 2, 4 and 8 layers.
+Differences: the decoder starts from the last states of the encoder, layer by layer, which the paper
+leaves open (its first layer starts from the state of the encoder's backward cell); no dropout;
+float32. The 40 + 40 steps are our choice.
 """
 
 from typing import Any
@@ -43,7 +46,7 @@ FIRST_RESIDUAL = 2
 
 
 class BidirectionalLayer(nn.Module):
-    """A layer whose two cells read the sequence from both ends."""
+    """Reads the sequence from both ends, with one cell each."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -52,8 +55,10 @@ class BidirectionalLayer(nn.Module):
         self.backwards = LSTMCell(inputs, hidden)
 
     def forward(self, words: Tensor) -> tuple[list[Tensor], LSTMState]:
-        """(per step [batch, 2 hidden], last state of the backward cell) of words
-        [steps, batch, inputs]."""
+        """Returns (one [batch, 2 hidden] per step, the last state of the backward cell).
+
+        words is [steps, batch, inputs]. The backward cell's last state is the one at step 0.
+        """
         xs = words.unbind(0)
         state = zero = zero_state(words, self.hidden)
         ahead = []
@@ -70,20 +75,21 @@ class BidirectionalLayer(nn.Module):
 
 
 class ResidualCell(nn.Module):
-    """A cell whose output is added to its input; `context` 0: it reads none."""
+    """Adds an LSTM cell's output to its input. With `context` 0 the cell reads no context."""
 
     def __init__(self, hidden: int, context: int = 0) -> None:
         super().__init__()
         self.cell = ContextCell(hidden, context, hidden) if context else LSTMCell(hidden, hidden)
 
     def forward(self, x: Tensor, *read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(output, h', c') of x [batch, hidden], then context (if it reads one), h and c."""
+        """Returns (output, h', c') of x [batch, hidden] and `read`: the context, if the cell reads
+        one, then h and c."""
         h, c = self.cell(x, *read)
         return x + h, h, c
 
 
 class GNMT(nn.Module):
-    """The unrolled model; at least two layers."""
+    """The model, unrolled over its steps. Raises `ValueError` for less than two layers."""
 
     def __init__(self, layers: int = 8, hidden: int = 1024, vocabulary: int = 32_000) -> None:
         super().__init__()
@@ -111,16 +117,21 @@ class GNMT(nn.Module):
         self.softmax = Softmax(hidden, vocabulary)
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        """Per target step the log-probabilities [batch, vocabulary] of the next word; source and
-        target [steps, batch], their steps may differ."""
+        """Returns the log-probabilities [batch, vocabulary] of the next word, for each target step.
+
+        source and target are [steps, batch]; their numbers of steps may differ.
+        """
         words = self.source_embedding(source)
         given = self.target_embedding(target)
         tops, states = self._encode(words)
         memory = self.memory(*tops)
         outputs = []
         for x in given.unbind(0):
+            # states[0][0] is still the bottom layer's output of the step before.
             context = self.attention(states[0][0], *memory)
             for layer, cell in enumerate(self.decoder_lstm):
+                # A plain cell returns (h, c), a residual one (output, h, c). Either way the output
+                # is first, and the state is the last two.
                 state = cell(x, context, *states[layer])
                 states[layer] = state[-2:]
                 x = state[0]
@@ -128,7 +139,7 @@ class GNMT(nn.Module):
         return tuple(outputs)
 
     def _encode(self, words: Tensor) -> tuple[list[Tensor], list[LSTMState]]:
-        """(the top layer's output per step, the last state per layer)."""
+        """Returns (the top layer's output for each step, the last state of each layer)."""
         bottom, *above = self.encoder_lstm
         xs, last = bottom(words)
         states = [last] + [zero_state(words, self.hidden)] * len(above)

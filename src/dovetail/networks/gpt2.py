@@ -4,11 +4,16 @@
                                           x + attention(norm(x)), x + mlp(norm(x))
 
 Paper: Radford, Wu, Child, Luan, Amodei and Sutskever, "Language Models are Unsupervised Multitask
-Learners", 2019, https://openai.com/research/better-language-models, section 2.3: GPT-2 small, 12
-layers of 768, context 1024, 50,257 tokens, the logits' weight being the embedding's: 124,439,808
-parameters, as in the published weights (the paper's table says 117 M). Medium is layers=24,
-hidden=1024, heads=16; large 36, 1280, 20; XL 48, 1600, 25. Differences: no dropout; batch 8 is
-ours.
+Learners", 2019, https://openai.com/research/better-language-models, section 2.3. The defaults are
+GPT-2 small: 12 layers of 768, a context of 1024 and 50,257 tokens. The logits use the embedding's
+weight. That makes 124,439,808 parameters, as in the published weights; the paper's table says
+117 M. The other sizes are
+
+    medium   layers=24, hidden=1024, heads=16
+    large    layers=36, hidden=1280, heads=20
+    XL       layers=48, hidden=1600, heads=25
+
+Differences: no dropout; the batch of 8 is our choice.
 """
 
 from typing import Any
@@ -20,7 +25,7 @@ from dovetail.networks.records import Examples, Network
 
 
 class GPT2Attention(nn.Module):
-    """Causal self-attention; one product for query, key and value."""
+    """Causal self-attention that computes query, key and value in one product."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -36,7 +41,8 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """Attention and a feed-forward network of 4 x hidden, each normalised before it."""
+    """Attention, then a feed-forward network of 4 x hidden. Each reads its input normalised, and
+    its output is added to the input."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -56,7 +62,10 @@ class GPT2Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Logits [batch, length, vocabulary] of tokens [batch, length], length <= context."""
+    """Maps tokens [batch, length] to logits [batch, length, vocabulary], for length <= context.
+
+    Raises `ValueError` unless `hidden` is a multiple of `heads`.
+    """
 
     def __init__(
         self, *, layers: int, hidden: int, heads: int, context: int, vocabulary: int

@@ -10,9 +10,10 @@ from dovetail.networks.records import Examples
 
 
 class FactorizedReduce(nn.Module):
-    """Half the grid: half the channels from the even pixels, half from the odd ones, normalised.
+    """Halves the grid: half of the channels come from the even pixels, half from the odd ones.
 
-    Zoph et al., https://arxiv.org/abs/1707.07012; AmoebaNet has it from there.
+    Paper: Zoph et al., "Learning Transferable Architectures for Scalable Image Recognition", CVPR
+    2018, https://arxiv.org/abs/1707.07012. AmoebaNet took the layer over.
     """
 
     def __init__(self, inputs: int, outputs: int, eps: float = 1e-5) -> None:
@@ -22,25 +23,30 @@ class FactorizedReduce(nn.Module):
         self.bn = nn.BatchNorm2d(outputs, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, outputs, ceil(n / 2), ceil(n / 2)] of x [batch, inputs, n, n]."""
+        """Returns [batch, outputs, ceil(n / 2), ceil(n / 2)] of x [batch, inputs, n, n]."""
         x = F.relu(x)
+        # Without its first row and column, the even pixels are the odd ones of x. The padding keeps
+        # the size, so that both halves have the same grid.
         shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1))
         halved: Tensor = self.bn(torch.cat([self.even(x), self.odd(shifted)], 1))
         return halved
 
 
 def image_examples(*, batch: int, size: int, classes: int, **_: Any) -> Examples:
-    """Images [batch, 3, size, size] and their classes [batch]."""
+    """Draws images [batch, 3, size, size] and their classes [batch]."""
     return (torch.randn(batch, 3, size, size),), (torch.randint(classes, (batch,)),)
 
 
 def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of logits [batch, classes]."""
+    """Returns the mean cross entropy of logits [batch, classes] and targets [batch]."""
     return F.cross_entropy(logits, targets)
 
 
 def auxiliary_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Mean cross entropy; of two outputs the second, an auxiliary classifier's, counts .4."""
+    """Returns the mean cross entropy of logits [batch, classes] and targets [batch].
+
+    If the output is (logits, auxiliary logits), the auxiliary cross entropy is added, times .4.
+    """
     if isinstance(output, tuple):
         logits, auxiliary = output
         return F.cross_entropy(logits, targets) + 0.4 * F.cross_entropy(auxiliary, targets)

@@ -1,13 +1,13 @@
 """Inception-V3: a deep convolutional network whose blocks branch up to six ways.
 
-Paper: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
-https://arxiv.org/abs/1512.00567. The exact widths are those of torchvision's `inception_v3`, of
-which this is an equivalent: 23,834,568 parameters, 27,161,264 with the auxiliary classifier.
-Differences: the auxiliary classifier is off unless asked for; `width` scales every channel count
-(rounded, at least 1), for tests.
-
     299x299x3 ─► stem ─► 3 x A (35x35) ─► B ─► 4 x C (17x17) ─► D ─► 2 x E (8x8) ─► pool ─► linear
                                                         └─► auxiliary classifier (training)
+
+Paper: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
+https://arxiv.org/abs/1512.00567. The widths are those of torchvision's `inception_v3`, and so is
+the number of parameters: 23,834,568, or 27,161,264 with the auxiliary classifier.
+Differences: the auxiliary classifier is off by default; `width` scales every number of channels
+(rounded, at least 1), so that tests can use a small network.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ def _tall(inputs: int, outputs: int) -> Conv:
 
 
 class BlockA(nn.Module):
-    """35x35: 1x1, 5x5, double 3x3 and pooled branches."""
+    """On the 35x35 grid: branches of 1x1, 5x5, two 3x3 convolutions, and average pooling."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class BlockA(nn.Module):
 
 
 class BlockB(nn.Module):
-    """35x35 to 17x17."""
+    """From the 35x35 grid to 17x17: branches of one 3x3, two 3x3, and max pooling."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class BlockB(nn.Module):
 
 
 class BlockC(nn.Module):
-    """17x17: 7x7 convolutions factored into 1x7 and 7x1."""
+    """On the 17x17 grid: 7x7 convolutions, each factored into 1x7 and 7x1."""
 
     def __init__(self, inputs: int, inner: int, w192: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class BlockC(nn.Module):
 
 
 class BlockD(nn.Module):
-    """17x17 to 8x8."""
+    """From the 17x17 grid to 8x8: branches of a 3x3, a factored 7x7, and max pooling."""
 
     def __init__(self, inputs: int, w192: int, w320: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class BlockD(nn.Module):
 
 
 class BlockE(nn.Module):
-    """8x8: 3x3 convolutions split into parallel 1x3 and 3x1."""
+    """On the 8x8 grid: 3x3 convolutions, each split into a 1x3 and a 3x1 side by side."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _Split(nn.Module):
 
 
 class InceptionAuxiliary(nn.Module):
-    """The second classifier, on the 17x17 grid."""
+    """The second classifier, which reads the 17x17 grid in training."""
 
     def __init__(self, inputs: int, w128: int, w768: int, classes: int) -> None:
         super().__init__()
@@ -180,9 +180,9 @@ class InceptionAuxiliary(nn.Module):
 
 
 class InceptionV3(nn.Module):
-    """Logits [batch, classes] of images [batch, 3, size, size], size >= 75.
+    """Maps images [batch, 3, size, size] to logits [batch, classes]. `size` is at least 75.
 
-    With `aux` and in training mode: (logits, auxiliary logits), size >= 203.
+    With `aux` it returns (logits, auxiliary logits) in training mode, and `size` is at least 203.
     """
 
     def __init__(
@@ -230,7 +230,10 @@ class InceptionV3(nn.Module):
 
 
 def inception_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Mean cross entropy; the auxiliary classifier's counts .4 of the main one's."""
+    """Returns the mean cross entropy of logits [batch, classes] and targets [batch].
+
+    If the output is (logits, auxiliary logits), the auxiliary cross entropy is added, times .4.
+    """
     if isinstance(output, tuple):
         logits, aux = output
         return F.cross_entropy(logits, targets) + 0.4 * F.cross_entropy(aux, targets)

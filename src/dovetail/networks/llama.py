@@ -3,15 +3,24 @@
     tokens ─► embedding ─► layers.0 ─► ... ─► layers.N ─► norm ─► logits
                               x + attention(norm(x)), x + feed_forward(norm(x))
 
-Papers: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023,
-https://arxiv.org/abs/2302.13971, section 2.2; grouped queries: Ainslie et al., "GQA", EMNLP 2023,
-https://arxiv.org/abs/2305.13245; rotary positions: Su et al., "RoFormer", 2021,
-https://arxiv.org/abs/2104.09864, section 3.2.2. Sizes: Llama 3.2 1B (Grattafiori et al., "The Llama
-3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783, and its model card: 1.23 B parameters,
-the logits' weight being the embedding's). Llama 3.1 8B is layers=32, hidden=4096, heads=32,
-key_heads=8, inner=14336, tied=false; Llama 2 7B layers=32, hidden=4096, heads=32, key_heads=32,
-inner=11008, vocabulary=32000, theta=10000, tied=false. Differences: rotary frequencies are not
-rescaled for contexts beyond 8192; a context of 2048 and batch 1 are ours; float32.
+Papers:
+
+* Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023,
+  https://arxiv.org/abs/2302.13971, section 2.2.
+* Grouped queries: Ainslie et al., "GQA", EMNLP 2023, https://arxiv.org/abs/2305.13245.
+* Rotary positions: Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864, section 3.2.2.
+* Default sizes: Llama 3.2 1B. Grattafiori et al., "The Llama 3 Herd of Models", 2024,
+  https://arxiv.org/abs/2407.21783, and its model card: 1.23 B parameters, where the logits use the
+  embedding's weight.
+
+The options of two other sizes are
+
+    Llama 3.1 8B   layers=32, hidden=4096, heads=32, key_heads=8, inner=14336, tied=false
+    Llama 2 7B     layers=32, hidden=4096, heads=32, key_heads=32, inner=11008, vocabulary=32000,
+                   theta=10000, tied=false
+
+Differences: rotary frequencies are not rescaled for contexts beyond 8192; float32. The context of
+2048 and the batch of 1 are our choice.
 """
 
 from typing import Any
@@ -25,7 +34,7 @@ from dovetail.networks.records import Examples, Network
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) x weight, over the last dimension."""
+    """Returns weight * x / sqrt(mean(x^2) + eps). The mean is over the last dimension."""
 
     def __init__(self, hidden: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -37,7 +46,8 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """The cosines and sines [context, size / 2] of the angles position x theta^(-2i / size)."""
+    """Holds the cosines and sines [context, size / 2] of the angles position * theta^(-2i / size),
+    for i from 0 to size / 2 - 1."""
 
     cosines: Tensor
     sines: Tensor
@@ -51,14 +61,17 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Each pair (x_i, x_{i + size / 2}) of x [..., length, size] turned by its position's angle."""
+    """Turns each pair (x_i, x_{i + size / 2}) of x [..., length, size] by its position's angle."""
     first, second = x.chunk(2, dim=-1)
     turned = (first * cosines - second * sines, second * cosines + first * sines)
     return torch.cat(turned, dim=-1)
 
 
 class LlamaAttention(nn.Module):
-    """Causal self-attention of `heads` queries in groups that share one of `key_heads` keys."""
+    """Causal self-attention in which groups of queries share a key and a value.
+
+    There are `heads` queries and `key_heads` keys, so heads / key_heads queries share each key.
+    """
 
     def __init__(self, hidden: int, heads: int, key_heads: int) -> None:
         super().__init__()
@@ -70,7 +83,10 @@ class LlamaAttention(nn.Module):
         self.output = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """[batch, length, hidden] of x, and cosines and sines [length, size / 2]."""
+        """Returns [batch, length, hidden] of x [batch, length, hidden].
+
+        cosines and sines are [length, size / 2], where size is that of a head.
+        """
         query = rotate(split_heads(self.query(x), self.heads), cosines, sines)
         key = rotate(split_heads(self.key(x), self.key_heads), cosines, sines)
         value = split_heads(self.value(x), self.key_heads)
@@ -78,7 +94,7 @@ class LlamaAttention(nn.Module):
         return self.output(attended)  # type: ignore[no-any-return]
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """[batch, key_heads, length, size] -> [batch, heads, length, size]."""
+        """Repeats each head of x [batch, key_heads, length, size]: [batch, heads, length, size]."""
         if self.heads == self.key_heads:
             return x
         shared = self.heads // self.key_heads
@@ -86,7 +102,7 @@ class LlamaAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) x up(x))."""
+    """A feed-forward network with a gate: it returns down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -99,7 +115,8 @@ class SwiGLU(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a feed-forward network, each normalised before it."""
+    """Attention, then a feed-forward network. Each reads its input normalised, and its output is
+    added to the input."""
 
     def __init__(self, hidden: int, heads: int, key_heads: int, inner: int) -> None:
         super().__init__()
@@ -114,7 +131,10 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Logits [batch, length, vocabulary] of tokens [batch, length], length <= context."""
+    """Maps tokens [batch, length] to logits [batch, length, vocabulary], for length <= context.
+
+    Raises `ValueError` as `check_heads` does.
+    """
 
     def __init__(  # noqa: PLR0913  sizes, by keyword
         self,
@@ -154,7 +174,10 @@ class Llama(nn.Module):
 
 
 def check_heads(hidden: int, heads: int, key_heads: int) -> None:
-    """Raises `ValueError` unless heads divide `hidden` evenly, and key heads the heads."""
+    """Raises `ValueError` unless `hidden` is a multiple of 2 x heads, and `heads` of key_heads.
+
+    The factor of 2 is there because rotary positions turn pairs of a head's numbers.
+    """
     if hidden % (2 * heads) or heads % key_heads:
         raise ValueError(
             f"hidden, heads and key_heads are {hidden}, {heads} and {key_heads}, but hidden must "

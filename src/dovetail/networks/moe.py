@@ -6,15 +6,21 @@
                                                │         │         │          can be placed
     x + ◄──────────────────────────────────── sum by token, weighted
 
-Papers: Jiang et al., "Mixtral of Experts", 2024, https://arxiv.org/abs/2401.04088, sections 2 and
-2.1: sizes of Mixtral 8x7B (47 B parameters), weights by a softmax over the chosen experts.
-Fedus, Zoph and Shazeer, "Switch Transformers", JMLR 2022, https://arxiv.org/abs/2101.03961, section
-2.2: capacity, the most tokens an expert takes, and the balancing loss. Riquelme et al., "Scaling
-Vision with Sparse Mixture of Experts", NeurIPS 2021, https://arxiv.org/abs/2106.05974, section 4.1:
-tokens beyond the capacity are dropped in order of weight. So every shape is known beforehand.
-Differences: tokens are chosen per expert by the k-th best of their weights instead of a one-hot
-dispatch, which costs no products; Mixtral has no capacity (here that is capacity = experts / active
-or more); a context of 1024 and batch 1 are ours; float32.
+Papers:
+
+* Sizes, and weights by a softmax over the chosen experts: Jiang et al., "Mixtral of Experts", 2024,
+  https://arxiv.org/abs/2401.04088, sections 2 and 2.1. The default is Mixtral 8x7B, with 47 B
+  parameters.
+* The capacity, which is the most tokens that an expert takes, and the balancing loss: Fedus, Zoph
+  and Shazeer, "Switch Transformers", JMLR 2022, https://arxiv.org/abs/2101.03961, section 2.2.
+* Tokens beyond the capacity are dropped in order of weight: Riquelme et al., "Scaling Vision with
+  Sparse Mixture of Experts", NeurIPS 2021, https://arxiv.org/abs/2106.05974, section 4.1.
+
+With a capacity every shape is known beforehand.
+Differences: each expert selects its tokens by their weights (`topk`), where the papers multiply by
+a one-hot dispatch tensor, so selecting costs no products; Mixtral has no capacity, which is
+capacity = experts / active or more here; float32. The context of 1024 and the batch of 1 are our
+choice.
 """
 
 import math
@@ -28,19 +34,21 @@ from dovetail.networks.llama import LlamaAttention, RMSNorm, Rotary, SwiGLU, che
 from dovetail.networks.records import Examples, Network
 
 BALANCE = 0.01
-"""Weight of the balancing loss, Switch's alpha."""
+"""The balancing loss has this weight. It is the alpha of Switch Transformers, section 2.2."""
 
 
 class Expert(nn.Module):
-    """A feed-forward network for the tokens that it is given."""
+    """A feed-forward network that some of the tokens go to."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.feed_forward = SwiGLU(hidden, inner)
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """[capacity, hidden]: outputs for tokens[chosen], weighted; tokens [tokens, hidden],
-        chosen and weights [capacity]."""
+        """Returns the weighted outputs [capacity, hidden] for tokens[chosen].
+
+        tokens is [tokens, hidden], chosen and weights are [capacity].
+        """
         taken = self.feed_forward(tokens.index_select(0, chosen))
         return taken * weights.unsqueeze(1)  # type: ignore[no-any-return]
 
@@ -54,8 +62,12 @@ class ExpertGate(nn.Module):
         self.scores = nn.Linear(hidden, experts, bias=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights [tokens, experts], 0 where not chosen and summing to 1 over the experts;
-        balancing loss: experts x sum of share of the tokens x mean probability)."""
+        """Returns (weights [tokens, experts], balancing loss) of tokens [tokens, hidden].
+
+        A token's weights sum to 1, and are 0 for experts that it does not go to. The balancing loss
+        is the number of experts times the sum over experts of (the expert's share of the tokens,
+        times its mean probability).
+        """
         scores = self.scores(tokens)
         best, chosen = scores.topk(self.active, dim=1)
         weights = torch.zeros_like(scores).scatter(1, chosen, torch.softmax(best, dim=1))
@@ -65,7 +77,13 @@ class ExpertGate(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Outputs like x [batch, length, hidden], and the balancing loss."""
+    """Maps x [batch, length, hidden] to (outputs of the same shape, balancing loss).
+
+    capacity   an expert takes this many times the tokens that it would get if all experts got the
+               same number
+
+    Raises `ValueError` for a capacity of 0 or less.
+    """
 
     def __init__(self, hidden: int, inner: int, experts: int, active: int, capacity: float) -> None:
         super().__init__()
@@ -93,7 +111,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Attention and a mixture of experts, each normalised before it."""
+    """Attention, then a mixture of experts. Each reads its input normalised, and its output is
+    added to the input."""
 
     def __init__(self, attention: LlamaAttention, hidden: int, mixture: MixtureOfExperts) -> None:
         super().__init__()
@@ -109,7 +128,12 @@ class MoELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """(logits [batch, length, vocabulary], balancing loss) of tokens [batch, length]."""
+    """Maps tokens [batch, length] to (logits [batch, length, vocabulary], balancing loss).
+
+    active   each token goes to this many of the `experts`
+
+    Raises `ValueError` for more active experts than there are, and as `check_heads` does.
+    """
 
     def __init__(  # noqa: PLR0913  sizes, by keyword
         self,
@@ -158,7 +182,10 @@ class MoE(nn.Module):
 
 
 def moe_loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-    """Mean cross entropy and the balancing loss; targets [batch, length]."""
+    """Returns the mean cross entropy plus `BALANCE` times the balancing loss.
+
+    The output is what `MoE` returns; targets is [batch, length].
+    """
     logits, balance = output
     return token_loss(logits, targets) + BALANCE * balance
 

@@ -1,17 +1,19 @@
-"""NASNet-A: an image classifier of cells that were found by search, each reading two cells before.
+"""NASNet-A: an image classifier of cells found by search, each of which reads the two before it.
 
     images ─► stem ─► S ─► S ─► N cells ─► R ─► N cells ─► R ─► N cells ─► linear
     size/    2       4    8               16              32
                                                     └─► auxiliary classifier (training)
 
 Paper: Zoph, Vasudevan, Shlens and Le, "Learning Transferable Architectures for Scalable Image
-Recognition", CVPR 2018, https://arxiv.org/abs/1707.07012, figure 4 and appendix A; table 2, 6 cells
-@ 4032 filters: 88.9 M parameters, 23.8 G multiply-adds; table 3, 4 @ 1056: 5.3 M and 564 M. Stem,
-widths and which cells are read are those of the authors' release in tensorflow/models, slim/nets:
-88,753,150 parameters with 1,000 classes, and 5,289,978 (88.9 M counts the moving averages of the
-normalisations too: 88,949,818).
-Differences: the auxiliary classifier is off unless asked for; grids are padded alike on all sides,
-where the release pads one more at the end of even ones; no drop path.
+Recognition", CVPR 2018, https://arxiv.org/abs/1707.07012, figure 4 and appendix A. The large model
+of table 2, 6 cells @ 4032 filters, has 88.9 M parameters and 23.8 G multiply-adds; the mobile model
+of table 3, 4 @ 1056, has 5.3 M and 564 M.
+
+The stem, the widths and which cells are read are those of the authors' release in
+tensorflow/models, slim/nets. With 1,000 classes that makes 88,753,150 and 5,289,978 parameters.
+The paper's 88.9 M also counts the moving averages of the normalisations: 88,949,818.
+Differences: the auxiliary classifier is off by default; grids are padded alike on all sides, where
+the release pads one more at the end of even grids; no drop path.
 """
 
 from typing import Any
@@ -24,10 +26,11 @@ from dovetail.networks.images import FactorizedReduce, auxiliary_loss, image_exa
 from dovetail.networks.records import Examples, Network
 
 EPS = 0.001
+"""Every batch normalisation has this epsilon."""
 
 
 class Squeeze(nn.Sequential):
-    """ReLU, 1x1 convolution, batch normalisation."""
+    """A ReLU, a 1x1 convolution and its batch normalisation."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(
@@ -38,8 +41,8 @@ class Squeeze(nn.Sequential):
 
 
 class Separable(nn.Sequential):
-    """Twice ReLU, depthwise and 1x1 convolution, batch normalisation; the first time with the
-    stride."""
+    """Two separable convolutions. Each is a ReLU, a depthwise and a 1x1 convolution, and a batch
+    normalisation. Only the first has the stride."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
         modules: list[nn.Module] = []
@@ -60,9 +63,10 @@ def _average(stride: int = 1) -> nn.Module:
 
 
 class NormalCell(nn.Module):
-    """A cell with 6 x `channels` outputs on the grid of the cell before it.
+    """Returns 6 x `channels` channels on the grid of the last cell.
 
-    reduced   the cell before that one has a grid of twice the size
+    before, last   channels of the output of the cell before the last one, and of the last one
+    reduced        `before` has a grid of twice the size
     """
 
     def __init__(self, before: int, last: int, channels: int, *, reduced: bool) -> None:
@@ -93,8 +97,13 @@ class NormalCell(nn.Module):
 
 
 class ReductionCell(nn.Module):
-    """A cell with 4 x `channels` outputs on half the grid. `before` is None for the first cell of
-    the network. It reads the output of the first convolution twice, once unchanged."""
+    """Returns 4 x `channels` channels on half the grid of the last cell.
+
+    before, last   channels of the output of the cell before the last one, and of the last one.
+                   The first cell of the network has no cell before it. For it `before` is None, and
+                   it reads the stem's output twice, once through `Squeeze` and once unchanged
+    reduced        `before` has a grid of twice the size
+    """
 
     def __init__(
         self, before: int | None, last: int, channels: int, *, reduced: bool = False
@@ -128,7 +137,10 @@ class ReductionCell(nn.Module):
 
 
 class NASNetAuxiliary(nn.Module):
-    """The second classifier, on the grid before the last reduction, of `grid` a side."""
+    """The second classifier, which reads the grid before the last reduction in training.
+
+    grid   size of that grid, of one side
+    """
 
     def __init__(self, inputs: int, grid: int, classes: int) -> None:
         super().__init__()
@@ -147,14 +159,17 @@ class NASNetAuxiliary(nn.Module):
 
 
 class NASNetA(nn.Module):
-    """Logits [batch, classes] of images [batch, 3, size, size].
+    """Maps images [batch, 3, size, size] to logits [batch, classes].
+
+    With `aux` it returns (logits, auxiliary logits) in training mode, and `size` is at least 67.
 
     cells      normal cells between two reductions, the paper's N
     filters    channels of the last cell, a multiple of 96
     stem       channels of the first convolution
-    skip       the first cell after a reduction reads, beside the reduction's output, that of the
-               cell two before the reduction instead of the one directly before the reduction
-    With `aux` and in training mode: (logits, auxiliary logits), size >= 67.
+    skip       which cell the first cell after a reduction reads beside the reduction's output:
+               with `skip` the second one before the reduction, otherwise the one directly before it
+
+    Raises `ValueError` for other values of `filters`, and for a `size` that is too small for `aux`.
     """
 
     def __init__(  # noqa: PLR0913 (sizes, keyword-only)
@@ -225,6 +240,7 @@ class NASNetA(nn.Module):
 
 
 def _halved(grid: int, times: int) -> int:
+    """Returns the size of one side of a grid that is halved this many times, rounded up."""
     for _ in range(times):
         grid = (grid + 1) // 2
     return grid

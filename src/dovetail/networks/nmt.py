@@ -8,15 +8,17 @@
                                 └── context of the next step ── attention ─┘ its context
 
 Papers: Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and
-Translate", ICLR 2015, https://arxiv.org/abs/1409.0473, as placed by Mirhoseini et al., "Device
-Placement Optimization with Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972,
-section 4.1: two LSTM layers of 1024, 40 + 40 steps, batch 64, 32,000 word pieces; its large variant
-has hidden=2048 and batch=256. What they leave open is ours: per step
-c_i = attention(s_{i-1}) with s the state of the top decoder layer, as in Bahdanau et al., read by
-the bottom layer; the softmax reads tanh(W [s_i; c_i]).
-Differences: LSTM for their GRU, as placed; an encoder of one direction; the decoder starts from the
-last states of the encoder, layer by layer; no maxout in the readout; source and target words are
-given, all 40 of them (teacher forcing).
+Translate", ICLR 2015, https://arxiv.org/abs/1409.0473; the sizes are those that Mirhoseini et al.
+place, "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+https://arxiv.org/abs/1706.04972, section 4.1: two LSTM layers of 1024, 40 + 40 steps, batch 64 and
+32,000 word pieces. Their large variant is hidden=2048, batch=256.
+
+The papers leave two things open, so these are our choice. The context of step i is
+c_i = attention(s_{i-1}), where s is the state of the top decoder layer, as in Bahdanau et al., and
+the bottom layer reads it. The softmax reads tanh(W [s_i; c_i]).
+Differences: LSTM cells where Bahdanau et al. have GRUs, as Mirhoseini et al. place them; an encoder
+of one direction; the decoder starts from the last states of the encoder, layer by layer; no maxout
+in the readout; all source and target words are given (teacher forcing).
 """
 
 from typing import Any
@@ -38,7 +40,7 @@ from dovetail.networks.records import Examples, Network
 
 
 class Readout(nn.Module):
-    """tanh(W [s; c]) [batch, hidden] of state s and context c."""
+    """Maps the state s and the context c, both [batch, hidden], to tanh(W [s; c])."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class Readout(nn.Module):
 
 
 class NMT(nn.Module):
-    """The unrolled model."""
+    """The model, unrolled over its steps."""
 
     def __init__(self, layers: int = 2, hidden: int = 1024, vocabulary: int = 32_000) -> None:
         super().__init__()
@@ -67,8 +69,10 @@ class NMT(nn.Module):
         self.softmax = Softmax(hidden, vocabulary)
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        """Per target step the log-probabilities [batch, vocabulary] of the next word; source and
-        target [steps, batch], their steps may differ."""
+        """Returns the log-probabilities [batch, vocabulary] of the next word, for each target step.
+
+        source and target are [steps, batch]; their numbers of steps may differ.
+        """
         words = self.source_embedding(source)
         given = self.target_embedding(target)
         states = [zero_state(words, self.hidden)] * len(self.encoder_lstm)

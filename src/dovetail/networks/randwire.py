@@ -8,19 +8,23 @@
     node:   weighted sum ─► ReLU ─► separable conv 3x3 ─► batch normalisation
 
 Paper: Xie, Kirillov, Girshick and He, "Exploring Randomly Wired Neural Networks for Image
-Recognition", ICCV 2019, https://arxiv.org/abs/1904.01569, section 3 and table 1. The graph is that
-of Watts and Strogatz, WS(K, P) = WS(4, .75): a ring of N = 32 nodes, each joined to its K / 2 next
-and K / 2 last neighbours; then in K / 2 rounds i, clockwise, the edge of every v to its i-th next
-node is rewired with probability P to a node drawn from those that are not v and not yet joined to
-it. It becomes acyclic by directing every edge from the lower to the higher index in the ring. A
-node weighs its inputs by sigmoids of learned weights; nodes with no input read the stage's input,
-with stride 2, and nodes that no other reads are averaged into its output.
+Recognition", ICCV 2019, https://arxiv.org/abs/1904.01569, section 3 and table 1.
 
-Sizes: C = 78 channels in the small regime (tables 2 and 3: 5.6 M parameters, 583 M multiply-adds);
-with `regular` C = 109 (31.9 M, 4.0 G) or 154 (61.5 M, 7.9 G), and a first stage of N / 2 nodes.
-Every stage has a graph of its own, drawn one after the other from `seed`.
-Differences: a node with one input has no weight, which its normalisation would undo; no dropout and
-no smoothed labels.
+The graph of a stage is that of Watts and Strogatz, WS(K, P) = WS(4, .75). It begins as a ring of
+N = 32 nodes, each joined to its K / 2 next and K / 2 last neighbours. Then there are K / 2 rounds.
+Round i goes clockwise through the nodes v. With probability P the edge of v to its i-th next node
+is replaced by one to a node drawn from those that are not v and not yet joined to v. At last every
+edge is directed from the lower to the higher index in the ring, so that the graph has no cycle.
+
+A node weighs its inputs by sigmoids of learned weights. A node without an input in the graph reads
+the stage's input, with stride 2. The stage's output is the average of the nodes that no other node
+reads.
+
+Sizes: the small regime has C = 78 channels (tables 2 and 3: 5.6 M parameters, 583 M multiply-adds).
+With `regular`, C is 109 (31.9 M, 4.0 G) or 154 (61.5 M, 7.9 G), and the first stage has N / 2
+nodes. Every stage has a graph of its own. The graphs are drawn one after the other from `seed`.
+Differences: a node with one input has no weight, because its normalisation would undo the weight;
+no dropout and no smoothed labels.
 """
 
 import random
@@ -34,12 +38,16 @@ from dovetail.networks.images import classification_loss, image_examples
 from dovetail.networks.records import Examples, Network
 
 HEAD = 1280
+"""Channels of the 1x1 convolution before the classifier, from table 1 of the paper."""
 Edges = list[tuple[int, int]]
 
 
 def watts_strogatz(nodes: int, neighbours: int, probability: float, draws: random.Random) -> Edges:
-    """The graph WS(neighbours, probability) as edges (lower, higher) in ascending order. There are
-    nodes x neighbours / 2 edges, none twice."""
+    """Draws the graph WS(neighbours, probability): edges (lower, higher) in ascending order.
+
+    There are nodes x neighbours / 2 edges, none of them twice. Raises `ValueError` unless the
+    number of neighbours is even, above 0 and below the number of nodes.
+    """
     if neighbours % 2 or not 0 < neighbours < nodes:
         raise ValueError(
             f"neighbours is {neighbours}, but must be even and between 0 and {nodes} nodes"
@@ -62,7 +70,8 @@ def watts_strogatz(nodes: int, neighbours: int, probability: float, draws: rando
 
 
 class RandWireNode(nn.Module):
-    """The sum of `reads` inputs, weighted and transformed."""
+    """Returns the weighted sum of `reads` inputs after a ReLU, a separable convolution and a batch
+    normalisation."""
 
     def __init__(self, reads: int, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -72,7 +81,7 @@ class RandWireNode(nn.Module):
         self.bn = nn.BatchNorm2d(outputs)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """[batch, outputs, n / stride, n / stride] of inputs [batch, inputs, n, n]."""
+        """Returns [batch, outputs, n / stride, n / stride] of inputs [batch, inputs, n, n]."""
         x = inputs[0]
         if self.weights is not None:
             weights = torch.sigmoid(self.weights).unbind(0)
@@ -85,7 +94,7 @@ class RandWireNode(nn.Module):
 
 
 class RandWireStage(nn.Module):
-    """A random graph: half the grid, `outputs` channels."""
+    """Runs a graph of nodes, which halves the grid and returns `outputs` channels."""
 
     def __init__(self, nodes: int, edges: Edges, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -109,8 +118,13 @@ class RandWireStage(nn.Module):
 
 
 class RandWire(nn.Module):
-    """Logits [batch, classes] of images [batch, 3, size, size]; an even number of nodes and
-    channels."""
+    """Maps images [batch, 3, size, size] to logits [batch, classes].
+
+    nodes, channels   both even
+    rewired           probability P that an edge of the ring is rewired
+
+    Raises `ValueError` if `rewired` is no probability, and as `watts_strogatz` does.
+    """
 
     def __init__(
         self,

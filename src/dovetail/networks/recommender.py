@@ -1,17 +1,22 @@
-"""A two-tower recommender: users and items as vectors, trained against the items of their batch.
+"""A two-tower recommender: it maps users and items to vectors, and learns which belong together.
 
     watches  ─► item embedding, mean ─┐
     searches ─► word embedding, mean ─┼─► user.mlp ─► unit vector u ─┐
     features ─────────────────────────┘                              ├─► u v^T / temperature
     item     ─► item embedding ─────────► item.mlp ─► unit vector v ─┘   [batch, batch]
 
-Papers: Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations",
-RecSys 2019, https://doi.org/10.1145/3298689.3346996, section 3: towers of 1024, 512 and 128, item
-embeddings shared by both, in-batch softmax corrected by each item's probability of being in a
-batch. Covington, Adams and Sargin, "Deep Neural Networks for YouTube Recommendations", RecSys 2016,
-https://doi.org/10.1145/2959100.2959190, section 3: a user as the means of 50 watches and 50 search
-words, 1 M items and 1 M words of 256. Differences: those two put together; number of features,
-temperature and batch are ours; the items' probabilities are given, not estimated from a stream.
+Papers:
+
+* Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", RecSys
+  2019, https://doi.org/10.1145/3298689.3346996, section 3: towers of 1024, 512 and 128, item
+  embeddings that both towers share, and an in-batch softmax that is corrected by each item's
+  probability of being in a batch.
+* Covington, Adams and Sargin, "Deep Neural Networks for YouTube Recommendations", RecSys 2016,
+  https://doi.org/10.1145/2959100.2959190, section 3: a user is described by the means of 50 watches
+  and of 50 search words; 1 M items and 1 M words have embeddings of 256.
+
+Differences: the network combines the two papers; the items' probabilities are given, not estimated
+from a stream. The number of features, the temperature and the batch are our choice.
 """
 
 from typing import Any
@@ -23,11 +28,11 @@ from torch.nn import functional as F
 from dovetail.networks.records import Examples, Network
 
 TEMPERATURE = 0.05
-"""Scores are divided by this before the softmax of the loss."""
+"""Scores are divided by this before the softmax of the loss. The value is our choice."""
 
 
 class FeatureTower(nn.Module):
-    """Unit vectors [batch, last width] of inputs [batch, inputs]."""
+    """Maps inputs, [batch, inputs] when joined, to unit vectors [batch, last width]."""
 
     def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -42,7 +47,7 @@ class FeatureTower(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """Scores [batch, batch] of every user of a batch with every item of it."""
+    """Returns the scores [batch, batch] of every user of a batch (row) with every item (column)."""
 
     def __init__(
         self, *, items: int, words: int, embedding: int, features: int, width: int, vector: int
@@ -57,7 +62,10 @@ class TwoTower(nn.Module):
         self.item = FeatureTower(embedding, widths)
 
     def forward(self, watches: Tensor, searches: Tensor, features: Tensor, item: Tensor) -> Tensor:
-        """watches and searches [batch, history], features [batch, features], item [batch]."""
+        """Returns the scores of what each user watched and searched for, and the user's item.
+
+        watches and searches are [batch, history], features is [batch, features], item is [batch].
+        """
         watched, searched = self.items(watches).mean(dim=1), self.words(searches).mean(dim=1)
         users: Tensor = self.user(watched, searched, features)
         vectors: Tensor = self.item(self.items(item))
@@ -65,8 +73,11 @@ class TwoTower(nn.Module):
 
 
 def in_batch_loss(scores: Tensor, log_probabilities: Tensor) -> Tensor:
-    """Mean cross entropy of each user with its own item among the batch's, scores corrected by the
-    items' log-probabilities [batch] of being in it."""
+    """Returns the mean cross entropy of each user's own item among the items of the batch.
+
+    Each item's scores are first reduced by its log-probability [batch] of being in a batch, since
+    an item that is often in a batch would otherwise be punished too often.
+    """
     corrected = scores - log_probabilities
     matches = torch.arange(len(scores), device=scores.device)
     return F.cross_entropy(corrected, matches)

@@ -11,20 +11,24 @@ from torch import Tensor, nn
 Option = int | float | bool
 Options = dict[str, Option]
 Examples = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""(inputs, targets) of one batch."""
 Built = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor], tuple[Tensor, ...]]
+"""(module, inputs, loss, targets)."""
 
 
 @dataclass(frozen=True)
 class Network:
     """A network of the zoo.
 
-    paper      the paper's authors, where and when it was published, and its URL
-    defaults   option -> default value, whose type is the option's. Every network has "batch"
-    small      options of a size that trains in well under a second on one core
-    modules    a function of all options that returns the module
-    examples   a function of all options that returns (inputs, targets), drawn from torch's
-               generator
-    loss       loss(output, *targets) is a scalar
+    paper         the paper's authors, where and when it was published, and its URL
+    description   what the network is, in one phrase, for `dovetail networks`
+    defaults      option -> default value, whose type is the option's. Every network has "batch"
+    small         options of a size that trains in well under a second on one core. An option that
+                  is not listed keeps its default
+    modules       a function of all options that returns the module
+    examples      a function of all options that returns (inputs, targets), drawn from torch's
+                  generator
+    loss          a function (output, *targets) -> a scalar
     """
 
     name: str
@@ -37,7 +41,7 @@ class Network:
     loss: Callable[..., Any]
 
     def build(self, **options: Option) -> Built:
-        """(module, inputs, loss, targets); options left out have their defaults."""
+        """Returns (module, inputs, loss, targets). An option that is not given has its default."""
         full = self.defaults | options
         inputs, targets = self.examples(**full)
         return self.modules(**full), inputs, self.loss, targets
@@ -60,6 +64,6 @@ class Sizes:
 
 
 def load_sizes() -> dict[str, Sizes]:
-    """The sizes of each network, by name. A network that was not captured yet is absent."""
+    """Returns the sizes of each network, by name. A network that was not captured yet is absent."""
     text = resources.files("dovetail.networks").joinpath("sizes.json").read_text("utf-8")
     return {name: Sizes(**row) for name, row in json.loads(text).items()}

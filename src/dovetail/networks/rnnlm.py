@@ -6,10 +6,11 @@
                          next step        next step
 
 Paper: Jozefowicz et al., "Exploring the Limits of Language Modeling", 2016,
-https://arxiv.org/abs/1602.02410, as placed by Mirhoseini et al., "Device Placement Optimization
-with Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972, section 4.1: two layers
-of 2048, 40 steps, batch 64. Differences: the placement paper gives no vocabulary, 10,000 is our
-choice; no projection and no sampled softmax.
+https://arxiv.org/abs/1602.02410. The sizes are those that Mirhoseini et al. place, "Device
+Placement Optimization with Reinforcement Learning", ICML 2017, https://arxiv.org/abs/1706.04972,
+section 4.1: two layers of 2048, 40 steps, batch 64.
+Differences: no projection and no sampled softmax. Mirhoseini et al. give no vocabulary; 10,000 is
+our choice.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from dovetail.networks.records import Examples, Network
 
 
 class RNNLM(nn.Module):
-    """The unrolled model; its input is time-major, so that a step's tokens are contiguous."""
+    """The model, unrolled over its steps."""
 
     def __init__(self, layers: int = 2, hidden: int = 2048, vocabulary: int = 10_000) -> None:
         super().__init__()
@@ -32,7 +33,8 @@ class RNNLM(nn.Module):
         self.softmax = Softmax(hidden, vocabulary)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Per step the log-probabilities [batch, vocabulary] of tokens [steps, batch]."""
+        """Returns the log-probabilities [batch, vocabulary] of the next token, for each step of
+        tokens [steps, batch]."""
         inputs = self.embedding(tokens)
         states = [zero_state(inputs, self.hidden)] * len(self.lstm)
         outputs = []

@@ -1,4 +1,4 @@
-"""SqueezeNet: fire modules, which squeeze to few channels and expand by two branches.
+"""SqueezeNet: an image classifier of fire modules, which squeeze to few channels and then expand.
 
                     ┌─► expand 1x1 ─┐
     x ─► squeeze ───┤               ├─► concatenated
@@ -6,10 +6,11 @@
 
 Paper: Iandola, Han, Moskewicz, Ashraf, Dally and Keutzer, "SqueezeNet: AlexNet-level accuracy with
 50x fewer parameters and <0.5MB model size", 2016, https://arxiv.org/abs/1602.07360, table 1:
-1,248,424 parameters. Version 1.1, https://github.com/forresti/SqueezeNet, needs 2.4 times fewer
-multiply-adds: 1,235,496 parameters. Both as in torchvision: the first convolution is not padded,
-which leaves grids of 54, 27 and 13 where the paper's table has 55, 27 and 13. Differences:
-`width` scales every channel count (rounded, at least 1), for tests.
+1,248,424 parameters. Version 1.1, https://github.com/forresti/SqueezeNet, has 1,235,496 parameters
+and needs 2.4 times fewer multiply-adds.
+Differences: the first convolution is not padded, as in torchvision, so the grids are 54, 27 and 13
+where the paper's table has 55, 27 and 13; `width` scales every number of channels (rounded, at
+least 1), so that tests can use a small network.
 """
 
 from typing import Any
@@ -25,11 +26,12 @@ POOL = 0
 """This number stands for a pooling layer in the lists of fire modules."""
 FIRES_1_0 = (16, 16, 32, POOL, 32, 48, 48, 64, POOL, 64)
 FIRES_1_1 = (16, 16, POOL, 32, 32, POOL, 48, 48, 64, 64)
-"""The squeezed channels of each fire module; each of its two expansions has four times as many."""
+"""Channels to which each fire module squeezes, from table 1 of the paper and the release of version
+1.1. Each of a module's two expansions has four times as many."""
 
 
 class Fire(nn.Module):
-    """[batch, inputs, n, n] -> [batch, outputs, n, n]."""
+    """Maps x [batch, inputs, n, n] to [batch, 2 x expanded, n, n]."""
 
     def __init__(self, inputs: int, squeezed: int, expanded: int) -> None:
         super().__init__()
@@ -48,8 +50,10 @@ def _pool() -> nn.Module:
 
 
 class SqueezeNet(nn.Module):
-    """Logits [batch, classes] of images [batch, 3, size, size]; `fires` and the first convolution
-    tell the versions apart."""
+    """Maps images [batch, 3, size, size] to logits [batch, classes].
+
+    The two versions differ in `stem`, the first convolution, and in `fires`.
+    """
 
     def __init__(
         self,

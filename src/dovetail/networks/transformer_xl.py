@@ -5,21 +5,24 @@
                         memory 0     └► new  memory 1 └► new    (no gradient through a memory)
 
 Paper: Dai, Yang, Yang, Carbonell, Le and Salakhutdinov, "Transformer-XL: Attentive Language Models
-Beyond a Fixed-Length Context", ACL 2019, https://arxiv.org/abs/1901.02860, sections 3.2 and 3.3;
-appendix B for the shift. Query i of a segment scores key j of [memory, segment], m memory
-positions ahead of it, by content and by distance m + i - j:
+Beyond a Fixed-Length Context", ACL 2019, https://arxiv.org/abs/1901.02860, sections 3.2 and 3.3,
+and appendix B for the shift. A layer attends to the m positions of its memory, followed by the
+segment. Query i of the segment scores key j of that sequence by content and by the distance
+m + i - j:
 
     A_ij = q_i . k_j + q_i . r_{m+i-j} + u . k_j + v . r_{m+i-j}
          = (q_i + u) . k_j + ((q_i + v) R')_{i, shifted}
 
-    r_d = W_R R_d, R the sinusoids; u, v per head, the same in all layers
+Here r_d = W_R R_d, where R_d is the row of sinusoids for distance d, and R' has the r_d as columns.
+u and v are one vector per head each, and all layers share them.
 
-Sizes: the 12-layer model of enwik8 (table 2: 41 M parameters), hidden 512, 8 heads, inner 2048,
-and, from the authors' script for it, segments and memory of 512 and batch 22. It is the one without
-adaptive softmax, whose shapes depend on the data. Zhou et al., "GDP: Generalized Device Placement
-for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, place it with 2, 4 and 8 layers and
-give no other size. Differences: no dropout; the memory of a layer is an input, [batch, memory,
-hidden], and its successor an output.
+Sizes: the 12-layer model of enwik8 (table 2: 41 M parameters) with hidden 512, 8 heads and inner
+2048. Segments and memory of 512 and the batch of 22 are from the authors' script for it. This is
+the model without an adaptive softmax, whose shapes would depend on the data. Zhou et al., "GDP:
+Generalized Device Placement for Dataflow Graphs", 2019, https://arxiv.org/abs/1910.01578, place it
+with 2, 4 and 8 layers and give no other size.
+Differences: no dropout; the memory of a layer is an input [batch, memory, hidden], and the memory
+for the next segment is an output.
 """
 
 from collections.abc import Sequence
@@ -34,7 +37,11 @@ from dovetail.networks.records import Examples, Network
 
 
 class RelativePositions(nn.Module):
-    """R [positions, hidden]: sinusoids of the distances positions - 1 down to 0, then u and v."""
+    """Holds what all layers share: R, u and v.
+
+    R [positions, hidden] has a row of sinusoids for each distance from positions - 1 down to 0.
+    u and v are [heads, 1, hidden / heads].
+    """
 
     R: Tensor
 
@@ -50,8 +57,11 @@ class RelativePositions(nn.Module):
 
 
 def shift_relative(scores: Tensor) -> Tensor:
-    """scores[..., i, n - 1 - d] of query i and distance d -> [..., i, j] of query i and key j, at
-    distance n - queries + i - j. [..., queries, n]; keys after their query are garbage.
+    """Turns scores by distance into scores by key, both [..., queries, n].
+
+    Given are scores[..., i, n - 1 - d] of query i and distance d. Returned are the scores
+    [..., i, j] of query i and key j, whose distance is n - queries + i - j. Entries of keys after
+    their query are garbage.
 
     A column of zeros in front makes rows of n + 1. If the same memory is read as rows of n, without
     the first `queries` numbers, row i is shifted left by queries - 1 - i. So no index is needed.
@@ -62,7 +72,7 @@ def shift_relative(scores: Tensor) -> Tensor:
 
 
 class RelativeAttention(nn.Module):
-    """Multi-head attention of a segment to the memory and itself, by content and by distance."""
+    """Attention of a segment to its memory and itself, by content and by distance."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +85,11 @@ class RelativeAttention(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, positions: tuple[Tensor, Tensor, Tensor]
     ) -> Tensor:
-        """[batch, segment, hidden] of x, memory [batch, memory, hidden] and (R, u, v)."""
+        """Returns [batch, segment, hidden].
+
+        x is [batch, segment, hidden], memory is [batch, memory, hidden], and positions is (R, u, v)
+        of `RelativePositions`.
+        """
         R, u, v = positions
         q = split_heads(self.query(x), self.heads)
         k, value = self.key_value(torch.cat([memory, x], dim=1)).chunk(2, dim=2)
@@ -92,7 +106,8 @@ class RelativeAttention(nn.Module):
 
 
 class TransformerXLLayer(nn.Module):
-    """Attention and a feed-forward network, each with a residual and normalised after it."""
+    """Attention, then a feed-forward network. The output of each is added to its input, and the sum
+    is normalised."""
 
     def __init__(self, hidden: int, heads: int, inner: int) -> None:
         super().__init__()
@@ -106,15 +121,19 @@ class TransformerXLLayer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, positions: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """(output, the next segment's memory): the last inputs, as many as there were."""
-        # `detach`: no gradient flows through a memory into the segment before.
+        """Returns (output, the memory for the next segment).
+
+        The new memory is as long as the old one. It holds the last positions of the old memory and
+        the segment.
+        """
+        # The paper stops the gradient at a memory: none flows into the segment before.
         following = torch.cat([memory, x.detach()], dim=1)[:, x.shape[1] :]
         x = self.attention_norm(x + self.attention(x, memory, positions))
         return self.feed_forward_norm(x + self.feed_forward(x)), following
 
 
 class TiedSoftmax(nn.Module):
-    """Log-probabilities; the weight is the embedding's."""
+    """Maps x [..., hidden] to log-probabilities [..., vocabulary], with the embedding's weight."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -126,7 +145,10 @@ class TiedSoftmax(nn.Module):
 
 
 class TransformerXL(nn.Module):
-    """The model on one segment; `segment` and `memory` are the lengths it is called with."""
+    """The model on one segment. `segment` and `memory` are the lengths that it is called with.
+
+    Raises `ValueError` unless `hidden` is a multiple of 2 x heads.
+    """
 
     def __init__(
         self,
@@ -149,8 +171,10 @@ class TransformerXL(nn.Module):
         self.softmax = TiedSoftmax(self.embedding)
 
     def forward(self, tokens: Tensor, *memories: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(log-probabilities [batch, segment, vocabulary], new memories) of tokens
-        [batch, segment] and a memory [batch, memory, hidden] per layer."""
+        """Returns (log-probabilities [batch, segment, vocabulary], new memories).
+
+        tokens is [batch, segment]. There is one memory [batch, memory, hidden] for each layer.
+        """
         x = self.embedding(tokens) * self.embedding.embedding_dim**0.5
         positions = (self.positions.R, self.positions.u, self.positions.v)
         following = []
@@ -161,7 +185,7 @@ class TransformerXL(nn.Module):
 
 
 def transformer_xl_loss(output: tuple[Tensor, Sequence[Tensor]], targets: Tensor) -> Tensor:
-    """Mean cross entropy; targets [batch, segment]."""
+    """Returns the mean cross entropy of `TransformerXL`'s output and targets [batch, segment]."""
     return F.nll_loss(output[0].flatten(0, 1), targets.flatten())
 
 

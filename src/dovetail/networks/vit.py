@@ -4,9 +4,11 @@
                                                                           of the class token
 
 Paper: Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image Recognition at
-Scale", ICLR 2021, https://arxiv.org/abs/2010.11929, section 3.1 and table 1: ViT-B/16, 12 layers,
-hidden 768, 12 heads, inner 3072, 86 M parameters; 86,567,656 with 1,000 classes and images of 224.
-Differences: one linear layer as the head, as for fine-tuning; dropout is an option, 0 as there.
+Scale", ICLR 2021, https://arxiv.org/abs/2010.11929, section 3.1 and table 1. The default is
+ViT-B/16: 12 layers, hidden 768, 12 heads, inner 3072, 86 M parameters. With 1,000 classes and
+images of 224 that is 86,567,656.
+Differences: the head is one linear layer, as the paper has it for fine-tuning. Dropout is an
+option, and 0 by default.
 """
 
 from typing import Any
@@ -18,10 +20,11 @@ from dovetail.networks.images import classification_loss, image_examples
 from dovetail.networks.records import Examples, Network
 
 EPS = 1e-6
+"""Every layer normalisation has this epsilon."""
 
 
 class ViTAttention(nn.Module):
-    """Multi-head self-attention, written unfused."""
+    """Self-attention of several heads, written as separate ops, so that a placer can place them."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -30,7 +33,7 @@ class ViTAttention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] of the same."""
+        """Returns [batch, tokens, hidden] of x [batch, tokens, hidden]."""
         parts = self.query_key_value(x).chunk(3, dim=2)
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         weights = torch.softmax(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5, dim=3)
@@ -39,7 +42,8 @@ class ViTAttention(nn.Module):
 
 
 class ViTLayer(nn.Module):
-    """Attention and a feed-forward network, each normalised before it and added to its input."""
+    """Attention, then a feed-forward network. Each reads its input normalised, and its output is
+    added to the input."""
 
     def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()
@@ -58,7 +62,12 @@ class ViTLayer(nn.Module):
 
 
 class ViT(nn.Module):
-    """Logits [batch, classes] of images [batch, 3, size, size]."""
+    """Maps images [batch, 3, size, size] to logits [batch, classes].
+
+    patch   size of a patch, of one side
+
+    Raises `ValueError` unless `size` is a multiple of `patch`, and `hidden` of `heads`.
+    """
 
     def __init__(  # noqa: PLR0913 (sizes, keyword-only)
         self,

@@ -8,19 +8,23 @@
                                                      ─► ReLU ─► 1x1 ─► softmax
 
 Paper: van den Oord et al., "WaveNet: A Generative Model for Raw Audio", 2016,
-https://arxiv.org/abs/1609.03499, section 2: filters of two samples, dilations doubled from layer to
-layer up to a limit and then from 1 again (its example: 1 to 512), a softmax over 256 values of the
-mu-law-companded sample. The paper prints no channels; 64 residual and gated ones and 256 skip
-channels are those of Arik et al., "Deep Voice: Real-time Neural Text-to-Speech", ICML 2017,
-https://arxiv.org/abs/1702.07825; clips of 7,680 samples those of van den Oord et al., "Parallel
+https://arxiv.org/abs/1609.03499, section 2. Filters read two samples. Dilations double from layer
+to layer up to a limit, then begin at 1 again (the paper's example: 1 to 512). The output is a
+softmax over 256 values of the mu-law-companded sample.
+
+The paper prints no numbers of channels. 64 residual, 64 gated and 256 skip channels are those of
+Arik et al., "Deep Voice: Real-time Neural Text-to-Speech", ICML 2017,
+https://arxiv.org/abs/1702.07825. Clips of 7,680 samples are those of van den Oord et al., "Parallel
 WaveNet: Fast High-Fidelity Speech Synthesis", 2017, https://arxiv.org/abs/1711.10433, section 5.
+
 Zhou et al., "GDP: Generalized Device Placement for Dataflow Graphs", 2019,
-https://arxiv.org/abs/1910.01578, table 1, place it with 2 stacks and 18 layers and with 4 and 36.
-Here `layers` is of one stack; should theirs be of all stacks, that is 9 of one. The dilations of a
-stack begin at 1 and again after every `cycle` layers; the 9 are ours, since 18 and 36 are multiples
-of it: with the paper's 10 a stack ends within a cycle. 8 clips a batch are ours.
-Differences: no conditioning; the first convolution, of one-hot samples, is two embeddings; the last
-layer hands on no residual, as nothing would read it.
+https://arxiv.org/abs/1910.01578, table 1, place it with 2 stacks and 18 layers, and with 4 and 36.
+Here `layers` counts the layers of one stack. If theirs counts those of all stacks, one stack has 9.
+The dilations of a stack begin at 1 again after every `cycle` layers. A cycle of 9 is our choice,
+because 18 and 36 are multiples of it; with the paper's 10 a stack would end within a cycle. A batch
+of 8 clips is our choice as well.
+Differences: no conditioning; the first convolution reads one-hot samples, so it is two embeddings;
+the last layer has no residual output, because nothing would read it.
 """
 
 from collections.abc import Iterable
@@ -34,8 +38,8 @@ from dovetail.networks.records import Examples, Network
 
 
 class FirstConv(nn.Module):
-    """The causal convolution of one-hot samples: one embedding of each sample, one of the sample
-    before it."""
+    """The causal convolution of one-hot samples, as the sum of two embeddings: one of each sample,
+    and one of the sample before it."""
 
     def __init__(self, classes: int, channels: int) -> None:
         super().__init__()
@@ -43,14 +47,14 @@ class FirstConv(nn.Module):
         self.before = nn.Embedding(classes, channels)
 
     def forward(self, samples: Tensor) -> Tensor:
-        """[batch, channels, length] of samples [batch, length]."""
+        """Returns [batch, channels, length] of samples [batch, length]."""
         before = F.pad(self.before(samples[:, :-1]), (0, 0, 1, 0))
         convolved: Tensor = self.here(samples) + before
         return convolved.transpose(1, 2)
 
 
 class WaveNetLayer(nn.Module):
-    """A gated dilated convolution; of the last one only the skip is read."""
+    """A gated dilated convolution. The `last` one has no residual output: only its skip is read."""
 
     def __init__(
         self, residual: int, gated: int, skip: int, dilation: int, *, last: bool = False
@@ -62,7 +66,7 @@ class WaveNetLayer(nn.Module):
         self.skip = nn.Conv1d(gated, skip, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(the next layer's x, the skip) of x [batch, residual, length]."""
+        """Returns (x of the next layer [batch, residual, length], skip [batch, skip, length])."""
         # Padding on the left alone keeps the convolution causal: no output sees a later sample.
         filtered, gate = self.conv(F.pad(x, (self.dilation, 0))).chunk(2, dim=1)
         z = torch.tanh(filtered) * torch.sigmoid(gate)
@@ -70,14 +74,14 @@ class WaveNetLayer(nn.Module):
 
 
 class WaveNetStack(nn.Module):
-    """Layers one after the other, whose skips are summed."""
+    """Runs layers one after the other, and sums their skips."""
 
     def __init__(self, layers: Iterable[WaveNetLayer]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(the next stack's x, the sum of the skips)."""
+        """Returns (the next stack's x, the sum of the skips)."""
         total = None
         for layer in self.layers:
             x, skip = layer(x)
@@ -87,7 +91,7 @@ class WaveNetStack(nn.Module):
 
 
 class WaveNet(nn.Module):
-    """Logits [batch, classes, length] of the sample after each of samples [batch, length].
+    """Maps samples [batch, length] to logits [batch, classes, length] of the sample after each.
 
     receptive_field   the number of samples that one prediction depends on
     """
@@ -130,7 +134,8 @@ class WaveNet(nn.Module):
 
 
 def wavenet_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy; targets [batch, length]."""
+    """Returns the mean cross entropy of logits [batch, classes, length] and targets
+    [batch, length]."""
     return F.cross_entropy(logits, targets)
 
 

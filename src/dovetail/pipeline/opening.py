@@ -1,4 +1,7 @@
-"""Opens a saved plan: captures or loads its graph again, and checks every rule and promise."""
+"""Opens a saved plan: captures or loads its graph again, and checks every rule and promise.
+
+file ──► plan ──► step, of the MODEL that the plan or the user names ──► check ──► verify
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,20 +53,22 @@ EXPORTED: dict[str, Callable[[Plan, Graph], object]] = {
     "device-map": device_map,
     "split-points": split_points,
 }
-"""Maps each format that a plan can be made for to its export, which raises if it cannot say the
-plan."""
+"""Maps each format that a plan can be made for to its export. The export raises an error if the
+format cannot say the plan."""
 BOUND_TOLERANCE = 1e-6
-"""A promised bound may exceed the bound that is proven again by this share: another version of the
-LP solver may return a slightly smaller one."""
+"""A promised bound may exceed the bound that is proven again by this share, because another version
+of the LP solver may return a slightly smaller one."""
 
 
 def open_plan(path: str | Path, model: str = "") -> tuple[Plan, Step]:
-    """The saved plan and its step, which is captured or loaded again. Every rule and promise is
-    checked.
+    """The saved plan, and its step captured or loaded again. Every rule and promise is checked.
 
-    A `package.module:function` is imported only if `model` names it. Raises what `check` and
-    `verify` raise, `ExportError` for a plan that is not what its format can say, and
-    `MachineMismatchError` for a plan of the devices of another machine.
+    model   the MODEL text. By default the one that the plan keeps. A plan may come from somebody
+            else, so a `package.module:function` is imported only if `model` names it
+
+    Raises what `check` and `verify` raise, `ModelError` if neither `model` nor the plan says what
+    to open, `ExportError` if the format that the plan is made for cannot say it, and
+    `MachineMismatchError` if the plan's devices are cores of another machine.
     """
     saved = load_plan(path)
     text = model or saved.source.model
@@ -113,12 +118,13 @@ def _check_costs(plan: Plan, instance: Instance) -> None:
 
 
 def verify(plan: Plan, graph: Graph) -> None:
-    """Raise `PromiseError` unless simulating the plan gives its promised value and memory, and its
-    lower bound can be proven again. Raise `UnplacedOpError` for an op that is not on a device that
-    its pins and kinds of device permit.
+    """Raise `PromiseError` unless the plan keeps its promises.
 
-    A bound that only a search proves (`SEARCH_PROOFS`) would need that search again. Of such a
-    bound only this is checked: the plan's value is not below it.
+    Simulating the plan must give its value and its peak memory, and its lower bound must be proven
+    again. A bound that only a search proves (`SEARCH_PROOFS`) would need that search again. Of such
+    a bound only this is checked: it is not above the plan's value.
+
+    Raise `UnplacedOpError` for an op on a device that its pins or its kinds of device forbid.
     """
     graph = planned_graph(plan, graph)
     allowed = permitted(graph, plan.machine, plan.pins)
@@ -147,7 +153,7 @@ def verify(plan: Plan, graph: Graph) -> None:
 
 
 def timeline_of(plan: Plan, graph: Graph) -> Timeline:
-    """The plan's predicted timeline, from the costs it carries."""
+    """The plan's predicted timeline, from the costs that it carries."""
     graph = planned_graph(plan, graph)
     return _simulator(plan, graph).timeline(
         plan.placement, orders=plan.orders, schedules=plan.schedules
@@ -157,11 +163,13 @@ def timeline_of(plan: Plan, graph: Graph) -> Timeline:
 def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None]) -> Plan:
     """The plan with these schedules [devices], its promises computed again.
 
-    A device without a schedule (None) gets a new order: at each moment it takes, of the ops that
-    are ready, the one that comes first in its order so far. If it kept that order itself, it could
-    wait for a stage that waits for it. None of our bounds covers stages, so a plan for the
-    objective `step` then has no bound. Raises `OrderError` for schedules that `check` refuses, and
-    `OutOfMemoryError` if the peaks do not fit.
+    A device without a schedule (None) gets a new order: whenever it is free, it takes the op that
+    comes first in its old order among those that are ready. If it kept the old order, it could wait
+    for a stage that waits for it. None of our bounds covers stages, so a plan for the objective
+    `step` then has no bound.
+
+    Raises `UsageError` for another number of schedules than devices, `OrderError` for schedules
+    that `check` refuses, and `OutOfMemoryError` if the peaks do not fit.
     """
     graph = planned_graph(plan, graph)
     if len(schedules) != len(plan.machine.devices):
@@ -169,8 +177,8 @@ def with_schedules(plan: Plan, graph: Graph, schedules: Sequence[Schedule | None
         raise UsageError(
             "schedules", f"are {len(schedules)}; give one, or None, for each of {devices} devices"
         )
-    # [ops] an op's place in its device's order. The simulator takes the highest priority first, so
-    # it gets the places negated.
+    # [ops] The place of each op in its device's order. The simulator takes the op with the highest
+    # priority first, so it gets the places negated.
     turns = np.zeros(len(graph))
     for stages in stages_of(plan, graph):
         ops = [op for stage in stages for op in stage]
@@ -214,15 +222,17 @@ def bound_of(
     pins: Sequence[tuple[str, str]],
     caps: Sequence[tuple[str, int]],
 ) -> LowerBound:
-    """A lower bound that holds for every plan that pins and caps permit, also for plans that split
-    groups, and whichever shared computations a plan copies."""
+    """A lower bound that holds for every plan that the pins and caps permit.
+
+    It also holds for plans that split groups, and whichever shared computations a plan copies.
+    """
     graph, costs = without_shared(graph, costs)
     allowed, capacities = permitted(graph, machine, pins), capacities_of(machine, dict(caps))
     return lower_bound(graph, machine, costs, objective, allowed, capacities=capacities)
 
 
 def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
-    """(graph, costs) in which ops that have copies cost nothing and no op waits for them.
+    """(graph, costs), changed so that ops with copies cost nothing and no other op waits for them.
 
     A lower bound of this graph holds for every choice of copies. If nothing has copies, both are
     returned as they were given.
@@ -252,7 +262,7 @@ def without_shared(graph: Graph, costs: Costs) -> tuple[Graph, Costs]:
 
 
 def check_machine(machine: Machine) -> None:
-    """Raise `MachineMismatchError` if a device has cores that this machine does not have."""
+    """Raise `MachineMismatchError` if the devices are cores, but not those of this machine."""
     if not machine.local:
         return
     try:
@@ -271,10 +281,6 @@ def _simulator(plan: Plan, graph: Graph) -> Simulator:
 
 
 # --- Copies of shared computations ---
-#
-# A plan sends a shared value, rotary cosines or an attention mask, to every device that reads it.
-# Where computing it there takes no longer than sending it, by the machine's links and the costs,
-# the device gets a copy of what computes it, if the simulated plan is then no worse.
 
 
 def planned(plan: Plan, step: Step) -> Step:
@@ -288,14 +294,21 @@ def planned(plan: Plan, step: Step) -> Step:
 
 
 def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
-    """The plan with copies of shared computations on the devices that read them, or the plan itself
-    if copies do not make it better. `fixed` [ops]: True for ops that the user has placed."""
+    """The plan with copies of shared computations on the devices that read them.
+
+    A plan sends a shared value, such as rotary cosines or an attention mask, to every device that
+    reads it. If a device can compute the value itself in no more time than sending takes, by the
+    costs and the machine's links, the device gets a copy of the ops that compute it. The copies are
+    kept if the simulated plan is no worse with them. Otherwise the plan itself is returned.
+
+    fixed   [ops] True for ops that the user has placed, which are never copied
+    """
     graph = step if isinstance(step, Graph) else step.graph
     if len(set(plan.placement[~graph.is_source].tolist())) < 2:
         return plan
     copies = _worth_it(plan, graph, shareable(graph) & ~fixed)
-    # All devices' copies together come first. If those make the plan worse, each device's copies
-    # are tried alone, and the first that do not are taken.
+    # The copies of all devices together are tried first. If they make the plan worse, those of each
+    # device are tried by themselves, and the first that do not make it worse are taken.
     for some in [copies, *([one] for one in copies if len(copies) > 1)]:
         found = _copied(plan, graph, some) if some else plan
         if found is not plan:
@@ -304,7 +317,8 @@ def with_copies(plan: Plan, step: Step, fixed: NDArray[np.bool_]) -> Plan:
 
 
 def _worth_it(plan: Plan, graph: Graph, may: NDArray[np.bool_]) -> list[Copies]:
-    """The copies, one entry a device, that take no more time to compute there than to send."""
+    """The copies that are computed on a device in no more time than they are sent there, one entry
+    for each such device."""
     producers, devices = graph.producers[graph.input_tensors], plan.placement
     away = may[producers] & (devices[producers] != devices[graph.readers])
     found = []
@@ -320,8 +334,10 @@ def _worth_it(plan: Plan, graph: Graph, may: NDArray[np.bool_]) -> list[Copies]:
 
 
 def _behind(graph: Graph, ops: NDArray[np.integer], may: NDArray[np.bool_]) -> list[int]:
-    """These ops and all their ancestors that may be copied, ascending. The search backwards stops
-    at an op that may not be."""
+    """These ops and their ancestors that may be copied, ascending.
+
+    The search backwards stops at an op that may not be copied. `may` is [ops].
+    """
     seen: set[int] = set()
     todo = ops.tolist()
     while todo:
@@ -344,7 +360,8 @@ def _sending_seconds(plan: Plan, graph: Graph, tensors: NDArray[np.integer], dev
 
 
 def _link_seconds(machine: Machine, source: int, destination: int, size_bytes: float) -> float:
-    """The seconds of one transfer: over the link, or in two hops over the host if there is none."""
+    """The seconds of one transfer: over the link, or in two hops by way of the host if there is no
+    link."""
     link = int(machine.link_index[source, destination])
     if link < 0:
         host = machine.host_index
@@ -359,11 +376,12 @@ def _link_seconds(machine: Machine, source: int, destination: int, size_bytes: f
 
 
 def _copied(plan: Plan, graph: Graph, copies: Sequence[Copies]) -> Plan:
-    """The plan with these copies, its promises computed again; `plan` itself if it then does not
-    fit, or is slower."""
+    """The plan with these copies, its promises computed again. If it then does not fit or its value
+    is worse, `plan` itself is returned."""
     made = duplicate(graph, copies)
     placement = plan.placement[made.origins]
     for i, one in enumerate(copies):
+        # All readers of one entry are on the device that gets the copies.
         placement[made.copy_of == i] = plan.placement[one.readers[0]]
     placement = normalise(placement, made.graph, plan.machine)
     sent = None if plan.sent_bytes is None else plan.sent_bytes[made.origin_tensors]

@@ -1,9 +1,10 @@
-"""What is asked for: one record each for `plan`, `plan_phases`, `learn` and `schedule`.
+"""The requests: one record each for `plan`, `plan_phases`, `learn` and `schedule`.
 
-The defaults stand here and nowhere else, and so does what each option means: the command line reads
-both. A record checks itself when it is built, so that wrong input is refused before the long work.
-Nothing here imports torch or numpy before a record is built, so that the command line can show its
-help at once.
+The defaults and the meaning of each option stand here and nowhere else. The command line takes its
+help from the notes of the fields (`field_help`), so a note is one phrase that a user understands. A
+record checks itself when it is built, so that wrong input is refused before the long work. Nothing
+here imports torch or numpy before a record is built, so that the command line shows its help at
+once.
 """
 
 import inspect
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 CPU = "cpu"
-"""The DEVICE text of this machine's cores, for `schedule`."""
+"""This DEVICE text of `schedule` names the cores of this machine."""
 MIN_GAIN = 0.02
-"""The share by which a plan on more devices must be better if `min_gain` is not given."""
+"""A plan on more devices must be better by this share if `min_gain` is not given."""
 LEARNERS = tuple(name for name, method in PLACERS.items() if method.learns)
-"""The placers whose policies `learn` trains; the first is the default."""
+"""The placers whose policies `learn` trains. The first is the default."""
 TRIALS, MOST_TRIALS = 2000, 2**20
-"""How many placements `learn` judges if neither trials nor seconds are given, and the limit if only
-seconds are."""
+"""`learn` judges `TRIALS` placements if neither trials nor seconds are given, and at most
+`MOST_TRIALS` if only seconds are."""
 
 
 # --- Plan ---
@@ -43,32 +44,38 @@ seconds are."""
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """What to plan, and how. Raises the `InvalidError` of anything that can be known beforehand.
+    """What to plan, and how. Raises an `InvalidError` for a request that cannot be planned, as far
+    as that can be known beforehand.
 
     step        a captured network, a graph or an instance. Without it a request can be checked, but
                 not planned
-    machine     a `Machine`, or its text; by default "here", and an instance's own
+    machine     a `Machine`, or its text. By default "here", and an instance's own machine
     placer      a name in `methods.PLACERS`
-    objective   step: seconds of one step; load: the busiest device's, for pipelines; latency: of
-                one sample, for instances. By default load for an instance, else step
-    contiguous  Whole stages only: no path leaves a device and returns
-    budget      Seconds (10, 10s) or evaluations (5000e), for the search alone
-    gap         Stop at a plan proven within this of the best: .02 is 2 %
-    seed        Same seed, same plan
-    pins        Ops or modules that stay on a device, as pairs (pattern, device)
-    caps        Memory that a device may use, as pairs (device, bytes)
-    policy      Of gdp and gdp+search: a policy file; by default the shipped one
-    finetune    Updates of the policy on this graph; 0: zero-shot
-    per_op      Of gdp and gdp+search: place every op by itself
-    whole       Patterns of modules that are each placed as one, e.g. 'layers.*'
-    format      Only plans that export as device-map or split-points. What the model itself says not
-                to split (`_no_split_modules` of transformers) is then whole as well
-    min_gain    More devices only where they gain as much: .02; of `auto`. By default 2 %, and 0 for
-                an instance
-    place       Price this placement beside ours: a device map, or a file (JSON) that holds one or a
-                plan. The map that accelerate makes is priced as well, if accelerate is installed
-    method      what runs under the name `placer`, in place of our own
-    model       the name of the file that held the step; the plan keeps it
+    objective   What to minimise. step: seconds of one step; load: seconds of the busiest device,
+                for pipelines; latency: seconds of one sample, for instances. By default load for an
+                instance, else step
+    contiguous  Only contiguous plans: no path leaves a device and returns to it. For objective load
+    budget      Limit of the search, in seconds (10, 10s) or evaluated placements (5000e)
+    gap         Stop at a plan that is proven to be within this share of the best: .02 is 2 %
+    seed        Seed of the search. With a budget of evaluations, the same seed gives the same plan
+    pins        Keep the ops and modules that match a pattern on a device
+    caps        Limit the memory that a plan may use on a device
+    policy      Policy file for gdp and gdp+search. By default the shipped one
+    finetune    Updates of the policy on this graph before it places it, for gdp and gdp+search. 0:
+                it places the graph as it is (zero-shot)
+    per_op      Place every op by itself instead of in groups, for gdp and gdp+search
+    whole       Place each module that matches this pattern as one, e.g. 'layers.*'
+    format      Only plans that export as device-map or split-points. Modules that the model says
+                not to split (`_no_split_modules` of transformers) then stay whole, too
+    min_gain    Use more devices only if the plan is better by this share: .02 is 2 %. For `auto`.
+                By default 2 %, and 0 for an instance
+    place       Price this placement beside the plan: a device map, or a JSON file that holds a map
+                or a plan. The map that accelerate makes is priced as well, if accelerate is
+                installed
+    method      a placer that runs in place of our own, under the name `placer`
+    model       the name of the file that held the step, which the plan keeps
+
+    `pins` are pairs (pattern, device), and `caps` are pairs (device, bytes).
     """
 
     step: "Step | None" = None
@@ -106,7 +113,7 @@ class PlanRequest:
 
     @property
     def planned_step(self) -> "Step":
-        """The step, of a request that has one."""
+        """The step. Only a request that has one can be planned."""
         assert self.step is not None, "a request without a step can be checked, but not planned"
         return self.step
 
@@ -117,7 +124,7 @@ class PlanRequest:
 
     @property
     def resolved_gain(self) -> float:
-        """The smallest gain, or the default of this step."""
+        """`min_gain`, or its default for this step."""
         if self.min_gain is None:
             return 0.0 if self._is_instance else MIN_GAIN
         return self.min_gain
@@ -193,19 +200,19 @@ class PlanRequest:
 # --- Plan several phases ---
 
 PHASE_WEIGHTS = {"decode": 128.0}
-"""How many times a phase runs if nobody says; a phase that is not listed runs once."""
+"""A phase runs this many times if its weight is not given. A phase that is not listed runs once."""
 PLAN_FIELDS = tuple(option.name for option in fields(PlanRequest))
 OF_PHASES = ("machine", "placer", "budget", "seed", "pins", "caps", "whole", "min_gain")
-"""The fields of `PlanRequest` that `plan_phases` takes."""
+"""`plan_phases` takes these fields of `PlanRequest`."""
 
 
 @dataclass(frozen=True, eq=False)
 class PhasesRequest:
     """Which phases of a model to plan under one placement. Raises `UsageError`.
 
-    steps     phase -> the same module, captured with that phase's inputs
-    weights   phase -> how many times it runs; 128 for decode, and else 1, where that is not given
-    options   what holds for every phase: a request without a step
+    steps     phase -> the step of that phase. All steps are captured from one module object
+    weights   phase -> how many times it runs. By default 128 for decode, and 1 for any other phase
+    options   a request without a step, whose options hold for every phase
     """
 
     steps: Mapping[str, "Captured"]
@@ -248,10 +255,10 @@ class PhasesRequest:
 
 @dataclass(frozen=True, eq=False)
 class TaskRequest:
-    """One step that a policy learns to place. The fields are those of `PlanRequest`, but for
+    """One step that a policy learns to place. Its other fields are those of `PlanRequest`.
 
-    name     of the task, in curves and tables
-    per_op   Of gdp: place every op by itself
+    name     the name of the task in curves and tables
+    per_op   Place every op by itself instead of in groups, for gdp
     """
 
     name: str
@@ -265,32 +272,33 @@ class TaskRequest:
 
     @property
     def planned_step(self) -> "Step":
-        """The step, of a task that has one."""
+        """The step. Only a task that has one can be learned."""
         assert self.step is not None, "a task without a step can be checked, but not learned"
         return self.step
 
 
 @dataclass(frozen=True, eq=False)
 class LearnRequest:
-    """What a policy is to learn, how long, and by how many controllers. Raises the `InvalidError`
-    of anything that can be known beforehand.
+    """What a policy is to learn, for how long, and by how many controllers. Raises an
+    `InvalidError` for a request that cannot be learned, as far as that can be known beforehand.
 
     tasks        the steps to place, on their machines
-    method       seq2seq, hdp or gdp; by default that of `policy`, else seq2seq
-    policy       A policy file to start from
-    trials       Placements to try, in all, over all tasks and controllers
-    seconds      Instead of trials
-    controllers  That learn side by side, asynchronously
-    evaluators   Of each controller
-    backend      processes, ray, threads or simulated; by default threads for one controller, else
-                 processes
-    rule         of training, by which controllers share their updates
-    settings     fields of `LearningSettings` in place of the method's own
-    measured     Trials run on this machine's devices: here/2
+    method       Policy to train: seq2seq, hdp or gdp. By default that of the policy file, else
+                 seq2seq
+    policy       Policy file to start from
+    trials       Placements to try in all, over all tasks and controllers
+    seconds      How long to learn, in place of a number of trials
+    controllers  Controllers that train the policy side by side, without waiting for each other
+    evaluators   Evaluators of each controller, which judge its placements side by side
+    backend      Where controllers run: processes, ray, threads or simulated. By default threads for
+                 one controller, else processes
+    rule         the update rule by which controllers share what they learn, a name in `RULES`
+    settings     Fields of `LearningSettings`, in place of the method's own values
+    measured     Judge placements by running them on this machine's devices, such as here/2
     simulated_first  Simulated trials before the measured ones
-    folder       Keep the run's state there: nothing is lost with a process
-    resume       Continue the run in that folder
-    seed         Same seed and trials, one controller: same result
+    folder       Keep the run's state in this folder, so that the run can be resumed
+    resume       Continue the run in the folder
+    seed         Seed of the run. With one controller and the same trials it gives the same result
     """
 
     tasks: Sequence[TaskRequest] = ()
@@ -325,14 +333,14 @@ class LearnRequest:
 
     @property
     def most_trials(self) -> int:
-        """How many trials there are at most."""
+        """The most trials that the run may take."""
         if self.trials is not None:
             return self.trials
         return TRIALS if self.seconds is None else MOST_TRIALS
 
     @property
     def learning_settings(self) -> "LearningSettings":
-        """The method's settings with those of the request."""
+        """The method's settings, changed by those of the request. Raises `UsageError`."""
         from dovetail.placers.learned.catalog import settings_of
 
         settings = settings_of(self.method, finetuned=self.policy is not None)
@@ -348,7 +356,7 @@ class LearnRequest:
         return changed
 
     def _method(self) -> str:
-        """The method that is asked for, else the policy's, else the default."""
+        """The method that the request names, else that of its policy file, else the default."""
         method = self.method
         if self.policy is not None:
             from dovetail.placers.learned.files import load_policy
@@ -409,8 +417,9 @@ class LearnRequest:
             )
         if self.measured and task.objective not in ("", "step"):
             raise UsageError(
-                "measured", f"what runs is a step; objective {task.objective} does not"
+                "measured", f"a trial measures a step, so objective {task.objective} is not for it"
             )
+        # A plan request makes the same checks. `single` is a placer that needs no policy file.
         PlanRequest(
             task.step,
             task.machine,
@@ -435,7 +444,9 @@ def _check_measurable(task: TaskRequest) -> None:
     if isinstance(machine, str):
         machine = parse_machine(machine or HERE)
     if not machine.local or len(machine.devices) < 2:
-        raise UsageError("measured", f"{machine.name} is not devices of this machine; use here/2")
+        raise UsageError(
+            "measured", f"{machine.name} has no two devices of this machine; use here/2"
+        )
     if task.step is not None and not isinstance(task.step, Captured):
         raise UsageError("measured", "only a network can run; name it instead of a file")
 
@@ -465,13 +476,13 @@ class ScheduleRequest:
     """Which schedules of an inference step to find. Raises `UsageError`.
 
     model       a captured step, or its MODEL text
-    devices     cpu: the cores of this machine; cuda:0; or a preset such as v100 (predicted by
-                analytic costs). Several are compared
-    schedulers  names in `methods.SCHEDULERS`; none: all
-    batches     Batch sizes of a network of the zoo; none: the one that MODEL says
-    rounds      In which all schedules are measured, one after another
-    sampled     Random schedules to hold predictions against
-    seed        Of weights, inputs, random schedules
+    devices     Devices to compare. cpu: the cores of this machine; cuda:0: its first GPU; a preset
+                such as v100: predicted by analytic costs
+    schedulers  names in `methods.SCHEDULERS`. By default all of them
+    batches     Batch sizes of a network of the zoo. By default the one that MODEL says
+    rounds      Rounds of measuring. Each runs all schedules, one after another
+    sampled     Random schedules to measure, so that predictions can be compared with them
+    seed        Seed of weights, inputs and random schedules
     """
 
     model: "str | Captured"
@@ -495,16 +506,16 @@ class ScheduleRequest:
             raise UsageError("sampled", f"is {self.sampled}; use 0 or more")
         if self.sampled and not any(map(runs_here, self.devices)):
             names = ", ".join(self.devices)
-            raise UsageError("sampled", f"random schedules are measured, which {names} cannot be")
+            raise UsageError("sampled", f"random schedules are measured, and {names} cannot be")
 
 
 def runs_here(device: str) -> bool:
-    """Is the device measured, and not predicted?"""
+    """True if schedules run on this device, so that they are measured and not predicted."""
     return device == CPU or is_cuda(device)
 
 
 def is_cuda(device: str) -> bool:
-    """Is this the text of a CUDA device, "cuda" or "cuda:1"?"""
+    """True for the text of a CUDA device, "cuda" or "cuda:1"."""
     return device.split(":")[0] == "cuda"
 
 
@@ -518,25 +529,28 @@ def check_name(option: str, name: str, known: Sequence[str] | Mapping[str, Any])
 
 
 def default_objective(step: "Step | None") -> str:
-    """The objective if nobody says one: throughput for an instance, one step for all else."""
+    """The objective that is used if none is given: load for an instance, step for anything else."""
     return "load" if is_instance(step) else "step"
 
 
 def is_instance(step: "Step | None") -> bool:
-    """Is the step a published placement instance?"""
+    """True if the step is a published placement instance."""
     from dovetail.instances import Instance
 
     return isinstance(step, Instance)
 
 
 def check_seed(seed: int) -> None:
-    """Raise `UsageError` for a seed that a plan cannot keep."""
+    """Raise `UsageError` unless the seed is from 0 to 2^63 - 1, which a plan's file can hold."""
     if not 0 <= seed < 2**63:
         raise UsageError("seed", f"is {seed}; use a whole number from 0 to {2**63 - 1}")
 
 
 def field_help(request: type, name: str) -> str:
-    """What the record's docstring says of a field, in one line, for the command line."""
+    """What the record's docstring says of a field, in one line, for the command line.
+
+    A note begins with the field's name at the start of a line. Its further lines are indented.
+    """
     text = inspect.cleandoc(request.__doc__ or "")
     match = re.search(rf"^{name} +(\S.*(?:\n +.*)*)", text, re.MULTILINE)
     assert match is not None, f"{request.__name__} does not say what {name} is"
@@ -544,8 +558,11 @@ def field_help(request: type, name: str) -> str:
 
 
 def with_fields_of(request: type, skip: Collection[str] = ()) -> Callable[[Function], Function]:
-    """A decorator for `function(..., **options)`, where the options are fields of the record:
-    `help` and editors show these fields with their defaults."""
+    """A decorator for `function(..., **options)`, whose options are fields of the record.
+
+    It gives the function a signature with these fields and their defaults, so that `help` and
+    editors show them. `skip` names fields that the function does not take.
+    """
 
     def decorate(function: Function) -> Function:
         shown = [

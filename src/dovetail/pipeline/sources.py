@@ -1,9 +1,10 @@
 """Resolves MODEL and MACHINE texts to steps and machines, and computes their costs.
 
-MODEL ──► step: a captured network, a graph (saved, or of an ONNX file), or a published instance;
-          a network or graph may be repeated in data-parallel towers
-MACHINE ──► machine; an instance brings its own
-(step, machine) ──► costs: measured here, analytic elsewhere, an instance's own
+MODEL ──► step                  a captured network, a graph (saved, or of an ONNX file), or a
+                                published instance; a network or graph may be repeated in
+                                data-parallel towers
+MACHINE ──► machine             an instance brings its own
+(step, machine) ──► costs       measured on this machine, analytic for another, an instance's own
 """
 
 import re
@@ -44,28 +45,19 @@ from dovetail.runtime.timers import clock
 from dovetail.units import HERE, format_seconds
 
 # --- The number of threads that ops of `here` use ---
-#
-# It is measured for each step, and the fewest threads among the fastest are kept.
-#
-# Ops of a small network take less time on one thread than OpenMP takes to hand parts of them to
-# several, and one thread leaves the other cores to other programs. So the step itself runs with
-# each number of threads, in turn, in one process.
-#
-#     captured step ──► one plan on one device ──► rounds: 1, 2, 4, ... n threads ──► the fastest
-
 
 ALL_TRIED = 4
-"""With up to this many cores every number of threads is tried. With more, only the number of cores
-and its halves are: 16, 8, 4, ..."""
+"""With up to this many cores every number of threads is tried. With more cores only the number of
+cores and its halves are tried: 16, 8, 4, ..."""
 LONG_SECONDS = 1.0
-"""A step that takes longer than this by data sheet is not tried: its ops are long enough for all
-cores."""
+"""A step whose ops take longer than this by data sheet is not tried, because they are long enough
+for all cores."""
 WARM_SECONDS, MEASURED_SECONDS = 0.6, 2.0
-"""Steps run for `WARM_SECONDS` before they count, in which OpenMP's threads find out whether they
-may spin. Then they are measured for `MEASURED_SECONDS`."""
+"""Steps run for `WARM_SECONDS` before they count. In that time OpenMP's threads find out whether
+they may spin. Then steps are measured for `MEASURED_SECONDS`."""
 _ROUND_SECONDS, _MOST_STEPS, _LEAST_ROUNDS = 0.02, 20, 3
-"""A round takes about `_ROUND_SECONDS`, in 2 to `_MOST_STEPS` steps. There are `_LEAST_ROUNDS` at
-least."""
+"""A round has 2 to `_MOST_STEPS` steps, and takes about `_ROUND_SECONDS`. If two or more numbers of
+threads are not `_HOPELESS`, each of them runs at least `_LEAST_ROUNDS` rounds."""
 _HOPELESS = 1.5
 """A number of threads that takes more than this many times the best in the first round is not tried
 again."""
@@ -74,15 +66,16 @@ _EQUAL = 1.03
 is not quiet enough to tell them apart. The least of them leaves most cores to other programs."""
 
 Rounds = Callable[[int], float]
-"""Runs some steps with a number of threads, and returns the median seconds of one."""
+"""A function of a number of threads. It runs some steps with it, and returns the median seconds of
+one step."""
 
 
 @dataclass(frozen=True)
 class ThreadChoice:
     """The number of threads with which a step is fastest.
 
-    seconds        threads -> seconds of a step, for all numbers that were tried
-    others_cores   the cores that other programs used meanwhile
+    seconds        threads -> seconds of a step, for each number that was tried
+    others_cores   how many cores other programs used meanwhile
     """
 
     threads: int
@@ -108,7 +101,13 @@ def choose_threads(
     cache: CostCache,
     progress: Callable[[float], None] = lambda _fraction: None,
 ) -> ThreadChoice | None:
-    """The number of threads with which a step is fastest on the machine's one device.
+    """The fewest threads with which a step is about as fast as it can be on the one device.
+
+        captured step ──► one plan on one device ──► rounds: 1, 2, 4, ... n threads ──► the fastest
+
+    An op of a small network takes less time on one thread than OpenMP takes to hand parts of it to
+    several. One thread also leaves the other cores to other programs. So the step itself is run
+    with each number of threads, in turn, in one process.
 
     The number comes from the cache if the step was tried before and no other program disturbed it.
     None is returned if there is one core, if the step takes longer than `LONG_SECONDS` by data
@@ -138,7 +137,7 @@ def choose_threads(
 def _try_threads(
     captured: Captured, machine: Machine, progress: Callable[[float], None]
 ) -> ThreadChoice:
-    """The choice, measured: one process runs the step with each number of threads in turn."""
+    """Measures the choice: one process runs the step with each number of threads in turn."""
     (device,) = machine.devices
     with (
         Workers(machine) as workers,
@@ -237,10 +236,13 @@ def with_threads(machine: Machine, threads: int) -> Machine:
     return replace(machine, devices=devices)
 
 
+# --- MODEL and MACHINE texts, and the costs of a step on a machine ---
+
 Step = Captured | Graph | Instance
 """A step that can be planned. Only a captured one can run."""
 TellProgress = Callable[[str, float, float | None], None]
-"""A callback: progress(what is being done, fraction of it, best value so far or None)."""
+"""A function that hears of progress: (what is being done, share that is done, best value so far or
+None)."""
 
 
 def silent(_doing: str, _fraction: float, _best: float | None) -> None:
@@ -324,8 +326,8 @@ def graph_of(step: Step) -> Graph:
 def groups_of(step: Step, units: Units | None = None, *, per_op: bool = False) -> Groups:
     """The groups of ops that placers place as one.
 
-    An instance has its colour classes alone as groups, since its bounds and published values are
-    for those. With `per_op` any graph has only the groups that must stay together.
+    The groups of an instance are its colour classes and no larger ones, because its bounds and
+    published values are for those. With `per_op` only ops that must stay together form a group.
     """
     graph = graph_of(step)
     fine = per_op or isinstance(step, Instance)
@@ -333,8 +335,10 @@ def groups_of(step: Step, units: Units | None = None, *, per_op: bool = False) -
 
 
 def unsplit_modules(step: Step) -> dict[str, str]:
-    """Patterns of the modules that the model says not to split -> their class. transformers' models
-    name such classes in `_no_split_modules`."""
+    """Maps a pattern of modules that the model says not to split to the name of their class.
+
+    The models of transformers name such classes in `_no_split_modules`.
+    """
     if not isinstance(step, Captured):
         return {}
     modules = dict(step.module.named_modules())
@@ -366,13 +370,14 @@ def machine_of(
     progress: TellProgress = silent,
     notes: "Notes | None" = None,
 ) -> Machine:
-    """The machine to plan for. "" names an instance's own machine, and `here` for any other step.
-    For a captured step `here` has the number of threads with which the step was measured to be
-    fastest.
+    """The machine to plan for.
 
-    notes   collects what the user should know of the measuring
+    machine   a machine or a MACHINE text. "" names an instance's own machine, and `here` for any
+              other step. For a captured step, `here` gets the number of threads with which the
+              step is measured to be fastest
+    notes     collects what the user should know of the measuring
 
-    Raises `UsageError` for an instance on another machine: its costs are for its own.
+    Raises `UsageError` for an instance on another machine, because its costs are for its own.
     """
     notes = notes or Notes()
     if not isinstance(step, Instance):
@@ -409,6 +414,7 @@ class Notes:
         self._disturbed: dict[str, float] = {}
 
     def say(self, text: str) -> None:
+        """Note a sentence for the user."""
         self._said.append(text)
 
     def disturbed(self, what: str, others_cores: float) -> None:
@@ -436,9 +442,9 @@ def resolve_machine(
     fresh: bool = False,
     notes: "Notes | None" = None,
 ) -> Machine:
-    """The machine that a text names; `here` and `here/n` have the rates that the probe measured.
+    """The machine that a text names. `here` and `here/n` have the rates that the probe measures.
 
-    fresh   probe again, also if the cache has the rates
+    fresh   probe again, even if the cache has the rates
     notes   collects whether other programs disturbed the probe
     """
     if not isinstance(machine, str):
@@ -461,8 +467,10 @@ def costs_of(
     progress: TellProgress = silent,
     notes: "Notes | None" = None,
 ) -> Costs:
-    """The costs of a step: an instance's own, measured ones if the machine is this one, else
-    analytic ones. A graph from ONNX has no calls to measure, so its costs are always analytic.
+    """The costs of a step on a machine.
+
+    An instance has costs of its own. On this machine costs are measured, on any other they are
+    analytic. A graph from ONNX has no calls to measure, so its costs are always analytic.
 
     notes   collects whether other programs disturbed the measuring
     """
@@ -488,8 +496,10 @@ def costs_of(
 
 
 def source_of(step: Step, model: str) -> Source:
-    """The source of the step for its plan; `model` is the name of the file that held it, if one
-    did."""
+    """The source of the step, which its plan keeps.
+
+    model   the name of the file that held the step; "" if none did
+    """
     if isinstance(step, Captured):
         return step.source
     if isinstance(step, Instance):

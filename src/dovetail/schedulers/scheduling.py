@@ -25,13 +25,13 @@ from dovetail.schedulers.results import KernelStage
 
 
 def sequential(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
-    """Return one op a stage, in block order, as a network runs without a scheduler. O(ops)."""
+    """Return a stage for each op, in block order, as a network runs without a scheduler. O(ops)."""
     stages = tuple(1 << op for op in range(len(block)))
     return BlockSchedule(stages, tuple(timer(stages)), 0, 0, len(stages))
 
 
 def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
-    """Return stages that each run every op whose predecessors ran in earlier stages.
+    """Return stages each of which runs every op whose predecessors ran in earlier stages.
 
     Parallel executors of common frameworks do the same. O(ops x stages).
 
@@ -52,8 +52,8 @@ def greedy(block: KernelBlock, timer: StageTimer) -> BlockSchedule:
 
 
 MOST_STATES = {"dos": 50_000, "ios": 5_000}
-"""Most states of a part, by scheduler. `ios` gets fewer because it compares hundreds of endings for
-each state, where `dos` compares some 40."""
+"""Each scheduler searches parts of at most this many states. `ios` gets fewer because it compares
+hundreds of endings for each state, where `dos` compares some 40."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,16 @@ class StageProblem:
     """What schedulers are given: kernels, and what they cost.
 
     signatures     [kernels] equal for kernels that cost the same
-    timer          stages of the block -> their timings
-    bounded        the timer for the stages that `dos` and `ios` compare. It need not measure a
-                   stage that cannot beat its kernels run one by one: it may return their seconds
-    keys           [kernels] kernels of one key may be merged; None: this kernel merges with none
+    timer          a function: stages of the block -> their timings
+    bounded        the timer for the stages that `dos` and `ios` compare. If a stage cannot beat its
+                   kernels run one by one, it may return their seconds without measuring
+    keys           [kernels] kernels with the same key may be merged; a kernel with None merges with
+                   none
     streams        how many kernels the device can run at once
-    seconds        [kernels] seconds of each by itself on one stream
-    wait_seconds   delay until another stream sees that a kernel has ended
-    group_ops, groups   limits of `ios` on a group and on a stage: the paper's r and s
+    seconds        [kernels] seconds of each kernel by itself on one stream
+    wait_seconds   seconds until another stream sees that a kernel has ended
+    group_ops, groups   most kernels in a group, and most groups in a stage, for `ios`: the paper's
+                   r and s
     """
 
     block: KernelBlock
@@ -87,9 +89,12 @@ class StageProblem:
 class SchedulerResult:
     """What a scheduler returns: stages in running order, or streams without barriers.
 
-    seconds         predicted, of the whole schedule
+    seconds         predicted seconds of the whole schedule
+    stages          empty for a scheduler that returns streams
+    streams         None for a scheduler that returns stages
     blocks          the kernels of each part that was scheduled on its own
-    block_seconds   [blocks] predicted
+    block_seconds   [blocks] predicted seconds of each part
+    states, transitions   how many the search has seen, over all parts that it searched
     pruning         what the search left out, in words; "" if it left out nothing
     """
 
@@ -106,15 +111,22 @@ class SchedulerResult:
 Scheduler = Callable[[StageProblem], SchedulerResult]
 
 
+# --- The schedulers of the table `methods.SCHEDULERS` ---
+
+
 def schedule_sequential(problem: StageProblem) -> SchedulerResult:
+    """Return a stage for each kernel."""
     return by_parts(problem, lossless(problem), lambda part, t, _: sequential(part.block, t))
 
 
 def schedule_greedy(problem: StageProblem) -> SchedulerResult:
+    """Return stages of all kernels that are ready."""
     return by_parts(problem, lossless(problem), lambda part, t, _: greedy(part.block, t))
 
 
 def schedule_merge(problem: StageProblem) -> SchedulerResult:
+    """Return stages of one kernel, or of like kernels that run as one where that is faster."""
+
     def search(part: Part, timer: StageTimer, _window: int) -> BlockSchedule:
         return merge(part.block, timer, [problem.keys[op] for op in part.ops])
 
@@ -122,6 +134,7 @@ def schedule_merge(problem: StageProblem) -> SchedulerResult:
 
 
 def schedule_dos(problem: StageProblem) -> SchedulerResult:
+    """Return the best stages of independent kernels, by DOS's dynamic programme."""
     parts = narrowed(problem.block, MOST_STATES["dos"])
     # Measuring stages is most of the search's cost, and a stage that cannot beat its kernels one by
     # one is never better than what the search has anyway. So the bounded timer is enough here.
@@ -130,6 +143,7 @@ def schedule_dos(problem: StageProblem) -> SchedulerResult:
 
 
 def schedule_ios(problem: StageProblem) -> SchedulerResult:
+    """Return the best stages of few groups, by IOS's dynamic programme."""
     parts = narrowed(problem.block, MOST_STATES["ios"])
     search = partial(ios, group_ops=problem.group_ops, groups=problem.groups)
     compared = replace(problem, timer=problem.bounded)
@@ -137,12 +151,14 @@ def schedule_ios(problem: StageProblem) -> SchedulerResult:
 
 
 def lossless(problem: StageProblem) -> Narrowed:
-    """Return the parts between ops that lie on all paths, searched without a window."""
+    """Return the parts between ops that lie on all paths. Their search has no window, so it leaves
+    out nothing."""
     parts = tuple(cut(problem.block))
     return Narrowed(parts, (0,) * len(parts))
 
 
 def schedule_dataflow(problem: StageProblem) -> SchedulerResult:
+    """Return streams without stages, in which a kernel starts when its inputs are there."""
     streams, seconds = dataflow(
         problem.block, problem.seconds, problem.streams, problem.wait_seconds
     )
@@ -154,7 +170,11 @@ def by_parts(
     division: Narrowed,
     search: Callable[[Part, StageTimer, int], BlockSchedule],
 ) -> SchedulerResult:
-    """Search each part, and join the schedules one after another. Equal parts are searched once."""
+    """Search each part, and join the schedules one after another. Equal parts are searched once.
+
+    division   the parts, and the window of each
+    search     a function (part, timer, window) -> the part's schedule
+    """
     by_key: dict[Hashable, BlockSchedule] = {}
     stages: list[KernelStage] = []
     seconds = []

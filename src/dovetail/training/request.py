@@ -1,8 +1,8 @@
-"""What is to be trained and how: the one record that the command line and `Trainer` build.
+"""The request for a training: the one record that the command line and `Trainer` build.
 
 The defaults of training stand here and nowhere else. The record checks what can be checked without
-the data; `preparing` checks the rest. Imports neither torch nor numpy, so that the command line can
-show the defaults at once.
+the data; `preparing` checks the rest. This module imports neither torch nor numpy, so that the
+command line can show the defaults at once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from dovetail.training.validation import Metrics
 
 STORAGE_OPTIONS = ("log", "snapshot_commits", "sync")
-"""Fields of `Storage` that `storage` may set; the others follow from `folder` and `resume`."""
+"""`storage` may set these fields of `Storage`. The others follow from `folder` and `resume`."""
 
 
+# These defaults are made in functions, because importing their classes here would import numpy.
 def _guard() -> Guard:
     from dovetail.training.backends.contract import Guard
 
@@ -47,28 +48,32 @@ def _policy() -> FailurePolicy:
 class TrainRequest:
     """How a module is trained. Raises `UsageError` for a setting that no run can have.
 
-    model       any `nn.Module` on the CPU, or a Keras 3 model on torch; it is trained in place
-    loss        (output, *targets) -> the mean over the batch's samples
-    optimizer   a callable of parameters, a name with `lr`, or a record; each worker has its own,
-                and for the rule `sync` the server has it
+    model       any `nn.Module` on the CPU, or a Keras 3 model on torch. It is trained in place
+    loss        a function (output, *targets) -> the mean over the batch's samples
+    optimizer   a function of parameters, a name together with `lr`, or a record. Each worker has an
+                optimizer of its own; for the rule `sync` the server has it
     rule        a name in `RULES`, or `make_rule(name, **options)`
     workers     processes, or groups of processes, that compute gradients
-    backend     a name in `BACKENDS`, with its own settings in `backend_options`
+    backend     a name in `BACKENDS`; `backend_options` holds the backend's own settings
     epochs      passes over all samples
     batch       samples of a local step
-    window      local steps between commits; None: one commit, at the end; "auto": the rule's own
+    window      local steps between commits. None: one commit, at the end; "auto": the rule's own
     lr          learning rate, in place of the optimizer's own
     schedule    a factor of the learning rate by epoch, or a torch scheduler (`torch_optimizers`)
-    metrics     beside the loss, on the validation set: "accuracy", or callables as the loss
-    validate    when to evaluate: each "epoch", after so many samples, or "30s"; and at the end
-    monitor     the figure that early stop goes by: a loss or error is to fall, all else to rise
-    patience    evaluations without a better one before the run stops; the best center is kept
-    collate     items -> batch, for data sets that are not arrays
-    folder      where the run's state is kept, so that nothing is lost with the server; `storage`:
-                further settings of `Storage`
+    metrics     figures of the validation set beside the loss: "accuracy", or functions like the
+                loss
+    validate    when to evaluate, beside the end of the run: "epoch" for the end of each epoch, a
+                number of samples, or seconds such as "30s"
+    monitor     the figure that decides which evaluation is the best. A loss, an error or a
+                perplexity is better when it is lower, any other figure when it is higher
+    patience    the run stops after this many evaluations without a better one. The best center is
+                kept
+    collate     a function items -> batch, for data sets that are not arrays
+    folder      where the run's state is kept, so that nothing is lost with the server. `storage`
+                holds further settings of `Storage`
     resume      continue the run in `folder`. Workers' optimizers start anew, as after any restart
     group       processes of each worker, which average their gradients (see `group`)
-    name        the label of the run's history; "": the rule's name
+    name        the label of the run's history. "": the rule's name
     shards, wire, guard, policy, order   see `backends.contract`
     """
 
@@ -122,8 +127,10 @@ class TrainRequest:
         return self.rule if isinstance(self.rule, str) else self.rule.name
 
     def evaluation_times(self, epoch_samples: int | None) -> tuple[int | None, float | None]:
-        """`validate` as (every so many samples, every so many seconds); an epoch has
-        `epoch_samples`, None where that is not known."""
+        """`validate` as (samples, seconds) between evaluations, of which at least one is None.
+
+        epoch_samples   samples of an epoch, or None if the number is not known
+        """
         if self.validate == "epoch":
             return epoch_samples, None
         if isinstance(self.validate, str):

@@ -1,7 +1,15 @@
-"""Update rules, one file each, and the table of them: `RULES`, by name.
+"""The table of update rules, `RULES`, by name. Each rule has a file of its own.
 
-A new rule is a file here and an entry in the table. The command line, its help and the trainer
-read the table. The class `ADAG` of the old dist-keras is `agn`, and its `Experimental` is `adag`.
+To add a rule, write its file and add an entry to the table. The command line, its help and the
+trainer read the table. The files share these symbols:
+
+    theta~    the center, which the server holds        theta_k   the parameters of worker k
+    g         a gradient of one minibatch               U(g)      what the optimizer adds for g
+    v         the vector of a commit                    lambda    local steps in a window
+    eta       the workers' learning rate                n         number of workers
+    tau       staleness of a commit                     theta~_base   theta~ as the worker pulled it
+
+The class `ADAG` of the old dist-keras is `agn` here, and its `Experimental` is `adag`.
 """
 
 from typing import Any
@@ -46,10 +54,10 @@ RULES: dict[str, RuleEntry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def make_rule(name: str, **options: Any) -> Rule:
-    """The rule of that name with its options bound.
+    """Returns the rule of that name with its options bound.
 
-    Raises `UnknownRuleError`, and `UsageError` with the name of an option that the rule does not
-    have or whose value it cannot take.
+    Raises `UnknownRuleError` for a name that is not in the table, and `UsageError` for an option
+    that the rule does not have, or whose value it cannot take.
     """
     if name not in RULES:
         raise UnknownRuleError(name, tuple(RULES))

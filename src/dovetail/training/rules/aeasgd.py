@@ -1,4 +1,5 @@
-"""Elastic averaging, asynchronous: plain (AEASGD) and with momentum (EAMSGD).
+"""Asynchronous elastic averaging: each worker has its own parameters, and once a window these and
+the center move towards each other.
 
 S. Zhang, A. Choromanska, Y. LeCun: Deep learning with Elastic Averaging SGD, NIPS 2015,
 https://arxiv.org/abs/1412.6651, section 3, algorithms 1 and 2.
@@ -9,9 +10,10 @@ https://arxiv.org/abs/1412.6651, section 3, algorithms 1 and 2.
                E = alpha (theta_k - theta~);   theta_k -= E;   commit E
     server     theta~ += E
 
-theta_k is never replaced by theta~. alpha = eta rho. delta = .9 is dist-keras' default; the paper's
-own, .99 as others cite it, could not be checked.
-Differences: the elastic step ends a window where the paper's begins one; between two windows that
+theta~ never replaces theta_k. In the paper alpha = eta rho. Here v is the worker's velocity, not a
+commit. delta = .9 is dist-keras' default; the paper's own, which others cite as .99, could not be
+checked.
+Differences: the elastic step ends a window, where the paper's begins one. Between two windows that
 is the same moment. U may be any optimizer, where the paper has -eta g.
 """
 
@@ -23,12 +25,14 @@ from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update, at_theta
 
 FORCE, VELOCITY, AHEAD = "force", "velocity", "ahead"
+"""The rules' vectors on a worker: E, v and theta_k + delta v."""
 
 
 def aeasgd(alpha: float = 0.05, rho: float | None = None) -> Rule:
-    """AEASGD with the moving rate `alpha`, or with eta `rho`, eta the current learning rate.
+    """AEASGD: both move by `alpha` times their distance, or by eta `rho` times it with `rho`.
 
-    The default .05 is the thesis' setting: rho 5 at a learning rate of .01.
+    eta is the worker's learning rate at that moment. The default of .05 is the setting of J.
+    Hermans' thesis (see `adag`): rho = 5 at a learning rate of .01.
     """
     return Rule(
         name="aeasgd",
@@ -44,7 +48,7 @@ def aeasgd(alpha: float = 0.05, rho: float | None = None) -> Rule:
 
 
 def eamsgd(alpha: float = 0.05, rho: float | None = None, delta: float = 0.9) -> Rule:
-    """AEASGD with Nesterov's momentum `delta` on each worker."""
+    """EAMSGD: AEASGD with Nesterov's momentum `delta` on each worker."""
     fraction("delta", delta)
 
     def look(local: Local) -> Vector:
@@ -74,7 +78,7 @@ def eamsgd(alpha: float = 0.05, rho: float | None = None, delta: float = 0.9) ->
 
 
 class _Elastic:
-    """E = alpha (theta_k - theta~), which leaves theta_k and is committed."""
+    """The elastic step: subtracts E = alpha (theta_k - theta~) from theta_k, and returns E."""
 
     def __init__(self, alpha: float, rho: float | None) -> None:
         fraction("alpha", alpha)

@@ -1,4 +1,5 @@
-"""Asynchronous DiLoCo: each arrival is applied at once, its momentum every N arrivals.
+"""Asynchronous DiLoCo: the server applies each commit at once, and updates its momentum after every
+N commits.
 
 B. Liu, R. Chhaparia, A. Douillard, S. Kale, A. A. Rusu, J. Shen, A. Szlam, M. Ranzato:
 Asynchronous Local-SGD Training for Language Modeling, 2024, https://arxiv.org/abs/2401.09135,
@@ -9,13 +10,16 @@ algorithm 3 (delayed Nesterov) and section 5 (dynamic local updates).
                every N-th arrival   m = beta m + Delta / N;  Delta = 0
                                     theta~ -= epsilon ((1 - c N + c) beta m + g / N)
                else                 theta~ -= epsilon (c beta m + g / N)
-    steps      H_k = H speed_k / max speed, with the speed of the last window, and H at first
+    steps      H_k = H speed_k / max speed
 
-The formulas agree with a public implementation of algorithm 3 (HALoS' `DelayedNesterovOptimizer`);
-c = 0 is its default too. N and the outer learning rate are tuned per setting in the paper; the
-defaults here, 4 and DiLoCo's .7, are not the paper's promise.
-Differences: H_k is rounded to the nearest whole step, the paper's choice could not be checked; the
-inner learning rate's schedule is the learner's own, by samples seen.
+m is the momentum, Delta the sum of the commits since it was last updated. H is the run's window.
+speed_k is the steps per second of worker k in its last window; its first window has H steps.
+
+The formulas agree with a public implementation of algorithm 3 (HALoS' `DelayedNesterovOptimizer`),
+which also has c = 0 by default. The paper tunes N and the outer learning rate for each setting. The
+defaults here, 4 and DiLoCo's .7, are ours, and the paper promises nothing for them.
+Differences: H_k is rounded to the nearest whole step, because the paper's choice could not be
+checked. The schedule of the inner learning rate is the learner's own, by samples seen.
 """
 
 from dovetail.errors import UsageError
@@ -26,6 +30,7 @@ from dovetail.training.rules.contract import Arrival, Rule, Slice
 from dovetail.training.rules.diloco import DELTA, distance, walk_alone
 
 MOMENTUM, BUFFER, ARRIVALS = "momentum", "buffer", "arrivals"
+"""The rule's vectors on the server, m and Delta, and the number of commits that it has applied."""
 
 
 def async_diloco(
@@ -35,9 +40,14 @@ def async_diloco(
     spread: float = 0.0,
     dynamic: bool = True,
 ) -> Rule:
-    """Delayed Nesterov: `lr` epsilon, `momentum` beta, `delay` N, `spread` c in [0, 1 / N].
+    """The momentum is Nesterov's, delayed.
 
-    `dynamic`: slower workers take fewer local steps a window, so that all take the same time.
+    lr         outer learning rate, epsilon
+    momentum   beta
+    delay      N
+    spread     c, from 0 to 1 / N: how much of the momentum each commit in between applies
+    dynamic    slower workers make fewer local steps in a window, so that all windows take equally
+               long
     """
     positive("lr", lr)
     fraction("momentum", momentum)
@@ -87,6 +97,7 @@ def _fold(  # noqa: PLR0913  compiled: flat arguments
     weight: float,
     delay: float,
 ) -> None:
+    """Applies every N-th commit: updates m, then theta. `weight` is (1 - c N + c) beta."""
     for i in range(theta.size):
         g = gradient[i]
         momentum[i] = beta * momentum[i] + (buffer[i] + g) / delay
@@ -104,6 +115,7 @@ def _hold(
     weight: float,
     delay: float,
 ) -> None:
+    """Applies a commit in between: adds it to Delta, then updates theta. `weight` is c beta."""
     for i in range(theta.size):
         g = gradient[i]
         buffer[i] += g

@@ -6,9 +6,9 @@ https://papers.nips.cc/paper/2010/hash/abea47ba24142ed16b7d8fbf2c740e0d-Abstract
 Gradient Descent, 2017, https://github.com/JoeriHermans/master-thesis, chapter 2.
 
     worker k   lambda steps: theta_k += U(g_k)
-    server     theta~ = 1/n sum_k theta_k           all restart from it
+    server     theta~ = 1/n sum_k theta_k;   every worker goes on from theta~
 
-Differences: one-shot is the same rule in a run whose window is None: each worker then commits once,
+Differences: one-shot is the same rule in a run whose window is None. Each worker then commits once,
 at the end of its equal share of all epochs.
 """
 
@@ -21,12 +21,12 @@ from dovetail.training.rules.pushing import mean_of_workers
 
 
 def averaging() -> Rule:
-    """Periodic averaging, once a window."""
+    """The server averages once in each window."""
     return _averaging("averaging")
 
 
 def one_shot() -> Rule:
-    """Averaging once: for a run whose `window` is None."""
+    """The server averages once, at the end of a run whose `window` is None."""
     return _averaging("one-shot")
 
 

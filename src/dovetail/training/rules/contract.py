@@ -1,11 +1,12 @@
-"""What an update rule is: pure functions on flat vectors for the worker's and the server's side.
+"""Defines what an update rule is: pure functions on flat vectors, for a worker and for the server.
 
-    worker, a window     begin ─► steps x [look ─► gradient ─► step] ─► message
-    server, a commit     apply(slice, arrival)            or, for rules that gather,
-            a round      combine(slice, arrivals)   when every worker with a lease has committed
+    worker, in a window      begin ─► steps x [look ─► gradient ─► step] ─► message
+    server, at a commit      apply(slice, arrival)
+    server, at a round       combine(slice, arrivals)
 
-All functions of the server are elementwise, so that shards of the vector are independent. They
-change the arrays that they are given in place, and nothing else.
+A rule has `apply` or, if it gathers, `combine`. A round is complete when every worker with a lease
+has committed. Both functions work element by element, so that the shards of the center are
+independent. They change the arrays that they are given, in place, and nothing else.
 """
 
 import inspect
@@ -18,18 +19,19 @@ import numpy as np
 from dovetail.training.records import Vector
 
 Update = Callable[[Vector, Vector], Vector]
-"""(theta, gradient) -> U(g) [size]: one step of the worker's optimizer, whose state it advances."""
+"""A function (theta, gradient) -> U(g) [size]: one step of the worker's optimizer. It advances the
+optimizer's state."""
 
 
 @dataclass
 class Local:
-    """The state of a rule on a worker.
+    """The state of a rule on a worker. All vectors are [size].
 
-    theta    theta_k; replaced by the center at each pull unless the rule keeps it
-    center   theta~ as last pulled; not to be written
+    theta    theta_k. Each pull replaces it by the center, unless the rule has `keeps_theta`
+    center   theta~ as it was last pulled. A rule must not write to it
     slots    the rule's own vectors, zero at first
     steps    local steps since the last commit
-    rate     learning rate, schedule included
+    rate     the learning rate at this moment, schedule included
     """
 
     theta: Vector
@@ -41,7 +43,12 @@ class Local:
 
 @dataclass
 class Slice:
-    """A shard of the center: vectors of [size], and `counts` of the rule, equal in all shards."""
+    """A shard of the center.
+
+    theta    this shard of theta~ [size of the shard]
+    slots    the rule's vectors on the server [size of the shard], zero at first
+    counts   the rule's numbers on the server, zero at first and equal in all shards
+    """
 
     theta: Vector
     slots: dict[str, Vector] = field(default_factory=dict)
@@ -50,10 +57,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Arrival:
-    """The part of a commit that goes to one shard.
+    """The part of a commit that goes to one shard. The vectors are [size of the shard].
 
-    base       theta~ as this worker pulled it, for rules with `needs_base`
-    workers    how many hold a lease now (n)
+    vector      v, what the worker's `message` returned
+    staleness   of the commit, tau
+    samples     samples that the commit was computed from
+    steps       local steps that the commit was computed from
+    rate        the worker's learning rate, schedule included
+    workers     n, the number of workers that hold a lease now
+    base        theta~ as this worker pulled it, for rules with `needs_base`; otherwise None
     """
 
     vector: Vector
@@ -70,31 +82,36 @@ def _nothing(local: Local) -> None: ...
 
 
 def at_theta(local: Local) -> Vector:
-    """theta_k, where most rules take their gradient."""
+    """Returns theta_k, where most rules take their gradient."""
     return local.theta
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One update rule, its options bound. Made by `make_rule(name, **options)`.
+    """One update rule with its options bound. `make_rule(name, **options)` makes it.
 
-    options       as bound, all of them, so that another process can make the same rule
-    gathers       the server waits for every worker that holds a lease, then combines
-    pulls_first   a window ends with a pull, and the message is made from the fresh center (elastic)
+    options       the values of all options, so that another process can make the same rule
+    step          a function (local, gradient, update) that makes one local step
+    message       a function that returns the vector of the commit at the end of a window
+    begin         a function that is called after a pull, before the first step of the window
+    look          a function that returns where `step` wants its gradient, such as theta_k
+    apply         a function that applies one commit to a shard; None for rules that gather
+    combine       a function that applies a round to a shard, for rules that gather
+    gathers       the server waits for every worker that holds a lease, then calls `combine`
+    pulls_first   a window ends with a pull, so that `message` sees the fresh center (elastic rules)
     keeps_theta   a pull does not replace theta_k
-    slack         SSP: a worker may not be more windows ahead of the slowest; None: no bound
-    needs_base    the server remembers each worker's pull
-    lock_free     workers write to the shared center themselves (Hogwild!); commits have no vector
-    worker_slots, server_slots   vectors of the rule, zero at first
-    server_counts                numbers of the rule, zero at first
+    slack         how many windows a worker may be ahead of the slowest (SSP); None: any number
+    needs_base    the server remembers the center that each worker pulled
+    lock_free     workers write to the shared center themselves (Hogwild!), and commits have no
+                  vector
+    worker_slots, server_slots   names of the rule's vectors, which are zero at first
+    server_counts                names of the rule's numbers, which are zero at first
     """
 
     name: str
     options: dict[str, Any]
-    # The gradient that `step` gets is the one at look(local).
     step: Callable[[Local, Vector, Update], None]
     message: Callable[[Local], Vector]
-    # Called after a pull, before the window's first step.
     begin: Callable[[Local], None] = _nothing
     look: Callable[[Local], Vector] = at_theta
     apply: Callable[[Slice, Arrival], None] | None = None
@@ -118,13 +135,15 @@ class Rule:
 class RuleEntry:
     """A rule in the table `RULES`: its name, what makes it, and what a run must know of it.
 
-    make               options -> the bound `Rule`; it has the options' defaults
-    window             local steps between commits where a run leaves them to the rule; None: one
-                       commit, at the end
-    adds_sums          nothing divides a commit by its window or by its staleness, so that many
-                       workers with long windows diverge
+    make               a function of the rule's options that returns the bound `Rule`. Its signature
+                       has the defaults
+    window             local steps between commits if the run leaves the number to the rule; None:
+                       one commit, at the end
+    adds_sums          commits are sums, and nothing divides them by the window or the staleness.
+                       Many workers with long windows then diverge
     server_steps       the server itself steps by -lr g, so the optimizer must be plain SGD
-    sends_parameters   commits are parameters, not updates: an element that is left out would be 0
+    sends_parameters   commits are parameters, not updates. So the wire may not leave out elements:
+                       they would be read as 0
     """
 
     name: str
@@ -136,7 +155,7 @@ class RuleEntry:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Names of the options and their defaults; `takes_any` says whether others are allowed."""
+        """The options and their defaults, by name. If `takes_any`, others are allowed, too."""
         return {
             name: parameter.default
             for name, parameter in inspect.signature(self.make).parameters.items()
@@ -145,27 +164,27 @@ class RuleEntry:
 
     @property
     def takes_any(self) -> bool:
-        """Does the maker take options beyond the named ones, and check them itself?"""
+        """True if `make` takes options beyond the named ones, and checks them itself."""
         parameters = inspect.signature(self.make).parameters.values()
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
     @property
     def help(self) -> str:
-        """What the rule does: the first sentence of its file, and of its maker."""
+        """What the rule does: the first paragraph of its file, and the first line of its maker."""
         return f"{_paragraphs(self.make)[0]} {(inspect.getdoc(self.make) or '').splitlines()[0]}"
 
     @property
     def paper(self) -> str:
-        """Authors, title, year and address: the second paragraph of the rule's file."""
+        """Authors, title, year and URL: the second paragraph of the rule's file."""
         return _paragraphs(self.make)[1]
 
 
 def _paragraphs(make: Callable[..., Rule]) -> list[str]:
-    """Paragraphs of the docstring of the file that defines `make`, each as one line."""
+    """Returns the paragraphs of the docstring of the file that defines `make`, each as one line."""
     text = inspect.getdoc(inspect.getmodule(make)) or ""
     return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
 
 
 def new_slots(names: tuple[str, ...], like: Vector) -> dict[str, Vector]:
-    """Zero vectors of the same size and type."""
+    """Returns a zero vector for each name, of the size and type of `like`."""
     return {name: np.zeros_like(like) for name in names}

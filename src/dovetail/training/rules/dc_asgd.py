@@ -1,4 +1,5 @@
-"""DC-ASGD: a stale gradient is corrected to first order by a cheap guess of the Hessian.
+"""DC-ASGD: the server corrects a stale gradient to first order, with the gradient's square as a
+cheap estimate of the Hessian.
 
 S. Zheng, Q. Meng, T. Wang, W. Chen, N. Yu, Z.-M. Ma, T.-Y. Liu: Asynchronous Stochastic Gradient
 Descent with Delay Compensation, ICML 2017, https://arxiv.org/abs/1609.08326, algorithms 1 and 2.
@@ -9,11 +10,12 @@ Descent with Delay Compensation, ICML 2017, https://arxiv.org/abs/1609.08326, al
     constant   lam_t = lam_0
     adaptive   MS = m MS + (1 - m) g g;  lam_t = lam_0 / sqrt(MS + epsilon)
 
-eta is the workers' learning rate, schedule included. lam_0 = .04 (constant) is the default of
-MXNet's `DCASGD` too; lam_0 = 2, m = .95, epsilon = 1e-7 (adaptive) are also those of a public
-implementation, torch_scala's; the paper's own text was not at hand.
-Differences: in a window of several steps a worker stays at its base and commits the mean of its
-minibatches' gradients, each counting the same.
+All products are per weight. eta is the workers' learning rate, schedule included. lam_0 is `lam`, m
+is `decay`, and MS is the running mean square of the gradients. The paper's own text was not at
+hand. lam_0 = .04 (constant) is also the default of MXNet's `DCASGD`; lam_0 = 2, m = .95 and
+epsilon = 1e-7 (adaptive) are also those of a public implementation, torch_scala's.
+Differences: in a window of several steps a worker stays at its base, and commits the mean of its
+minibatches' gradients. Each minibatch counts the same.
 """
 
 from dovetail.training import kernels
@@ -22,10 +24,11 @@ from dovetail.training.rules.contract import Arrival, Rule, Slice
 from dovetail.training.rules.pushing import TOTAL, add_gradient, mean
 
 SQUARE = "square"
+"""The rule's vector on the server, MS."""
 
 
 def dc_asgd(lam: float = 0.04) -> Rule:
-    """DC-ASGD with a constant strength `lam`."""
+    """The strength of the correction, `lam`, is constant."""
     not_negative("lam", lam)
 
     def apply(part: Slice, arrival: Arrival) -> None:
@@ -44,7 +47,7 @@ def dc_asgd(lam: float = 0.04) -> Rule:
 
 
 def dc_asgd_adaptive(lam: float = 2.0, decay: float = 0.95, epsilon: float = 1e-7) -> Rule:
-    """DC-ASGD whose strength adapts to the mean square of the gradients."""
+    """The strength of the correction is `lam` over the root mean square of the gradients."""
     not_negative("lam", lam)
     fraction("decay", decay)
     positive("epsilon", epsilon)

@@ -1,4 +1,4 @@
-"""DiLoCo: long windows of AdamW on the workers, Nesterov's momentum on the server.
+"""DiLoCo: workers train alone for long windows, and the server steps by their mean change.
 
 A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
 https://arxiv.org/abs/2311.08105, algorithm 1.
@@ -6,10 +6,11 @@ https://arxiv.org/abs/2311.08105, algorithm 1.
     worker k   H steps of the inner optimizer: theta_k += U(g);  Delta_k = theta~ - theta_k
     server     Delta = 1/n sum_k Delta_k;  b = mu b + Delta;  theta~ -= eta (Delta + mu b)
 
-The paper: H = 500, inner AdamW (lr 4e-4, weight decay .1), outer eta .7, mu .9. H is the run's
-window and the inner optimizer the learner's own.
-Differences: a round at the end of an epoch may have shorter windows, or fewer workers, each
-counting the same.
+H is the run's window, and the inner optimizer U is the learner's own. The outer optimizer is SGD
+with Nesterov's momentum, eta is `lr`, mu is `momentum`, and b is the velocity. The paper has
+H = 500, AdamW as inner optimizer (lr 4e-4, weight decay .1), eta = .7 and mu = .9.
+Differences: a round at the end of an epoch may have shorter windows, or fewer workers. Each worker
+still counts the same.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,11 @@ from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
 from dovetail.training.rules.pushing import mean_of_workers
 
 DELTA = "delta"
+"""The rule's vector on a worker, Delta_k."""
 
 
 def diloco(lr: float = 0.7, momentum: float = 0.9) -> Rule:
-    """DiLoCo with the outer learning rate `lr` and `momentum`."""
+    """The server steps with the learning rate `lr` and Nesterov's `momentum`."""
     positive("lr", lr)
     fraction("momentum", momentum)
     outer = FlatSGD(lr=lr, momentum=momentum, nesterov=momentum > 0)
@@ -51,12 +53,12 @@ def diloco(lr: float = 0.7, momentum: float = 0.9) -> Rule:
 
 
 def walk_alone(local: Local, gradient: Vector, update: Update) -> None:
-    """theta_k += U(g)"""
+    """Makes a local step that nothing accumulates: theta_k += U(g)."""
     kernels.add(local.theta, update(local.theta, gradient))
 
 
 def distance(local: Local) -> Vector:
-    """theta~ - theta_k [size], the outer gradient."""
+    """Returns theta~ - theta_k [size], the outer gradient."""
     delta = local.slots[DELTA]
     np.subtract(local.center, local.theta, out=delta)
     return delta

@@ -1,4 +1,4 @@
-"""DOWNPOUR: every worker pushes its updates as they come; plain, and with Adagrad on the server.
+"""DOWNPOUR: each worker commits the sum of a window, and the server applies it at once.
 
 J. Dean et al.: Large Scale Distributed Deep Networks, NIPS 2012,
 https://papers.nips.cc/paper/2012/hash/6aca97005c68f1206823815f66102863-Abstract.html, section 4.1
@@ -9,10 +9,10 @@ and the appendix's algorithms (n_fetch = n_push = lambda).
     Adagrad    worker k   lambda steps: theta_k += U(g);  v += g
                server     s += v^2;  theta~ -= eta v / (sqrt(s) + epsilon)
 
+s is the sum of squares that Adagrad keeps on the server. epsilon keeps the first division finite.
 Differences: the plain rule is that of J. Hermans, On Scalable Deep Learning and Parallelizing
 Gradient Descent, 2017, https://github.com/JoeriHermans/master-thesis, chapter 2, where U may be any
-optimizer on the worker; the paper's server is Adagrad, its lambda 1. epsilon keeps the first
-division finite.
+optimizer on the worker. The paper's server runs Adagrad, and its lambda is 1.
 """
 
 from dovetail.training import kernels
@@ -24,14 +24,18 @@ from dovetail.training.rules.pushing import TOTAL, add_gradient, total, walk
 
 
 def downpour() -> Rule:
-    """Plain DOWNPOUR."""
+    """The commit is a sum of updates, which the server adds to the center."""
     return Rule(
         name="downpour", options={}, step=walk, message=total, apply=add, worker_slots=(TOTAL,)
     )
 
 
 def downpour_adagrad(lr: float | None = None, epsilon: float = 1e-10) -> Rule:
-    """DOWNPOUR with Adagrad on the server; `lr` None: the workers' learning rate."""
+    """The commit is a sum of gradients, with which the server makes a step of Adagrad.
+
+    lr        the server's learning rate; None: that of the worker
+    epsilon   is added to the root of the sum of squares
+    """
     if lr is not None:
         positive("lr", lr)
     not_negative("epsilon", epsilon)
@@ -55,7 +59,7 @@ def downpour_adagrad(lr: float | None = None, epsilon: float = 1e-10) -> Rule:
 
 
 def add(part: Slice, arrival: Arrival) -> None:
-    """theta~ += v"""
+    """Adds the commit to the center: theta~ += v."""
     kernels.add(part.theta, arrival.vector)
 
 

@@ -1,4 +1,4 @@
-"""Elastic averaging, synchronous: workers explore, a spring ties them to the center.
+"""Synchronous elastic averaging: a spring ties each worker's own parameters to the center.
 
 S. Zhang, A. Choromanska, Y. LeCun: Deep learning with Elastic Averaging SGD, NIPS 2015,
 https://arxiv.org/abs/1412.6651, section 2, equations 3 and 4.
@@ -7,8 +7,8 @@ https://arxiv.org/abs/1412.6651, section 2, equations 3 and 4.
                theta_k += U(g_k) - E_k              g_k at theta_k as it was before
     server     theta~ += sum_k E_k
 
-theta_k is not replaced by theta~. alpha = eta rho; beta = n alpha, .9 in the paper: choose alpha
-near .9 / n, for above n alpha = 1 the center overshoots, and above 2 it diverges.
+theta~ does not replace theta_k. In the paper alpha = eta rho and beta = n alpha = .9, so choose
+alpha near .9 / n. If n alpha is above 1, the center overshoots; above 2, it diverges.
 Differences: in a window of several steps the spring acts once, at the first step.
 """
 
@@ -22,10 +22,11 @@ from dovetail.training.records import Vector
 from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
 
 FORCE = "force"
+"""The rule's vector on a worker, E_k."""
 
 
 def easgd(alpha: float = 0.05) -> Rule:
-    """Synchronous EASGD with the moving rate `alpha`."""
+    """The spring moves both ends by `alpha` times their distance."""
     fraction("alpha", alpha)
 
     def begin(local: Local) -> None:

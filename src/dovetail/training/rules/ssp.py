@@ -4,13 +4,13 @@ Q. Ho et al.: More Effective Distributed ML via a Stale Synchronous Parallel Par
 NIPS 2013,
 https://papers.nips.cc/paper/2013/hash/b7bb35b9c6ca2aee2df08cf09d7016c2-Abstract.html, section 2.
 
-    worker k   as DOWNPOUR; may begin clock c only if c - min clock <= s
+    worker k   as DOWNPOUR, but may begin its window c only if c - min over workers of c <= s
     server     theta~ += v
 
-A worker's clock is the number of windows it has committed. s = 0 keeps all in step, s = infinity
-is DOWNPOUR.
-Differences: a worker pulls once a window, so that it sees all that was committed by then, where
-the paper lets it read a cached copy up to s clocks old.
+The paper's clock c of a worker is the number of windows that it has committed. With s = 0 all
+workers stay in step; with s = infinity this is DOWNPOUR.
+Differences: a worker pulls once in each window, so it sees all that was committed by then. The
+paper lets it read a cached copy that is up to s clocks old.
 """
 
 from dovetail.training.options import count
@@ -20,7 +20,7 @@ from dovetail.training.rules.pushing import TOTAL, total, walk
 
 
 def ssp(slack: int = 3) -> Rule:
-    """SSP with `slack` s windows."""
+    """A worker may be at most `slack` windows ahead of the slowest; the paper's s."""
     count("slack", slack, least=0)
     return Rule(
         name="ssp",

@@ -1,15 +1,16 @@
-"""Synchronous SGD: one large batch, spread over the workers.
+"""Synchronous SGD: the workers share one large batch, and the server steps by its mean gradient.
 
 J. Chen, X. Pan, R. Monga, S. Bengio, R. Jozefowicz: Revisiting Distributed Synchronous SGD, 2016,
 https://arxiv.org/abs/1604.00981, section 2 (without its backup workers).
 
-    worker k   g_k at theta~                                     mean over its window
-    server     theta~ += U(sum_k s_k g_k / sum_k s_k)            s_k samples of worker k
+    worker k   g_k = mean gradient of its window, at theta~
+    server     theta~ += U(sum_k s_k g_k / sum_k s_k)
 
-U is the server's optimizer, `-eta g` for SGD with eta the workers' learning rate, schedule
-included; with n workers of batch b it does what one process does with batch n b.
+s_k is the number of samples of worker k. U is the server's optimizer. For SGD that is -eta g, where
+eta is the workers' learning rate, schedule included. With n workers of batch b the rule does what
+one process does with batch n b.
 Differences: the server's optimizer may be any of `training.optimizers`. In a window of several
-steps a worker stays at theta~ and averages its minibatches, each counting the same. Where an
+steps a worker stays at theta~ and averages its minibatches. Each minibatch counts the same. If an
 epoch's windows are no multiple of n, the round at its end takes the rest from the next epoch, where
 one process would cut its batch short.
 """
@@ -27,9 +28,10 @@ from dovetail.training.rules.pushing import TOTAL, add_gradient, mean, mean_of_s
 
 
 def sync(optimizer: str = "sgd", lr: float | None = None, **settings: Any) -> Rule:
-    """Synchronous SGD with the server's `optimizer`; `lr` None: the workers' learning rate.
+    """The server's optimizer is `optimizer`, by default SGD.
 
-    `settings` are those of the optimizer's record: `momentum`, `betas`, `weight_decay`, ...
+    lr         the server's learning rate; None: that of the workers
+    settings   those of the optimizer's record, such as `momentum`, `betas` or `weight_decay`
     """
     if lr is not None:
         positive("lr", lr)
