@@ -541,7 +541,7 @@ def _interruptible(
 ) -> PlacerOutcome:
     """The outcome of one search with a share of the budget. A Ctrl-C ends the search; after one,
     every later search has one evaluation and so runs the cheapest methods alone."""
-    evaluations = 1.0 if limit.interrupted else max(1.0, limit.evaluations * share // 1)
+    evaluations = 1.0 if limit.interrupted else max(1.0, float(np.floor(limit.evaluations * share)))
     budget = Budget(limit.seconds * share, evaluations, limit.clock)
     with keeping_interrupts(budget):
         outcome = run_placer(problem, placer, budget, method=method)
