@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from dovetail.frontends.keras_models import is_keras
+from dovetail.training.keras_models import is_keras
 
 SCRIPT = Path(__file__).parents[1] / "support" / "keras_networks.py"
 
@@ -78,6 +78,10 @@ def test_a_seed_in_a_layer_is_an_error_in_training_alone(found):
     assert found["seeded"].startswith("ModelError")
     assert "layer 'drop' draws from a seed of its own" in found["seeded"]
     assert found["seeded_inference"] == ""
+
+
+def test_a_capture_leaves_a_layers_own_call_in_place(found):
+    assert found["own_call"]
 
 
 def test_a_model_without_shapes_is_an_error(found):

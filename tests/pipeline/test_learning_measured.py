@@ -179,6 +179,16 @@ def test_long_runs_are_repeated_less_often_and_failures_drop_out(fake):
     assert [len(one.run_seconds) for one in timed] == [LONG_RUNS]
 
 
+def test_the_share_of_the_comparison_that_is_done_is_never_above_1(fake):
+    # The seventh run is the first long one, and by then more turns are done than long runs need.
+    trials = fake(lambda _placement, run: 2.0 if run == 7 else 0.1)
+    shares = []
+    (timed,) = trials.compare(placements(trials, 1), shares.append)
+    assert len(timed.run_seconds) == 7
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+
 def test_simulated_trials_may_come_first_and_their_best_is_among_the_finalists(fake, asked, task):
     trials = fake(lambda _placement, _run: 0.1)
     points = []

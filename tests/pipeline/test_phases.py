@@ -129,6 +129,21 @@ def test_one_device_for_all_costs_what_plans_for_it_cost(steps, found):
     assert gpu == pytest.approx(alone["reading"].value + 3 * alone["writing"].value)
 
 
+def test_a_budget_of_seconds_limits_the_seconds_of_searches_and_not_their_evaluations(
+    steps, monkeypatch
+):
+    real, budgets = phases_module.run_placer, []
+
+    def run_placer(problem, placer, budget, **options):
+        budgets.append(budget)
+        return real(problem, placer, budget, **options)
+
+    monkeypatch.setattr(phases_module, "run_placer", run_placer)
+    dt.plan_phases(steps, CARDS, budget="1s")
+    assert {budget.evaluations for budget in budgets} == {np.inf}
+    assert sum(budget.seconds for budget in budgets) == pytest.approx(0.7)
+
+
 def test_weights_decide_between_what_suits_one_phase_and_what_suits_the_other(steps, monkeypatch):
     def costs(step, machine, *_):
         seconds = np.ones((len(step.graph), len(machine.devices)))

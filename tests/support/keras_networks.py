@@ -106,6 +106,21 @@ def complaint(call):
     return ""
 
 
+def keeps_a_call_of_its_own():
+    """Whether a layer whose call was replaced still has it after a capture, which ran it."""
+    model, ran = perceptron(), []
+    layer = model.get_layer("first")
+    plain = layer.call
+
+    def call(*args, **kwargs):
+        ran.append(True)
+        return plain(*args, **kwargs)
+
+    layer.call = call
+    capture(model, torch.randn(7, 6))
+    return bool(ran) and layer.call is call
+
+
 def everything():
     keras.utils.set_random_seed(0)
     images, target = torch.randn(3, 12, 12, 3), torch.randn(3, 5)
@@ -129,6 +144,7 @@ def everything():
             lambda: capture(convolutional(0.5, seed=3), images, targets=target, **train)
         ),
         "seeded_inference": complaint(lambda: capture(convolutional(0.5, seed=3), images)),
+        "own_call": keeps_a_call_of_its_own(),
         "unbuilt": complaint(lambda: capture(unbuilt, torch.randn(2, 4))),
     }  # fmt: skip
 

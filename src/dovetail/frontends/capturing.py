@@ -21,13 +21,14 @@ from torch.nn.parameter import is_lazy
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
-from dovetail.frontends.keras_models import is_keras, keras_module
+from dovetail.frontends.keras_models import keras_module
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
 from dovetail.frontends.tracing import Request, forget, trace
 from dovetail.plans import Source
 from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
+from dovetail.training.keras_models import is_keras
 
 # Unwrapping modules, and preparing models of transformers, before they are captured.
 #

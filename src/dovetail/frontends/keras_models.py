@@ -5,8 +5,8 @@ which it holds as parameters, and calls its layers in a way that torch's hooks d
 wrapper has what the capture expects. Trainable variables are parameters and the others buffers,
 each named "LAYER.VARIABLE", and each layer is a submodule with the layer's name.
 
-    forward(inputs):  outputs, others' = model.stateless_call(trainable, others, inputs)
-                      others <- others'
+    forward(inputs):  outputs, state' = model.stateless_call(trainable, state, inputs)
+                      state <- state'          state: the variables that are not trainable
 
 Keras: https://keras.io/api/models/model/, `stateless_call`. Written against Keras 3.15;
 `_flatten_layers` is private by name only. Differences: the caller gives the loss, and losses of
@@ -14,23 +14,13 @@ regularizers and `add_loss` are not added to it.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
-
-
-def is_keras(model: Any) -> bool:
-    """Return True for a Keras model or layer.
-
-    It imports nothing: if Keras was never imported, no Keras model can exist.
-    """
-    keras = sys.modules.get("keras")
-    layer = getattr(getattr(keras, "layers", None), "Layer", None)
-    return isinstance(layer, type) and isinstance(model, layer)
+from dovetail.training.keras_models import check_keras
 
 
 def keras_module(model: Any, training: bool) -> nn.Module:
@@ -40,15 +30,7 @@ def keras_module(model: Any, training: bool) -> nn.Module:
     Raises `ModelError` if Keras runs on another backend, the model is not built yet, or a layer
     would draw from a seed of its own in training.
     """
-    keras = sys.modules["keras"]
-    backend = keras.backend.backend()
-    if backend != "torch":
-        raise ModelError(
-            model.name,
-            f"Keras runs on {backend}; set KERAS_BACKEND=torch before keras is imported",
-        )
-    if not model.built:
-        raise ModelError(model.name, "is not built; call it once, or give it an Input layer")
+    check_keras(model)
     seeded = [layer.name for layer in model._flatten_layers() if _has_own_seed(layer)]
     if training and seeded:
         raise ModelError(
@@ -64,22 +46,19 @@ def _has_own_seed(layer: Any) -> bool:
     return hasattr(layer, "seed_generator") and getattr(layer, "seed", None) is not None
 
 
-class _KerasLayer(nn.Module):
-    """Stands for one layer: it holds the layer's variables, and the layer's calls run inside it."""
-
-    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-
 class KerasModule(nn.Module):
-    """A built Keras model as a plain module. Its inputs are the model's, in order."""
+    """A built Keras model as a plain module. Its inputs are the model's, in order.
+
+    variable_names   id of a variable -> the name of its parameter or buffer in this module
+    scopes           each layer that the model calls, with the submodule that stands for it
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         # `object.__setattr__` keeps the model from becoming a submodule: its variables are
         # registered here, under names of their own.
         object.__setattr__(self, "keras_model", model)
-        self.names: dict[int, str] = {}
+        self.variable_names: dict[int, str] = {}
         self.scopes: list[tuple[Any, _KerasLayer]] = []
         for layer in _sublayers(model):
             self._add_layer(self, layer)
@@ -87,7 +66,7 @@ class KerasModule(nn.Module):
 
     def _add_layer(self, parent: nn.Module, layer: Any, prefix: str = "") -> None:
         """Add a submodule for the layer and for each layer inside it, with their variables."""
-        name = _free(parent, layer.name.replace(".", "_"))
+        name = _free_name(parent, layer.name)
         scope, path = _KerasLayer(), f"{prefix}{name}"
         parent.add_module(name, scope)
         self.scopes.append((layer, scope))
@@ -99,10 +78,10 @@ class KerasModule(nn.Module):
         """Register the variables that no layer inside has registered."""
         for variable in variables:
             # A layer also lists the variables of the layers inside it, and layers may share some.
-            if id(variable) in self.names:
+            if id(variable) in self.variable_names:
                 continue
-            name = _free(scope, variable.name.replace(".", "_"))
-            self.names[id(variable)] = prefix + name
+            name = _free_name(scope, variable.name)
+            self.variable_names[id(variable)] = prefix + name
             if variable.trainable:
                 scope.register_parameter(name, variable.value)
             else:
@@ -111,17 +90,18 @@ class KerasModule(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """Return the model's outputs, and write the new state over the buffers."""
         model: Any = self.keras_model
-        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        trainable, others = (
-            [held[self.names[id(variable)]] for variable in variables]
+        # A capture swaps this module's tensors for fake ones, so they are looked up in each call.
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        trainable, state = (
+            [tensors[self.variable_names[id(variable)]] for variable in variables]
             for variables in (model.trainable_variables, model.non_trainable_variables)
         )
-        given = inputs[0] if len(inputs) == 1 else list(inputs)
+        model_inputs = inputs[0] if len(inputs) == 1 else list(inputs)
         with self._scoped():
-            outputs, written = model.stateless_call(
-                trainable, others, given, training=self.training
+            outputs, new_state = model.stateless_call(
+                trainable, state, model_inputs, training=self.training
             )
-        for old, new in zip(others, written, strict=True):
+        for old, new in zip(state, new_state, strict=True):
             if new is not old:
                 old.copy_(new.detach())
         return outputs
@@ -129,16 +109,29 @@ class KerasModule(nn.Module):
     @contextlib.contextmanager
     def _scoped(self) -> Iterator[None]:
         """Let each layer's call run inside its submodule within the block, so that hooks see it."""
+        # The calls are replaced in the layers' dicts, because Keras tracks what is assigned to a
+        # layer. A layer may stand in `scopes` twice, so all calls are kept before any is replaced.
+        own_calls = [(layer, layer.__dict__.get("call")) for layer, _ in self.scopes]
         for layer, scope in self.scopes:
-            layer.__dict__["call"] = _through(scope, layer.call)
+            layer.__dict__["call"] = _call_inside(scope, layer.call)
         try:
             yield
         finally:
-            for layer, _ in self.scopes:
-                layer.__dict__.pop("call", None)
+            for layer, own_call in own_calls:
+                if own_call is None:
+                    layer.__dict__.pop("call", None)
+                else:
+                    layer.__dict__["call"] = own_call
 
 
-def _through(scope: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+class _KerasLayer(nn.Module):
+    """Stands for one layer: it holds the layer's variables, and the layer's calls run inside it."""
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+
+def _call_inside(scope: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that makes the call inside the submodule `scope`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -153,10 +146,12 @@ def _sublayers(layer: Any) -> list[Any]:
     return [inner for inner in inside if type(inner).__name__ != "InputLayer"]
 
 
-def _free(module: nn.Module, name: str) -> str:
-    """Return the name, with _1, _2, ... appended if the module has an attribute of that name."""
-    number, found = 0, name
-    while hasattr(module, found):
+def _free_name(module: nn.Module, keras_name: str) -> str:
+    """Return the name without dots, which torch does not allow, and with _1, _2, ... appended if
+    the module has an attribute of that name."""
+    name = free = keras_name.replace(".", "_")
+    number = 0
+    while hasattr(module, free):
         number += 1
-        found = f"{name}_{number}"
-    return found
+        free = f"{name}_{number}"
+    return free

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dovetail.errors import FileFormatError, ModelError, UnknownNetworkError
 from dovetail.frontends.capturing import capture, capture_call
-from dovetail.frontends.keras_models import is_keras
 from dovetail.frontends.optimizers import Optimizer
 from dovetail.frontends.program import Captured, Ref
 from dovetail.frontends.structures import substitute
@@ -28,6 +27,7 @@ from dovetail.networks import NETWORKS, Network, Option
 from dovetail.networks.records import load_sizes
 from dovetail.runtime.functions import call_function, names_function
 from dovetail.runtime.torch_versions import FakeTensorMode, open_archive, pytree
+from dovetail.training.keras_models import is_keras
 
 # Exported programs: FILE.pt2, which `torch.export.save` wrote -> its module and example inputs.
 #

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.errors import InfeasibleError, PolicyMismatchError, RunError, UsageError
+from dovetail.errors import InfeasibleError, PolicyMismatchError, RunError
 from dovetail.executors import Workers
 from dovetail.executors import run as execute
 from dovetail.frontends import Captured
@@ -44,37 +44,12 @@ from dovetail.placers import GroupPlacement, PlacementProblem, permitted
 from dovetail.placers.learned.records import Judge, Learned, PlacementTask, Point, Trials
 from dovetail.plans import Plan, Source, normalise
 
-# --- Measured trials ---
-#
-# Every placement that a policy draws runs on the devices of this machine. The protocol is RL17's
-# (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
-# https://arxiv.org/abs/1706.04972, section 4): a placement runs 10 steps, the first is dropped, and
-# the mean of the others is its time. A placement that fails is invalid, and nothing more follows.
-# The moving baseline takes care of noise. What is reported at the end is measured again, 15 times
-# if that takes less than 10 s.
-#
-#     placement ─► predicted to fit? ─► orders by the simulator ─► load ─ 10 steps ─► mean
-#                   no: invalid                     a failure: invalid, new processes if they died
-#
-# Differences: a placement that does not fit, as the simulator predicts, is not run, since too large
-# a block would end whoever else uses this machine. A placement that is drawn again is run again at
-# most `MOST_RUNS` times, and counts with the median of its runs. At the end the best few run in
-# turns, so that a disturbance strikes all of them, and the best median wins.
-
-
-STEPS = 10
-"""One run of a placement has this many steps, as in RL17; the first does not count."""
-MOST_RUNS = 3
-"""One placement is run at most this many times, however often the policy draws it."""
-FINAL_RUNS, LONG_SECONDS, LONG_RUNS = 15, 10.0, 3
-"""At the end each finalist runs `FINAL_RUNS` times. If one run takes `LONG_SECONDS` or more, each
-runs `LONG_RUNS` times instead."""
-FINALISTS = 5
-"""At the end this many of the best placements run again."""
+if TYPE_CHECKING:
+    from dovetail.placers.learned.policy import Policy
 
 
 @dataclass(frozen=True, eq=False)
-class Timed:
+class TimedPlacement:
     """A placement [groups], and the mean step seconds of each of its runs [runs]."""
 
     placement: GroupPlacement
@@ -91,178 +66,13 @@ class Timed:
         return float((high - low) / self.median_seconds)
 
 
-@dataclass(eq=False)
-class _Tally:
-    """The runs of one placement so far. There is none if Ctrl-C ended the first run; `failed` is
-    True if the placement does not fit or its first run failed."""
-
-    placement: GroupPlacement
-    run_seconds: list[float] = field(default_factory=list)
-    failed: bool = False
-
-    @property
-    def seconds(self) -> float:
-        return float("inf") if self.failed else float(np.median(self.run_seconds))
-
-
-class MeasuredTrials:
-    """Judges placements by running them on this machine. It is a context manager, because it keeps
-    the devices' processes from one trial to the next. Threads must not share one.
-
-    task   the task of placing `step`, on a machine whose devices are cores of this one; for any
-           other machine it raises `UsageError`
-    """
-
-    def __init__(
-        self, step: Captured, task: PlacementTask, *, steps: int = STEPS, seed: int = 0
-    ) -> None:
-        self.step, self.task, self.steps, self.seed = step, task, steps, seed
-        self.problem: PlacementProblem = task.problem(threads=1)
-        self.failures: list[str] = []
-        self._tallies: dict[bytes, _Tally] = {}
-        self._workers = Workers(task.machine)
-
-    def judge(self, placements: NDArray[np.int32]) -> Trials:
-        """The measured trials of placements [batch, groups], run one after the other. A `Judge`."""
-        fits = self.problem.evaluate(self.problem.spread(placements)).feasible
-        tallies = [self._try(row, bool(ok)) for row, ok in zip(placements, fits, strict=True)]
-        seconds = np.array([tally.seconds for tally in tallies])
-        return Trials(seconds, np.isfinite(seconds), np.ones(len(seconds), dtype=bool))
-
-    def simulated(self, placements: NDArray[np.int32]) -> Trials:
-        """The simulated trials of placements [batch, groups]. A `Judge` that takes about a
-        millisecond for each."""
-        found = self.problem.evaluate(self.problem.spread(placements))
-        return Trials(found.values, found.feasible, np.ones(len(placements), dtype=bool))
-
-    @property
-    def runs(self) -> int:
-        """The number of runs so far. Each run of a repeated placement counts; a failure does
-        not."""
-        return sum(len(tally.run_seconds) for tally in self._tallies.values())
-
-    def finalists(self, count: int = FINALISTS) -> list[GroupPlacement]:
-        """The best distinct placements that ran, best first. Raises `InfeasibleError`, with the
-        reason why the last trial failed, if none ran."""
-        ran = sorted(
-            (tally for tally in self._tallies.values() if tally.run_seconds),
-            key=lambda tally: tally.seconds,
-        )
-        if not ran:
-            last = self.failures[-1] if self.failures else "none was predicted to fit into memory"
-            raise InfeasibleError(f"no placement that was tried ran: {last}")
-        return [tally.placement for tally in ran[:count]]
-
-    def compare(
-        self,
-        placements: Sequence[GroupPlacement],
-        progress: Callable[[float], None] = lambda _fraction: None,
-    ) -> list[Timed]:
-        """Run the placements again, in turns, and return their times, best median first. One that
-        fails is left out."""
-        seconds: list[list[float]] = [[] for _ in placements]
-        left = list(range(len(placements)))
-        turns, turn = FINAL_RUNS, 0
-        while turn < turns and left:
-            # A different placement goes first in each turn, so that none always follows the same
-            # one.
-            for i in left[turn % len(left) :] + left[: turn % len(left)]:
-                found = self._run(placements[i])
-                if found is None:
-                    left.remove(i)
-                    continue
-                seconds[i].append(found)
-                if found * self.steps >= LONG_SECONDS:
-                    turns = LONG_RUNS
-            turn += 1
-            progress(turn / turns)
-        timed = [Timed(placements[i], np.array(seconds[i])) for i in left]
-        return sorted(timed, key=lambda one: one.median_seconds)
-
-    def close(self, *, kill: bool = False) -> None:
-        """End the devices' processes; with `kill`, without waiting for what they are doing."""
-        self._workers.close(kill=kill)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close(kill=error is not None)
-
-    def _try(self, placement: GroupPlacement, fits: bool) -> _Tally:
-        """The placement's tally after one more run, if it fits and has fewer than `MOST_RUNS`."""
-        key = placement.tobytes()
-        tally = self._tallies.setdefault(key, _Tally(placement.copy(), failed=not fits))
-        if not tally.failed and len(tally.run_seconds) < MOST_RUNS:
-            found = self._run(placement)
-            if found is None:
-                # A placement that has run before is known to work, so a failed repeat is a
-                # disturbance and does not make it invalid.
-                tally.failed = not tally.run_seconds
-            else:
-                tally.run_seconds.append(found)
-        return tally
-
-    def _run(self, placement: GroupPlacement) -> float | None:
-        """The mean seconds of a step of one run; None if the run fails."""
-        # A failure may have ended the processes. The next trial then starts new ones.
-        if self._workers.closed:
-            self._workers.close(kill=True)
-            self._workers = Workers(self.task.machine)
-        try:
-            plan = loadable(self.problem, self.problem.spread(placement))
-            with execute(plan, self.step, seed=self.seed, workers=self._workers) as placed:
-                return float(placed.step_seconds(self.steps).mean())
-        except (RunError, InfeasibleError) as error:
-            self.failures.append(str(error))
-            return None
-
-
-def loadable(problem: PlacementProblem, placement: NDArray[np.int32]) -> Plan:
-    """A plan of this placement [ops] that can be run. It has the simulator's orders, and promises
-    nothing but its predicted step and memory."""
-    if problem.trace is None:
-        raise UsageError("task", "nobody simulates it, and a run needs the simulator's orders")
-    graph, machine = problem.graph, problem.machine
-    timeline = problem.trace(placement)
-    return Plan(
-        source=Source("", "", (), ""),
-        graph_fingerprint=graph.fingerprint,
-        machine=machine,
-        placement=normalise(placement, graph, machine),
-        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
-        compute_seconds=problem.costs.compute_seconds,
-        costs_source=problem.costs.source,
-        placer="trial",
-        seed=problem.seed,
-        objective=problem.objective,
-        value=timeline.step_seconds,
-        lower_bound=0.0,
-        bound_proof="",
-        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
-        groups=problem.groups.count,
-        planning_seconds=0.0,
-    )
-
-
-# --- The flow ---
-
-if TYPE_CHECKING:
-    from dovetail.placers.learned.policy import Policy
-
-
 @dataclass(frozen=True, eq=False)
 class LearningResult:
     """A learned policy, and the plans that learning found.
 
     plans      [tasks] each task's plan; None if nothing that was tried fits
     policy     the policy after the last update; `card` is what its file says of it
-    measured   with a measured reward: the finalists, which ran again side by side, best first
+    measured   with a measured reward: the finalists, which ran again in turns, best first
     failures   with a measured reward: why trials failed, in the order in which they did
     """
 
@@ -270,7 +80,7 @@ class LearningResult:
     policy: "Policy"
     card: dict[str, object]
     learned: Learned
-    measured: tuple[Timed, ...] = ()
+    measured: tuple[TimedPlacement, ...] = ()
     failures: tuple[str, ...] = ()
 
     @property
@@ -303,13 +113,14 @@ def learn(  # noqa: PLR0913  keyword-only but two: the task, and what the caller
     progress: Callable[[Point], None] | None = None,
     **options: Any,
 ) -> LearningResult:
-    """Learn to place `step` on `machine`: its plan, and the policy.
+    """Learn to place `step` on `machine`, and return its plan and the policy.
 
-    per_op    every op is placed by itself, but for what must stay together: for gdp
+    per_op    gdp places every op by itself, except that ops that must stay together do
+    progress  called with each update of the policy
     options   fields of `LearnRequest`: method, trials, seconds, controllers, measured, seed, ...
     the rest  as in `plan`
 
-    A first Ctrl-C ends it with the best so far. Raises `InvalidError`, `TrainingError`.
+    A first Ctrl-C ends the learning with the best so far. Raises `InvalidError`, `TrainingError`.
     """
     name = model or (step.source.model if isinstance(step, Captured) else "") or "graph"
     task = TaskRequest(name, step, machine, objective, pins, caps, per_op, model)
@@ -319,32 +130,34 @@ def learn(  # noqa: PLR0913  keyword-only but two: the task, and what the caller
 def learn_all(
     request: LearnRequest,
     progress: Callable[[Point], None] | None = None,
-    doing: TellProgress = silent,
+    tell: TellProgress = silent,
 ) -> LearningResult:
-    """Learn one policy for all tasks, as GDP's batch training does. Raises as `learn` does."""
-    tasks = [task_of(task, doing) for task in request.tasks]
-    start, card = _starting_policy(request, tasks)
+    """Learn one policy for all tasks, as GDP's batch training does. Raises as `learn` does.
+
+    progress  called with each update of the policy
+    tell      called before and after the learning: while costs and finalists are measured
+    """
+    tasks = [task_of(task, tell) for task in request.tasks]
+    policy, card = _starting_policy(request, tasks)
     if request.measured:
-        return _learn_measured(request, tasks[0], (start, card), progress, doing)
-    learned = _train(request, tasks, start, progress)
+        return _learn_measured(request, tasks[0], policy, card, progress, tell)
+    learned = _train_simulated(request, tasks, policy, progress)
     chosen = [learned.placements.get(task.name) for task in tasks]
-    return _finish(
-        request, tasks, chosen, start, card | _card(request, tasks, start, learned), learned
-    )
+    return _finish(request, tasks, chosen, policy, card, learned)
 
 
-def task_of(request: TaskRequest, progress: TellProgress = silent) -> PlacementTask:
+def task_of(request: TaskRequest, tell: TellProgress = silent) -> PlacementTask:
     """The task of a request. If its machine is this one, the machine is probed and the costs are
     measured."""
     step = request.planned_step
-    graph, machine = graph_of(step), machine_of(step, request.machine, progress)
+    graph, machine = graph_of(step), machine_of(step, request.machine, tell)
     permitted(graph, machine, request.pins)
     objective = request.objective or default_objective(step)
     return PlacementTask(
         request.name,
         graph,
         machine,
-        costs_of(step, machine, progress),
+        costs_of(step, machine, tell),
         groups_of(step, per_op=request.per_op),
         objective=objective,
         pins=tuple(request.pins),
@@ -362,14 +175,16 @@ def _starting_policy(
     from dovetail.placers.learned.features import look
 
     view = look(tasks[0].problem(seed=request.seed))
-    policy, card = make_policy(request.method, view, request.seed), dict[str, object]()
-    if request.policy is not None:
-        policy, card = _loaded(request.method, tasks[0], request.policy)
+    if request.policy is None:
+        policy, card = make_policy(request.method, view, request.seed), dict[str, object]()
+    else:
+        policy, card = _load_for(tasks[0], request.method, request.policy)
+    # With one task, what the policy can only learn of one graph is learned as well.
     return (policy.alone(view) if len(tasks) == 1 else policy), card
 
 
-def _loaded(
-    method: str, task: PlacementTask, path: str | Path
+def _load_for(
+    task: PlacementTask, method: str, path: str | Path
 ) -> tuple["Policy", dict[str, object]]:
     """The policy and card of a file. Raises `PolicyMismatchError` as `_starting_policy` does."""
     from dovetail.placers.learned.files import load_policy
@@ -380,29 +195,29 @@ def _loaded(
     # one-hot adjacency of one graph in their input.
     if method != "gdp" and not (isinstance(sizes, list) and _sizes(task) in sizes):
         names = card.get("trained_on")
-        made = ", ".join(map(str, names)) if isinstance(names, list) else "another graph"
+        graphs = ", ".join(map(str, names)) if isinstance(names, list) else "another graph"
         raise PolicyMismatchError(
-            str(path), f"it was made for {made}, and {method} serves one graph and machine"
+            str(path), f"it was made for {graphs}, and {method} serves one graph and machine"
         )
     return policy, card
 
 
 def _sizes(task: PlacementTask) -> list[object]:
-    """The graph, number of groups and number of devices that a policy of one graph was made for.
-    Its card keeps them, and a task must have the same."""
+    """The card's entry for a task: its graph, number of groups and number of devices. A policy of
+    one graph serves only tasks with the same entry."""
     return [task.graph.fingerprint, task.groups.count, len(task.machine.devices)]
 
 
-def _train(
+def _train_simulated(
     request: LearnRequest,
     tasks: Sequence[PlacementTask],
     policy: "Policy",
     progress: Callable[[Point], None] | None,
 ) -> Learned:
-    """Train `policy` in place, on simulated trials, and return what was learned."""
-    from dovetail.placers.learned.learning import learn as train
+    """Train `policy` in place, by controllers with simulated trials, and return what they found."""
+    from dovetail.placers.learned.learning import learn as learn_by_controllers
 
-    return train(
+    return learn_by_controllers(
         list(tasks),
         policy,
         request.learning_settings,
@@ -422,9 +237,10 @@ def _train(
 def _learn_measured(
     request: LearnRequest,
     task: PlacementTask,
-    start: tuple["Policy", dict[str, object]],
+    policy: "Policy",
+    card: dict[str, object],
     progress: Callable[[Point], None] | None,
-    doing: TellProgress,
+    tell: TellProgress,
 ) -> LearningResult:
     """Learn from measured trials of one task, with one controller in this process.
 
@@ -432,36 +248,84 @@ def _learn_measured(
     from simulated trials, and the best simulated placement runs among the finalists.
     """
     step = request.tasks[0].step
-    assert isinstance(step, Captured), "checked"
-    policy, card = start
-    with MeasuredTrials(step, task, seed=request.seed) as here:
-        first: list[GroupPlacement] = []
+    assert isinstance(step, Captured), "the request has checked that the step can run"
+    with MeasuredTrials(step, task, seed=request.seed) as trials:
+        best_simulated: list[GroupPlacement] = []
         if request.simulated_first:
-            simulated = replace(
+            simulated_request = replace(
                 request,
                 trials=request.simulated_first,
                 seconds=None,
                 measured=False,
                 simulated_first=0,
             )
-            before = train_here(simulated, policy, task, here.simulated, progress)
-            first = list(before.placements.values())
+            learned = _train_here(simulated_request, policy, task, trials.simulate, progress)
+            best_simulated = list(learned.placements.values())
             # Ctrl-C during the simulated trials ends learning there: nothing is measured.
-            if before.interrupted:
-                card |= _card(simulated, [task], policy, before)
-                return _finish(request, [task], first[:1] or [None], policy, card, before)
-        learned = train_here(request, policy, task, here.judge, progress)
+            if learned.interrupted:
+                chosen = [learned.placements.get(task.name)]
+                return _finish(simulated_request, [task], chosen, policy, card, learned)
+        learned = _train_here(request, policy, task, trials.judge, progress)
         # Nothing has run and nothing was simulated, so there is no placement to return.
-        if learned.interrupted and not here.runs and not first:
+        if learned.interrupted and not trials.runs and not best_simulated:
             raise KeyboardInterrupt
-        finalists = (here.finalists(FINALISTS) if here.runs or not first else []) + first
+        # If nothing has run, `finalists` raises the reason. A simulated placement is still worth a
+        # run then.
+        best_measured = trials.finalists(FINALISTS) if trials.runs or not best_simulated else []
+        finalists = best_measured + best_simulated
         # The best simulated placement may be among the measured ones as well.
-        distinct = list({one.tobytes(): one for one in finalists}.values())
-        timed = here.compare(distinct, lambda done: doing("measuring the best", done, None))
-    chosen = timed[0].placement if timed else None
-    card |= _card(request, [task], policy, learned)
-    result = _finish(request, [task], [chosen], policy, card, learned)
-    return replace(result, measured=tuple(timed), failures=tuple(here.failures))
+        distinct = list({placement.tobytes(): placement for placement in finalists}.values())
+        timed = trials.compare(
+            distinct, lambda fraction: tell("measuring the best", fraction, None)
+        )
+    winner = timed[0].placement if timed else None
+    result = _finish(request, [task], [winner], policy, card, learned)
+    return replace(result, measured=tuple(timed), failures=tuple(trials.failures))
+
+
+def _train_here(
+    request: LearnRequest,
+    policy: "Policy",
+    task: PlacementTask,
+    judge: Judge,
+    progress: Callable[[Point], None] | None,
+) -> Learned:
+    """Train `policy` in place with one controller, in this process:
+
+        theta ─► draw K placements ─► each is judged, in turn ─► U(g) ─► theta
+
+    It ends when all trials are judged or the seconds are over, whichever comes first. Ctrl-C ends
+    it as well; the trials of the unfinished update are then not among the points.
+    """
+    from dovetail.placers.learned.learner import PolicyLearner
+
+    settings = request.learning_settings
+    learner = PolicyLearner(policy, [task], [judge], settings, seed=request.seed, listen=progress)
+    began = time.monotonic()
+    limit_seconds = float("inf") if request.seconds is None else request.seconds
+    most_updates = request.most_trials // settings.trials
+    theta, updates, interrupted = learner.theta, 0, False
+    try:
+        while updates < most_updates and time.monotonic() - began < limit_seconds:
+            indices = np.arange(updates * settings.trials, (updates + 1) * settings.trials)
+            # Trials are a stream without epochs, so the epoch is always 0.
+            gradient = learner.gradient(theta, indices, 0)
+            theta += learner.update(theta, gradient.vector, 0.0)
+            updates += 1
+    except KeyboardInterrupt:
+        interrupted = True
+    learner.flat.write(theta)
+    return Learned(
+        theta=theta,
+        placements={name: best.placement for name, best in learner.best.items()},
+        values={name: best.seconds for name, best in learner.best.items()},
+        found={name: best.found for name, best in learner.best.items()},
+        trials=learner.trials,
+        updates=learner.updates,
+        seconds=time.monotonic() - began,
+        points=tuple(learner.points),
+        interrupted=interrupted,
+    )
 
 
 def _finish(
@@ -472,11 +336,13 @@ def _finish(
     card: dict[str, object],
     learned: Learned,
 ) -> LearningResult:
-    """The result, with a plan for each task that has a placement."""
+    """The result, with a plan for each task that has a placement. `card` is the card of the file
+    that the policy came from; entries of this run replace those of the same name."""
     plans = [
         None if placement is None else _plan_of(asked, task, placement, policy.name, learned)
         for asked, task, placement in zip(request.tasks, tasks, chosen, strict=True)
     ]
+    card = card | _card(request, tasks, policy, learned)
     return LearningResult(tuple(plans), policy, card, learned)
 
 
@@ -489,7 +355,7 @@ def _plan_of(
 ) -> Plan:
     """The plan of a learned placement, with the cheap methods as baselines and a lower bound."""
     # The method returns the learned placement without a search, so one evaluation is enough.
-    found = find_plan(
+    plan = find_plan(
         PlanRequest(
             request.step,
             "" if isinstance(request.step, Instance) else task.machine,
@@ -505,20 +371,20 @@ def _plan_of(
     )
     best = learned.values.get(task.name)
     # The best value was found at the first point of the curve that has it.
-    at = [p.seconds for p in learned.points if p.task == task.name and p.best == best]
+    found_at = [p.seconds for p in learned.points if p.task == task.name and p.best == best]
     return replace(
-        found,
+        plan,
         planning_seconds=learned.seconds,
         interrupted=learned.interrupted,
-        found_seconds={**found.found_seconds, method: min(at, default=learned.seconds)},
+        found_seconds={**plan.found_seconds, method: min(found_at, default=learned.seconds)},
     )
 
 
 def _card(
     request: LearnRequest, tasks: Sequence[PlacementTask], policy: "Policy", learned: Learned
 ) -> dict[str, object]:
-    """The card of the policy file: how the policy was trained. Updates, trials and seconds are
-    those of this run alone, also if the policy was loaded from a file."""
+    """This run's entries of the policy's card: how the policy was trained. Updates, trials and
+    seconds are those of this run alone, also if the policy was loaded from a file."""
     return {
         "method": policy.name,
         "trained_on": [task.name for task in tasks],
@@ -536,45 +402,198 @@ def _card(
     }
 
 
-def train_here(
-    request: LearnRequest,
-    policy: "Policy",
-    task: PlacementTask,
-    judge: Judge,
-    progress: Callable[[Point], None] | None,
-) -> Learned:
-    """Train `policy` in place with one controller, in the process that waits for the devices:
+# --- Measured trials ---
+#
+# Every placement that a policy draws runs on the devices of this machine. The protocol is RL17's
+# (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML 2017,
+# https://arxiv.org/abs/1706.04972, section 4): a placement runs 10 steps, the first is dropped, and
+# the mean of the others is its time. A placement that fails is invalid, and nothing more follows.
+# The moving baseline takes care of noise. What is reported at the end is measured again, 15 times
+# if that takes less than 10 s.
+#
+#     placement ─► predicted to fit? ─► orders by the simulator ─► load ─ 10 steps ─► mean
+#                   no: invalid                     a failure: invalid, new processes if they died
+#
+# Differences: a placement that does not fit, as the simulator predicts, is not run, since too large
+# a block would end whoever else uses this machine. A placement that is drawn again is run again at
+# most `MOST_RUNS` times, and counts with the median of its runs. At the end the best few run in
+# turns, so that a disturbance strikes all of them, and the best median wins.
 
-        theta ─► draw K placements ─► each runs on the devices, in turn ─► U(g) ─► theta
+STEPS = 10
+"""One run of a placement has this many steps, as in RL17; the first does not count."""
+MOST_RUNS = 3
+"""One placement is run at most this many times, however often the policy draws it."""
+FINAL_RUNS, LONG_SECONDS, LONG_RUNS = 15, 10.0, 3
+"""At the end each finalist runs `FINAL_RUNS` times. Once a run has taken `LONG_SECONDS` or more,
+`LONG_RUNS` times are enough."""
+FINALISTS = 5
+"""At the end this many of the best placements run again."""
 
-    It ends when all trials are judged or the seconds are over, whichever comes first. Ctrl-C ends
-    it as well; the trials of the unfinished update are then not among the points.
+
+@dataclass(eq=False)
+class _Tally:
+    """The runs of one placement so far.
+
+    run_seconds  the mean step seconds of each run; empty if Ctrl-C ended the first run
+    failed       the placement does not fit, or its first run failed
     """
-    from dovetail.placers.learned.learner import PolicyLearner
 
-    settings = request.learning_settings
-    learner = PolicyLearner(policy, [task], [judge], settings, seed=request.seed, listen=progress)
-    began, theta, interrupted = time.monotonic(), learner.theta, False
-    seconds = float("inf") if request.seconds is None else request.seconds
-    most_updates = request.most_trials // settings.trials
-    updates = 0
-    try:
-        while updates < most_updates and time.monotonic() - began < seconds:
-            indices = np.arange(updates * settings.trials, (updates + 1) * settings.trials)
-            gradient = learner.gradient(theta, indices, 0)
-            theta += learner.update(theta, gradient.vector, 0.0)
-            updates += 1
-    except KeyboardInterrupt:
-        interrupted = True
-    learner.flat.write(theta)
-    return Learned(
-        theta=theta,
-        placements={name: best.placement for name, best in learner.best.items()},
-        values={name: best.seconds for name, best in learner.best.items()},
-        found={name: best.found for name, best in learner.best.items()},
-        trials=learner.trials,
-        updates=learner.updates,
-        seconds=time.monotonic() - began,
-        points=tuple(learner.points),
-        interrupted=interrupted,
+    placement: GroupPlacement
+    run_seconds: list[float] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return float("inf") if self.failed else float(np.median(self.run_seconds))
+
+
+class MeasuredTrials:
+    """Judges placements by running them on this machine. It is a context manager, because it keeps
+    the devices' processes from one trial to the next. Threads must not share one.
+
+    task      the task of placing `step`, on a machine whose devices are cores of this one; for any
+              other machine it raises `UsageError`
+    failures  why runs failed, in the order in which they did
+    """
+
+    def __init__(
+        self, step: Captured, task: PlacementTask, *, steps: int = STEPS, seed: int = 0
+    ) -> None:
+        self.step, self.task, self.steps, self.seed = step, task, steps, seed
+        self.problem: PlacementProblem = task.problem(threads=1)
+        self.failures: list[str] = []
+        self._tallies: dict[bytes, _Tally] = {}
+        self._workers = Workers(task.machine)
+
+    def judge(self, placements: NDArray[np.int32]) -> Trials:
+        """The measured trials of placements [batch, groups], run one after the other. A `Judge`."""
+        fits = self.problem.evaluate(self.problem.spread(placements)).feasible
+        tallies = [self._try(row, bool(ok)) for row, ok in zip(placements, fits, strict=True)]
+        seconds = np.array([tally.seconds for tally in tallies])
+        return Trials(seconds, valid=np.isfinite(seconds), judged=np.ones(len(seconds), dtype=bool))
+
+    def simulate(self, placements: NDArray[np.int32]) -> Trials:
+        """The simulated trials of placements [batch, groups]. A `Judge` that takes about a
+        millisecond for each."""
+        evaluation = self.problem.evaluate(self.problem.spread(placements))
+        return Trials(
+            evaluation.values,
+            valid=evaluation.feasible,
+            judged=np.ones(len(placements), dtype=bool),
+        )
+
+    @property
+    def runs(self) -> int:
+        """The number of runs so far. Each run of a repeated placement counts; a failure does
+        not."""
+        return sum(len(tally.run_seconds) for tally in self._tallies.values())
+
+    def finalists(self, count: int = FINALISTS) -> list[GroupPlacement]:
+        """The best distinct placements that ran, best first. Raises `InfeasibleError`, with the
+        reason why the last trial failed, if none ran."""
+        ran = sorted(
+            (tally for tally in self._tallies.values() if tally.run_seconds),
+            key=lambda tally: tally.seconds,
+        )
+        if not ran:
+            last = self.failures[-1] if self.failures else "none was predicted to fit into memory"
+            raise InfeasibleError(f"no placement that was tried ran: {last}")
+        return [tally.placement for tally in ran[:count]]
+
+    def compare(
+        self,
+        placements: Sequence[GroupPlacement],
+        progress: Callable[[float], None] = lambda _fraction: None,
+    ) -> list[TimedPlacement]:
+        """Run the placements again, in turns, and return their times, best median first. One that
+        fails is left out. `progress` is called with the share that is done."""
+        run_seconds: list[list[float]] = [[] for _ in placements]
+        remaining = list(range(len(placements)))
+        turns, turn = FINAL_RUNS, 0
+        while turn < turns and remaining:
+            # A different placement goes first in each turn, so that none always follows the same
+            # one.
+            first = turn % len(remaining)
+            for i in remaining[first:] + remaining[:first]:
+                seconds = self._run(placements[i])
+                if seconds is None:
+                    remaining.remove(i)
+                    continue
+                run_seconds[i].append(seconds)
+                if seconds * self.steps >= LONG_SECONDS:
+                    turns = LONG_RUNS
+            turn += 1
+            # The first long run may come after more turns than long runs take.
+            progress(min(1.0, turn / turns))
+        timed = [TimedPlacement(placements[i], np.array(run_seconds[i])) for i in remaining]
+        return sorted(timed, key=lambda placement: placement.median_seconds)
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the devices' processes; with `kill`, without waiting for what they are doing."""
+        self._workers.close(kill=kill)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(kill=error is not None)
+
+    def _try(self, placement: GroupPlacement, fits: bool) -> _Tally:
+        """The placement's tally after one more run, if it fits and has fewer than `MOST_RUNS`."""
+        key = placement.tobytes()
+        tally = self._tallies.setdefault(key, _Tally(placement.copy(), failed=not fits))
+        if not tally.failed and len(tally.run_seconds) < MOST_RUNS:
+            seconds = self._run(placement)
+            if seconds is None:
+                # A placement that has run before is known to work, so a failed repeat is a
+                # disturbance and does not make it invalid.
+                tally.failed = not tally.run_seconds
+            else:
+                tally.run_seconds.append(seconds)
+        return tally
+
+    def _run(self, placement: GroupPlacement) -> float | None:
+        """The mean seconds of a step of one run; None if the run fails."""
+        # If the run before this one lost a process, its workers are marked as closed. Those that
+        # are still alive are ended, and new ones start.
+        if self._workers.closed:
+            self._workers.close(kill=True)
+            self._workers = Workers(self.task.machine)
+        try:
+            plan = _runnable_plan(self.problem, self.problem.spread(placement))
+            with execute(plan, self.step, seed=self.seed, workers=self._workers) as placed:
+                return float(placed.step_seconds(self.steps).mean())
+        except (RunError, InfeasibleError) as error:
+            self.failures.append(str(error))
+            return None
+
+
+def _runnable_plan(problem: PlacementProblem, placement: NDArray[np.int32]) -> Plan:
+    """A plan of this placement [ops] that can be run. It has the simulator's orders, and promises
+    nothing but its predicted step and memory. It is never saved, so it names no source."""
+    assert problem.trace is not None, "the problem of a `PlacementTask` has a simulator"
+    graph, machine = problem.graph, problem.machine
+    timeline = problem.trace(placement)
+    return Plan(
+        source=Source("", "", (), ""),
+        graph_fingerprint=graph.fingerprint,
+        machine=machine,
+        placement=normalise(placement, graph, machine),
+        orders=tuple(timeline.order_of(device) for device in range(len(machine.devices))),
+        compute_seconds=problem.costs.compute_seconds,
+        costs_source=problem.costs.source,
+        placer="trial",
+        seed=problem.seed,
+        objective=problem.objective,
+        value=timeline.step_seconds,
+        lower_bound=0.0,
+        bound_proof="",
+        peak_memory_bytes=tuple(timeline.peak_memory_bytes.tolist()),
+        groups=problem.groups.count,
+        planning_seconds=0.0,
     )

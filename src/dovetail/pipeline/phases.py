@@ -25,7 +25,7 @@ those that only another phase reads.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,16 @@ from dovetail.placers import place as run_placer
 from dovetail.plans import Plan
 from dovetail.simulator import Simulator
 
-STARTS, CLIMB, UNDER_MAPS = 0.4, 0.3, 0.3
+STARTS_SHARE, CLIMB_SHARE, UNDER_MAPS_SHARE = 0.4, 0.3, 0.3
 """Shares of the budget: planning the phases by themselves, moving blocks, searching under maps."""
 TOGETHER = "moved together"
 """The name of the candidate that climbing leads to from the best start."""
 FOLLOWING = "following"
 """The name of a method: a group without parameters runs where its first input was computed."""
-BATCH = 64
-"""This many maps of blocks are evaluated at once."""
-Maps = NDArray[np.int32]  # [..., blocks] device of each
+MAPS_AT_ONCE = 64
+"""Climbing evaluates this many maps of blocks at once."""
+BlockMap = NDArray[np.int32]  # [blocks] device of each
+BlockMaps = NDArray[np.int32]  # [maps, blocks] device of each
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +120,7 @@ class PhasesPlan:
         return paths
 
 
-def phase_paths(path: str | Path, phases: Sequence[str] | Mapping[str, object]) -> dict[str, Path]:
+def phase_paths(path: str | Path, phases: Iterable[str]) -> dict[str, Path]:
     """The file of each phase's plan, beside `path`."""
     path = Path(path)
     return {name: path.with_name(f"{path.stem}.{name}{path.suffix}") for name in phases}
@@ -137,15 +138,15 @@ def plan_phases(
     """Find one placement of a model under which its phases together run fastest.
 
     steps     phase -> the same module, captured with that phase's inputs
-    weights   how many times each phase runs; by default 128 for `decode`, and else 1
+    weights   phase -> how many times it runs; by default 128 for `decode`, and else 1
     options   the fields of `PlanRequest` in `requests.OF_PHASES`
 
     `whole` names modules that are placed as one; by default those that the model says not to split.
     A module with parameters is always whole, unless modules below it have some. `pins` must match
     ops of every phase.
 
-    An input lives on the host, the cache that decode reads as well, as it does where plans run
-    here. Raises what `plan` raises, and `UsageError` for phases of different modules, of training,
+    All inputs live on the host, also the cache that decode reads: plans that run here keep it
+    there. Raises what `plan` raises, and `UsageError` for phases of different modules, of training,
     or weights of phases that are not there.
     """
     for name in options:
@@ -157,33 +158,34 @@ def plan_phases(
 def find_phases_plan(request: PhasesRequest, progress: TellProgress = silent) -> PhasesPlan:
     """Find one placement for the phases of a request. See `plan_phases`."""
     steps, weights, options = request.steps, request.weights, request.options
-    began, limit, notes = time.perf_counter(), parse_budget(str(options.budget)), Notes()
+    began = time.perf_counter()
+    budget, notes = parse_budget(str(options.budget)), Notes()
     # The machine may be probed for one step alone. The phase that runs most often is that step.
-    heaviest = max(steps, key=lambda name: weights[name])
-    machine = machine_of(steps[heaviest], options.machine, progress, notes)
+    most_run = max(steps, key=lambda name: weights[name])
+    machine = machine_of(steps[most_run], options.machine, progress, notes)
     costs = {name: costs_of(step, machine, progress, notes) for name, step in steps.items()}
-    joint = _joint(request, machine, costs)
-    found = _search(joint, limit, progress)
-    spent = time.perf_counter() - began
+    result = _search(_joint_problem(request, machine, costs), budget, progress)
+    planning_seconds = time.perf_counter() - began
     plans = {
         name: replace(
             plan,
             min_gain=options.resolved_gain,
-            planning_seconds=spent,
-            interrupted=limit.interrupted,
+            planning_seconds=planning_seconds,
+            interrupted=budget.interrupted,
             notes=(*notes.texts, *steps[name].notes, *plan.notes),
         )
-        for name, plan in found.plans.items()
+        for name, plan in result.plans.items()
     }
-    return replace(found, plans=plans, interrupted=limit.interrupted)
+    return replace(result, plans=plans, interrupted=budget.interrupted)
 
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
     """One phase in the joint search.
 
-    own_block     [groups] the block that the group belongs to; -1: it holds no parameters
-    block_of      [groups] the block that places the group: its own, or the block of what it reads
+    held_block    [groups] the block whose parameters the group reads; -1: it reads none
+    block_of      [groups] the block that places the group: its `held_block`, or the block of what
+                  it reads
     reader_of     [blocks] an op that reads a parameter of the block; -1: this phase has none
     pins          (pattern, block): the pins that hold the phase's modules to their blocks
     unread_bytes  [blocks] bytes of the parameters that only other phases read
@@ -196,40 +198,45 @@ class _Phase:
     simulator: Simulator
     whole: tuple[str, ...]
     units: Units
-    own_block: NDArray[np.int32]
+    held_block: NDArray[np.int32]
     block_of: NDArray[np.int32]
     reader_of: NDArray[np.int32]
     pins: tuple[tuple[str, int], ...]
     unread_bytes: NDArray[np.int64]
 
-    def placements(self, maps: Maps) -> NDArray[np.int32]:
+    def placements(self, maps: BlockMaps) -> NDArray[np.int32]:
         """[maps, groups] the device of each group if it follows its block. A group that may not run
         on the block's device runs where it is fastest."""
         followed = maps[:, self.block_of]
         allowed = self.problem.allowed[np.arange(followed.shape[1]), followed]
         return np.where(allowed, followed, self.problem.fastest).astype(np.int32)
 
-    def beside(self, map_: Maps) -> NDArray[np.int64]:
+    def unread_on_devices(self, block_map: BlockMap) -> NDArray[np.int64]:
         """[devices] bytes of the parameters on each device that only other phases read."""
-        weights = self.unread_bytes.astype(np.float64)
-        devices = self.problem.devices
-        return np.bincount(map_, weights=weights, minlength=devices).astype(np.int64)
+        sums = np.bincount(
+            block_map,
+            weights=self.unread_bytes.astype(np.float64),
+            minlength=self.problem.devices,
+        )
+        return sums.astype(np.int64)
 
-    def evaluate(self, maps: Maps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def evaluate(self, maps: BlockMaps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[maps] the bytes by which peaks exceed capacities, and [maps] the predicted seconds."""
-        found = self.problem.evaluate(self.problem.spread(self.placements(maps)))
-        peaks = found.peak_memory_bytes + np.stack([self.beside(one) for one in maps])
+        evaluation = self.problem.evaluate(self.problem.spread(self.placements(maps)))
+        unread = np.stack([self.unread_on_devices(block_map) for block_map in maps])
+        peaks = evaluation.peak_memory_bytes + unread
         over = np.maximum(peaks - self.problem.capacities, 0).sum(axis=1)
         # An infeasible map lacks at least one byte, so that every feasible one comes before it.
-        lacking = np.where(found.feasible, over, np.maximum(over, 1))
-        return lacking.astype(np.float64), np.asarray(found.values, dtype=np.float64)
+        lacking = np.where(evaluation.feasible, over, np.maximum(over, 1))
+        return lacking.astype(np.float64), np.asarray(evaluation.values, dtype=np.float64)
 
-    def under(self, map_: Maps) -> PlacementProblem:
+    def problem_under(self, block_map: BlockMap) -> PlacementProblem:
         """The phase's problem under the map: where to run the groups without parameters."""
         allowed = self.problem.allowed.copy()
-        held = np.flatnonzero(self.own_block >= 0)
-        allowed[held] &= map_[self.own_block[held], None] == np.arange(allowed.shape[1])
-        capacities = self.problem.capacities - self.beside(map_)
+        holders = np.flatnonzero(self.held_block >= 0)
+        devices = block_map[self.held_block[holders]]
+        allowed[holders] &= devices[:, None] == np.arange(allowed.shape[1])
+        capacities = self.problem.capacities - self.unread_on_devices(block_map)
         return replace(self.problem, allowed=allowed, capacities=capacities)
 
 
@@ -247,34 +254,33 @@ class _Joint:
     allowed: NDArray[np.bool_]
     options: PlanRequest
 
-    def evaluate(self, maps: Maps) -> list[tuple[float, float]]:
+    def evaluate(self, maps: BlockMaps) -> list[tuple[float, float]]:
         """The score of each map: the bytes by which peaks exceed capacities, and the weighted
         seconds. Scores compare as tuples, so a map that fits beats every map that does not."""
-        scores = [phase.evaluate(maps) for phase in self.phases]
-        lacking = np.sum([lacks for lacks, _ in scores], axis=0)
-        seconds = sum(p.weight * s for p, (_, s) in zip(self.phases, scores, strict=True))
+        of_phases = [phase.evaluate(maps) for phase in self.phases]
+        lacking = np.sum([bytes_lacking for bytes_lacking, _ in of_phases], axis=0)
+        seconds = sum(p.weight * s for p, (_, s) in zip(self.phases, of_phases, strict=True))
         return list(zip(lacking.tolist(), np.asarray(seconds).tolist(), strict=True))
 
     @property
-    def running(self) -> list[int]:
-        """The devices that compute."""
+    def computing_devices(self) -> list[int]:
         return [d for d, device in enumerate(self.machine.devices) if device.kind != "host"]
 
-    def settled(self, map_: NDArray[np.integer]) -> Maps:
+    def permitted(self, block_map: NDArray[np.integer]) -> BlockMap:
         """The map, in which each block that is on a forbidden device moves to its first allowed
         one."""
-        ok = self.allowed[np.arange(len(map_)), map_]
-        return np.where(ok, map_, self.allowed.argmax(axis=1)).astype(np.int32)
+        allowed = self.allowed[np.arange(len(block_map)), block_map]
+        return np.where(allowed, block_map, self.allowed.argmax(axis=1)).astype(np.int32)
 
 
-def _joint(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs]) -> _Joint:
+def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs]) -> _Joint:
     """The joint search's problem. Raises `UsageError` for phases without parameters, and what
     `make_problem` raises."""
     steps, options = request.steps, request.options
     patterns = _patterns(steps, options.whole)
     modules = {name: matched_modules(step.graph, patterns[name]) for name, step in steps.items()}
     units = {name: units_of(step.graph, modules[name]) for name, step in steps.items()}
-    built = {
+    problems = {
         name: problem_of(
             replace(options, step=step, whole=()),
             machine,
@@ -283,41 +289,56 @@ def _joint(request: PhasesRequest, machine: Machine, costs: Mapping[str, Costs])
         )
         for name, step in steps.items()
     }
-    keys = {name: _keys(step.graph, modules[name]) for name, step in steps.items()}
-    every = sorted({key for of_op in keys.values() for key in of_op.values()})
-    if not every:
+    holders = {name: _holders(step.graph, modules[name]) for name, step in steps.items()}
+    every_holder = sorted({path for of_op in holders.values() for path in of_op.values()})
+    if not every_holder:
         raise UsageError("phases", "no phase reads a parameter, so they share no placement")
-    block_of_key = _blocks(every, [(keys[name], built[name][0]) for name in steps])
-    count = max(block_of_key.values()) + 1
-    parameters = {name: _parameter_bytes(steps[name].graph, keys[name]) for name in steps}
-    # (key, parameter) -> bytes, over all phases. What a phase does not read of it is on its device
-    # all the same, since the phases share one model.
-    union = {pair: size for of_phase in parameters.values() for pair, size in of_phase.items()}
+    block_of = _blocks(every_holder, [(holders[name], problems[name][0]) for name in steps])
+    count = max(block_of.values()) + 1
+    read_bytes = {name: _read_bytes(steps[name].graph, holders[name]) for name in steps}
+    # The phases share one model, so a parameter is on its block's device in every phase, also in
+    # those that do not read it.
+    model_bytes: dict[tuple[str, str], int] = {}
+    for of_phase in read_bytes.values():
+        model_bytes |= of_phase
     allowed = np.ones((count, len(machine.devices)), dtype=bool)
     phases = []
     for name, step in steps.items():
-        problem, simulator = built[name]
-        own = np.full(problem.groups.count, -1, dtype=np.int32)
-        readers = np.full(count, -1, dtype=np.int32)
+        problem, simulator = problems[name]
+        held_block = np.full(problem.groups.count, -1, dtype=np.int32)
+        reader_of = np.full(count, -1, dtype=np.int32)
         pins: dict[str, int] = {}
-        for op, key in keys[name].items():
-            block = block_of_key[key]
-            own[problem.groups.of_op[op]] = block
-            readers[block] = op
+        for op, path in holders[name].items():
+            block = block_of[path]
+            held_block[problem.groups.of_op[op]] = block
+            reader_of[block] = op
             # A module that is not whole has other modules inside, which its path would pin as well.
             # So there each op is pinned by its own name.
-            pins[key if key in modules[name] else step.graph.names[op]] = block
-        held = own >= 0
-        np.logical_and.at(allowed, own[held], problem.allowed[held])
-        unread = np.zeros(count, dtype=np.int64)
-        for pair in union.keys() - parameters[name].keys():
-            unread[block_of_key[pair[0]]] += union[pair]
+            pins[path if path in modules[name] else step.graph.names[op]] = block
+        # A block may be only where all groups that hold it may be, in every phase.
+        holding = held_block >= 0
+        np.logical_and.at(allowed, held_block[holding], problem.allowed[holding])
+        unread_bytes = np.zeros(count, dtype=np.int64)
+        for path, parameter in model_bytes.keys() - read_bytes[name].keys():
+            unread_bytes[block_of[path]] += model_bytes[path, parameter]
         phase = _Phase(
-            name, step, request.weights[name], problem, simulator, patterns[name], units[name], own,
-            _followed(problem, own), readers, tuple(pins.items()), unread,
-        )  # fmt: skip
+            name=name,
+            step=step,
+            weight=request.weights[name],
+            problem=problem,
+            simulator=simulator,
+            whole=patterns[name],
+            units=units[name],
+            held_block=held_block,
+            block_of=_followed_blocks(problem, held_block),
+            reader_of=reader_of,
+            pins=tuple(pins.items()),
+            unread_bytes=unread_bytes,
+        )
         phases.append(phase)
-    blocks = tuple(tuple(k for k in every if block_of_key[k] == block) for block in range(count))
+    blocks = tuple(
+        tuple(path for path in every_holder if block_of[path] == block) for block in range(count)
+    )
     for block in np.flatnonzero(~allowed.any(axis=1)).tolist():
         raise UsageError(
             "pin", f"no device is left for {blocks[block][0] or 'the model'} in every phase"
@@ -330,18 +351,19 @@ def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, 
     for, and the innermost modules with parameters. Raises `UsageError` for a pattern that matches
     in no phase."""
     matching: dict[str, list[str]] = {name: [] for name in steps}
+    # All phases are of one module, so the first one says what the model asks for.
     for pattern in whole or unsplit_modules(next(iter(steps.values()))):
-        failed: UsageError | None = None
+        unmatched: UsageError | None = None
         for name, step in steps.items():
             try:
                 matched_modules(step.graph, [pattern])
             except UsageError as error:
-                failed = error
+                unmatched = error
             else:
                 matching[name].append(pattern)
-        if failed is not None and not any(pattern in found for found in matching.values()):
-            raise failed
-    readers = {step.graph.modules[r] for step in steps.values() for r, _ in _reads(step.graph)}
+        if unmatched is not None and not any(pattern in of_phase for of_phase in matching.values()):
+            raise unmatched
+    readers = {step.graph.modules[op] for step in steps.values() for op, _ in _reads(step.graph)}
     # Every module around one that reads parameters is not innermost.
     around = {".".join(m.split(".")[:i]) for m in readers for i in range(1, m.count(".") + 1)}
     innermost = readers - around - {""}
@@ -352,7 +374,7 @@ def _patterns(steps: Mapping[str, Captured], whole: Sequence[str]) -> dict[str, 
             for path in module_paths(step.graph)
             if path in innermost and not any(path == c or path.startswith(f"{c}.") for c in covered)
         ]
-    return {name: tuple(found) for name, found in matching.items()}
+    return {name: tuple(patterns) for name, patterns in matching.items()}
 
 
 def _reads(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -363,205 +385,232 @@ def _reads(graph: Graph) -> Iterator[tuple[int, int]]:
                 yield reader, source
 
 
-def _keys(graph: Graph, modules: Sequence[str]) -> dict[int, str]:
-    """Each op that reads a parameter -> its key: the path of the outermost whole module around it,
-    or of its own module if no whole one is around it."""
+def _holders(graph: Graph, modules: Sequence[str]) -> dict[int, str]:
+    """Each op that reads a parameter -> the path of the module that holds it: the outermost whole
+    module around the op, or the op's own module if no whole one is around it."""
     whole = set(modules)
-    keys = {}
+    holders = {}
     for op, _ in _reads(graph):
         parts = graph.modules[op].split(".")
         paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        keys[op] = next((path for path in paths if path in whole), graph.modules[op])
-    return keys
+        holders[op] = next((path for path in paths if path in whole), graph.modules[op])
+    return holders
 
 
 def _blocks(
-    every: Sequence[str], phases: Sequence[tuple[dict[int, str], PlacementProblem]]
+    every_holder: Sequence[str], phases: Sequence[tuple[dict[int, str], PlacementProblem]]
 ) -> dict[str, int]:
-    """Key -> block. Keys whose ops are in one group of some phase are one block, because a group is
-    on one device. Blocks are the connected components of this relation over all phases."""
-    index = {key: i for i, key in enumerate(every)}
-    # A loop at every key, so that a key that is tied to no other is a component, too.
-    pairs = [(i, i) for i in range(len(every))]
-    for keys, problem in phases:
-        first: dict[int, str] = {}
-        for op, key in keys.items():
-            there = first.setdefault(int(problem.groups.of_op[op]), key)
-            pairs.append((index[key], index[there]))
+    """Holder -> block. Holders whose ops are in one group of some phase are one block, because a
+    group is on one device. Blocks are the connected components of this relation over all phases.
+
+    phases   (op -> holder, problem) of each phase
+    """
+    index = {path: i for i, path in enumerate(every_holder)}
+    # A loop at every holder, so that one that is tied to no other is a component, too.
+    pairs = [(i, i) for i in range(len(every_holder))]
+    for holders, problem in phases:
+        first_of_group: dict[int, str] = {}
+        for op, path in holders.items():
+            first = first_of_group.setdefault(int(problem.groups.of_op[op]), path)
+            pairs.append((index[path], index[first]))
     ends = np.array(pairs, dtype=np.int64).T
-    edges = coo_array((np.ones(len(pairs), np.int8), (ends[0], ends[1])), shape=(len(every),) * 2)
+    edges = coo_array(
+        (np.ones(len(pairs), np.int8), (ends[0], ends[1])), shape=(len(every_holder),) * 2
+    )
     _, labels = connected_components(edges, directed=False)
-    return dict(zip(every, labels.tolist(), strict=True))
+    return dict(zip(every_holder, labels.tolist(), strict=True))
 
 
-def _parameter_bytes(graph: Graph, keys: Mapping[int, str]) -> dict[tuple[str, str], int]:
-    """(key, parameter) -> bytes, of each parameter that the phase reads."""
+def _read_bytes(graph: Graph, holders: Mapping[int, str]) -> dict[tuple[str, str], int]:
+    """(holder, parameter) -> bytes, of each parameter that the phase reads."""
     sizes = {}
     for op, source in _reads(graph):
-        sizes[keys[op], graph.names[source]] = int(graph.tensor_bytes[graph.outputs_of(source)[0]])
+        tensor = graph.outputs_of(source)[0]
+        sizes[holders[op], graph.names[source]] = int(graph.tensor_bytes[tensor])
     return sizes
 
 
-def _followed(problem: PlacementProblem, own: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[groups] the block that each group follows: its own block, else the block of the group whose
-    output it reads first, else block 0."""
+def _followed_blocks(problem: PlacementProblem, held_block: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[groups] the block that each group follows: the block that it holds, else the block of the
+    group whose output it reads first, else block 0."""
     graph, of_op = problem.graph, problem.groups.of_op
-    found = own.copy()
+    block_of = held_block.copy()
     # Ops are in topological order, so producers have their block before their readers ask for it.
     for op in np.flatnonzero(~graph.is_source).tolist():
         group = of_op[op]
-        makers = graph.producers[graph.inputs_of(op)]
-        made = found[of_op[makers[~graph.is_source[makers]]]]
-        if found[group] < 0 and (made >= 0).any():
-            found[group] = made[made >= 0][0]
-    return np.maximum(found, 0)
+        producers = graph.producers[graph.inputs_of(op)]
+        candidates = block_of[of_op[producers[~graph.is_source[producers]]]]
+        if block_of[group] < 0 and (candidates >= 0).any():
+            block_of[group] = candidates[candidates >= 0][0]
+    return np.maximum(block_of, 0)
 
 
-def _search(joint: _Joint, limit: Budget, progress: TellProgress) -> PhasesPlan:
+def _search(joint: _Joint, budget: Budget, progress: TellProgress) -> PhasesPlan:
     """A plan for each phase under the best map. Raises `InfeasibleError` if every map fails."""
-    maps = _by_themselves(joint, limit, progress)
-    names = joint.machine.device_names
-    for device in joint.running:
-        maps[f"all on {names[device]}"] = joint.settled(np.full(len(joint.blocks), device))
+    maps = _maps_of_phases(joint, budget, progress)
+    device_names = joint.machine.device_names
+    for device in joint.computing_devices:
+        on_one = np.full(len(joint.blocks), device)
+        maps[f"all on {device_names[device]}"] = joint.permitted(on_one)
     scores = joint.evaluate(np.stack(list(maps.values())))
-    score, best = min(zip(scores, maps, strict=True))
-    together = _climbed(joint, maps[best], score, limit, progress)
-    tried = {**maps, TOGETHER: together}
-    share = UNDER_MAPS / (len(tried) * len(joint.phases))
+    # Of maps with equal scores, the first name in the alphabet is taken.
+    score, start = min(zip(scores, maps, strict=True))
+    maps[TOGETHER] = _climb(joint, maps[start], score, budget, progress)
+    share = UNDER_MAPS_SHARE / (len(maps) * len(joint.phases))
     outcomes: dict[str, dict[str, PlacerOutcome]] = {}
-    lacking: InfeasibleError | None = None
-    for i, (name, map_) in enumerate(tried.items()):
-        progress(f"planning all phases under one map: {name}", i / len(tried), None)
+    failure: InfeasibleError | None = None
+    for i, (name, block_map) in enumerate(maps.items()):
+        progress(f"planning all phases under one map: {name}", i / len(maps), None)
         try:
             outcomes[name] = {
-                phase.name: _under(phase, map_, joint.options, limit, share)
+                phase.name: _place_under(phase, block_map, joint.options, budget, share)
                 for phase in joint.phases
             }
         except InfeasibleError as error:
-            lacking = error
+            failure = error
+    if not outcomes:
+        assert failure is not None, "there is at least one map"
+        raise failure
     values = {
-        name: sum(phase.weight * found[phase.name].value for phase in joint.phases)
-        for name, found in outcomes.items()
+        name: sum(phase.weight * of_phase[phase.name].value for phase in joint.phases)
+        for name, of_phase in outcomes.items()
     }
-    if not values:
-        assert lacking is not None
-        raise lacking
-    chosen = min(values, key=lambda name: values[name])
-    # All blocks on one device is preferred unless the best map wins by more than the least gain
-    # that the user asks of several devices.
-    alone = [name for name in values if len(set(tried[name].tolist())) == 1]
-    simplest = min(alone, key=lambda name: values[name], default=chosen)
-    if values[chosen] > values[simplest] * (1 - joint.options.resolved_gain):
-        chosen = simplest
-    map_ = tried[chosen]
+    chosen = _simplest_map(values, maps, joint.options.resolved_gain)
+    block_map = maps[chosen]
     return PhasesPlan(
-        plans={p.name: _plan(joint, p, map_, outcomes[chosen][p.name]) for p in joint.phases},
+        plans={p.name: _plan(joint, p, block_map, outcomes[chosen][p.name]) for p in joint.phases},
         weights={phase.name: phase.weight for phase in joint.phases},
         devices={
-            key: names[map_[block]] for block, keys in enumerate(joint.blocks) for key in keys
+            path: device_names[block_map[block]]
+            for block, paths in enumerate(joint.blocks)
+            for path in paths
         },
-        candidates={name: values.get(name) for name in tried},
+        candidates={name: values.get(name) for name in maps},
         chosen=chosen,
     )
 
 
-def _by_themselves(joint: _Joint, limit: Budget, progress: TellProgress) -> dict[str, Maps]:
+def _maps_of_phases(joint: _Joint, budget: Budget, progress: TellProgress) -> dict[str, BlockMap]:
     """The map of each phase planned without the others. A block that the phase does not have is
     where the first phase that has it puts it."""
-    found: dict[str, Maps] = {}
+    # [phases] of [blocks]: the device of each block; -1: the phase does not have the block
+    devices = []
     for i, phase in enumerate(joint.phases):
         progress(f"planning {phase.name} by itself", i / len(joint.phases), None)
-        share = STARTS / len(joint.phases)
-        outcome = _interruptible(phase.problem, joint.options.placer, limit, share)
-        placed = outcome.placement[phase.reader_of]
-        found[f"{phase.name} by itself"] = np.where(phase.reader_of < 0, -1, placed)
-    for name, own in found.items():
-        filled = own
-        for other in found.values():
-            filled = np.where(filled < 0, other, filled)
-        found[name] = joint.settled(filled)
-    return found
+        share = STARTS_SHARE / len(joint.phases)
+        outcome = _place(phase.problem, joint.options.placer, budget, share)
+        has_block = phase.reader_of >= 0
+        devices.append(np.where(has_block, outcome.placement[phase.reader_of], -1))
+    maps = {}
+    for phase, block_map in zip(joint.phases, devices, strict=True):
+        for others_map in devices:
+            block_map = np.where(block_map < 0, others_map, block_map)
+        maps[f"{phase.name} by itself"] = joint.permitted(block_map)
+    return maps
 
 
-def _climbed(
-    joint: _Joint, start: Maps, score: tuple[float, float], limit: Budget, progress: TellProgress
-) -> Maps:
+def _climb(
+    joint: _Joint,
+    start: BlockMap,
+    score: tuple[float, float],
+    budget: Budget,
+    progress: TellProgress,
+) -> BlockMap:
     """The map that moves of one block lead to from `start`, whose score is `score`.
 
-    The moves are tried in batches of `BATCH`. The best move of each batch is made if it improves
-    the score, and the climb ends after a round of all moves without an improvement, or when its
-    share of the budget is spent.
+    The moves are tried in batches of `MAPS_AT_ONCE`. The best move of each batch is made if it
+    improves the score, and the climb ends after a round of all moves without an improvement, or
+    when its share of the budget is spent.
     """
-    budget = Budget(limit.seconds * CLIMB, limit.evaluations * CLIMB, limit.clock)
-    best, improved = start, not limit.interrupted
-    with keeping_interrupts(budget):
-        while improved and not budget.exhausted:
+    part = Budget(budget.seconds * CLIMB_SHARE, budget.evaluations * CLIMB_SHARE, budget.clock)
+    best, improved = start, not budget.interrupted
+    with keeping_interrupts(part):
+        while improved and not part.exhausted:
             improved = False
-            moves = [(b, d) for b in range(len(best)) for d in joint.running if joint.allowed[b, d]]
-            for at in range(0, len(moves), BATCH):
-                if budget.exhausted:
+            moves = [
+                (block, device)
+                for block in range(len(best))
+                for device in joint.computing_devices
+                if joint.allowed[block, device]
+            ]
+            for first in range(0, len(moves), MAPS_AT_ONCE):
+                if part.exhausted:
                     break
-                batch = np.array(moves[at : at + BATCH])
+                batch = np.array(moves[first : first + MAPS_AT_ONCE])  # [moves, 2] block, device
                 maps = np.repeat(best[None], len(batch), axis=0)
                 maps[np.arange(len(batch)), batch[:, 0]] = batch[:, 1]
                 scores = joint.evaluate(maps)
-                budget.charge(len(batch) * len(joint.phases))
-                first = min(range(len(batch)), key=lambda i: scores[i])
-                if scores[first] < score:
-                    best, score, improved = maps[first], scores[first], True
-                progress("moving modules of all phases", budget.fraction, score[1])
-    limit.interrupted = limit.interrupted or budget.interrupted
+                part.charge(len(batch) * len(joint.phases))
+                best_move = min(range(len(batch)), key=lambda i: scores[i])
+                if scores[best_move] < score:
+                    best, score, improved = maps[best_move], scores[best_move], True
+                progress("moving modules of all phases", part.fraction, score[1])
+    budget.interrupted = budget.interrupted or part.interrupted
     return best
 
 
-def _under(
-    phase: _Phase, map_: Maps, options: PlanRequest, limit: Budget, share: float
+def _place_under(
+    phase: _Phase, block_map: BlockMap, options: PlanRequest, budget: Budget, share: float
 ) -> PlacerOutcome:
     """The best placement of the phase under the map. Raises `InfeasibleError`."""
-    start = phase.placements(map_[None])
+    following = phase.placements(block_map[None])
 
-    def method(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    def method(problem: PlacementProblem, part: Budget) -> GroupPlacement:
         # The placement that follows the blocks is scored even with no budget left, so that there
         # is always a placement to return.
-        (score,) = budget.score(problem, start, always=True)
-        budget.note(FOLLOWING, score, start[0])
-        PLACERS[options.placer](problem, budget)
-        assert budget.best is not None  # it has scored one
-        return budget.best[1]
+        (score,) = part.score(problem, following, always=True)
+        part.note(FOLLOWING, score, following[0])
+        PLACERS[options.placer](problem, part)
+        assert part.best is not None, "it has scored one placement"
+        return part.best[1]
 
-    return _interruptible(phase.under(map_), options.placer, limit, share, method)
+    return _place(phase.problem_under(block_map), options.placer, budget, share, method)
 
 
-def _interruptible(
+def _place(
     problem: PlacementProblem,
     placer: str,
-    limit: Budget,
+    budget: Budget,
     share: float,
     method: Placer | None = None,
 ) -> PlacerOutcome:
     """The outcome of one search with a share of the budget. A Ctrl-C ends the search; after one,
     every later search has one evaluation and so runs the cheapest methods alone."""
-    evaluations = 1.0 if limit.interrupted else max(1.0, limit.evaluations * share // 1)
-    budget = Budget(limit.seconds * share, evaluations, limit.clock)
-    with keeping_interrupts(budget):
-        outcome = run_placer(problem, placer, budget, method=method)
-    limit.interrupted = limit.interrupted or budget.interrupted
+    evaluations = max(1.0, float(np.floor(budget.evaluations * share)))
+    if budget.interrupted:
+        evaluations = 1.0
+    part = Budget(budget.seconds * share, evaluations, budget.clock)
+    with keeping_interrupts(part):
+        outcome = run_placer(problem, placer, part, method=method)
+    budget.interrupted = budget.interrupted or part.interrupted
     return outcome
 
 
-def _plan(joint: _Joint, phase: _Phase, map_: Maps, outcome: PlacerOutcome) -> Plan:
+def _simplest_map(
+    values: Mapping[str, float], maps: Mapping[str, BlockMap], min_gain: float
+) -> str:
+    """The name of the best map. A map of one device is preferred unless the best one wins by more
+    than the least gain that the user asks of several devices."""
+    best = min(values, key=lambda name: values[name])
+    on_one_device = [name for name in values if len(set(maps[name].tolist())) == 1]
+    simplest = min(on_one_device, key=lambda name: values[name], default=best)
+    return simplest if values[best] > values[simplest] * (1 - min_gain) else best
+
+
+def _plan(joint: _Joint, phase: _Phase, block_map: BlockMap, outcome: PlacerOutcome) -> Plan:
     """The phase's plan, its modules pinned to the map."""
     graph, machine, costs = phase.problem.graph, joint.machine, phase.problem.costs
     names = machine.device_names
-    pins = (*joint.options.pins, *((pattern, names[map_[block]]) for pattern, block in phase.pins))
+    block_pins = ((pattern, names[block_map[block]]) for pattern, block in phase.pins)
+    pins = (*joint.options.pins, *block_pins)
     # The plan is of this phase's graph, which lacks parameters that only other phases read. Caps
     # leave their bytes free.
-    beside = phase.beside(map_)
+    unread_bytes = phase.unread_on_devices(block_map)
     caps = dict(joint.options.caps)
-    for device in np.flatnonzero(beside).tolist():
-        caps[names[device]] = int(phase.problem.capacities[device] - beside[device])
+    for device in np.flatnonzero(unread_bytes).tolist():
+        caps[names[device]] = int(phase.problem.capacities[device] - unread_bytes[device])
     bound = bound_of(graph, machine, costs, "step", pins, tuple(caps.items()))
-    found = replace(
+    plan = replace(
         to_plan(phase.problem, outcome, phase.simulator, bound),
         source=phase.step.source,
         pins=pins,
@@ -569,4 +618,4 @@ def _plan(joint: _Joint, phase: _Phase, map_: Maps, outcome: PlacerOutcome) -> P
         whole=phase.whole,
         notes=outcome.notes,
     )
-    return with_copies(found, phase.step, fixed_ops(graph, machine, pins, phase.units))
+    return with_copies(plan, phase.step, fixed_ops(graph, machine, pins, phase.units))

@@ -27,9 +27,10 @@ from dovetail.plans import OPTIMAL_GAP, Plan
 from dovetail.timeline import Timeline
 
 OP, TRANSFER = 0, 1
-FULL = 0.9
+"""The kinds of event. `_Events.latest` sorts events, so these numbers put ops before transfers."""
+BOUND_SHARE = 0.9
 """A device that computes for at least this share of the step is said to bound it."""
-Event = tuple[int, int]  # (OP, span) or (TRANSFER, transfer)
+Event = tuple[int, int]  # (OP, index of a span) or (TRANSFER, index of a transfer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,40 +73,50 @@ def find_limits(timeline: Timeline, graph: Graph) -> StepLimits:
         start, end = events.span(event)
         end, start = min(end, now), min(start, now)
         waiting += now - end
-        if event[0] == OP:
-            compute[timeline.op_devices[event[1]]] += end - start
+        kind, index = event
+        if kind == OP:
+            compute[timeline.op_devices[index]] += end - start
         else:
-            transfers[timeline.transfer_channels[event[1]]] += end - start
+            transfers[timeline.transfer_channels[index]] += end - start
         now = start
-        event = events.latest(events.before(event), now, seen)
+        event = events.latest(events.causes(event), now, seen)
+    # No event explains what is left before the first event of the chain.
     return StepLimits(compute, transfers, waiting + now, tuple(reversed(chain)))
 
 
 class _Events:
-    """The events of one timeline, and for each event those that it can have waited for."""
+    """The events of one timeline, and for each event those that it can have waited for.
+
+    span_of_op         [ops] the op's span; -1: it has none, as source ops
+    device_spans       [devices] the spans of each device, in the order in which they start
+    device_starts      [devices] the times at which these spans start
+    channel_before     transfer -> the transfer before it on its channel
+    channel_transfers  channel's name -> its transfers, in the order in which they start
+    arrivals           `_cargo` with the destination -> the transfers that bring this cargo there
+    control_before     op -> the ops that it waits for by control edges
+    """
 
     def __init__(self, timeline: Timeline, graph: Graph) -> None:
         self.timeline = timeline
         self.graph = graph
         self.span_of_op = np.full(len(graph), -1, dtype=np.int64)
         self.span_of_op[timeline.ops] = np.arange(len(timeline.ops))
-        self.on_device = [
-            np.flatnonzero(timeline.op_devices == d) for d in range(len(timeline.devices))
+        by_start = np.argsort(timeline.op_starts, kind="stable")
+        self.device_spans = [
+            by_start[timeline.op_devices[by_start] == device]
+            for device in range(len(timeline.devices))
         ]
-        for spans in self.on_device:
-            spans[:] = spans[np.argsort(timeline.op_starts[spans], kind="stable")]
-        self.starts = [timeline.op_starts[spans].tolist() for spans in self.on_device]
+        self.device_starts = [timeline.op_starts[spans].tolist() for spans in self.device_spans]
         self.channel_before: dict[int, int] = {}
+        self.channel_transfers: dict[str, list[int]] = {}
         self.arrivals: dict[tuple[int, int, int], list[int]] = {}
-        # Channel's name -> its transfers, in the order in which they start.
-        self.carried: dict[str, list[int]] = {}
-        last: dict[int, int] = {}
+        last_on: dict[int, int] = {}
         for i in np.argsort(timeline.transfer_starts, kind="stable").tolist():
             channel = int(timeline.transfer_channels[i])
-            if channel in last:
-                self.channel_before[i] = last[channel]
-            last[channel] = i
-            self.carried.setdefault(timeline.channels[channel], []).append(i)
+            if channel in last_on:
+                self.channel_before[i] = last_on[channel]
+            last_on[channel] = i
+            self.channel_transfers.setdefault(timeline.channels[channel], []).append(i)
             self.arrivals.setdefault(self._cargo(i, timeline.transfer_destinations), []).append(i)
         self.control_before: dict[int, list[int]] = {}
         for before, after in graph.control.tolist():
@@ -116,6 +127,7 @@ class _Events:
         return ops + [(TRANSFER, i) for i in range(len(self.timeline.transfer_ops))]
 
     def span(self, event: Event) -> tuple[float, float]:
+        """(start, end) of the event, in seconds."""
         kind, i = event
         t = self.timeline
         if kind == OP:
@@ -127,75 +139,83 @@ class _Events:
         before `now` and ended after it counts as ended at `now`: in a measured run the clocks of
         devices can disagree."""
         best, best_end = None, -1.0
+        # The events are sorted and the comparison is strict, so the first of equal ends is kept.
         for event in sorted(set(candidates) - seen):
             start, end = self.span(event)
             if (end <= now or start < now) and min(end, now) > best_end:
                 best, best_end = event, min(end, now)
         return best
 
-    def before(self, event: Event) -> list[Event]:
+    def causes(self, event: Event) -> list[Event]:
         """All events that this event can have waited for."""
-        return self._before_op(event[1]) if event[0] == OP else self._before_transfer(event[1])
+        kind, index = event
+        return self._causes_of_op(index) if kind == OP else self._causes_of_transfer(index)
 
-    def _before_op(self, span: int) -> list[Event]:
+    def _causes_of_op(self, span: int) -> list[Event]:
         """The events that an op can have waited for. Ops that start together on a device are a
         stage, which waits for the inputs of all of them."""
         device = int(self.timeline.op_devices[span])
-        starts, start = self.starts[device], float(self.timeline.op_starts[span])
-        first, last = bisect_left(starts, start), bisect_right(starts, start)
-        together = self.on_device[device][first:last].tolist()
+        starts, start = self.device_starts[device], float(self.timeline.op_starts[span])
+        first, stop = bisect_left(starts, start), bisect_right(starts, start)
+        stage = self.device_spans[device][first:stop].tolist()
         # Ops of the same stage explain each other in one direction alone, by index.
-        events: list[Event] = [(OP, s) for s in together if s < span]
-        if first > 0:
-            events.append((OP, int(self.on_device[device][first - 1])))
-        events += self._carried_by(device, start)
-        for mate in together:
-            op = int(self.timeline.ops[mate])
+        events: list[Event] = [(OP, member) for member in stage if member < span]
+        events += self._last_op(device, start)
+        events += self._last_carried(device, start)
+        for member in stage:
+            op = int(self.timeline.ops[member])
             for tensor in self.graph.inputs_of(op).tolist():
-                events += self._made(int(self.graph.producers[tensor]), device)
-                events += self._arrived((tensor, -1, device))
-            for earlier in self.control_before.get(op, []):
-                events += self._made(earlier, device)
-                events += self._arrived((-1, earlier, device))
+                events += self._run_on(device, int(self.graph.producers[tensor]))
+                events += self._arrivals_of((tensor, -1, device))
+            for before in self.control_before.get(op, []):
+                events += self._run_on(device, before)
+                events += self._arrivals_of((-1, before, device))
         return events
 
-    def _before_transfer(self, transfer: int) -> list[Event]:
+    def _causes_of_transfer(self, transfer: int) -> list[Event]:
+        """The events that a transfer can have waited for: what it carries, and its channel."""
         source = int(self.timeline.transfer_sources[transfer])
-        events = self._made(int(self.timeline.transfer_ops[transfer]), source)
-        events += self._arrived(self._cargo(transfer, self.timeline.transfer_sources))
+        events = self._run_on(source, int(self.timeline.transfer_ops[transfer]))
+        # In the second of two hops over the host, another transfer brought the cargo to the source.
+        events += self._arrivals_of(self._cargo(transfer, self.timeline.transfer_sources))
         if transfer in self.channel_before:
             events.append((TRANSFER, self.channel_before[transfer]))
         # A channel with a device's name is that device, which may have run an op before.
         channel = self.timeline.channels[int(self.timeline.transfer_channels[transfer])]
         if channel in self.timeline.devices:
             device = self.timeline.devices.index(channel)
-            start = float(self.timeline.transfer_starts[transfer])
-            first = bisect_left(self.starts[device], start)
-            if first > 0:
-                events.append((OP, int(self.on_device[device][first - 1])))
+            events += self._last_op(device, float(self.timeline.transfer_starts[transfer]))
         return events
 
-    def _carried_by(self, device: int, start: float) -> list[Event]:
-        """The last transfer before `start` that the device itself carried."""
-        carried = self.carried.get(self.timeline.devices[device], [])
+    def _last_op(self, device: int, start: float) -> list[Event]:
+        """The op that the device ran last before `start`, if any. One op of a stage stands for all
+        of them, because they end together."""
+        before = bisect_left(self.device_starts[device], start)
+        return [(OP, int(self.device_spans[device][before - 1]))] if before else []
+
+    def _last_carried(self, device: int, start: float) -> list[Event]:
+        """The last transfer before `start` that the device itself carried, if any."""
+        transfers = self.channel_transfers.get(self.timeline.devices[device], [])
         starts = self.timeline.transfer_starts
-        before = bisect_left(carried, start, key=lambda i: float(starts[i]))
-        return [(TRANSFER, carried[before - 1])] if before else []
+        before = bisect_left(transfers, start, key=lambda i: float(starts[i]))
+        return [(TRANSFER, transfers[before - 1])] if before else []
 
-    def _made(self, op: int, device: int) -> list[Event]:
+    def _run_on(self, device: int, op: int) -> list[Event]:
+        """The op's run, if it ran on this device."""
         span = int(self.span_of_op[op])
-        here = span >= 0 and self.timeline.op_devices[span] == device
-        return [(OP, span)] if here else []
+        ran_here = span >= 0 and self.timeline.op_devices[span] == device
+        return [(OP, span)] if ran_here else []
 
-    def _arrived(self, cargo: tuple[int, int, int]) -> list[Event]:
+    def _arrivals_of(self, cargo: tuple[int, int, int]) -> list[Event]:
         return [(TRANSFER, i) for i in self.arrivals.get(cargo, [])]
 
-    def _cargo(self, transfer: int, ends: NDArray[np.int32]) -> tuple[int, int, int]:
+    def _cargo(self, transfer: int, devices: NDArray[np.int32]) -> tuple[int, int, int]:
         """The key by which a transfer and what it carries are matched: (tensor, -1, device), or for
-        a control edge (-1, op, device). `ends` [transfers] says which device of each counts."""
+        a control edge (-1, op, device). `devices` [transfers] are the sources of all transfers, or
+        the destinations."""
         tensor = int(self.timeline.transfer_tensors[transfer])
         op = -1 if tensor >= 0 else int(self.timeline.transfer_ops[transfer])
-        return tensor, op, int(ends[transfer])
+        return tensor, op, int(devices[transfer])
 
 
 def shares(limits: StepLimits, timeline: Timeline) -> list[tuple[str, float]]:
@@ -227,12 +247,33 @@ def explain(limits: StepLimits, timeline: Timeline, plan: Plan) -> str:
         text = f"The plan is for {plan.objective}; of one step alone the critical chain is {chain}."
     else:
         text = f"The step's critical chain is {chain}."
-    if limits.total_seconds > 0 and plan.objective == "step":
-        text += " " + _reason(limits, timeline)
-    return text + _proven(plan)
+        if limits.total_seconds > 0:
+            text += " " + _what_binds(limits, timeline)
+    return text + _what_is_proven(plan)
 
 
-def _proven(plan: Plan) -> str:
+def _what_binds(limits: StepLimits, timeline: Timeline) -> str:
+    """A sentence on what the step is bound by, and what would shorten it."""
+    compute_seconds = float(limits.compute_seconds.sum())
+    transfer_seconds = float(limits.transfer_seconds.sum())
+    if limits.waiting_seconds > max(compute_seconds, transfer_seconds):
+        return "It is bound by waiting: overhead between ops outweighs the work."
+    if transfer_seconds > compute_seconds:
+        return "It is bound by transfers: a faster link, or fewer cuts, would shorten it."
+    busy_shares = timeline.busy_seconds / timeline.step_seconds
+    device, share = timeline.devices[int(busy_shares.argmax())], float(busy_shares.max())
+    if share >= BOUND_SHARE:
+        return (
+            f"It is bound by {device}, which computes {100 * share:.0f} % of the time: only less "
+            "work there, or a faster device, would shorten it."
+        )
+    return (
+        "It is bound by ops that wait for one another: even the busiest device, "
+        f"{device}, computes only {100 * share:.0f} % of the time."
+    )
+
+
+def _what_is_proven(plan: Plan) -> str:
     """A sentence on what the bound proves of other plans; "" without a bound. The share is rounded
     down, so that the sentence stays true."""
     if plan.lower_bound <= 0:
@@ -243,24 +284,3 @@ def _proven(plan: Plan) -> str:
         return proves + "is better, but for rounding."
     share = math.floor(1000 / (1 + plan.gap)) / 10
     return proves + f"takes less than {share:g} % of this plan's value."
-
-
-def _reason(limits: StepLimits, timeline: Timeline) -> str:
-    """A sentence on what the step is bound by, and what would shorten it."""
-    compute = float(limits.compute_seconds.sum())
-    carried = float(limits.transfer_seconds.sum())
-    if limits.waiting_seconds > max(compute, carried):
-        return "It is bound by waiting: overhead between ops outweighs the work."
-    if carried > compute:
-        return "It is bound by transfers: a faster link, or fewer cuts, would shorten it."
-    busy = timeline.busy_seconds / timeline.step_seconds
-    device, share = timeline.devices[int(busy.argmax())], float(busy.max())
-    if share >= FULL:
-        return (
-            f"It is bound by {device}, which computes {100 * share:.0f} % of the time: only less "
-            "work there, or a faster device, would shorten it."
-        )
-    return (
-        "It is bound by ops that wait for one another: even the busiest device, "
-        f"{device}, computes only {100 * share:.0f} % of the time."
-    )

@@ -6,9 +6,9 @@ its last turn. The server recognises by the commit's number whether it has taken
 
 import socket
 import time
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.runtime.processes import Channel
 from dovetail.runtime.shared import Block
@@ -29,10 +29,11 @@ def serve(channel: Channel) -> None:
     plan = start.plan
     memory = WorkerMemory(Block(channel.receive_descriptor()), plan.job)
     center = CenterMemory(Block(channel.receive_descriptor()), plan.job)
-    make = unpack_parcel(start.learner, channel.receive_descriptor())
+    make_learner = unpack_parcel(start.learner, channel.receive_descriptor())
     rule = plan.make_rule()
+    # Making a learner may take long, so `alive()` works from here on.
     on_alive(memory.show_life)
-    learner = make(plan.worker)
+    learner = make_learner(plan.worker)
     link = WorkerLink(channel, plan, memory, center if rule.lock_free else None)
     sequence = link.join()
     steps = work(plan.job, rule, learner, plan.worker, sequence=sequence, clock=link.seconds)
@@ -42,26 +43,27 @@ def serve(channel: Channel) -> None:
     channel.receive()  # until the other end is closed
 
 
-def _was_unreadable(reply: Reply) -> bool:
-    """Whether the server could not read the packet. (If a commit's vector was changed on its way,
-    the answer has the worker's lease or the end of the run.) Policies count both as refusals."""
-    ended = reply.done or reply.stop
-    return reply.refusal is Refusal.CHECKSUM and reply.lease is None and not ended
-
-
 class WorkerLink:
-    """The worker's end: `ask` blocks until the server has answered, whichever server that is."""
+    """The worker's end of the link: `ask` blocks until a server has answered, the present one or
+    one that takes its place.
+
+    center   the center's block, for a rule without locks, whose workers read and write the center
+             itself; None: the server writes a copy of the center to the worker's outbox
+    """
 
     def __init__(
-        self, channel: Channel, plan: WorkerPlan, memory: WorkerMemory, live: CenterMemory | None
+        self, channel: Channel, plan: WorkerPlan, memory: WorkerMemory, center: CenterMemory | None
     ) -> None:
-        self._channel, self._plan, self._memory, self._live = channel, plan, memory, live
+        self._channel, self._plan, self._memory = channel, plan, memory
+        self._center = memory.outbox if center is None else center.live
         self._socket: socket.socket | None = None
         self._origin = 0.0
+        # A process that had this worker's number before may have left a lease with the server. The
+        # first join says so, and the server takes that lease back.
         self._replaces = plan.life > 0
         self._wire = make_wire(plan.wire, plan.job.size, plan.job.dtype)
-        size_bytes = 0 if plan.wire == "none" else self._wire.size_bytes
-        self._octets = np.empty(size_bytes, np.uint8)
+        encoded_bytes = 0 if plan.wire == "none" else self._wire.size_bytes
+        self._encoded = np.empty(encoded_bytes, np.uint8)
 
     def seconds(self) -> float:
         """Seconds since the run began."""
@@ -72,29 +74,31 @@ class WorkerLink:
         for another server as long as the link breaks."""
         while True:
             connect: Connect = self._channel.receive()
-            end = self._channel.receive_descriptor()
+            descriptor = self._channel.receive_descriptor()
             if self._socket is not None:
                 self._socket.close()
-            self._socket = socket.socket(fileno=end)
+            self._socket = socket.socket(fileno=descriptor)
             self._origin = connect.origin
-            packet = self._exchange(frames.pack(frames.Kind.JOIN, {"replaces": self._replaces}))
-            understood = frames.unpack(packet)
-            if understood is not None:
+            answer = self._exchange(frames.pack(frames.Kind.JOIN, {"replaces": self._replaces}))
+            if answer is not None:
                 self._replaces = False
-                return int(understood[1]["sequence"])
+                return int(answer["sequence"])
 
     def ask(self, ask: Ask) -> Told:
+        """Sends the turn and returns the answer to it. The same packet is sent again if the server
+        could not read it, or after the link broke."""
         packet = frames.pack_turn(ask.turn, self._post(ask))
         while True:
-            understood = frames.unpack(self._exchange(packet))
-            if understood is None:
+            answer = self._exchange(packet)
+            if answer is None:
                 self.join()
                 continue
-            reply = frames.reply_of(understood[1])
+            reply = frames.reply_of(answer)
             if not _was_unreadable(reply):
-                return Told(reply, self._center() if ask.turn.pull else None)
+                return Told(reply, self._center if ask.turn.pull else None)
 
     def leave(self) -> None:
+        """Tells the server that the worker has ended."""
         assert self._socket is not None
         try:
             self._socket.send(frames.pack(frames.Kind.LEAVE, {}))
@@ -102,28 +106,37 @@ class WorkerLink:
             return  # a server that comes back is told by the supervisor
 
     def _post(self, ask: Ask) -> frames.VectorHeader | None:
-        """Writes the vector to the inbox, and returns its header."""
+        """Writes the turn's vector to the inbox, and returns its header; None if it has none."""
         if ask.vector is None or ask.turn.commit is None:
             return None
         inbox = self._memory.inbox
         if self._plan.wire == "none":
-            checked = copy_and_checksum(inbox, ask.vector)
+            inbox_checksum = copy_and_checksum(inbox, ask.vector)
         # Shared memory need not be saved, but an encoded vector must give the same numbers here as
         # on other backends.
         else:
-            self._wire.encode(ask.vector, self._octets)
-            self._wire.decode(self._octets, inbox)
-            checked = checksum(inbox)
-        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, checked)
+            self._wire.encode(ask.vector, self._encoded)
+            self._wire.decode(self._encoded, inbox)
+            inbox_checksum = checksum(inbox)
+        return frames.VectorHeader(ask.vector.size, ask.vector.dtype.name, inbox_checksum)
 
-    def _center(self) -> NDArray[np.floating]:
-        return self._memory.outbox if self._live is None else self._live.live
-
-    def _exchange(self, packet: bytes) -> bytes:
-        """Sends the packet and returns the answer; b"" if the link broke."""
+    def _exchange(self, packet: bytes) -> dict[str, Any] | None:
+        """Sends the packet and returns the content of the answer; None if the link broke."""
         assert self._socket is not None
         try:
             self._socket.send(packet)
-            return self._socket.recv(frames.PACKET_BYTES)
+            answer = frames.unpack(self._socket.recv(frames.PACKET_BYTES))
         except ConnectionError:
-            return b""
+            return None
+        # A link that the server has closed gives an empty packet, which `unpack` cannot read.
+        return None if answer is None else answer[1]
+
+
+def _was_unreadable(reply: Reply) -> bool:
+    """Whether the server could not read the packet, so that it must be sent again.
+
+    A commit whose vector was changed on its way is refused for its checksum as well. But that
+    answer has a lease for the worker, or says that the run ends.
+    """
+    ended = reply.done or reply.stop
+    return reply.refusal is Refusal.CHECKSUM and reply.lease is None and not ended
