@@ -185,14 +185,14 @@ def load_instance(path: str | Path) -> Instance:
 def instance_from(raw: Any, path: str) -> Instance:
     """The instance of a file's JSON; `path` names it in errors."""
     file = parse(raw, path)
-    nodes = _ordered(file)
+    nodes = _order_nodes(file)
     graph, sent_bytes = _graph(file, nodes)
     machine = _machine(Path(path).name.removesuffix(".gz").removesuffix(".json"), file)
     costs = Costs(_seconds(graph, machine, nodes), "given", sent_bytes)
     return Instance(machine.name, graph, machine, costs)
 
 
-def _ordered(file: InstanceFile) -> list[InstanceNode]:
+def _order_nodes(file: InstanceFile) -> list[InstanceNode]:
     """The nodes in topological order. Of nodes that wait for none, the one that comes first in the
     file comes first. Raises `CycleError`."""
     position = {node.id: i for i, node in enumerate(file.nodes)}

@@ -85,7 +85,7 @@ def format_bandwidth(bytes_per_second: float) -> str:
 def printable(text: str) -> str:
     """`text` with control characters and lone surrogates written out, as "\\x1b": a foreign name
     must not drive the terminal. Tabs and line ends stay."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def parse_bytes(text: str) -> int:

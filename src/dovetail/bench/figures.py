@@ -168,7 +168,7 @@ def _band(
     shown: GraphView, of: NDArray[np.int64], rows: Int32, order: Sequence[str], top: float
 ) -> tuple[str, float]:
     """(SVG, y at which it ends) of the cells of the nodes `of`, with rows' names on the left."""
-    columns, count = _binned(shown, of, rows)
+    columns, count = _bin_columns(shown, of, rows)
     keys = zip(rows[of].tolist(), columns.tolist(), shown.devices[of].tolist(), strict=True)
     cell_of = dict(zip(of.tolist(), keys, strict=True))
     stacks: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -196,7 +196,7 @@ def _band(
     return names + _paths(shown, of, boxes) + _lines(shown, cell_of, boxes), y
 
 
-def _binned(shown: GraphView, of: NDArray[np.int64], rows: Int32) -> tuple[Int32, int]:
+def _bin_columns(shown: GraphView, of: NDArray[np.int64], rows: Int32) -> tuple[Int32, int]:
     """(columns [of], number of columns) of the nodes `of`. Columns are joined in pairs until the
     band has at most its part of `MOST_CELLS` cells."""
     columns, count = shown.columns[of], int(shown.columns.max(initial=0)) + 1
@@ -212,10 +212,10 @@ def _paths(shown: GraphView, of: NDArray[np.int64], boxes: dict[Cell, _Box]) -> 
     """One SVG path for each device, whose title says how many groups, ops and seconds it has."""
     parts = []
     for device in sorted({device for _, _, device in boxes}):
-        here = of[shown.devices[of] == device]
+        nodes = of[shown.devices[of] == device]
         path = "".join(box.path for cell, box in boxes.items() if cell[2] == device)
-        spent = format_seconds(float(shown.seconds[here].sum()))
-        text = f"{len(here)} groups, {int(shown.ops[here].sum()):,} ops, {spent}"
+        spent = format_seconds(float(shown.seconds[nodes].sum()))
+        text = f"{len(nodes)} groups, {int(shown.ops[nodes].sum()):,} ops, {spent}"
         parts.append(f'<path class="{colour_of(device)}" d="{path}"><title>{text}</title></path>')
     return "".join(parts)
 

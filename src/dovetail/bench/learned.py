@@ -55,7 +55,7 @@ def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Pla
     task = by_rule(name, graph, machine)
     if method in RL17_METHODS:
         return task, "RL17's rule"
-    groups, grouping = _sized(task)
+    groups, grouping = _size_groups(task)
     return replace(task, groups=groups), grouping
 
 
@@ -66,7 +66,7 @@ def by_rule(name: str, graph: Graph, machine: Machine) -> PlacementTask:
     )
 
 
-def _sized(task: PlacementTask) -> tuple[Groups, str]:
+def _size_groups(task: PlacementTask) -> tuple[Groups, str]:
     """(groups, text on how they came about): at least `FEWEST_GROUPS` groups, as few as possible.
 
     If RL17's rule gives more than `MOST_GROUPS`, its groups are joined by heavy edges. If it gives
@@ -177,7 +177,7 @@ def views_of(tasks: Sequence[PlacementTask]) -> list["TaskView"]:
 def drive(
     policy: "Policy",
     settings: LearningSettings,
-    seen: Sequence["TaskView"],
+    views: Sequence["TaskView"],
     tallies: Sequence[Tally],
     *,
     trials: int,
@@ -195,10 +195,10 @@ def drive(
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    learner = PolicyLearner(policy, seen, tallies, settings, seed=seed)
-    for one, tally in zip(seen, tallies, strict=True):
+    learner = PolicyLearner(policy, views, tallies, settings, seed=seed)
+    for view, tally in zip(views, tallies, strict=True):
         if tally.placement is not None:
-            learner.best[one.name] = BestPlacement(tally.placement, tally.best_seconds, 0)
+            learner.best[view.name] = BestPlacement(tally.placement, tally.best_seconds, 0)
     theta, idle = learner.theta, 0
     try:
         for first in range(0, trials, settings.trials):
@@ -290,15 +290,15 @@ def run_training(
     task, grouping = task_of(case.key, graph, parse_machine(case.machine), method)
     name = f"{case.title}, {method}, seed {seed}"
     tell(name)
-    wanted, told = settings.trials_of(method), 0
+    limit, tenths = settings.trials_of(method), 0
 
-    def heard(trials: int, seconds: float) -> None:
-        nonlocal told
-        if 10 * trials // wanted > told:
-            told = 10 * trials // wanted
+    def tell_tenth(trials: int, seconds: float) -> None:
+        nonlocal tenths
+        if 10 * trials // limit > tenths:
+            tenths = 10 * trials // limit
             tell(f"{name}: {trials:,} trials, {format_seconds(seconds)}")
 
-    run, placement = run_learned(task, grouping, method, trials=wanted, seed=seed, tell=heard)
+    run, placement = run_learned(task, grouping, method, trials=limit, seed=seed, tell=tell_tenth)
     kept = {"run": asdict(run), "placement": None if placement is None else placement.tolist()}
     store.put(
         _name(case, method, seed), _key(settings, case, graph.fingerprint, method, seed), kept

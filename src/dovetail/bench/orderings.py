@@ -109,17 +109,17 @@ def relation(a_seconds: float | None, b_seconds: float | None) -> str:
     return "faster than" if a < b else "slower than"
 
 
-def is_oom(found: MethodResult) -> bool:
+def is_oom(result: MethodResult) -> bool:
     """True for a method whose placement does not fit into memory."""
-    return found.seconds is None and found.reason.startswith("OOM")
+    return result.seconds is None and result.reason.startswith("OOM")
 
 
 def _pair(ground: _Ground, a: str, b: str) -> Ordering:
     assert ground.case.published is not None
-    theirs = [ground.case.published.seconds[column] for column in (a, b)]
-    wanted = relation(*theirs)
-    published = " against ".join(format_step(seconds) for seconds in theirs)
-    statement = f"{a} is {wanted} {b}"
+    paper_seconds = [ground.case.published.seconds[column] for column in (a, b)]
+    expected = relation(*paper_seconds)
+    published = " against ".join(format_step(seconds) for seconds in paper_seconds)
+    statement = f"{a} is {expected} {b}"
     results = [ground.found(column) for column in (a, b)]
     present = [result for result in results if result is not None]
     lacking = next(
@@ -128,10 +128,10 @@ def _pair(ground: _Ground, a: str, b: str) -> Ordering:
     )
     if len(present) < 2 or lacking is not None:
         return Ordering(statement, published, "", None, lacking or "not run")
-    ours = [result.seconds for result in present]
-    text = " against ".join(format_step(seconds) for seconds in ours)
+    our_seconds = [result.seconds for result in present]
+    text = " against ".join(format_step(seconds) for seconds in our_seconds)
     names = f"{METHOD_OF[a]} against {METHOD_OF[b]}: "
-    if relation(*ours) == wanted:
+    if relation(*our_seconds) == expected:
         return Ordering(statement, published, names + text, True, _remark(ground, a, b))
     oom = next((f"Ours: {result.reason}." for result in present if result.seconds is None), None)
     return Ordering(statement, published, names + text, False, oom or _why(ground, a, b))
@@ -146,18 +146,20 @@ def _memory(ground: _Ground, column: str) -> Ordering | None:
     """Whether a column fits into memory, as an ordering; None if it fits both in the paper and
     here."""
     assert ground.case.published is not None
-    theirs, result = ground.case.published.seconds[column], ground.found(column)
+    paper_seconds, result = ground.case.published.seconds[column], ground.found(column)
     ours_oom = result is not None and is_oom(result)
-    if theirs is not None and not ours_oom:
+    if paper_seconds is not None and not ours_oom:
         return None
-    statement = f"{column} fits into memory" if theirs is not None else f"{column} is out of memory"
+    statement = (
+        f"{column} fits into memory" if paper_seconds is not None else f"{column} is out of memory"
+    )
     if result is None or (result.seconds is None and not ours_oom):
         reason = result.reason if result else "not run"
-        return Ordering(statement, format_step(theirs), "", None, reason)
-    holds = (theirs is None) == ours_oom
+        return Ordering(statement, format_step(paper_seconds), "", None, reason)
+    holds = (paper_seconds is None) == ours_oom
     text = f"{METHOD_OF[column]}: " + (result.reason if ours_oom else _peak(ground, result))
     why = "" if holds else _why_memory(ground, result)
-    return Ordering(statement, format_step(theirs), text, holds, why)
+    return Ordering(statement, format_step(paper_seconds), text, holds, why)
 
 
 def _peak(ground: _Ground, result: MethodResult) -> str:
@@ -206,11 +208,11 @@ def _why_expert(ground: _Ground, a: str, b: str) -> str:
     work = ground.work("expert")
     text = f"Ours takes {_ratio(expert, single)} of the time of one GPU"
     if work is not None:
-        text += f": {_busy(work, expert)}, and {_transfers(work)}"
+        text += f": {_describe_busy(work, expert)}, and {_transfers(work)}"
     if expert < single:
         wait = format_seconds(single - expert)
         text += f". To be as slow as one GPU it would have to wait {wait} longer for transfers"
-        text += _shared(ground)
+        text += _why_shared(ground)
     return text + "."
 
 
@@ -238,7 +240,7 @@ def _why_metis(ground: _Ground, a: str, b: str) -> str:
 
 
 def _why_single_learned(ground: _Ground, a: str, b: str) -> str:
-    return f"{_against(ground, a, b)}{_shared(ground)}."
+    return f"{_against(ground, a, b)}{_why_shared(ground)}."
 
 
 def _why_learned(ground: _Ground, a: str, b: str) -> str:
@@ -299,21 +301,21 @@ def _step_of(ground: _Ground) -> str:
     return text
 
 
-def _shared(ground: _Ground) -> str:
+def _why_shared(ground: _Ground) -> str:
     """Sentences on why several GPUs can share the work of one GPU's step."""
     text = ""
     if ground.name != HYPOTHESIS:
         text = f". {_step_of(ground)}, which several GPUs share"
-    if _unrolled(ground):
+    if _is_unrolled(ground):
         text += ". Layers of an unrolled network work on different steps at once"
     return text
 
 
-def _unrolled(ground: _Ground) -> bool:
+def _is_unrolled(ground: _Ground) -> bool:
     return ground.case.model.startswith(("zoo:rnnlm", "zoo:nmt", "zoo:gnmt"))
 
 
-def _busy(work: PlanWork, step_seconds: float) -> str:
+def _describe_busy(work: PlanWork, step_seconds: float) -> str:
     parts = [
         f"{name} {100 * busy / step_seconds:.0f} %"
         for name, busy in busy_seconds(work).items()

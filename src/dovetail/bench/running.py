@@ -136,7 +136,7 @@ def run_column(
                 failures.append(f"{case.key}, {column}, {method}:\n{traceback.format_exc()}")
     if kept.get(WORK) is None:
         tell(f"{case.title}, {column}: pictures")
-        kept.put(WORK, {"shown": dict(_shown(ground, kept))})
+        kept.put(WORK, {"shown": dict(_collect_works(ground, kept))})
     return failures
 
 
@@ -201,8 +201,8 @@ class _StoredParts:
     def values(self) -> dict[str, dict[str, Any]]:
         """method -> its kept value, in the order of the table."""
         methods = self._settings.methods_of(self._column)
-        found = {method: self.get(method) for method in methods}
-        return {method: value for method, value in found.items() if value is not None}
+        kept = {method: self.get(method) for method in methods}
+        return {method: value for method, value in kept.items() if value is not None}
 
     def column(self) -> Column | None:
         bound, values = self.get(BOUND), self.values()
@@ -266,7 +266,7 @@ def _run(ground: Ground, method: str, budget: str) -> dict[str, Any]:
     }
 
 
-def _shown(ground: Ground, kept: _StoredParts) -> Iterator[tuple[str, dict[str, Any]]]:
+def _collect_works(ground: Ground, kept: _StoredParts) -> Iterator[tuple[str, dict[str, Any]]]:
     values, problem = kept.values(), ground.problem
     for name in shown_of(values):
         placement = spread(ground, values[name]["placement"])

@@ -96,19 +96,19 @@ class _TaskQueue:
         one that runs alone."""
         task = self.running[slot]
         try:
-            kind, said = worker.receive()
+            kind, content = worker.receive()
         except (ProcessError, ProcessDiedError) as error:
             self.failed[task.name] = f"{task.name}: {error}"
             del self.running[slot]
             return True
         if kind == "began":
-            self.tell(task.name, said)
+            self.tell(task.name, content)
             return False
         if kind == "complaint":
-            self.complain(said)
+            self.complain(content)
             return False
-        if said:
-            self.failed[task.name] = "\n".join(said)
+        if content:
+            self.failed[task.name] = "\n".join(content)
         del self.running[slot]
         self.tell(task.name, "done")
         return task.alone
@@ -155,8 +155,8 @@ def serve(channel: Channel) -> None:
         failures = _call(
             function,
             arguments,
-            lambda said: channel.send(("began", said)),
-            lambda said: channel.send(("complaint", said)),
+            lambda text: channel.send(("began", text)),
+            lambda text: channel.send(("complaint", text)),
         )
         channel.send(("done", failures))
 
@@ -181,7 +181,7 @@ def _work_here(queue: _TaskQueue) -> None:
         failures = _call(
             task.function,
             task.arguments,
-            lambda said, name=name: queue.tell(name, said),  # type: ignore[misc]
+            lambda text, name=name: queue.tell(name, text),  # type: ignore[misc]
             queue.complain,
         )
         if failures:
@@ -236,11 +236,11 @@ def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
     Raises `UsageError` if none does.
     """
     cases = list(cases)
-    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    globs = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     matches = [
         case
         for case in cases
-        if not wanted or any(fnmatchcase(case.key, pattern) for pattern in wanted)
+        if not globs or any(fnmatchcase(case.key, pattern) for pattern in globs)
     ]
     if not matches:
         keys = ", ".join(case.key for case in cases)
@@ -305,7 +305,7 @@ def run_table(
     rows: str = "",
     jobs: int = 2,
     fresh: bool = False,
-    tell: Callable[[str, float], None] = lambda _said, _fraction: None,
+    tell: Callable[[str, float], None] = lambda _text, _fraction: None,
     complain: Callable[[str], None] = lambda _text: None,
 ) -> BenchTable:
     """Compute what is missing of the rows that `rows` names, and read the whole table back.
@@ -318,22 +318,22 @@ def run_table(
     """
     extras = not cases and settings.name == "rl17"
     cases = cases or CASES[settings.name]
-    store, wanted = settings.store(complain), matching(cases, rows)
+    store, selected = settings.store(complain), matching(cases, rows)
     towers = extras and not rows
-    for case in wanted if fresh else ():
+    for case in selected if fresh else ():
         forget(settings, store, case)
         forget_trainings(settings, store, case)
     if fresh and towers:
         forget_towers(settings, store)
-    tasks = tasks_of(settings, store, wanted, towers=towers, jobs=jobs)
+    tasks = tasks_of(settings, store, selected, towers=towers, jobs=jobs)
     done = 0
 
-    def heard(_task: str, said: str) -> None:
+    def tell_share(_task: str, text: str) -> None:
         nonlocal done
-        done += said == "done"
-        tell(said, done / max(1, len(tasks)))
+        done += text == "done"
+        tell(text, done / max(1, len(tasks)))
 
-    failures = work_off(tasks, jobs, heard, complain)
+    failures = work_off(tasks, jobs, tell_share, complain)
     results = [row for case in cases if (row := _row(settings, store, case)) is not None]
     return BenchTable(
         cases=cases,

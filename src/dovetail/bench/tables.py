@@ -94,10 +94,12 @@ def _head(name: str, case: Case) -> Line:
 def _lines(head: Line, published: Published | None, column: Column) -> Iterator[Line]:
     given = published.seconds if published else {}
     head = head | {"bound_seconds": column.bound, "bound_proof": column.proof}
-    for method, found in column.methods.items():
+    for method, result in column.methods.items():
         beside = [paper for paper in given if METHOD_OF.get(paper) == method] or [""]
         for paper in beside:
-            yield head | {"method": method} | _ours(found) | _theirs(given, paper, found)
+            yield (
+                head | {"method": method} | _our_cells(result) | _paper_cells(given, paper, result)
+            )
 
 
 def _not_run(
@@ -107,10 +109,10 @@ def _not_run(
     for paper in given:
         method = METHOD_OF[paper]
         if method in learned and method not in column.methods:
-            yield head | {"method": method, "reason": NOT_RUN} | _theirs(given, paper, None)
+            yield head | {"method": method, "reason": NOT_RUN} | _paper_cells(given, paper, None)
 
 
-def _ours(result: MethodResult) -> Line:
+def _our_cells(result: MethodResult) -> Line:
     peaks = result.peak_memory_bytes
     return {
         "seconds": _or_empty(result.seconds),
@@ -121,7 +123,7 @@ def _ours(result: MethodResult) -> Line:
     }
 
 
-def _theirs(given: dict[str, float | None], paper: str, result: MethodResult | None) -> Line:
+def _paper_cells(given: dict[str, float | None], paper: str, result: MethodResult | None) -> Line:
     seconds = given.get(paper)
     line: Line = {"paper_column": paper}
     line["paper_seconds"] = (OOM if seconds is None else seconds) if paper in given else ""
@@ -243,22 +245,23 @@ class LearningTarget:
 
 def target_of(case: Case, column: Column) -> LearningTarget | None:
     """The target of a row; None if no baseline of ours fits, or `auto` was not run."""
-    ours = {
-        name: found.seconds
+    baseline_seconds = {
+        name: result.seconds
         for name in BASELINES
-        if (found := column.methods.get(METHOD_OF[name])) is not None and found.seconds is not None
+        if (result := column.methods.get(METHOD_OF[name])) is not None
+        and result.seconds is not None
     }
     auto = column.methods.get("auto")
-    if not ours or auto is None or auto.seconds is None:
+    if not baseline_seconds or auto is None or auto.seconds is None:
         return None
-    baseline = min(ours, key=lambda name: ours[name])
-    head_room = max(0.0, ours[baseline] / auto.seconds - 1)
+    baseline = min(baseline_seconds, key=lambda name: baseline_seconds[name])
+    head_room = max(0.0, baseline_seconds[baseline] / auto.seconds - 1)
     margin = _margin(case)
     gain = HEAD_ROOM_SHARE * head_room
     gain = gain if margin is None else min(gain, margin)
     return LearningTarget(
-        METHOD_OF[baseline], ours[baseline], auto.seconds, head_room, margin,
-        ours[baseline] / (1 + gain),
+        METHOD_OF[baseline], baseline_seconds[baseline], auto.seconds, head_room, margin,
+        baseline_seconds[baseline] / (1 + gain),
     )  # fmt: skip
 
 
@@ -334,7 +337,7 @@ def _rl17(trained: _Trained) -> TextTable:
             format_step(seconds),
             format_span(runs),
             NOTHING if seconds is None else _percent(target.baseline_seconds / seconds - 1),
-            _yes(_met(target, seconds)),
+            _yes_or_no(_meets(target, seconds)),
         ))  # fmt: skip
     return head, rows
 
@@ -348,7 +351,7 @@ def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
     if not rows:
         return
     better = sum(_at_most(seconds, target.baseline_seconds) for target, seconds in rows)
-    met = sum(_met(target, seconds) for target, seconds in rows)
+    met = sum(_meets(target, seconds) for target, seconds in rows)
     yield "seq2seq at or below the best baseline", f"{better} of {len(rows)}", "rows, by median"
     yield (
         "seq2seq reaches its target", f"{met} of {len(rows)}",
@@ -372,7 +375,7 @@ def _gdp(trained: _Trained) -> TextTable:
     rows: list[tuple[str, ...]] = []
     for case, column in trained:
         seconds = {name: _median(column, name) for name in ("gdp", "hdp", "expert", "auto")}
-        ours, printed = seconds["gdp"], case.published.seconds if case.published else {}
+        gdp_seconds, printed = seconds["gdp"], case.published.seconds if case.published else {}
         paper, cut = printed.get("GDP-one"), middle_within(column, "gdp", "hdp")
         rows.append((
             case.title,
@@ -381,14 +384,14 @@ def _gdp(trained: _Trained) -> TextTable:
             *_median_and_span(column, "hdp"),
             *(format_step(seconds[name]) for name in ("expert", "auto")),
             _ratio(cut, seconds["hdp"]),
-            *(_ratio(ours, seconds[name]) for name in ("expert", "auto")),
+            *(_ratio(gdp_seconds, seconds[name]) for name in ("expert", "auto")),
             *(_ratio(paper, printed.get(name)) for name in ("HDP", "human")),
         ))  # fmt: skip
     return head, rows
 
 
 def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
-    for name, said, remark in (
+    for name, label, remark in (
         ("hdp", "HDP", "rows, by median, in as many placements as HDP"),
         ("expert", "human", "rows, by median"),
     ):
@@ -401,11 +404,11 @@ def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
                 )
                 for column in columns
             )
-            yield f"GDP-one at or below {said}", f"{at_most} of {len(columns)}", remark
+            yield f"GDP-one at or below {label}", f"{at_most} of {len(columns)}", remark
     to_auto = [
-        ours / theirs
+        gdp_seconds / auto_seconds
         for _, column in trained
-        if (ours := _median(column, "gdp")) and (theirs := _median(column, "auto"))
+        if (gdp_seconds := _median(column, "gdp")) and (auto_seconds := _median(column, "auto"))
     ]
     mean = geometric_mean(to_auto)
     if mean is not None:
@@ -413,10 +416,12 @@ def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
             "GDP-one over auto", f"{mean:.3f} x",
             f"geometric mean of {len(to_auto)} rows; auto does not learn",
         )  # fmt: skip
-    of_rows = [found for _, column in trained if (found := efforts(column))]
-    mean = geometric_mean(of_row(found) for found in of_rows)
+    of_rows = [row_efforts for _, column in trained if (row_efforts := efforts(column))]
+    mean = geometric_mean(of_row(row_efforts) for row_efforts in of_rows)
     if mean is not None:
-        limited = sum(effort.limit == "at most" for found in of_rows for effort in found)
+        limited = sum(
+            effort.limit == "at most" for row_efforts in of_rows for effort in row_efforts
+        )
         yield (
             "less search than HDP", f"{mean:.1f} x",
             f"evaluated placements up to HDP's best, geometric mean of {len(of_rows)} rows"
@@ -436,14 +441,17 @@ def _efforts(trained: _Trained) -> TextTable:
             continue
         seeds = {run.seed for run in column.learned["gdp"]}
         hdp_runs = [run for run in column.learned["hdp"] if run.seed in seeds]
-        theirs = [run.bests[-1].trial if run.bests else run.trials for run in hdp_runs]
-        ours = [them / effort.ratio for them, effort in zip(theirs, of_seed, strict=True)]
+        hdp_trials = [run.bests[-1].trial if run.bests else run.trials for run in hdp_runs]
+        gdp_trials = [
+            trials / effort.ratio for trials, effort in zip(hdp_trials, of_seed, strict=True)
+        ]
         hours = case.published.hours.get("GDP-one", "") if case.published else ""
         distinct = geometric_mean(max(effort.distinct_ratio, 1e-9) for effort in of_seed)
+        pairs = zip(gdp_trials, of_seed, strict=True)
         rows.append((
             case.title,
-            ", ".join(f"{n:,}" for n in theirs),
-            ", ".join(_said(n, effort) for n, effort in zip(ours, of_seed, strict=True)),
+            ", ".join(f"{n:,}" for n in hdp_trials),
+            ", ".join(_format_trials(n, effort) for n, effort in pairs),
             f"{of_row(of_seed):.1f} x",
             f"{distinct:.1f} x",
             hours.replace(" times faster than HDP", " x"),
@@ -451,12 +459,12 @@ def _efforts(trained: _Trained) -> TextTable:
     return head, rows
 
 
-def of_row(found: Sequence[EffortAgainstHDP]) -> float:
+def of_row(row_efforts: Sequence[EffortAgainstHDP]) -> float:
     """The geometric mean of the efforts over the seeds of a row; nan if there are none."""
-    return geometric_mean(effort.ratio for effort in found) or math.nan
+    return geometric_mean(effort.ratio for effort in row_efforts) or math.nan
 
 
-def _said(trials: float, effort: EffortAgainstHDP) -> str:
+def _format_trials(trials: float, effort: EffortAgainstHDP) -> str:
     return f"not in {trials:,.0f}" if effort.limit == "at most" else f"{trials:,.0f}"
 
 
@@ -538,22 +546,23 @@ def format_span(runs: Sequence[LearnedRun]) -> str:
     return " to ".join(format_step(s if math.isfinite(s) else None) for s in span(runs))
 
 
-def _met(target: LearningTarget, seconds: float | None) -> bool:
+def _meets(target: LearningTarget, seconds: float | None) -> bool:
     return _at_most(seconds, target.seconds)
 
 
-def _at_most(ours: float | None, theirs: float | None) -> bool:
-    """True if ours is no slower; a placement that does not fit is slower than anything."""
-    return ours is not None and (theirs is None or ours <= theirs * CLOSE)
+def _at_most(seconds: float | None, other_seconds: float | None) -> bool:
+    """True if the first seconds are no slower; a placement that does not fit is slower than
+    anything."""
+    return seconds is not None and (other_seconds is None or seconds <= other_seconds * CLOSE)
 
 
-def _ratio(ours: float | None, theirs: float | None) -> str:
-    return f"{ours / theirs:.3f} x" if ours and theirs else NOTHING
+def _ratio(seconds: float | None, other_seconds: float | None) -> str:
+    return f"{seconds / other_seconds:.3f} x" if seconds and other_seconds else NOTHING
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _yes(value: bool) -> str:
+def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"

@@ -145,8 +145,8 @@ def read_curves(
     whole = read_column(_of_whole(settings), store, WHOLE, PLAIN)
     of_towers = {f"{tower.kind} towers": tower.seconds for tower in read_towers(store)}
     seconds = {
-        INCEPTION: _planned(whole) | of_towers,
-        NMT: _planned(translation),
+        INCEPTION: _planned_seconds(whole) | of_towers,
+        NMT: _planned_seconds(translation),
     }
     available = {
         title: {name: value for name, value in of.items() if value is not None}
@@ -163,7 +163,7 @@ def forget_towers(settings: BenchSettings, store: Store) -> None:
     store.drop(_losses(settings)[0])
 
 
-def _planned(column: Column | None) -> dict[str, float | None]:
+def _planned_seconds(column: Column | None) -> dict[str, float | None]:
     """The seconds of the expert's step and of the best method's; empty if nothing fits."""
     if column is None or not column.best:
         return {}
@@ -298,7 +298,7 @@ def losses_of(task: CurveTask, way: str, seed: int) -> list[float]:
         for step in range(task.steps):
             of_step = parts[step * task.towers : (step + 1) * task.towers]
             if way == ONE_BATCH:
-                of_step = [_joined(of_step, task.batch_axis)]
+                of_step = [_join(of_step, task.batch_axis)]
             losses.append(_step(module, loss, optimizer, of_step, way == ASYNCHRONOUS))
     return losses
 
@@ -329,7 +329,7 @@ def _step(
     return total / len(parts)
 
 
-def _joined(parts: Sequence[Part], axis: int) -> Part:
+def _join(parts: Sequence[Part], axis: int) -> Part:
     inputs, targets = (
         tuple(torch.cat(tensors, axis) for tensors in zip(*side, strict=True))
         for side in zip(*parts, strict=True)

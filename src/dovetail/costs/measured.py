@@ -133,7 +133,7 @@ def time_calls(
 
     Returns a `FailedCall` for the first call that raises.
     """
-    runs = [_prepared(entry) for entry in entries]
+    runs = [_bind_inputs(entry) for entry in entries]
     # The first run of each call is not timed: it warms up, and shows whether the call works.
     for index, copies in enumerate(runs):
         try:
@@ -208,7 +208,7 @@ def copies_for(cold_bytes: int) -> int:
     return max(1, min(_MOST_COPIES, _COLD_BYTES // cold_bytes)) if cold_bytes else 1
 
 
-def _prepared(entry: TimedEntry) -> list[Callable[[], None]]:
+def _bind_inputs(entry: TimedEntry) -> list[Callable[[], None]]:
     """Return the entry's call bound to its inputs, once for each copy of its cold tensors.
 
     A bound call frees its results, as in an executor, and the time of that is part of the cost.
@@ -272,13 +272,13 @@ class _Hops:
         """
         assert self.block is not None
         flags = self.block.view(0, (_FLAG_BYTES // 8,), np.int64)
-        ours, theirs, abort = (
+        own_flag, peer_flag, abort = (
             address_of(flags, 8 * i) for i in ((0, 1, 2) if first else (1, 0, 2))
         )
         seconds = {}
         half = max(HOP_BYTES)
         for size in HOP_BYTES:
-            there, back = (
+            outgoing, incoming = (
                 torch.from_numpy(self.block.view(_FLAG_BYTES + offset, (size,), np.uint8))
                 for offset in ((0, half) if first else (half, 0))
             )
@@ -288,13 +288,13 @@ class _Hops:
                 round_base += 1
                 began = clock()
                 if not first:
-                    wait(theirs, round_base, abort, SPIN_NS)
-                    data.copy_(back)
-                there.copy_(data)
-                publish(ours, round_base)
+                    wait(peer_flag, round_base, abort, SPIN_NS)
+                    data.copy_(incoming)
+                outgoing.copy_(data)
+                publish(own_flag, round_base)
                 if first:
-                    wait(theirs, round_base, abort, SPIN_NS)
-                    data.copy_(back)
+                    wait(peer_flag, round_base, abort, SPIN_NS)
+                    data.copy_(incoming)
                     samples.append((clock() - began) / 2)
             if first:
                 seconds[size] = summarise(samples).median_seconds
@@ -384,8 +384,8 @@ def measured_costs(
         first.setdefault(key, op)
     for kind, devices in _kinds(machine).items():
         device_name = device_key(devices[0], machine)
-        known = cache.costs(device_name, first)
-        missing = [op for key, op in first.items() if key not in known]
+        device_costs = cache.costs(device_name, first)
+        missing = [op for key, op in first.items() if key not in device_costs]
         if missing and program is None:
             raise CostError(
                 graph.names[missing[0]],
@@ -400,9 +400,9 @@ def measured_costs(
                 by_key = {_signature_key(graph, cold, op): cost for op, cost in measured.items()}
                 if not disturbs(others_cores):
                     cache.add_costs(device_name, by_key)
-                known |= by_key
-                progress(1 - sum(key not in known for key in first) / len(first))
-        column = np.array([known[key].seconds for key in keys])
+                device_costs |= by_key
+                progress(1 - sum(key not in device_costs for key in first) / len(first))
+        column = np.array([device_costs[key].seconds for key in keys])
         for d, device in enumerate(machine.devices):
             if _kind(device) == kind:
                 seconds[ops, d] = column

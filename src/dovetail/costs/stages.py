@@ -298,8 +298,8 @@ class AnalyticStages:
         total = before = occupancies = bandwidths = 0.0
         for tau, occupancy, bandwidth in events:
             if tau > before:
-                wanted = occupancies if occupancies > bandwidths else bandwidths
-                total += (tau - before) * wanted if wanted > 1.0 else tau - before
+                demand = occupancies if occupancies > bandwidths else bandwidths
+                total += (tau - before) * demand if demand > 1.0 else tau - before
                 before = tau
             occupancies += occupancy
             bandwidths += bandwidth

@@ -246,8 +246,8 @@ class PlacedNetwork:
             # Inference has no use for targets.
             tensors = tensors[: len(names)]
         if len(tensors) != len(names):
-            wanted = ", ".join(names.values())
-            raise UsageError("step", f"takes {wanted}, but got {len(tensors)} tensors")
+            needed = ", ".join(names.values())
+            raise UsageError("step", f"takes {needed}, but got {len(tensors)} tensors")
         for (source, name), tensor in zip(names.items(), tensors, strict=True):
             if source in self._by_name:
                 _copy_into(self._sources[self._by_name[source]], tensor, name)

@@ -79,7 +79,7 @@ def device_map(
     """
     graph = graph_behind(plan, graph, FORMAT)
     check_one_replica(graph, FORMAT)
-    named = _named(plan, graph, names)
+    named = _name_devices(plan, graph, names)
     on_cpu = [device for device, name in named.items() if name == "cpu"]
     main = on_cpu[0] if on_cpu else first_device(plan, graph)
     devices = module_devices(plan, graph)
@@ -102,7 +102,7 @@ def module_devices(plan: Plan, graph: Graph) -> dict[str, int]:
     return devices
 
 
-def _named(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
+def _name_devices(plan: Plan, graph: Graph, names: Mapping[str, Name] | None) -> dict[int, Name]:
     """Device -> its name in the map, for devices that run forward ops."""
     used = sorted(set(plan.placement[placed_ops(graph)].tolist()))
     if names is not None:
@@ -155,13 +155,13 @@ def _descend(module: Module, plan: Plan, graph: Graph, homes: dict[str, int]) ->
         return
     if not module.children:
         at = [next(op for op in ops if plan.placement[op] == device) for device in devices[:2]]
-        (a, there), (b, elsewhere) = (
+        (a, a_device), (b, b_device) = (
             (graph.names[op], plan.machine.device_names[plan.placement[op]]) for op in at
         )
         raise ExportError(
             FORMAT,
             f"module {module.path!r}" if module.path else "a graph without modules",
-            f"is split: {a!r} runs on {there}, {b!r} on {elsewhere}"
+            f"is split: {a!r} runs on {a_device}, {b!r} on {b_device}"
             + ("; pin the module to one device" if module.path else ""),
         )
     for op in module.held:

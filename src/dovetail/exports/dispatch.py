@@ -67,7 +67,7 @@ def dispatch(
         homes, main = _of_map(plan)
     modules = dict(model.named_modules())
     _check_paths(model, homes)
-    placed = _placed(modules, homes)
+    placed = _list_tensors(modules, homes)
     undispatch(model)
     handles: list[Any] = []
     for borrowed in _move(placed):
@@ -84,7 +84,7 @@ def dispatch(
     handles.append(model.register_forward_hook(_end, always_call=True))
     setattr(model, HANDLES, handles)
     # Hugging Face's Trainer leaves a model that has one on its devices.
-    object.__setattr__(model, "hf_device_map", {p: _plain(d) for p, d in homes.items()})
+    object.__setattr__(model, "hf_device_map", {p: _map_entry(d) for p, d in homes.items()})
     return model
 
 
@@ -149,7 +149,7 @@ def _torch_device(given: Name, what: str) -> "torch.device":
     return torch.device("cuda", index)
 
 
-def _plain(device: "torch.device") -> int | str:
+def _map_entry(device: "torch.device") -> int | str:
     return device.index if device.type == "cuda" else str(device)
 
 
@@ -165,7 +165,7 @@ def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> Non
     paths = set()
     for path, module in model.named_modules(remove_duplicate=False):
         paths.add(path)
-        paths.update(f"{path}.{name}" if path else name for name in _own(module))
+        paths.update(f"{path}.{name}" if path else name for name in _own_tensors(module))
         other = first.setdefault(id(module), path)
         if _home(path, homes) != _home(other, homes):
             raise ExportError(
@@ -179,19 +179,19 @@ def _check_paths(model: "nn.Module", homes: Mapping[str, "torch.device"]) -> Non
             raise UsageError("plan", f"places {path!r}, which the model does not have")
 
 
-def _own(module: "nn.Module") -> dict[str, "Tensor"]:
+def _own_tensors(module: "nn.Module") -> dict[str, "Tensor"]:
     """Parameters and buffers of the module itself."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
-def _placed(
+def _list_tensors(
     modules: Mapping[str, "nn.Module"], homes: Mapping[str, "torch.device"]
 ) -> list[tuple["Tensor", "torch.device", Owner]]:
     """(tensor, device of its module, (module, name)) of all tensors, in the model's order."""
     placed: list[tuple[Tensor, torch.device, Owner]] = []
     for path, module in modules.items():
-        for name, tensor in _own(module).items():
+        for name, tensor in _own_tensors(module).items():
             full = f"{path}.{name}" if path else name
             home = homes.get(full) or _home(path, homes)
             if home is None:
@@ -213,14 +213,14 @@ def _move(placed: Iterable[tuple["Tensor", "torch.device", Owner]]) -> list["_Le
     for shared in owners.values():
         tensor, home, _ = shared[0]
         if tensor.device != home:
-            tensor = _moved_in_place(tensor, home, [owner for _, _, owner in shared])
+            tensor = _move_in_place(tensor, home, [owner for _, _, owner in shared])
         borrowed += [
             _LentTensor(*owner, tensor, device) for _, device, owner in shared if device != home
         ]
     return borrowed
 
 
-def _moved_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner]) -> "Tensor":
+def _move_in_place(tensor: "Tensor", home: "torch.device", owners: list[Owner]) -> "Tensor":
     """The same tensor with its data moved; if its type forbids that, a new one in its place."""
     import torch
 
@@ -254,7 +254,7 @@ class _LentTensor:
 
     def lend(self, module: "nn.Module", _args: object) -> None:
         # An instance's own attribute comes before what `nn.Module` finds among its parameters.
-        copy = _copied(self.source, self.device)
+        copy = _copy_to(self.source, self.device)
         self.version = None if copy.is_inference() else copy._version
         module.__dict__[self.name] = copy
 
@@ -286,32 +286,32 @@ class _ArgumentMover:
         return tuple(move(value) for value in args), moved_kwargs
 
     def _move(self, value: Any) -> Any:
-        return _moved(value, self.device)
+        return _move_value(value, self.device)
 
 
-def _moved(value: Any, device: "torch.device") -> Any:
+def _move_value(value: Any, device: "torch.device") -> Any:
     """A tensor, or those within lists, tuples and dicts, on the device; the same object where there
     is nothing to move. What other objects hold stays where it is."""
     import torch
     from torch.nn.utils.rnn import PackedSequence
 
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else _copied(value, device)
+        return value if value.device == device else _copy_to(value, device)
     if isinstance(value, PackedSequence):  # whose batch sizes stay on the CPU
         # Its stub declares the overload for a dtype alone.
         return value if value.data.device == device else value.to(device)  # type: ignore[arg-type]
     if isinstance(value, dict):
-        items = {key: _moved(item, device) for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in items) else _like(value, items)
+        items = {key: _move_value(item, device) for key, item in value.items()}
+        return value if all(items[key] is value[key] for key in items) else _dict_like(value, items)
     if isinstance(value, list | tuple):
-        parts = [_moved(item, device) for item in value]
+        parts = [_move_value(item, device) for item in value]
         if all(a is b for a, b in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
-def _like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def _dict_like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """`items` in a dict of the class of `value`, whatever its constructor takes."""
     from copy import copy
 
@@ -346,7 +346,7 @@ def _end(_module: "nn.Module", _args: object, _output: object) -> None:
     _SENT.set(sent and sent.around)
 
 
-def _copied(tensor: "Tensor", device: "torch.device") -> "Tensor":
+def _copy_to(tensor: "Tensor", device: "torch.device") -> "Tensor":
     """A copy on the device, through which gradients flow; in one forward the same again, unless
     the tensor was written in between."""
     import torch

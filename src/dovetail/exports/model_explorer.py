@@ -39,7 +39,7 @@ def model_explorer(plan: Plan, graph: Graph, colours: Sequence[str]) -> dict[str
     """File name -> JSON document. `colours` [devices] are given as #rrggbb."""
     names = plan.machine.device_names
     devices = _devices(plan, graph)
-    sent = _sent(plan, graph, devices)
+    sent = _find_sends(plan, graph, devices)
     seconds = plan.compute_seconds[np.arange(len(graph)), plan.placement]
     where = {op: {"value": names[d], "bgColor": colours[d]} for op, d in devices.items()}
     spent = {op: float(seconds[op]) for op in np.flatnonzero(~graph.is_source).tolist()}
@@ -84,17 +84,19 @@ def _devices(plan: Plan, graph: Graph) -> dict[int, int]:
     return homes
 
 
-def _sent(plan: Plan, graph: Graph, devices: dict[int, int]) -> list[tuple[int, int, int, int]]:
+def _find_sends(
+    plan: Plan, graph: Graph, devices: dict[int, int]
+) -> list[tuple[int, int, int, int]]:
     """(op, device, reader, tensor) of each tensor that is sent to a device, once for all that read
     it there. In inference, parameters are where they are read, and are not sent."""
     sent: dict[tuple[int, int], tuple[int, int, int, int]] = {}
     for reader in np.flatnonzero(~graph.is_source).tolist():
-        there = int(plan.placement[reader])
+        device = int(plan.placement[reader])
         for tensor in graph.inputs_of(reader).tolist():
             maker = int(graph.producers[tensor])
             resident = graph.is_source[maker] and graph.residences[maker] == EVERYWHERE
-            if not resident and devices.get(maker, there) != there:
-                sent.setdefault((tensor, there), (maker, there, reader, tensor))
+            if not resident and devices.get(maker, device) != device:
+                sent.setdefault((tensor, device), (maker, device, reader, tensor))
     return list(sent.values())
 
 
@@ -143,13 +145,17 @@ def _overlays(
 ) -> dict[str, Any]:
     """Edge overlays of what is sent, one for each pair of devices."""
     pairs: dict[tuple[int, int], list[dict[str, str]]] = defaultdict(list)
-    for op, there, reader, tensor in sent:
+    for op, target, reader, tensor in sent:
         edge = {"sourceNodeId": graph.names[op], "targetNodeId": graph.names[reader]}
         label = format_bytes(int(graph.tensor_bytes[tensor]))
-        pairs[devices[op], there].append({**edge, "label": label})
+        pairs[devices[op], target].append({**edge, "label": label})
     overlays = [
-        {"name": f"{names[here]} to {names[there]}", "edgeColor": colours[here], "edges": edges}
-        for (here, there), edges in sorted(pairs.items())
+        {
+            "name": f"{names[source]} to {names[target]}",
+            "edgeColor": colours[source],
+            "edges": edges,
+        }
+        for (source, target), edges in sorted(pairs.items())
     ]
     data = {"name": "sends between devices", "type": "edge_overlays", "overlays": overlays}
     return {"edgeOverlaysDataListLeftPane": [data]} if overlays else {}

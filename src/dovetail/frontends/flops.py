@@ -54,7 +54,7 @@ def _attention_backward_flops(_: Any, query: Any, key: Any, value: Any, **__: An
     return int(2 * pairs * (3 * query[-1] + 2 * value[-1]))
 
 
-def _shaped(rule: Callable[..., int]) -> Callable[..., int]:
+def _rule_on_tensors(rule: Callable[..., int]) -> Callable[..., int]:
     """Return the rule on shapes as one on tensors, called as those of torch's registry are."""
 
     def of_tensors(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -65,14 +65,14 @@ def _shaped(rule: Callable[..., int]) -> Callable[..., int]:
 
 
 _OURS: dict[Any, Callable[..., int]] = {
-    aten.mv: _shaped(_vector_flops),
-    aten.addmv: _shaped(_vector_flops),
-    aten.dot: _shaped(_vector_flops),
-    aten.vdot: _shaped(_vector_flops),
-    aten._scaled_dot_product_flash_attention_for_cpu: _shaped(
+    aten.mv: _rule_on_tensors(_vector_flops),
+    aten.addmv: _rule_on_tensors(_vector_flops),
+    aten.dot: _rule_on_tensors(_vector_flops),
+    aten.vdot: _rule_on_tensors(_vector_flops),
+    aten._scaled_dot_product_flash_attention_for_cpu: _rule_on_tensors(
         lambda q, k, v, *_: _attention_flops(q, k, v)
     ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _shaped(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _rule_on_tensors(
         lambda g, q, k, v, *_: _attention_backward_flops(g, q, k, v)
     ),
 }

@@ -196,11 +196,11 @@ def bind(call: Call, values: Cells, frees: tuple[int, ...], seed: Callable[[], i
     """
     invoke = _invocation(call, values)
     if call.random:
-        invoke = _seeded(invoke, seed)
+        invoke = _with_seed(invoke, seed)
     if len(call.results) == 1:
         return _filing_one(invoke, values, call.results[0], frees)
-    wanted = tuple((i, tensor) for i, tensor in enumerate(call.results) if tensor >= 0)
-    return _filing_many(invoke, values, wanted, frees)
+    stored = tuple((i, tensor) for i, tensor in enumerate(call.results) if tensor >= 0)
+    return _filing_many(invoke, values, stored, frees)
 
 
 def _invocation(call: Call, values: Cells) -> Callable[[], Any]:
@@ -212,12 +212,12 @@ def _invocation(call: Call, values: Cells) -> Callable[[], Any]:
     names, keywords = tuple(call.kwargs), tuple(call.kwargs.values())
     get = _getter(call.args, values)
     if not any(map(_has_refs, keywords)):
-        return _plain(target, get, call.kwargs, values)
+        return _bind_arguments(target, get, call.kwargs, values)
     get_keywords = _getter(keywords, values)
     return lambda: target(*get(values), **dict(zip(names, get_keywords(values), strict=True)))
 
 
-def _plain(
+def _bind_arguments(
     target: Callable[..., Any], get: Getter, kwargs: dict[str, Any], values: Cells
 ) -> Callable[[], Any]:
     if kwargs:
@@ -258,7 +258,7 @@ def _has_refs(tree: Any) -> bool:
     return isinstance(tree, Ref)
 
 
-def _seeded(invoke: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
+def _with_seed(invoke: Callable[[], Any], seed: Callable[[], int]) -> Callable[[], Any]:
     def seeded() -> Any:
         with _GENERATOR:
             torch.manual_seed(seed())
@@ -287,12 +287,12 @@ def _filing_one(
 def _filing_many(
     invoke: Callable[[], Any],
     values: Cells,
-    wanted: tuple[tuple[int, int], ...],
+    stored: tuple[tuple[int, int], ...],
     frees: tuple[int, ...],
 ) -> Bound:
     def run() -> None:
         returned = invoke()
-        for i, tensor in wanted:
+        for i, tensor in stored:
             values[tensor] = returned[i]
         for tensor in frees:
             values[tensor] = None

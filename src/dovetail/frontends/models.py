@@ -291,8 +291,8 @@ def describe_network(name: str) -> tuple[list[tuple[str, object]], dict[str, Opt
     row = next(row for row in network_rows() if row["network"] == f"zoo:{network.name}")
     facts = row | {"description": network.description, "paper": network.paper}
     del facts["batch"]  # an option
-    if found := load_sizes().get(network.name):
-        facts["parameter_bytes"] = found.parameter_bytes
+    if sizes := load_sizes().get(network.name):
+        facts["parameter_bytes"] = sizes.parameter_bytes
     return list(facts.items()), network.defaults
 
 
@@ -408,11 +408,11 @@ def _resolve_function(model: str, function: str, phase: str, train: Optimizer | 
     if phase or isinstance(returned, Mapping):
         phases = returned if isinstance(returned, Mapping) else {}
         if phase not in phases:
-            known = " or ".join(f"{function}?phase={name}" for name in phases)
+            choices = " or ".join(f"{function}?phase={name}" for name in phases)
             raise ModelError(
                 model,
-                f"returns phases; name one, {known}, or plan all with --phases"
-                if known
+                f"returns phases; name one, {choices}, or plan all with --phases"
+                if choices
                 else f"has no phases; name {function} itself",
             )
         returned = phases[phase]

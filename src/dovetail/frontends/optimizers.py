@@ -181,10 +181,12 @@ def parse_optimizer(text: str) -> Optimizer:
     values: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
-        known = asdict(optimizer)
-        if key not in known:
-            raise UsageError("--train", f"{name} has no option {key!r}; it has {', '.join(known)}")
-        values[key] = _parse_value(name, key, value, type(known[key]))
+        defaults = asdict(optimizer)
+        if key not in defaults:
+            raise UsageError(
+                "--train", f"{name} has no option {key!r}; it has {', '.join(defaults)}"
+            )
+        values[key] = _parse_value(name, key, value, type(defaults[key]))
     return replace(optimizer, **values)
 
 
@@ -305,29 +307,29 @@ def unscale(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     0.0."""
     # The inverse is computed as torch does it: in double, then rounded once.
     unscaled = gradient.clone()
-    found = torch.zeros((), dtype=torch.float32, device=gradient.device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=gradient.device)
     inverse = scale.double().reciprocal().float()
-    count_not_finite([unscaled], found, inverse)
-    return unscaled, found
+    count_not_finite([unscaled], found_inf, inverse)
+    return unscaled, found_inf
 
 
-def any_found(*found: Tensor) -> Tensor:
+def any_found(*flags: Tensor) -> Tensor:
     """Return 1.0 if one of the flags is 1.0, else 0.0."""
-    return torch.stack(found).amax()
+    return torch.stack(flags).amax()
 
 
 def next_scale(
-    scale: Tensor, tracker: Tensor, found: Tensor, **settings: Any
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """Write the new scale and the new number of steps since it changed over the old ones; return
     both."""
     growth, backoff = settings["growth_factor"], settings["backoff_factor"]
-    update_scale(scale, tracker, found, growth, backoff, settings["growth_interval"])
+    update_scale(scale, tracker, found_inf, growth, backoff, settings["growth_interval"])
     return scale, tracker
 
 
 def update_unless_found(
-    found: Tensor,
+    found_inf: Tensor,
     parameter: Tensor,
     gradient: Tensor,
     *states: Tensor,
@@ -335,6 +337,6 @@ def update_unless_found(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """Run the optimizer's update, or leave everything as it is if a gradient was not finite."""
-    if bool(found):
+    if bool(found_inf):
         return (parameter, *states)
     return update(parameter, gradient, *states, **options)

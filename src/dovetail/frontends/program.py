@@ -154,9 +154,9 @@ class Signature:
             targets = () if targets is None else (targets,)
         labels = _labels(module, args)
         inputs, names, arguments = flatten(dict(zip(labels, args, strict=True)) | kwargs)
-        wanted, target_names, structure = flatten(tuple(targets), ("target",))
+        target_tensors, target_names, structure = flatten(tuple(targets), ("target",))
         return Signature(
-            arguments, labels, structure, tuple(inputs), tuple(wanted), tuple(names),
+            arguments, labels, structure, tuple(inputs), tuple(target_tensors), tuple(names),
             tuple(target_names),
         )  # fmt: skip
 
@@ -182,12 +182,12 @@ class Signature:
         `UsageError` for arguments that differ from the captured ones in more than their tensors.
         """
         by_position = [label for label in self.positional if label not in kwargs]
-        count, wanted = len(by_position), len(self.target_structure)
+        count, target_count = len(by_position), len(self.target_structure)
         try:
-            if len(args) not in (count, count + wanted):
+            if len(args) not in (count, count + target_count):
                 raise Mismatch(
                     f"takes {', '.join(by_position) or 'no arguments'} by position"
-                    + (f" and {wanted} of the loss" if wanted else "")
+                    + (f" and {target_count} of the loss" if target_count else "")
                     + f", but got {len(args)}"
                 )
             given = dict(zip(by_position, args, strict=False)) | kwargs
@@ -260,19 +260,19 @@ def replace_nodes(tree: Any, of_node: Callable[[fx.Node], Any]) -> Any:
 
 def distinct_refs(tree: Any) -> list[int]:
     """Return the distinct tensors that nested arguments refer to, in order."""
-    found: dict[int, None] = {}
-    _collect(tree, found)
-    return list(found)
+    tensors: dict[int, None] = {}
+    _collect(tree, tensors)
+    return list(tensors)
 
 
-def _collect(tree: Any, found: dict[int, None]) -> None:
+def _collect(tree: Any, tensors: dict[int, None]) -> None:
     if isinstance(tree, Ref):
-        found.setdefault(tree.tensor)
+        tensors.setdefault(tree.tensor)
     elif isinstance(tree, dict):
-        _collect(tuple(tree.values()), found)
+        _collect(tuple(tree.values()), tensors)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            _collect(value, found)
+            _collect(value, tensors)
 
 
 def fill_refs(tree: Any, tensors: Any) -> Any:
@@ -323,21 +323,21 @@ def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
     """Return the step with these copies. Each copy makes its origin's call on its own tensors, so
     the step gives the same bits."""
     program, copied = captured.program, duplicate(captured.graph, copies)
-    # seen[i]: the tensors that a call reads: row 0 where it reads the originals, row i + 1 where it
+    # refs[i]: the tensors that a call reads: row 0 where it reads the originals, row i + 1 where it
     # belongs to, or reads, the i-th copies.
-    seen = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
+    refs = [[Ref(int(tensor)) for tensor in row] for row in copied.tensors]
     reader_of = {op: i + 1 for i, extra in enumerate(copies) for op in extra.readers}
     calls: list[Call | None] = []
     for origin, copy in zip(copied.origins.tolist(), copied.copy_of.tolist(), strict=True):
         call = program.calls[origin]
         view = copy + 1 if copy >= 0 else reader_of.get(origin, 0)
-        results = seen[copy + 1]
+        results = refs[copy + 1]
         calls.append(
             call
             and replace(
                 call,
-                args=fill_refs(call.args, seen[view]),
-                kwargs=fill_refs(call.kwargs, seen[view]),
+                args=fill_refs(call.args, refs[view]),
+                kwargs=fill_refs(call.kwargs, refs[view]),
                 results=tuple(results[t].tensor if t >= 0 else -1 for t in call.results),
                 # Copies shift the indices of later ops. Random numbers must stay the same, so a
                 # random call keeps its old index.
@@ -351,7 +351,7 @@ def duplicated(captured: Captured, copies: Sequence[Copies]) -> Captured:
             program,
             calls=tuple(calls),
             sources=tuple(program.sources[origin] for origin in copied.origins.tolist()),
-            loss=seen[0][program.loss].tensor if program.loss >= 0 else -1,
-            outputs=substitute(program.outputs, Ref, lambda ref: seen[0][ref.tensor]),
+            loss=refs[0][program.loss].tensor if program.loss >= 0 else -1,
+            outputs=substitute(program.outputs, Ref, lambda ref: refs[0][ref.tensor]),
         ),
     )

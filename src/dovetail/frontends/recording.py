@@ -299,10 +299,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # here too.
             with self:
                 return rule(*args, **kwargs)
-        known = self.known_arguments(traits, args, kwargs)
-        if traits.is_number and known is not None:
+        known_args = self.known_arguments(traits, args, kwargs)
+        if traits.is_number and known_args is not None:
             with unset_fake_temporarily():
-                return func(*known[0], **known[1])
+                return func(*known_args[0], **known_args[1])
         # A lifted tensor becomes a constant of the graph. Later ops may write over it, so they get
         # a copy.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
@@ -326,11 +326,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
             # Without a dtype the op would use torch's default, which may differ where the graph
             # runs.
             node_kwargs["dtype"] = result.dtype
-        self.note_known(func, traits, args, known, result)
+        self.note_known(func, traits, args, known_args, result)
         node = self.call(target, node_args, node_kwargs)
         self.marks[node] = mark
         if traits.is_random:
-            self.draws[node] = _drawn_from()
+            self.draws[node] = _digest_generator()
         self.bind(node, result)
         return result
 
@@ -348,10 +348,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if any(is_fake(value) and id(value) not in self.known for value in tensors):
             return None
         real = {id(value): self.known.get(id(value), (value, value))[1] for value in tensors}
-        return tuple(_replaced(value, real) for value in args), _replaced(kwargs, real)
+        real_args = tuple(_replace_tensors(value, real) for value in args)
+        return real_args, _replace_tensors(kwargs, real)
 
     def note_known(
-        self, func: OpOverload, traits: "_Traits", args: Any, known: Any, result: Any
+        self, func: OpOverload, traits: "_Traits", args: Any, known_args: Any, result: Any
     ) -> None:
         """Compute the op's integers (lengths, indices) for real, where they are known.
 
@@ -364,7 +365,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
                 key: pair for key, pair in self.known.items() if storage_of(pair[0]) not in touched
             }
             return
-        if known is None:
+        if known_args is None:
             return
         outputs = tensors_of(result)
         is_seed = func in (aten.lift_fresh.default, aten.arange.default, aten.arange.start)
@@ -373,7 +374,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if not is_seed and not tensors_of(args):
             return
         with unset_fake_temporarily():
-            values = func(*known[0], **known[1])
+            values = func(*known_args[0], **known_args[1])
         for fake, value in zip(outputs, tensors_of(values), strict=True):
             self.known[id(fake)] = fake, value
 
@@ -472,13 +473,13 @@ def _may_be_known(value: Tensor) -> bool:
     return value.dtype in kinds and value.device.type == "cpu" and value.numel() <= MOST_KNOWN
 
 
-def _replaced(tree: Any, tensors: dict[int, Tensor]) -> Any:
+def _replace_tensors(tree: Any, tensors: dict[int, Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return tensors[id(tree)]
     if isinstance(tree, (tuple, list)):
-        return type(tree)([_replaced(value, tensors) for value in tree])
+        return type(tree)([_replace_tensors(value, tensors) for value in tree])
     if isinstance(tree, dict):
-        return {key: _replaced(value, tensors) for key, value in tree.items()}
+        return {key: _replace_tensors(value, tensors) for key, value in tree.items()}
     return tree
 
 
@@ -582,7 +583,7 @@ def _traits(func: OpOverload) -> _Traits:
     )
 
 
-def _drawn_from() -> bytes:
+def _digest_generator() -> bytes:
     """Return a digest of the state of torch's generator, and move the generator on.
 
     A random op on fake tensors does not move it, so two different draws would have one digest.

@@ -99,7 +99,7 @@ def constants(template: Any, path: Path = ()) -> list[tuple[str, Any]]:
     inside = None if opaque else _children(template)
     if inside is None:
         return []
-    return [found for key, value in inside for found in constants(value, (*path, key))]
+    return [constant for key, value in inside for constant in constants(value, (*path, key))]
 
 
 def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], tensors: Any) -> None:
@@ -109,8 +109,8 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
     """
     if isinstance(template, TensorSlot) or isinstance(given, TensorSlot):
         if not isinstance(template, TensorSlot) or not isinstance(given, TensorSlot):
-            wanted, got = _said(template), _said(given)
-            raise Mismatch(f"{name} is {got}, but the network was captured with {wanted}")
+            expected, got = _describe(template), _describe(given)
+            raise Mismatch(f"{name} is {got}, but the network was captured with {expected}")
         of_slot[template.index] = tensors[given.index]
         return
     inside = _children(template)
@@ -125,19 +125,20 @@ def _match(template: Any, given: Any, name: str, of_slot: dict[int, Tensor], ten
             if isinstance(template, Tensor) and isinstance(given, Tensor):
                 raise Mismatch(f"{name} holds other numbers than when the network was captured")
             raise Mismatch(
-                f"{name} is {_said(given)}, but the network was captured with {_said(template)}, "
-                "which the graph holds constant; capture it again"
+                f"{name} is {_describe(given)}, but the network was captured with "
+                f"{_describe(template)}, which the graph holds constant; capture it again"
             )
         return
-    there, here = dict(inside), dict(_children(given) or ())
-    if set(there) != set(here):
-        lacks, has = sorted(set(there) - set(here)), sorted(set(here) - set(there))
+    expected_parts, given_parts = dict(inside), dict(_children(given) or ())
+    if set(expected_parts) != set(given_parts):
+        lacks = sorted(set(expected_parts) - set(given_parts))
+        has = sorted(set(given_parts) - set(expected_parts))
         differs = [f"lacks {', '.join(lacks)}"] if lacks else []
         differs += [f"has {', '.join(has)} too many"] if has else []
         raise Mismatch(f"{name} {' and '.join(differs)}, compared with what was captured")
-    for key, value in there.items():
+    for key, value in expected_parts.items():
         prefix = "" if name == "the arguments" else f"{name}."
-        _match(value, here[key], f"{prefix}{key}", of_slot, tensors)
+        _match(value, given_parts[key], f"{prefix}{key}", of_slot, tensors)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -154,7 +155,7 @@ def _same(value: Any, other: Any) -> bool:
         return False
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Return how an error message calls the value."""
     if isinstance(value, TensorSlot):
         return "a tensor"
@@ -228,10 +229,10 @@ class _Substitution:
         # A part in which nothing was replaced is returned itself and not copied.
         if all(new is old for new, (_, old) in zip(values, inside, strict=True)):
             return tree
-        return _rebuilt(tree, [key for key, _ in inside], values)
+        return _rebuild(tree, [key for key, _ in inside], values)
 
 
-def _rebuilt(tree: Any, keys: list[str], values: list[Any]) -> Any:
+def _rebuild(tree: Any, keys: list[str], values: list[Any]) -> Any:
     """Return a structure like `tree` with these values inside."""
     kind = type(tree)
     if kind in pytree.SUPPORTED_NODES and not isinstance(tree, (dict, list, tuple)):

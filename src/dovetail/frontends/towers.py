@@ -48,7 +48,7 @@ def towers(captured: Captured, replicas: int, *, synchronous: bool = True) -> Ca
         program=_program(captured, replicated),
         source=replace(captured.source, replicas=replicas, asynchronous=not synchronous),
         signature=_signature(captured.signature, replicas),
-        examples=_drawn(captured.examples, replicas),
+        examples=_draw_for_towers(captured.examples, replicas),
     )
 
 
@@ -132,7 +132,9 @@ def _input_name(captured: Captured, name: str, tower: int) -> str:
     return f"{kind}.{tower * count + int(index)}"
 
 
-def _drawn(draw: Callable[[], Examples] | None, replicas: int) -> Callable[[], Examples] | None:
+def _draw_for_towers(
+    draw: Callable[[], Examples] | None, replicas: int
+) -> Callable[[], Examples] | None:
     """Return a function that draws examples for each tower; None if there is no `draw`."""
     if draw is None:
         return None

@@ -83,7 +83,7 @@ def purified(first: Recording, mode: FakeTensorMode, names: Sequence[str]) -> Re
     """
     if any(_writes(node) for node in first.marks):
         _check_constants(first.graph)
-        second = _functionalized(first, mode)
+        second = _functionalize(first, mode)
     else:  # a second trace would be a copy
         second = Recording(
             first.graph, first.constants, {node: node for node in first.marks}, first.draws
@@ -117,7 +117,7 @@ def _check_constants(graph: fx.Graph) -> None:
             constant.add(node)
 
 
-def _functionalized(first: Recording, mode: FakeTensorMode) -> Recording:
+def _functionalize(first: Recording, mode: FakeTensorMode) -> Recording:
     """Run the graph through `functionalize` and record that run, in which pure ops replace those
     that write. Each mark is the node of `first` that was running."""
     running: list[fx.Node | None] = []
@@ -265,13 +265,13 @@ class Attributes:
     def changed(self) -> list[str]:
         """Return the names of the attributes that hold another object or other numbers than before
         the step."""
-        names = [name for saved in self.saved for name in _changed(saved)]
+        names = [name for saved in self.saved for name in _find_changes(saved)]
         return [name for name in names if not name.endswith(_OF_PARAMETERS)]
 
     def restore(self) -> None:
         """Put back every attribute and container content that has changed."""
         for saved in self.saved:
-            if not _changed(saved):
+            if not _find_changes(saved):
                 continue
             container, content = saved.container, saved.content
             if isinstance(container, nn.Module):
@@ -291,7 +291,7 @@ class Attributes:
                 vars(container).update(content)
 
 
-def _changed(saved: _Saved) -> list[str]:
+def _find_changes(saved: _Saved) -> list[str]:
     """Return the names of the entries that differ from the saved content."""
     container, before = saved.container, saved.content
     if isinstance(container, np.ndarray):
@@ -422,12 +422,12 @@ def trace(request: Request) -> Trace:
 
     attributes = Attributes(request.module)
     try:
-        with request.mode, _quiet():
+        with request.mode, _silence_log():
             first = one_step({})
             changed = attributes.changed()
             _check_held(request)
             if changed or len(first.marks) <= TRACED_TWICE:
-                _check_repeats(first, one_step, changed, _lasting(request, first))
+                _check_repeats(first, one_step, changed, _find_lasting(request, first))
     finally:
         attributes.restore()
     # The first recording is read here, before `purified`, which may change its graph.
@@ -499,7 +499,8 @@ def _check_repeats(
     numbers.given = {key: numbers.of_node[node] for key, node in node_of.items()}
     if numbers.of_results(again) != of_first:
         what = (
-            _listed(changed) or "what is in no module (a closure, an iterator, a global variable)"
+            _list_names(changed)
+            or "what is in no module (a closure, an iterator, a global variable)"
         )
         raise TracingError(
             f"its next step is another one, as this one changes {what}; keep in buffers, written "
@@ -507,7 +508,7 @@ def _check_repeats(
         )
 
 
-def _lasting(request: Request, first: Recording) -> set[fx.Node]:
+def _find_lasting(request: Request, first: Recording) -> set[fx.Node]:
     """Return the placeholders whose values no step changes: buffers that are neither written over
     nor assigned, and in inference also parameters."""
     written, given = _written_storages(first), _placeholders(first)
@@ -626,7 +627,7 @@ class _Numbers:
         """Return the key of a constant in `table`; equal constants have one key."""
         if id(value) in self.given:
             number = self.given[id(value)]
-            return next(key for key, known in self.table.items() if known == number)
+            return next(key for key, entry in self.table.items() if entry == number)
         for index, other in enumerate(self.constants):
             if _equal_constants(value, other):
                 return "constant", index
@@ -643,7 +644,7 @@ def _equal_constants(value: Tensor, other: Tensor) -> bool:
         return torch.equal(value, other)
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
 
 
@@ -692,7 +693,7 @@ def _batch_norm(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_log() -> Iterator[None]:
     """Silence torch's log of failures under fake tensors, which are raised with their traceback
     anyway."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
@@ -728,13 +729,13 @@ def _flat_step(request: Request, at: _Position, layout: list[Any]) -> Callable[.
                 if not request.training:
                     results, _, template = flatten(output)
                     layout.append((len(results), template))
-                    return results + _written(slots, frozen | buffers)
+                    return results + _collect_written(slots, frozen | buffers)
                 with _place(at, Phase.FORWARD, LOSS_MODULE):
                     loss = _loss(request, output, targets)
                 leaf_list = [leaves[name] for name in request.trainable]
                 scale = None if request.scale is None else next(rest)
                 loss, gradients = _gradients(at, loss, scale, leaf_list, request)
-            written = _written(slots, frozen | buffers)
+            written = _collect_written(slots, frozen | buffers)
         layout.append((1, TensorSlot(0)))
         return [loss.detach(), *gradients, *written]
 
@@ -804,14 +805,14 @@ class _Twins(TorchFunctionMode):
         if func in _BACKWARD:
             return self._run_backward(func, args, kwargs or {})
         if func == _SET_DATA:
-            return self._set_data(self._of(args[0]), self._of(args[1]))
+            return self._set_data(self._twin_of(args[0]), self._twin_of(args[1]))
         rule = _PACKING.get(getattr(func, "__name__", ""))
         if rule is not None:
             return rule(*args, **(kwargs or {}))
         if any(map(self._reads_original, args)):
-            args = tuple(map(self._of, args))
+            args = tuple(map(self._twin_of, args))
         if kwargs and any(map(self._reads_original, kwargs.values())):
-            kwargs = {key: self._of(value) for key, value in kwargs.items()}
+            kwargs = {key: self._twin_of(value) for key, value in kwargs.items()}
         return func(*args, **(kwargs or {}))
 
     def _run_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -826,7 +827,9 @@ class _Twins(TorchFunctionMode):
                 return run_backward(*given, **options)
 
         with backward_passes_run_by(run):
-            return func(*self._of(args), **{key: self._of(value) for key, value in kwargs.items()})
+            return func(
+                *self._twin_of(args), **{key: self._twin_of(value) for key, value in kwargs.items()}
+            )
 
     def _set_data(self, target: Tensor, value: Tensor) -> None:
         """Perform `target.data = value` as a write in place. Raises `TracingError` unless the
@@ -844,9 +847,9 @@ class _Twins(TorchFunctionMode):
             return any(map(self._reads_original, value))
         return id(value) in self.twins
 
-    def _of(self, value: Any) -> Any:
+    def _twin_of(self, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            twins = [self._of(element) for element in value]
+            twins = [self._twin_of(element) for element in value]
             return twins if isinstance(value, list) else tuple.__new__(type(value), twins)
         return self.twins.get(id(value), value)
 
@@ -943,9 +946,9 @@ def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_H
         for key, value in table.items()
         if value is not None and (name := name_of[id(value)])
     ]
-    before = [(one.table, one.key, one.now) for one in held]
-    for one in held:
-        one.table[one.key] = one.twin
+    before = [(slot.table, slot.key, slot.now) for slot in held]
+    for slot in held:
+        slot.table[slot.key] = slot.twin
     try:
         with _Twins({id(value): twins[name] for name, value in request.originals.items()}):
             yield held
@@ -954,7 +957,7 @@ def _standing_in(request: Request, twins: dict[str, Tensor]) -> Iterator[list[_H
             table[key] = value
 
 
-def _written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
+def _collect_written(held: list[_Held], writable: dict[str, Tensor]) -> list[Tensor]:
     """Return the tensors that buffers and frozen parameters hold after the step, in the order of
     `writable`: those they held before, perhaps written in place, or those assigned to them.
 
@@ -986,9 +989,9 @@ def _gradients(
     gradient is None if the loss does not depend on the leaf. Raises `TracingError`.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TracingError(
-            f"the loss must be one number, but is of {found}; give `loss=`, a function "
+            f"the loss must be one number, but is of {kind}; give `loss=`, a function "
             "loss(output, *targets) that returns a scalar"
         )
     if not loss.requires_grad:
@@ -1003,12 +1006,12 @@ def _gradients(
             loss = loss * scale
     # Users run the backward pass outside of autocast, and so does this.
     with _place(at, Phase.BACKWARD), without_autocast():
-        others, is_custom = _mark_gradients(at, loss, request)
+        outside, is_custom = _mark_gradients(at, loss, request)
         if is_custom:
             # A reentrant checkpoint is a custom function that calls `backward` itself and refuses
             # `torch.autograd.grad`. So gradients are accumulated, and those that this adds to
             # tensors outside of the model are put back.
-            before = [(other, other.grad) for other in others]
+            before = [(other, other.grad) for other in outside]
             try:
                 run_backward(
                     (loss,), (torch.ones_like(loss),), False, False, (),
@@ -1020,15 +1023,15 @@ def _gradients(
             gradients = [leaf.grad for leaf in leaves]
         else:
             # A model may freeze a parameter while it runs, and autograd refuses those.
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            differentiable = [leaf for leaf in leaves if leaf.requires_grad]
             # `torch.autograd.grad` calls this function. Calling `grad` itself, or
             # `Tensor.backward`, would switch off `_Twins` for ops that the backward pass computes
             # again.
             computed = run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, tuple(wanted),
+                (loss,), (torch.ones_like(loss),), False, False, tuple(differentiable),
                 allow_unreachable=True, accumulate_grad=False,
             )  # fmt: skip
-            of_leaf = dict(zip(map(id, wanted), computed, strict=True))
+            of_leaf = dict(zip(map(id, differentiable), computed, strict=True))
             gradients = [of_leaf.get(id(leaf)) for leaf in leaves]
     for gradient in gradients:
         if gradient is not None and gradient.layout != torch.strided:
@@ -1058,26 +1061,26 @@ def _mark_gradients(at: _Position, loss: Tensor, request: Request) -> tuple[list
     def leave(*_: Any) -> None:
         at.sequence = NO_SEQUENCE
 
-    others: list[Tensor] = []
+    outside: list[Tensor] = []
     is_custom = False
-    waiting, seen = [loss.grad_fn], set()
+    waiting, visited = [loss.grad_fn], set()
     while waiting:
         function = waiting.pop()
-        if function is None or function in seen:
+        if function is None or function in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         is_custom |= isinstance(function, torch.autograd.function.BackwardCFunction)
         if type(function).__name__ == "AccumulateGrad":
             variable = function.variable  # type: ignore[attr-defined]
             if id(variable) in name_of:
                 raise TracingError(read_past(f"parameter {name_of[id(variable)]}"))
             if not isinstance(variable, FakeTensor):
-                others.append(variable)
+                outside.append(variable)
         else:
             function.register_prehook(enter(function._sequence_nr()))
             function.register_hook(leave)
         waiting += [next_function for next_function, _ in function.next_functions]
-    return others, is_custom
+    return outside, is_custom
 
 
 @contextlib.contextmanager
@@ -1193,10 +1196,10 @@ def _check_apart(request: Request, written: Iterable[str]) -> None:
     changed = {*request.trainable, *written}
     # Sorted by address, spans that overlap show up between neighbours.
     spans = sorted((*memory_of(value), name) for name, value in request.originals.items())
-    for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
-        if 0 != begin < end and (one in changed or other in changed):
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+        if 0 != begin < end and (first in changed or second in changed):
             raise TracingError(
-                f"{one} and {other} share memory without being one tensor; register one tensor "
+                f"{first} and {second} share memory without being one tensor; register one tensor "
                 "under both names, or clone one of them"
             )
 

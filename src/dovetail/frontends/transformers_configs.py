@@ -105,7 +105,7 @@ def load_transformers(model: str) -> TransformersModel:
     dtype = getattr(torch, options.dtype) if options.dtype else dtype_of(config)
     options = _with_tokens(model, config, options)
     if type(config) not in auto._model_mapping:
-        suited = ", ".join(known) if (known := _suited(config)) else "none that is known here"
+        suited = ", ".join(tasks) if (tasks := _suited_tasks(config)) else "none that is known here"
         raise ModelError(
             model, f"transformers has no {config.model_type} for that task; it has {suited}"
         )
@@ -145,8 +145,8 @@ def _parse(model: str, query: str) -> TransformersOptions:
     for part in filter(None, query.split("&")):
         key, _, value = part.partition("=")
         if key not in TransformersOptions.__dataclass_fields__:
-            known = ", ".join(TransformersOptions.__dataclass_fields__)
-            raise ModelError(model, f"there is no option {key!r}; there are {known}")
+            names = ", ".join(TransformersOptions.__dataclass_fields__)
+            raise ModelError(model, f"there is no option {key!r}; there are {names}")
         choices = {"task": tuple(TASKS), "dtype": DTYPES, "phase": PHASES}.get(key)
         if choices is not None:
             if value not in choices:
@@ -174,7 +174,7 @@ def _config(model: str, name: str) -> Any:
     elif name in CONFIG_MAPPING:
         values = {"model_type": name}
     else:
-        raise ModelError(model, _unknown(name, list(CONFIG_MAPPING.keys())))
+        raise ModelError(model, _explain_unknown(name, list(CONFIG_MAPPING.keys())))
     values = dict(values)
     kind = values.pop("model_type")
     try:
@@ -199,7 +199,7 @@ def _read(path: Path, kinds: set[str]) -> dict[str, Any]:
     return values
 
 
-def _unknown(name: str, kinds: list[str]) -> str:
+def _explain_unknown(name: str, kinds: list[str]) -> str:
     near = difflib.get_close_matches(name, [*published(), *kinds], 3, 0.5)
     guess = f"; did you mean {' or '.join(near)}?" if near else ""
     return (
@@ -227,7 +227,7 @@ def positions_of(config: Any) -> int | None:
 def _task_of(model: str, config: Any) -> str:
     """Return the task that the architecture's name says, else the first that has a model of this
     type. Raises `ModelError` if there is none."""
-    suited = _suited(config)
+    suited = _suited_tasks(config)
     for architecture in getattr(config, "architectures", None) or ():
         for name in suited:
             if architecture.endswith(TASKS[name].endings):
@@ -241,7 +241,7 @@ def _task_of(model: str, config: Any) -> str:
     return suited[0]
 
 
-def _suited(config: Any) -> list[str]:
+def _suited_tasks(config: Any) -> list[str]:
     """Tasks that transformers has a model of this type for, the likeliest first."""
     import transformers
 

@@ -48,9 +48,9 @@ def find_return(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int,
         reaches |= reaches[:, middle, None] & reaches[None, middle]
     if not reaches.diagonal().any():
         return None
-    found = _first_path(graph, placement)
-    if found is not None:
-        return found
+    path = _first_path(graph, placement)
+    if path is not None:
+        return path
     home = int(np.argmax(reaches.diagonal()))
     out = int(np.flatnonzero((devices[:, 0] == home) & reaches[devices[:, 1], home])[0])
     reaches |= np.eye(count, dtype=bool)
@@ -67,12 +67,12 @@ def _first_path(graph: Graph, placement: NDArray[np.integer[Any]]) -> tuple[int,
     # left[op]: device -> (last op there, first op elsewhere) of a path to `op` that left it.
     left: list[dict[int, tuple[int, int]]] = [{} for _ in placed]
     for op, device in enumerate(placed):
-        seen = left[op]
+        crossings = left[op]
         for before in befores[op]:
             if placed[before] != device:
-                seen.setdefault(placed[before], (before, op))
+                crossings.setdefault(placed[before], (before, op))
             for other, crossing in left[before].items():
-                seen.setdefault(other, crossing)
-        if device in seen:
-            return (*seen[device], op)
+                crossings.setdefault(other, crossing)
+        if device in crossings:
+            return (*crossings[device], op)
     return None

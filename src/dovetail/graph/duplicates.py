@@ -187,10 +187,10 @@ def shareable(graph: Graph) -> Bool:
 
 def spread_out(graph: Graph) -> Bool:
     """Return [ops] True for shareable ops that modules other than their own read."""
-    found = shareable(graph)
+    is_shareable = shareable(graph)
     modules = np.unique(np.array(graph.modules), return_inverse=True)[1].reshape(-1)
     producers = graph.producers[graph.input_tensors]
     elsewhere = modules[producers] != modules[graph.readers]
     read_elsewhere = np.zeros(len(graph), dtype=bool)
     read_elsewhere[producers[elsewhere & ~graph.is_source[graph.readers]]] = True
-    return found & read_elsewhere
+    return is_shareable & read_elsewhere

@@ -70,8 +70,8 @@ def colocate(graph: Graph, units: Units | None = None) -> Groups:
     pairs = [(ops[given], first[graph.colocation[given]])]
     for storage_writers in graph.writers.values():
         if len(storage_writers) > 1:
-            one = np.array(storage_writers, dtype=np.int32)
-            pairs.append((one, np.full_like(one, one[0])))
+            writers = np.array(storage_writers, dtype=np.int32)
+            pairs.append((writers, np.full_like(writers, writers[0])))
     aliases = np.flatnonzero((graph.bases >= 0) & ~graph.overwrites)
     views, makers = graph.producers[aliases], graph.producers[graph.bases[aliases]]
     # A backward op may be a view of the gradient that arrives from the next layer. It stays with
@@ -87,7 +87,7 @@ def colocate(graph: Graph, units: Units | None = None) -> Groups:
     befores, afters = (np.concatenate(ends) for ends in zip(*pairs, strict=True))
     edges = coo_array((np.ones(len(befores), np.int8), (befores, afters)), shape=(len(graph),) * 2)
     _, sets = connected_components(edges, directed=False)
-    return _renumbered(_with_sources(graph, sets.astype(np.int32)))
+    return _renumber(_with_sources(graph, sets.astype(np.int32)))
 
 
 def _within_units(units: Units) -> list[tuple[Int32, Int32]]:
@@ -121,7 +121,7 @@ def merge_single_consumers(
         np.empty(groups.count, dtype=np.int32),
         np.empty(len(edges), dtype=np.int32),
     )
-    return _renumbered(roots[groups.of_op])
+    return _renumber(roots[groups.of_op])
 
 
 @kernel
@@ -148,7 +148,7 @@ def _merge(  # noqa: PLR0913 (kernel)
     edges, merged = len(producers), True
     while merged:
         merged = False
-        kept = found = 0
+        kept = producer_count = 0
         # Sort the edges into one linked list per producer (`heads`, `following`), with merged
         # groups as one; `order` lists producers as they first appear.
         for edge in range(edges):
@@ -159,13 +159,13 @@ def _merge(  # noqa: PLR0913 (kernel)
                 continue
             producers[kept], consumers[kept] = a, b
             if heads[a] < 0:
-                order[found] = a
-                found += 1
+                order[producer_count] = a
+                producer_count += 1
             following[kept] = heads[a]
             heads[a] = kept
             kept += 1
         edges = kept
-        for i in range(found):
+        for i in range(producer_count):
             producer = order[i]
             a, b = _root(roots, producer), -1
             several = False
@@ -214,7 +214,7 @@ def _with_sources(graph: Graph, sets: Int32) -> Int32:
     return sets
 
 
-def _renumbered(roots: Int32) -> Groups:
+def _renumber(roots: Int32) -> Groups:
     """Return groups that are numbered in the order of their first ops."""
     _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int32)

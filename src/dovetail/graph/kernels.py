@@ -55,17 +55,17 @@ class Kernels:
 
 def fuse(graph: Graph) -> Kernels:
     """Return the kernels by all rules. Near-linear in ops + reads."""
-    return _numbered(graph, _joined(graph, fused=True))
+    return _number_kernels(graph, _find_roots(graph, fused=True))
 
 
 def single(graph: Graph) -> Kernels:
     """Return the kernels by rules 1 and 2 alone: every op is a kernel, with its views."""
-    return _numbered(graph, _joined(graph, fused=False))
+    return _number_kernels(graph, _find_roots(graph, fused=False))
 
 
-def _joined(graph: Graph, *, fused: bool) -> list[int]:
+def _find_roots(graph: Graph, *, fused: bool) -> list[int]:
     """Return [ops] the root of each op's kernel, one of its ops; `FOLDED` for folded ops."""
-    folded = _folded(graph)
+    folded = _find_folded(graph)
     roots = [FOLDED if folded[op] else op for op in range(len(graph))]
     bases = graph.bases
     for op in range(len(graph)):
@@ -82,7 +82,7 @@ def _joined(graph: Graph, *, fused: bool) -> list[int]:
     return roots
 
 
-def _folded(graph: Graph) -> list[bool]:
+def _find_folded(graph: Graph) -> list[bool]:
     """Return [ops] True for sources, and for ops that depend on parameters and constants alone."""
     written = {int(graph.producers[t]) for t in written_sources(graph)}
     constant = [
@@ -165,7 +165,7 @@ def _join_prologues(graph: Graph, roots: list[int]) -> None:
             members[home] = ops + members[home]
 
 
-def _numbered(graph: Graph, roots: list[int]) -> Kernels:
+def _number_kernels(graph: Graph, roots: list[int]) -> Kernels:
     """Return the kernels in topological order; of those that are ready the one comes first whose
     last op has the lowest index."""
     last: dict[int, int] = {}

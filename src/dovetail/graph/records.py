@@ -389,11 +389,11 @@ def _check_lengths(graph: Graph) -> None:
 
 def _check_names(graph: Graph) -> None:
     if len(set(graph.names)) < len(graph.names):
-        seen: set[str] = set()
+        earlier: set[str] = set()
         for name in graph.names:
-            if name in seen:
+            if name in earlier:
                 raise DuplicateOpError(name)
-            seen.add(name)
+            earlier.add(name)
 
 
 def _check_sizes(graph: Graph) -> None:

@@ -137,8 +137,8 @@ class Replica:
         written = np.flatnonzero(graph.overwrites)
         writers, elsewhere = graph.producers[written], ~buffers[graph.storages[written]]
         writes = np.bincount(writers, minlength=len(graph))
-        others = np.bincount(writers, weights=elsewhere, minlength=len(graph))
-        return np.asarray(self.updates & (writes > 0) & (others == 0))
+        other_writes = np.bincount(writers, weights=elsewhere, minlength=len(graph))
+        return np.asarray(self.updates & (writes > 0) & (other_writes == 0))
 
     @cached_property
     def only_for_buffers(self) -> Bool:
@@ -409,14 +409,14 @@ class TowerCopies:
             (self.places[tower, before], self.places[np.where(joins, 0, tower), after])
             for tower in range(self.replicas)
         ]
-        before, after = self._unordered.T
+        before, after = self._unordered_waits.T
         for tower in range(1, self.replicas):
             pairs.append((self.places[tower, before], self.places[0, after]))
         edges = np.concatenate([np.stack(pair, axis=1) for pair in pairs])
         return np.unique(edges[(edges >= 0).all(axis=1)], axis=0)
 
     @property
-    def _unordered(self) -> Int64:
+    def _unordered_waits(self) -> Int64:
         """[waits, 2] (op, update) of one replica that data orders in tower 0 alone.
 
         If a reader of the old value has no control edge to the update, data flows from it to the

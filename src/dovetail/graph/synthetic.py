@@ -126,11 +126,11 @@ class _Network:
     def features(self) -> tuple[Ints, Ints]:
         """[blocks, size] columns that each op reads and makes."""
         stage = np.arange(self.blocks) * STAGES // max(1, self.blocks)
-        made = self.inner[stage][:, self.branches]
-        read = made.copy()
-        made[:, self.ends] = made[:, self.ends - 1] = FEATURES
-        read[:, np.append(0, self.ends[:-1] + 1)] = read[:, self.ends] = FEATURES
-        return read, made
+        made_columns = self.inner[stage][:, self.branches]
+        read_columns = made_columns.copy()
+        made_columns[:, self.ends] = made_columns[:, self.ends - 1] = FEATURES
+        read_columns[:, np.append(0, self.ends[:-1] + 1)] = read_columns[:, self.ends] = FEATURES
+        return read_columns, made_columns
 
 
 def layered(
@@ -164,9 +164,9 @@ def _skips(rng: np.random.Generator, blocks: int, width: int) -> Ints:
     column = np.arange(width)
     branches = rng.integers(width, size=(blocks, width))
     back = rng.integers(1, LONGEST_SKIP, size=(blocks, width)) + (branches == column)
-    there = np.arange(blocks)[:, None] - back
-    skipping = (rng.random((blocks, width)) < SKIP_SHARE) & (there >= 0)
-    return np.where(skipping, there * width + branches, -1)
+    source_blocks = np.arange(blocks)[:, None] - back
+    skipping = (rng.random((blocks, width)) < SKIP_SHARE) & (source_blocks >= 0)
+    return np.where(skipping, source_blocks * width + branches, -1)
 
 
 def _graph(net: _Network, ops: int) -> Graph:
@@ -187,7 +187,7 @@ def _graph(net: _Network, ops: int) -> Graph:
     return Graph(
         names=tuple(names),
         kinds=tuple(kinds),
-        signatures=_shared(
+        signatures=_share_values(
             shape_of * 32 + kind_of, lambda op: f"{kinds[op]} {rows[op]}x{columns[op]}"
         ),
         modules=tuple(modules),
@@ -196,8 +196,8 @@ def _graph(net: _Network, ops: int) -> Graph:
         accessed_bytes=accessed.astype(np.int64),
         gradient_of=gradient_of.astype(np.int32),
         producers=np.arange(ops, dtype=np.int32),
-        shapes=_shared(shape_of, lambda op: (int(rows[op]), int(columns[op]))),
-        strides=_shared(shape_of, lambda op: (int(columns[op]), 1)),
+        shapes=_share_values(shape_of, lambda op: (int(rows[op]), int(columns[op]))),
+        strides=_share_values(shape_of, lambda op: (int(columns[op]), 1)),
         dtypes=("float32",) * ops,
         tensor_bytes=tensor_bytes,
         storages=storages.astype(np.int32),
@@ -266,24 +266,25 @@ def _gradient_reads(net: _Network, readers: Ints, tensors: Ints) -> list[tuple[I
 def _shapes(net: _Network, ops: int) -> tuple[Ints, Ints]:
     """[ops] rows and columns of each output."""
     rows, columns = np.full(ops, ROWS), np.full(ops, FEATURES)
-    read, made = net.features
-    columns[net.forward] = made
+    read_columns, made_columns = net.features
+    columns[net.forward] = made_columns
     weights = [net.parameters]
     rows[net.loss] = columns[net.loss] = 1
     if net.training:
         gradients, of_parameters = net.backward
-        columns[gradients] = np.where(net.kinds == _MM, read, made)
+        columns[gradients] = np.where(net.kinds == _MM, read_columns, made_columns)
         weights += [of_parameters, net.updates]
     for of_part in weights:
-        rows[of_part], columns[of_part] = read[:, net.products], made[:, net.products]
+        rows[of_part] = read_columns[:, net.products]
+        columns[of_part] = made_columns[:, net.products]
     return rows, columns
 
 
 def _flops(net: _Network, elements: Ints) -> Ints:
     """Return [ops] FLOPs: two per multiply-add, and one per element of other ops."""
     flops = elements.copy()
-    read, made = net.features
-    multiplied = (2 * ROWS * read * made)[:, net.products]
+    read_columns, made_columns = net.features
+    multiplied = (2 * ROWS * read_columns * made_columns)[:, net.products]
     flops[net.forward[:, net.products]] = multiplied
     flops[0] = flops[net.parameters] = 0
     if net.training:
@@ -318,8 +319,8 @@ def _names(net: _Network) -> tuple[list[str], list[str], list[str]]:
     parameters = [(module, "parameter", f"/weight_{p}") for module, p in weights]
     columns = [("", "input", "input")]
     blocks = range(net.blocks)
-    columns += _repeated(parameters, blocks)
-    columns += _repeated(forward, blocks)
+    columns += _repeat(parameters, blocks)
+    columns += _repeat(forward, blocks)
     columns += [("", "loss", "loss")]
     columns += [("head", "relu", f"head/relu_{i}") for i in range(net.head)]
     if net.training:
@@ -330,13 +331,13 @@ def _names(net: _Network) -> tuple[list[str], list[str], list[str]]:
                 backward.append((inside[p], "mm", f"/weight_{p}_backward"))
         updates = [(module, "sgd", f"/weight_{p}_update") for module, p in weights]
         columns += [("", "loss_backward", "loss_backward")]
-        columns += _repeated(backward, reversed(blocks))
-        columns += _repeated(updates, blocks)
+        columns += _repeat(backward, reversed(blocks))
+        columns += _repeat(updates, blocks)
     modules, of_kind, names = zip(*columns, strict=True)
     return list(names), list(of_kind), list(modules)
 
 
-def _repeated(
+def _repeat(
     template: list[tuple[str, str, str]], blocks: Iterable[int]
 ) -> list[tuple[str, str, str]]:
     """(module, kind, name) of each op of a part, block after block; modules are shared."""
@@ -348,7 +349,7 @@ def _repeated(
     return rows
 
 
-def _shared(codes: Ints, make: Callable[[int], Value]) -> tuple[Value, ...]:
+def _share_values(codes: Ints, make: Callable[[int], Value]) -> tuple[Value, ...]:
     """`make(op)` of every op, made once for all ops of one code."""
     _, first, of_op = np.unique(codes, return_index=True, return_inverse=True)
     values = [make(op) for op in first.tolist()]

@@ -67,7 +67,7 @@ def check_local(machine: Machine) -> None:
     """Raise `MachineError` unless all devices are CPUs of the machine that the program runs on:
     they must have its model and cores that this process may use, and no core may be listed
     twice."""
-    here, seen = os.sched_getaffinity(0), set[int]()
+    usable_cores, listed_cores = os.sched_getaffinity(0), set[int]()
     for device in machine.devices:
         where = f"machine {machine.name!r}: device {device.name!r}"
         if device.kind != "cpu" or device.model != _cpu_model():
@@ -75,12 +75,12 @@ def check_local(machine: Machine) -> None:
                 f"{where} is a {device.kind} {device.model!r} with cores, but the cores here are "
                 f"of a cpu {_cpu_model()!r}; leave out cores to plan for another machine"
             )
-        missing = sorted(set(device.cores) - here)
+        missing = sorted(set(device.cores) - usable_cores)
         if missing:
-            raise MachineError(f"{where} has core {missing[0]}; here are {sorted(here)}")
-        if len(set(device.cores)) < len(device.cores) or seen & set(device.cores):
+            raise MachineError(f"{where} has core {missing[0]}; here are {sorted(usable_cores)}")
+        if len(set(device.cores)) < len(device.cores) or listed_cores & set(device.cores):
             raise MachineError(f"{where}: a core is listed twice; each belongs to one device")
-        seen |= set(device.cores)
+        listed_cores |= set(device.cores)
 
 
 def available_bytes() -> int:

@@ -187,15 +187,15 @@ def combine(text: str) -> Machine:
     own. GPUs of different models reach each other through the host. The first CPU is the host; a
     machine without CPUs has an implied host that runs nothing. Raises `UnknownPresetError`.
     """
-    wanted: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for part in text.split("+"):
         match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9_-]+)\s*", part)
         if match is None or match[2].lower() not in PRESETS or match[1] == "0":
             raise UnknownPresetError(part.strip() or text, tuple(PRESETS))
-        wanted[match[2].lower()] += int(match[1] or 1)
+        counts[match[2].lower()] += int(match[1] or 1)
     devices = [
         replace(PRESETS[model].device, name=f"{model}:{i}" if count > 1 else model)
-        for model, count in wanted.items()
+        for model, count in counts.items()
         for i in range(count)
     ]
     cpus = [device for device in devices if device.kind == "cpu"]
@@ -256,7 +256,7 @@ PAPER_MACHINES: dict[str, str] = {
 def paper_machine(name: str) -> Machine:
     """The fitted machine of a paper; `name` is one of `PAPER_MACHINES`."""
     paper = name.partition("/")[0]
-    return fitted_machine(name, _fitted()[paper]["devices"])
+    return fitted_machine(name, _fit()[paper]["devices"])
 
 
 def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machine:
@@ -269,11 +269,11 @@ def fitted_machine(name: str, devices: Mapping[str, Mapping[str, Any]]) -> Machi
     return replace(
         machine,
         name=name,
-        devices=tuple(_refitted(device, devices[device.model]) for device in machine.devices),
+        devices=tuple(_refit(device, devices[device.model]) for device in machine.devices),
     )
 
 
-def _refitted(device: Device, rates: Mapping[str, Any]) -> Device:
+def _refit(device: Device, rates: Mapping[str, Any]) -> Device:
     changes = {name: value for name, value in rates.items() if name != "compute_factor"}
     factor = rates.get("compute_factor", 1.0)
     return replace(
@@ -286,7 +286,7 @@ def _refitted(device: Device, rates: Mapping[str, Any]) -> Device:
 
 
 @cache
-def _fitted() -> dict[str, Any]:
+def _fit() -> dict[str, Any]:
     fitted: dict[str, Any] = json.loads(FITTED.read_text(encoding="utf-8"))
     return fitted
 

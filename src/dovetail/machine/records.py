@@ -125,7 +125,7 @@ class Machine:
             raise MachineError(f"machine {self.name!r} has no device")
         if len(set(names)) < len(names):
             raise MachineError(f"machine {self.name!r}: two devices share a name")
-        seen: set[tuple[str, str]] = set()
+        linked: set[tuple[str, str]] = set()
         for name in (
             self.host,
             *(n for link in self.links for n in (link.source, link.destination)),
@@ -133,18 +133,18 @@ class Machine:
             self.device_index(name)
         for link in self.links:
             ends = (link.source, link.destination)
-            if link.source == link.destination or ends in seen:
+            if link.source == link.destination or ends in linked:
                 raise MachineError(f"link {link.source} -> {link.destination} is double or a loop")
             if link.channel in names and link.channel != link.source:
                 raise MachineError(
                     f"link {link.source} -> {link.destination}: of the devices only its source "
                     f"can be its channel, not {link.channel}"
                 )
-            seen.add(ends)
+            linked.add(ends)
         for a in names:
             for b in names:
-                through = a != self.host != b and {(a, self.host), (self.host, b)} <= seen
-                if a != b and (a, b) not in seen and not through:
+                through = a != self.host != b and {(a, self.host), (self.host, b)} <= linked
+                if a != b and (a, b) not in linked and not through:
                     raise NoRouteError(a, b)
 
     @property

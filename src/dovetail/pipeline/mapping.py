@@ -64,7 +64,7 @@ def device_map(
     if names is not None:
         raise UsageError("names", "is for a plan; a machine's accelerators are numbered in order")
     where = _accelerators(resolve_machine(machine or HERE))
-    step = _captured(model, batch, context, inputs)
+    step = _capture(model, batch, context, inputs)
     return map_of_plan(find_plan(step, where, format="device-map", budget=budget), step.graph)
 
 
@@ -80,7 +80,7 @@ def _accelerators(machine: Machine) -> Machine:
     return replace(machine, devices=devices)
 
 
-def _captured(
+def _capture(
     model: Any, batch: int, context: int | None, inputs: Mapping[str, Any] | None
 ) -> Captured:
     """The captured forward pass. If the model returns a cache of keys and values, the cache is an
@@ -89,12 +89,12 @@ def _captured(
 
     if batch < 1:
         raise UsageError("batch", f"is {batch}; use a whole number of at least 1")
-    module = model if isinstance(model, torch.nn.Module) else _built(model)
+    module = model if isinstance(model, torch.nn.Module) else _build(model)
     given = dict(inputs) if inputs is not None else _tokens(module, batch, context)
     return capture_call(module, (), given)
 
 
-def _built(config: Any) -> Any:
+def _build(config: Any) -> Any:
     """The model of a configuration, on the meta device."""
     import torch
 

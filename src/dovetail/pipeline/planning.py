@@ -103,9 +103,9 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
         notes.say(note)
     # What the user may have got wrong is read and checked before anything is measured, which can
     # take minutes.
-    theirs = _given_place(request)
+    given_places = _given_place(request)
     machine = machine_of(step, request.machine, progress, notes)
-    kept = _kept(request, machine)
+    kept = _kept_modules(request, machine)
     costs = costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
     groups = groups_of(step, kept.units, per_op=request.per_op or bool(request.format))
@@ -118,14 +118,14 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
             progress("preparing the search (compiled once a machine)", 0.0, None)
             method, gain = _method_of(request), request.resolved_gain
             outcome = run_placer(
-                problem, request.placer, budget, _of_search(progress), method, gain
+                problem, request.placer, budget, _search_progress(progress), method, gain
             )
-            chosen = to_plan(problem, outcome, simulator, _stronger(bound, outcome, step))
-            chosen = _signed(chosen, request, kept, notes, outcome, began)
+            chosen = to_plan(problem, outcome, simulator, _stronger_bound(bound, outcome, step))
+            chosen = _fill_in_request(chosen, request, kept, notes, outcome, began)
         chosen = _with_copies(chosen, request, kept)
-        chosen = _beside_others(chosen, request, theirs, costs)
+        chosen = _add_baselines(chosen, request, given_places, costs)
         chosen = replace(chosen, interrupted=budget.interrupted)
-        chosen = _or_all_cores(chosen, request, progress)
+        chosen = _compare_with_all_cores(chosen, request, progress)
     # Ctrl-C outside the search: the plan is kept if there is one.
     except KeyboardInterrupt:
         if chosen is None:
@@ -225,7 +225,7 @@ def _given_place(request: PlanRequest) -> dict[str, Plan | GivenMap]:
     return {"given map": request.place}
 
 
-def _kept(request: PlanRequest, machine: Machine) -> _Kept:
+def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
     """The modules that `whole` and `format` keep whole. Raises `PinError`, `UsageError` and
     `ExportError`, before any costs are measured."""
     graph, format = graph_of(request.planned_step), request.format
@@ -285,24 +285,24 @@ def _method_of(request: PlanRequest) -> Placer | None:
     return placer
 
 
-def _of_search(progress: TellProgress) -> Callable[[float, float], None]:
+def _search_progress(progress: TellProgress) -> Callable[[float, float], None]:
     """The callback by which the search tells how far it is and its best value so far."""
     return lambda done, best: progress("planning", done, best if best < np.inf else None)
 
 
-def _stronger(bound: LowerBound, outcome: PlacerOutcome, step: Step) -> LowerBound:
+def _stronger_bound(bound: LowerBound, outcome: PlacerOutcome, step: Step) -> LowerBound:
     """The larger of the two bounds for an instance, else `bound`.
 
     The search's bound holds for plans that keep groups whole. In an instance groups are all that
     must stay together, so there it holds for every plan. Elsewhere a plan may split groups.
     """
     if isinstance(step, Instance) and outcome.bound is not None:
-        return max(bound, outcome.bound, key=lambda one: one.seconds)
+        return max(bound, outcome.bound, key=lambda candidate: candidate.seconds)
     return bound
 
 
-def _signed(
-    found: Plan,
+def _fill_in_request(
+    chosen: Plan,
     request: PlanRequest,
     kept: "_Kept",
     notes: Notes,
@@ -311,7 +311,7 @@ def _signed(
 ) -> Plan:
     """The plan with the fields that come from the request."""
     return replace(
-        found,
+        chosen,
         source=source_of(request.planned_step, request.model),
         pins=tuple(request.pins),
         caps=tuple(request.caps),
@@ -323,14 +323,14 @@ def _signed(
     )
 
 
-def _with_copies(found: Plan, request: PlanRequest, kept: "_Kept") -> Plan:
+def _with_copies(chosen: Plan, request: PlanRequest, kept: "_Kept") -> Plan:
     """The plan with copies of shared computations, if they help. Plans for a format and plans of an
     instance have none."""
     step = request.planned_step
     if request.format or isinstance(step, Instance):
-        return found
-    fixed = fixed_ops(graph_of(step), found.machine, request.pins, kept.units)
-    return with_copies(found, step, fixed)
+        return chosen
+    fixed = fixed_ops(graph_of(step), chosen.machine, request.pins, kept.units)
+    return with_copies(chosen, step, fixed)
 
 
 def fixed_ops(
@@ -342,32 +342,32 @@ def fixed_ops(
     return np.asarray(held if units is None else held | (units.of_op >= 0))
 
 
-def _beside_others(
-    found: Plan, request: PlanRequest, theirs: Mapping[str, Plan | GivenMap], costs: Costs
+def _add_baselines(
+    chosen: Plan, request: PlanRequest, given_places: Mapping[str, Plan | GivenMap], costs: Costs
 ) -> Plan:
     """The plan with other placements among its baselines: the one that the user gives, and
-    accelerate's own. It is `found` itself if no placement is given and the format is no device
+    accelerate's own. It is `chosen` itself if no placement is given and the format is no device
     map."""
-    if not theirs and request.place is None and request.format != "device-map":
-        return found
+    if not given_places and request.place is None and request.format != "device-map":
+        return chosen
     step = request.planned_step
-    pricing = Pricing(graph_of(step), found.machine, costs, found.objective, tuple(request.caps))
-    rows = _others(step, pricing, theirs)
-    return replace(found, baselines={**found.baselines, **rows})
+    pricing = Pricing(graph_of(step), chosen.machine, costs, chosen.objective, tuple(request.caps))
+    rows = _price_others(step, pricing, given_places)
+    return replace(chosen, baselines={**chosen.baselines, **rows})
 
 
-def _or_all_cores(found: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
+def _compare_with_all_cores(chosen: Plan, request: PlanRequest, progress: TellProgress) -> Plan:
     """A plan on here/n after it was compared with `here`, all cores as one device.
 
     `here` becomes one of the baselines, with None as its value if it has no plan. If the placer
-    is `auto` and `here` is faster, the plan for `here` is returned. `found` itself is returned if
+    is `auto` and `here` is faster, the plan for `here` is returned. `chosen` itself is returned if
     there is nothing to compare: it is not on a text here/n, it has one device, pins or caps name
     its devices, or the search was interrupted.
     """
-    named = request.pins or request.caps or found.interrupted
-    here = isinstance(request.machine, str) and names_here(request.machine)
-    if named or not here or len(found.machine.devices) == 1:
-        return found
+    named = request.pins or request.caps or chosen.interrupted
+    is_here = isinstance(request.machine, str) and names_here(request.machine)
+    if named or not is_here or len(chosen.machine.devices) == 1:
+        return chosen
     step = request.planned_step
     try:
         all_cores = find_plan(
@@ -375,35 +375,35 @@ def _or_all_cores(found: Plan, request: PlanRequest, progress: TellProgress) -> 
                 step,
                 HERE,
                 placer="single",
-                objective=found.objective,
-                contiguous=found.contiguous,
-                seed=found.seed,
+                objective=chosen.objective,
+                contiguous=chosen.contiguous,
+                seed=chosen.seed,
                 whole=request.whole,
-                format=found.made_for,
-                model=found.source.model,
+                format=chosen.made_for,
+                model=chosen.source.model,
             ),
             progress,
         )
     except (InfeasibleError, CostError):  # it does not fit, or a saved graph was never measured so
-        return replace(found, baselines={**found.baselines, HERE: None})
-    chosen = replace(
-        found,
-        baselines={**found.baselines, HERE: all_cores.value},
+        return replace(chosen, baselines={**chosen.baselines, HERE: None})
+    compared = replace(
+        chosen,
+        baselines={**chosen.baselines, HERE: all_cores.value},
         interrupted=all_cores.interrupted,
     )
     # A plan on several devices must win by the least gain that the user asks of such a plan.
-    several = sum(map(bool, found.orders or ())) > 1
-    worth = all_cores.value * (1 - found.min_gain) if several else all_cores.value
-    if request.placer != "auto" or found.value <= worth:
-        return chosen
+    several = sum(map(bool, chosen.orders or ())) > 1
+    worth = all_cores.value * (1 - chosen.min_gain) if several else all_cores.value
+    if request.placer != "auto" or chosen.value <= worth:
+        return compared
     # The weaker bound holds on both machines.
-    weaker = min((found, all_cores), key=lambda one: one.lower_bound)
+    weaker = min((chosen, all_cores), key=lambda candidate: candidate.lower_bound)
     return replace(
         all_cores,
         placer=HERE,
-        baselines=chosen.baselines,
-        found_seconds=found.found_seconds,
-        planning_seconds=found.planning_seconds,
+        baselines=compared.baselines,
+        found_seconds=chosen.found_seconds,
+        planning_seconds=chosen.planning_seconds,
         lower_bound=weaker.lower_bound,
         bound_proof=weaker.bound_proof,
     )
@@ -445,9 +445,10 @@ class Pricing:
             capacities=capacities,
             ranked=self.objective == "step",
         )
-        found = simulator.evaluate(placement[None], self.objective)
-        fits = bool(found.feasible[0]) and not (found.peak_memory_bytes[0] > capacities).any()
-        return float(found.values[0]) if fits else None
+        evaluation = simulator.evaluate(placement[None], self.objective)
+        over = (evaluation.peak_memory_bytes[0] > capacities).any()
+        fits = bool(evaluation.feasible[0]) and not over
+        return float(evaluation.values[0]) if fits else None
 
 
 def read_place(path: str | Path) -> Plan | dict[str, int | str]:
@@ -475,7 +476,7 @@ def priced(
     what `check_placement` raises."""
     graph, machine = pricing.graph, pricing.machine
     if isinstance(place, Plan):
-        placement = _of_plan(place, graph, machine)
+        placement = _placement_of_plan(place, graph, machine)
         check_placement(placement, graph, machine, pricing.costs.compute_seconds)
         return {name: pricing.price(placement)}
     placement = placement_of(place, step, machine)
@@ -498,24 +499,24 @@ def placement_of(place: GivenMap, step: Step, machine: Machine) -> Placement:
     graph = graph_of(step)
     devices = {path: _device_of(path, name, machine) for path, name in place.items()}
     _check_paths(place, step)
-    found = np.full(len(graph), -1, dtype=np.int32)
+    placement = np.full(len(graph), -1, dtype=np.int32)
     around: dict[str, int] = {}
     for module in dict.fromkeys(graph.modules):
         around[module] = _longest(module, devices)
     for op in range(len(graph)):
         forward = int(graph.gradient_of[op])
         if forward >= 0:
-            found[op] = found[forward]
+            placement[op] = placement[forward]
             continue
-        found[op] = around[graph.modules[op]]
-        if found[op] < 0 and not graph.is_source[op]:
+        placement[op] = around[graph.modules[op]]
+        if placement[op] < 0 and not graph.is_source[op]:
             makers = graph.producers[graph.inputs_of(op)]
-            made = found[makers][~graph.is_source[makers]]
-            found[op] = made[0] if len(made) else -1
+            maker_devices = placement[makers][~graph.is_source[makers]]
+            placement[op] = maker_devices[0] if len(maker_devices) else -1
     main = _main_device(place, devices, machine)
-    found[found < 0] = main
-    _with_their_colocated(graph, found)
-    return normalise(found, graph, machine)
+    placement[placement < 0] = main
+    _with_their_colocated(graph, placement)
+    return normalise(placement, graph, machine)
 
 
 def _longest(module: str, devices: Mapping[str, int]) -> int:
@@ -552,23 +553,23 @@ def _device_of(path: str, name: int | str, machine: Machine) -> int:
     gpus = [d for d, kind in enumerate(kinds) if kind == "gpu"]
     if not number.isdecimal() or int(number) >= len(gpus):
         numbers = f", and accelerators 0 to {len(gpus) - 1}" if gpus else ""
-        known = ", ".join(machine.device_names)
-        raise UsageError("place", f"{path!r} is on {name!r}; {machine.name} has {known}{numbers}")
+        names = ", ".join(machine.device_names)
+        raise UsageError("place", f"{path!r} is on {name!r}; {machine.name} has {names}{numbers}")
     return gpus[int(number)]
 
 
 def _check_paths(place: GivenMap, step: Step) -> None:
     """Raise `UsageError` if an entry names no module, parameter or buffer of the network."""
     graph = graph_of(step)
-    known = {"", *graph.names}
+    known_paths = {"", *graph.names}
     for module in dict.fromkeys(graph.modules):
         parts = module.split(".")
-        known.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+        known_paths.update(".".join(parts[: i + 1]) for i in range(len(parts)))
     if isinstance(step, Captured):
-        known.update(name for name, _ in step.module.named_modules(remove_duplicate=False))
-        known.update(step.module.state_dict(keep_vars=True))
+        known_paths.update(name for name, _ in step.module.named_modules(remove_duplicate=False))
+        known_paths.update(step.module.state_dict(keep_vars=True))
     for path in place:
-        if path not in known:
+        if path not in known_paths:
             raise UsageError("place", f"{path!r} is no module or parameter of this network")
 
 
@@ -577,8 +578,8 @@ def _main_device(place: GivenMap, devices: Mapping[str, int], machine: Machine) 
     if it names one, else the first device in the map that is not "cpu"."""
     if isinstance(place, DeviceMap):
         return _device_of("main_device", place.main_device, machine)
-    others = [devices[path] for path, name in place.items() if str(name) != "cpu"]
-    return others[0] if others else next(iter(devices.values()), 0)
+    off_cpu = [devices[path] for path, name in place.items() if str(name) != "cpu"]
+    return off_cpu[0] if off_cpu else next(iter(devices.values()), 0)
 
 
 def as_accelerate_runs(
@@ -627,12 +628,12 @@ def as_accelerate_runs(
 def _read_only_by(graph: Graph, ops: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The tensors of parameters, buffers and constants that only these ops read."""
     resident = (graph.is_source & (graph.residences == EVERYWHERE))[graph.producers]
-    others = np.zeros(graph.tensors, dtype=bool)
-    others[graph.input_tensors[~ops[graph.readers]]] = True
-    return np.flatnonzero(resident & ~others)
+    read_by_others = np.zeros(graph.tensors, dtype=bool)
+    read_by_others[graph.input_tensors[~ops[graph.readers]]] = True
+    return np.flatnonzero(resident & ~read_by_others)
 
 
-def _of_plan(plan: Plan, graph: Graph, machine: Machine) -> Placement:
+def _placement_of_plan(plan: Plan, graph: Graph, machine: Machine) -> Placement:
     """[ops] the placement of another plan for this graph, without the plan's copies, on the devices
     of the same names. Raises `GraphMismatchError`."""
     placement = plan.placement
@@ -679,28 +680,29 @@ def accelerates_own(
         balanced = get_balanced_memory(
             step.module, max_memory=dict(memory), no_split_module_classes=classes
         )
-        found: dict[str, Any] = infer_auto_device_map(
+        device_map: dict[str, Any] = infer_auto_device_map(
             step.module, max_memory=balanced, no_split_module_classes=classes
         )
     finally:
         log.setLevel(level)
-    return found
+    return device_map
 
 
-def _others(
+def _price_others(
     step: Step, pricing: Pricing, places: Mapping[str, Plan | Mapping[str, int | str]]
 ) -> dict[str, float | None]:
     """The values of these placements and of accelerate's own, each under the name of its row."""
     rows: dict[str, float | None] = {}
-    for name, theirs in places.items():
-        rows |= priced(name, theirs, step, pricing)
+    for name, place in places.items():
+        rows |= priced(name, place, step, pricing)
     classes = sorted(set(unsplit_modules(step).values()))
-    own = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
-    if own is None:
+    device_map = accelerates_own(step, pricing.machine, dict(pricing.caps), classes)
+    if device_map is None:
         return rows
     # Modules that accelerate leaves on the CPU can be priced only if a CPU is among the devices.
     # Nothing runs on disk, so a map with weights there has no price.
-    streamed = "cpu" in own.values() and all(d.kind != "cpu" for d in pricing.machine.devices)
-    if streamed or "disk" in own.values():
+    has_cpu = any(d.kind == "cpu" for d in pricing.machine.devices)
+    streamed = "cpu" in device_map.values() and not has_cpu
+    if streamed or "disk" in device_map.values():
         return rows | {ACCELERATE: None}
-    return rows | priced(ACCELERATE, own, step, pricing)
+    return rows | priced(ACCELERATE, device_map, step, pricing)

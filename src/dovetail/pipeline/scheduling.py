@@ -82,18 +82,18 @@ def target_of(
     # A network with convolutions gets channels last.
     images = any(kind == CONVOLUTION for kind in step.graph.kinds)
     prepared = prepare(step, kernels, channels_last=images)
-    known = cache or CostCache()
+    cost_cache = cache or CostCache()
 
-    def told(doing: str, fraction: float) -> None:
+    def tell(doing: str, fraction: float) -> None:
         progress(doing, fraction, None)
 
     if device == CPU:
         inputs, _ = example_values(step, seed)
-        here = local_machine().devices[0]
-        return cpu_target(step, kernels, prepared, inputs, here, known, told)
+        cpu = local_machine().devices[0]
+        return cpu_target(step, kernels, prepared, inputs, cpu, cost_cache, tell)
     if is_cuda(device):
         inputs, _ = example_values(step, seed)
-        return cuda_target(step, kernels, prepared, inputs, device, known, told)
+        return cuda_target(step, kernels, prepared, inputs, device, cost_cache, tell)
     return analytic_target(step, kernels, prepared, _one_device(device))
 
 
@@ -161,7 +161,7 @@ def find(
         # stages predicts is a bound, and is not compared.
         staged = [name for name in candidates if candidates[name].stages]
         chosen = min(staged, key=lambda name: candidates[name].predicted_seconds)
-        return _scheduled(target, candidates, {}, chosen), None
+        return _to_scheduled(target, candidates, {}, chosen), None
     check_equal(target, running)
     # Schedules that run alike are measured as one, under the name of the first of them. `reversed`
     # makes the earliest name win, so that a schedule that runs like sequential is "sequential".
@@ -169,10 +169,10 @@ def find(
     timers = {name: target.timed(running[name]) for name in first.values()}
     chosen, seconds = fastest(timers, rounds, lambda done: progress("measuring", done, None))
     seconds = {name: seconds[first[target.program(candidates[name])]] for name in running}
-    return _scheduled(target, candidates, seconds, chosen), running[chosen]
+    return _to_scheduled(target, candidates, seconds, chosen), running[chosen]
 
 
-def _scheduled(
+def _to_scheduled(
     target: ScheduleTarget,
     candidates: Mapping[str, ScheduleCandidate],
     seconds: Mapping[str, tuple[float, ...]],
@@ -196,11 +196,11 @@ def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
     # spent on measuring is taken off its search.
     costs = target.costs
     before, began = (costs.asked, costs.timed, costs.seconds), clock()
-    found = SCHEDULERS[name](target.problem)
+    result = SCHEDULERS[name](target.problem)
     measuring = costs.seconds - before[2]
     effort = SearchEffort(
-        found.states,
-        found.transitions,
+        result.states,
+        result.transitions,
         costs.asked - before[0],
         costs.timed - before[1],
         clock() - began - measuring,
@@ -208,12 +208,12 @@ def search(target: ScheduleTarget, name: str) -> ScheduleCandidate:
     )
     return ScheduleCandidate(
         name,
-        found.stages,
-        found.streams or target.streams(found.stages),
-        target.predicted(name, found),
-        target.block_seconds(found),
+        result.stages,
+        result.streams or target.streams(result.stages),
+        target.predicted(name, result),
+        target.block_seconds(result),
         effort=effort,
-        pruning=found.pruning,
+        pruning=result.pruning,
     )
 
 
@@ -224,16 +224,16 @@ def reseen(target: ScheduleTarget, candidate: ScheduleCandidate) -> ScheduleCand
         seconds = replayed(
             target.block, candidate.streams, target.problem.seconds, target.problem.wait_seconds
         )
-        found = SchedulerResult(seconds, streams=candidate.streams)
-        total = target.predicted(candidate.scheduler, found)
+        result = SchedulerResult(seconds, streams=candidate.streams)
+        total = target.predicted(candidate.scheduler, result)
         return replace(candidate, predicted_seconds=total, seconds=())
-    asked = [sum(1 << kernel for kernel in stage.kernels) for stage in candidate.stages]
-    here = as_candidate(target, asked, candidate.scheduler)
+    op_sets = [sum(1 << kernel for kernel in stage.kernels) for stage in candidate.stages]
+    repriced = as_candidate(target, op_sets, candidate.scheduler)
     return replace(
         candidate,
-        stages=here.stages,
-        streams=here.streams,
-        predicted_seconds=here.predicted_seconds,
+        stages=repriced.stages,
+        streams=repriced.streams,
+        predicted_seconds=repriced.predicted_seconds,
         seconds=(),
     )
 
@@ -267,23 +267,23 @@ def as_candidate(
 ) -> ScheduleCandidate:
     """A candidate of any stages. Each stage runs by the faster strategy, as groups or merged, and
     the candidate has its predicted seconds."""
-    own = []
+    kernel_stages = []
     for stage, timing in zip(stages, target.problem.timer(stages), strict=True):
         groups = tuple(tuple(members(group)) for group in groups_of(target.block, stage))
         if timing.merged:
             groups = (tuple(kernel for group in groups for kernel in group),)
-        own.append(KernelStage(groups, timing.seconds, timing.merged))
-    schedule = SchedulerResult(sum(stage.seconds for stage in own), tuple(own))
+        kernel_stages.append(KernelStage(groups, timing.seconds, timing.merged))
+    schedule = SchedulerResult(sum(stage.seconds for stage in kernel_stages), tuple(kernel_stages))
     total = target.predicted(scheduler, schedule)
-    return ScheduleCandidate(scheduler, tuple(own), target.streams(own), total)
+    return ScheduleCandidate(scheduler, tuple(kernel_stages), target.streams(kernel_stages), total)
 
 
 def check_equal(target: ScheduleTarget, steps: Mapping[str, Step]) -> None:
     """Raise `UnequalError` if a schedule's outputs differ from sequential's by more than
     round-off."""
-    wanted = _outputs(steps[SEQUENTIAL](*target.inputs))
+    expected_outputs = _outputs(steps[SEQUENTIAL](*target.inputs))
     for name, step in steps.items():
-        for value, expected in zip(_outputs(step(*target.inputs)), wanted, strict=True):
+        for value, expected in zip(_outputs(step(*target.inputs)), expected_outputs, strict=True):
             error = _error(value, expected)
             # Written so that an error that is not a number raises, too.
             if not error <= _ROUND_OFF.get(value.dtype, 0.0):
@@ -324,20 +324,20 @@ def works_of(graph: Graph, kernels: Kernels) -> tuple[KernelWork, ...]:
     for op, kernel in enumerate(kernels.of_op.tolist()):
         if kernel != FOLDED:
             ops[kernel].append(op)
-    found = []
-    for own in ops:
-        inside = {t for op in own for t in graph.outputs_of(op)}
-        read = {int(t) for op in own for t in graph.inputs_of(op)} - inside
+    works = []
+    for kernel_ops in ops:
+        inside = {t for op in kernel_ops for t in graph.outputs_of(op)}
+        read = {int(t) for op in kernel_ops for t in graph.inputs_of(op)} - inside
         written = {
             t
             for t in inside
-            if t in graph.outputs or any(int(r) not in own for r in graph.consumers_of(t))
+            if t in graph.outputs or any(int(r) not in kernel_ops for r in graph.consumers_of(t))
         }
         moved = float(graph.tensor_bytes[sorted(read | written)].sum())
-        names = tuple(graph.names[op] for op in own)
-        flops = float(graph.flops[own].sum())
-        found.append(KernelWork(names[0], names, flops, moved))
-    return tuple(found)
+        names = tuple(graph.names[op] for op in kernel_ops)
+        flops = float(graph.flops[kernel_ops].sum())
+        works.append(KernelWork(names[0], names, flops, moved))
+    return tuple(works)
 
 
 # --- Several batch sizes and devices ---
@@ -353,21 +353,24 @@ def find_schedules(
 ) -> list[Schedules]:
     """The fastest stages of a network: for each device, at each batch size."""
     steps = [_step(request.model, batch, progress) for batch in request.batches or (0,)]
-    found, targets = [], []
+    by_device, targets = [], []
     for device in request.devices:
         of_device = [
             target_of(step, device, seed=request.seed, cache=cache, progress=progress)
             for step in steps
         ]
-        results = [_found(target, request, progress) for target in of_device]
+        results = [_find_on_target(target, request, progress) for target in of_device]
         targets.append(of_device)
-        matrix = _over_batches(of_device, results, request.rounds)
+        matrix = _batch_matrix(of_device, results, request.rounds)
         first = of_device[0]
-        found.append(
+        by_device.append(
             Schedules(_name(request), first.device, first.source, tuple(results), tuple(matrix))
         )
-    across = _over_devices(targets, found)
-    return [replace(one, specialisations=(*one.specialisations, *across)) for one in found]
+    across = _device_matrices(targets, by_device)
+    return [
+        replace(on_device, specialisations=(*on_device.specialisations, *across))
+        for on_device in by_device
+    ]
 
 
 @with_fields_of(ScheduleRequest)
@@ -420,17 +423,19 @@ def _step(model: str | Captured, batch: int, progress: TellProgress) -> Captured
     return step
 
 
-def _found(target: ScheduleTarget, request: ScheduleRequest, progress: TellProgress) -> Scheduled:
+def _find_on_target(
+    target: ScheduleTarget, request: ScheduleRequest, progress: TellProgress
+) -> Scheduled:
     """The schedules on one target, with the random ones that the request asks for."""
-    found, step = find(target, request.schedulers, rounds=request.rounds, progress=progress)
+    scheduled, step = find(target, request.schedulers, rounds=request.rounds, progress=progress)
     if request.sampled and step is not None:
         rng = random.Random(request.seed)
         drawn = sample(target, request.sampled, rng, request.rounds, progress)
-        found = replace(found, sampled=tuple(drawn))
-    return found
+        scheduled = replace(scheduled, sampled=tuple(drawn))
+    return scheduled
 
 
-def _over_batches(
+def _batch_matrix(
     targets: Sequence[ScheduleTarget], results: Sequence[Scheduled], rounds: int
 ) -> list[Specialisation]:
     """The matrix of batch sizes: each size run by the schedule made for each. Seconds are measured
@@ -454,21 +459,23 @@ def _row(target: ScheduleTarget, results: Sequence[Scheduled], rounds: int) -> t
     return tuple(statistics.median(seconds[str(i)]) for i in range(len(running)))
 
 
-def _over_devices(
-    targets: Sequence[Sequence[ScheduleTarget]], found: Sequence[Schedules]
+def _device_matrices(
+    targets: Sequence[Sequence[ScheduleTarget]], by_device: Sequence[Schedules]
 ) -> list[Specialisation]:
     """One matrix for each batch size: each device run by the schedule made for each device, as
     predicted. Empty if there is one device."""
-    if len(found) < 2:
+    if len(by_device) < 2:
         return []
-    names = tuple(one.device for one in found)
-    made = []
-    for place in range(len(found[0].results)):
+    names = tuple(on_device.device for on_device in by_device)
+    matrices = []
+    for place in range(len(by_device[0].results)):
         seconds: dict[tuple[int, int], float] = {}
-        for row, column in product(range(len(found)), repeat=2):
-            best = found[column].results[place].best
+        for row, column in product(range(len(by_device)), repeat=2):
+            best = by_device[column].results[place].best
             seconds[row, column] = reseen(targets[row][place], best).predicted_seconds
-        table = tuple(tuple(seconds[r, c] for c in range(len(found))) for r in range(len(found)))
-        title = f"devices at batch {found[0].results[place].batch}, predicted"
-        made.append(Specialisation(title, names, names, table))
-    return made
+        table = tuple(
+            tuple(seconds[r, c] for c in range(len(by_device))) for r in range(len(by_device))
+        )
+        title = f"devices at batch {by_device[0].results[place].batch}, predicted"
+        matrices.append(Specialisation(title, names, names, table))
+    return matrices

@@ -257,8 +257,8 @@ class Budget:
         keys = [_digest(row) for row in placements]
         # One row for each distinct placement that the ledger lacks: repeats are bought once.
         rows = {key: i for i, key in enumerate(keys) if key not in entries}
-        wanted = sorted(rows.values())
-        for batch in _batches(wanted, len(problem.graph)):
+        missing = sorted(rows.values())
+        for batch in _batches(missing, len(problem.graph)):
             affordable = batch if always else batch[: int(min(self.left, len(batch)))]
             if not affordable or (self.exhausted and not always):
                 break
@@ -321,9 +321,9 @@ def keeping_interrupts(budget: Budget) -> Iterator[None]:
     Does nothing outside the main thread, since only the main thread is interrupted, or if the
     program has installed a handler of its own.
     """
-    theirs = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
-    if not main or theirs is not signal.default_int_handler:
+    if not main or handler is not signal.default_int_handler:
         yield
         return
 
@@ -338,7 +338,7 @@ def keeping_interrupts(budget: Budget) -> Iterator[None]:
     except _SecondInterrupt:
         raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGINT, theirs)
+        signal.signal(signal.SIGINT, handler)
 
 
 class _SecondInterrupt(BaseException):
@@ -353,9 +353,9 @@ def _digest(placement: GroupPlacement) -> bytes:
 
 def _devices_used(placements: NDArray[np.int32], devices: int) -> NDArray[np.int64]:
     """Return [batch] the number of distinct devices in each placement [batch, groups]."""
-    there = np.zeros((len(placements), devices), dtype=bool)
-    there[np.arange(len(placements))[:, None], placements] = True
-    return np.asarray(there.sum(axis=1), dtype=np.int64)
+    is_used = np.zeros((len(placements), devices), dtype=bool)
+    is_used[np.arange(len(placements))[:, None], placements] = True
+    return np.asarray(is_used.sum(axis=1), dtype=np.int64)
 
 
 def _batches(rows: list[int], ops: int) -> Iterator[list[int]]:

@@ -121,7 +121,7 @@ def forward_order(
     model = problem.load
     edges, taking = model.edges, model.forward.astype(bool)
     if mirrored:
-        extra = _mirrored(problem)
+        extra = _mirror_edges(problem)
         edges = np.concatenate([edges, extra])
         taking[_orphans(problem)] = True
     joined = _idle_leaves(problem, edges) if merging else np.empty((0, 2), np.int32)
@@ -261,7 +261,7 @@ def _orphans(problem: PlacementProblem) -> Int32:
     return np.asarray(backward[problem.load.forward[backward] == 0], np.int32)
 
 
-def _mirrored(problem: PlacementProblem) -> Int32:
+def _mirror_edges(problem: PlacementProblem) -> Int32:
     """Return [edges, 2] of groups: the backward edges that touch an orphan, turned round."""
     graph, of_op = problem.graph, problem.groups.of_op
     before, after = graph.producers[graph.input_tensors], graph.readers

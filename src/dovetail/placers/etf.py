@@ -229,16 +229,16 @@ def child_start(
     another device could start it sooner."""
     group = tasks.of_op[child]
     home = work.placed[group]
-    here = elsewhere = np.inf
+    device_start = elsewhere = np.inf
     for other in range(len(work.free)):
         if home == other or (home < 0 and fits(limits, work.room, group, other)):
             time = arrival(tasks, work.placed, work.ends, child, other)
             time = max(time, work.free[other])
             if other == device:
-                here = time
+                device_start = time
             else:
                 elsewhere = min(elsewhere, time)
-    return here if here <= elsewhere else np.inf
+    return device_start if device_start <= elsewhere else np.inf
 
 
 @inlined

@@ -149,8 +149,8 @@ class Hop:
     def happens(self, placement: GroupPlacement) -> bool:
         """Return True if the placement makes this hop."""
         home = int(placement[self.source]) if self.source >= 0 else -1
-        here = self.source < 0 or home in self.sources
-        return here and any(int(placement[t]) in self.destinations for t in self.targets)
+        from_source = self.source < 0 or home in self.sources
+        return from_source and any(int(placement[t]) in self.destinations for t in self.targets)
 
 
 def new_master(problem: PlacementProblem, scale_seconds: float) -> Master:
@@ -246,15 +246,15 @@ def _channels_swap(problem: PlacementProblem, a: int, b: int) -> bool:
     # The channel that each one becomes; links that shared a channel must share one after the swap.
     renamed: dict[str, str] = {}
     for (source, destination), name in channel.items():
-        there = channel.get((swap.get(source, source), swap.get(destination, destination)))
-        if there is None or renamed.setdefault(name, there) != there:
+        image = channel.get((swap.get(source, source), swap.get(destination, destination)))
+        if image is None or renamed.setdefault(name, image) != image:
             return False
     ends: dict[str, set[str]] = {}
     for (_, destination), name in channel.items():
         ends.setdefault(name, set()).add(destination)
     # A channel that bears a device's name is that device itself and must be swapped along with it.
     swapped = [swap.get(name, name) for name in names]
-    carried = all(renamed.get(n, there) == there for n, there in zip(names, swapped, strict=True))
+    carried = all(renamed.get(n, image) == image for n, image in zip(names, swapped, strict=True))
     return carried and not any({names[a], names[b]} <= of_channel for of_channel in ends.values())
 
 
@@ -264,22 +264,22 @@ def _limit_memory(master: Master) -> None:
     stay, end, passing = necessary_bytes(problem)
     for device in range(problem.devices):
         capacity = int(problem.capacities[device])
-        here = [(g, at[device]) for g, at in enumerate(master.at) if device in at]
-        if sum(int(end[g] + passing[g]) for g, _ in here) <= capacity:
+        literals = [(g, at[device]) for g, at in enumerate(master.at) if device in at]
+        if sum(int(end[g] + passing[g]) for g, _ in literals) <= capacity:
             continue
         # Room is rounded up and sizes are rounded down, so that the rules exclude no placement that
         # fits. Groups too large for the device are excluded exactly.
         unit = max(1, capacity // ROOM_UNITS)
         room = -(-capacity // unit)
-        for g, literal in here:
+        for g, literal in literals:
             if stay[g] + passing[g] > capacity or end[g] > capacity:
                 model.add(literal == 0)
-        model.add(sum(int(end[g]) // unit * literal for g, literal in here) <= room)
+        model.add(sum(int(end[g]) // unit * literal for g, literal in literals) <= room)
         most = model.new_int_var(0, room, "")
-        for g, literal in here:
+        for g, literal in literals:
             units = min(int(passing[g]) // unit, room)
             model.add(most >= units).only_enforce_if(literal)
-        model.add(sum(int(stay[g]) // unit * literal for g, literal in here) + most <= room)
+        model.add(sum(int(stay[g]) // unit * literal for g, literal in literals) + most <= room)
 
 
 Int64 = NDArray[np.int64]
@@ -331,19 +331,19 @@ def _keep_contiguous(master: Master) -> None:
     edges = graph.forward_edges.tolist()
     ops = np.flatnonzero(graph.phases == Phase.FORWARD).tolist()
     for device in range(problem.devices):
-        here = {op: master.at[of_op[op]].get(device) for op in ops}
-        if not any(literal is not None for literal in here.values()):
+        literals = {op: master.at[of_op[op]].get(device) for op in ops}
+        if not any(literal is not None for literal in literals.values()):
             continue
         # `below`: a path leads from the device to the op. `above`: a path leads from the op to the
         # device. An op for which both hold must be on the device.
         below = {op: model.new_bool_var("") for op in ops}
         above = {op: model.new_bool_var("") for op in ops}
-        for op, literal in here.items():
+        for op, literal in literals.items():
             if literal is not None:
                 model.add_implication(literal, below[op])
                 model.add_implication(literal, above[op])
-            there = [] if literal is None else [literal]
-            model.add_bool_or([~below[op], ~above[op], *there])
+            on_device = [] if literal is None else [literal]
+            model.add_bool_or([~below[op], ~above[op], *on_device])
         for before, after in edges:
             model.add_implication(below[before], below[after])
             model.add_implication(above[after], above[before])
@@ -465,8 +465,8 @@ def latency_master(problem: PlacementProblem, scale_seconds: float) -> Master:
         _add_call(calls, op)
         _add_reads(calls, op)
     for call, terms in calls.carries.items():
-        took = cp_model.LinearExpr.sum(terms)
-        master.model.add(calls.call_ends[call] >= calls.starts[call] + took)
+        duration = cp_model.LinearExpr.sum(terms)
+        master.model.add(calls.call_ends[call] >= calls.starts[call] + duration)
         master.terms += len(terms)
     # Without this limit, propagation over calls that wait for each other would creep towards the
     # horizon, one duration at a time.
@@ -490,14 +490,14 @@ def _carry(calls: _CallModel, call: Call, units: int, literal: cp_model.IntVar) 
 def _add_call(calls: _CallModel, op: int) -> None:
     """Say what the op costs on each device, and when it ends there."""
     master, model = calls.master, calls.model
-    for device, here in _at(calls, op).items():
+    for device, literal in _at(calls, op).items():
         units = master.units(model.work_seconds[op, device])
         if model.accelerator[device]:
             call = device, int(model.late[op])
-            _carry(calls, call, units, here)
-            master.model.add(calls.ends[op] >= calls.call_ends[call]).only_enforce_if(here)
+            _carry(calls, call, units, literal)
+            master.model.add(calls.ends[op] >= calls.call_ends[call]).only_enforce_if(literal)
         else:
-            master.model.add(calls.ends[op] >= units).only_enforce_if(here)
+            master.model.add(calls.ends[op] >= units).only_enforce_if(literal)
             calls.sum_units += units
             master.terms += 1
 
@@ -511,17 +511,19 @@ def _add_reads(calls: _CallModel, op: int) -> None:
     everywhere = set(range(master.problem.devices))
     for user in users:
         master.model.add(calls.ends[user] >= calls.ends[op])
-        for device, there in _at(calls, user).items():
+        for device, user_literal in _at(calls, user).items():
             if not model.accelerator[device]:
                 units = master.units(model.work_seconds[user, device])
                 later = master.model.add(calls.ends[user] >= calls.ends[op] + units)
-                later.only_enforce_if(there)
+                later.only_enforce_if(user_literal)
                 continue
             # A call waits for what its ops read from elsewhere, so it starts after all of that.
             start = calls.starts[device, int(model.late[user])]
             waits = master.model.add(start >= calls.ends[op])
-            here = _at(calls, op).get(device)
-            waits.only_enforce_if([there] if here is None else [there, ~here])
+            op_literal = _at(calls, op).get(device)
+            waits.only_enforce_if(
+                [user_literal] if op_literal is None else [user_literal, ~op_literal]
+            )
     targets = {late: _groups(calls, users, late) for late in (0, 1)}
     for device in everywhere:
         if not model.accelerator[device]:

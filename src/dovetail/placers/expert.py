@@ -63,8 +63,8 @@ def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 def _expert_devices(problem: PlacementProblem) -> list[int]:
     """Return the devices that an expert would use: the GPUs, or if there are none the CPUs."""
     kinds = [device.kind for device in problem.machine.devices]
-    wanted = "gpu" if "gpu" in kinds else "cpu"
-    return [d for d, kind in enumerate(kinds) if kind == wanted]
+    expert_kind = "gpu" if "gpu" in kinds else "cpu"
+    return [d for d, kind in enumerate(kinds) if kind == expert_kind]
 
 
 def _layer_of(module: str) -> _StackLayer | None:

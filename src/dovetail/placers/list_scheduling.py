@@ -115,7 +115,7 @@ def best_of_sets(problem: PlacementProblem, budget: Budget, schedule: Scheduler)
     scored_placements: list[tuple[Score, GroupPlacement]] = []
     for attempt in range(MEMORY_ATTEMPTS):
         placements = [
-            problem.settle(schedule(limits_of(problem, i, room, made=attempt > 0)))
+            problem.settle(schedule(limits_of(problem, i, room, all_outputs=attempt > 0)))
             for i, room in open_sets.items()
         ]
         scores = budget.score(problem, np.stack(placements), always=True)
@@ -139,19 +139,19 @@ def limits_of(
     device_set: int,
     room_bytes: Int64 | None = None,
     *,
-    made: bool = False,
+    all_outputs: bool = False,
 ) -> GroupLimits:
     """Return limits that keep groups on the devices of `problem.device_sets[device_set]`.
 
     A group that may be on none of these devices keeps all its choices.
 
     room_bytes   [devices]; None: the capacities
-    made         count all outputs of a group, not only the bytes that stay for long
+    all_outputs  count all outputs of a group, not only the bytes that stay for long
     """
     within = np.isin(np.arange(problem.devices), problem.device_sets[device_set])
     choices = problem.allowed & within
     choices = np.where(np.any(choices, axis=1, keepdims=True), choices, problem.allowed)
-    sizes = problem.made_bytes if made else problem.group_bytes
+    sizes = problem.made_bytes if all_outputs else problem.group_bytes
     room = problem.capacities if room_bytes is None else room_bytes
     return GroupLimits(
         np.array(choices, np.int8, order="C"), np.array(sizes, np.int64), np.array(room, np.int64)
@@ -243,11 +243,11 @@ def arrival(tasks: Tasks, placed: Int32, ends: Float64, op: int, device: int) ->
     latest = 0.0
     for i in range(tasks.before_offsets[op], tasks.before_offsets[op + 1]):
         before = tasks.befores[i]
-        there = placed[tasks.of_op[before]]
+        source = placed[tasks.of_op[before]]
         time = ends[before]
-        if there != device:
-            wait = tasks.before_bytes[i] * tasks.seconds_per_byte[there, device]
-            time += tasks.latency_seconds[there, device] + wait
+        if source != device:
+            wait = tasks.before_bytes[i] * tasks.seconds_per_byte[source, device]
+            time += tasks.latency_seconds[source, device] + wait
         latest = max(latest, time)
     return latest
 

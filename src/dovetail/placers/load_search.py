@@ -177,9 +177,9 @@ def start(tables: LoadTables, walk: AnnealingState, heat: Temperature) -> None:
     walk.loads[:] = 0.0
     walk.used_bytes[:] = 0.0
     for group in range(tables.groups):
-        there = walk.placement[group]
-        walk.loads[there] += tables.work_seconds[group, there]
-        walk.used_bytes[there] += tables.sizes[group]
+        home = walk.placement[group]
+        walk.loads[home] += tables.work_seconds[group, home]
+        walk.used_bytes[home] += tables.sizes[group]
         walk.stamps[group] = -1
     for net in range(len(tables.net_sources)):
         walk.relays[net] = 0
@@ -262,26 +262,26 @@ def propose(tables: LoadTables, walk: AnnealingState, move: int) -> int:
     group = tables.free[below(walk.random, len(tables.free))]
     if below(walk.random, 2):
         group = pick_on(tables, walk, int(walk.scalars[WORST]), group)
-    here = walk.placement[group]
+    origin = walk.placement[group]
     target = -1
     if below(walk.random, 2):
         other = neighbour(tables, walk, group)
         if other >= 0:
             target = walk.placement[other]
-    if target < 0 or target == here:
+    if target < 0 or target == origin:
         target = pick_choice(tables, walk, group)
     count = 0
     for turn in range(2):
-        if target == here or not allowed(tables.work_seconds, group, target):
+        if target == origin or not allowed(tables.work_seconds, group, target):
             break
-        count = grow(tables, walk, (group, here, target), count, pick_size(walk.random), move)
+        count = grow(tables, walk, (group, origin, target), count, pick_size(walk.random), move)
         if turn or below(walk.random, 2):
             break
         group = pick_on(tables, walk, target, tables.free[below(walk.random, len(tables.free))])
         if walk.placement[group] != target or walk.stamps[group] == move:
             break
-        back = here
-        here = target
+        back = origin
+        origin = target
         target = back if below(walk.random, 4) else pick_choice(tables, walk, group)
     return count
 
@@ -322,18 +322,18 @@ def grow(
     size: int,
     move: int,
 ) -> int:
-    """Append to `moved` a cluster around `group` that goes from `here` to `there`; return the new
-    number of groups in `moved`.
+    """Append to `moved` a cluster around `group` that goes from `origin` to `target`; return the
+    new number of groups in `moved`.
 
-    step   (group, here, there)
+    step   (group, origin, target)
 
     In 7 of 8 draws a neighbour of a member joins, which keeps tensors on one device. In the others
     any group of the device may join, which only balances work or bytes.
     """
-    group, here, there = step
+    group, origin, target = step
     first = count
     walk.moved[count] = group
-    walk.ends[count] = there
+    walk.ends[count] = target
     walk.stamps[group] = move
     count += 1
     if size > 1:
@@ -345,11 +345,11 @@ def grow(
             other = tables.free[below(walk.random, len(tables.free))]
             if below(walk.random, 8):
                 other = neighbour(tables, walk, member)
-            if other < 0 or walk.placement[other] != here or walk.stamps[other] == move:
+            if other < 0 or walk.placement[other] != origin or walk.stamps[other] == move:
                 continue
-            if allowed(tables.work_seconds, other, there):
+            if allowed(tables.work_seconds, other, target):
                 walk.moved[count] = other
-                walk.ends[count] = there
+                walk.ends[count] = target
                 walk.stamps[other] = move
                 count += 1
     return count
@@ -380,50 +380,50 @@ def allowed(work_seconds: Float64, group: int, device: int) -> bool:
 
 
 @inlined
-def shift(tables: LoadTables, walk: AnnealingState, group: int, here: int, there: int) -> None:
+def shift(tables: LoadTables, walk: AnnealingState, group: int, origin: int, target: int) -> None:
     """Move one group, with loads, bytes, counts and relays."""
-    walk.placement[group] = there
-    walk.loads[here] -= tables.work_seconds[group, here]
-    walk.loads[there] += tables.work_seconds[group, there]
-    walk.used_bytes[here] -= tables.sizes[group]
-    walk.used_bytes[there] += tables.sizes[group]
+    walk.placement[group] = target
+    walk.loads[origin] -= tables.work_seconds[group, origin]
+    walk.loads[target] += tables.work_seconds[group, target]
+    walk.used_bytes[origin] -= tables.sizes[group]
+    walk.used_bytes[target] += tables.sizes[group]
     for i in range(tables.read_offsets[group], tables.read_offsets[group + 1]):
         net = tables.reads[i]
         home = home_of(tables, walk, net)
-        # The reader first leaves `here` (-1), then arrives at `there` (+1). A hop is removed when
-        # the last reader on a device leaves, and added when the first one arrives.
+        # The reader first leaves `origin` (-1), then arrives at `target` (+1). A hop is removed
+        # when the last reader on a device leaves, and added when the first one arrives.
         for sign in range(-1, 2, 2):
-            device = here if sign < 0 else there
+            device = origin if sign < 0 else target
             count = walk.counts[net, device] + sign
             walk.counts[net, device] = count
             if count == (1 + sign) // 2 and device != home:
                 add_hop(tables, walk, net, home, device, sign)
     for net in range(tables.made_offsets[group], tables.made_offsets[group + 1]):
         if tables.star:
-            turn_hops(tables, walk, net, here, there)
+            turn_hops(tables, walk, net, origin, target)
         else:
             for sign in range(-1, 2, 2):
-                home = here if sign < 0 else there
+                home = origin if sign < 0 else target
                 add_all_hops(tables, walk, net, home, sign)
 
 
 @inlined
-def turn_hops(tables: LoadTables, walk: AnnealingState, net: int, here: int, there: int) -> None:
+def turn_hops(tables: LoadTables, walk: AnnealingState, net: int, origin: int, target: int) -> None:
     """Update the loads for a net whose maker moves in a star.
 
-    Readers on other devices than `here` and `there` still get the tensor from the host, so their
+    Readers on other devices than `origin` and `target` still get the tensor from the host, so their
     loads do not change and need no visit.
     """
     if walk.relays[net] > 0:
-        walk.loads[here] -= price(tables, net, here, tables.host)
-    if walk.counts[net, here] > 0:
+        walk.loads[origin] -= price(tables, net, origin, tables.host)
+    if walk.counts[net, origin] > 0:
         walk.relays[net] += 1
-        walk.loads[here] += price(tables, net, tables.host, here)
-    if walk.counts[net, there] > 0:
+        walk.loads[origin] += price(tables, net, tables.host, origin)
+    if walk.counts[net, target] > 0:
         walk.relays[net] -= 1
-        walk.loads[there] -= price(tables, net, tables.host, there)
+        walk.loads[target] -= price(tables, net, tables.host, target)
     if walk.relays[net] > 0:
-        walk.loads[there] += price(tables, net, there, tables.host)
+        walk.loads[target] += price(tables, net, target, tables.host)
 
 
 @inlined

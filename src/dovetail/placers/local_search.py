@@ -115,7 +115,7 @@ class _PathTracer:
                 maker = int(self.timeline.transfer_ops[transfer])
                 if reader >= 0:
                     self.sends.append((int(of_op[maker]), int(of_op[reader])))
-                cause = self._latest(self._carried(transfer), start)
+                cause = self._latest(self._awaited_event(transfer), start)
             if cause < 0:
                 cause = self.before[event]
                 if cause >= 0 and event < self.spans:
@@ -140,7 +140,7 @@ class _PathTracer:
             events.append(self.span_of[maker] if arrived is None else arrived)
         return events
 
-    def _carried(self, transfer: int) -> list[int]:
+    def _awaited_event(self, transfer: int) -> list[int]:
         """Return the event that a transfer had to wait for: the op that made the tensor, or the
         first hop, which brought the tensor to the device that this transfer leaves from."""
         timeline = self.timeline
@@ -292,16 +292,16 @@ def boundary(
     placement: GroupPlacement, tables: MoveTables, rng: np.random.Generator
 ) -> GroupPlacement | None:
     """Shift a boundary between two devices along the order of groups, by a few groups."""
-    here = placement[tables.free]
-    at = np.flatnonzero(here[1:] != here[:-1])
+    devices = placement[tables.free]
+    at = np.flatnonzero(devices[1:] != devices[:-1])
     if not len(at):
         return None
     edge = int(at[rng.integers(len(at))])
     length = 1 + int(rng.geometric(0.3))
     if rng.random() < 0.5:
-        span, device = slice(max(0, edge + 1 - length), edge + 1), int(here[edge + 1])
+        span, device = slice(max(0, edge + 1 - length), edge + 1), int(devices[edge + 1])
     else:
-        span, device = slice(edge + 1, edge + 1 + length), int(here[edge])
+        span, device = slice(edge + 1, edge + 1 + length), int(devices[edge])
     return relocate(placement, tables.free[span], device, tables.problem)
 
 
@@ -417,10 +417,10 @@ def make_room(
         return None
     odds = np.cumsum(path.crowded)
     device = int(np.searchsorted(odds, rng.random() * odds[-1], side="right"))
-    here = np.setdiff1d(tables.free[placement[tables.free] == device], path.groups)
-    if not len(here):
+    movable = np.setdiff1d(tables.free[placement[tables.free] == device], path.groups)
+    if not len(movable):
         return None
-    group = here[rng.integers(len(here))]
+    group = movable[rng.integers(len(movable))]
     return relocate(placement, group[None], _other(placement, group, tables, rng), tables.problem)
 
 

@@ -87,13 +87,13 @@ def _fill(limits: GroupLimits, devices: Int32, room: Int64, placed: Int32) -> No
         size = limits.group_bytes[group]
         while now + 1 < len(devices) and room[devices[now]] < size:
             now += 1
-        here = devices[now]
-        # The group may not be here, so it goes where most room is left; ties: the first device.
-        if limits.choices[group, here] == 0:
-            here = -1
+        chosen = devices[now]
+        # The group may not be on it, so it goes where most room is left; ties: the first device.
+        if limits.choices[group, chosen] == 0:
+            chosen = -1
             for device in range(len(room)):
-                sooner = here < 0 or room[device] > room[here]
+                sooner = chosen < 0 or room[device] > room[chosen]
                 if limits.choices[group, device] == 1 and sooner:
-                    here = device
-        placed[group] = here
-        room[here] -= size
+                    chosen = device
+        placed[group] = chosen
+        room[chosen] -= size

@@ -112,7 +112,7 @@ def _silence() -> Iterator[None]:
     notices that, and the evaluator judges the result.
     """
     try:
-        ours = os.dup(1)
+        saved_stdout = os.dup(1)
     except OSError:
         # This process has no standard output.
         yield
@@ -128,6 +128,6 @@ def _silence() -> Iterator[None]:
             yield
         finally:
             flush(None)
-            os.dup2(ours, 1)
+            os.dup2(saved_stdout, 1)
             os.close(nowhere)
-            os.close(ours)
+            os.close(saved_stdout)

@@ -90,7 +90,7 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
     A placement of units stands for the placement `placement[unit_of]` of groups. Values and peaks
     are estimates of those on the true graph. O(ops + reads x log reads).
     """
-    allowed = _allowed(problem, unit_of)
+    allowed = _allowed_devices(problem, unit_of)
     merged = _merge(problem, unit_of[problem.groups.of_op], most_ops)
     simulator = Simulator(
         merged.graph,
@@ -117,12 +117,12 @@ def merged_problem(problem: PlacementProblem, unit_of: Int32, most_ops: int) -> 
 def under_units(problem: PlacementProblem, unit_of: Int32) -> PlacementProblem:
     """Return the problem of placing units on the same graph. unit_of [groups]: see
     `merged_problem`."""
-    allowed = _allowed(problem, unit_of)
+    allowed = _allowed_devices(problem, unit_of)
     groups = Groups(unit_of[problem.groups.of_op], len(allowed))
     return replace(problem, groups=groups, allowed=allowed)
 
 
-def _allowed(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bool_]:
+def _allowed_devices(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bool_]:
     """Return [units, devices] True where all groups of a unit may go."""
     allowed = np.ones((int(unit_of.max()) + 1, problem.devices), dtype=bool)
     np.logical_and.at(allowed, unit_of, problem.allowed)
@@ -445,8 +445,8 @@ def _occupied_bytes(graph: Graph, is_seen: NDArray[np.bool_]) -> Int64:
     roots = np.where(graph.bases < 0, np.arange(graph.tensors), graph.bases)
     while (roots[roots] != roots).any():
         roots = roots[roots]
-    there = is_seen[roots] | graph.is_source[graph.producers[roots]]
-    return np.where((graph.bases >= 0) & there, 0, graph.tensor_bytes)
+    root_stays = is_seen[roots] | graph.is_source[graph.producers[roots]]
+    return np.where((graph.bases >= 0) & root_stays, 0, graph.tensor_bytes)
 
 
 # ── Coarsening: groups are joined to ever fewer units, hundreds instead of many thousands ────────
@@ -569,7 +569,7 @@ class _UnitGraph:
         sizes = problem.group_bytes.astype(np.float64)
         roomy = problem.capacities[real]
         return _UnitGraph(
-            *_summed(befores, afters, weights + (np.mean(beyond) if beyond else 0.0)),
+            *_sum_weights(befores, afters, weights + (np.mean(beyond) if beyond else 0.0)),
             problem.load.edges,
             choice,
             seconds,
@@ -618,7 +618,7 @@ class _UnitGraph:
         forward = joined[self.forward]
         forward = np.unique(forward[forward[:, 0] != forward[:, 1]], axis=0)
         return _UnitGraph(
-            *_summed(joined[self.ends[:, 0]], joined[self.ends[:, 1]], self.weights),
+            *_sum_weights(joined[self.ends[:, 0]], joined[self.ends[:, 1]], self.weights),
             forward,
             choice,
             _sums(joined, self.seconds, count),
@@ -652,7 +652,7 @@ class _UnitGraph:
         return unit_levels
 
 
-def _summed(a: Int32, b: Int32, weights: Float64) -> tuple[Int32, Float64]:
+def _sum_weights(a: Int32, b: Int32, weights: Float64) -> tuple[Int32, Float64]:
     """Return the distinct pairs, lower end first, and their summed weights. Loops are dropped."""
     low, high = np.minimum(a, b).astype(np.int64), np.maximum(a, b).astype(np.int64)
     count = int(high.max(initial=0)) + 1
@@ -720,15 +720,15 @@ def _match(  # noqa: PLR0913 (kernel)
             a, b = b, a
         if levels[a] != LOOSE and levels[a] != levels[b]:
             crosses = levels[b] > levels[a] + 1
-            crosses = crosses or _paired(a, b, after_offsets, afters, levels, mates)
-            if crosses or _paired(b, a, before_offsets, befores, levels, mates):
+            crosses = crosses or _may_close_cycle(a, b, after_offsets, afters, levels, mates)
+            if crosses or _may_close_cycle(b, a, before_offsets, befores, levels, mates):
                 continue
         mates[a] = b
         mates[b] = a
 
 
 @inlined
-def _paired(
+def _may_close_cycle(
     unit: int, mate: int, offsets: Int32, neighbours: Int32, levels: Int32, mates: Int32
 ) -> bool:
     """Whether a neighbour on the mate's level is joined with a unit on this unit's level.
@@ -738,8 +738,8 @@ def _paired(
     paired = False
     for i in range(offsets[unit], offsets[unit + 1]):
         neighbour = neighbours[i]
-        there = mates[neighbour]
-        if there >= 0 and levels[neighbour] == levels[mate] and levels[there] == levels[unit]:
+        partner = mates[neighbour]
+        if partner >= 0 and levels[neighbour] == levels[mate] and levels[partner] == levels[unit]:
             paired = True
             break
     return paired
@@ -797,12 +797,12 @@ class _MultilevelSearch:
         """Return the best placement that baselines find at any level, or with repeated modules as
         units."""
         placements = []
-        levels = _spaced(coarsen(self.problem, COARSEST))
+        levels = _space_levels(coarsen(self.problem, COARSEST))
         modules = by_modules(self.problem)
         if int(modules.max()) + 1 < len(modules):
             levels.append(modules)
         for units in levels:
-            small = self._merged(units)
+            small = self._merge_units(units)
             part = self._part(1 - self.budget.fraction, small)
             try_baselines(small, part)
             self._charge(part, small)
@@ -816,7 +816,7 @@ class _MultilevelSearch:
         The cycle spends `share` of what is left of the budget.
         """
         self.cycles += 1
-        levels = _spaced(coarsen(self.problem, COARSEST, incumbent))
+        levels = _space_levels(coarsen(self.problem, COARSEST, incumbent))
         share *= 1 - self.budget.fraction
         for units in levels:
             if not self.budget.exhausted:
@@ -827,7 +827,7 @@ class _MultilevelSearch:
     def _score(self, placement: GroupPlacement) -> Score:
         return self.budget.score(self.problem, placement[None], always=True)[0]
 
-    def _merged(self, units: NDArray[np.int32]) -> PlacementProblem:
+    def _merge_units(self, units: NDArray[np.int32]) -> PlacementProblem:
         """Return the problem of placing these units on a merged graph.
 
         The merged graph of single groups is the most accurate, so it is used if it is small enough.
@@ -850,7 +850,7 @@ class _MultilevelSearch:
 
         `start` must put each unit on one device. If memory lacks on the true graph, `shifts` grows.
         """
-        small = self._merged(units)
+        small = self._merge_units(units)
         self.refined += 1
         small = replace(small, seed=small.seed + self.refined)
         part = self._part(share, small)
@@ -895,7 +895,7 @@ class _MultilevelSearch:
         self.budget.interrupted |= part.interrupted
 
 
-def _spaced(levels: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+def _space_levels(levels: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
     """Return levels from coarse to fine, with a factor of `GROWTH` or more between their units.
 
     The last level has every group apart.

@@ -133,7 +133,7 @@ def parts_of(
         shares = _normal(np.minimum(shares, np.maximum(room, 0) / max(1.0, sizes.sum())))
     # The minimum keeps at least one part if all shares are below `MIN_SHARE`.
     has_part = shares >= min(MIN_SHARE, shares.max())
-    offsets, neighbours, edge_bytes = _induced(net, groups)
+    offsets, neighbours, edge_bytes = _induce_edges(net, groups)
     return PartitionProblem(
         within=within,
         devices=[device for device, keep in zip(within, has_part, strict=True) if keep],
@@ -192,7 +192,7 @@ def placed(
     """
     devices = np.array(parts.devices, np.int32)
     if reorder:
-        devices = _reordered(problem, net, parts, labels)
+        devices = _swap_like_devices(problem, net, parts, labels)
     placement = parts.fixed.copy()
     placement[parts.groups] = devices[labels]
     return PartitionCandidate(parts.within, placement)
@@ -284,15 +284,15 @@ def _relocate(order: Int32, net: GroupNetwork, moves: _RepairState) -> None:
     """
     placement, room, loads = moves.placement, moves.room, moves.loads
     for group in order:
-        here, size = placement[group], moves.group_bytes[group]
-        legal = moves.choices[group, here] == 1
-        # Earlier moves may have made enough room here. A group without bytes would make none.
-        if legal and (room[here] >= 0 or size == 0):
+        home, size = placement[group], moves.group_bytes[group]
+        legal = moves.choices[group, home] == 1
+        # Earlier moves may have made enough room at home. A group without bytes makes none.
+        if legal and (room[home] >= 0 or size == 0):
             continue
         best, best_rank, best_talk = -1, -1, 0.0
         for device in range(len(room)):
             fits = room[device] >= size
-            if device == here or moves.choices[group, device] == 0 or (legal and not fits):
+            if device == home or moves.choices[group, device] == 0 or (legal and not fits):
                 continue
             work = loads[device] + moves.work_seconds[group, device]
             rank = (2 if fits else 0) + (1 if work <= moves.most_seconds[0] else 0)
@@ -303,9 +303,9 @@ def _relocate(order: Int32, net: GroupNetwork, moves: _RepairState) -> None:
             if better:
                 best, best_rank, best_talk = device, rank, talk
         if best >= 0:
-            room[here] += size
+            room[home] += size
             room[best] -= size
-            loads[here] -= moves.work_seconds[group, here]
+            loads[home] -= moves.work_seconds[group, home]
             loads[best] += moves.work_seconds[group, best]
             placement[group] = best
 
@@ -346,9 +346,9 @@ def _work_shares(
     )
     elsewhere = np.ones(problem.groups.count, dtype=bool)
     elsewhere[groups] = False
-    there = fixed[elsewhere]
-    pinned = problem.work_seconds[elsewhere, there]
-    pinned = np.bincount(there, weights=pinned, minlength=problem.devices)[within] * speeds
+    fixed_devices = fixed[elsewhere]
+    pinned = problem.work_seconds[elsewhere, fixed_devices]
+    pinned = np.bincount(fixed_devices, weights=pinned, minlength=problem.devices)[within] * speeds
     target = (fastest.sum() + pinned.sum()) * speeds / speeds.sum() - pinned
     # A device can have no less than nothing, and no more than the work of all that may go there.
     shares = np.minimum(np.maximum(target, 0.0), reachable)
@@ -361,7 +361,7 @@ def _normal(values: Float64) -> Float64:
     return values / total if total > 0 else np.full(len(values), 1 / max(1, len(values)))
 
 
-def _induced(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:
+def _induce_edges(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:
     """Return the edges among `groups` as CSR (offsets, neighbours, bytes), renumbered."""
     count = len(net.offsets) - 1
     shape = (count, count)
@@ -371,7 +371,7 @@ def _induced(net: GroupNetwork, groups: Int32) -> tuple[Int64, Int64, Float64]:
     return inner.indptr.astype(np.int64), inner.indices.astype(np.int64), inner.data
 
 
-def _reordered(
+def _swap_like_devices(
     problem: PlacementProblem, net: GroupNetwork, parts: PartitionProblem, labels: Int64
 ) -> Int32:
     """Return [parts] the device of each part, swapped only among devices alike in model, capacity

@@ -117,8 +117,8 @@ class PlacementProblem:
     def made_bytes(self) -> NDArray[np.int64]:
         """[groups] bytes of a group's parameters, state and outputs, as if no output were freed."""
         graph = self.graph
-        made = self._lives | (~graph.is_source[graph.producers] & (graph.bases < 0))
-        weights = np.where(made, graph.tensor_bytes, 0)
+        is_counted = self._lives | (~graph.is_source[graph.producers] & (graph.bases < 0))
+        weights = np.where(is_counted, graph.tensor_bytes, 0)
         owners = self.groups.of_op[graph.producers]
         return np.bincount(owners, weights=weights, minlength=self.groups.count).astype(np.int64)
 
@@ -236,8 +236,8 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     `NoDeviceError` (an op that no device may run) and `CostError`.
     """
     costs.check(graph)
-    pinned = _pinned(graph, machine, groups, tuple(pins))
-    allowed = _allowed(graph, machine, costs, groups)
+    pinned = _pinned_devices(graph, machine, groups, tuple(pins))
+    allowed = _allowed_devices(graph, machine, costs, groups)
     if may_run is not None:
         barred = np.zeros_like(allowed)
         runs = ~graph.is_source
@@ -294,7 +294,9 @@ def _only_contiguous(evaluate: Evaluate, graph: Graph) -> Evaluate:
     return evaluate_contiguous
 
 
-def _allowed(graph: Graph, machine: Machine, costs: Costs, groups: Groups) -> NDArray[np.bool_]:
+def _allowed_devices(
+    graph: Graph, machine: Machine, costs: Costs, groups: Groups
+) -> NDArray[np.bool_]:
     """Return [groups, devices] where device kinds and costs let each group go."""
     kinds = [device.kind for device in machine.devices]
     per_op = np.stack([graph.runs_on(kind) for kind in kinds], axis=1)
@@ -313,7 +315,7 @@ def _culprit(graph: Graph, groups: Groups, allowed: NDArray[np.bool_], group: in
     return int(real[0] if len(real) else ops[0])
 
 
-def _pinned(
+def _pinned_devices(
     graph: Graph, machine: Machine, groups: Groups, pins: tuple[tuple[str, str], ...]
 ) -> dict[int, int]:
     """Return group -> device for the groups that pins decide. Raises `PinError` if two differ."""
@@ -321,12 +323,12 @@ def _pinned(
     for pattern, name in pins:
         device = machine.device_index(name)
         for group in np.unique(groups.of_op[_choosable(graph, pattern)]).tolist():
-            there, earlier = by.setdefault(group, (device, pattern))
-            if there != device:
+            earlier_device, earlier_pattern = by.setdefault(group, (device, pattern))
+            if earlier_device != device:
                 raise PinError(
                     pattern,
-                    f"puts a group of ops on {name}, but pin {earlier!r} puts it on "
-                    f"{machine.device_names[there]}; ops of one group stay together",
+                    f"puts a group of ops on {name}, but pin {earlier_pattern!r} puts it on "
+                    f"{machine.device_names[earlier_device]}; ops of one group stay together",
                 )
     return {group: device for group, (device, _) in by.items()}
 
@@ -352,7 +354,7 @@ def _choosable(graph: Graph, pattern: str) -> NDArray[np.bool_]:
 
     Raises `PinError` if there is none.
     """
-    matched = _matched(graph, pattern)
+    matched = _match_pattern(graph, pattern)
     if not matched.any():
         raise PinError(pattern)
     matched &= graph.residences >= 0
@@ -361,7 +363,7 @@ def _choosable(graph: Graph, pattern: str) -> NDArray[np.bool_]:
     return matched
 
 
-def _matched(graph: Graph, pattern: str) -> NDArray[np.bool_]:
+def _match_pattern(graph: Graph, pattern: str) -> NDArray[np.bool_]:
     """Return [ops] True if an op's name, its module, or a module around that matches."""
 
     @cache

@@ -104,13 +104,13 @@ class Scotch:
         with _LOCK, ExitStack() as stack:
             self._library.SCOTCH_randomSeed(number(seed % 2**31))
             self._library.SCOTCH_randomReset()
-            machine, build = self._made("arch", stack), self._made("strat", stack)
+            machine, build = self._make_object("arch", stack), self._make_object("strat", stack)
             devices = self._graph(target, stack)
             self._call("archBuild", machine, devices, number(0), None, build)
-            strategy = self._made("strat", stack)
+            strategy = self._make_object("strat", stack)
             flags, parts = number(_QUALITY), number(len(target.weights))
             self._call("stratGraphMapBuild", strategy, flags, parts, ctypes.c_double(imbalance))
-            graph = self._alone(self._graph(source, stack), seed, stack)
+            graph = self._bind_context(self._graph(source, stack), seed, stack)
             self._call("graphMap", graph, machine, strategy, _pointer(labels))
         return labels.astype(np.int64)
 
@@ -120,7 +120,7 @@ class Scotch:
         # Scotch keeps pointers into the arrays, so they must outlive the graph. The stack unwinds
         # in reverse order and drops them after it has freed the graph below.
         stack.callback(arrays.clear)
-        graph = self._made("graph", stack)
+        graph = self._make_object("graph", stack)
         offsets, neighbours, weights, edge_weights = map(_pointer, arrays)
         number = self._number
         vertices, arcs = number(len(csr.weights)), number(len(csr.neighbours))
@@ -130,23 +130,23 @@ class Scotch:
         )  # fmt: skip
         return graph
 
-    def _alone(self, graph: ctypes.c_void_p, seed: int, stack: ExitStack) -> ctypes.c_void_p:
+    def _bind_context(self, graph: ctypes.c_void_p, seed: int, stack: ExitStack) -> ctypes.c_void_p:
         """Return the graph bound to a context of one thread with its own random stream.
 
         Without contexts (version 6), return the graph itself.
         """
         if not self._contexts:
             return graph
-        context = self._made("context", stack)
+        context = self._make_object("context", stack)
         self._call("contextThreadSpawn", context, ctypes.c_int(1), None)
         self._call("contextRandomClone", context)
         self._library.SCOTCH_contextRandomSeed(context, self._number(seed % 2**31))
         self._library.SCOTCH_contextRandomReset(context)
-        bound = self._made("graph", stack)
+        bound = self._make_object("graph", stack)
         self._call("contextBindGraph", context, graph, bound)
         return bound
 
-    def _made(self, kind: str, stack: ExitStack) -> ctypes.c_void_p:
+    def _make_object(self, kind: str, stack: ExitStack) -> ctypes.c_void_p:
         """Return a new object of Scotch, which is closed and freed with the stack."""
         allocate = self._function(f"{kind}Alloc")
         allocate.restype = ctypes.c_void_p

@@ -45,8 +45,8 @@ def stages_of(plan: Plan, graph: Graph) -> list[Stages]:
         elif plan.orders is not None:
             stages.append(tuple((op,) for op in plan.orders[device]))
         else:
-            here = (plan.placement == device) & ~graph.is_source
-            stages.append(tuple((op,) for op in np.flatnonzero(here).tolist()))
+            on_device = (plan.placement == device) & ~graph.is_source
+            stages.append(tuple((op,) for op in np.flatnonzero(on_device).tolist()))
     return stages
 
 
@@ -58,9 +58,9 @@ def check_orders(plan: Plan, graph: Graph) -> None:
     stages = stages_of(plan, graph)
     for device, name in enumerate(plan.machine.device_names):
         listed = [op for stage in stages[device] for op in stage]
-        here = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
-        if sorted(listed) != here:
-            detail = _misnamed(plan, graph, device, listed)
+        device_ops = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
+        if sorted(listed) != device_ops:
+            detail = _describe_misnamed(plan, graph, device, listed)
             raise OrderError(name, f"does not name each of its ops exactly once: {detail}")
         schedule = plan.schedules[device] if plan.schedules else None
         if schedule and any(not 0 <= stage.seconds < np.inf for stage in schedule.stages):
@@ -132,20 +132,20 @@ def _stuck(stages: list[Stages], needs: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.array(missing, dtype=np.int64) > 0
 
 
-def _misnamed(plan: Plan, graph: Graph, device: int, listed: list[int]) -> str:
+def _describe_misnamed(plan: Plan, graph: Graph, device: int, listed: list[int]) -> str:
     """Return text about the first op that is listed twice, is on another device, or is missing."""
-    seen: set[int] = set()
+    named: set[int] = set()
     for op in listed:
         if not 0 <= op < len(graph) or graph.is_source[op]:
             return f"{op} is no op that runs"
-        if op in seen:
+        if op in named:
             return f"op {graph.names[op]!r} is there twice"
         if plan.placement[op] != device:
             where = plan.machine.device_names[plan.placement[op]]
             return f"op {graph.names[op]!r} is on {where}"
-        seen.add(op)
-    here = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
-    return f"op {graph.names[min(set(here) - seen)]!r} is missing"
+        named.add(op)
+    device_ops = np.flatnonzero((plan.placement == device) & ~graph.is_source).tolist()
+    return f"op {graph.names[min(set(device_ops) - named)]!r} is missing"
 
 
 def normalise(placement: Placement, graph: Graph, machine: Machine) -> Placement:

@@ -29,8 +29,8 @@ def tower_placement(graph: Graph, machine: Machine) -> Placement:
     _check(graph)
     towers = towers_of(graph)
     kinds = [device.kind for device in machine.devices]
-    wanted = "gpu" if "gpu" in kinds else "cpu"
-    devices = np.array([d for d, kind in enumerate(kinds) if kind == wanted], dtype=np.int32)
+    tower_kind = "gpu" if "gpu" in kinds else "cpu"
+    devices = np.array([d for d, kind in enumerate(kinds) if kind == tower_kind], dtype=np.int32)
     placement = np.where(towers < 0, machine.host_index, devices[towers % len(devices)])
     for d, kind in enumerate(kinds):
         wrong = np.flatnonzero((placement == d) & ~graph.runs_on(kind) & ~graph.is_source)

@@ -83,12 +83,15 @@ class Folds:
 
 @dataclass
 class _Node:
-    """A module, or a run of modules if it has `members`. `own`: ops are directly in the module."""
+    """A module, or a run of modules if it has `members`.
+
+    has_ops   ops are directly in the module, not only in modules inside it
+    """
 
     path: Path
     children: dict[str, "_Node"] = field(default_factory=dict)
     devices: set[int] = field(default_factory=set)
-    own: bool = False
+    has_ops: bool = False
     members: tuple["_Node", ...] = ()
 
     @property
@@ -109,8 +112,8 @@ def fold(graph: Graph, plan: PricedPlacement) -> Folds:
         for part in paths[op][:depth]:
             node = node.children.setdefault(part, _Node((*node.path, part)))
             node.devices.add(int(plan.placement[op]))
-        node.own = True
-    labels, full, parents, runs, fold_of = _numbered(top)
+        node.has_ops = True
+    labels, full, parents, runs, fold_of = _number_folds(top)
     leaf_folds = np.array([fold_of[path] for path, _, _ in leaves], dtype=np.int32)
     count, devices = len(labels), len(plan.machine.devices)
     seconds = np.zeros((count, devices))
@@ -144,7 +147,7 @@ def fold(graph: Graph, plan: PricedPlacement) -> Folds:
         seconds=seconds,
         parameter_bytes=held,
     )
-    return _opened(folds)
+    return _open_levels(folds)
 
 
 def _leaves(
@@ -176,13 +179,13 @@ def _holders(graph: Graph, plan: PricedPlacement) -> Iterator[tuple[int, int]]:
             yield source, device
 
 
-def _numbered(
+def _number_folds(
     top: _Node,
 ) -> tuple[list[str], list[str], list[int], list[int], dict[Path, int]]:
     """(labels, whole paths, parents, runs) of the folds, and module path -> fold."""
     labels, full, parents, runs = [TOP], [TOP], [-1], []
     fold_of: dict[Path, int] = {(): 0}
-    waiting = [(node, 0, 0) for node in reversed(_grouped(top))]
+    waiting = [(node, 0, 0) for node in reversed(_group_runs(top))]
     while waiting:
         node, parent, inherited = waiting.pop()
         index = len(labels)
@@ -196,16 +199,16 @@ def _numbered(
             continue
         fold_of[node.path] = index
         # A module without ops of its own and with one child is one fold with that child.
-        while len(node.children) == 1 and not node.own:
+        while len(node.children) == 1 and not node.has_ops:
             node = next(iter(node.children.values()))
             fold_of[node.path] = index
         labels.append(".".join(node.path[inherited:]))
         full.append(".".join(node.path))
-        waiting += [(inner, index, len(node.path)) for inner in reversed(_grouped(node))]
+        waiting += [(inner, index, len(node.path)) for inner in reversed(_group_runs(node))]
     return labels, full, parents, runs, fold_of
 
 
-def _grouped(node: _Node) -> list[_Node]:
+def _group_runs(node: _Node) -> list[_Node]:
     """The children, in which numbered ones that follow each other and are alike are one run."""
     groups: list[list[_Node]] = []
     for child in node.children.values():
@@ -226,7 +229,7 @@ def _grouped(node: _Node) -> list[_Node]:
     ]
 
 
-def _opened(folds: Folds) -> Folds:
+def _open_levels(folds: Folds) -> Folds:
     """The folds with as many of them open as leave at most `MOST_SHOWN` nodes, level by level from
     the outside. Runs stay closed."""
     children: dict[int, list[int]] = {}

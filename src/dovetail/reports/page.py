@@ -295,9 +295,11 @@ def _reads(plan: Plan, graph: Graph, stages: set[int]) -> dict[int, set[int]]:
     before: dict[int, set[int]] = {device: set() for device in stages}
     makers = graph.producers[graph.input_tensors]
     real = ~graph.is_source[makers]
-    there = plan.placement[graph.readers[real]]
-    here = plan.placement[makers[real]]
-    for a, b in {(int(a), int(b)) for a, b in zip(here, there, strict=True) if a != b}:
+    reader_devices = plan.placement[graph.readers[real]]
+    maker_devices = plan.placement[makers[real]]
+    for a, b in {
+        (int(a), int(b)) for a, b in zip(maker_devices, reader_devices, strict=True) if a != b
+    }:
         if a in stages and b in stages:
             before[b].add(a)
     return before

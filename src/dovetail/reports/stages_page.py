@@ -227,24 +227,24 @@ def render(scheduled: Scheduled, picture: Picture, longest_seconds: float = 0.0)
     # above cover the ends of their lines.
     for kernel in sorted(places, key=lambda k: (places[k].y, places[k].x), reverse=True):
         parts.append(_kernel(scheduled, picture, kernel))
-    said = f"{len(places)} kernels in {len(picture.bands) or len(picture.lanes)} "
-    said += "stages" if picture.bands else "streams"
+    label = f"{len(places)} kernels in {len(picture.bands) or len(picture.lanes)} "
+    label += "stages" if picture.bands else "streams"
     return Markup(
         f'<svg class="stages" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="{said}">{"".join(parts)}</svg>'
+        f'role="img" aria-label="{label}">{"".join(parts)}</svg>'
     )
 
 
 def _band(band: Band, width: int, longest_seconds: float) -> str:
     share = band.seconds / longest_seconds if longest_seconds > 0 else 0.0
-    took = format_seconds(band.seconds)
+    duration = format_seconds(band.seconds)
     parts = [
         f'<rect class="row{band.number % 2}" x="0" y="{band.y}" width="{width}" '
         f'height="{band.height}"/>',
         f'<text x="6" y="{band.y + 22}">{band.number}</text>',
-        f'<text x="{GUTTER - 24}" y="{band.y + 22}" text-anchor="end">{took}</text>',
+        f'<text x="{GUTTER - 24}" y="{band.y + 22}" text-anchor="end">{duration}</text>',
         f'<rect class="took" x="6" y="{band.y + 28}" width="{(GUTTER - 30) * share:.1f}" '
-        f'height="4"><title>stage {band.number}: {took}</title></rect>',
+        f'height="4"><title>stage {band.number}: {duration}</title></rect>',
     ]
     frame = '<rect class="group" x="{}" y="{}" width="{}" height="{}" rx="7"/>'
     parts += [frame.format(*sizes) for sizes in band.frames]
@@ -461,7 +461,7 @@ def _matrix(matrix: Specialisation) -> _Matrix:
     the row."""
     rows = []
     for i, (name, seconds) in enumerate(zip(matrix.rows, matrix.seconds, strict=True)):
-        diagonal = _own(matrix, i)
+        diagonal = _own_column(matrix, i)
         base = seconds[diagonal] if diagonal is not None else 0.0
         cells: list[tuple[str, str]] = []
         for j, value in enumerate(seconds):
@@ -475,7 +475,7 @@ def _matrix(matrix: Specialisation) -> _Matrix:
     return _Matrix(matrix.title, tuple(matrix.columns), rows)
 
 
-def _own(matrix: Specialisation, row: int) -> int | None:
+def _own_column(matrix: Specialisation, row: int) -> int | None:
     """The column of the schedule that was made for a row; None if there is none. It is the column
     with the row's name. If rows and columns share no name at all, it is the column with the row's
     number in a square matrix."""
@@ -584,8 +584,8 @@ def _cards(schedules: Schedules) -> list[Card]:
         ratio = ratio_of(result, result.best)
         source = "measured" if result.best.seconds else "predicted"
         gain = "" if ratio is None else f"{ratio.value:.3f} x sequential's speed, {source}"
-        took = format_seconds(result.best.median_seconds)
-        cards.append((f"batch {result.batch}: {result.chosen}", took, gain))
+        duration = format_seconds(result.best.median_seconds)
+        cards.append((f"batch {result.batch}: {result.chosen}", duration, gain))
     return cards
 
 
@@ -614,14 +614,14 @@ def drawable(schedules: Schedules, most: int = MOST_DRAWN) -> list[set[str]]:
     boxes and lines: chosen schedules come first, then the others in their order. One that does not
     fit is left out, and smaller ones after it may still fit."""
     drawn: list[set[str]] = [set() for _ in schedules.results]
-    wanted = [(i, result.best) for i, result in enumerate(schedules.results)]
-    wanted += [
+    candidates = [(i, result.best) for i, result in enumerate(schedules.results)]
+    candidates += [
         (i, candidate)
         for i, result in enumerate(schedules.results)
         for candidate in _by_choice(result)[1:]
         if _same_as(result, candidate) is None
     ]
-    for i, candidate in wanted:
+    for i, candidate in candidates:
         needed = effort_of(schedules.results[i], candidate)
         if needed <= most:
             most -= needed
@@ -657,7 +657,7 @@ def _batch(schedules: Schedules, scheduled: Scheduled, drawn: Collection[str]) -
         answer=answer(scheduled, schedules.costs_source),
         overview_head=head,
         overview=rows,
-        schedules=[_shown(scheduled, c, drawn) for c in _by_choice(scheduled)],
+        schedules=[_show_schedule(scheduled, c, drawn) for c in _by_choice(scheduled)],
         latency_chart=latency_chart(scheduled.candidates, scheduled.chosen),
         latency=_latency(scheduled),
         blocks=_blocks(scheduled),
@@ -665,11 +665,11 @@ def _batch(schedules: Schedules, scheduled: Scheduled, drawn: Collection[str]) -
         work=_work(scheduled),
         merged=any(stage.merged for c in scheduled.candidates for stage in c.stages),
         search=_search(scheduled),
-        sampled=_sampled(scheduled),
+        sampled=_show_sampled(scheduled),
     )
 
 
-def _shown(
+def _show_schedule(
     scheduled: Scheduled, candidate: ScheduleCandidate, drawn: Collection[str]
 ) -> _ShownSchedule:
     name = candidate.scheduler
@@ -718,8 +718,8 @@ def _blocks(scheduled: Scheduled) -> _BlockGains | None:
         return None
     gains = {
         c.scheduler: [
-            theirs / ours if ours > 0 else 1.0
-            for theirs, ours in zip(base.block_seconds, c.block_seconds, strict=True)
+            base_seconds / seconds if seconds > 0 else 1.0
+            for base_seconds, seconds in zip(base.block_seconds, c.block_seconds, strict=True)
         ][:MOST_BLOCKS]
         for c in compared
     }
@@ -794,7 +794,7 @@ def _search(scheduled: Scheduled) -> PageTable | None:
     return PageTable(head, rows)
 
 
-def _sampled(scheduled: Scheduled) -> _SampledShown | None:
+def _show_sampled(scheduled: Scheduled) -> _SampledShown | None:
     """Random schedules, measured against predicted, and the share of pairs whose order was
     predicted right; None for less than two."""
     points = scheduled.sampled

@@ -210,7 +210,7 @@ def run_table(
     seconds = np.asarray(measured_seconds, dtype=np.float64)
     step = _table("", "predicted", "measured", "error", title=f"{len(seconds)} measured steps")
     for label, mine, measured_value in run_rows(predicted, seconds, measured):
-        step.add_row(escape(label), *_compared(mine, measured_value))
+        step.add_row(escape(label), *_compare(mine, measured_value))
     return step
 
 
@@ -228,22 +228,24 @@ def run_rows(
         lone = None if measured is None else measured.step_seconds
         rows.append(("step", predicted.step_seconds, lone))
     busy = [None] * len(predicted.devices) if measured is None else measured.busy_seconds.tolist()
-    for name, mine, theirs in zip(predicted.devices, predicted.busy_seconds, busy, strict=True):
-        rows.append((f"{name} computes", float(mine), theirs))
+    for name, predicted_busy, measured_busy in zip(
+        predicted.devices, predicted.busy_seconds, busy, strict=True
+    ):
+        rows.append((f"{name} computes", float(predicted_busy), measured_busy))
     carried = None if measured is None else float(measured.channel_seconds.sum())
     rows.append(("channels carry", float(predicted.channel_seconds.sum()), carried))
     return rows
 
 
-def _compared(
+def _compare(
     predicted: float | None, measured: float | tuple[float, float] | None
 ) -> tuple[str, str, str]:
-    mine = "" if predicted is None else format_seconds(predicted)
+    predicted_text = "" if predicted is None else format_seconds(predicted)
     if isinstance(measured, tuple):
-        return mine, f"{format_seconds(measured[0])} to {format_seconds(measured[1])}", ""
-    theirs = "" if measured is None else format_seconds(measured)
+        return predicted_text, f"{format_seconds(measured[0])} to {format_seconds(measured[1])}", ""
+    measured_text = "" if measured is None else format_seconds(measured)
     error = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else ""
-    return mine, theirs, error
+    return predicted_text, measured_text, error
 
 
 def limits_table(limits: StepLimits, timeline: Timeline, plan: Plan) -> RenderableType:

@@ -114,13 +114,13 @@ class Worker:
         try:
             self._channel.send(message)
         except ConnectionError:
-            raise self._broken() from None
+            raise self._explain_failure() from None
 
     def send_descriptor(self, descriptor: int) -> None:
         try:
             self._channel.send_descriptor(descriptor)
         except ConnectionError:
-            raise self._broken() from None
+            raise self._explain_failure() from None
 
     def receive(self, timeout_seconds: float | None = None) -> Any:
         """The worker's next message. Raises `TimeoutError` after `timeout_seconds`."""
@@ -129,7 +129,7 @@ class Worker:
                 raise TimeoutError(f"process {self.name}: no reply in {timeout_seconds} s")
             message = self._channel.receive()
         except EOFError:
-            raise self._died() from None
+            raise self._explain_death() from None
         if isinstance(message, Failure):
             raise ProcessError(self.name, message.traceback)
         return message
@@ -156,7 +156,7 @@ class Worker:
     ) -> None:
         self.close(kill=error is not None)
 
-    def _broken(self) -> ProcessError | ProcessDiedError:
+    def _explain_failure(self) -> ProcessError | ProcessDiedError:
         """Why nothing can be sent: the failure that the worker reported last, or how it ended."""
         try:
             while True:
@@ -164,7 +164,7 @@ class Worker:
         except (ProcessError, ProcessDiedError) as error:
             return error
 
-    def _died(self) -> ProcessDiedError:
+    def _explain_death(self) -> ProcessDiedError:
         try:
             status = self._process.wait(GRACE_SECONDS)
         # The worker closed its channel but lives on.
@@ -180,21 +180,21 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
     Returns at once; the worker imports what it needs meanwhile. `cores` are those that it may run
     on, () for all. `threads` is the number that OpenMP and the BLAS libraries are told.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
+    parent_end, child_end = socket.socketpair()
+    with child_end:
         process = subprocess.Popen(
             [
                 # -P keeps the folder of child.py off sys.path, where it would hide other modules.
                 sys.executable,
                 "-P",
                 str(Path(__file__).with_name("child.py")),
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 str(os.getpid()),
                 ",".join(map(str, cores)),
                 entry,
                 json.dumps(sys.path),
             ],
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(child_end.fileno(),),
             env=_environment(threads),
             stdin=subprocess.DEVNULL,
             # Workers print to standard error, because standard output is the parent's alone. A
@@ -202,7 +202,7 @@ def launch(entry: str, *, cores: tuple[int, ...] = (), threads: int = 1, name: s
             stdout=2,
             process_group=0,
         )
-    return Worker(name or entry, process, Channel(ours.detach()))
+    return Worker(name or entry, process, Channel(parent_end.detach()))
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -34,11 +34,12 @@ def pairs_ordered_right(
     predicted, measured = np.array(sampled, dtype=np.float64).reshape(-1, 2).T
     right = compared = 0
     for i in range(len(measured) - 1):
-        ahead, took = predicted[i + 1 :] - predicted[i], measured[i + 1 :] - measured[i]
+        predicted_change = predicted[i + 1 :] - predicted[i]
+        measured_change = measured[i + 1 :] - measured[i]
         faster = np.minimum(measured[i + 1 :], measured[i])
-        apart = (took != 0) & (np.abs(took) >= noise * faster)
+        apart = (measured_change != 0) & (np.abs(measured_change) >= noise * faster)
         compared += int(apart.sum())
-        right += int((apart & (np.sign(ahead) == np.sign(took))).sum())
+        right += int((apart & (np.sign(predicted_change) == np.sign(measured_change))).sum())
     return right, compared
 
 

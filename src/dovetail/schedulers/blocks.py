@@ -141,12 +141,12 @@ def narrowed(block: KernelBlock, most: int) -> Narrowed:
         else:
             windows.append(_window(part.block, most))
             parts.append(part)
-    said = []
+    notes = []
     if max(crossings):
-        said.append(f"cut where {max(crossings)} ops are read later")
+        notes.append(f"cut where {max(crossings)} ops are read later")
     if any(windows):
-        said.append(f"a window of {min(filter(None, windows))} ops")
-    return Narrowed(tuple(parts), tuple(windows), " and ".join(said))
+        notes.append(f"a window of {min(filter(None, windows))} ops")
+    return Narrowed(tuple(parts), tuple(windows), " and ".join(notes))
 
 
 def _longest(block: KernelBlock, crossing: int, most: int) -> list[Part]:

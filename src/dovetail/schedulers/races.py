@@ -82,10 +82,10 @@ def happens_before(block: KernelBlock, streams: Streams) -> list[OpSet]:
         raise RaceError(1, op, op, "no stream runs it")
     for event, waiting in streams.waits:
         before[waiting] |= 1 << event
-    return _closed(before)
+    return _close(before)
 
 
-def _closed(before: list[OpSet]) -> list[OpSet]:
+def _close(before: list[OpSet]) -> list[OpSet]:
     """Return the transitive closure of `before` [ops]. Raises `RaceError` if it has a cycle."""
     after: list[list[int]] = [[] for _ in before]
     for op, direct in enumerate(before):

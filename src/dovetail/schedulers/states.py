@@ -43,7 +43,7 @@ def states_of(block: KernelBlock, window: int = 0, most: int = MOST_STATES) -> l
     while level:
         grown: list[_Grown] = []
         for state in level:
-            grown.extend(_grown(block, state, window))
+            grown.extend(_grow(block, state, window))
             if len(states_found) + len(grown) > most:
                 states = max(estimate(block, window), most)
                 raise TooManyStatesError(len(block), states, most)
@@ -86,7 +86,7 @@ def estimate(block: KernelBlock, window: int = 0, seed: int = 0) -> float:
 _Grown = tuple[OpSet, OpSet, OpSet]
 
 
-def _grown(block: KernelBlock, state: _Grown, window: int) -> Iterator[_Grown]:
+def _grow(block: KernelBlock, state: _Grown, window: int) -> Iterator[_Grown]:
     """Yield (ops, sinks, ready ops) of each state with one more op, later than this one's last."""
     ops, sinks, ready = state
     # Adding only ops after the last one is what makes every state come up once.

@@ -244,10 +244,10 @@ def _arrival(edges: WaitEdges, ends: Float64, edge: int, device: int) -> float:
     """The earliest time that what an edge carries can be on `device`, if it was made elsewhere."""
     before, size = edges.befores[edge], edges.sizes[edge]
     earliest = np.inf
-    for there in range(ends.shape[1]):
-        if there != device:
-            time = ends[before, there] + edges.latency_seconds[there, device]
-            earliest = min(earliest, time + size * edges.seconds_per_byte[there, device])
+    for source in range(ends.shape[1]):
+        if source != device:
+            time = ends[before, source] + edges.latency_seconds[source, device]
+            earliest = min(earliest, time + size * edges.seconds_per_byte[source, device])
     return earliest
 
 
@@ -286,9 +286,9 @@ def _start(
             seconds[near, device],
         )
         count += 1
-        here = seconds[near, device] + ancestors.path[near]
+        device_path = seconds[near, device] + ancestors.path[near]
         for edge in range(edges.offsets[near], edges.offsets[near + 1]):
-            away = min(_arrival(edges, ends, edge, device) + here, ancestors.away[near])
+            away = min(_arrival(edges, ends, edge, device) + device_path, ancestors.away[near])
             path = least[near] + ancestors.path[near]
             waiting = _note(ancestors, stamp, edges.befores[edge], away, path, waiting)
     return max(base, _crossing(ancestors, count))
@@ -486,7 +486,7 @@ def load_balance_prices(
     # Seconds and bytes are scaled to at most 1, because they differ by many orders of magnitude.
     most_seconds = float(np.where(finite, rows, 0).max(axis=1).sum())
     most_bytes = max(float(sizes.sum()), 1.0)
-    merged = _merged(np.column_stack([rows / most_seconds, sizes[burdens] / most_bytes]))
+    merged = _merge_rows(np.column_stack([rows / most_seconds, sizes[burdens] / most_bytes]))
     room = capacities[types.first] / most_bytes
     duals = _duals(merged[:, :-1], merged[:, -1], types.counts, room)
     if duals is None:
@@ -550,7 +550,7 @@ def _duals(
     return duals[:types], per_byte
 
 
-def _merged(rows: Float64) -> Float64:
+def _merge_rows(rows: Float64) -> Float64:
     """Sums of rows of nearly the same proportions, because such classes split alike."""
     finite = np.isfinite(rows)
     most = np.where(finite, rows, 0.0).max(axis=1, keepdims=True)

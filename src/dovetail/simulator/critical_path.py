@@ -126,12 +126,12 @@ def _fill_ends(
 def _arrival(flat: StepModel, ends: Float64, device: int, size_bytes: float) -> float:
     """The earliest time that something made anywhere can be on `device`."""
     earliest: float = ends[device]
-    for there in range(flat.devices):
-        if there == device:
+    for source in range(flat.devices):
+        if source == device:
             continue
-        link, time = flat.link_of[there, device], ends[there]
+        link, time = flat.link_of[source, device], ends[source]
         if link < 0:
-            hop = flat.link_of[there, flat.host]
+            hop = flat.link_of[source, flat.host]
             time += flat.link_latencies[hop] + size_bytes / flat.link_bandwidths[hop]
             link = flat.link_of[flat.host, device]
         time += flat.link_latencies[link] + size_bytes / flat.link_bandwidths[link]

@@ -355,8 +355,8 @@ def finish_transfer(
     if device == flat.host and flat.relayed[work.homes[unit]]:
         work.counts[SENT] += 1
         for k in range(flat.consumer_offsets[unit], flat.consumer_offsets[unit + 1]):
-            there = work.placed[flat.consumers[k]]
-            users += send_on(flat, work, now, unit, work.homes[unit], there)
+            destination = work.placed[flat.consumers[k]]
+            users += send_on(flat, work, now, unit, work.homes[unit], destination)
     work.holds[unit, device] = users
 
 
@@ -371,12 +371,12 @@ def deliver(
     token = work.counts[SENT]
     for k in range(flat.consumer_offsets[tensor], flat.consumer_offsets[tensor + 1]):
         op = flat.consumers[k]
-        there = work.placed[op]
-        if there == device:
+        destination = work.placed[op]
+        if destination == device:
             users += 1
             arrive(rules, work, op, device)
-        elif work.stamps[there] != token:
-            users += send(flat, work, now, tensor, device, there)
+        elif work.stamps[destination] != token:
+            users += send(flat, work, now, tensor, device, destination)
     return users
 
 
@@ -388,11 +388,11 @@ def deliver_control(
     work.counts[SENT] += 1
     for k in range(flat.control_offsets[op], flat.control_offsets[op + 1]):
         after = flat.control_targets[k]
-        there = work.placed[after]
-        if there == device:
+        destination = work.placed[after]
+        if destination == device:
             arrive(rules, work, after, device)
-        elif work.stamps[there] != work.counts[SENT]:
-            send(flat, work, now, flat.tensors + op, device, there)
+        elif work.stamps[destination] != work.counts[SENT]:
+            send(flat, work, now, flat.tensors + op, device, destination)
 
 
 @inlined

@@ -186,20 +186,20 @@ def _count_reads(model: LatencyModel, work: LatencyWorkspace, placement: Int32, 
     leaves = False
     for i in range(first, last):
         user = model.users[i]
-        there, theirs = work.call_of[user], placement[user]
-        if there == call:
+        user_call, user_device = work.call_of[user], placement[user]
+        if user_call == call:
             continue
-        work.waits[there] += 1
+        work.waits[user_call] += 1
         # Between the two calls of one accelerator nothing moves.
-        if theirs == device and model.accelerator[device]:
+        if user_device == device and model.accelerator[device]:
             continue
         leaves = True
-        if model.accelerator[theirs] and work.stamps[there] != op:
-            work.stamps[there] = op
-            # `there ^ 1` is the other call of that accelerator. If the forward call has fetched the
-            # output already, the backward call does not pay again.
-            if work.stamps[there ^ 1] != op:
-                work.carries[there] += model.in_seconds[op, theirs]
+        if model.accelerator[user_device] and work.stamps[user_call] != op:
+            work.stamps[user_call] = op
+            # `user_call ^ 1` is the other call of that accelerator. If the forward call has fetched
+            # the output already, the backward call does not pay again.
+            if work.stamps[user_call ^ 1] != op:
+                work.carries[user_call] += model.in_seconds[op, user_device]
     if leaves and model.accelerator[device]:
         work.carries[call] += model.out_seconds[op, device]
 
@@ -231,13 +231,13 @@ def _run_calls(model: LatencyModel, work: LatencyWorkspace) -> float:
         op = work.heads[call]
         while op >= 0:
             for i in range(model.user_offsets[op], model.user_offsets[op + 1]):
-                there = work.call_of[model.users[i]]
-                if there == call:
+                user_call = work.call_of[model.users[i]]
+                if user_call == call:
                     continue
-                work.starts[there] = max(work.starts[there], end)
-                work.waits[there] -= 1
-                if work.waits[there] == 0:
-                    work.ready[ready] = there
+                work.starts[user_call] = max(work.starts[user_call], end)
+                work.waits[user_call] -= 1
+                if work.waits[user_call] == 0:
+                    work.ready[ready] = user_call
                     ready += 1
             op = work.nexts[op]
     return latest if left == 0 else -float(left)

@@ -67,18 +67,18 @@ def add_sends(  # noqa: PLR0913 (kernel)
     two counts once.
     """
     for op in targets:
-        there = placed[op]
-        if there == home or stamps[there] == unit:
+        destination = placed[op]
+        if destination == home or stamps[destination] == unit:
             continue
-        if flat.link_of[home, there] >= 0:
-            stamps[there] = unit
-            add_hop(flat, loads, home, there, size_bytes)
+        if flat.link_of[home, destination] >= 0:
+            stamps[destination] = unit
+            add_hop(flat, loads, home, destination, size_bytes)
             continue
         if stamps[flat.host] != unit:
             stamps[flat.host] = unit
             add_hop(flat, loads, home, flat.host, size_bytes)
-        stamps[there] = unit
-        add_hop(flat, loads, flat.host, there, size_bytes)
+        stamps[destination] = unit
+        add_hop(flat, loads, flat.host, destination, size_bytes)
 
 
 @inlined
@@ -218,33 +218,35 @@ def add_net(model: LoadModel, placement: Int32, net: int, loads: Float64, sign: 
     relayed = False
     first, last = model.net_offsets[net], model.net_offsets[net + 1]
     for i in range(first, last):
-        there = placement[model.net_targets[i]]
-        if there == home or _seen(model, placement, first, i, there):
+        destination = placement[model.net_targets[i]]
+        if destination == home or _has_earlier_target(model, placement, first, i, destination):
             continue
         # The host may be a destination itself and a relay, and gets the net only once.
-        if model.linked[home, there]:
-            if there == model.host:
+        if model.linked[home, destination]:
+            if destination == model.host:
                 if not relayed:
-                    _add_hop(model, net, home, there, loads, sign)
+                    _add_hop(model, net, home, destination, loads, sign)
                 relayed = True
             else:
-                _add_hop(model, net, home, there, loads, sign)
+                _add_hop(model, net, home, destination, loads, sign)
             continue
         if not relayed:
             _add_hop(model, net, home, model.host, loads, sign)
         relayed = True
-        _add_hop(model, net, model.host, there, loads, sign)
+        _add_hop(model, net, model.host, destination, loads, sign)
 
 
 @inlined
-def _seen(model: LoadModel, placement: Int32, first: int, i: int, there: int) -> bool:
+def _has_earlier_target(
+    model: LoadModel, placement: Int32, first: int, i: int, device: int
+) -> bool:
     """True if a target before the i-th one is on the same device."""
-    seen = False
+    has_earlier = False
     for j in range(first, i):
-        if placement[model.net_targets[j]] == there:
-            seen = True
+        if placement[model.net_targets[j]] == device:
+            has_earlier = True
             break
-    return seen
+    return has_earlier
 
 
 @inlined

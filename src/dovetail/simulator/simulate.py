@@ -161,7 +161,9 @@ class Simulator:
         simulate_batch(flat, rules, work, rows, values, peaks, True)
         for device, name in enumerate(self.machine.device_names):
             if rules.ordered[device] and work.next_slots[device] < rules.slot_offsets[device + 1]:
-                raise OrderError(name, "cannot complete: " + self._blocked(rules, work, device))
+                raise OrderError(
+                    name, "cannot complete: " + self._explain_block(rules, work, device)
+                )
         return _timeline(self.machine, flat, work, float(values[0]))
 
     def _simulate_all(
@@ -231,7 +233,7 @@ class Simulator:
     ) -> DispatchRules:
         flat = self._flat
         if orders is None and schedules is None and priorities is None:
-            return self._chosen(placement)
+            return self._choose_rules(placement)
         rules = self._choices[0] if priorities is None else free_rules(flat, priorities)
         if orders is None and schedules is None:
             return rules
@@ -240,12 +242,12 @@ class Simulator:
             order = orders[device] if orders else None
             slots = slots_of(flat, device, order, schedules[device] if schedules else None)
             if slots is not None:
-                here = np.flatnonzero((placed == device) & ~self.graph.is_source)
-                check_slots(slots, here.tolist(), name)
+                device_ops = np.flatnonzero((placed == device) & ~self.graph.is_source)
+                check_slots(slots, device_ops.tolist(), name)
             every.append(slots)
         return ordered_rules(flat, rules, every)
 
-    def _chosen(self, placement: Placement) -> DispatchRules:
+    def _choose_rules(self, placement: Placement) -> DispatchRules:
         """The rules, by index or by upward rank, under which this placement counts."""
         batch = np.ascontiguousarray(np.atleast_2d(placement), np.int32)
         chosen, best = self._choices[0], None
@@ -255,7 +257,7 @@ class Simulator:
                 chosen, best = choice, other
         return chosen
 
-    def _blocked(self, rules: DispatchRules, work: StepWorkspace, device: int) -> str:
+    def _explain_block(self, rules: DispatchRules, work: StepWorkspace, device: int) -> str:
         """Why the device's next slot did not start."""
         slot = work.next_slots[device]
         ops = rules.slot_ops[rules.op_offsets[slot] : rules.op_offsets[slot + 1]]

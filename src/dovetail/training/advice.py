@@ -271,7 +271,7 @@ def suggest(
         progress(f"simulating {describe(candidate)}", i / len(listed))
         part = _part(assignment, by_name[candidate.rule], candidate, steps)
         tried.append(_simulate(part, candidate, measured, loss_of))
-    judged = _judged(measured, tried, steps)
+    judged = _judge(measured, tried, steps)
     if len(tried) == len(listed):
         return judged
     left = f"; time was up after {len(tried)} of {len(listed)} candidates"
@@ -344,12 +344,12 @@ def _part(
     an epoch, or a whole number of epochs."""
     job = assignment.job
     assert job.samples is not None
-    wanted = steps * job.batch
+    samples = steps * job.batch
     part = replace(
         job,
         run="advice",
-        samples=min(job.samples, wanted),
-        epochs=max(1, round(wanted / job.samples)),
+        samples=min(job.samples, samples),
+        epochs=max(1, round(samples / job.samples)),
         workers=candidate.workers,
         window=candidate.window,
     )
@@ -393,7 +393,7 @@ def _simulate(
     return _Tried(candidate, tuple(seconds), tuple(losses), outcome, diverged)
 
 
-def _judged(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> Advice:
+def _judge(measured: StepMeasurement, tried: Sequence[_Tried], steps: int) -> Advice:
     """Chooses by the simulated runs: the candidate that reaches the level first, or the one with
     the least loss if none reaches it."""
     stable = [

@@ -132,11 +132,11 @@ def fit_momentum(trajectory: Floats) -> tuple[float, float]:
     """
     change = np.diff(trajectory)
     unknowns = np.stack([change[:-1], -trajectory[1:-1]], axis=1)
-    found, _, rank, _ = np.linalg.lstsq(unknowns, change[1:], rcond=1e-10)
+    solution, _, rank, _ = np.linalg.lstsq(unknowns, change[1:], rcond=1e-10)
     # In a geometric sequence the change is a multiple of x, so mu and c cannot be told apart.
     if rank < 2:
         return 0.0, float(np.linalg.lstsq(unknowns[:, 1:], change[1:])[0][0])
-    mu, c = found.tolist()
+    mu, c = solution.tolist()
     return mu, c
 
 

@@ -66,13 +66,13 @@ class LossWatch:
         if self.found is not None:
             return None
         for row in rows:
-            detail = self._see(row.loss)
+            detail = self._add_loss(row.loss)
             if detail:
                 self.found = Divergence(row.clock, f"{detail} by commit {row.clock}")
                 return self.found
         return None
 
-    def _see(self, loss: float) -> str:
+    def _add_loss(self, loss: float) -> str:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if len(self._first) < self._many:

@@ -278,7 +278,7 @@ class History:
         width = max(len(label) for label, _ in facts)
         lines = [f"{label:<{width}}  {text}" for label, text in facts]
         if self.epochs:
-            lines += ["", *_aligned(_epoch_cells(self))]
+            lines += ["", *_align(_epoch_cells(self))]
         return printable("\n".join(lines))
 
 
@@ -289,7 +289,7 @@ def lower_is_better(figure: str) -> bool:
 
 def common_level(histories: Sequence[History], figure: str) -> float | None:
     """The best value of a figure that all of these runs reached; None if one run lacks it."""
-    best = [found.figures[figure] for h in histories if (found := h.best(figure)) is not None]
+    best = [row.figures[figure] for h in histories if (row := h.best(figure)) is not None]
     if not best or len(best) < len(histories):
         return None
     return max(best) if lower_is_better(figure) else min(best)
@@ -342,11 +342,11 @@ def _facts(history: History) -> list[tuple[str, str]]:
                       f"{history.expected_momentum:.3g}"))  # fmt: skip
     counts = {kind: len(events_of(outcome, kind)) for kind in _COUNTED}
     if any(counts.values()):
-        said = (f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
-        facts.append(("events", ", ".join(said)))
-    if (found := history.divergence) is not None:
+        event_texts = (f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
+        facts.append(("events", ", ".join(event_texts)))
+    if (divergence := history.divergence) is not None:
         advice = remedy(history.rule, history.of_job("window"), history.workers)
-        facts.append(("diverged", f"{found.detail}; {advice}"))
+        facts.append(("diverged", f"{divergence.detail}; {advice}"))
     if history.interrupted or outcome.stopped:
         facts.append(("ended", "interrupted" if history.interrupted else "before its epochs"))
     return [(label, text) for label, text in facts if text]
@@ -374,7 +374,7 @@ def _epoch_cells(history: History) -> list[list[str]]:
     return cells
 
 
-def _aligned(cells: list[list[str]]) -> list[str]:
+def _align(cells: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
@@ -436,10 +436,12 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        **{name: _plain(getattr(outcome, name)) for name in _WHOLE},
-        "commits": {name: [_plain(getattr(row, name)) for row in outcome.rows] for name in COLUMNS},
-        "evaluations": [_plain(vars(evaluation)) for evaluation in outcome.evaluations],
-        "events": [_plain(vars(event)) for event in outcome.events],
+        **{name: _to_plain(getattr(outcome, name)) for name in _WHOLE},
+        "commits": {
+            name: [_to_plain(getattr(row, name)) for row in outcome.rows] for name in COLUMNS
+        },
+        "evaluations": [_to_plain(vars(evaluation)) for evaluation in outcome.evaluations],
+        "events": [_to_plain(vars(event)) for event in outcome.events],
     }
 
 
@@ -464,7 +466,7 @@ def _from_json(path: str, raw: Any) -> Outcome:
     return outcome
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """The value as JSON can hold it: floats that are not finite as text, tuples as lists, numpy's
     numbers as Python's, and a value of any other type as its text."""
     if isinstance(value, np.generic):
@@ -472,9 +474,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_plain(inner) for inner in value]
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
@@ -575,7 +577,7 @@ def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
         finite = np.isfinite(columns[name])
         if finite.any():
             values = columns[name][finite].astype(np.float64)
-            scalars[f"train/{tag}"] = _thinned(
+            scalars[f"train/{tag}"] = _thin(
                 columns["seconds"][finite], columns["seen"][finite], values
             )
     for figure in history.figures:
@@ -583,7 +585,7 @@ def _scalars(history: History) -> dict[str, tuple[Column, Column, Column]]:
     return scalars
 
 
-def _thinned(seconds: Column, samples: Column, values: Column) -> tuple[Column, Column, Column]:
+def _thin(seconds: Column, samples: Column, values: Column) -> tuple[Column, Column, Column]:
     """Returns at most `POINTS` points. Each is the mean over a run of consecutive commits, and has
     the seconds and samples of the last of them."""
     if len(values) <= POINTS:

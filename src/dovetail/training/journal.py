@@ -68,8 +68,8 @@ def identity(job: Job, rule: Rule) -> dict[str, Any]:
     fields = asdict(job) | {"rule": rule.name}
     fields |= {f"option {name}": value for name, value in rule.options.items()}
     # The fields go through JSON once, so that they compare equal to those that a file holds.
-    known: dict[str, Any] = json.loads(json.dumps(fields, default=str))
-    return known
+    json_fields: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    return json_fields
 
 
 def stored_identity(folder: Path) -> dict[str, Any] | None:
@@ -111,12 +111,12 @@ class Journal:
         except OSError as error:
             raise UnwritableError(os.fspath(self._folder), error.strerror or "") from error
         try:
-            self._own(identity(job, rule), resume)
+            self._claim(identity(job, rule), resume)
         except BaseException:
             self._lock.close()
             raise
 
-    def _own(self, ours: dict[str, Any], resume: bool) -> None:
+    def _claim(self, fields: dict[str, Any], resume: bool) -> None:
         try:
             # The system frees the lock when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,14 +125,14 @@ class Journal:
             raise UsageError("storage", detail) from error
         stored = stored_identity(self._folder)
         if stored is not None:
-            for name in (*ours, *stored):
-                if ours.get(name) != stored.get(name):
-                    folder, expected = os.fspath(self._folder), ours.get(name)
+            for name in (*fields, *stored):
+                if fields.get(name) != stored.get(name):
+                    folder, expected = os.fspath(self._folder), fields.get(name)
                     raise RunMismatchError(folder, name, expected, stored.get(name))
         if self._snapshots() and not resume:
             raise UsageError("storage", f"{self._folder} already holds this run; resume it")
         if stored is None:
-            kept = {"run": ours, "crc": zlib.crc32(_canonical(ours))}
+            kept = {"run": fields, "crc": zlib.crc32(_canonical(fields))}
             write_atomically(self._folder / "run.json", json.dumps(kept, indent=1))
 
     # Reading
@@ -188,24 +188,26 @@ class Journal:
         magic, header_bytes, vector_bytes, number, expected, crc = _PREFIX.unpack_from(prefix)
         sealed = _CRC.unpack_from(prefix, _PREFIX.size)[0]
         if magic != _RECORD or sealed != zlib.crc32(prefix[: _PREFIX.size], self._seed):
-            raise self._changed(path, "it is no record of this run")
+            raise self._damaged_record(path, "it is no record of this run")
         if number != self.number:
-            raise self._changed(path, f"it has number {number}, where {self.number} should follow")
+            raise self._damaged_record(
+                path, f"it has number {number}, where {self.number} should follow"
+            )
         # The lengths can be trusted here, since the seal over the prefix was right.
         if left_bytes < _PREFIX_BYTES + header_bytes + vector_bytes:
             return None
         header = file.read(header_bytes)
         if zlib.crc32(header) != crc:
-            raise self._changed(path, "its header was changed")
+            raise self._damaged_record(path, "its header was changed")
         vector = None
         if vector_bytes:
             vector = np.empty(vector_bytes // self._kind.itemsize, self._kind)
             file.readinto(vector.data.cast("B"))  # type: ignore[attr-defined]
             if checksum(vector) != expected:
-                raise self._changed(path, "its vector was changed")
+                raise self._damaged_record(path, "its vector was changed")
         return JournalRecord(json.loads(header), vector)
 
-    def _changed(self, path: Path, detail: str) -> JournalError:
+    def _damaged_record(self, path: Path, detail: str) -> JournalError:
         return JournalError(os.fspath(path), f"the record at byte {self._end_bytes}: {detail}")
 
     # Writing
@@ -369,12 +371,16 @@ def explain_start(start: bytes, expected: bytes, what: str) -> str:
     """Says why a file that begins with `start` cannot be read: it is of another version, or no file
     of this program's."""
     # The last but one byte of a magic is its version's digit.
-    version, ours = start[-2:-1], expected[-2:-1]
-    if version != ours and version.isdigit() and start.replace(version, ours) == expected:
+    version, own_version = start[-2:-1], expected[-2:-1]
+    if (
+        version != own_version
+        and version.isdigit()
+        and start.replace(version, own_version) == expected
+    ):
         return (
             f"it is a {what} of format {version.decode()}, written by another version of dovetail, "
-            f"where this one reads format {ours.decode()}; finish the run with the version that "
-            "began it, or start a new one in another folder"
+            f"where this one reads format {own_version.decode()}; finish the run with the version "
+            "that began it, or start a new one in another folder"
         )
     return f"it is no {what} of this program's, at byte 0"
 
@@ -385,10 +391,10 @@ def write_all(descriptor: int, pieces: list[memoryview]) -> None:
     pieces = [piece for piece in pieces if len(piece)]
     while pieces:
         written = os.writev(descriptor, pieces[:_MOST_PIECES])
-        pieces = list(_after(pieces, written))
+        pieces = list(_skip_bytes(pieces, written))
 
 
-def _after(pieces: list[memoryview], count: int) -> Iterator[memoryview]:
+def _skip_bytes(pieces: list[memoryview], count: int) -> Iterator[memoryview]:
     """The pieces without their first `count` bytes."""
     for piece in pieces:
         rest = piece[min(count, len(piece)) :]

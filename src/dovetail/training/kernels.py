@@ -92,11 +92,11 @@ def run(
     the first vector's type."""
     # A float64 scalar would make the loop compute float32 vectors in float64.
     kind = first.dtype.type
-    _compiled(function)(first, *vectors, *map(kind, scalars))
+    _compile(function)(first, *vectors, *map(kind, scalars))
 
 
 @cache
-def _compiled(function: Callable[..., None]) -> Callable[..., Any]:
+def _compile(function: Callable[..., None]) -> Callable[..., Any]:
     from dovetail.runtime.compiling import kernel
 
     return kernel(function)

@@ -95,12 +95,12 @@ def unflatten(module: nn.Module, theta: Vector) -> None:
 
 
 def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    found, start = [], 0
+    views, start = [], 0
     for parameter in parameters:
         stop = start + parameter.numel()
-        found.append(flat[start:stop].view(parameter.shape))
+        views.append(flat[start:stop].view(parameter.shape))
         start = stop
-    return found
+    return views
 
 
 def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:

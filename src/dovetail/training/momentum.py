@@ -89,7 +89,7 @@ class Momentum:
         return self._above / self._below
 
     def _learn(self, values: NDArray[np.float64], update: NDArray[np.float64]) -> None:
-        origin, before, here, after = values
+        origin, before, current, after = values
         fade = 1 - 1 / MEMORY
         self._squares = fade * self._squares + update * update
         self._commits += 1
@@ -100,8 +100,8 @@ class Momentum:
         moves = self._squares > _LEAST * total
         scale = np.divide(total, self._squares, out=np.zeros_like(self._squares), where=moves)
         z = (before - origin) * scale
-        self._above = fade * self._above + float(np.dot(after - here - update, z))
-        self._below = fade * self._below + float(np.dot(here - before - update, z))
+        self._above = fade * self._above + float(np.dot(after - current - update, z))
+        self._below = fade * self._below + float(np.dot(current - before - update, z))
 
     def save(self) -> tuple[dict[str, Any], dict[str, Vector]]:
         """The state: numbers for JSON, and vectors."""

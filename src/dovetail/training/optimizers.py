@@ -90,9 +90,14 @@ class FlatSGD:
             kernels.run(_sgd_decayed, change, (theta, gradient), (lr, self.weight_decay))
             return change
         vectors = (theta, gradient, slots["momentum"])
-        # One loop serves both forms: U = -lr (own g + ahead b).
-        own, ahead = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
-        kernels.run(_sgd, change, vectors, (lr, self.momentum, own, ahead, self.weight_decay))
+        # One loop serves both forms: U = -lr (gradient_weight g + buffer_weight b).
+        gradient_weight, buffer_weight = (1.0, self.momentum) if self.nesterov else (0.0, 1.0)
+        kernels.run(
+            _sgd,
+            change,
+            vectors,
+            (lr, self.momentum, gradient_weight, buffer_weight, self.weight_decay),
+        )
         return change
 
 
@@ -298,14 +303,14 @@ def _sgd(  # noqa: PLR0913  compiled: flat arguments
     buffer: Vector,
     lr: float,
     momentum: float,
-    own: float,
-    ahead: float,
+    gradient_weight: float,
+    buffer_weight: float,
     decay: float,
 ) -> None:
     for i in range(out.size):
         g = gradient[i] + decay * theta[i]
         buffer[i] = momentum * buffer[i] + g
-        out[i] = -lr * (own * g + ahead * buffer[i])
+        out[i] = -lr * (gradient_weight * g + buffer_weight * buffer[i])
 
 
 def _adam(  # noqa: PLR0913  compiled: flat arguments

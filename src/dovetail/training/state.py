@@ -152,20 +152,20 @@ class ServerState:
                 self._drop(worker, "left", seconds)
                 return self._execute(self.ledger.leave(worker), seconds)
             case "stop":
-                self._event("stopped", -1, seconds)
+                self._add_event("stopped", -1, seconds)
                 return self._execute(self.ledger.stop(), seconds)
             case "continue":
                 self.ledger.stopped = False
                 return []
             case "end_stream":
                 return self._execute(self.ledger.end_stream(header["samples"]), seconds)
-        self._event("server_restarted", -1, seconds)
+        self._add_event("server_restarted", -1, seconds)
         return []
 
     def join(self, worker: int, seconds: float) -> int:
         """Notes that the worker has joined and returns the number of its last applied commit."""
         if not self.present.get(worker):
-            self._event("restarted" if worker in self.present else "joined", worker, seconds)
+            self._add_event("restarted" if worker in self.present else "joined", worker, seconds)
         self.present[worker] = True
         self._heads.pop(worker, None)
         self.center.unstage(worker)
@@ -175,7 +175,7 @@ class ServerState:
         commit, refusal, ledger = turn.commit, payload.refusal, self.ledger
         if refusal is not None:
             self.refusals[refusal] += 1
-            self._event("refused", turn.worker, seconds, str(refusal))
+            self._add_event("refused", turn.worker, seconds, str(refusal))
         # The sender belongs to another run, so the ledger must not take it for a worker.
         if refusal is Refusal.RUN:
             reply = Reply(Verdict.REFUSED, refusal, clock=ledger.clock, samples=ledger.samples)
@@ -196,7 +196,7 @@ class ServerState:
 
     def _drop(self, worker: int, kind: str, seconds: float) -> None:
         if self.present.get(worker):
-            self._event(kind, worker, seconds)
+            self._add_event(kind, worker, seconds)
         self.present[worker] = False
         self._heads.pop(worker, None)
 
@@ -225,7 +225,7 @@ class ServerState:
         answers = [step for step in steps if isinstance(step, Answer)]
         return [Delivery(step.worker, step.reply, step.worker in pulled) for step in answers]
 
-    def _event(self, kind: str, worker: int, seconds: float, detail: str = "") -> None:
+    def _add_event(self, kind: str, worker: int, seconds: float, detail: str = "") -> None:
         self.events.append(Event(kind, worker, seconds, detail))
 
     def settle(self) -> None:

@@ -300,23 +300,23 @@ class RunProgress:
 
 def report_of(
     server: Server,
-    known: tuple[int, int],
+    reported: tuple[int, int],
     *,
     done: bool,
     silent: Iterable[int] = (),
     least_rows: int = 1,
     most: int = sys.maxsize,
 ) -> ServerReport:
-    """Reports what a server has beyond the rows and events that are known.
+    """Reports what a server has beyond the rows and events that were reported before.
 
-    known        how many rows and events the supervisor has
+    reported     how many rows and events the supervisor has
     least_rows   if there are fewer new rows, the report has none
     most         the report has at most so many rows, and so many events; the next one continues
     """
     # Counted once: rows that are added while the report is made are left to the next report.
     total = len(server.rows), len(server.events)
     # A restarted server without a log may have fewer than its predecessor had reported.
-    rows, events = min(known[0], total[0]), min(known[1], total[1])
+    rows, events = min(reported[0], total[0]), min(reported[1], total[1])
     new_rows = min(total[0] - rows, most)
     return ServerReport(
         first=(rows, events),
@@ -406,9 +406,9 @@ class Supervisor:
             case ServerUp():
                 self._server_is_up(word)
             case ServerReport():
-                self._reported(word)
+                self._take_report(word)
             case CenterCopy():
-                self._copied(word)
+                self._take_copy(word)
             case ServerEnded():
                 self._server_ended(word)
             case WorkerRaised():
@@ -450,7 +450,7 @@ class Supervisor:
             raise ServerLostError(restarts, end.status) from self.first_error
         self.transport.start_server(end.status)
 
-    def _reported(self, report: ServerReport) -> None:
+    def _take_report(self, report: ServerReport) -> None:
         progress = self.progress
         for event in progress.add(report):
             self._judge(event)
@@ -492,13 +492,13 @@ class Supervisor:
             self.killed |= victims
             self.transport.kill_workers(victims)
 
-    def _copied(self, copy: CenterCopy) -> None:
+    def _take_copy(self, copy: CenterCopy) -> None:
         if copy.final:
             self.final = copy
         if self.progress.is_due(copy.samples, copy.seconds):
             self.progress.evaluate(copy)
             if copy.news is not None:
-                self._reported(copy.news())
+                self._take_report(copy.news())
             if self.progress.should_stop() and not self.done and not self.stopped:
                 self._stop("by the watcher")
 
@@ -567,8 +567,8 @@ def interrupts(collects: bool) -> Iterator[list[int]]:
         pressed.append(number)
 
     main = threading.current_thread() is threading.main_thread()
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (collects and main and ours):
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (collects and main and is_default):
         yield pressed
         return
     signal.signal(signal.SIGINT, press)

@@ -45,7 +45,7 @@ def train(
         outcome = _evaluate_end(prepared, progress, outcome)
         unflatten(request.model, outcome.theta)
         prepared.evaluator.refresh(request.model)
-    return History(_described(prepared, outcome))
+    return History(_describe(prepared, outcome))
 
 
 class Trainer:
@@ -119,7 +119,7 @@ def _evaluate_end(prepared: PreparedTraining, progress: RunMonitor, outcome: Out
     return replace(outcome, theta=theta, evaluations=kept, meta=meta)
 
 
-def _described(prepared: PreparedTraining, outcome: Outcome) -> Outcome:
+def _describe(prepared: PreparedTraining, outcome: Outcome) -> Outcome:
     """The outcome with entries in `meta` that say what ran."""
     request, assignment = prepared.request, prepared.assignment
     backend = request.backend

@@ -49,12 +49,12 @@ def accuracy(output: Tensor, target: Tensor) -> float:
     output's shape. Two classes: output [batch] or [batch, 1], one logit per sample, target 0 or 1.
     """
     if output.ndim == 1 or (output.shape[1] == 1 and target.numel() == output.numel()):
-        predicted, wanted = output.reshape(-1) > 0, target.reshape(-1) > 0.5
+        predicted, expected = output.reshape(-1) > 0, target.reshape(-1) > 0.5
     else:
         predicted = output.argmax(1)
-        wanted = target if target.ndim < output.ndim else target.argmax(1)
-        wanted = wanted.reshape(predicted.shape)
-    return float((predicted == wanted).double().mean())
+        expected = target if target.ndim < output.ndim else target.argmax(1)
+        expected = expected.reshape(predicted.shape)
+    return float((predicted == expected).double().mean())
 
 
 METRICS: dict[str, Metric] = {"accuracy": accuracy}

@@ -52,8 +52,8 @@ def make_wire(wire: str, size: int, dtype: str) -> Wire:
     if name in _CASTS and not option:
         cast: Wire = _CASTS[name](size, dtype)
         return cast
-    known = "none, float16, bfloat16, topk:FRACTION"
-    raise UsageError("wire", f"there is no {wire!r} for {size} elements; there are {known}")
+    choices = "none, float16, bfloat16, topk:FRACTION"
+    raise UsageError("wire", f"there is no {wire!r} for {size} elements; there are {choices}")
 
 
 def _fraction(text: str) -> float:
@@ -110,13 +110,13 @@ class BFloat16:
     def encode(self, vector: Vector, octets: Octets) -> None:
         with np.errstate(over="ignore"):
             bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
-        _compiled("round")(bits, octets.view(np.uint16))
+        _compile("round")(bits, octets.view(np.uint16))
 
     def decode(self, octets: Octets, vector: Vector) -> bool:
         if octets.size != self.size_bytes:
             return False
         if vector.dtype == np.float32:
-            _compiled("widen")(octets.view(np.uint16), vector.view(np.uint32))
+            _compile("widen")(octets.view(np.uint16), vector.view(np.uint32))
         else:
             vector[:] = (octets.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return True
@@ -167,7 +167,7 @@ _CASTS: dict[str, Any] = {"none": Plain, "float16": Float16, "bfloat16": BFloat1
 
 
 @cache
-def _compiled(name: str) -> Any:
+def _compile(name: str) -> Any:
     from dovetail.runtime.compiling import kernel
 
     loops: dict[str, Callable[..., None]] = {"round": _round, "widen": _widen}

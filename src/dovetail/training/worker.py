@@ -78,44 +78,44 @@ def work(
     """
     loop = _WorkerLoop(job, rule, learner, worker, clock)
     fresh = Turn(worker, lease=True, pull=True)
-    told = yield from _ask(fresh)
-    while told.reply.lease is not None:
-        loop.adopt(told)
-        lease = told.reply.lease
+    answer = yield from _ask(fresh)
+    while answer.reply.lease is not None:
+        loop.adopt(answer)
+        lease = answer.reply.lease
         yield from loop.train(lease)
         # Rules that pull first compare the worker's parameters with the present center to compute
         # their commit.
         if rule.pulls_first:
-            told = yield from _ask(Turn(worker, pull=True))
-            loop.adopt(told)
-            if told.reply.stop:
+            answer = yield from _ask(Turn(worker, pull=True))
+            loop.adopt(answer)
+            if answer.reply.stop:
                 return
         commit, vector = loop.commit(lease, sequence + 1)
         turn = Turn(worker, commit, lease=True, pull=not rule.pulls_first)
-        told = yield from _ask(turn, vector)
-        if told.reply.verdict is not Verdict.REFUSED:
+        answer = yield from _ask(turn, vector)
+        if answer.reply.verdict is not Verdict.REFUSED:
             sequence += 1
             continue
-        if told.reply.refusal is Refusal.RUN:
+        if answer.reply.refusal is Refusal.RUN:
             raise TrainingError(f"the server that was asked does not train run {job.run!r}")
         loop.forget()
         # A rule that pulls first got no center with this answer, but must now start from one.
-        if told.reply.lease is not None and told.center is None:
-            told = yield from _ask(fresh)
+        if answer.reply.lease is not None and answer.center is None:
+            answer = yield from _ask(fresh)
 
 
 def drive(steps: Work, ask: Callable[[Ask], Told], beat: Callable[[], None]) -> None:
     """Runs a worker to its end. `ask` blocks until the answer is there, and `beat` is called after
     each local step."""
-    told: Told | None = None
+    answer: Told | None = None
     try:
         while True:
-            event = steps.send(told)
-            told = None
+            event = steps.send(answer)
+            answer = None
             if isinstance(event, Stepped):
                 beat()
             else:
-                told = ask(event)
+                answer = ask(event)
     except StopIteration:
         return
 
@@ -140,9 +140,9 @@ def batches(job: Job, lease: Lease) -> Iterator[tuple[int, int]]:
 
 
 def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | None, Told]:
-    told = yield Ask(turn, vector)
-    assert told is not None, "a turn is answered"
-    return told
+    answer = yield Ask(turn, vector)
+    assert answer is not None, "a turn is answered"
+    return answer
 
 
 class _WorkerLoop:
@@ -164,22 +164,22 @@ class _WorkerLoop:
         self._epoch = -1
         self._order: NDArray[np.int64] | None = None
 
-    def adopt(self, told: Told) -> None:
+    def adopt(self, answer: Told) -> None:
         """Takes over the center that was pulled, if the answer has one."""
-        if told.center is None:
+        if answer.center is None:
             return
-        self._base_clock = told.reply.clock
+        self._base_clock = answer.reply.clock
         if self._local is None:
             # Without locks, the worker's parameters are the center itself, in shared memory.
-            theta = told.center if self._rule.lock_free else told.center.copy()
+            theta = answer.center if self._rule.lock_free else answer.center.copy()
             slots = new_slots(self._rule.worker_slots, theta)
-            self._local = Local(theta, told.center, slots)
+            self._local = Local(theta, answer.center, slots)
             return
-        self._local.center = told.center
+        self._local.center = answer.center
         if self._rule.lock_free:
-            self._local.theta = told.center
+            self._local.theta = answer.center
         elif not self._rule.keeps_theta:
-            np.copyto(self._local.theta, told.center)
+            np.copyto(self._local.theta, answer.center)
 
     def forget(self) -> None:
         """Drops the worker's own parameters and vectors: the next center replaces them."""

@@ -20,7 +20,7 @@ def build(
     model: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]
 ) -> Graph:
     """Return the graph of all inputs and of the ops that `outputs` need. O(ops + tensors)."""
-    needed = _needed(ops, outputs)
+    needed = _needed_ops(ops, outputs)
     sources = _sources(needed, inputs, outputs)
     first = len(sources)
     taken: dict[str, int] = {}
@@ -66,13 +66,13 @@ def _check_counts(model: str, names: list[str], flops: list[int], accessed: list
             )
 
 
-def _needed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
+def _needed_ops(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
     """Return the ops that the outputs depend on, in their order."""
-    wanted = {value.op for value in outputs if value.op is not None}
+    needed = {value.op for value in outputs if value.op is not None}
     for op in reversed(ops):
-        if op in wanted:
-            wanted.update(value.op for value in op.reads if value.op is not None)
-    return [op for op in ops if op in wanted]
+        if op in needed:
+            needed.update(value.op for value in op.reads if value.op is not None)
+    return [op for op in ops if op in needed]
 
 
 def _sources(ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> list[Value]:
@@ -146,15 +146,15 @@ def settle_roles(graph: Any, values: dict[str, Any], ops: Iterable[Op]) -> None:
             value.role = "buffer"
     for op in ops:
         kind = op.kind.removeprefix("onnx.")
-        for value in _at(op, _STATISTICS.get(kind, ())):
+        for value in _inputs_at(op, _STATISTICS.get(kind, ())):
             if value.role == "parameter":
                 value.role = "buffer"
-        for value in _at(op, _WEIGHTS.get(kind, ())):
+        for value in _inputs_at(op, _WEIGHTS.get(kind, ())):
             if value.literal and value.floating and value.shape:
                 value.role = "parameter"
 
 
-def _at(op: Op, positions: tuple[int, ...]) -> list[Value]:
+def _inputs_at(op: Op, positions: tuple[int, ...]) -> list[Value]:
     """Return the root values of the op's inputs at these positions."""
     inputs = [op.inputs[position] for position in positions if position < len(op.inputs)]
     return [value.root for value in inputs if value is not None]

@@ -149,7 +149,7 @@ class Op:
     def signature(self) -> str:
         """kind(inputs, attributes), each tensor as dtype[shape]."""
         parts = [_text(value) for value in self.inputs]
-        parts += [f"{key}={_plain(value)}" for key, value in sorted(self.attributes.items())]
+        parts += [f"{key}={_format_value(value)}" for key, value in sorted(self.attributes.items())]
         return f"{self.kind}({', '.join(parts)})"
 
 
@@ -161,13 +161,13 @@ def _text(value: Value | None) -> str:
     return f"{value.dtype}[{'x'.join(map(str, value.shape))}]"
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, (int, float, str)):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     return str(np.asarray(value).shape) if isinstance(value, np.ndarray) else type(value).__name__
 
 
@@ -302,7 +302,7 @@ class Weights:
         """(file, offset) of a tensor's bytes. Raises `ExternalDataError`."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
-        file = self._inside(location, value.name)
+        file = self._resolve_inside(location, value.name)
         try:
             offset = int(entries.get("offset") or 0)
             length = int(entries.get("length") or value.size_bytes)
@@ -319,7 +319,7 @@ class Weights:
             raise ExternalDataError(str(self.path), value.name, location, detail)
         return file, offset
 
-    def _inside(self, location: Any, tensor: str) -> Path:
+    def _resolve_inside(self, location: Any, tensor: str) -> Path:
         """The file that a location names. Raises `EscapingDataError` for one elsewhere."""
         if not isinstance(location, str):  # it is not UTF-8
             raise EscapingDataError(str(self.path), tensor, repr(location), _ELSEWHERE)
@@ -373,7 +373,7 @@ def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Valu
 
     Raises `OpenAxisError` for an axis that stays open, `ModelError` for shapes that do not fit.
     """
-    declared = {value.name: _declared(model, value) for value in inputs}
+    declared = {value.name: _read_declaration(model, value) for value in inputs}
     given = _by_name(model, list(declared), shapes)
     sizes: dict[str, int] = {}
     for name, shape in given.items():
@@ -396,7 +396,7 @@ def input_values(model: str, inputs: Sequence[Any], shapes: Shapes) -> list[Valu
     return values
 
 
-def _declared(model: str, value: Any) -> tuple[int, list[Axis] | None]:
+def _read_declaration(model: str, value: Any) -> tuple[int, list[Axis] | None]:
     """Return (type, axes) that the file states; axes is None if not even their number is known."""
     if not value.type.HasField("tensor_type"):
         raise ModelError(model, f"input {value.name!r} is no tensor; only tensors can be planned")
@@ -442,5 +442,5 @@ def _bind(
         fits = fits and bound in (size, "")
     if not fits:
         declared = "x".join(str(axis or "?") for axis in axes)
-        wanted = "x".join(map(str, shape))
-        raise ModelError(model, f"input {name!r} is {declared}, which {wanted} does not fit")
+        given = "x".join(map(str, shape))
+        raise ModelError(model, f"input {name!r} is {declared}, which {given} does not fit")

@@ -57,12 +57,12 @@ def scope_of(node: Any, modules: Set[str]) -> tuple[str | None, str]:
     """
     for entry in node.metadata_props:
         if entry.key == _TORCH_SCOPES:
-            scopes = _listed(entry.value)
+            scopes = _parse_list(entry.value)
             if len(scopes) > 1:
                 return scopes[-2], node.op_type
     parts = [part for part in node.name.split("/") if part]
     if parts and "/" in node.name:
-        return _joined(parts[:-1], modules), parts[-1]
+        return _join_path(parts[:-1], modules), parts[-1]
     return None, parts[0] if parts else node.op_type
 
 
@@ -82,7 +82,7 @@ def modules_of_weights(names: Iterable[str]) -> set[str]:
     return modules
 
 
-def _joined(parts: list[str], modules: Set[str]) -> str:
+def _join_path(parts: list[str], modules: Set[str]) -> str:
     """Return the path of these parts. A part may repeat the one before it: layer1, layer1.0 ->
     layer1.0."""
     path, last = "", ""
@@ -95,7 +95,7 @@ def _joined(parts: list[str], modules: Set[str]) -> str:
     return path
 
 
-def _listed(text: str) -> list[str]:
+def _parse_list(text: str) -> list[str]:
     try:
         scopes = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -256,7 +256,7 @@ def _like_first(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
     return None if first is None else (first.code, first.shape)
 
 
-def _compared(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
+def _compare(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
     shapes = [value.shape for value in inputs if value is not None]
     try:
         return _BOOL, tuple(np.broadcast_shapes(*shapes))
@@ -264,7 +264,7 @@ def _compared(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
         return None
 
 
-def _compressed(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
+def _compress(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | None:
     first, condition = inputs[0], inputs[1]
     if first is None or condition is None or condition.data is None:
         return None
@@ -284,7 +284,7 @@ def _one_hot(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped |
     return values.code, (*indices.shape[:axis], size, *indices.shape[axis:])
 
 
-def _unpooled(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
+def _unpool(inputs: list[Value | None], _: dict[str, int]) -> Shaped | None:
     shape = inputs[2] if len(inputs) > 2 else None
     if inputs[0] is None or shape is None or shape.data is None:
         return None
@@ -306,11 +306,11 @@ def _stft(inputs: list[Value | None], attributes: dict[str, int]) -> Shaped | No
 
 
 _RULES: dict[str, Callable[[list[Value | None], dict[str, int]], Shaped | None]] = {
-    "Compress": _compressed,
-    "GreaterOrEqual": _compared,
+    "Compress": _compress,
+    "GreaterOrEqual": _compare,
     "GroupNormalization": _like_first,
-    "LessOrEqual": _compared,
-    "MaxUnpool": _unpooled,
+    "LessOrEqual": _compare,
+    "MaxUnpool": _unpool,
     "MeanVarianceNormalization": _like_first,
     "OneHot": _one_hot,
     "STFT": _stft,
@@ -345,10 +345,10 @@ class Inference:
         """Return a value per output, None where one is left out. Raises `UnknownShapeError`."""
         if fault := _fault(node, inputs):
             raise UnknownShapeError(self.model, op, node.output[0], fault)
-        contents = _known(node, inputs)
+        contents = _compute_size(node, inputs)
         if contents is None:
-            types = self._inferred(op, node, schema, inputs, versions)
-            contents = self._folded(node, types, inputs, versions)
+            types = self._infer_types(op, node, schema, inputs, versions)
+            contents = self._fold_constant(node, types, inputs, versions)
         else:
             types = {}
         values: list[Value | None] = []
@@ -359,10 +359,10 @@ class Inference:
                 values.append(self._known_value(name, contents[position]))
             else:
                 shaped = own_rule(node, inputs) if position == 0 else None
-                values.append(self._value(op, name, shaped or _shaped(types.get(name))))
+                values.append(self._value(op, name, shaped or _read_shape(types.get(name))))
         return values
 
-    def _inferred(
+    def _infer_types(
         self, op: str, node: Any, schema: Any, inputs: Inputs, versions: Versions
     ) -> dict[str, Any]:
         """output -> `TypeProto`."""
@@ -383,11 +383,11 @@ class Inference:
                 schema, node, types, data, opset_imports=opsets, ir_version=self.ir_version
             )
         except Exception as error:  # several kinds, RuntimeError among them, none of a common base
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            raise UnknownShapeError(self.model, op, node.output[0], said[0]) from None
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise UnknownShapeError(self.model, op, node.output[0], lines[0]) from None
         return inferred
 
-    def _folded(
+    def _fold_constant(
         self, node: Any, types: dict[str, Any], inputs: Inputs, versions: Versions
     ) -> list[NDArray[Any]] | None:
         """Return the outputs' content if it follows from the file alone and is small, else None."""
@@ -395,7 +395,7 @@ class Inference:
             return None
         ruled = own_rule(node, inputs)
         for name in node.output:
-            shaped = ruled if ruled and name == node.output[0] else _shaped(types.get(name))
+            shaped = ruled if ruled and name == node.output[0] else _read_shape(types.get(name))
             if shaped is not None and math.prod(shaped[1]) > MOST_KNOWN_ELEMENTS:
                 return None
         onnx = self.onnx
@@ -454,7 +454,7 @@ def _fault(node: Any, inputs: Inputs) -> str:
     return ""
 
 
-def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
+def _compute_size(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
     """The outputs of `Shape` and `Size`, which need no content of their input; None for other
     nodes."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("Shape", "Size"):
@@ -468,7 +468,7 @@ def _known(node: Any, inputs: Inputs) -> list[NDArray[Any]] | None:
     return [np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], dtype=np.int64)]
 
 
-def _shaped(proto: Any) -> Shaped | None:
+def _read_shape(proto: Any) -> Shaped | None:
     """Return type and shape of a `TypeProto`; None if one of its axes is not known."""
     if proto is None or not proto.HasField("tensor_type"):
         return None
@@ -518,7 +518,7 @@ class NodeReader:
             self.nodes += 1
             if self.nodes > _MOST_NODES:
                 raise ModelError(self.path, f"unfolds to more than {_MOST_NODES} nodes")
-            values = self._node(_filled(node, scope.attributes), scope)
+            values = self._node(_fill_attributes(node, scope.attributes), scope)
             for name, value in zip(node.output, values, strict=False):
                 if name and name in scope.values and not scope.calling:
                     raise FileFormatError(self.path, f"two nodes make {name!r}")
@@ -535,7 +535,7 @@ class NodeReader:
         self.run(graph.node, scope)
 
     def _node(self, node: Any, scope: Scope) -> list[NodeValue]:
-        inputs = [self._found(node, name, scope) for name in node.input]
+        inputs = [self._read_value(node, name, scope) for name in node.input]
         function = self.functions.get((_domain(node.domain), node.op_type, node.overload))
         if function is not None:
             return self._call(node, function, inputs, scope)
@@ -552,7 +552,7 @@ class NodeReader:
             tensors.append(value)
         return self._op(node, schema, tensors, scope)
 
-    def _found(self, node: Any, name: str, scope: Scope) -> NodeValue:
+    def _read_value(self, node: Any, name: str, scope: Scope) -> NodeValue:
         if name and name not in scope.values:
             raise FileFormatError(
                 self.path, f"node {label(node)} reads {name!r}, which nothing before it makes"
@@ -582,7 +582,7 @@ class NodeReader:
             (*scope.calling, key),
         )
         self.run(function.node, inner)
-        return [self._found(node, name, inner) for name in function.output]
+        return [self._read_value(node, name, inner) for name in function.output]
 
     def schema(self, node: Any, scope: Scope) -> Any:
         """The operator's schema. Raises `UnknownOpError` where the package `onnx` has none."""
@@ -610,7 +610,7 @@ class NodeReader:
         outputs = self.inference.outputs(name, node, schema, inputs, scope.versions)
         standard = not _domain(node.domain)
         first = inputs[0] if inputs else None
-        if standard and first is not None and _same(node, first, outputs):
+        if standard and first is not None and _is_first_input(node, first, outputs):
             return [first]
         view = standard and first is not None and _is_view(node, first)
         result = outputs[0]
@@ -659,7 +659,7 @@ def top_scope(model: Any, inputs: Iterable[Value]) -> Scope:
     return Scope({value.name: value for value in inputs}, _versions(model.opset_import))
 
 
-def _filled(node: Any, attributes: dict[str, Any]) -> Any:
+def _fill_attributes(node: Any, attributes: dict[str, Any]) -> Any:
     """The node with the attributes of its function's call put in."""
     if not any(attribute.ref_attr_name for attribute in node.attribute):
         return node
@@ -676,7 +676,7 @@ def _filled(node: Any, attributes: dict[str, Any]) -> Any:
     return filled
 
 
-def _same(node: Any, first: Value, outputs: list[Value | None]) -> bool:
+def _is_first_input(node: Any, first: Value, outputs: list[Value | None]) -> bool:
     """Return True if the node's result is its first input itself."""
     result = outputs[0] if len(outputs) == 1 else None
     if node.op_type == "Identity":
@@ -740,13 +740,13 @@ def _if(reader: NodeReader, node: Any, inputs: list[NodeValue], scope: Scope) ->
         raise UnsupportedOpError(
             reader.path, label(node), "branches on data; export the model without the branch"
         )
-    wanted = "then_branch" if condition.number else "else_branch"
-    branch = next((a.g for a in node.attribute if a.name == wanted), None)
+    branch_name = "then_branch" if condition.number else "else_branch"
+    branch = next((a.g for a in node.attribute if a.name == branch_name), None)
     if branch is None:
-        raise FileFormatError(reader.path, f"node {label(node)} lacks its {wanted}")
+        raise FileFormatError(reader.path, f"node {label(node)} lacks its {branch_name}")
     inner = Scope(dict(scope.values), scope.versions, scope.attributes, scope.module, scope.calling)
     reader.open_graph(branch, inner)
-    return [reader._found(node, output.name, inner) for output in branch.output]
+    return [reader._read_value(node, output.name, inner) for output in branch.output]
 
 
 def _loop(reader: NodeReader, node: Any, _: list[NodeValue], __: Scope) -> list[NodeValue]:

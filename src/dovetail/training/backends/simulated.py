@@ -146,11 +146,11 @@ class _VirtualWorker:
     wire: Wire
     sent: Octets | None = None
     dies: float = math.inf
-    asked: Ask | None = None
+    ask: Ask | None = None
     alive: bool = True
     silences: list[tuple[float, float]] = field(default_factory=list)
     work: Work | None = None
-    told: Told | None = None
+    answer: Told | None = None
     left: int = 0
     stale: "_StaleLearner | None" = None
 
@@ -231,7 +231,7 @@ class SimulatedTransport:
     def turn(self, progress: RunProgress) -> Iterator[Word]:
         self.progress = progress
         if self.agenda:
-            yield from self._happen(*heapq.heappop(self.agenda))
+            yield from self._handle(*heapq.heappop(self.agenda))
             while self.raised:
                 yield self.raised.pop(0)
             return
@@ -257,7 +257,7 @@ class SimulatedTransport:
             least_rows=least_rows,
         )
 
-    def _news(self) -> Iterator[ServerReport]:
+    def _report_news(self) -> Iterator[ServerReport]:
         """Yields a report if there are enough new rows, new events, or the run is done."""
         server, progress = self.server, self.progress
         done = server.done or server.stopped
@@ -275,7 +275,7 @@ class SimulatedTransport:
         # The serial number keeps equal entries in order, and workers from being compared.
         heapq.heappush(self.agenda, (seconds, kind, index, next(self.serials), worker))
 
-    def _happen(
+    def _handle(
         self, seconds: float, kind: int, index: int, _serial: int, worker: _VirtualWorker | None
     ) -> Iterator[Word]:
         if kind == TURN and worker is not None:
@@ -299,7 +299,7 @@ class SimulatedTransport:
         index = worker.index
         leave = self.server.evict if kind == DEATH else self.server.leave
         self._deliver(leave(index))
-        yield from self._passed(self.gate.drop(index))
+        yield from self._take_turns(self.gate.drop(index))
         if kind == DEATH:
             yield WorkerDied(index, f"at {self.now:g} s of virtual time")
         else:
@@ -345,16 +345,16 @@ class SimulatedTransport:
         if self.server.done or self.server.stopped:
             return
         self._deliver(self.server.evict(index))
-        yield from self._passed(self.gate.drop(index))
+        yield from self._take_turns(self.gate.drop(index))
         workers = self.workers.values()
         silent = [worker.index for worker in workers if worker.alive and worker.hung(seconds)]
         yield self._report(silent, least_rows=ROWS)
 
-    def _advance(self, worker: _VirtualWorker, told: Told | None) -> None:
+    def _advance(self, worker: _VirtualWorker, answer: Told | None) -> None:
         """Computes `worker` up to its next turn, or up to its death."""
         assert worker.work is not None
         try:
-            event = worker.work.send(told)
+            event = worker.work.send(answer)
             while isinstance(event, Stepped):
                 worker.seconds += self._step_seconds(worker)
                 if worker.seconds > worker.dies:
@@ -364,13 +364,13 @@ class SimulatedTransport:
             self._plan(worker.seconds, LEAVE, worker.index, worker)
             return
         except Exception as error:
-            self._failed(worker, error)
+            self._note_failure(worker, error)
             return
         self._send(worker, event)
 
     def _send(self, worker: _VirtualWorker, event: Ask) -> None:
         """Encodes the worker's vector and plans the arrival of its turn."""
-        worker.asked, sent_bytes = event, 0
+        worker.ask, sent_bytes = event, 0
         if event.vector is not None:
             sent_bytes = worker.wire.size_bytes
             if self.assignment.wire != "none":
@@ -397,11 +397,11 @@ class SimulatedTransport:
     def _end_step(self, worker: _VirtualWorker, seconds: float) -> None:
         """Without locks: computes the step and lets it write to the center, both at its end."""
         assert worker.work is not None
-        told, worker.told = worker.told, None
+        answer, worker.answer = worker.answer, None
         try:
-            event = worker.work.send(told)
+            event = worker.work.send(answer)
         except Exception as error:
-            self._failed(worker, error)
+            self._note_failure(worker, error)
             return
         worker.seconds = seconds
         # The worker asks at once if a stream had ended before this step.
@@ -417,7 +417,7 @@ class SimulatedTransport:
         else:
             self._advance(worker, None)
 
-    def _failed(self, worker: _VirtualWorker, error: Exception) -> None:
+    def _note_failure(self, worker: _VirtualWorker, error: Exception) -> None:
         """Notes that the learner has raised. If the run goes on, the worker dies at this moment."""
         raised = ProcessError(f"worker {worker.index}", traceback.format_exc())
         raised.__cause__ = error
@@ -430,27 +430,28 @@ class SimulatedTransport:
         # The turn of a worker that died while it was on its way is lost.
         if not worker.alive:
             return
-        ask = worker.asked
+        ask = worker.ask
         assert ask is not None
         yield from self._pass(seconds)
-        yield from self._passed(self.gate.push(ask.turn))
+        yield from self._take_turns(self.gate.push(ask.turn))
 
-    def _passed(self, turns: Iterable[Turn]) -> Iterator[Word]:
+    def _take_turns(self, turns: Iterable[Turn]) -> Iterator[Word]:
         """Takes the turns that the forced order lets pass; without an order, all that come."""
         for turn in turns:
             apply_seconds = self.world.apply_seconds if turn.commit is not None else 0.0
             yield from self._pass(self.now + apply_seconds)
             self.ended = self.now
             self.order.append(turn.worker)
-            self._deliver(self.server.take(turn, vector=self._received(self.workers[turn.worker])))
+            vector = self._decode_vector(self.workers[turn.worker])
+            self._deliver(self.server.take(turn, vector=vector))
             if self.server.samples >= self.progress.due_samples:
                 yield self._copy()
-        yield from self._news()
+        yield from self._report_news()
 
-    def _received(self, worker: _VirtualWorker) -> Vector | None:
+    def _decode_vector(self, worker: _VirtualWorker) -> Vector | None:
         """The vector of the worker's commit, decoded if it was encoded."""
         if worker.sent is None:
-            return None if worker.asked is None else worker.asked.vector
+            return None if worker.ask is None else worker.ask.vector
         vector = np.empty_like(self.theta)
         worker.wire.decode(worker.sent, vector)
         worker.sent = None
@@ -459,15 +460,15 @@ class SimulatedTransport:
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:
             worker, reply = self.workers[delivery.worker], delivery.reply
-            if not worker.alive or worker.asked is None:
+            if not worker.alive or worker.ask is None:
                 continue
-            worker.asked = None
+            worker.ask = None
             worker.silences.clear()
             worker.seconds = self.now + self.world.transfer_seconds(
                 self.theta.nbytes if delivery.pulled else 0
             )
             if self.assignment.rule.lock_free and reply.lease is not None:
-                worker.told = Told(reply, self.theta)
+                worker.answer = Told(reply, self.theta)
                 worker.left = reply.lease.stop - reply.lease.start
                 self._begin_step(worker)
             else:

@@ -252,22 +252,22 @@ class ThreadsTransport:
             sequence=sequence,
             clock=self.seconds,
         )
-        told: Told | None = None
+        answer: Told | None = None
         while True:
             try:
-                asked = steps.send(told)
+                event = steps.send(answer)
             except StopIteration:
                 return
-            told = None
+            answer = None
             hear()
             if self.over.is_set():
                 return
-            if isinstance(asked, Stepped):
+            if isinstance(event, Stepped):
                 continue
             self.life.stop(index)
-            self._deliver(self.server.take(asked.turn, vector=asked.vector))
+            self._deliver(self.server.take(event.turn, vector=event.vector))
             self._tell_caller()
-            told = worker.mailbox.get()
-            if told is None:
+            answer = worker.mailbox.get()
+            if answer is None:
                 return
             hear()

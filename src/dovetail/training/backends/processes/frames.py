@@ -73,14 +73,16 @@ def pack_turn(turn: Turn, payload: VectorHeader | None) -> bytes:
 
 def turn_of(content: dict[str, Any]) -> tuple[Turn, VectorHeader | None] | None:
     """The turn and its vector's header; None if a field is missing or wrong."""
-    said, carried = content.get("turn"), content.get("payload")
-    if not isinstance(said, dict):
+    turn_fields, header_fields = content.get("turn"), content.get("payload")
+    if not isinstance(turn_fields, dict):
         return None
-    commit = _record(Commit, said.get("commit"))
-    payload = _record(VectorHeader, carried)
-    if (commit is None) != (said.get("commit") is None) or (payload is None) != (carried is None):
+    commit = _record(Commit, turn_fields.get("commit"))
+    payload = _record(VectorHeader, header_fields)
+    if (commit is None) != (turn_fields.get("commit") is None):
         return None
-    flags = _record(_Flags, {name: said.get(name) for name in ("worker", "lease", "pull")})
+    if (payload is None) != (header_fields is None):
+        return None
+    flags = _record(_Flags, {name: turn_fields.get(name) for name in ("worker", "lease", "pull")})
     if flags is None:
         return None
     return Turn(flags.worker, commit, flags.lease, flags.pull), payload

@@ -181,7 +181,7 @@ class _ServerProcess:
             case Stop():
                 if not self.stopped:
                     self.stopped = True
-                    self._event("stopped", -1, message.detail)
+                    self._add_event("stopped", -1, message.detail)
 
     def _report(self, rows: int, events: int) -> ServerReport:
         report = report_of(
@@ -201,22 +201,22 @@ class _ServerProcess:
     def _tell(self) -> None:
         """Sends the copy that was asked for if it is due, and reports once that the run is done."""
         done = self._is_done()
-        asked = self.asked
-        if asked is not None and (done or self.server.samples >= asked.samples):
+        request = self.asked
+        if request is not None and (done or self.server.samples >= request.samples):
             self.asked = None
             np.copyto(self.center.copy, self.server.theta)
             copied = (
                 self.server.clock,
                 self.server.samples,
                 time.perf_counter() - self.told_origin,
-                asked.final,
+                request.final,
             )
             self.channel.send(Copied(*copied))
         if done and not self.told:
             self.told = True
             self.channel.send(self._report(len(self.server.rows), len(self.server.events)))
 
-    def _event(self, kind: str, worker: int, detail: str) -> None:
+    def _add_event(self, kind: str, worker: int, detail: str) -> None:
         """Adds an event that the journal does not keep."""
         seconds = time.perf_counter() - self.told_origin
         self.server.events.append(Event(kind, worker, seconds, detail))
@@ -314,7 +314,7 @@ class _ServerProcess:
     def _refuse(self, worker: int, refusal: Refusal) -> None:
         """Answers a packet that could not be read with a refusal. Nothing was changed by it."""
         self.server.refusals[refusal] += 1
-        self._event("refused", worker, refusal.value)
+        self._add_event("refused", worker, refusal.value)
         reply = Reply(Verdict.REFUSED, refusal, None, False, self.server.clock, self.server.samples)
         self._deliver([Delivery(worker, reply)])
 
@@ -335,7 +335,7 @@ class _ServerProcess:
                 if link.holds:
                     self.life.start(worker, time.perf_counter())
             else:
-                waiting.extend(self._lost(worker, "its link broke"))
+                waiting.extend(self._evict(worker, "its link broke"))
 
     def _send(self, worker: int, packet: bytes) -> bool:
         try:
@@ -345,17 +345,17 @@ class _ServerProcess:
         return True
 
     def _lose(self, worker: int, detail: str) -> None:
-        self._deliver(self._lost(worker, detail))
+        self._deliver(self._evict(worker, detail))
 
-    def _lost(self, worker: int, detail: str) -> list[Delivery]:
+    def _evict(self, worker: int, detail: str) -> list[Delivery]:
         """Evicts a worker and returns the answers that follow. Only the first call does so, since
         both the link and the supervisor may notice a death."""
         if worker not in self.links:
             return []
-        known = self.links[worker].joined or self.restart is not None
+        had_joined = self.links[worker].joined or self.restart is not None
         self._drop(worker)
         # A worker that never joined holds nothing, and its replacement is still expected.
-        if not known:
+        if not had_joined:
             return []
         events = len(self.server.events)
         deliveries = self.server.evict(worker)

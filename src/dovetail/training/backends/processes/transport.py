@@ -221,10 +221,10 @@ class ProcessesTransport:
                 yield from self._hear_server(word, progress)
             else:
                 yield from self._hear_worker(number, word)
-        asked = self._asked_seconds
+        asked_seconds = self._asked_seconds
         # If messages have just come, the server is not silent: this process itself may have been
         # busy with a long evaluation.
-        if asked and not words and time.perf_counter() > asked + SILENCE_SECONDS:
+        if asked_seconds and not words and time.perf_counter() > asked_seconds + SILENCE_SECONDS:
             self._asked_seconds = 0.0
             self.kill(SERVER)
 
@@ -273,7 +273,7 @@ class ProcessesTransport:
                 for worker in sorted(self._listened - {SERVER}):
                     self._connect(worker)
             case ServerReport():
-                yield from self._reported(word, progress)
+                yield from self._take_report(word, progress)
             case Copied(clock, samples, seconds, final):
                 self._asked_copy = None
                 self._copied_final = final
@@ -290,7 +290,7 @@ class ProcessesTransport:
             case ProcessError():
                 raise word
 
-    def _reported(self, report: ServerReport, progress: RunProgress) -> Iterator[Word]:
+    def _take_report(self, report: ServerReport, progress: RunProgress) -> Iterator[Word]:
         self._asked_seconds = 0.0
         yield report
         self._done = report.done
@@ -328,10 +328,10 @@ class ProcessesTransport:
         assert self.origin is not None
         process = self.workers[worker]
         message = Connect(worker, self.origin, f"process {process.process.pid}")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs:
-            self._send(SERVER, message, ours, process.memory.block)
-            self._send(worker, message, theirs)
+        server_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end, worker_end:
+            self._send(SERVER, message, server_end, process.memory.block)
+            self._send(worker, message, worker_end)
 
     def kill(self, number: int) -> None:
         """Kills a process that does not react. `wait` reports it like any other death."""
@@ -340,19 +340,19 @@ class ProcessesTransport:
     def wait(self, timeout_seconds: float) -> list[tuple[int, Any]]:
         """Waits for messages of processes and returns them as (number, message). A process's last
         message is the way it ended: a `ProcessError` or a `ProcessDiedError`."""
-        said: list[tuple[int, Any]] = list(self._errors.items())
+        words: list[tuple[int, Any]] = list(self._errors.items())
         self._errors.clear()
-        ended = {number for number, _ in said}
+        ended = {number for number, _ in words}
         numbers = {id(self._process(n)): n for n in self._listened - ended}
         waiting = [self._process(n) for n in numbers.values()]
-        for process in ready(waiting, 0.0 if said else timeout_seconds):
+        for process in ready(waiting, 0.0 if words else timeout_seconds):
             number = numbers[id(process)]
             try:
-                said.append((number, process.receive()))
+                words.append((number, process.receive()))
             except (ProcessError, ProcessDiedError) as error:
-                said.append((number, error))
-        self._listened -= {n for n, word in said if isinstance(word, Exception)}
-        return said
+                words.append((number, error))
+        self._listened -= {n for n, word in words if isinstance(word, Exception)}
+        return words
 
     def _process(self, number: int) -> Worker:
         if number == SERVER:

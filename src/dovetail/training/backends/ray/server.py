@@ -267,15 +267,15 @@ class ParameterServer:
             await asyncio.sleep(COPY_SECONDS)
         if self._raised is not None:
             return None
-        theta, clock, seen = await self._do(self._server.copy)
-        return CenterCopy(theta, clock, seen, self._seconds(), final=final)
+        theta, clock, applied_samples = await self._do(self._server.copy)
+        return CenterCopy(theta, clock, applied_samples, self._seconds(), final=final)
 
     async def gone(self, worker: int, for_good: bool) -> None:
         """Notes that the worker's actor has ended. `for_good`: no other takes its place."""
-        known = self._links.pop(worker, None) is not None
+        had_joined = self._links.pop(worker, None) is not None
         self._lease_clock.stop(worker)
         self._lease_clock.silent.discard(worker)
-        if known or for_good:  # whoever never joined is still waited for
+        if had_joined or for_good:  # whoever never joined is still waited for
             await self._evict(worker)
 
     async def stop(self) -> None:
@@ -364,20 +364,20 @@ class FarCenter:
             while self._done < ticket:
                 number, refs = self._sent.popleft()
                 for index, ref in enumerate(refs):
-                    if self._reached(index, ref) < number:
+                    if self._await_steps(index, ref) < number:
                         self._repeat(index, number)
                 self._done = number
 
     def _repeat(self, index: int, number: int) -> None:
         """Sends a restarted shard the steps that it has missed, until it has done them all."""
         shard = self._shards[index]
-        while (reached := self._reached(index, shard.done.remote())) < number:
+        while (reached := self._await_steps(index, shard.done.remote())) < number:
             if reached < 0:
                 time.sleep(AGAIN_SECONDS)
             else:
-                self._reached(index, shard.execute.remote(self._log[reached + 1]))
+                self._await_steps(index, shard.execute.remote(self._log[reached + 1]))
 
-    def _reached(self, index: int, ref: Any) -> int:
+    def _await_steps(self, index: int, ref: Any) -> int:
         """The number of the last steps that a shard has done, by its answer; -1 if the shard was
         lost and is being restarted."""
         import ray
@@ -405,9 +405,9 @@ class FarCenter:
     @property
     def theta(self) -> Vector:
         """A copy of the center [size], after all that was executed."""
-        return np.concatenate(self._all("theta"))
+        return np.concatenate(self._call_all("theta"))
 
-    def _all(self, method: str) -> list[Any]:
+    def _call_all(self, method: str) -> list[Any]:
         """The answers of all shards to a call, once all have done the same steps."""
         import ray
         from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -426,7 +426,7 @@ class FarCenter:
     def vectors(self) -> dict[str, Vector]:
         """Lets the shards save snapshots, and returns the keys, which are all that is left to save
         here. Steps before the snapshots need not be sent again, so their log is dropped."""
-        self._all("snapshot")
+        self._call_all("snapshot")
         self._log.clear()
         return {f"staged {worker}": token for worker, token in sorted(self._staged.items())}
 

@@ -177,7 +177,7 @@ class RayTransport:
         for word in words:
             match word:
                 case ActorReport():
-                    yield from self._reported(word)
+                    yield from self._take_report(word)
                 case CenterCopy():
                     self.copied_final = word.final
                     yield replace(word, theta=np.array(word.theta))  # Ray's own is read-only
@@ -205,7 +205,7 @@ class RayTransport:
         elif samples is not None:
             self.actors.copy(samples, final=False)
 
-    def _reported(self, word: ActorReport) -> Iterator[Word]:
+    def _take_report(self, word: ActorReport) -> Iterator[Word]:
         self.heard, self.away = time.monotonic(), False
         if word.raised is not None:
             raise word.raised.error()
@@ -275,13 +275,13 @@ class RayActors:
         theta = self._theta
         if plan.shards > 1:
             self._shards = [
-                self._lasting(Shard, f"shard-{i}", "SPREAD").remote(plan, theta, i)
+                self._restartable(Shard, f"shard-{i}", "SPREAD").remote(plan, theta, i)
                 for i in range(plan.shards)
             ]
-        lasting = self._lasting(ParameterServer, "server", self._place())
+        lasting = self._restartable(ParameterServer, "server", self._place())
         self._server = lasting.remote(plan, theta, self._shards)
 
-    def _lasting(self, kind: type, name: str, place: Any) -> Any:
+    def _restartable(self, kind: type, name: str, place: Any) -> Any:
         """An actor that Ray starts again as often as the policy allows. Ray must not repeat calls:
         only the callers do, with numbers by which the actor knows what it has done."""
         return self._ray.remote(kind).options(
@@ -296,16 +296,16 @@ class RayActors:
 
     def _place(self) -> Any:
         """The server's node, as long as it lives."""
-        wanted = self._options.server_node
-        if wanted is None:
+        node_name = self._options.server_node
+        if node_name is None:
             return "DEFAULT"
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         for node in sorted(self._ray.nodes(), key=lambda node: str(node["NodeID"])):
             names = (node["NodeID"], node["NodeManagerAddress"], *node["Resources"])
-            if node["Alive"] and wanted in names:
+            if node["Alive"] and node_name in names:
                 return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-        raise UsageError("server_node", f"no node has the id, address or resource {wanted!r}")
+        raise UsageError("server_node", f"no node has the id, address or resource {node_name!r}")
 
     def start_worker(self, worker: int) -> None:
         """A new actor for that number, in place of a dead one if there was one."""
@@ -348,8 +348,8 @@ class RayActors:
         kind = f"{COPY} {samples} {final}"
         if kind in self._asked.values():
             return
-        for asked in [ref for ref, each in self._asked.items() if str(each).startswith(COPY)]:
-            del self._asked[asked]
+        for pending in [ref for ref, each in self._asked.items() if str(each).startswith(COPY)]:
+            del self._asked[pending]
         self._asked[self._server.copy.remote(samples, final)] = kind
 
     def tell_server(self, method: str, *arguments: Any) -> None:
@@ -360,9 +360,9 @@ class RayActors:
         """Waits at most so many seconds for an answer, and yields what it says."""
         ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=seconds)
         for ref in ready:
-            asked = self._asked.pop(ref)
-            if isinstance(asked, int):
-                yield from self._end(asked, ref)
+            call = self._asked.pop(ref)
+            if isinstance(call, int):
+                yield from self._end(call, ref)
             else:
                 answer = self._answer(ref)
                 if answer is not None:
@@ -375,11 +375,11 @@ class RayActors:
         try:
             answer: ActorReport | CenterCopy | None = self._ray.get(ref)
         except ActorDiedError as error:
-            return ServerEnded(_brief(error), for_good=True)
+            return ServerEnded(_shorten(error), for_good=True)
         except RayTaskError:  # the next report says what it was
             return None
         except RayError as error:
-            return ServerEnded(_brief(error))
+            return ServerEnded(_shorten(error))
         return answer
 
     def _end(self, worker: int, ref: Any) -> Iterator[Word]:
@@ -395,12 +395,12 @@ class RayActors:
             yield WorkerRaised(worker, ProcessError(f"worker {worker}", text))
             yield WorkerDied(worker, text.strip().splitlines()[-1])
         except RayError as error:
-            yield WorkerDied(worker, _brief(error))
+            yield WorkerDied(worker, _shorten(error))
         else:
             yield WorkerFinished(worker)
 
 
-def _brief(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     """The first lines of one of Ray's messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:300]
@@ -423,16 +423,16 @@ def connected(options: RayOptions, workers: int) -> Iterator[Any]:
     path = os.pathsep.join(name or os.getcwd() for name in sys.path)
     with _environment(_LOCAL | {"PYTHONPATH": path} if local else {}):
         ray = library()
-        ours = not ray.is_initialized()
-        if ours:
+        is_own = not ray.is_initialized()
+        if is_own:
             with _loopback() if local else nullcontext():
                 ray.init(**_arguments(options, workers))
     try:
-        if ours and local:
+        if is_own and local:
             _check_loopback(ray)
         yield ray
     finally:
-        if ours:
+        if is_own:
             ray.shutdown()
 
 
@@ -462,18 +462,18 @@ def _check_loopback(ray: Any) -> None:
 
 
 def _arguments(options: RayOptions, workers: int) -> dict[str, Any]:
-    known = {"log_to_driver": options.log_to_driver, "configure_logging": False}
+    arguments = {"log_to_driver": options.log_to_driver, "configure_logging": False}
     if options.address is not None:
-        return known | {"address": options.address}
-    here = {**options.worker_resources}
+        return arguments | {"address": options.address}
+    resources = {**options.worker_resources}
     for name, amount in options.server_resources.items():
-        here[name] = here.get(name, 0) + amount
+        resources[name] = resources.get(name, 0) + amount
     count = workers + len(options.late)
-    return known | {
+    return arguments | {
         "address": "local",  # a new one, though there may be another on this machine
         "include_dashboard": False,
         "num_cpus": max(1, round(count * options.worker_cores + options.server_cores + 0.5)),
-        "resources": {name: amount * count for name, amount in here.items()} or None,
+        "resources": {name: amount * count for name, amount in resources.items()} or None,
         "object_store_memory": options.object_store_bytes,
     }
 
