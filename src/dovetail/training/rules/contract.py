@@ -25,11 +25,11 @@ Update = Callable[[Vector, Vector], Vector]
 class Local:
     """The state of a rule on a worker.
 
-    theta    theta_k; replaced by the center at each pull unless the rule keeps it
-    center   theta~ as last pulled; not to be written
+    theta    theta_k; each pull replaces it by the center, unless the rule has `keeps_theta`
+    center   theta~ as last pulled; rules must not write to it
     slots    the rule's own vectors, zero at first
     steps    local steps since the last commit
-    rate     learning rate, schedule included
+    rate     learning rate of the last local step, schedule included
     """
 
     theta: Vector
@@ -41,7 +41,8 @@ class Local:
 
 @dataclass
 class Slice:
-    """A shard of the center: vectors of [size], and `counts` of the rule, equal in all shards."""
+    """A shard of the center: theta~ and the rule's own vectors, each [size of the shard], and the
+    rule's numbers, which are equal in all shards."""
 
     theta: Vector
     slots: dict[str, Vector] = field(default_factory=dict)
@@ -52,8 +53,10 @@ class Slice:
 class Arrival:
     """The part of a commit that goes to one shard.
 
+    steps      local steps of the commit's window
+    rate       learning rate of its last local step, schedule included
+    workers    how many workers hold a lease now (n)
     base       theta~ as this worker pulled it, for rules with `needs_base`
-    workers    how many hold a lease now (n)
     """
 
     vector: Vector
@@ -64,6 +67,9 @@ class Arrival:
     rate: float
     workers: int
     base: Vector | None = None
+
+
+# What a rule does at the two points where most rules do nothing of their own.
 
 
 def _nothing(local: Local) -> None: ...
@@ -79,22 +85,34 @@ class Rule:
     """One update rule, its options bound. Made by `make_rule(name, **options)`.
 
     options       as bound, all of them, so that another process can make the same rule
-    gathers       the server waits for every worker that holds a lease, then combines
+
+    The worker's side:
+    begin         called after a pull, before the window's first step
+    look          where the next gradient is taken
+    step          one local step with that gradient
+    message       the commit's vector, after the window's last step
     pulls_first   a window ends with a pull, and the message is made from the fresh center (elastic)
     keeps_theta   a pull does not replace theta_k
-    slack         SSP: a worker may not be more windows ahead of the slowest; None: no bound
+    worker_slots  names of the rule's vectors on a worker, zero at first
+
+    The server's side:
+    apply         applies one commit to a shard
+    combine       applies the commits of a round to a shard, for rules that gather
+    gathers       the server waits until every worker that holds a lease has committed
+    slack         a worker waits while it is more windows than this ahead of the slowest (SSP);
+                  None: no worker waits
     needs_base    the server remembers each worker's pull
-    lock_free     workers write to the shared center themselves (Hogwild!); commits have no vector
-    worker_slots, server_slots   vectors of the rule, zero at first
-    server_counts                numbers of the rule, zero at first
+    lock_free     workers write to the shared center themselves (Hogwild!), so the server applies
+                  nothing, and commits have no vector
+    dynamic_windows   slower workers get windows of fewer steps, so that all take the same time
+    server_slots, server_counts   names of the rule's vectors and numbers in each shard, zero at
+                                  first
     """
 
     name: str
     options: dict[str, Any]
-    # The gradient that `step` gets is the one at look(local).
     step: Callable[[Local, Vector, Update], None]
     message: Callable[[Local], Vector]
-    # Called after a pull, before the window's first step.
     begin: Callable[[Local], None] = _nothing
     look: Callable[[Local], Vector] = at_theta
     apply: Callable[[Slice, Arrival], None] | None = None
@@ -105,11 +123,14 @@ class Rule:
     slack: int | None = None
     needs_base: bool = False
     lock_free: bool = False
+    dynamic_windows: bool = False
     worker_slots: tuple[str, ...] = ()
     server_slots: tuple[str, ...] = ()
     server_counts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # The server does exactly one of three things: it applies commits, combines rounds, or
+        # leaves the center to the workers.
         assert self.gathers == (self.combine is not None) or self.lock_free
         assert (self.apply is None) == (self.gathers or self.lock_free)
 
@@ -118,9 +139,9 @@ class Rule:
 class RuleEntry:
     """A rule in the table `RULES`: its name, what makes it, and what a run must know of it.
 
-    make               options -> the bound `Rule`; it has the options' defaults
-    window             local steps between commits where a run leaves them to the rule; None: one
-                       commit, at the end
+    make               options -> the bound `Rule`; its parameters' defaults are the options'
+    window             local steps between commits, for a run that leaves them to the rule; None:
+                       one commit, at the end
     adds_sums          nothing divides a commit by its window or by its staleness, so that many
                        workers with long windows diverge
     server_steps       the server itself steps by -lr g, so the optimizer must be plain SGD

@@ -6,12 +6,13 @@ https://arxiv.org/abs/1604.00981, section 2 (without its backup workers).
     worker k   g_k at theta~                                     mean over its window
     server     theta~ += U(sum_k s_k g_k / sum_k s_k)            s_k samples of worker k
 
-U is the server's optimizer, `-eta g` for SGD with eta the workers' learning rate, schedule
-included; with n workers of batch b it does what one process does with batch n b.
+U is the server's optimizer: `-eta g` for SGD, with eta the workers' learning rate, schedule
+included. So n workers of batch b do what one process does with batch n b.
 Differences: the server's optimizer may be any of `training.optimizers`. In a window of several
 steps a worker stays at theta~ and averages its minibatches, each counting the same. Where an
 epoch's windows are no multiple of n, the round at its end takes the rest from the next epoch, where
-one process would cut its batch short.
+one process would cut its batch short. Workers of one round are at different places of a schedule:
+eta is that of the worker with the lowest number.
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,15 @@ from dovetail.training.rules.pushing import TOTAL, add_gradient, mean, mean_of_s
 def sync(optimizer: str = "sgd", lr: float | None = None, **settings: Any) -> Rule:
     """Synchronous SGD with the server's `optimizer`; `lr` None: the workers' learning rate.
 
-    `settings` are those of the optimizer's record: `momentum`, `betas`, `weight_decay`, ...
+    `settings` are the fields of the optimizer's record, such as `momentum` or `betas`.
     """
     if lr is not None:
         positive("lr", lr)
     server = make_optimizer(optimizer, **settings)
-    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
+    # A resumed run compares its options with those of a JSON file, in which tuples are lists.
+    options = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+    }
 
     def combine(part: Slice, arrivals: Sequence[Arrival]) -> None:
         gradient = np.empty_like(part.theta)
@@ -44,7 +48,7 @@ def sync(optimizer: str = "sgd", lr: float | None = None, **settings: Any) -> Ru
 
     return Rule(
         name="sync",
-        options={"optimizer": optimizer, "lr": lr, **plain},
+        options={"optimizer": optimizer, "lr": lr, **options},
         step=add_gradient,
         message=mean,
         combine=combine,
