@@ -1,4 +1,4 @@
-"""`dovetail machine`, `networks` and `capture`: what there is to plan for."""
+"""`dovetail machine`, `networks` and `capture`: show what a plan can be made for, or save it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +24,7 @@ def machine(
     out: Annotated[Path | None, typer.Option(help="Write it as TOML")] = None,
     fresh: Annotated[bool, typer.Option(help="Measure anew, whatever the cache holds")] = False,
 ) -> None:
-    """What a machine is; of this one, measured."""
+    """Show a machine's devices and links. Those of this machine are measured."""
     from dovetail.machine import save_machine
     from dovetail.pipeline import Notes, resolve_machine
     from dovetail.reports import machine_table
@@ -32,12 +32,12 @@ def machine(
     check_outputs(out, inputs=[name])
     notes = Notes()
     with progress_bar() as progress:
-        where = resolve_machine(name, progress, fresh=fresh, notes=notes)
-    show(machine_table(where))
+        resolved = resolve_machine(name, progress, fresh=fresh, notes=notes)
+    show(machine_table(resolved))
     for note in notes.texts:
         say(note)
     if out is not None:
-        save_machine(where, out)
+        save_machine(resolved, out)
         say(f"wrote {out}")
 
 
@@ -46,8 +46,8 @@ def networks(
         str, typer.Argument(metavar="[NAME]", help="One of them, with its options")
     ] = "",
 ) -> None:
-    """The built-in networks at their default sizes: FLOPs and ops of an inference, and ops of a
-    training step. Of one, its options."""
+    """List the built-in networks at their default sizes: FLOPs and ops of an inference, and ops of
+    a training step. With a NAME, show that one and its options."""
     from dovetail.frontends.models import describe_network, network_rows
     from dovetail.reports import network_table, networks_table
 
