@@ -62,11 +62,27 @@ DovetailError
     └── WorkerDiedError       .device .op .status
 """
 
+from typing import Any, Self
+
 from dovetail.units import format_bytes
 
 
 class DovetailError(Exception):
-    """Base class: `except DovetailError` catches everything we raise on purpose."""
+    """Base class: `except DovetailError` catches everything we raise on purpose.
+
+    Errors can be pickled, so that they cross from one process to another.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Most classes build their message from other arguments than `args`, so pickle must not
+        # call them with `args`, as it would by default.
+        return self._rebuilt, (self.args, vars(self))
+
+    @classmethod
+    def _rebuilt(cls, arguments: tuple[Any, ...], attributes: dict[str, Any]) -> Self:
+        error = cls.__new__(cls, *arguments)
+        vars(error).update(attributes)
+        return error
 
 
 class InvalidError(DovetailError):

@@ -1,6 +1,7 @@
 import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,14 @@ def test_what_cannot_be_captured_names_the_line_and_says_what_to_do(function, li
     assert raised.value.location.startswith("test_capture_errors.py:")
     assert line in raised.value.location
     assert advice in str(raised.value)
+
+
+def test_the_line_may_be_in_a_library_whose_name_begins_with_torch():
+    path, names = str(Path(torch.__file__).parent) + "vision/models.py", {}
+    exec(compile("def masked(x):\n    return x[x > 0]\n", path, "exec"), names)
+    with pytest.raises(CaptureError) as raised:
+        capture(Wrapped(names["masked"]), torch.randn(2, 3))
+    assert raised.value.location.startswith("models.py:2")
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,18 @@ def test_other_methods_keep_no_order_of_stages():
         place(problem, "metis", Budget(evaluations=10))
 
 
+def test_a_method_of_the_callers_may_place_a_chain():
+    step = dt.capture(*MODELS["mlp"]())
+    problem = problem_of(step, "step")
+    order = ordered_groups(problem)
+    cut = problem.fastest.copy()
+    cut[order] = [0] + [1] * (len(order) - 1)
+    outcome = place(problem, "chain", Budget(evaluations=10), method=lambda *_: cut)
+    assert outcome.placer == "chain"
+    runs = ~step.graph.is_source
+    assert np.array_equal(outcome.placement[runs], problem.spread(cut)[runs])
+
+
 def used(plan):
     return sum(map(bool, plan.orders))
 

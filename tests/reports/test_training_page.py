@@ -88,6 +88,15 @@ def test_what_was_measured_stands_in_the_tables():
         assert words in text
 
 
+def test_a_row_of_runs_has_all_its_cells_though_the_common_level_is_zero():
+    page = render_training([make_history(accuracy=0.0), make_history(rule="adag", accuracy=0.0)])
+    section = page.partition("Runs</h2>")[2].partition("</section>")[0]
+    head, *rows = re.findall(r"<tr.*?>(.*?)(?=<tr|</table>)", section, re.DOTALL)
+    assert "to accuracy 0" in head
+    assert len(rows) == 2
+    assert {row.count("<td") + row.count("<th") for row in rows} == {head.count("<th")}
+
+
 def test_temporal_efficiency_compares_each_pair():
     page = render_training([make_history(), make_history(rule="half", accuracy=0.45)])
     section = page.partition("Temporal efficiency</h2>")[2].partition("</section>")[0]

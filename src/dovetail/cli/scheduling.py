@@ -81,7 +81,7 @@ def _object(one: Any) -> dict[str, Any]:
                 "batch": result.batch,
                 "chosen": result.chosen,
                 "seconds": {
-                    c.scheduler: c.median_seconds if c.seconds else None for c in result.candidates
+                    c.scheduler: c.step_seconds if c.seconds else None for c in result.candidates
                 },
                 "predicted_seconds": {c.scheduler: c.predicted_seconds for c in result.candidates},
                 "kernels": [kernel.name for kernel in result.kernels],

@@ -34,12 +34,12 @@ def machine(
     check_outputs(out, inputs=[name])
     notes = Notes()
     with progress_bar() as progress:
-        where = resolve_machine(name, progress, fresh=fresh, notes=notes)
-    show(machine_table(where))
+        resolved = resolve_machine(name, progress, fresh=fresh, notes=notes)
+    show(machine_table(resolved))
     for note in notes.texts:
         say(note)
     if out is not None:
-        save_machine(where, out)
+        save_machine(resolved, out)
         say(f"wrote {out}")
 
 

@@ -1,4 +1,4 @@
-"""Gives the rules of export formats. A search that keeps them finds only exportable plans."""
+"""What an export format asks of a plan: a search under these rules finds only exportable plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ class FormatRules:
     """What a format asks of a plan.
 
     units    ops that stay together
-    main     [ops] True for ops that run where the model's own inputs are: on the first device
+    main     [ops] True for ops that run where the model's own inputs are: on the main device, which
+             is the first GPU, or the first CPU of a machine without GPUs
     chain    [ops] place of each op's unit in the order of the calls, -1 if it has none. Each device
              has one run of this order, or nothing. None: the format asks for no order
     devices  [devices] True for devices that the format has a name for
@@ -31,39 +32,6 @@ class FormatRules:
     devices: NDArray[np.bool_]
 
 
-def _device_map_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> FormatRules:
-    units, main = module_units(graph, whole)
-    kinds = [device.kind for device in machine.devices]
-    cpus = [d for d, kind in enumerate(kinds) if kind == "cpu"]
-    # With a module on "cpu" the model's inputs are there too; ops that read inputs beside what was
-    # made on an accelerator then have no device that holds both.
-    cpu_too = "gpu" not in kinds or not main.any()
-    named = [kind == "gpu" or (cpu_too and d in cpus[:1]) for d, kind in enumerate(kinds)]
-    return FormatRules(units, main, None, np.array(named, dtype=bool))
-
-
-def _split_points_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> FormatRules:
-    units = stage_units(graph, whole)
-    nowhere = np.zeros(len(graph), dtype=bool)
-    every = np.ones(len(machine.devices), dtype=bool)
-    return FormatRules(units, nowhere, units.of_op, every)
-
-
-FORMATS: dict[str, Callable[[Graph, Machine, Sequence[str]], FormatRules]] = {
-    "device-map": _device_map_rules,
-    "split-points": _split_points_rules,
-}
-LATER = ("torchtitan", "megatron", "vllm")
-
-
-def check_format(format: str) -> None:
-    """Raise `UsageError` for a format that is unknown or not built yet."""
-    if format in LATER:
-        raise UsageError("for", f"{format} is not there yet; use {' or '.join(FORMATS)}")
-    if format and format not in FORMATS:
-        raise UsageError("for", f"{format!r} is not one of {', '.join(FORMATS)}")
-
-
 def rules_for(
     format: str, graph: Graph, machine: Machine, whole: Sequence[str] = ()
 ) -> FormatRules:
@@ -73,3 +41,39 @@ def rules_for(
     """
     check_format(format)
     return FORMATS[format](graph, machine, whole)
+
+
+def check_format(format: str) -> None:
+    """Raise `UsageError` for a format that is unknown or not built yet. "" is no format, and
+    right."""
+    if format in LATER:
+        raise UsageError("for", f"{format} is not there yet; use {' or '.join(FORMATS)}")
+    if format and format not in FORMATS:
+        raise UsageError("for", f"{format!r} is not one of {', '.join(FORMATS)}")
+
+
+def _device_map_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> FormatRules:
+    units, main = module_units(graph, whole)
+    kinds = [device.kind for device in machine.devices]
+    named = np.array([kind == "gpu" for kind in kinds], dtype=bool)
+    # A map calls one CPU "cpu", and a module there takes the model's inputs there. Ops on the main
+    # device that read inputs beside what a GPU made would then have no device that holds both.
+    if "cpu" in kinds and not (named.any() and main.any()):
+        named[kinds.index("cpu")] = True
+    return FormatRules(units, main, None, named)
+
+
+def _split_points_rules(graph: Graph, machine: Machine, whole: Sequence[str]) -> FormatRules:
+    units = stage_units(graph, whole)
+    no_op = np.zeros(len(graph), dtype=bool)
+    all_devices = np.ones(len(machine.devices), dtype=bool)
+    return FormatRules(units, no_op, units.of_op, all_devices)
+
+
+FORMATS: dict[str, Callable[[Graph, Machine, Sequence[str]], FormatRules]] = {
+    "device-map": _device_map_rules,
+    "split-points": _split_points_rules,
+}
+"""Name of a format -> what gives its rules for a graph, a machine and the modules to keep whole."""
+LATER = ("torchtitan", "megatron", "vllm")
+"""Formats that are not built yet: they are refused by name."""

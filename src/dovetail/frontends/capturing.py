@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import linecache
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -30,59 +31,21 @@ from dovetail.plans import Source
 from dovetail.runtime.torch_versions import FakeTensorMode, is_traceable_wrapper_subclass
 from dovetail.training.keras_models import is_keras
 
-# Unwrapping modules, and preparing models of transformers, before they are captured.
-#
-# This file does not import transformers. It recognises the library's models by their attributes.
-
-
 BATCHED = "batched_mm"
 """The name of transformers' implementation of experts by one batched product over (token, expert)
 pairs. Its other implementations count tokens per expert, so that shapes depend on data, or call
 kernels that exist for bfloat16 alone."""
 FOLLOWS_DATA = ("eager", "grouped_mm")
 """The names of the implementations whose shapes depend on data."""
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside `nn.DataParallel` and `DistributedDataParallel`.
-
-    Placement replaces what these wrappers do, and their copies of the module cannot be captured.
-    """
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while isinstance(model, wrappers):
-        model = model.module
-    return model
-
-
-@contextmanager
-def batched_experts(model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Switch transformers' mixtures of experts to their batched implementation within the block.
-
-    Yields one note if something was switched, else (). Afterwards the model is as before. An
-    implementation that can be captured is left alone. So is a model without a batched one (older
-    releases, experts in a loop); its capture then fails with a reason.
-    """
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        # `_apply_gate` marks the experts of `transformers.integrations.moe`.
-        if hasattr(module, "_apply_gate") and (
-            getattr(config, "_experts_implementation", None) in FOLLOWS_DATA
-        ):
-            configs[id(config)] = config
-    before = [(config, config._experts_implementation) for config in configs.values()]
-    try:
-        for config, _ in before:
-            config._experts_implementation = BATCHED
-        names = " and ".join(sorted({repr(name) for _, name in before}))
-        note = (
-            f"experts are computed by transformers' {BATCHED!r} instead of {names}, whose shapes "
-            "depend on data: the same numbers but for rounding"
-        )
-        yield (note,) if before else ()
-    finally:
-        for config, name in before:
-            config._experts_implementation = name
+_LRU_CACHE = type(functools.lru_cache(len))
+_ADVICE = {
+    "DataDependentOutputException": "the model turns a tensor into a number (.item(), bool(), "
+    "if on a tensor); decide on shapes or on Python values, or use torch.where",
+    "DynamicOutputShapeException": "the shape of a result depends on the data (nonzero, boolean "
+    "masks, unique); use torch.where or a fixed size",
+    "GuardOnDataDependentSymNode": "the model branches on data; use torch.where",
+}
+"""Name of a class of torch's errors -> what to change in the model."""
 
 
 def capture(
@@ -154,9 +117,9 @@ def capture_call(
     name = type(model).__name__
     if is_keras(model):
         model = keras_module(model, train is not None)
-    if isinstance(model, nn.Module):
-        model = unwrap(model)
-    _check(name, model, train)
+    model = unwrap(model)
+    _check_module(name, model)
+    _check_optimizer(name, model, train)
     _check_loss(name, targets, loss)
     _check_scaler(name, model, train, scaler)
     signature = Signature.of(model, args, kwargs, targets)
@@ -165,7 +128,8 @@ def capture_call(
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     originals = {**parameters, **buffers}
     _check_apart(name, parameters, buffers, signature)
-    inputs, targets = signature.inputs, signature.targets if train else ()
+    inputs = signature.inputs
+    targets = signature.targets if train else ()  # an inference step computes no loss
     mode = fake_mode_of([*originals.values(), *inputs, *targets])
     request = Request(
         module=model,
@@ -179,7 +143,7 @@ def capture_call(
         scale=None if scaler is None else fake(torch.tensor(scaler.init_scale), mode),
         loss=loss,
         training=train is not None,
-        trainable=tuple(k for k, v in parameters.items() if v.requires_grad) if train else (),
+        trainable=tuple(key for key, value in parameters.items() if train and value.requires_grad),
         owners=_owners(parameters, buffers, signature),
         holds_fakes=any(map(is_fake, (*originals.values(), *inputs, *targets))),
     )
@@ -188,7 +152,7 @@ def capture_call(
             traced = trace(request)
     except TracingError as error:
         raise CaptureError(name, str(error), _location(error)) from error
-    except Exception as error:
+    except Exception as error:  # whatever the model or torch raised
         raise CaptureError(name, _advice(error), _location(error)) from error
     graph, program = build(name, traced, train, _aliases(model), scaler)
     notes += tuple(
@@ -198,11 +162,11 @@ def capture_call(
     )
     # A function of the model may have cached a value that follows from constants, and such a value
     # is fake. Once this capture's own references are gone, whatever is alive is in such a cache.
-    cached_values = [weakref.ref(value) for value in traced.follow_from_constants]
-    if cached_values:
+    maybe_cached = [weakref.ref(value) for value in traced.follow_from_constants]
+    if maybe_cached:
         forget(traced)
         del traced, request
-        _clear_caches(cached_values)
+        _clear_caches(maybe_cached)
     source = Source(
         model=name,
         training=format_optimizer(train) if train else "",
@@ -213,23 +177,36 @@ def capture_call(
     return Captured(graph, program, source, model, signature, notes=notes)
 
 
-def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:
-    """Raise `ModelError` for a module of a kind that cannot be traced, and for a wrong `train`."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside `nn.DataParallel` and `DistributedDataParallel`; any other model as
+    it is.
+
+    Placement replaces what these wrappers do, and their copies of the module cannot be captured.
+    """
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, wrappers):
+        model = model.module
+    return model
+
+
+def _check_module(name: str, model: nn.Module) -> None:
+    """Raise `ModelError` for a module of a kind that cannot be traced."""
     if not isinstance(model, nn.Module):
         raise ModelError(name, "is no torch.nn.Module; wrap the function in one")
-    for path, part in model.named_modules():
-        where = f"{path} ({type(part).__name__})" if path else "the model"
-        if isinstance(part, torch.jit.ScriptModule):
+    for path, module in model.named_modules():
+        kind = type(module)
+        where = f"{path} ({kind.__name__})" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
                 name, f"{where} is TorchScript, which hides its ops; use the module it is made from"
             )
-        if ".quantized" in type(part).__module__ and type(part).__module__.startswith("torch."):
+        if kind.__module__.startswith("torch.") and ".quantized" in kind.__module__:
             raise ModelError(
                 name,
                 f"{where} is quantised: its weights are packed in no tensor that can be placed; "
                 "capture the float model it is made from",
             )
-        for key, value in (*part._parameters.items(), *part._buffers.items()):
+        for key, value in (*module._parameters.items(), *module._buffers.items()):
             full = f"{path}.{key}" if path else key
             if is_lazy(value):
                 raise ModelError(name, f"{full} has no shape yet; run the lazy module once before")
@@ -243,11 +220,17 @@ def _check(name: str, model: nn.Module, train: Optimizer | None) -> None:
                 raise ModelError(
                     name, f"{full} is no dense tensor; use .to_dense() or .dequantize()"
                 )
-    if train is not None and not isinstance(train, Optimizer):
+
+
+def _check_optimizer(name: str, model: nn.Module, train: Optimizer | None) -> None:
+    """Raise `ModelError` for an optimizer of another kind, and for a model that none can train."""
+    if train is None:
+        return
+    if not isinstance(train, Optimizer):
         raise ModelError(
             name, f"train is a {type(train).__name__}; give dt.SGD, dt.RMSProp, dt.Adam or dt.AdamW"
         )
-    if train is not None and not any(p.requires_grad for p in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(name, "has no parameter that requires gradients; nothing can be trained")
 
 
@@ -255,8 +238,8 @@ def _check_loss(name: str, targets: Any, loss: Callable[..., Tensor] | None) -> 
     """Raise `ModelError` for a loss that is not callable, and for targets without a loss."""
     if loss is not None and not callable(loss):
         raise ModelError(name, f"loss must be callable, not {type(loss).__name__}")
-    given = targets is not None and not (isinstance(targets, (tuple, list)) and not targets)
-    if given and loss is None:
+    none_given = targets is None or (isinstance(targets, (tuple, list)) and not targets)
+    if loss is None and not none_given:
         raise ModelError(
             name, "targets are given, but no loss to compare with them; give loss(output, *targets)"
         )
@@ -289,14 +272,14 @@ def _check_apart(
 
     A run trains and writes copies of these, so the input would not change with them.
     """
-    kept = {f"parameter {key}": value for key, value in parameters.items()}
-    kept |= {f"buffer {key}": value for key, value in buffers.items()}
-    spans = [(memory_of(value), what) for what, value in kept.items()]
+    owners = {f"parameter {key}": value for key, value in parameters.items()}
+    owners |= {f"buffer {key}": value for key, value in buffers.items()}
+    spans = [(memory_of(value), owner) for owner, value in owners.items()]
     for label, value in zip(signature.names, signature.inputs, strict=True):
         begin, end = memory_of(value)
-        for (other_begin, other_end), what in spans:
-            if begin < other_end and other_begin < end:
-                raise ModelError(name, f"input {label} shares memory with {what}; give a clone")
+        for (owner_begin, owner_end), owner in spans:
+            if begin < owner_end and owner_begin < end:
+                raise ModelError(name, f"input {label} shares memory with {owner}; give a clone")
 
 
 def _owners(
@@ -321,79 +304,106 @@ def _fake_input(value: Tensor, mode: FakeTensorMode) -> Tensor:
     return twin.requires_grad_() if value.requires_grad else twin
 
 
+@contextmanager
+def batched_experts(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Switch transformers' mixtures of experts to their batched implementation within the block.
+
+    The models are recognised by their attributes, so that transformers need not be imported.
+
+    Yields one note if something was switched, else (). Afterwards the model is as before. An
+    implementation that can be captured is left alone. So is a model without a batched one (older
+    releases, experts in a loop); its capture then fails with a reason.
+    """
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        # `_apply_gate` marks the experts of `transformers.integrations.moe`.
+        if hasattr(module, "_apply_gate") and (
+            getattr(config, "_experts_implementation", None) in FOLLOWS_DATA
+        ):
+            configs[id(config)] = config
+    before = [(config, config._experts_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._experts_implementation = BATCHED
+        names = " and ".join(sorted({repr(name) for _, name in before}))
+        note = (
+            f"experts are computed by transformers' {BATCHED!r} instead of {names}, whose shapes "
+            "depend on data: the same numbers but for rounding"
+        )
+        yield (note,) if before else ()
+    finally:
+        for config, name in before:
+            config._experts_implementation = name
+
+
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Return each further name of a tied parameter or buffer -> its first name."""
     aliases = {}
-    for members in (model.named_parameters, model.named_buffers):
-        first: dict[int, str] = {}
-        for name, value in members(remove_duplicate=False):
-            if first.setdefault(id(value), name) != name:
-                aliases[name] = first[id(value)]
+    for named_tensors in (model.named_parameters, model.named_buffers):
+        first_names: dict[int, str] = {}
+        for name, value in named_tensors(remove_duplicate=False):
+            first = first_names.setdefault(id(value), name)
+            if first != name:
+                aliases[name] = first
     return aliases
 
 
-def _clear_caches(cached_values: list["weakref.ref[Tensor]"]) -> None:
+def _clear_caches(maybe_cached: list["weakref.ref[Tensor]"]) -> None:
     """Clear every `functools.lru_cache` that holds one of these fake tensors.
 
     Otherwise the user's model would read the fake tensor from the cache later. A cache may be
     cleared at any time.
     """
-    if not _alive(cached_values):
+    if not _alive(maybe_cached):
         return
     # Tensors that only cycles of garbage hold are freed first, so that the search below is rare.
     gc.collect()
-    if not (left := _alive(cached_values)):
+    if not (alive := _alive(maybe_cached)):
         return
-    for cached in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
-        inside = gc.get_referents(cached)
+    for cache in [value for value in gc.get_objects() if type(value) is _LRU_CACHE]:
+        held = gc.get_referents(cache)
         # A function may return its tensors in a tuple or list.
-        inside += [value for part in inside if type(part) in (tuple, list) for value in part]
-        if any(id(value) in left for value in inside):
-            cached.cache_clear()
+        held += [value for result in held if type(result) in (tuple, list) for value in result]
+        if any(id(value) in alive for value in held):
+            cache.cache_clear()
 
 
-def _alive(cached_values: list["weakref.ref[Tensor]"]) -> set[int]:
+def _alive(references: list["weakref.ref[Tensor]"]) -> set[int]:
     """Return the identities of the tensors that still exist."""
-    return {id(tensor) for reference in cached_values if (tensor := reference()) is not None}
-
-
-_LRU_CACHE = type(functools.lru_cache(len))
-
-_ADVICE = {
-    "DataDependentOutputException": "the model turns a tensor into a number (.item(), bool(), "
-    "if on a tensor); decide on shapes or on Python values, or use torch.where",
-    "DynamicOutputShapeException": "the shape of a result depends on the data (nonzero, boolean "
-    "masks, unique); use torch.where or a fixed size",
-    "GuardOnDataDependentSymNode": "the model branches on data; use torch.where",
-}
+    return {id(tensor) for reference in references if (tensor := reference()) is not None}
 
 
 def _advice(error: BaseException) -> str:
-    """Return advice for an error that torch raised, followed by the error's own text."""
-    said = str(error).strip().splitlines() or [""]
+    """Return advice for an error that torch raised, followed by the first line of its own text."""
+    text = str(error)
+    said = (text.strip().splitlines() or [""])[0]
     for kind in type(error).__mro__:
         if kind.__name__ in _ADVICE:
-            return f"cannot be captured: {_ADVICE[kind.__name__]} [{said[0]}]"
-    if "modified by an inplace operation" in str(error):
+            return f"cannot be captured: {_ADVICE[kind.__name__]} [{said}]"
+    if "modified by an inplace operation" in text:
         return (
             "cannot be captured: the backward pass needs a value that the model has since written "
             "over in place (so it counts here what is assigned to .data, too); clone it before"
         )
-    if "tracing tensor" in str(error) or "Cannot copy out of meta" in str(error):
-        return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{said[0]}]"
+    # Both texts are of attempts to read a fake tensor's values.
+    if "tracing tensor" in text or "Cannot copy out of meta" in text:
+        return f"cannot be captured: {_ADVICE['DataDependentOutputException']} [{said}]"
     return (
         f"failed while it ran on fake tensors of these inputs' shapes: {type(error).__name__}: "
-        f"{said[0]}"
+        f"{said}"
     )
 
 
 def _location(error: BaseException) -> str:
-    """Return "file.py:12: the line" of the deepest frame outside torch and this package; "" if
-    there is none."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    """Return "file.py:12: the line" of the deepest frame in the user's own code or another library,
+    which is neither torch nor this folder; "" if there is none."""
+    # With the separator at its end, the folder "torch/" leaves "torchvision/" in.
+    folders = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
     location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
-        if not path.startswith((*ours, "<")):
+        # Code that was made from a text, as torch's own graphs are, has a name such as "<string>".
+        if not path.startswith((*folders, "<")):
             location = f"{Path(path).name}:{line}: {linecache.getline(path, line).strip()}"
     return location

@@ -19,29 +19,33 @@ class Ratio:
         return f"{self.value:.3f} x" + ("" if self.measured else " (predicted)")
 
 
-def measured_of(candidate: ScheduleCandidate) -> Timing | None:
-    """The median and spread of the measured rounds; None if nothing was measured."""
-    return summarise(list(candidate.seconds)) if candidate.seconds else None
-
-
 def sequential_of(scheduled: Scheduled) -> ScheduleCandidate | None:
+    """The sequential schedule; None if it is not among the candidates."""
     return next((c for c in scheduled.candidates if c.scheduler == SEQUENTIAL), None)
 
 
 def ratio_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> Ratio | None:
     """The schedule's ratio to sequential; None if sequential is not among the candidates, or if the
     schedule's seconds are 0."""
-    base = sequential_of(scheduled)
-    if base is None:
+    sequential = sequential_of(scheduled)
+    if sequential is None:
         return None
-    both = bool(base.seconds and candidate.seconds)
-    ours = candidate.median_seconds if both else candidate.predicted_seconds
-    theirs = base.median_seconds if both else base.predicted_seconds
-    return Ratio(theirs / ours, both) if ours > 0 else None
+    measured = bool(sequential.seconds and candidate.seconds)
+    seconds, sequential_seconds = (
+        schedule.step_seconds if measured else schedule.predicted_seconds
+        for schedule in (candidate, sequential)
+    )
+    return Ratio(sequential_seconds / seconds, measured) if seconds > 0 else None
+
+
+def measured_of(candidate: ScheduleCandidate) -> Timing | None:
+    """The median and spread of the measured rounds; None if nothing was measured."""
+    return summarise(list(candidate.seconds)) if candidate.seconds else None
 
 
 def measured_text(candidate: ScheduleCandidate) -> str:
-    """ "4.03 ms (1.2 %)": median, and interquartile range over median."""
+    """ "4.03 ms (1.2 %)": median, and interquartile range over median; "-" if nothing was
+    measured."""
     timing = measured_of(candidate)
     if timing is None:
         return "-"
@@ -56,10 +60,10 @@ def stages_text(candidate: ScheduleCandidate) -> str:
     return f"{streams} stream{'s' * (streams != 1)}"
 
 
-def largest_text(candidate: ScheduleCandidate) -> str:
-    """The number of kernels of the largest stage."""
-    sizes = [len(stage.kernels) for stage in candidate.stages]
-    return f"{max(sizes):,}" if sizes else "-"
+def launches_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
+    """The number of kernels that run. All kernels of a merged stage are one."""
+    saved = sum(len(stage.kernels) - 1 for stage in candidate.stages if stage.merged)
+    return len(scheduled.kernels) - saved
 
 
 def overview_rows(
@@ -67,111 +71,107 @@ def overview_rows(
 ) -> tuple[tuple[str, ...], list[tuple[tuple[str, ...], bool]]]:
     """(titles, [(cells, whether it was chosen)] of each scheduler). There is a column "left out" if
     any search pruned."""
-    head = ("scheduler", "predicted", "measured (spread)", "speed-up", "stages", "largest",
-            "stages measured", "search")  # fmt: skip
-    pruned = any(candidate.pruning for candidate in scheduled.candidates)
+    titles = ("scheduler", "predicted", "measured (spread)", "speed-up", "stages", "largest",
+              "stages measured", "search")  # fmt: skip
+    any_pruned = any(candidate.pruning for candidate in scheduled.candidates)
     rows = []
     for candidate in scheduled.candidates:
         chosen = candidate.scheduler == scheduled.chosen
         ratio = ratio_of(scheduled, candidate)
+        largest = max((len(stage.kernels) for stage in candidate.stages), default=None)
         cells = (
             candidate.scheduler + " (chosen)" * chosen,
             format_seconds(candidate.predicted_seconds),
             measured_text(candidate),
             "-" if ratio is None else str(ratio),
             stages_text(candidate),
-            largest_text(candidate),
+            "-" if largest is None else f"{largest:,}",
             f"{candidate.effort.timed:,}",
             format_seconds(candidate.effort.search_seconds),
         )
-        rows.append((cells + (candidate.pruning,) * pruned, chosen))
-    return head + ("left out",) * pruned, rows
-
-
-def launches_of(scheduled: Scheduled, candidate: ScheduleCandidate) -> int:
-    """The number of kernels that run. All kernels of a merged stage are one."""
-    saved = sum(len(stage.kernels) - 1 for stage in candidate.stages if stage.merged)
-    return len(scheduled.kernels) - saved
+        rows.append((cells + (candidate.pruning,) * any_pruned, chosen))
+    return titles + ("left out",) * any_pruned, rows
 
 
 def answer(scheduled: Scheduled, costs_source: str) -> str:
-    """Which schedule, how fast against sequential, and how that is known. Names as they came."""
-    best, base = scheduled.best, sequential_of(scheduled)
+    """Sentences that say which schedule was chosen, how fast it is against sequential, and how that
+    is known. Names in them are not escaped."""
+    best = scheduled.best
+    subject = f"At batch {scheduled.batch} {best.scheduler}"
     timing = measured_of(best)
     if timing is None:
-        return (
-            f"At batch {scheduled.batch} {best.scheduler} {_predicted_place(scheduled)}: "
-            f"{format_seconds(best.predicted_seconds)}{_against(scheduled, best)}."
-            f"{_predicted_faster(scheduled)} Predicted only, "
-            f"from costs that are {costs_source}: no step was measured, so nothing here shows that "
-            "it is never slower than sequential."
-        )
-    near = _next(scheduled)
-    first = near is None or near.median_seconds >= best.median_seconds
-    what = "is fastest" if first else "was chosen"
-    took = f"At batch {scheduled.batch} {best.scheduler} {what}: {measured_text(best)} measured"
-    if base is None or not base.seconds:
-        return f"{took}. Sequential was not measured, so whether this is slower is not known."
-    rounds = f"{timing.samples:,} and {len(base.seconds):,} rounds"
-    if best is base:
-        said = "No other schedule was measured to be faster. " * first
-        said += "" if near is None else f"The next is {near.scheduler}: {measured_text(near)}."
-        return f"{took}. {said}".rstrip()
-    text = took + _against(scheduled, best)
-    if timing.median_seconds > base.median_seconds:
+        return f"{subject} {_predicted(scheduled, costs_source)}"
+    next_best = _fastest_measured_other(scheduled)
+    is_fastest = next_best is None or next_best.step_seconds >= best.step_seconds
+    verb = "is fastest" if is_fastest else "was chosen"
+    text = f"{subject} {verb}: {measured_text(best)} measured"
+    sequential = sequential_of(scheduled)
+    if sequential is None or not sequential.seconds:
+        return f"{text}. Sequential was not measured, so whether this is slower is not known."
+    if best is sequential:
+        if is_fastest:
+            text += ". No other schedule was measured to be faster"
+        if next_best is not None:
+            text += f". The next is {next_best.scheduler}: {measured_text(next_best)}"
+        return text + "."
+    text += _against_sequential(scheduled)
+    rounds = f"{timing.samples:,} and {len(sequential.seconds):,} rounds"
+    if timing.median_seconds > sequential.step_seconds:
         return f"{text}. It is slower than sequential, by {rounds}: run sequential instead."
     text += f". That it is not slower than sequential was measured, by {rounds}"
-    apart = base.median_seconds / timing.median_seconds - 1
-    noise = max(timing.spread, summarise(list(base.seconds)).spread)
-    return text + (", but the difference is within their spread." if apart < noise else ".")
+    gain = sequential.step_seconds / timing.median_seconds - 1
+    noise = max(timing.spread, summarise(list(sequential.seconds)).spread)
+    return text + (", but the difference is within their spread." if gain < noise else ".")
 
 
-def _faster_by_prediction(scheduled: Scheduled) -> list[ScheduleCandidate]:
-    """The schedules with less predicted seconds than the chosen one, the least first."""
-    limit = scheduled.best.predicted_seconds
-    faster = [c for c in scheduled.candidates if c.predicted_seconds < limit]
-    return sorted(faster, key=lambda c: c.predicted_seconds)
+def _predicted(scheduled: Scheduled, costs_source: str) -> str:
+    """What is known of a chosen schedule that was not measured, as the rest of a sentence and
+    further ones.
 
-
-def _predicted_place(scheduled: Scheduled) -> str:
-    """Says how the prediction ranks the chosen schedule, among those it can be compared with."""
-    faster = _faster_by_prediction(scheduled)
+    Streams without barriers are predicted by their kernels' costs alone, so their prediction does
+    not compare with that of stages.
+    """
+    best = scheduled.best
+    faster = sorted(
+        (c for c in scheduled.candidates if c.predicted_seconds < best.predicted_seconds),
+        key=lambda c: c.predicted_seconds,
+    )
+    remark = ""
     if not faster:
-        return "is predicted to be fastest"
-    if any(candidate.stages for candidate in faster):
-        return "was chosen"
-    return "is predicted to be the fastest in stages"
-
-
-def _predicted_faster(scheduled: Scheduled) -> str:
-    """A sentence on the schedule with the lowest prediction, if it is below the chosen one's, else
-    "". Streams without barriers are predicted by their kernels' costs alone, so their prediction
-    does not compare with that of stages."""
-    faster = _faster_by_prediction(scheduled)
-    if not faster:
-        return ""
-    least = faster[0]
-    text = f" The {format_seconds(least.predicted_seconds)} of {least.scheduler}"
-    if least.stages:
-        return f"{text} is less."
+        verb = "is predicted to be fastest"
+    else:
+        in_stages = any(candidate.stages for candidate in faster)
+        verb = "was chosen" if in_stages else "is predicted to be the fastest in stages"
+        least = faster[0]
+        remark = f" The {format_seconds(least.predicted_seconds)} of {least.scheduler}"
+        remark += (
+            " is less."
+            if least.stages
+            else " counts every kernel as if no other slowed it down, so it does not show that "
+            f"{least.scheduler} is faster."
+        )
     return (
-        f"{text} counts every kernel as if no other slowed it down, so it does not show that "
-        f"{least.scheduler} is faster."
+        f"{verb}: {format_seconds(best.predicted_seconds)}{_against_sequential(scheduled)}."
+        f"{remark} Predicted only, from costs that are {costs_source}: no step was measured, so "
+        "nothing here shows that it is never slower than sequential."
     )
 
 
-def _against(scheduled: Scheduled, best: ScheduleCandidate) -> str:
-    base, ratio = sequential_of(scheduled), ratio_of(scheduled, best)
-    if base is None or ratio is None or best is base:
+def _against_sequential(scheduled: Scheduled) -> str:
+    """The speed of the chosen schedule against sequential's, to end a sentence with; "" if there is
+    none."""
+    best, sequential = scheduled.best, sequential_of(scheduled)
+    ratio = ratio_of(scheduled, best)
+    if sequential is None or ratio is None or best is sequential:
         return ""
-    theirs = base.median_seconds if ratio.measured else base.predicted_seconds
-    return f", {ratio.value:.3f} x sequential's speed ({format_seconds(theirs)})"
+    seconds = sequential.step_seconds if ratio.measured else sequential.predicted_seconds
+    return f", {ratio.value:.3f} x sequential's speed ({format_seconds(seconds)})"
 
 
-def _next(scheduled: Scheduled) -> ScheduleCandidate | None:
+def _fastest_measured_other(scheduled: Scheduled) -> ScheduleCandidate | None:
     """The fastest measured schedule apart from the chosen one; None if there is none."""
     best = scheduled.best
     # A schedule that runs like the chosen one was measured together with it and has the very same
     # seconds.
-    compared = [c for c in scheduled.candidates if c.seconds and c.seconds != best.seconds]
-    return min(compared, key=lambda c: c.median_seconds, default=None)
+    others = [c for c in scheduled.candidates if c.seconds and c.seconds != best.seconds]
+    return min(others, key=lambda c: c.step_seconds, default=None)

@@ -360,7 +360,7 @@ def latency_chart(candidates: Sequence[ScheduleCandidate], chosen: str) -> Marku
         parts.append(_bar("c0", y + 3, candidate.predicted_seconds, scale, "predicted"))
         if candidate.seconds:
             low, high = _quartiles(candidate)
-            parts.append(_bar("c3", y + 15, candidate.median_seconds, scale, "measured", high))
+            parts.append(_bar("c3", y + 15, candidate.step_seconds, scale, "measured", high))
             parts.append(
                 f'<path class="whisker" d="M{LABELS + low * scale:.1f} {y + 20}'
                 f'H{LABELS + high * scale:.1f}m0 -4v8M{LABELS + low * scale:.1f} {y + 16}v8"/>'
@@ -584,7 +584,7 @@ def _cards(schedules: Schedules) -> list[Card]:
         ratio = ratio_of(result, result.best)
         source = "measured" if result.best.seconds else "predicted"
         gain = "" if ratio is None else f"{ratio.value:.3f} x sequential's speed, {source}"
-        duration = format_seconds(result.best.median_seconds)
+        duration = format_seconds(result.best.step_seconds)
         cards.append((f"batch {result.batch}: {result.chosen}", duration, gain))
     return cards
 
@@ -596,7 +596,7 @@ def _summary(schedules: Schedules) -> PageTable | None:
     rows = []
     for result in schedules.results:
         best, ratio = result.best, ratio_of(result, result.best)
-        seconds = best.median_seconds
+        seconds = best.step_seconds
         rows.append((
             f"{result.batch:,}",
             result.chosen,
@@ -758,7 +758,7 @@ def _work(scheduled: Scheduled) -> PageTable | None:
     moved = sum(kernel.moved_bytes for kernel in scheduled.kernels)
     rows = []
     for candidate in scheduled.candidates:
-        seconds = candidate.median_seconds
+        seconds = candidate.step_seconds
         rate = format_count(flops / seconds, "FLOP/s") if seconds > 0 else "-"
         rows.append((
             candidate.scheduler,

@@ -26,195 +26,7 @@ from dovetail.training.history import Column, History, common_level, events_of, 
 from dovetail.training.records import Event
 from dovetail.units import format_count, format_seconds
 
-# ---- What each worker did when, as inline SVG ----
-#
-#     worker 0   ███▒░███▒░███▒░███▒░        compute, exchange, wait
-#     worker 1   ███▒░███▒✕    ▲███▒░        ✕ lost, ▲ joined again
-#
-# Compute is from a window's first step to its last. Exchange is from there to the server's answer;
-# with rules that gather it includes the wait for the other workers. Wait is the rest, from an
-# answer to the next window. A run of many commits is drawn as shares of equal pieces of time
-# instead of spans.
-
 Floats = NDArray[np.float64]
-WIDTH, LABELS, ROW, GAP = 1100.0, 84.0, 16.0, 5.0
-MOST_WORKERS, MOST_SPANS, MOST_MARKS = 40, 3000, 200
-"""At most this many workers have a lane and this many events a mark. A run with more spans than
-`MOST_SPANS` is drawn as shares."""
-PIECES = 300
-"""Shares are drawn for this many equal pieces of time."""
-KINDS = ("compute", "exchange", "wait")
-MARKS = {"lost": "✕", "restarted": "▲", "joined": "▲", "refused": "!"}
-
-
-@dataclass(frozen=True, eq=False)
-class Lane:
-    """One worker's windows in order. begins, ends, answers [windows]: seconds of the first step, of
-    the last one, and of the server's answer. Each window is answered before the next begins."""
-
-    worker: int
-    begins: Floats
-    ends: Floats
-    answers: Floats
-
-    def seconds_of(self, kind: str) -> float:
-        """The seconds of all spans of one kind. Waiting before the first window and after the last
-        answer does not count."""
-        if kind == "compute":
-            return float((self.ends - self.begins).sum())
-        if kind == "exchange":
-            return float((self.answers - self.ends).sum())
-        return float((self.begins[1:] - self.answers[:-1]).sum())
-
-    def spans_of(self, kind: str) -> tuple[Floats, Floats]:
-        """(starts, ends) of the worker's spans of one kind."""
-        if kind == "compute":
-            return self.begins, self.ends
-        if kind == "exchange":
-            return self.ends, self.answers
-        return self.answers[:-1], self.begins[1:]
-
-
-def lanes_of(history: History) -> list[Lane]:
-    """A lane for each worker, by number. Clocks of processes differ a little, so times are clipped:
-    no span is negative, and no window begins before the last one was answered."""
-    columns = history.columns
-    lanes = []
-    for worker in np.unique(columns["worker"]).tolist():
-        mine = columns["worker"] == worker
-        order = np.argsort(columns["seconds"][mine], kind="stable")
-        answers = np.maximum(columns["seconds"][mine][order], 0.0)
-        before = np.concatenate([[0.0], answers[:-1]])
-        begins = np.clip(columns["begin_seconds"][mine][order], before, answers)
-        ends = np.clip(columns["end_seconds"][mine][order], begins, answers)
-        lanes.append(Lane(worker, begins, ends, answers))
-    return lanes
-
-
-def timeline(history: History) -> Markup:
-    """The chart of the lanes of up to `MOST_WORKERS` workers, with marks for events."""
-    lanes = lanes_of(history)
-    if not lanes:
-        return Markup("<p>No commit was recorded.</p>")
-    shown = lanes[:MOST_WORKERS]
-    last = max((event.seconds for event in history.outcome.events), default=0.0)
-    end = max(history.outcome.seconds, last, *(float(lane.answers[-1]) for lane in lanes))
-    end = end if end > 0 else 1.0
-    exact = sum(3 * len(lane.begins) for lane in shown) <= MOST_SPANS
-    rows = {lane.worker: i * (ROW + GAP) for i, lane in enumerate(shown)}
-    parts = []
-    for lane in shown:
-        y = rows[lane.worker]
-        parts.append(f'<text x="{LABELS - 8:.0f}" y="{y + 12:.1f}" text-anchor="end">'
-                     f"worker {lane.worker}</text>")  # fmt: skip
-        parts.append(_spans(lane, y, end) if exact else _shares(lane, y, end))
-    height = len(shown) * (ROW + GAP)
-    parts += _marks(history.outcome.events, rows, end, height)
-    for value in ticks(0.0, end):
-        parts.append(
-            f'<text x="{_at(value, end):.1f}" y="{height + 12:.0f}" text-anchor="middle">'
-            f"{format_seconds(value)}</text>"
-        )
-    what = f"{history.name}: what each of {len(lanes)} workers did when"
-    keys = "".join(f'<li><i class="{kind}"></i>{kind}</li>' for kind in KINDS)
-    notes = []
-    if not exact:
-        notes.append(f"Shares of pieces of {format_seconds(end / PIECES)}.")
-    if len(lanes) > len(shown):
-        notes.append(f"{len(lanes) - len(shown)} more workers are not drawn.")
-    hint = f'<p class="hint">{" ".join(notes)}</p>' if notes else ""
-    return Markup(
-        f'<svg class="chart lanes" viewBox="0 -2 {WIDTH:.0f} {height + 20:.0f}" role="img" '
-        f'aria-label="{escape(what)}">{"".join(parts)}</svg><ul class="key">{keys}</ul>{hint}'
-    )
-
-
-def _at(seconds: float, end: float) -> float:
-    return LABELS + (WIDTH - LABELS - 20) * seconds / end
-
-
-def _spans(lane: Lane, y: float, end: float) -> str:
-    """A lane as one path for each kind, with a box for each span. One path is much smaller than as
-    many elements."""
-    drawn = []
-    for kind in KINDS:
-        starts, stops = lane.spans_of(kind)
-        boxes = [
-            f"M{_at(start, end):.1f} {y:.0f}H{max(_at(stop, end), _at(start, end) + 0.2):.1f}"
-            f"v{ROW:.0f}H{_at(start, end):.1f}z"
-            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-            if stop > start
-        ]
-        if boxes:
-            drawn.append(f'<path class="{kind}" d="{"".join(boxes)}"/>')
-    return "".join(drawn)
-
-
-def _shares(lane: Lane, y: float, end: float) -> str:
-    """A lane as areas: for each piece of time the shares of compute (lowest), exchange and wait."""
-    edges = np.linspace(0.0, end, PIECES + 1)
-    piece = end / PIECES
-    drawn, floor = [], np.zeros(PIECES)
-    for kind in KINDS:
-        share = np.diff(_covered(*lane.spans_of(kind), edges)) / piece
-        ceiling = np.minimum(floor + share, 1.0)
-        drawn.append(f'<path class="{kind}" d="{_band(floor, ceiling, y)}"/>')
-        floor = ceiling
-    return "".join(drawn)
-
-
-def _covered(starts: Floats, stops: Floats, edges: Floats) -> Floats:
-    """[edges] the seconds from 0 to each edge that lie within the spans, which do not overlap."""
-    if not len(starts):
-        return np.zeros(len(edges))
-    # The covered time grows linearly within a span and is constant between two, so interpolating
-    # between the ends of spans is exact.
-    total = np.cumsum(stops - starts)
-    moments = np.stack([starts, stops], axis=1).ravel()
-    seconds = np.stack([total - (stops - starts), total], axis=1).ravel()
-    return np.interp(edges, moments, seconds)
-
-
-def _band(floor: Floats, ceiling: Floats, y: float) -> str:
-    """The `d` of an SVG path around the area between two staircases of shares."""
-    width = (WIDTH - LABELS - 20) / PIECES
-    left = LABELS + width * np.arange(PIECES)
-    top, bottom = y + ROW * (1 - ceiling), y + ROW * (1 - floor)
-    up = "".join(f"V{b:.1f}H{x + width:.1f}" for x, b in zip(left, top, strict=True))
-    down = "".join(f"V{b:.1f}H{x:.1f}" for x, b in zip(left[::-1], bottom[::-1], strict=True))
-    return f"M{LABELS:.1f} {bottom[0]:.1f}{up}{down}z"
-
-
-def _marks(
-    events: tuple[Event, ...], rows: dict[int, float], end: float, height: float
-) -> list[str]:
-    """At most `MOST_MARKS` marks of events: a sign in the worker's lane, or a line through all
-    lanes if the server restarted. A worker's events at second 0 are left out: that is the start."""
-    parts = []
-    for event in events:
-        x = _at(max(event.seconds, 0.0), end)
-        title = f"<title>{escape(_said(event))}</title>"
-        if event.worker in rows and event.kind in MARKS and event.seconds > 0:
-            parts.append(
-                f'<text class="mark" x="{x:.1f}" y="{rows[event.worker] + 12:.1f}" '
-                f'text-anchor="middle">{MARKS[event.kind]}{title}</text>'
-            )
-        elif event.kind == "server_restarted":
-            parts.append(f'<path class="mark" d="M{x:.1f} -2V{height:.0f}">{title}</path>')
-        if len(parts) >= MOST_MARKS:
-            break
-    return parts
-
-
-def _said(event: Event) -> str:
-    detail = event.detail.strip().splitlines()[-1][:200] if event.detail.strip() else ""
-    who = "server" if event.worker < 0 else f"worker {event.worker}"
-    return f"{who} {event.kind.replace('_', ' ')} at {format_seconds(event.seconds)}" + (
-        f": {detail}" if detail else ""
-    )
-
-
-# ---- What the page's sections show ----
 
 MOST_FIGURES, MOST_EVENTS, MOST_BINS, MOST_ROWS = 6, 200, 40, 64
 """The page shows at most this many figures, events, bins of a histogram, and rows of workers."""
@@ -228,7 +40,7 @@ MOST_RUNS = 40
 
 @dataclass(frozen=True, eq=False)
 class ShownRun:
-    """A run on the page; `number` chooses its colour."""
+    """A run on the page. Its number, which counts from 0, chooses its colour."""
 
     number: int
     label: str
@@ -242,7 +54,7 @@ class ShownRun:
 
 @dataclass(frozen=True, eq=False)
 class _LearningCurve:
-    """One figure of one run; seconds, samples and values are [points] each."""
+    """One figure of one run: at so many seconds and samples it had this value, [points] each."""
 
     run: ShownRun
     seconds: Column
@@ -294,23 +106,23 @@ def render_training(histories: Sequence[History], *, made: str = "") -> str:
         ShownRun(i, label, history)
         for i, (label, history) in enumerate(zip(_labels(histories), histories, strict=True))
     ]
-    staleness_charts, staleness_table = staleness(runs)
-    momentum_chart, momentum_table = momentum(runs)
+    staleness_charts, staleness_table = _staleness_section(runs)
+    momentum_chart, momentum_table = _momentum_section(runs)
     return render_page(
         "training.html",
         "Training by " + ", ".join(dict.fromkeys(run.history.name for run in runs)),
         _cards(runs),
         styles=("page.css", "training.css"),
-        runs=runs_table(runs),
-        learning=learning(runs),
-        efficiency=efficiency(runs),
-        efficiency_figure=main_figure(runs),
+        runs=_runs_table(runs),
+        learning=_learning_charts(runs),
+        efficiency=_efficiency_table(runs),
+        efficiency_figure=_main_figure(runs),
         staleness_charts=staleness_charts,
         staleness=staleness_table,
         momentum_chart=momentum_chart,
         momentum=momentum_table,
-        workers=workers(runs),
-        events=events(runs),
+        workers=_worker_sections(runs),
+        events=_events_section(runs),
         command=PageTable((), [("command", made)], "scroll facts") if made else None,
         run_facts=[(run.label, PageTable((), run.history.facts(), "scroll facts")) for run in runs],
     )
@@ -331,17 +143,11 @@ def _labels(histories: Sequence[History]) -> list[str]:
     ]
 
 
-def main_figure(runs: Sequence[ShownRun]) -> str | None:
-    """The figure by which runs are compared: the first one that should be large, such as an
-    accuracy, else the first one; None if there is none."""
-    names = _figures(runs)
-    return next((name for name in names if not lower_is_better(name)), names[0] if names else None)
-
-
 def _cards(runs: Sequence[ShownRun]) -> list[Card]:
+    """The cards at the top of the page."""
     samples = sum(run.history.outcome.samples for run in runs)
     cards = [("runs", str(len(runs)), f"{format_count(samples)} samples in all")]
-    figure = main_figure(runs)
+    figure = _main_figure(runs)
     if figure is not None:
         sign = -1 if lower_is_better(figure) else 1
         bests = [(best.figures[figure], run) for run in runs
@@ -370,38 +176,55 @@ def _fastest(runs: Sequence[ShownRun], figure: str) -> list[Card]:
     level = common_level([run.history for run in runs], figure)
     if level is None or len(runs) < 2:
         return []
+    # Of runs that were equally fast, the one with the lowest number counts.
     times = [(seconds, run.number, run.label) for run in runs
              if (seconds := run.history.seconds_to(figure, level)) is not None]  # fmt: skip
     seconds, _, label = min(times)
     return [(f"fastest to {figure} {level:.4g}", format_seconds(seconds), f"by {label}")]
 
 
-def runs_table(runs: Sequence[ShownRun]) -> PageTable:
+def _main_figure(runs: Sequence[ShownRun]) -> str | None:
+    """The figure by which runs are compared: the first one that should be large, such as an
+    accuracy, else the first one; None if there is none."""
+    names = _figures(runs)
+    return next((name for name in names if not lower_is_better(name)), names[0] if names else None)
+
+
+def _figures(runs: Sequence[ShownRun]) -> list[str]:
+    """Names of all figures of all runs, in order of first appearance."""
+    return list(dict.fromkeys(name for run in runs for name in run.history.figures))
+
+
+def _runs_table(runs: Sequence[ShownRun]) -> PageTable:
     """The table of runs: a row for each with its settings, its best figures and its staleness."""
     figures = _figures(runs)[:MOST_FIGURES]
-    main = main_figure(runs)
-    level = common_level([run.history for run in runs], main) if main else None
-    to_level = [] if level is None or len(runs) < 2 else [f"to {main} {level:.4g}"]
+    main = _main_figure(runs)
+    level = None
+    if main is not None and len(runs) > 1:
+        level = common_level([run.history for run in runs], main)
+    to_level = [] if level is None else [f"to {main} {level:.4g}"]
     titles = ["run", "backend", "workers", "window", "batch", "commits", "samples", "time",
               *(f"best {name}" for name in figures), *to_level, "staleness", "ended"]  # fmt: skip
     rows = []
     for run in runs:
         history = run.history
         bests = [history.best(name) for name in figures]
-        times = [_when(history.seconds_to(main, level)) for _ in to_level if main and level]
+        times = []
+        if main is not None and level is not None:
+            times = [_seconds_text(history.seconds_to(main, level))]
         rows.append([
             run.head, history.backend or "-", str(history.workers),
-            *(_whole(history.of_job(field)) for field in ("window", "batch")),
+            *(_count_text(history.of_job(field)) for field in ("window", "batch")),
             f"{len(history):,}", f"{history.outcome.samples:,}",
             format_seconds(history.outcome.seconds),
             *(f"{best.figures[name]:.4g}" if best else "-"
               for name, best in zip(figures, bests, strict=True)),
-            *times, _number(history.staleness.mean), ended(history),
+            *times, _number(history.staleness.mean), _ending(history),
         ])  # fmt: skip
     return PageTable(titles, rows)
 
 
-def ended(history: History) -> str:
+def _ending(history: History) -> str:
     """A word or two on how a run ended."""
     if history.divergence is not None:
         return "diverged"
@@ -412,34 +235,41 @@ def ended(history: History) -> str:
     return "stopped early" if history.outcome.stopped else "done"
 
 
-def learning(runs: Sequence[ShownRun]) -> list[Markup]:
+def _learning_charts(runs: Sequence[ShownRun]) -> list[Markup]:
     """Charts of each figure, then of the commits' loss, against time and against samples."""
-    curves_of: dict[str, list[_LearningCurve]] = {
-        figure: [_LearningCurve(run, *run.history.curve(figure)) for run in runs]
+    charted = [
+        (figure, [_LearningCurve(run, *run.history.curve(figure)) for run in runs])
         for figure in _figures(runs)[:MOST_FIGURES]
-    }
+    ]
     losses = []
     for run in runs:
         columns = run.history.columns
         seconds, means = averaged(columns["seconds"], columns["loss"])
         samples, _ = averaged(columns["seen"], columns["loss"])
         losses.append(_LearningCurve(run, seconds, samples, means))
-    charts = []
-    for figure, curves in [*curves_of.items(), (TRAINING_LOSS, losses)]:
-        for what, format_x in (("time", format_seconds), ("samples", format_count)):
-            lines = [
-                Line(
-                    curve.run.label,
-                    (curve.seconds if what == "time" else curve.samples).astype(np.float64),
-                    curve.values,
-                    curve.run.number,
-                )
-                for curve in curves
-                if len(curve.values)
-            ]
-            axes = Axes(f"{figure} against {what}", format_x, _ceiling(figure, lines))
-            charts.append(line_chart(lines, axes))
-    return charts
+    charted.append((TRAINING_LOSS, losses))
+    return [
+        _learning_chart(figure, curves, against)
+        for figure, curves in charted
+        for against in ("time", "samples")
+    ]
+
+
+def _learning_chart(figure: str, curves: Sequence[_LearningCurve], against: str) -> Markup:
+    """The chart of one figure of all runs against "time" or "samples"."""
+    by_time = against == "time"
+    lines = [
+        Line(
+            curve.run.label,
+            (curve.seconds if by_time else curve.samples).astype(np.float64),
+            curve.values,
+            curve.run.number,
+        )
+        for curve in curves
+        if len(curve.values)
+    ]
+    format_x = format_seconds if by_time else format_count
+    return line_chart(lines, Axes(f"{figure} against {against}", format_x, _ceiling(figure, lines)))
 
 
 def _ceiling(figure: str, lines: Sequence[Line]) -> float:
@@ -447,15 +277,15 @@ def _ceiling(figure: str, lines: Sequence[Line]) -> float:
     first value: a loss that grows without end would hide all other lines."""
     if not (lower_is_better(figure) and lines):
         return math.inf
-    firsts = [line.y[np.isfinite(line.y)][:1] for line in lines]
-    starts = [float(first[0]) for first in firsts if len(first)]
-    return 3 * max(starts) if starts and max(starts) > 0 else math.inf
+    finite = [line.y[np.isfinite(line.y)] for line in lines]
+    largest = max((float(values[0]) for values in finite if len(values)), default=0.0)
+    return 3 * largest if largest > 0 else math.inf
 
 
-def efficiency(runs: Sequence[ShownRun]) -> PageTable | None:
+def _efficiency_table(runs: Sequence[ShownRun]) -> PageTable | None:
     """The table of the temporal efficiency E(row, column) of the main figure, for all pairs of
     runs; None if there is no figure that should be large, or less than two runs to compare."""
-    figure = main_figure(runs)
+    figure = _main_figure(runs)
     if figure is None or lower_is_better(figure):
         return None
     curves = {run.number: run.history.curve(figure) for run in runs}
@@ -467,21 +297,22 @@ def efficiency(runs: Sequence[ShownRun]) -> PageTable | None:
         cells: list[str] = [a.head]
         for b in compared:
             (a_seconds, _, a_values), (b_seconds, _, b_values) = curves[a.number], curves[b.number]
-            value = analysis.temporal_efficiency(
+            ratio = analysis.temporal_efficiency(
                 a_seconds.tolist(), a_values.tolist(), b_seconds.tolist(), b_values.tolist()
             )
-            text = _number(value)
-            cells.append(Markup("<b>{}</b>").format(text) if a is not b and value > 1 else text)
+            text = _number(ratio)
+            cells.append(Markup("<b>{}</b>").format(text) if a is not b and ratio > 1 else text)
         rows.append(cells)
     return PageTable(["", *(run.label for run in compared)], rows)
 
 
 def _usable(curve: tuple[Column, Column, Column]) -> bool:
+    """Whether a (seconds, samples, values) curve has an integral over time."""
     seconds, _, values = curve
     return bool(len(seconds) and seconds[-1] > 0 and np.isfinite(values).all())
 
 
-def staleness(runs: Sequence[ShownRun]) -> tuple[list[Markup], PageTable]:
+def _staleness_section(runs: Sequence[ShownRun]) -> tuple[list[Markup], PageTable]:
     """(charts, table): a histogram of the staleness of each run, and its statistics."""
     charts, rows = [], []
     for run in runs:
@@ -510,29 +341,30 @@ def histogram(values: Column) -> tuple[list[float], list[str]]:
     return counts.astype(float).tolist(), labels
 
 
-def momentum(runs: Sequence[ShownRun]) -> tuple[Markup, PageTable]:
+def _momentum_section(runs: Sequence[ShownRun]) -> tuple[Markup, PageTable]:
     """(chart, table) of implicit momentum: the estimates along each run, and their medians."""
     lines, rows = [], []
     for run in runs:
         history = run.history
-        estimates = history.columns["momentum"]
-        finite = np.isfinite(estimates)
-        low, high = np.percentile(estimates[finite], [25, 75]) if finite.any() else (math.nan,) * 2
-        rows.append([run.head, str(history.workers), _number(history.momentum),
-                     f"{_number(low)} to {_number(high)}" if finite.any() else "-",
-                     _number(history.expected_momentum)])  # fmt: skip
-        if finite.any():
-            x, y = averaged(history.columns["seen"][finite].astype(np.float64), estimates[finite])
+        is_finite = np.isfinite(history.columns["momentum"])
+        estimates = history.columns["momentum"][is_finite]
+        middle_half = "-"
+        if len(estimates):
+            low, high = np.percentile(estimates, [25, 75])
+            middle_half = f"{_number(low)} to {_number(high)}"
+            x, y = averaged(history.columns["seen"][is_finite].astype(np.float64), estimates)
             lines.append(Line(run.label, x, y, run.number))
-            expected = np.full(2, history.expected_momentum)
             ends = np.array([0.0, float(x[-1])])
+            expected = np.full(2, history.expected_momentum)
             lines.append(Line("1 - 1/n", ends, expected, run.number, dashed=True))
+        rows.append([run.head, str(history.workers), _number(history.momentum), middle_half,
+                     _number(history.expected_momentum)])  # fmt: skip
     axes = Axes("implicit momentum against samples; dashed: 1 - 1/n", top=1.5, bottom=-1.0)
     titles = ("run", "n", "median estimate", "middle half", "1 - 1/n")
     return line_chart(lines, axes) if lines else Markup(""), PageTable(titles, rows)
 
 
-def workers(runs: Sequence[ShownRun]) -> list[_WorkerTimes]:
+def _worker_sections(runs: Sequence[ShownRun]) -> list[_WorkerTimes]:
     """The timeline of each run, and a table of its workers."""
     return [
         _WorkerTimes(
@@ -543,10 +375,13 @@ def workers(runs: Sequence[ShownRun]) -> list[_WorkerTimes]:
 
 
 def _worker_table(history: History) -> PageTable:
+    """A row for each worker: what it did, the shares of its time, and its staleness."""
     _, of_worker = analysis.staleness(history.outcome.rows, history.workers)
     counts = {kind: Counter(event.worker for event in events_of(history.outcome, kind))
               for kind in ("lost", "restarted", "refused")}  # fmt: skip
-    samples = np.bincount(_ranks(history), weights=history.columns["samples"]).tolist()
+    # [commits] the index of the lane of each commit's worker: lanes are sorted by worker, too.
+    ranks = np.unique(history.columns["worker"], return_inverse=True)[1]
+    samples = np.bincount(ranks, weights=history.columns["samples"]).tolist()
     rows = []
     for lane, count in zip(lanes_of(history), samples, strict=True):
         total = float(lane.answers[-1] - lane.begins[0])
@@ -563,57 +398,263 @@ def _worker_table(history: History) -> PageTable:
     return PageTable(titles, rows[:MOST_ROWS])
 
 
-def _ranks(history: History) -> Column:
-    """[commits] the index of the lane of each commit's worker."""
-    ranks: Column = np.unique(history.columns["worker"], return_inverse=True)[1]
-    return ranks
-
-
-def events(runs: Sequence[ShownRun]) -> _ShownEvents | None:
+def _events_section(runs: Sequence[ShownRun]) -> _ShownEvents | None:
     """The section of events: counts, reasons of refused commits, and each event. None if there was
     no event."""
-    kinds = list(dict.fromkeys(e.kind for run in runs for e in run.history.outcome.events))
-    if not kinds:
+    happened = [(run, event) for run in runs for event in run.history.outcome.events]
+    if not happened:
         return None
-    counts = [[run.head, *_counts(run.history, kinds)] for run in runs]
+    kinds = list(dict.fromkeys(event.kind for _, event in happened))
+    counts = Counter((run.number, event.kind) for run, event in happened)
+    count_rows = [[run.head, *(f"{counts[run.number, kind]:,}" for kind in kinds)] for run in runs]
     reasons = Counter((run.number, event.detail) for run in runs
                       for event in events_of(run.history.outcome, "refused"))  # fmt: skip
     refusals = [
-        [runs[i].label, reason, f"{n:,}"] for (i, reason), n in reasons.most_common(MOST_REASONS)
+        [runs[number].label, reason, f"{count:,}"]
+        for (number, reason), count in reasons.most_common(MOST_REASONS)
     ]
-    happened = [(run, event) for run in runs for event in run.history.outcome.events]
-    listed = [[run.label, format_seconds(event.seconds),
-               "server" if event.worker < 0 else f"worker {event.worker}",
-               event.kind.replace("_", " "),
+    listed = [[run.label, format_seconds(event.seconds), _who(event), _what(event),
                Markup("<pre>{}</pre>").format(event.detail[:4000])]
               for run, event in happened[:MOST_EVENTS]]  # fmt: skip
-    more = f" (the first {MOST_EVENTS:,})" if len(happened) > MOST_EVENTS else ""
+    cut = f" (the first {MOST_EVENTS:,})" if len(happened) > MOST_EVENTS else ""
     return _ShownEvents(
-        PageTable(["run", *(kind.replace("_", " ") for kind in kinds)], counts),
+        PageTable(["run", *(kind.replace("_", " ") for kind in kinds)], count_rows),
         PageTable(("run", "refused because", "commits"), refusals, "scroll left")
         if refusals
         else None,
-        f"all {len(happened):,}{more}",
+        f"all {len(happened):,}{cut}",
         PageTable(("run", "time", "who", "what", "detail"), listed, "scroll left"),
     )
 
 
-def _counts(history: History, kinds: Sequence[str]) -> list[str]:
-    counts = Counter(event.kind for event in history.outcome.events)
-    return [f"{counts[kind]:,}" for kind in kinds]
+def _who(event: Event) -> str:
+    return "server" if event.worker < 0 else f"worker {event.worker}"
 
 
-def _figures(runs: Sequence[ShownRun]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.history.figures))
+def _what(event: Event) -> str:
+    return event.kind.replace("_", " ")
 
 
 def _number(value: float) -> str:
+    """The number; "-" if it is not finite."""
     return f"{value:.3g}" if math.isfinite(value) else "-"
 
 
-def _whole(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+def _count_text(count: int | None) -> str:
+    """The count; "-" if it is not known."""
+    return "-" if count is None else f"{count:,}"
 
 
-def _when(seconds: float | None) -> str:
+def _seconds_text(seconds: float | None) -> str:
+    """The seconds; "-" if there are none."""
     return "-" if seconds is None else format_seconds(seconds)
+
+
+# ---- What each worker did when, as inline SVG ----
+#
+#     worker 0   ███▒░███▒░███▒░███▒░        compute, exchange, wait
+#     worker 1   ███▒░███▒✕    ▲███▒░        ✕ lost, ▲ joined again
+#
+# Compute is from a window's first step to its last. Exchange is from there to the server's answer;
+# with rules that gather it includes the wait for the other workers. Wait is the rest, from an
+# answer to the next window. A run of many commits is drawn as shares of equal pieces of time
+# instead of spans.
+
+WIDTH, LABEL_WIDTH, RIGHT_MARGIN = 1100.0, 84.0, 20.0
+"""The chart has this width in pixels, of which so many are left for the labels of the lanes and
+beyond the end of the run."""
+LANE_HEIGHT, GAP, BASELINE = 16.0, 5.0, 12.0
+"""Pixels: the height of a lane, the gap below it, and where the base line of its text lies in
+it."""
+LEAST_WIDTH = 0.2
+"""A span is drawn at least so many pixels wide, or it could not be seen."""
+MOST_WORKERS, MOST_SPANS, MOST_MARKS = 40, 3000, 200
+"""At most this many workers have a lane and this many events a mark. A run with more spans than
+`MOST_SPANS` is drawn as shares."""
+PIECES = 300
+"""Shares are drawn for this many equal pieces of time."""
+KINDS = ("compute", "exchange", "wait")
+"""What a worker does, in the order in which the page names it; also classes of the page's style."""
+MARKS = {"lost": "✕", "restarted": "▲", "joined": "▲", "refused": "!"}
+"""Kind of an event -> its sign in the worker's lane. Events of other kinds have no sign there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """One worker's windows in order. begins, ends, answers [windows]: seconds of the first step, of
+    the last one, and of the server's answer. Each window is answered before the next begins."""
+
+    worker: int
+    begins: Floats
+    ends: Floats
+    answers: Floats
+
+    def seconds_of(self, kind: str) -> float:
+        """The seconds of all spans of one kind. Waiting before the first window and after the last
+        answer does not count."""
+        if kind == "compute":
+            return float((self.ends - self.begins).sum())
+        if kind == "exchange":
+            return float((self.answers - self.ends).sum())
+        return float((self.begins[1:] - self.answers[:-1]).sum())
+
+    def spans_of(self, kind: str) -> tuple[Floats, Floats]:
+        """(starts, ends) of the worker's spans of one kind."""
+        if kind == "compute":
+            return self.begins, self.ends
+        if kind == "exchange":
+            return self.ends, self.answers
+        return self.answers[:-1], self.begins[1:]
+
+
+def timeline(history: History) -> Markup:
+    """The chart of the lanes of up to `MOST_WORKERS` workers, with marks for events."""
+    lanes = lanes_of(history)
+    if not lanes:
+        return Markup("<p>No commit was recorded.</p>")
+    shown = lanes[:MOST_WORKERS]
+    last_event = max((event.seconds for event in history.outcome.events), default=0.0)
+    last_answer = max(float(lane.answers[-1]) for lane in lanes)
+    # A run without length is drawn as one of a second: all of it stands at the left end.
+    end = max(history.outcome.seconds, last_event, last_answer)
+    end = end if end > 0 else 1.0
+    as_spans = sum(3 * len(lane.begins) for lane in shown) <= MOST_SPANS
+    tops = {lane.worker: i * (LANE_HEIGHT + GAP) for i, lane in enumerate(shown)}
+    parts = []
+    for lane in shown:
+        y = tops[lane.worker]
+        parts.append(f'<text x="{LABEL_WIDTH - 8:.0f}" y="{y + BASELINE:.1f}" text-anchor="end">'
+                     f"worker {lane.worker}</text>")  # fmt: skip
+        parts.append(_spans(lane, y, end) if as_spans else _shares(lane, y, end))
+    height = len(shown) * (LANE_HEIGHT + GAP)
+    parts += _marks(history.outcome.events, tops, end, height)
+    for value in ticks(0.0, end):
+        parts.append(
+            f'<text x="{_x_of(value, end):.1f}" y="{height + BASELINE:.0f}" text-anchor="middle">'
+            f"{format_seconds(value)}</text>"
+        )
+    title = f"{history.name}: what each of {len(lanes)} workers did when"
+    keys = "".join(f'<li><i class="{kind}"></i>{kind}</li>' for kind in KINDS)
+    hints = []
+    if not as_spans:
+        hints.append(f"Shares of pieces of {format_seconds(end / PIECES)}.")
+    if len(lanes) > len(shown):
+        hints.append(f"{len(lanes) - len(shown)} more workers are not drawn.")
+    hint = f'<p class="hint">{" ".join(hints)}</p>' if hints else ""
+    return Markup(
+        f'<svg class="chart lanes" viewBox="0 -2 {WIDTH:.0f} {height + 20:.0f}" role="img" '
+        f'aria-label="{escape(title)}">{"".join(parts)}</svg><ul class="key">{keys}</ul>{hint}'
+    )
+
+
+def lanes_of(history: History) -> list[Lane]:
+    """A lane for each worker, by number. Clocks of processes differ a little, so times are clipped:
+    no span is negative, and no window begins before the last one was answered."""
+    columns = history.columns
+    lanes = []
+    for worker in np.unique(columns["worker"]).tolist():
+        mine = columns["worker"] == worker
+        order = np.argsort(columns["seconds"][mine], kind="stable")
+        answers = np.maximum(columns["seconds"][mine][order], 0.0)
+        before = np.concatenate([[0.0], answers[:-1]])
+        begins = np.clip(columns["begin_seconds"][mine][order], before, answers)
+        ends = np.clip(columns["end_seconds"][mine][order], begins, answers)
+        lanes.append(Lane(worker, begins, ends, answers))
+    return lanes
+
+
+def _x_of(seconds: float, end: float) -> float:
+    """Where a moment of a run that ends at `end` seconds is drawn, in pixels from the left."""
+    return LABEL_WIDTH + (WIDTH - LABEL_WIDTH - RIGHT_MARGIN) * seconds / end
+
+
+def _spans(lane: Lane, y: float, end: float) -> str:
+    """A lane as one path for each kind, with a box for each span. One path is much smaller than as
+    many elements."""
+    drawn = []
+    for kind in KINDS:
+        starts, stops = lane.spans_of(kind)
+        boxes = [
+            _box(_x_of(start, end), _x_of(stop, end), y)
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+            if stop > start
+        ]
+        if boxes:
+            drawn.append(f'<path class="{kind}" d="{"".join(boxes)}"/>')
+    return "".join(drawn)
+
+
+def _box(left: float, right: float, y: float) -> str:
+    """The part of a path's `d` that draws a box."""
+    right = max(right, left + LEAST_WIDTH)
+    return f"M{left:.1f} {y:.0f}H{right:.1f}v{LANE_HEIGHT:.0f}H{left:.1f}z"
+
+
+def _shares(lane: Lane, y: float, end: float) -> str:
+    """A lane as areas: for each piece of time the shares of compute (lowest), exchange and wait."""
+    edges = np.linspace(0.0, end, PIECES + 1)
+    piece = end / PIECES
+    drawn, floor = [], np.zeros(PIECES)
+    for kind in KINDS:
+        share = np.diff(_covered(*lane.spans_of(kind), edges)) / piece
+        ceiling = np.minimum(floor + share, 1.0)
+        drawn.append(f'<path class="{kind}" d="{_band(floor, ceiling, y)}"/>')
+        floor = ceiling
+    return "".join(drawn)
+
+
+def _covered(starts: Floats, stops: Floats, edges: Floats) -> Floats:
+    """[edges] the seconds from 0 to each edge that lie within the spans, which do not overlap."""
+    if not len(starts):
+        return np.zeros(len(edges))
+    # The covered time grows linearly within a span and is constant between two, so interpolating
+    # between the ends of spans is exact.
+    total = np.cumsum(stops - starts)
+    moments = np.stack([starts, stops], axis=1).ravel()
+    seconds = np.stack([total - (stops - starts), total], axis=1).ravel()
+    return np.interp(edges, moments, seconds)
+
+
+def _band(floor: Floats, ceiling: Floats, y: float) -> str:
+    """The `d` of an SVG path around the area between two staircases of shares."""
+    width = (WIDTH - LABEL_WIDTH - RIGHT_MARGIN) / PIECES
+    lefts = LABEL_WIDTH + width * np.arange(PIECES)
+    # y grows downwards: a share of 1 is at the top of the lane, at `y`.
+    tops, bottoms = y + LANE_HEIGHT * (1 - ceiling), y + LANE_HEIGHT * (1 - floor)
+    there = "".join(f"V{top:.1f}H{x + width:.1f}" for x, top in zip(lefts, tops, strict=True))
+    back = "".join(
+        f"V{bottom:.1f}H{x:.1f}" for x, bottom in zip(lefts[::-1], bottoms[::-1], strict=True)
+    )
+    return f"M{LABEL_WIDTH:.1f} {bottoms[0]:.1f}{there}{back}z"
+
+
+def _marks(
+    events: tuple[Event, ...], tops: dict[int, float], end: float, height: float
+) -> list[str]:
+    """At most `MOST_MARKS` marks of events: a sign in the worker's lane, or a line through all
+    lanes if the server restarted. A worker's events at second 0 are left out: that is the start.
+
+    tops   worker -> the top of its lane
+    """
+    parts = []
+    for event in events:
+        x = _x_of(max(event.seconds, 0.0), end)
+        title = f"<title>{escape(_sentence(event))}</title>"
+        if event.worker in tops and event.kind in MARKS and event.seconds > 0:
+            parts.append(
+                f'<text class="mark" x="{x:.1f}" y="{tops[event.worker] + BASELINE:.1f}" '
+                f'text-anchor="middle">{MARKS[event.kind]}{title}</text>'
+            )
+        elif event.kind == "server_restarted":
+            parts.append(f'<path class="mark" d="M{x:.1f} -2V{height:.0f}">{title}</path>')
+        if len(parts) >= MOST_MARKS:
+            break
+    return parts
+
+
+def _sentence(event: Event) -> str:
+    """What happened to whom and when, and the last line of the detail: of a traceback, that is the
+    error."""
+    lines = event.detail.strip().splitlines()
+    detail = f": {lines[-1][:200]}" if lines else ""
+    return f"{_who(event)} {_what(event)} at {format_seconds(event.seconds)}{detail}"

@@ -1,5 +1,10 @@
 """Results of a search for stages: schedules of one network on one device, and their figures.
 
+    Schedules                        one model on one device
+      Scheduled                      at one batch size
+        ScheduleCandidate            the schedule of one scheduler
+          KernelStage                kernels that run together
+
 A kernel is what a device runs as one call: an op, or several ops that the device fuses. Kernels are
 numbered as in `graph.kernels.Kernels`, in topological order.
 """
@@ -11,6 +16,7 @@ from dovetail.schedulers.dataflow import Streams
 from dovetail.schedulers.records import KernelBlock
 
 SEQUENTIAL = "sequential"
+"""The scheduler that runs one kernel after another, with which all others are compared."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,12 @@ class KernelStage:
 class SearchEffort:
     """How much a search computed and measured.
 
-    states, transitions   as in `BlockSchedule`
-    asked, timed          distinct stages that were asked for, and how many of them were measured
+    states              sets of ops whose best schedule was searched
+    transitions         (state, ending) pairs that were compared
+    asked, timed        distinct stages whose seconds were asked for, and how many of them had to be
+                        measured for it
+    search_seconds      time of the search without its measuring
+    measuring_seconds   time that it measured stages
     """
 
     states: int = 0
@@ -65,14 +75,15 @@ class SearchEffort:
 class ScheduleCandidate:
     """The schedule that one scheduler returned.
 
-    stages               in running order; () if streams run without barriers
-    streams              what runs: the kernels of each stream in order, and the events between them
-    predicted_seconds    the sum over the stages, and on a CPU the switches between phases; for
-                         streams without barriers, computed from the kernels' seconds alone
-    block_seconds        predicted, per block of the network; () for streams without barriers
-    seconds              [rounds] median measured seconds of a step; () if the device is not in this
-                         machine. Schedules that run alike are measured once and share these
-    pruning              what the search left out, in words; "" if it left out nothing
+    stages              in running order; () if streams run without barriers
+    streams             what runs: the kernels of each stream in order, and the events between them
+    predicted_seconds   the sum over the stages, and on a CPU the switches between phases; for
+                        streams without barriers, computed from the kernels' seconds alone
+    block_seconds       predicted, of each of `Scheduled.blocks`; () if the schedule was not made
+                        in these blocks
+    seconds             [rounds] median measured seconds of a step; () if the device is not in this
+                        machine. Schedules that run alike are measured once and share these
+    pruning             what the search left out, in words; "" if it left out nothing
     """
 
     scheduler: str
@@ -85,7 +96,7 @@ class ScheduleCandidate:
     pruning: str = ""
 
     @property
-    def median_seconds(self) -> float:
+    def step_seconds(self) -> float:
         """The median of the measured seconds; without a measurement, the predicted seconds."""
         return statistics.median(self.seconds) if self.seconds else self.predicted_seconds
 
@@ -94,13 +105,14 @@ class ScheduleCandidate:
 class Scheduled:
     """All schedules of a network at one batch size.
 
-    block         which kernels wait for which
-    blocks        the kernels of each part that was scheduled on its own, in running order
-    chosen        the scheduler whose schedule is chosen. With measurements it is the fastest one,
-                  if it is beyond doubt faster than sequential, else `sequential`. Without
-                  measurements it is the one with the least predicted seconds
-    sampled       (predicted, measured) seconds of random schedules
-    peak_bytes    size of the static memory plan of the chosen schedule, without parameters
+    block        all kernels as one block: which kernels wait for which
+    blocks       the kernels of each part of that block which `dos` searches by itself, in running
+                 order
+    chosen       the scheduler whose schedule is chosen. With measurements it is the fastest one, if
+                 it is beyond doubt faster than sequential, else `sequential`. Without measurements
+                 it is the one with the least predicted seconds among those with stages
+    sampled      (predicted, measured) seconds of random schedules
+    peak_bytes   size of the static memory plan of the chosen schedule, without parameters
     """
 
     batch: int
@@ -113,10 +125,12 @@ class Scheduled:
     peak_bytes: int = 0
 
     def candidate(self, scheduler: str) -> ScheduleCandidate:
+        """The schedule of a scheduler that ran."""
         return next(c for c in self.candidates if c.scheduler == scheduler)
 
     @property
     def best(self) -> ScheduleCandidate:
+        """The chosen schedule."""
         return self.candidate(self.chosen)
 
 

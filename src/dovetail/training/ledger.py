@@ -91,7 +91,8 @@ class Ledger:
     @property
     def leases(self) -> dict[int, Lease]:
         """Worker -> the lease that it holds now, whether its commit is staged or not."""
-        return {k: m.lease for k, m in sorted(self._members.items()) if m.lease is not None}
+        members = sorted(self._members.items())
+        return {worker: member.lease for worker, member in members if member.lease is not None}
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -104,8 +105,8 @@ class Ledger:
 
     def join(self, worker: int) -> int:
         """Notes that the worker has started and returns the number of its last commit that counted,
-        from which it continues. An unanswered turn of the worker that had this number before is
-        dropped. A lease that it held stays this worker's."""
+        from which it continues. It takes the place of an earlier worker of its number: it keeps
+        that one's lease, and that one's unanswered turn is dropped."""
         self._waiting.pop(worker, None)
         return self._welcome(worker).sequence
 
@@ -114,14 +115,16 @@ class Ledger:
         the reason why it would not."""
         if commit.run != self.job.run:
             return Refusal.RUN
+        # A worker that has never asked for anything holds no lease, so its commit is refused.
         member = self._members.get(commit.worker, _LedgerWorker())
         if 0 < commit.sequence <= member.sequence:
             return Verdict.DUPLICATE
         if member.lease is None or member.lease.number != commit.lease:
             return Refusal.LEASE
-        unknown = self._restored and commit.worker not in self._heard
-        skips = unknown and commit.sequence > member.sequence
-        return None if skips or commit.sequence == member.sequence + 1 else Refusal.SEQUENCE
+        is_next = commit.sequence == member.sequence + 1
+        may_skip = self._restored and commit.worker not in self._heard
+        skips = may_skip and commit.sequence > member.sequence
+        return None if is_next or skips else Refusal.SEQUENCE
 
     def offer(self, turn: Turn, refusal: Refusal | None = None) -> list[Step]:
         """Takes a turn and returns the steps that follow. `refusal` is what the caller found wrong
@@ -133,14 +136,14 @@ class Ledger:
         steps: list[Step] = []
         commit = turn.commit
         if commit is not None and not self.stopped:
-            verdict = refusal or self.check(commit)
+            objection = refusal or self.check(commit)
             # A worker cannot commit in another worker's name.
             if commit.worker != turn.worker:
-                verdict = Refusal.LEASE
-            if isinstance(verdict, Refusal):
-                waiting.verdict, waiting.refusal = Verdict.REFUSED, verdict
-            elif verdict is not None:
-                waiting.verdict = verdict
+                objection = Refusal.LEASE
+            if isinstance(objection, Refusal):
+                waiting.verdict, waiting.refusal = Verdict.REFUSED, objection
+            elif objection is not None:
+                waiting.verdict = objection
             elif self.rule.gathers:
                 waiting.staged = True
             else:
@@ -161,7 +164,8 @@ class Ledger:
         return [Forget(worker), *self._settle()]
 
     def leave(self, worker: int) -> list[Step]:
-        """Notes that the worker has ended, so that no round waits for it any more."""
+        """Notes that the worker has ended, so that no round waits for it any more. That is all that
+        an eviction does to a worker without a lease."""
         return self.evict(worker)
 
     def end_stream(self, samples: int) -> list[Step]:
@@ -177,10 +181,11 @@ class Ledger:
         return self._settle()
 
     def _welcome(self, worker: int) -> _LedgerWorker:
+        """The worker's entry, which is made if it is new. A worker that comes late or back again
+        starts level with the slowest: with fewer windows it would hold up all others (`slack`)."""
         member = self._members.get(worker)
         if member is None:
-            level = self._slowest() if len(self._members) >= self.job.workers else 0
-            member = self._members[worker] = _LedgerWorker(windows=level)
+            member = self._members[worker] = _LedgerWorker(windows=self._slowest())
         elif not member.present:
             member.windows = max(member.windows, self._slowest())
             member.present = True
@@ -194,7 +199,8 @@ class Ledger:
 
     def _apply(self, commit: Commit) -> list[Step]:
         """Counts the commit and returns the step that applies it, if one does."""
-        # `_count` ends the commit's lease, so both are taken before: this worker still counts.
+        # `_count` ends the commit's lease, so the workers with a lease are counted before: this
+        # worker is one of them.
         workers = len(self.leases)
         staleness = self.staleness(commit)
         samples = self._count(commit)
@@ -202,13 +208,12 @@ class Ledger:
             return []  # it only says that the stream has ended
         self.clock += 1
         # By a lock-free rule the worker has already written to the center itself.
-        return [] if self.rule.lock_free else [_apply(commit, staleness, samples, workers)]
+        return [] if self.rule.lock_free else [_step_of(commit, staleness, samples, workers)]
 
     def _combine(self) -> list[Step]:
         """Counts the round if it is complete, and returns the step that applies it."""
-        holders = self.leases
         staged = sorted(worker for worker, waiting in self._waiting.items() if waiting.staged)
-        if not staged or len(staged) < len(holders):
+        if not staged or len(staged) < len(self.leases):
             return []
         arrivals = []
         for worker in staged:
@@ -218,8 +223,8 @@ class Ledger:
             assert commit is not None
             samples = self._count(commit)
             if commit.steps:
-                step = _apply(commit, self.staleness(commit), samples, len(staged))
-                arrivals.append(step)
+                staleness = self.staleness(commit)
+                arrivals.append(_step_of(commit, staleness, samples, len(staged)))
         self.clock += bool(arrivals)
         return [Combine(tuple(arrivals))] if arrivals else []
 
@@ -241,16 +246,16 @@ class Ledger:
         """Does all that can be done now: applies the round, then answers waiting turns."""
         steps: list[Step] = []
         order = list(self._waiting)
-        opens = True
+        gives_leases = True
         if self.rule.gathers and not self.stopped:
             steps += self._combine()
             # Leases of a round go out by worker, so that the order of arrival changes nothing.
             order.sort()
-            # Decided once, before the first lease of the round makes `_may_open` false.
-            opens = self._may_open()
+            # Decided once, because the first lease of the round makes `_round_may_begin` false.
+            gives_leases = self._round_may_begin()
         for worker in order:
             waiting = self._waiting[worker]
-            reply = self._reply(worker, waiting, opens)
+            reply = self._reply(worker, waiting, gives_leases)
             if reply is None:
                 continue
             del self._waiting[worker]
@@ -259,17 +264,18 @@ class Ledger:
             steps.append(Answer(worker, reply))
         return steps
 
-    def _may_open(self) -> bool:
+    def _round_may_begin(self) -> bool:
         """Whether a rule that gathers may start a round: no lease is held, and for the first round
         all workers that the run starts with have asked."""
         if not self._started:
-            here = {worker for worker, member in self._members.items() if member.present}
-            asked = here == self._waiting.keys()
-            self._started = asked and len(self._members) >= self.job.workers
+            present = {worker for worker, member in self._members.items() if member.present}
+            all_have_asked = present == self._waiting.keys()
+            self._started = all_have_asked and len(self._members) >= self.job.workers
         return self._started and not self.leases
 
-    def _reply(self, worker: int, waiting: _WaitingTurn, opens: bool) -> Reply | None:
-        """The answer to a waiting turn; None if it must wait longer."""
+    def _reply(self, worker: int, waiting: _WaitingTurn, gives_leases: bool) -> Reply | None:
+        """The answer to a waiting turn; None if it must wait longer. `gives_leases`: whether new
+        leases may go out now."""
         reply = Reply(waiting.verdict, waiting.refusal, clock=self.clock, samples=self.samples)
         if self.stopped:
             return replace(reply, stop=True)
@@ -282,14 +288,14 @@ class Ledger:
         member = self._members[worker]
         ahead = member.windows - self._slowest()
         slack = self.rule.slack
-        if member.lease is None and opens and (slack is None or ahead <= slack):
-            member.lease = self._leases.take(self._steps(member))
+        if member.lease is None and gives_leases and (slack is None or ahead <= slack):
+            member.lease = self._leases.take(self._window_steps(member))
         return None if member.lease is None else replace(reply, lease=member.lease)
 
-    def _steps(self, member: _LedgerWorker) -> int | None:
+    def _window_steps(self, member: _LedgerWorker) -> int | None:
         """Local steps of the worker's next window, if the rule gives slow workers fewer; None: the
         job's window."""
-        if not self.rule.options.get("dynamic") or self.job.window is None or not member.speed:
+        if not self.rule.dynamic_windows or self.job.window is None or not member.speed:
             return None
         fastest = max(m.speed for m in self._members.values() if m.present)
         return max(1, round(self.job.window * member.speed / fastest))
@@ -320,16 +326,18 @@ class Ledger:
             lease = fields["lease"] and Lease(**fields["lease"])
             ledger._members[worker] = _LedgerWorker(**{**fields, "lease": lease})
         for worker, fields in state["waiting"]:
-            ledger._waiting[worker] = _restored(fields)
+            ledger._waiting[worker] = _waiting_turn_of(fields)
         ledger._restored = True
         return ledger
 
 
-def _apply(commit: Commit, staleness: int, samples: int, workers: int) -> Apply:
+def _step_of(commit: Commit, staleness: int, samples: int, workers: int) -> Apply:
+    """The step that applies a commit, alone or within a round."""
     return Apply(commit.worker, staleness, samples, commit.steps, commit.rate, workers)
 
 
-def _restored(fields: dict[str, Any]) -> _WaitingTurn:
+def _waiting_turn_of(fields: dict[str, Any]) -> _WaitingTurn:
+    """The waiting turn whose fields a state holds."""
     commit = fields["turn"]["commit"]
     turn = Turn(**{**fields["turn"], "commit": commit and Commit(**commit)})
     verdict, refusal = fields["verdict"], fields["refusal"]
@@ -359,9 +367,9 @@ class Leases:
         self.stop = None if job.samples is None else job.samples * job.epochs
         self.committed = 0
         self._next = 0  # the first position that was never handed out
-        self._number = 0
-        self._returned: list[tuple[int, int]] = []  # sorted
-        self._held: dict[int, Lease] = {}
+        self._number = 0  # of the next lease
+        self._returned: list[tuple[int, int]] = []  # [start, stop) of positions, sorted
+        self._held: dict[int, Lease] = {}  # by number
 
     @property
     def finished(self) -> bool:
@@ -377,12 +385,12 @@ class Leases:
         Returns None if no position is free."""
         if self._returned:
             start, end = self._returned.pop(0)
-            stop = self._cut(start, end, steps)
+            stop = self._stop_of(start, end, steps)
             if stop < end:
                 self._returned.insert(0, (stop, end))
         elif self.stop is None or self._next < self.stop:
             start = self._next
-            stop = self._next = self._cut(start, self.stop, steps)
+            stop = self._next = self._stop_of(start, self.stop, steps)
         else:
             return None
         lease = Lease(self._number, start, stop)
@@ -390,7 +398,8 @@ class Leases:
         self._held[lease.number] = lease
         return lease
 
-    def _cut(self, start: int, end: int | None, steps: int | None) -> int:
+    def _stop_of(self, start: int, end: int | None, steps: int | None) -> int:
+        """Where a lease stops that starts at `start`. `end`: where the free positions end."""
         job = self._job
         if job.window is None:
             assert self.stop is not None

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from dovetail.errors import DovetailError, UnwritableError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Storage, Watcher
+from dovetail.training.backends.ray import transport
 from tests.support.doors import Doors
 from tests.support.ray_runs import (
     SMALL,
@@ -58,3 +60,18 @@ def test_a_ledger_that_dies_sends_its_shards_what_they_have_missed(point, tmp_pa
     outcome = run(assignment, Watcher())
     assert "server_restarted" in kinds(outcome)
     assert each_sample_once_an_epoch(outcome)
+
+
+@pytest.mark.parametrize("method", ["stage", "execute"])
+def test_a_shard_whose_disk_is_full_ends_the_run_with_its_traceback(method, monkeypatch):
+    def full(shard, *arguments):
+        raise UnwritableError("/full/log", "no space left on device")
+
+    class FullShard(transport.Shard):
+        pass
+
+    setattr(FullShard, method, full)
+    monkeypatch.setattr(transport, "Shard", FullShard)
+    with pytest.raises(DovetailError, match="no space left on device") as caught:
+        run(assign_counts(f"full-{method}", shards=2), Watcher())
+    assert "in full" in str(caught.value)

@@ -81,6 +81,7 @@ def async_diloco(
         step=walk_alone,
         message=distance,
         apply=apply,
+        dynamic_windows=dynamic,
         worker_slots=(DELTA,),
         server_slots=(MOMENTUM, BUFFER),
         server_counts=(ARRIVALS,),

@@ -31,7 +31,7 @@ class Local:
     center   theta~ as it was last pulled. A rule must not write to it
     slots    the rule's own vectors, zero at first
     steps    local steps since the last commit
-    rate     the learning rate at this moment, schedule included
+    rate     learning rate of the last local step, schedule included
     """
 
     theta: Vector
@@ -63,7 +63,7 @@ class Arrival:
     staleness   of the commit, tau
     samples     samples that the commit was computed from
     steps       local steps that the commit was computed from
-    rate        the worker's learning rate, schedule included
+    rate        the learning rate of its last local step, schedule included
     workers     n, the number of workers that hold a lease now
     base        theta~ as this worker pulled it, for rules with `needs_base`; otherwise None
     """
@@ -78,6 +78,9 @@ class Arrival:
     base: Vector | None = None
 
 
+# What a rule does at the two points where most rules do nothing of their own.
+
+
 def _nothing(local: Local) -> None: ...
 
 
@@ -90,22 +93,29 @@ def at_theta(local: Local) -> Vector:
 class Rule:
     """One update rule with its options bound. `make_rule(name, **options)` makes it.
 
-    options       the values of all options, so that another process can make the same rule
-    step          a function (local, gradient, update) that makes one local step
-    message       a function that returns the vector of the commit at the end of a window
-    begin         a function that is called after a pull, before the first step of the window
-    look          a function that returns where `step` wants its gradient, such as theta_k
-    apply         a function that applies one commit to a shard; None for rules that gather
-    combine       a function that applies a round to a shard, for rules that gather
-    gathers       the server waits for every worker that holds a lease, then calls `combine`
-    pulls_first   a window ends with a pull, so that `message` sees the fresh center (elastic rules)
+    options       as bound, all of them, so that another process can make the same rule
+
+    The worker's side:
+    begin         called after a pull, before the window's first step
+    look          where the next gradient is taken
+    step          one local step with that gradient
+    message       the commit's vector, after the window's last step
+    pulls_first   a window ends with a pull, and the message is made from the fresh center (elastic)
     keeps_theta   a pull does not replace theta_k
-    slack         how many windows a worker may be ahead of the slowest (SSP); None: any number
-    needs_base    the server remembers the center that each worker pulled
-    lock_free     workers write to the shared center themselves (Hogwild!), and commits have no
-                  vector
-    worker_slots, server_slots   names of the rule's vectors, which are zero at first
-    server_counts                names of the rule's numbers, which are zero at first
+    worker_slots  names of the rule's vectors on a worker, zero at first
+
+    The server's side:
+    apply         applies one commit to a shard
+    combine       applies the commits of a round to a shard, for rules that gather
+    gathers       the server waits until every worker that holds a lease has committed
+    slack         a worker waits while it is more windows than this ahead of the slowest (SSP);
+                  None: no worker waits
+    needs_base    the server remembers each worker's pull
+    lock_free     workers write to the shared center themselves (Hogwild!), so the server applies
+                  nothing, and commits have no vector
+    dynamic_windows   slower workers get windows of fewer steps, so that all take the same time
+    server_slots, server_counts   names of the rule's vectors and numbers in each shard, zero at
+                                  first
     """
 
     name: str
@@ -122,11 +132,14 @@ class Rule:
     slack: int | None = None
     needs_base: bool = False
     lock_free: bool = False
+    dynamic_windows: bool = False
     worker_slots: tuple[str, ...] = ()
     server_slots: tuple[str, ...] = ()
     server_counts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # The server does exactly one of three things: it applies commits, combines rounds, or
+        # leaves the center to the workers.
         assert self.gathers == (self.combine is not None) or self.lock_free
         assert (self.apply is None) == (self.gathers or self.lock_free)
 

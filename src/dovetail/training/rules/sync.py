@@ -9,10 +9,12 @@ https://arxiv.org/abs/1604.00981, section 2 (without its backup workers).
 s_k is the number of samples of worker k. U is the server's optimizer. For SGD that is -eta g, where
 eta is the workers' learning rate, schedule included. With n workers of batch b the rule does what
 one process does with batch n b.
+
 Differences: the server's optimizer may be any of `training.optimizers`. In a window of several
 steps a worker stays at theta~ and averages its minibatches. Each minibatch counts the same. If an
 epoch's windows are no multiple of n, the round at its end takes the rest from the next epoch, where
-one process would cut its batch short.
+one process would cut its batch short. Workers of one round are at different places of a schedule:
+eta is that of the worker with the lowest number.
 """
 
 from collections.abc import Sequence
@@ -36,7 +38,10 @@ def sync(optimizer: str = "sgd", lr: float | None = None, **settings: Any) -> Ru
     if lr is not None:
         positive("lr", lr)
     server = make_optimizer(optimizer, **settings)
-    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
+    # A resumed run compares its options with those of a JSON file, in which tuples are lists.
+    options = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
+    }
 
     def combine(part: Slice, arrivals: Sequence[Arrival]) -> None:
         gradient = np.empty_like(part.theta)
@@ -46,7 +51,7 @@ def sync(optimizer: str = "sgd", lr: float | None = None, **settings: Any) -> Ru
 
     return Rule(
         name="sync",
-        options={"optimizer": optimizer, "lr": lr, **plain},
+        options={"optimizer": optimizer, "lr": lr, **options},
         step=add_gradient,
         message=mean,
         combine=combine,

@@ -1,13 +1,12 @@
 """Messages between the supervisor and its processes, over their private channels.
 
 supervisor ── ServerStart, Connect, Gone, AskReport, AskCopy, Stop ──► server
-           ◄── Ready, ServerReport, Copied, Raised ──
+           ◄── Ready, ServerReport, Copied, RaisedError ──
 supervisor ── WorkerStart, Connect ──► worker
            ◄── Finished ──
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from dovetail.errors import DovetailError
 from dovetail.training.backends.contract import ServerPlan, WorkerPlan
@@ -97,19 +96,6 @@ class Finished:
 
 @dataclass(frozen=True)
 class RaisedError:
-    """An error for the caller, taken apart. It cannot be pickled whole, because its class builds
-    its message from other arguments than `args`."""
+    """The server's last message: the error that it failed with, which is the caller's to know."""
 
-    kind: type[DovetailError]
-    arguments: tuple[Any, ...]
-    state: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, error: DovetailError) -> "RaisedError":
-        return cls(type(error), error.args, dict(vars(error)))
-
-    def error(self) -> DovetailError:
-        error = self.kind.__new__(self.kind, *self.arguments)
-        error.args = self.arguments
-        vars(error).update(self.state)
-        return error
+    error: DovetailError

@@ -63,7 +63,7 @@ def serve(channel: Channel) -> None:
     try:
         _ServerProcess(channel, start, center).loop()
     except DovetailError as error:  # what the caller may mend: a folder of another run
-        channel.send(RaisedError.of(error))
+        channel.send(RaisedError(error))
     except EOFError:  # the supervisor has closed the channel, or died
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -280,7 +280,7 @@ class ProcessesTransport:
                 theta = np.array(self.center.copy)
                 yield CenterCopy(theta, clock, samples, seconds, final=final)
             case RaisedError():
-                raise word.error()
+                raise word.error
             case ProcessDiedError():
                 self.is_up = False
                 self._asked_seconds = self._next_seconds = 0.0

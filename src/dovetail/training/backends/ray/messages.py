@@ -6,7 +6,7 @@ supervisor ── poll, copy, gone, stop, close ──► server ◄── join,
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.training.backends.processes.messages import RaisedError
+from dovetail.errors import DovetailError
 from dovetail.training.records import Refusal, Reply, Vector
 from dovetail.training.supervisor import ServerReport
 
@@ -30,11 +30,11 @@ class PieceCheck:
 
 @dataclass(frozen=True)
 class StagedCommit:
-    """A commit whose pieces the shards keep under a key of 16 hexadecimal digits. `looked` has one
-    check per shard."""
+    """A commit whose pieces the shards keep under a key of 16 hexadecimal digits. `checks` has one
+    entry per shard."""
 
     key: str
-    looked: tuple[PieceCheck, ...]
+    checks: tuple[PieceCheck, ...]
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ class ActorReport:
     found: bool
     seconds: float = 0.0
     report: ServerReport | None = None
-    raised: RaisedError | None = None
+    raised: DovetailError | None = None

@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 
 from dovetail.errors import DovetailError, ProcessError, ServerLostError, UsageError
 from dovetail.training.backends.contract import ServerPlan, Storage
-from dovetail.training.backends.processes.messages import RaisedError
 from dovetail.training.backends.ray.messages import (
     ActorReport,
     Joined,
@@ -102,7 +101,7 @@ class ParameterServer:
         self._links: dict[int, _WorkerCalls] = {}
         self._lease_clock = LeaseClock(plan.lease_seconds)
         self._changed = asyncio.Event()
-        self._raised: RaisedError | None = None
+        self._raised: DovetailError | None = None
         self._watch: asyncio.Task[None] | None = None
         self._pool = ThreadPoolExecutor(THREADS, "turn")
         self._far = FarCenter(shards, plan.server_restarts) if shards else None
@@ -306,7 +305,7 @@ class ParameterServer:
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, DovetailError):
             error = ProcessError("parameter server", "".join(traceback.format_exception(error)))
-        self._raised = self._raised or RaisedError.of(error)
+        self._raised = self._raised or error
 
 
 class FarCenter:
@@ -451,7 +450,7 @@ class ShardedServer(Server):
 
     def __init__(self, *fields: Any, **options: Any) -> None:
         super().__init__(*fields, **options)
-        self._looked: dict[int, StagedCommit] = {}
+        self._staged: dict[int, StagedCommit] = {}
 
     @classmethod
     def start(cls, far: FarCenter, job: Any, rule: Any, storage: Storage, **options: Any) -> Self:
@@ -473,7 +472,7 @@ class ShardedServer(Server):
         """Does what `take` does. `staged` has the commit's key and the shards' checks of its
         pieces."""
         if staged is not None:
-            self._looked[turn.worker] = staged
+            self._staged[turn.worker] = staged
         return self.take(turn)
 
     def _examine(self, turn: Turn, checksum_: int | None, vector: Vector | None) -> CommitPayload:
@@ -483,13 +482,13 @@ class ShardedServer(Server):
         with self._lock:
             if self._state.ledger.check(commit) is not None:
                 return CommitPayload()
-        staged = self._looked.pop(turn.worker, None)
+        staged = self._staged.pop(turn.worker, None)
         if staged is None:
             return CommitPayload(refusal=Refusal.SHAPE)
-        for looked in staged.looked:
-            if looked.refusal is not None:
-                return CommitPayload(refusal=looked.refusal)
-        squares = math.fsum(looked.squares for looked in staged.looked)
+        for check in staged.checks:
+            if check.refusal is not None:
+                return CommitPayload(refusal=check.refusal)
+        squares = math.fsum(check.squares for check in staged.checks)
         if not math.isfinite(squares):
             return CommitPayload(refusal=Refusal.NORM)
         token = np.frombuffer(bytes.fromhex(staged.key), self.job.dtype)

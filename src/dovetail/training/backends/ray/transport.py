@@ -208,7 +208,7 @@ class RayTransport:
     def _take_report(self, word: ActorReport) -> Iterator[Word]:
         self.heard, self.away = time.monotonic(), False
         if word.raised is not None:
-            raise word.raised.error()
+            raise word.raised
         report = word.report
         assert report is not None
         self.ahead_seconds = word.seconds - time.time()
