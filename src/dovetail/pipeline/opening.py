@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -277,6 +278,10 @@ def _simulator(plan: Plan, graph: Graph) -> Simulator:
 # the device gets a copy of what computes it, if the simulated plan is then no worse.
 
 
+@overload
+def planned(plan: Plan, step: Captured) -> Captured: ...
+@overload
+def planned(plan: Plan, step: Step) -> Step: ...
 def planned(plan: Plan, step: Step) -> Step:
     """The step as the plan runs it: with the plan's copies, if it has some."""
     graph = step if isinstance(step, Graph) else step.graph
