@@ -1,5 +1,6 @@
 """Stages along an order, and plans with fewer devices."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -65,6 +66,25 @@ def test_where_one_device_is_too_small_the_chain_goes_on_with_the_next():
     outcome = place(problem_of(step, "step", caps=caps), "auto", Budget(evaluations=300))
     assert (outcome.peak_memory_bytes <= room).all()
     assert len(set(outcome.placement[~step.graph.is_source].tolist())) > 1
+
+
+def test_ctrl_c_in_the_evaluator_keeps_what_other_stages_found():
+    step = dt.capture(*MODELS["mlp"]())
+    alone = place(problem_of(step, "step"), "single", Budget(evaluations=10))
+    room = int(alone.peak_memory_bytes.max()) * 2 // 3
+    problem = problem_of(step, "step", caps=[(name, room) for name in MACHINE.device_names])
+    calls = []
+
+    def evaluate(placements):
+        calls.append(len(placements))
+        if len(calls) == 2:  # the first call is of `single`, this one of the first stages
+            raise KeyboardInterrupt
+        return problem.evaluate(placements)
+
+    outcome = place(replace(problem, evaluate=evaluate), "auto", Budget(evaluations=300))
+    assert outcome.interrupted
+    assert outcome.placer == "chain"
+    assert (outcome.peak_memory_bytes <= room).all()
 
 
 def test_other_methods_keep_no_order_of_stages():

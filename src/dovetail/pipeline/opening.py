@@ -6,6 +6,7 @@ file ──► plan ──► step, of the MODEL that the plan or the user names
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -283,6 +284,10 @@ def _simulator(plan: Plan, graph: Graph) -> Simulator:
 # --- Copies of shared computations ---
 
 
+@overload
+def planned(plan: Plan, step: Captured) -> Captured: ...
+@overload
+def planned(plan: Plan, step: Step) -> Step: ...
 def planned(plan: Plan, step: Step) -> Step:
     """The step as the plan runs it: with the plan's copies, if it has some."""
     graph = step if isinstance(step, Graph) else step.graph

@@ -9,7 +9,7 @@ from dovetail.errors import UnwritableError, UsageError
 from dovetail.executors import Measurement, PlacedNetwork
 from dovetail.executors import run as execute
 from dovetail.exports import device_map, model_explorer, split_points
-from dovetail.frontends import Captured, duplicated
+from dovetail.frontends import Captured
 from dovetail.graph import Graph
 from dovetail.instances import instance_to_dict
 from dovetail.pipeline.opening import check_machine, costs_in, planned, timeline_of
@@ -24,7 +24,7 @@ from dovetail.runtime.neighbours import disturbs
 def run(plan: Plan, step: Captured, *, seed: int = 0) -> PlacedNetwork:
     """The network placed by the plan: a context manager with `step`, `measure`, `state_dict`."""
     check_seed(seed)
-    step = duplicated(step, plan.copies) if planned(plan, step) is not step else step
+    step = planned(plan, step)
     check(plan, step.graph)
     check_machine(plan.machine)
     return execute(plan, step, seed=seed)
@@ -40,16 +40,19 @@ def disturbance_of(plan: Plan, predicted_seconds: float, measurement: Measuremen
     It is said in two cases: other programs used the plan's cores while it was measured, or they
     used them while its costs were measured and the measured step is far off.
     """
-    measured = measurement.median_seconds
-    off = abs(measured / predicted_seconds - 1) if predicted_seconds > 0 else 0.0
-    far = f"; measured and predicted differ by {100 * off:.0f} %" * (off > FAR_OFF)
+    difference = 0.0
+    if predicted_seconds > 0:
+        difference = abs(measurement.median_seconds / predicted_seconds - 1)
+    is_far_off = difference > FAR_OFF
+    differ = f"; measured and predicted differ by {100 * difference:.0f} %" if is_far_off else ""
     if disturbs(measurement.others_cores):
         return (
             f"other programs used {measurement.others_cores:.1f} cores of this plan's while it was "
-            f"measured{far}: run it again when the machine is quiet"
+            f"measured{differ}: run it again when the machine is quiet"
         )
-    if far and any("other programs" in note for note in plan.notes):
-        return f"this plan was made while other programs used its cores{far}: plan again"
+    # `Notes` of the measuring of costs say so in these words, and the plan keeps them.
+    if is_far_off and any("other programs" in note for note in plan.notes):
+        return f"this plan was made while other programs used its cores{differ}: plan again"
     return ""
 
 
@@ -60,7 +63,8 @@ def report(
     *,
     measurement: Measurement | None = None,
 ) -> None:
-    """Write the page of a plan: predicted, and measured where a measurement is given."""
+    """Write the page of a plan: its predicted step, and beside it the measured one if a measurement
+    is given. Raises `UnwritableError`."""
     graph = graph_of(planned(plan, step))
     write_html(
         PlanReport(
@@ -77,7 +81,7 @@ def report(
 def write_trace(
     plan: Plan, step: Step, path: str | Path, *, measurement: Measurement | None = None
 ) -> None:
-    """Write the predicted step as a Chrome trace, for Perfetto; the measured one below it where a
+    """Write the predicted step as a Chrome trace, for Perfetto, and the measured step below it if a
     measurement is given. Raises `UnwritableError`."""
     graph = graph_of(planned(plan, step))
     measured = None if measurement is None else measurement.timeline
@@ -85,21 +89,18 @@ def write_trace(
     write_atomically(path, json.dumps(trace, allow_nan=False))
 
 
-def _split_names(plan: Plan, graph: Graph) -> dict[str, str]:
-    return {path: point.name for path, point in split_points(plan, graph).items()}
-
-
-def _explored(plan: Plan, graph: Graph) -> dict[str, Any]:
-    return model_explorer(plan, graph, device_colours(len(plan.machine.devices)))
-
-
 EXPORTS: dict[str, Callable[[Plan, Graph], dict[str, Any]]] = {
     "device-map": lambda plan, graph: device_map(plan, graph).to_json(),
-    "split-points": _split_names,
-    "model-explorer": _explored,
+    "split-points": lambda plan, graph: {
+        path: point.name for path, point in split_points(plan, graph).items()
+    },
+    "model-explorer": lambda plan, graph: model_explorer(
+        plan, graph, device_colours(len(plan.machine.devices))
+    ),
     "trace": lambda plan, graph: chrome_trace(timeline_of(plan, graph), graph),
     "instance": lambda plan, graph: instance_to_dict(graph, plan.machine, costs_in(plan)),
 }
+"""Maps each format that a plan is exported to, to the function that makes its JSON."""
 
 FOLDERS = {"model-explorer": "graph.json"}
 """Maps each export that is a folder of several files to the name of the first."""
@@ -112,25 +113,26 @@ def check_export(to: str) -> None:
 
 
 def export(plan: Plan, step: Step, to: str, path: str | Path | None = None) -> dict[str, Any]:
-    """The plan as another tool reads it, also written to `path` as JSON where that is given.
+    """The plan as another tool reads it. If `path` is given, it is also written there as JSON.
 
-    device-map     the arguments of accelerate's `dispatch_model`: {"device_map": {module path:
-                   accelerator's number or "cpu"}, "main_device": one of these}
-    split-points   of torch.distributed.pipelining: {module path: "BEGINNING"}
-    model-explorer   {file name: document} of its graph and node data; `path` is a folder then
-    trace          the predicted step, for Perfetto or chrome://tracing
-    instance       graph, machine and costs as a published placement instance
+    device-map      the arguments of accelerate's `dispatch_model`: {"device_map": {module path:
+                    accelerator's number or "cpu"}, "main_device": one of these}
+    split-points    of torch.distributed.pipelining: {module path: "BEGINNING"}
+    model-explorer  {file name: document} of its graph and node data; `path` is a folder then
+    trace           the predicted step, for Perfetto or chrome://tracing
+    instance        graph, machine and costs as a published placement instance
 
     Raises `ExportError` where the format cannot say what the plan does, and `UnwritableError`.
     """
     check_export(to)
-    written = EXPORTS[to](plan, graph_of(planned(plan, step)))
+    exported = EXPORTS[to](plan, graph_of(planned(plan, step)))
     if path is not None and to in FOLDERS:
-        for name, document in written.items():
-            write_atomically(make_folder(path) / name, json.dumps(document, allow_nan=False))
+        folder = make_folder(path)
+        for name, document in exported.items():
+            write_atomically(folder / name, json.dumps(document, allow_nan=False))
     elif path is not None:
-        write_atomically(path, json.dumps(written, allow_nan=False))
-    return written
+        write_atomically(path, json.dumps(exported, allow_nan=False))
+    return exported
 
 
 def make_folder(path: str | Path) -> Path:

@@ -26,10 +26,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.placers.budget import Budget, Score
+from dovetail.placers.budget import UNKNOWN, Budget, Score
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 Float64 = NDArray[np.float64]
+State = tuple[int, ...]  # number of devices in use, of each kind
 ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
 """Shares of each device's memory that a stage may fill by the estimate. They are tried in turn
 until the evaluator finds that a plan fits."""
@@ -52,28 +53,34 @@ class _Stages(NamedTuple):
 
 
 def chain(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
-    """Return the best plan along `problem.chain`, which must be given; ties: the fewest devices."""
+    """Return the best plan along `problem.chain`, which must be given; ties: the fewest devices.
+
+    Raises `KeyboardInterrupt` if Ctrl-C broke every evaluation.
+    """
     order = ordered_groups(problem)
-    candidates: dict[_Stages, Score] = {}
+    scores: dict[_Stages, Score] = {}
     for room in ROOMS:
-        stages = _best_stages(problem, order, room)
-        _judge(problem, budget, order, candidates, stages, always=True)
-        if any(not candidates[candidate].lacking_bytes for candidate in stages):
+        plans = _best_stages(problem, order, room)
+        _judge(problem, budget, order, scores, plans, always=True)
+        # A plan whose evaluation a Ctrl-C broke has no score.
+        if any(plan in scores and not scores[plan].lacking_bytes for plan in plans):
             break
-    # The best plan for every number of devices is improved, since `auto` keeps a plan with fewer
-    # devices unless more devices gain enough.
-    by_count: dict[int, _Stages] = {}
-    for candidate in sorted(candidates, key=lambda candidate: candidates[candidate]):
-        by_count.setdefault(len(candidate.devices), candidate)
-    for count in sorted(by_count, key=lambda count: candidates[by_count[count]]):
-        _improve(problem, budget, order, candidates, by_count[count])
-    best = min(candidates, key=lambda candidate: (candidates[candidate], len(candidate.devices)))
+    if not scores:
+        raise KeyboardInterrupt
+    # The best plan for every number of devices is improved, the best of these first, since `auto`
+    # keeps a plan with fewer devices unless more devices gain enough.
+    best_of_count: dict[int, _Stages] = {}
+    for plan in sorted(scores, key=scores.__getitem__):
+        best_of_count.setdefault(len(plan.devices), plan)
+    for plan in best_of_count.values():
+        _improve(problem, budget, order, scores, plan)
+    best = min(scores, key=lambda plan: (scores[plan], len(plan.devices)))
     return _placement(problem, order, best)
 
 
 def ordered_groups(problem: PlacementProblem) -> NDArray[np.int64]:
     """Return [units] the groups that have a place in the order, in that order."""
-    assert problem.chain is not None, "only where an order is asked for"
+    assert problem.chain is not None, "the problem asks for an order"
     placed = np.flatnonzero(problem.chain >= 0)
     return placed[np.argsort(problem.chain[placed], kind="stable")]
 
@@ -82,53 +89,53 @@ def _improve(
     problem: PlacementProblem,
     budget: Budget,
     order: NDArray[np.int64],
-    candidates: dict[_Stages, Score],
+    scores: dict[_Stages, Score],
     best: _Stages,
 ) -> None:
     """Move one cut at a time, each time the one that helps most, until no move helps or the budget
-    ends. All scores go into `candidates`."""
+    ends. All scores go into `scores`."""
     while not (budget.exhausted or budget.closed):
-        near = [moved for moved in _moved(best, len(order)) if moved not in candidates]
-        _judge(problem, budget, order, candidates, near)
-        better = min(
-            (candidate for candidate in near if candidate in candidates),
-            key=candidates.__getitem__,
-            default=best,
-        )
-        if candidates[better] >= candidates[best]:
+        neighbours = [plan for plan in _moved(best, len(order)) if plan not in scores]
+        _judge(problem, budget, order, scores, neighbours)
+        scored = [plan for plan in neighbours if plan in scores]
+        best_neighbour = min(scored, key=scores.__getitem__, default=best)
+        if scores[best_neighbour] >= scores[best]:
             return
-        best = better
+        best = best_neighbour
 
 
 def _moved(stages: _Stages, units: int) -> list[_Stages]:
     """Return the plans with one cut moved by one of `SHIFTS`, as far as no stage becomes empty."""
-    neighbours = []
+    moved = []
     for i, cut in enumerate(stages.cuts):
         for shift in SHIFTS:
             cuts = (*stages.cuts[:i], cut + shift, *stages.cuts[i + 1 :])
             if all(a < b for a, b in pairwise((0, *cuts, units))):
-                neighbours.append(_Stages(cuts, stages.devices))
-    return neighbours
+                moved.append(_Stages(cuts, stages.devices))
+    return moved
 
 
 def _judge(
     problem: PlacementProblem,
     budget: Budget,
     order: NDArray[np.int64],
-    candidates: dict[_Stages, Score],
-    stages: list[_Stages],
+    scores: dict[_Stages, Score],
+    plans: list[_Stages],
     *,
     always: bool = False,
 ) -> None:
-    """Evaluate those of `stages` that have no score yet, as far as the budget reaches, and enter
-    their scores in `candidates`."""
-    new = [candidate for candidate in dict.fromkeys(stages) if candidate not in candidates]
+    """Evaluate those of `plans` that have no score yet, as far as the budget reaches, and enter
+    their scores in `scores`.
+
+    always   evaluate all of them, even beyond the budget
+    """
+    new = [plan for plan in dict.fromkeys(plans) if plan not in scores]
     if not new:
         return
-    placements = np.stack([_placement(problem, order, candidate) for candidate in new])
-    for candidate, score in zip(new, budget.score(problem, placements, always=always), strict=True):
-        if np.isfinite(score.lacking_bytes):
-            candidates[candidate] = score
+    placements = np.stack([_placement(problem, order, plan) for plan in new])
+    for plan, score in zip(new, budget.score(problem, placements, always=always), strict=True):
+        if score != UNKNOWN:
+            scores[plan] = score
 
 
 def _placement(
@@ -148,61 +155,67 @@ def _best_stages(problem: PlacementProblem, order: NDArray[np.int64], room: floa
     seconds = [_run_seconds(problem, order, kind[0], room) for kind in kinds]
     join = np.maximum if problem.objective == "load" else np.add
     units = len(order)
-    start = np.full(units + 1, np.inf)
-    start[0] = 0.0
-    layer: dict[tuple[int, ...], Float64] = {(0,) * len(kinds): start}
+    no_units = np.full(units + 1, np.inf)
+    no_units[0] = 0.0
+    # After n rounds `values` has the states with n devices in use: each maps to [units + 1] values,
+    # of the best plan for every prefix. `last_stages` has, for the same state and prefix, the start
+    # of the last stage and its kind.
+    values: dict[State, Float64] = {(0,) * len(kinds): no_units}
+    last_stages: dict[State, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
     best_of_counts: list[_Stages] = []
-    cells: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-    # After n rounds `layer` has the states with n devices in use: each maps to [units + 1] values,
-    # of the best plan for every prefix. `cells` has, for the same state and prefix, the start of
-    # the last stage and its kind.
     for _ in range(sum(map(len, kinds))):
-        following: dict[tuple[int, ...], Float64] = {}
-        for used, best in layer.items():
+        next_values: dict[State, Float64] = {}
+        for used, best in values.items():
             for k, kind in enumerate(kinds):
                 if used[k] == len(kind):
                     continue
-                now = (*used[:k], used[k] + 1, *used[k + 1 :])
+                next_used = (*used[:k], used[k] + 1, *used[k + 1 :])
                 # [i, j] value of the prefix of j units whose last stage has units i to j - 1.
                 table = join(best[:, None], seconds[k])
-                before = table.argmin(axis=0)
-                values = table[before, np.arange(units + 1)]
-                if now not in following:
-                    following[now] = np.full(units + 1, np.inf)
-                    cells[now] = (np.zeros(units + 1, np.int64), np.zeros(units + 1, np.int64))
+                starts = table.argmin(axis=0)
+                candidates = table[starts, np.arange(units + 1)]
+                if next_used not in next_values:
+                    next_values[next_used] = np.full(units + 1, np.inf)
+                    last_stages[next_used] = (
+                        np.zeros(units + 1, np.int64),
+                        np.zeros(units + 1, np.int64),
+                    )
                 # Several states lead to this one; the strict comparison keeps the first of equals.
-                better = values < following[now]
-                following[now][better] = values[better]
-                cells[now][0][better] = before[better]
-                cells[now][1][better] = k
-        layer = following
-        ends = [used for used in layer if np.isfinite(layer[used][units])]
-        if ends:
-            best_used = min(ends, key=lambda used: layer[used][units])
-            best_of_counts.append(_walk_back(kinds, cells, best_used, units))
+                better = candidates < next_values[next_used]
+                next_values[next_used][better] = candidates[better]
+                last_stages[next_used][0][better] = starts[better]
+                last_stages[next_used][1][better] = k
+        values = next_values
+        complete = [used for used in values if np.isfinite(values[used][units])]
+        if complete:
+            best_used = min(complete, key=lambda used: values[used][units])
+            best_of_counts.append(_walk_back(kinds, last_stages, best_used, units))
     # If nothing fits, everything becomes one stage on the device that may run most units. Its
     # evaluation then says what does not fit.
-    most_units = int(problem.allowed[order].sum(axis=0).argmax())
-    return best_of_counts or [_Stages((), (most_units,))]
+    device_of_most = int(problem.allowed[order].sum(axis=0).argmax())
+    return best_of_counts or [_Stages((), (device_of_most,))]
 
 
 def _walk_back(
     kinds: list[list[int]],
-    cells: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]],
-    used: tuple[int, ...],
+    last_stages: dict[State, tuple[NDArray[np.int64], NDArray[np.int64]]],
+    used: State,
     units: int,
 ) -> _Stages:
     """Return the stages behind the value of all `units` in state `used`. The stages of a kind take
     its devices in machine order."""
-    at, cuts, chosen = units, [], []
+    # The stages are found from the last one to the first.
+    end, starts, stage_kinds = units, [], []
     while any(used):
-        before, k = int(cells[used][0][at]), int(cells[used][1][at])
-        chosen.append(k)
-        cuts.append(before)
+        start, k = int(last_stages[used][0][end]), int(last_stages[used][1][end])
+        starts.append(start)
+        stage_kinds.append(k)
         used = (*used[:k], used[k] - 1, *used[k + 1 :])
-        at = before
-    left = [iter(kind) for kind in kinds]
-    return _Stages(tuple(reversed(cuts[:-1])), tuple(next(left[k]) for k in reversed(chosen)))
+        end = start
+    remaining = [iter(kind) for kind in kinds]
+    devices = tuple(next(remaining[k]) for k in reversed(stage_kinds))
+    # The first stage starts at 0, which is no cut.
+    return _Stages(tuple(reversed(starts[:-1])), devices)
 
 
 def _kinds(problem: PlacementProblem) -> list[list[int]]:
@@ -234,18 +247,21 @@ def _run_seconds(
     units = len(order)
     allowed = problem.allowed[order, device]
     # Units that may not be there count 0 in the prefix sums, because inf - inf would be nan. Runs
-    # that contain one are ruled out by `clear`.
+    # that contain one are ruled out by `is_allowed`.
     work = np.where(allowed, problem.work_seconds[order, device], 0.0)
-    total = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(work), work, 0.0))])
-    barred = np.concatenate([[0], np.cumsum(~allowed)])
-    held = np.concatenate([[0.0], np.cumsum(problem.group_bytes[order].astype(np.float64))])
+    work_before = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(work), work, 0.0))])
+    barred_before = np.concatenate([[0], np.cumsum(~allowed)])
+    group_bytes = problem.group_bytes[order].astype(np.float64)
+    bytes_before = np.concatenate([[0.0], np.cumsum(group_bytes)])
     latency, per_byte = _slowest_link(problem, device)
+    # The first stage of all receives nothing.
     entry = np.where(np.arange(units + 1) > 0, latency + _cut_bytes(problem, order) * per_byte, 0.0)
-    seconds = total[None, :] - total[:, None] + entry[:, None]
-    fits = held[None, :] - held[:, None] <= room * float(problem.capacities[device])
-    ahead = np.arange(units + 1)[None, :] > np.arange(units + 1)[:, None]
-    clear = barred[None, :] == barred[:, None]
-    return np.where(fits & ahead & clear, seconds, np.inf)
+    seconds = work_before[None, :] - work_before[:, None] + entry[:, None]
+    room_bytes = room * float(problem.capacities[device])
+    fits = bytes_before[None, :] - bytes_before[:, None] <= room_bytes
+    has_units = np.arange(units + 1)[None, :] > np.arange(units + 1)[:, None]
+    is_allowed = barred_before[None, :] == barred_before[:, None]
+    return np.where(fits & has_units & is_allowed, seconds, np.inf)
 
 
 def _slowest_link(problem: PlacementProblem, device: int) -> tuple[float, float]:
@@ -261,10 +277,10 @@ def _slowest_link(problem: PlacementProblem, device: int) -> tuple[float, float]
 
 def _cut_bytes(problem: PlacementProblem, order: NDArray[np.int64]) -> Float64:
     """Return [units + 1] the bytes that cross the cut before each unit, in either direction."""
-    place = np.full(problem.groups.count, -1)
-    place[order] = np.arange(len(order))
+    unit_of = np.full(problem.groups.count, -1)
+    unit_of[order] = np.arange(len(order))
     sources, destinations, sizes = problem.edges
-    ends = np.sort(np.stack([place[sources], place[destinations]]), axis=0)
+    ends = np.sort(np.stack([unit_of[sources], unit_of[destinations]]), axis=0)
     across = (ends[0] >= 0) & (ends[0] < ends[1])
     # An edge between units a < b crosses the cuts before units a + 1 to b: its bytes are added at
     # the first of these cuts and taken away behind the last, and a running sum gives each cut's
