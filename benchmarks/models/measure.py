@@ -7,6 +7,7 @@ Prints one JSON object. `run.py` calls it, a process for each model.
 
 import argparse
 import copy
+import importlib
 import json
 import os
 import sys
@@ -400,13 +401,15 @@ def measure(case: Case, parts: Sequence[str]) -> dict[str, Any]:
     return row
 
 
+CASE_MODULES = ("other_cases", "transformers_cases", "vision_cases")
+"""Importing these registers their cases."""
+
+
 def load_cases(folder: str, names: str) -> None:
     """Register all cases; those of torchvision and timm only where they are asked for, because
     transformers would use the torchvision that is made importable for them."""
-    import other_cases  # noqa: F401
-    import transformers_cases  # noqa: F401
-    import vision_cases  # noqa: F401
-
+    for module in CASE_MODULES:
+        importlib.import_module(module)
     if names.startswith(("timm_", "torchvision_")):
         make_importable(folder)
 

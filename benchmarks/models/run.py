@@ -23,8 +23,7 @@ sys.path.insert(1, str(Path(__file__).parent.parent))
 import torch
 from cases import REGISTRY, Case
 from markdown import fill, table
-from measure import PARTS, load_cases, measure
-from vision import make_importable
+from measure import CASE_MODULES, PARTS, load_cases, measure
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
@@ -44,9 +43,12 @@ def write_rows(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in ordered), "utf-8")
 
 
-def work(case: Case, parts: list[str], folder: str, results: Connection) -> None:
-    if case.name.startswith(("timm_", "torchvision_")):
-        make_importable(folder)
+def work(name: str, parts: list[str], folder: str, results: Connection) -> None:
+    """Measure one case in a process of its own, and send its row."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    load_cases(folder, name)
+    case = REGISTRY.cases[name]
     try:
         results.send(measure(case, parts))
     except Exception as error:
@@ -56,14 +58,17 @@ def work(case: Case, parts: list[str], folder: str, results: Connection) -> None
 
 def run_all(cases: list[Case], options: argparse.Namespace) -> Any:
     """(case, row) as they end, `--jobs` at once."""
-    # Forked, because importing the libraries takes longer than most models.
-    context = multiprocessing.get_context("fork")
+    # Importing the libraries takes longer than most models, so a server imports them once and is
+    # forked for each case. This process has computed and cannot be forked: torch's threads of
+    # OpenMP and of autograd do not survive that.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *CASE_MODULES])
     waiting, running = list(cases), {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
             case = waiting.pop(0)
             mine, theirs = context.Pipe(duplex=False)
-            args = (case, options.parts.split(","), options.torchvision, theirs)
+            args = (case.name, options.parts.split(","), options.torchvision, theirs)
             process = context.Process(target=work, args=args)
             process.start()
             theirs.close()
@@ -203,8 +208,6 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     load_cases("", "")
-    # What torch and dovetail import and set up at a first capture is done once, and forked.
-    measure(REGISTRY.cases["checkpointed_loop"], ["inference", "sgd"])
     rows = read_rows(options.rows)
     wanted = [
         case

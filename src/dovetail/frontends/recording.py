@@ -33,6 +33,7 @@ from dovetail.runtime.torch_versions import (
     in_kernel_invocation_manager,
     pytree,
     unset_fake_temporarily,
+    with_real_dtypes,
     without_dispatch,
 )
 
@@ -389,7 +390,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ty
         if form is not None:
             outputs = [_new_fake(*item) for item in form[1]]
             return tuple(outputs) if form[0] else outputs[0]
-        result = target(*args, **kwargs)
+        result = with_real_dtypes(target, target(*args, **kwargs))
         values = result if isinstance(result, tuple) else (result,)
         # A result may share memory with an argument although its schema does not say so. Then a
         # remembered result would be wrong: it has memory of its own, so writes to one of the two

@@ -2,7 +2,8 @@
 
 Tried: torch 2.11, 2.13 and 2.15. Other modules import these names from here, so that a difference
 between versions is settled here too, with the version and the reason beside it. So far there is
-none; on 2.15 two tests fail that compare a recording with what `make_fx` records.
+one, `with_real_dtypes`. On 2.15 two tests fail that compare a recording with what `make_fx`
+records.
 
 Two private names are used elsewhere: the attributes `_schema` and `py_kernels` of `OpOverload`.
 """
@@ -55,6 +56,7 @@ __all__ = [
     "sequence_number",
     "unset_fake_temporarily",
     "update_scale",
+    "with_real_dtypes",
     "without_autocast",
     "without_dispatch",
     "without_fused_kernels",
@@ -86,6 +88,20 @@ def backward_passes_run_by(run: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
+
+
+def with_real_dtypes(op: OpOverload, outputs: Any) -> Any:
+    """The outputs of an op on fake tensors, with the dtypes that real tensors would give.
+
+    In torch 2.11 the fake attention of CPUs says float32 of its logarithms of sums, where the
+    kernel returns float64 for inputs of float64. A device that got them from another one then read
+    them as float32.
+    """
+    if op is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        attention, logarithms = outputs
+        if attention.dtype == torch.float64 != logarithms.dtype:
+            return attention, logarithms.to(torch.float64)
+    return outputs
 
 
 def sequence_number() -> int:
