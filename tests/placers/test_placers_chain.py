@@ -14,7 +14,7 @@ from dovetail.errors import UsageError
 from dovetail.exports.rules import rules_for
 from dovetail.graph import colocate
 from dovetail.machine import parse_machine
-from dovetail.placers import Budget, make_problem, place
+from dovetail.placers import Budget, make_problem, place, placing
 from dovetail.placers.chain import ordered_groups
 from dovetail.simulator import Simulator
 from tests.support.transformer_models import MODELS, Decoder, tokens
@@ -93,16 +93,15 @@ def test_other_methods_keep_no_order_of_stages():
         place(problem, "metis", Budget(evaluations=10))
 
 
-def test_a_method_of_the_callers_may_place_a_chain():
-    step = dt.capture(*MODELS["mlp"]())
-    problem = problem_of(step, "step")
+def test_a_method_that_runs_as_auto_may_place_a_chain(monkeypatch):
+    monkeypatch.delitem(placing.CHAIN_METHODS, "chain")
+    problem = problem_of(dt.capture(Decoder(8), tokens()), "load", parse_machine("2 x p100"))
     order = ordered_groups(problem)
-    cut = problem.fastest.copy()
-    cut[order] = [0] + [1] * (len(order) - 1)
-    outcome = place(problem, "chain", Budget(evaluations=10), method=lambda *_: cut)
-    assert outcome.placer == "chain"
-    runs = ~step.graph.is_source
-    assert np.array_equal(outcome.placement[runs], problem.spread(cut)[runs])
+    halves = problem.fastest.copy()
+    halves[order] = np.arange(len(order)) >= len(order) // 2
+    outcome = place(problem, "auto", Budget(evaluations=10), method=lambda *_: halves)
+    assert outcome.placer == "auto"
+    assert outcome.value < outcome.baselines["single"]
 
 
 def used(plan):

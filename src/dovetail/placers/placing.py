@@ -22,7 +22,8 @@ ScoredPlacement = tuple[Score, GroupPlacement]
 # --- One method, and its outcome ---
 
 CHAIN_METHODS: dict[str, Placer] = {"single": single, "chain": chain}
-"""The methods for a problem with a chain, where each device takes one run of a given order."""
+"""The methods for a problem with a chain, where each device takes one run of a given order. `auto`
+runs both; `chain` has no entry in `PLACERS`, because it is for nothing else."""
 SEARCH_SHARE = 0.15
 """Share of the whole budget that is reserved for plans on fewer devices, if there is a smallest
 gain."""
@@ -130,12 +131,12 @@ def _run_along_chain(
     problem: PlacementProblem, placer_name: str, budget: Budget, method: Placer | None
 ) -> None:
     """Enter what the methods for a chain return into `budget.found`."""
-    if placer_name not in (*CHAIN_METHODS, "auto"):
-        detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single or chain"
+    if placer_name not in ("single", "auto"):
+        detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
         raise UsageError("placer", detail)
     methods = dict(CHAIN_METHODS)
-    if method is not None and placer_name not in BASELINES:
-        methods[placer_name] = method
+    if method is not None and placer_name == "auto":
+        methods["auto"] = method
     for name, run in methods.items():
         attempt(name, run, problem, budget)
 
