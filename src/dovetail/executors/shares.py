@@ -21,11 +21,9 @@ Cutting a plan takes O(ops + tensors + reads).
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from queue import SimpleQueue
-from threading import Thread
 
 import numpy as np
 import torch
@@ -36,97 +34,11 @@ from torch import Tensor
 
 from dovetail.graph import EVERYWHERE, Graph
 from dovetail.plans import Plan, Stages, needs_of, normalise, stages_of
-from dovetail.runtime.setup import set_up_thread
 from dovetail.runtime.shared import ALIGNMENT_BYTES, Block, Layout
 from dovetail.units import DTYPE_BYTES
 
-# ── Lanes: the groups of a stage run at the same time, one lane of groups for each core ──────────
-#
-#     stage  a ─► b   c   d ─► e          groups: ab, c, de
-#     lanes  ├─ a ─┤├─ b ─┤├─ c ─┤        on two cores, the longest group first
-#            ├─── d ───┤├── e ──┤
-#
-# Torch keeps its number of threads per thread. `LaneThreads` set theirs to one and never change
-# it, so the thread that runs everything else keeps all threads of the device.
-
-
-Lane = Callable[[], None]
-
-
-def lanes_of(
-    stage: tuple[int, ...], group_of: NDArray[np.int32], seconds: NDArray[np.float64], most: int
-) -> tuple[tuple[int, ...], ...]:
-    """The ops of each lane when a stage's groups are spread over at most `most` lanes.
-
-    The longest group, by `seconds` [ops], is placed first, and each group goes to the lane with the
-    least seconds so far. Groups of equal length are placed in the stage's order. Among lanes of
-    equal seconds the one with fewer ops is taken, and then the first one.
-    """
-    groups: dict[int, list[int]] = {}
-    for op in stage:
-        groups.setdefault(int(group_of[op]), []).append(op)
-    lanes: list[list[int]] = [[] for _ in range(min(most, len(groups)))]
-    loads = [(0.0, 0, lane) for lane in range(len(lanes))]  # seconds, ops, index
-    for length, group in sorted(
-        ((float(seconds[group].sum()), group) for group in groups.values()), key=lambda one: -one[0]
-    ):
-        loaded, ops, lane = min(loads)
-        lanes[lane] += group
-        loads[lane] = (loaded + length, ops + len(group), lane)
-    return tuple(map(tuple, lanes))
-
-
-def groups_of(stages: Sequence[Stages], graph: Graph) -> NDArray[np.int32]:
-    """[ops] number of the group that each op is in.
-
-    A group is a connected component of a stage: ops that need one another, directly or through
-    other ops of the stage.
-    """
-    stage_of, needs = needs_of(stages, graph)
-    # Needs between stages do not connect groups.
-    needs = needs[stage_of[needs[:, 0]] == stage_of[needs[:, 1]]]
-    ones = np.ones(len(needs))
-    matrix = coo_array((ones, (needs[:, 0], needs[:, 1])), shape=(len(graph), len(graph)))
-    labels: NDArray[np.int32] = connected_components(matrix, directed=False)[1]
-    return labels
-
-
-class LaneThreads:
-    """Runs lanes at the same time, with one thread per lane.
-
-    The threads are started when lanes first need them, and end with the process.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[SimpleQueue[Lane]] = []
-        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def run(self, lanes: Sequence[Lane]) -> None:
-        """Run the lanes. Once all have ended, raise the first error that one of them raised."""
-        while len(self._waiting) < len(lanes):
-            queue: SimpleQueue[Lane] = SimpleQueue()
-            self._waiting.append(queue)
-            Thread(target=self._serve, args=(queue,), daemon=True).start()
-        for queue, lane in zip(self._waiting, lanes, strict=False):
-            queue.put(lane)
-        raised = [error for _ in lanes if (error := self._ended.get()) is not None]
-        if raised:
-            raise raised[0]
-
-    def _serve(self, queue: SimpleQueue[Lane]) -> None:
-        set_up_thread(1)
-        with torch.inference_mode():
-            while True:
-                try:
-                    # The lane has no name here, so the thread does not keep it while it waits.
-                    queue.get()()
-                # Whatever was raised is raised again by `run`, in the thread that waits there.
-                except BaseException as error:
-                    self._ended.put(error)
-                else:
-                    self._ended.put(None)
-
-
+INT64_BYTES = 8
+"""Bytes of a flag or a time stamp."""
 LINE_BYTES = ALIGNMENT_BYTES
 """Bytes of a cache line. Each device's flag of the barrier has a line of its own."""
 
@@ -205,15 +117,16 @@ Instruction = RunOp | RunLanes | SendTensor | AwaitFlag
 class Share:
     """What one device does in a step.
 
-    device, seat    index in the machine; position among the devices that take part
-    seats           number of devices that take part
-    barrier, abort  offsets in the block of the barrier's flags and of the abort flag
-    sources         (tensor, slot) of the sources that the device reads in place, because they live
-                    on it or everywhere
-    outputs         (tensor, slot) of the graph outputs that the device copies out after the step
-    progress        offset of int64 [3]: index of the instruction that was begun last, start and
-                    end of the step in ns
-    stamps          offset of int64 [instructions, 2]: start and end in ns, written in timed steps
+    device     index in the machine
+    seat       position among the devices that take part; `seats` is the number of these
+    barrier    offset in the block of the barrier's flags
+    abort      offset in the block of the abort flag
+    sources    (tensor, slot) of the sources that the device reads in place, because they live on
+               it or everywhere
+    outputs    (tensor, slot) of the graph outputs that the device copies out after the step
+    progress   offset of int64 [3]: index of the instruction that was begun last, start and end of
+               the step in ns
+    stamps     offset of int64 [instructions, 2]: start and end in ns, written in timed steps
     """
 
     device: int
@@ -253,42 +166,56 @@ def share_out(plan: Plan, graph: Graph) -> Shares:
     stages = stages_of(plan, graph)
     devices = range(len(stages))
     layout = Layout()
-    abort, barrier = layout.reserve(8), layout.reserve(LINE_BYTES * len(devices))
+    abort, barrier = layout.reserve(INT64_BYTES), layout.reserve(LINE_BYTES * len(devices))
     outputs = tuple(dict.fromkeys(graph.outputs.tolist()))
-    cut = _InstructionBuilder(plan, graph, stages, layout, outputs)
-    lists = [tuple(cut.instructions(device, stages[device])) for device in devices]
-    sources = {
-        tensor: cut.slot(tensor)
+    builder = _InstructionBuilder(plan, graph, stages, layout, outputs)
+    instructions = [tuple(builder.instructions(device, stages[device])) for device in devices]
+    source_slots = {
+        tensor: builder.slot(tensor)
         for op in np.flatnonzero(graph.is_source).tolist()
         for tensor in graph.outputs_of(op)
     }
-    copied = {tensor: cut.slot(tensor) for tensor in outputs}
-    here = [_sources_read(graph, cut, device, stages[device]) for device in devices]
-    owned = [tuple(t for t in copied if cut.home(t) == device) for device in devices]
-    # A device that runs nothing and owns no output gets no process.
-    seats = [d for d in devices if lists[d] or owned[d]]
+    output_slots = {tensor: builder.slot(tensor) for tensor in outputs}
+    copied_out = [
+        tuple(tensor for tensor in outputs if builder.producing_device(tensor) == device)
+        for device in devices
+    ]
+    # A source may be a graph output, too. The device that copies it out reads it in place.
+    in_place = [
+        builder.sources_in_place(device, stages[device])
+        | (set(copied_out[device]) & set(source_slots))
+        for device in devices
+    ]
+    # A device that runs nothing and copies no output gets no process.
+    seated = [device for device in devices if instructions[device] or copied_out[device]]
     shares = tuple(
         Share(
-            device,
-            seat,
-            len(seats),
-            barrier,
-            abort,
-            lists[device],
-            tuple(
-                (t, sources[t]) for t in sorted(here[device] | (set(owned[device]) & set(sources)))
-            ),
-            tuple((t, copied[t]) for t in owned[device]),
-            layout.reserve(24),
-            layout.reserve(16 * len(lists[device])),
+            device=device,
+            seat=seat,
+            seats=len(seated),
+            barrier=barrier,
+            abort=abort,
+            instructions=instructions[device],
+            sources=tuple((tensor, source_slots[tensor]) for tensor in sorted(in_place[device])),
+            outputs=tuple((tensor, output_slots[tensor]) for tensor in copied_out[device]),
+            progress=layout.reserve(3 * INT64_BYTES),
+            stamps=layout.reserve(2 * INT64_BYTES * len(instructions[device])),
         )
-        for seat, device in enumerate(seats)
+        for seat, device in enumerate(seated)
     )
-    return Shares(shares, layout.size_bytes, abort, sources, copied)
+    return Shares(shares, layout.size_bytes, abort, source_slots, output_slots)
 
 
 class _InstructionBuilder:
-    """Builds the instructions of every device and reserves their flags and slots."""
+    """Builds the instructions of every device and reserves their flags and slots.
+
+    groups           [ops] number of the group of its stage that each op is in
+    placement        [ops] device of each, also of sources
+    homes            [tensors] the device where each lives, or EVERYWHERE
+    flags            (op, tensor or -1, destination) -> (offset of the flag, slot)
+    control_targets  op -> the other devices where ops wait for its end by control edges
+    control_before   op -> the ops on other devices that it waits for by control edges
+    """
 
     def __init__(
         self,
@@ -299,44 +226,61 @@ class _InstructionBuilder:
         outputs: tuple[int, ...],
     ) -> None:
         self.plan = plan
-        self.groups = groups_of(stages, graph)
         self.graph = graph
         self.layout = layout
-        self.kept = set(outputs)
+        self.outputs = set(outputs)
+        self.groups = groups_of(stages, graph)
         self.placement = normalise(plan.placement, graph, plan.machine).tolist()
         self.homes = [
             EVERYWHERE if graph.residences[op] == EVERYWHERE else self.placement[op]
             for op in graph.producers.tolist()
         ]
         self.flags: dict[tuple[int, int, int], tuple[int, BlockSlot | None]] = {}
-        # Control edges between devices. after: op -> devices that wait for its end; before: op ->
-        # ops elsewhere that it waits for.
-        self.after: dict[int, set[int]] = defaultdict(set)
-        self.before: dict[int, list[int]] = defaultdict(list)
+        self.control_targets: dict[int, set[int]] = defaultdict(set)
+        self.control_before: dict[int, list[int]] = defaultdict(list)
         for before, op in graph.control.tolist():
             if not graph.is_source[before] and self.placement[before] != self.placement[op]:
-                self.after[before].add(self.placement[op])
-                self.before[op].append(before)
+                self.control_targets[before].add(self.placement[op])
+                self.control_before[op].append(before)
 
-    def home(self, tensor: int) -> int:
-        """The device that makes the tensor; one that reads it, where it lives everywhere."""
+    def producing_device(self, tensor: int) -> int:
+        """The device that makes the tensor; of one that lives everywhere, a device that reads
+        it."""
         return int(self.placement[self.graph.producers[tensor]])
+
+    def sources_in_place(self, device: int, stages: Stages) -> set[int]:
+        """Tensors of the sources that the device needs in place.
+
+        These are sources that live on it, and sources that live everywhere and are read on it.
+        """
+        graph = self.graph
+        ops = chain.from_iterable(stages)
+        read = {int(tensor) for op in ops for tensor in graph.inputs_of(op)}
+        return {
+            tensor
+            for op in np.flatnonzero(graph.is_source).tolist()
+            for tensor in graph.outputs_of(op)
+            if self.homes[tensor] == device or (self.homes[tensor] == EVERYWHERE and tensor in read)
+        }
 
     def slot(self, tensor: int, slack_bytes: int = 0) -> BlockSlot:
         """A new slot for the tensor, with room for it to start up to `slack_bytes` later."""
         graph = self.graph
         shape, strides, dtype = graph.shapes[tensor], graph.strides[tensor], graph.dtypes[tensor]
-        extent = extent_of(shape, strides) * DTYPE_BYTES[dtype]
-        return BlockSlot(self.layout.reserve(extent + slack_bytes), extent, shape, strides, dtype)
+        extent_bytes = extent_of(shape, strides) * DTYPE_BYTES[dtype]
+        offset = self.layout.reserve(extent_bytes + slack_bytes)
+        return BlockSlot(offset, extent_bytes, shape, strides, dtype)
 
-    def flag(self, op: int, tensor: int, destination: int) -> tuple[int, BlockSlot | None]:
-        """(offset of the flag, slot) of a tensor for a destination; -1 stands for the op's end."""
+    def flag_and_slot(self, op: int, tensor: int, destination: int) -> tuple[int, BlockSlot | None]:
+        """(offset of the flag, slot) of a tensor of the op for a destination. The same pair is
+        returned to the sender and to the receiver. Tensor -1 stands for the op's end, which has no
+        slot."""
         key = (op, tensor, destination)
         if key not in self.flags:
             # The copy keeps the original's address modulo a cache line: some kernels of BLAS
             # libraries round differently by alignment.
             slot = None if tensor < 0 else self.slot(tensor, slack_bytes=ALIGNMENT_BYTES)
-            self.flags[key] = (self.layout.reserve(8), slot)
+            self.flags[key] = (self.layout.reserve(INT64_BYTES), slot)
         return self.flags[key]
 
     def instructions(self, device: int, stages: Stages) -> list[Instruction]:
@@ -362,13 +306,15 @@ class _InstructionBuilder:
             home = self.homes[tensor]
             if home not in (device, EVERYWHERE) and tensor not in arrived:
                 arrived.add(tensor)
-                flag = self.flag(int(self.graph.producers[tensor]), tensor, device)
-                instructions.append(AwaitFlag(op, tensor, *flag))
-        for before in self.before[op]:
+                producer = int(self.graph.producers[tensor])
+                flag, slot = self.flag_and_slot(producer, tensor, device)
+                instructions.append(AwaitFlag(op, tensor, flag, slot))
+        for before in self.control_before[op]:
             # `arrived` holds tensors as they are and ops as ~op, so that the two never collide.
             if ~before not in arrived:
                 arrived.add(~before)
-                instructions.append(AwaitFlag(op, -1, *self.flag(before, -1, device)))
+                flag, slot = self.flag_and_slot(before, -1, device)
+                instructions.append(AwaitFlag(op, -1, flag, slot))
         return instructions
 
     def runs(self, device: int, stage: tuple[int, ...]) -> list[Instruction]:
@@ -389,34 +335,39 @@ class _InstructionBuilder:
         """
         instructions: list[Instruction] = []
         for tensor in self.graph.outputs_of(op):
-            readers = {self.placement[c] for c in self.graph.consumers_of(tensor).tolist()}
-            for to in sorted(readers - {self.placement[op]}):
-                instructions.append(SendTensor(op, tensor, to, *self.flag(op, tensor, to)))
-        for to in sorted(self.after[op]):
-            instructions.append(SendTensor(op, -1, to, *self.flag(op, -1, to)))
+            consumers = self.graph.consumers_of(tensor).tolist()
+            readers = {self.placement[consumer] for consumer in consumers}
+            for device in sorted(readers - {self.placement[op]}):
+                flag, slot = self.flag_and_slot(op, tensor, device)
+                instructions.append(SendTensor(op, tensor, device, flag, slot))
+        for device in sorted(self.control_targets[op]):
+            flag, slot = self.flag_and_slot(op, -1, device)
+            instructions.append(SendTensor(op, -1, device, flag, slot))
         return instructions
 
     def with_frees(self, device: int, instructions: list[Instruction]) -> list[Instruction]:
         """The same instructions, which forget each tensor made here after its last use."""
         graph = self.graph
-        last: dict[int, int] = {}
+        last_use: dict[int, int] = {}  # tensor -> index of an instruction
         for index, instruction in enumerate(instructions):
             used = [instruction.tensor] if isinstance(instruction, SendTensor) else []
             for op in ops_of(instruction):
                 used += [*graph.inputs_of(op).tolist(), *graph.outputs_of(op)]
-            last |= dict.fromkeys(used, index)
+            last_use |= dict.fromkeys(used, index)
         frees: dict[int, list[int]] = defaultdict(list)
-        for tensor, index in last.items():
-            # Sources stay in the block, and graph outputs are copied out after the step.
-            lasting = tensor < 0 or graph.is_source[graph.producers[tensor]] or tensor in self.kept
-            if not lasting and self.homes[tensor] == device:
+        for tensor, index in last_use.items():
+            # A control edge (-1) is no tensor. Sources stay in the block, graph outputs are copied
+            # out after the step, and what other devices have made stays in its slot.
+            if tensor < 0 or graph.is_source[graph.producers[tensor]] or tensor in self.outputs:
+                continue
+            if self.homes[tensor] == device:
                 frees[index].append(tensor)
-        return [
-            instruction
-            if index not in frees or isinstance(instruction, AwaitFlag)
-            else replace(instruction, frees=tuple(frees[index]))
-            for index, instruction in enumerate(instructions)
-        ]
+        with_frees = list(instructions)
+        for index, tensors in frees.items():
+            instruction = instructions[index]
+            assert not isinstance(instruction, AwaitFlag), "a wait is no use of a tensor"
+            with_frees[index] = replace(instruction, frees=tuple(tensors))
+        return with_frees
 
 
 def ops_of(instruction: Instruction) -> tuple[int, ...]:
@@ -429,19 +380,53 @@ def ops_of(instruction: Instruction) -> tuple[int, ...]:
     return ()
 
 
-def _sources_read(graph: Graph, cut: _InstructionBuilder, device: int, stages: Stages) -> set[int]:
-    """Tensors of the sources that the device needs in place.
+# ── Lanes: the groups of a stage run at the same time, one lane of groups for each core ──────────
+#
+#     stage  a ─► b   c   d ─► e          groups: ab, c, de
+#     lanes  ├─ a ─┤├─ b ─┤├─ c ─┤        on two cores, the longest group first
+#            ├─── d ───┤├── e ──┤
 
-    These are sources that live on it, and sources that live everywhere and are read on it.
+
+def lanes_of(
+    stage: tuple[int, ...], group_of: NDArray[np.int32], seconds: NDArray[np.float64], most: int
+) -> tuple[tuple[int, ...], ...]:
+    """The ops of each lane when a stage's groups are spread over at most `most` lanes.
+
+    The longest group, by `seconds` [ops], is placed first, and each group goes to the lane with the
+    least seconds so far. Groups of equal length are placed in the stage's order. Among lanes of
+    equal seconds the one with fewer ops is taken, and then the first one.
     """
-    ops = chain.from_iterable(stages)
-    read = {int(tensor) for op in ops for tensor in graph.inputs_of(op)}
-    return {
-        tensor
-        for op in np.flatnonzero(graph.is_source).tolist()
-        for tensor in graph.outputs_of(op)
-        if cut.homes[tensor] == device or (cut.homes[tensor] == EVERYWHERE and tensor in read)
-    }
+    groups: dict[int, list[int]] = {}
+    for op in stage:
+        groups.setdefault(int(group_of[op]), []).append(op)
+    lanes: list[list[int]] = [[] for _ in range(min(most, len(groups)))]
+    # The tuples (seconds, ops, index) of lanes compare as the docstring says, and sorting keeps the
+    # stage's order among groups of equal length.
+    loads = [(0.0, 0, lane) for lane in range(len(lanes))]
+    timed = [(float(seconds[group].sum()), group) for group in groups.values()]
+    for group_seconds, group in sorted(timed, key=lambda pair: -pair[0]):
+        lane_seconds, lane_ops, lane = min(loads)
+        lanes[lane] += group
+        loads[lane] = (lane_seconds + group_seconds, lane_ops + len(group), lane)
+    return tuple(map(tuple, lanes))
+
+
+def groups_of(stages: Sequence[Stages], graph: Graph) -> NDArray[np.int32]:
+    """[ops] number of the group that each op is in.
+
+    A group is a connected component of a stage: ops that need one another, directly or through
+    other ops of the stage.
+    """
+    stage_of, needs = needs_of(stages, graph)
+    # Needs between stages do not connect groups.
+    needs = needs[stage_of[needs[:, 0]] == stage_of[needs[:, 1]]]
+    ones = np.ones(len(needs))
+    matrix = coo_array((ones, (needs[:, 0], needs[:, 1])), shape=(len(graph), len(graph)))
+    labels: NDArray[np.int32] = connected_components(matrix, directed=False)[1]
+    return labels
+
+
+# ── Tensors in the block ─────────────────────────────────────────────────────────────────────────
 
 
 def extent_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -10,8 +10,10 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 
 import numpy as np
 import torch
@@ -20,8 +22,6 @@ from dovetail.executors.shares import (
     AwaitFlag,
     BlockSlot,
     Instruction,
-    Lane,
-    LaneThreads,
     RunLanes,
     RunOp,
     SendTensor,
@@ -44,6 +44,8 @@ A flag's value is step number x 64 + that address, so it still grows from step t
 _PLAIN_BYTES = 2**17
 """Up to this size a plain copy of adjacent bytes is quicker than torch's. Above it, torch's copy
 wins, because it uses several threads."""
+Lane = Callable[[], None]
+"""Runs the ops of a lane in order."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class _Loaded:
         load: Load,
         calls: dict[int, Call],
         block: Block,
-        team: LaneThreads,
+        team: "LaneThreads",
         spinning: Spinning,
     ) -> None:
         self.block = block
@@ -356,3 +358,41 @@ class _Loaded:
                 values[tensor] = tensor_at(block, slot, skew)
 
         return run
+
+
+class LaneThreads:
+    """Runs lanes at the same time, with one thread per lane.
+
+    The threads are started when lanes first need them, and end with the process. Torch keeps its
+    number of threads per thread. These threads set theirs to one and never change it, so the thread
+    that runs everything else keeps all threads of the device.
+    """
+
+    def __init__(self) -> None:
+        self._queues: list[SimpleQueue[Lane]] = []  # of each thread
+        self._results: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def run(self, lanes: Sequence[Lane]) -> None:
+        """Run the lanes. Once all have ended, raise the first error that one of them raised."""
+        while len(self._queues) < len(lanes):
+            queue: SimpleQueue[Lane] = SimpleQueue()
+            self._queues.append(queue)
+            Thread(target=self._serve, args=(queue,), daemon=True).start()
+        for queue, lane in zip(self._queues, lanes, strict=False):
+            queue.put(lane)
+        raised = [error for _ in lanes if (error := self._results.get()) is not None]
+        if raised:
+            raise raised[0]
+
+    def _serve(self, queue: SimpleQueue[Lane]) -> None:
+        set_up_thread(1)
+        with torch.inference_mode():
+            while True:
+                try:
+                    # The lane has no name here, so the thread does not keep it while it waits.
+                    queue.get()()
+                # Whatever was raised is raised again by `run`, in the thread that waits there.
+                except BaseException as error:
+                    self._results.put(error)
+                else:
+                    self._results.put(None)
