@@ -28,6 +28,8 @@ from measure import CASE_MODULES, PARTS, load_cases, measure
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
 RUNS = ("inference", "sgd", "adamw")
+IMPORTED_AT_FIRST_USE = ("torch._dynamo", "transformers.generation", "accelerate", "torch.optim")
+"""What a case imports when it is first measured, and that takes seconds."""
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
@@ -62,7 +64,7 @@ def run_all(cases: list[Case], options: argparse.Namespace) -> Any:
     # forked for each case. This process has computed and cannot be forked: torch's threads of
     # OpenMP and of autograd do not survive that.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", *CASE_MODULES])
+    context.set_forkserver_preload(["__main__", *CASE_MODULES, *IMPORTED_AT_FIRST_USE])
     waiting, running = list(cases), {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
