@@ -426,11 +426,10 @@ def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
 # load_chart   RL17's figures 8 and 9: a bar a device and a channel, as long as its seconds
 # loss_chart   RL17's figures 6 and 7: loss against simulated time, a line a curve
 
-PHASES = ("forward", "backward", "update")
 CHART_WIDTH, LABELS_WIDTH, VALUES_WIDTH = 620.0, 150.0, 80.0
 """A chart of loads is so wide, its labels on the left and its values on the right included."""
-BAR_HEIGHT, BAR_SPACING, BASELINE = 13.0, 6.0, 10.5
-"""Bars are so high and so far apart. Texts stand `BASELINE` below the top of their bar."""
+BAR_HEIGHT, BAR_SPACING, TEXT_BASELINE = 13.0, 6.0, 10.5
+"""Bars are so high and so far apart. Texts stand `TEXT_BASELINE` below the top of their bar."""
 SMOOTHED_STEPS = 20
 """Each loss shown is the mean of up to this many steps."""
 MOST_CHANNELS = 8
@@ -441,9 +440,11 @@ def load_chart(work: PlanWork, description: str) -> Markup:
     """A chart of the seconds of each device by phase, and below them of the busiest channels."""
     busiest = sorted(work.transfer_seconds.items(), key=lambda item: -item[1])
     channels = [(name, seconds) for name, seconds in busiest if seconds > 0][:MOST_CHANNELS]
-    of_phases = dict(
-        zip(PHASES, (work.forward_seconds, work.backward_seconds, work.update_seconds), strict=True)
-    )
+    of_phases = {
+        "forward": work.forward_seconds,
+        "backward": work.backward_seconds,
+        "update": work.update_seconds,
+    }
     # (label, parts), where a part is (kind, seconds)
     bars = [
         (device, [(phase, seconds.get(device, 0.0)) for phase, seconds in of_phases.items()])
@@ -456,7 +457,7 @@ def load_chart(work: PlanWork, description: str) -> Markup:
     drawn = "".join(_bar(label, parts, scale, i * pitch) for i, (label, parts) in enumerate(bars))
     keys = "".join(
         f'<li><i class="{kind}"></i>{kind}</li>'
-        for kind in (*PHASES, *(["transfer"] if channels else []))
+        for kind in (*of_phases, *(["transfer"] if channels else []))
     )
     return Markup(
         f'<svg class="load" viewBox="0 0 {CHART_WIDTH:.0f} {len(bars) * pitch:.0f}" role="img" '
@@ -476,7 +477,7 @@ def _bar(label: str, parts: Sequence[tuple[str, float]], scale: float, y: float)
             )
             x += width
     total = format_seconds(sum(seconds for _, seconds in parts))
-    text_y = f"{y + BASELINE:.1f}"
+    text_y = f"{y + TEXT_BASELINE:.1f}"
     return (
         f'<text x="{LABELS_WIDTH - 8:.0f}" y="{text_y}" text-anchor="end">{escape(label)}</text>'
         f'{"".join(pieces)}<text x="{x + 6:.1f}" y="{text_y}">{total}</text>'
