@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dovetail.bench import towers
-from dovetail.bench.towers import ASYNCHRONOUS, ONE_BATCH, SYNCHRONOUS, TASKS, curves, losses_of
+from dovetail.bench.records import ASYNCHRONOUS, SYNCHRONOUS
+from dovetail.bench.towers import ONE_BATCH, TASKS, curves, losses_of
 from dovetail.errors import MissingLibraryError
 from dovetail.networks import NETWORKS
 

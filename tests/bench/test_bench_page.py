@@ -166,7 +166,7 @@ def test_orderings_stand_with_their_reasons():
 
 
 def test_towers_curves_fit_and_what_is_ours_are_there():
-    text = page(made=[("command", "dovetail bench rl17 --seed 3"), ("machine", "two cores")])
+    text = page(facts=[("command", "dovetail bench rl17 --seed 3"), ("machine", "two cores")])
     tower = [row for row in rows_of(text, "Inception-V3, 4 GPUs")]
     assert tower[0][1:] == ["synchronous", "4 x 32", "6.4 s", "20.0"]
     assert tower[1][1:] == ["asynchronous", "4 x 32", "OOM: k80:0", ""]
@@ -221,7 +221,7 @@ def test_hostile_names_are_text_everywhere():
     row = CaseResult(case.key, 1, 1, 1, 1, {"plain": column, EVIL: column}, 1.0)
     towers = [TowerResult(EVIL, EVIL, EVIL, 4, 32, None, EVIL)]
     curves = [LossCurve(EVIL, EVIL, 1.0, [1.0])]
-    text = page(cases=[case], rows=[row], towers=towers, curves=curves, made=[(EVIL, EVIL)])
+    text = page(cases=[case], rows=[row], towers=towers, curves=curves, facts=[(EVIL, EVIL)])
     tags = {tag for tag, _ in Page(text).tags}
     assert not tags & {"script", "img"}
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 15

@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dovetail.cli.learning_run import LearningProgress, sparkline
+from dovetail.cli.learning_run import (
+    LearningOutputs,
+    LearningProgress,
+    learn_and_write,
+    sparkline,
+)
 from dovetail.cli.output import LINE_SECONDS
+from dovetail.errors import InfeasibleError
+from dovetail.pipeline import LearnRequest, TaskRequest, learning
+from dovetail.pipeline.learning import LearningResult
 from dovetail.placers.learned.curves import curves_of, save_points
 from dovetail.placers.learned.records import Learned, Point
 from dovetail.reports.learning_page import MOST_CURVES, render_learning, write_learning_page
@@ -84,6 +92,17 @@ def test_a_sparkline_is_bounded_and_leaves_out_what_is_not_finite():
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([0.0, float("inf"), 7.0, 3.5]) == "▁█▅"
     assert len(sparkline(range(1000), 30)) == 30
+
+
+def test_failed_trials_are_told_also_where_no_plan_is_left(monkeypatch, capsys):
+    card = dict.fromkeys(("method", "reward", "seed", "controllers"))
+    failures = ("cpu0 ran out of memory", "cpu1 died")
+    result = LearningResult((None,), None, card, learned([point(0)]), failures=failures)
+    monkeypatch.setattr(learning, "learn_all", lambda *_: result)
+    request = LearnRequest([TaskRequest("t", None)])
+    with pytest.raises(InfeasibleError):
+        learn_and_write(request, LearningOutputs(), as_json=True)
+    assert "2 trials failed, the last one: cpu1 died" in capsys.readouterr().err
 
 
 def test_curves_are_kept_per_task_and_controller_and_as_csv(tmp_path):

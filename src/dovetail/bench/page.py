@@ -1,6 +1,7 @@
-"""Draws the page of a paper's table with ours beside it, row by row, and how ours was computed.
+"""Draws the page of a paper's table: our results beside the paper's, row by row, and how we
+computed them.
 
-    cards       rows that are done, and the figures that matter
+    cards       the number of rows that are done, and a few figures over all rows
     results     seconds, bounds, sizes; orderings, placements, methods
     learned     what learned methods reached, and with how much effort
     notes       towers, curves, the machines' fit, sizes of our own, the command
@@ -23,6 +24,8 @@ from dovetail.bench.cases import LEARNED, METHOD_OF
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import format_step, is_oom, orderings_of
 from dovetail.bench.records import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
     Case,
     CaseResult,
     Column,
@@ -61,18 +64,21 @@ HYPOTHESIS_TEXT = (
     "3.5 GB/s. Nothing is fitted to it."
 )
 COLUMN_TITLES = {PLAIN: "plain costs", HYPOTHESIS: "hypothesis"}
+"""Maps our columns to their titles; any other column has its name as title."""
 EXPERT = "expert"
+"""The name of the method that splits a network as an expert would."""
 OUTCOMES = {
     True: Markup('<span class="yes">yes</span>'),
     False: Markup('<span class="no">no</span>'),
     None: Markup('<span class="open">open</span>'),
 }
+"""Maps whether an ordering holds to how the page says it; None: we have no figure for it."""
 NEAR_BOUND = 0.15
 """A card counts the rows whose best plan is within this share of its bound."""
 
 
 @dataclass(frozen=True)
-class Results:
+class _TableResults:
     """A table's cases, and the rows that are done: key -> row."""
 
     name: str
@@ -81,6 +87,7 @@ class Results:
 
     @property
     def done(self) -> list[tuple[Case, CaseResult]]:
+        """The cases that have a row, with it."""
         return [(case, self.rows[case.key]) for case in self.cases if case.key in self.rows]
 
     @property
@@ -135,16 +142,16 @@ def write_page(
     curves: Sequence[LossCurve],
     path: str | os.PathLike[str],
     *,
-    made: Sequence[tuple[str, str]] = (),
+    facts: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write the page of table `name` to `path`, whole or not at all. Cases without a row are shown
     as not yet run.
 
-    made   (label, text) of facts on the run: the command, the machine that ran it
+    facts   (label, text) of how the run was made: the command, the machine that ran it
 
     Raises `UnwritableError`.
     """
-    save_page(render(name, cases, rows, towers, curves, made=made), path)
+    save_page(render(name, cases, rows, towers, curves, facts=facts), path)
 
 
 def render(
@@ -154,11 +161,11 @@ def render(
     towers: Sequence[TowerResult],
     curves: Sequence[LossCurve],
     *,
-    made: Sequence[tuple[str, str]] = (),
+    facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The page as text."""
-    results = Results(name, tuple(cases), {row.key: row for row in rows})
-    shown = [_case(results, case, row) for case, row in results.done]
+    """The page as text. See `write_page`."""
+    results = _TableResults(name, tuple(cases), {row.key: row for row in rows})
+    shown = [_shown_case(results, case, row) for case, row in results.done]
     # Towers and curves are RL17's; another paper has the sections only if it has figures for them.
     is_rl17 = name == "rl17"
     return render_page(
@@ -184,72 +191,87 @@ def render(
         ours=PageTable(
             ("row", "ours"), [(case.title, case.ours) for case in cases if case.ours], "scroll left"
         ),
-        made=_made(name, rows, made),
+        facts=_facts(name, rows, facts),
     )
 
 
-def _cards(results: Results, shown: Sequence[_CaseShown]) -> list[Card]:
+def _cards(results: _TableResults, shown: Sequence[_CaseShown]) -> list[Card]:
+    """The cards: how many rows are done, how many orderings hold, how far our best plans are from
+    the expert's and from the bound, and what learned methods reached."""
     cards = [("rows", f"{len(results.done)} of {len(results.cases)}", "those that are done")]
     for name in results.columns:
-        holds = [
+        outcomes = [
             holds
             for case in shown
             for column in case.columns
+            if column.name == name
             for holds in column.holds
-            if column.name == name and holds is not None
+            if holds is not None
         ]
-        if holds:
-            of_whom = "plain costs" if name == PLAIN else name
-            cards.append((f"orderings that hold, {of_whom}", f"{sum(holds)} of {len(holds)}",
-                          "the paper's, in our figures"))  # fmt: skip
+        if outcomes:
+            label = f"orderings that hold, {COLUMN_TITLES.get(name, name)}"
+            figure = f"{sum(outcomes)} of {len(outcomes)}"
+            cards.append((label, figure, "the paper's, in our figures"))
     plain = [row.columns[PLAIN] for _, row in results.done if PLAIN in row.columns]
-    gains = [gain for gain in map(over_expert, plain) if gain is not None]
-    if gains:
-        mean = math.exp(sum(map(math.log, gains)) / len(gains))
-        cards.append(("best over expert", f"{mean:.2f} x",
-                      f"geometric mean of {len(gains)} rows, {min(gains):.2f} to "
-                      f"{max(gains):.2f}"))  # fmt: skip
-    gaps = [gap for gap in map(gap, plain) if gap is not None]
+    gains = [gain for column in plain if (gain := _gain_over_expert(column)) is not None]
+    mean = tables.geometric_mean(gains)
+    if mean is not None:
+        remark = f"geometric mean of {len(gains)} rows, {min(gains):.2f} to {max(gains):.2f}"
+        cards.append(("best over expert", f"{mean:.2f} x", remark))
+    gaps = [gap for column in plain if (gap := _gap(column)) is not None]
     if gaps:
-        near = sum(gap <= NEAR_BOUND for gap in gaps)
-        cards.append((f"within {100 * NEAR_BOUND:.0f} % of the bound", f"{near} of {len(gaps)}",
-                      f"rows; {100 * min(gaps):.1f} % to {100 * max(gaps):.1f} %"))  # fmt: skip
+        label = f"within {100 * NEAR_BOUND:.0f} % of the bound"
+        figure = f"{sum(gap <= NEAR_BOUND for gap in gaps)} of {len(gaps)}"
+        cards.append((label, figure, f"rows; {100 * min(gaps):.1f} % to {100 * max(gaps):.1f} %"))
     return [*cards, *tables.verdicts(results.name, results.done)]
 
 
 # ---- Results: seconds beside the paper's, bounds, sizes ----
 
 
-def gap(column: Column) -> float | None:
+def _gap(column: Column) -> float | None:
     """The distance of the best plan from the bound, as a share of the bound; None if nothing fits
     or there is no bound."""
     best = _seconds_of(column, column.best)
     return best / column.bound - 1 if best is not None and column.bound > 0 else None
 
 
-def over_expert(column: Column) -> float | None:
+def _gain_over_expert(column: Column) -> float | None:
     """The expert's seconds over the best's; None if one of them is missing."""
     best, expert = _seconds_of(column, column.best), _seconds_of(column, EXPERT)
     return expert / best if best and expert else None
 
 
-def _seconds_lines(results: Results, case: Case) -> list[tuple[str, list[str]]]:
+def _seconds_of(column: Column, method: str) -> float | None:
+    """The method's seconds; None if it has none, or for "", the best method where nothing fits."""
+    result = column.methods.get(method)
+    return None if result is None else result.seconds
+
+
+def _step_or(seconds: float | None, text: str) -> str:
+    """The seconds of a step as text; `text` if there are none."""
+    return text if seconds is None else format_step(seconds)
+
+
+def _seconds_lines(results: _TableResults, case: Case) -> list[tuple[str, list[str]]]:
     """(style, cells) of the lines of a row: the paper's, and below it one for each of our
     columns."""
     names = results.paper_columns
-    lines = [("paper", [case.title, *(_theirs(case, name) for name in names), "", "", ""])]
+    lines = [("paper", [case.title, *(_paper_cell(case, name) for name in names), "", "", ""])]
     row = results.rows.get(case.key)
     if row is None:
         return [*lines, ("ours", [NOT_RUN, *[""] * (len(names) + 3)])]
-    for name, column in row.columns.items():
-        title = f"ours, {COLUMN_TITLES[name]}" if name in COLUMN_TITLES else name
-        ours = [_ours(case, column, of) for of in names]
-        style = f"ours {name}" if name == HYPOTHESIS else "ours"
-        lines.append((style, [title, *ours, *_ends(column)]))
+    for column_name, column in row.columns.items():
+        title = COLUMN_TITLES.get(column_name)
+        cells = [_our_cell(case, column, name) for name in names]
+        style = f"ours {column_name}" if column_name == HYPOTHESIS else "ours"
+        head = f"ours, {title}" if title else column_name
+        lines.append((style, [head, *cells, *_last_cells(column)]))
     return lines
 
 
-def _theirs(case: Case, name: str) -> str:
+def _paper_cell(case: Case, name: str) -> str:
+    """The seconds that the paper prints in this column, and how long it searched."""
     if case.published is None or name not in case.published.seconds:
         return "-"
     text = format_step(case.published.seconds[name])
@@ -257,11 +279,12 @@ def _theirs(case: Case, name: str) -> str:
     return remarked(text, f"search: {hours}") if hours else text
 
 
-def _ours(case: Case, column: Column, name: str) -> str:
+def _our_cell(case: Case, column: Column, name: str) -> str:
+    """Our seconds for a column of the paper, with their ratio to the paper's."""
     method = METHOD_OF[name]
     result = column.methods.get(method)
     if result is None or result.seconds is None:
-        return _lack(result)
+        return _why_missing(result)
     published = case.published.seconds.get(name) if case.published else None
     remarks = [f"{result.seconds / published:.2f} x"] if published else []
     runs = column.learned.get(method, ())
@@ -270,40 +293,40 @@ def _ours(case: Case, column: Column, name: str) -> str:
     return remarked(format_step(result.seconds), *remarks)
 
 
-def _lack(result: MethodResult | None) -> str:
+def _why_missing(result: MethodResult | None) -> str:
     """A word on why a method has no seconds."""
     if result is None:
         return NOT_RUN
     return OOM if is_oom(result) else "none"
 
 
-def _ends(column: Column) -> list[str]:
+def _last_cells(column: Column) -> list[str]:
     """The last cells of a line: best of ours, bound, expert over best."""
     best = _seconds_of(column, column.best)
     if best is None:
         return ["nothing fits", format_step(column.bound), ""]
-    gain, above = over_expert(column), gap(column)
+    gain, gap = _gain_over_expert(column), _gap(column)
     return [
         remarked(format_step(best), column.best),
-        remarked(format_step(column.bound), *([] if above is None else [f"{100 * above:+.0f} %"])),
+        remarked(format_step(column.bound), *([] if gap is None else [f"{100 * gap:+.0f} %"])),
         "" if gain is None else f"{gain:.2f} x",
     ]
 
 
-def _bounds(results: Results) -> PageTable:
+def _bounds(results: _TableResults) -> PageTable:
     """The table of best, bound and expert of every row and column, with what proves the bound."""
     rows = []
     for case, row in results.done:
         for name, column in row.columns.items():
             best, expert = _seconds_of(column, column.best), _seconds_of(column, EXPERT)
-            above, gain = gap(column), over_expert(column)
+            gap, gain = _gap(column), _gain_over_expert(column)
             rows.append((
                 f"{case.title}, {COLUMN_TITLES.get(name, name)}",
                 column.best or "nothing fits",
-                _or(best, "-"),
+                _step_or(best, "-"),
                 format_step(column.bound),
-                "" if above is None else f"{100 * above:.1f} %",
-                _or(expert, _lack(column.methods.get(EXPERT))),
+                "" if gap is None else f"{100 * gap:.1f} %",
+                _step_or(expert, _why_missing(column.methods.get(EXPERT))),
                 "" if gain is None else f"{gain:.2f} x",
                 column.proof,
             ))  # fmt: skip
@@ -312,21 +335,21 @@ def _bounds(results: Results) -> PageTable:
     return PageTable(head, rows)
 
 
-def _sizes(results: Results) -> PageTable:
+def _sizes(results: _TableResults) -> PageTable:
     """The table of sizes: ops and groups beside the paper's. Each network stands once."""
-    rows: dict[Any, Any] = {}
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for case in results.cases:
         published, row = case.published, results.rows.get(case.key)
-        theirs = (published.ops, published.groups) if published else (None, None)
-        paper_ops, paper_groups = (f"{n:,}" if n is not None else "not given" for n in theirs)
-        ops, groups, flops, size = (
-            (f"{row.ops:,}", f"{row.groups:,}", format_count(row.flops, "FLOP"),
-             format_bytes(row.parameter_bytes))
-            if row
-            else (NOT_RUN, "", "", "")
-        )  # fmt: skip
+        counts = (published.ops, published.groups) if published else (None, None)
+        paper_ops, paper_groups = (f"{n:,}" if n is not None else "not given" for n in counts)
+        ops, groups, flops, parameters = NOT_RUN, "", "", ""
+        if row is not None:
+            ops, groups = f"{row.ops:,}", f"{row.groups:,}"
+            flops = format_count(row.flops, "FLOP")
+            parameters = format_bytes(row.parameter_bytes)
+        # One network has a row for each number of GPUs, and its first row stands for all of them.
         title = case.title.removesuffix(f", {case.gpus} GPUs")
-        cells = (title, paper_ops, ops, paper_groups, groups, flops, size,
+        cells = (title, paper_ops, ops, paper_groups, groups, flops, parameters,
                  f"{case.model} --train {case.train}")  # fmt: skip
         rows.setdefault((case.model, case.train), cells)
     head = ("network", "ops, paper", "ops, ours", "groups, paper", "groups, ours", "of a step",
@@ -337,7 +360,7 @@ def _sizes(results: Results) -> PageTable:
 # ---- Rows that are done: orderings, plans, methods ----
 
 
-def _case(results: Results, case: Case, row: CaseResult) -> _CaseShown:
+def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseShown:
     machine = parse_machine(case.machine)
     columns = []
     for name, column in row.columns.items():
@@ -360,20 +383,21 @@ def _case(results: Results, case: Case, row: CaseResult) -> _CaseShown:
                 name == HYPOTHESIS,
                 [ordering.holds for ordering in orderings],
                 PageTable(head, lines, "scroll why") if lines else None,
-                [_plan(case, column, method) for method in column.shown],
+                [_shown_plan(case, column, method) for method in column.shown],
                 _method_table(column, LEARNED[results.name] if name == PLAIN else ()),
             )
         )
     return _CaseShown(case.title, columns)
 
 
-def _plan(case: Case, column: Column, method: str) -> _PlanShown:
+def _shown_plan(case: Case, column: Column, method: str) -> _PlanShown:
     work = column.shown[method]
     role = "expert" if method == EXPERT else f"best: {method}"
     if method == column.best == EXPERT:
         role = "expert, which is the best"
+    seconds = _step_or(_seconds_of(column, method), OOM)
     chart = load_chart(work, f"{case.title}, {role}: seconds by device and channel")
-    return _PlanShown(role, _or(_seconds_of(column, method), OOM), drawing(work.picture), chart)
+    return _PlanShown(role, seconds, drawing(work.picture), chart)
 
 
 def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
@@ -386,7 +410,7 @@ def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
         ratio = f"{result.seconds / best:.3f} x" if best and result.seconds is not None else ""
         rows.append((
             method + (" (best)" if method == column.best else ""),
-            _or(result.seconds, _lack(result)),
+            _step_or(result.seconds, _why_missing(result)),
             ratio,
             f"{format_bytes(peaks[fullest])} on {fullest}" if fullest else "",
             format_seconds(result.search_seconds),
@@ -397,24 +421,16 @@ def _method_table(column: Column, learned: Sequence[str]) -> PageTable:
     return PageTable(head, rows)
 
 
-def _seconds_of(column: Column, method: str) -> float | None:
-    result = column.methods.get(method)
-    return None if result is None else result.seconds
-
-
-def _or(seconds: float | None, text: str) -> str:
-    return text if seconds is None else format_step(seconds)
-
-
 # ---- Charts of the papers' figures as inline SVG. Colours come from the style sheet, by class ----
 #
 # load_chart   RL17's figures 8 and 9: a bar a device and a channel, as long as its seconds
 # loss_chart   RL17's figures 6 and 7: loss against simulated time, a line a curve
 
-PHASES = ("forward", "backward", "update")
-WIDTH, LABELS, VALUES = 620.0, 150.0, 80.0
-BAR, GAP = 13.0, 6.0
-WINDOW = 20
+CHART_WIDTH, LABELS_WIDTH, VALUES_WIDTH = 620.0, 150.0, 80.0
+"""A chart of loads is so wide, its labels on the left and its values on the right included."""
+BAR_HEIGHT, BAR_SPACING, TEXT_BASELINE = 13.0, 6.0, 10.5
+"""Bars are so high and so far apart. Texts stand `TEXT_BASELINE` below the top of their bar."""
+SMOOTHED_STEPS = 20
 """Each loss shown is the mean of up to this many steps."""
 MOST_CHANNELS = 8
 """A chart of loads has at most this many channels, the busiest ones."""
@@ -424,48 +440,52 @@ def load_chart(work: PlanWork, description: str) -> Markup:
     """A chart of the seconds of each device by phase, and below them of the busiest channels."""
     busiest = sorted(work.transfer_seconds.items(), key=lambda item: -item[1])
     channels = [(name, seconds) for name, seconds in busiest if seconds > 0][:MOST_CHANNELS]
-    of_phase = (work.forward_seconds, work.backward_seconds, work.update_seconds)
+    of_phases = {
+        "forward": work.forward_seconds,
+        "backward": work.backward_seconds,
+        "update": work.update_seconds,
+    }
+    # (label, parts), where a part is (kind, seconds)
     bars = [
-        (name, [(phase, seconds.get(name, 0.0)) for phase, seconds in zip(PHASES, of_phase,
-                                                                        strict=True)])
-        for name in work.forward_seconds
-    ]  # fmt: skip
+        (device, [(phase, seconds.get(device, 0.0)) for phase, seconds in of_phases.items()])
+        for device in work.forward_seconds
+    ]
     bars += [(name, [("transfer", seconds)]) for name, seconds in channels]
     longest = max((sum(s for _, s in parts) for _, parts in bars), default=0.0) or 1.0
-    scale = (WIDTH - LABELS - VALUES) / longest
-    drawn = "".join(
-        _bar(name, parts, scale, row * (BAR + GAP)) for row, (name, parts) in enumerate(bars)
-    )
-    height = len(bars) * (BAR + GAP)
+    scale = (CHART_WIDTH - LABELS_WIDTH - VALUES_WIDTH) / longest
+    pitch = BAR_HEIGHT + BAR_SPACING
+    drawn = "".join(_bar(label, parts, scale, i * pitch) for i, (label, parts) in enumerate(bars))
     keys = "".join(
         f'<li><i class="{kind}"></i>{kind}</li>'
-        for kind in (*PHASES, *(["transfer"] if channels else []))
+        for kind in (*of_phases, *(["transfer"] if channels else []))
     )
     return Markup(
-        f'<svg class="load" viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" '
+        f'<svg class="load" viewBox="0 0 {CHART_WIDTH:.0f} {len(bars) * pitch:.0f}" role="img" '
         f'aria-label="{escape(description)}">{drawn}</svg><ul class="key">{keys}</ul>'
     )
 
 
-def _bar(name: str, parts: Sequence[tuple[str, float]], scale: float, y: float) -> str:
-    pieces, x = [], LABELS
+def _bar(label: str, parts: Sequence[tuple[str, float]], scale: float, y: float) -> str:
+    """The SVG of one bar: its label, its parts side by side, and the sum of their seconds."""
+    pieces, x = [], LABELS_WIDTH
     for kind, seconds in parts:
         if seconds > 0:
             width = max(seconds * scale, 0.5)
             pieces.append(
                 f'<rect class="{kind}" x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" '
-                f'height="{BAR:.0f}"><title>{kind}: {format_seconds(seconds)}</title></rect>'
+                f'height="{BAR_HEIGHT:.0f}"><title>{kind}: {format_seconds(seconds)}</title></rect>'
             )
             x += width
     total = format_seconds(sum(seconds for _, seconds in parts))
+    text_y = f"{y + TEXT_BASELINE:.1f}"
     return (
-        f'<text x="{LABELS - 8:.0f}" y="{y + 10.5:.1f}" text-anchor="end">{escape(name)}</text>'
-        f'{"".join(pieces)}<text x="{x + 6:.1f}" y="{y + 10.5:.1f}">{total}</text>'
+        f'<text x="{LABELS_WIDTH - 8:.0f}" y="{text_y}" text-anchor="end">{escape(label)}</text>'
+        f'{"".join(pieces)}<text x="{x + 6:.1f}" y="{text_y}">{total}</text>'
     )
 
 
 def loss_chart(curves: Sequence[LossCurve], description: str) -> Markup:
-    """A chart of loss against simulated time; each curve is a running mean over `WINDOW` steps.
+    """A chart of loss against simulated time; each curve is a running mean (`SMOOTHED_STEPS`).
 
     The time axis ends where the first curve ends, so that all curves exist at every time shown.
     """
@@ -484,6 +504,7 @@ def loss_chart(curves: Sequence[LossCurve], description: str) -> Markup:
 
 
 def _usable(curves: Sequence[LossCurve]) -> list[LossCurve]:
+    """The curves that have losses and take time."""
     return [curve for curve in curves if curve.losses and curve.step_seconds > 0]
 
 
@@ -494,11 +515,12 @@ def _shared_seconds(curves: Sequence[LossCurve]) -> float:
 
 def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray]:
     """(times, losses) [steps]: the time at which each step begins, and the mean loss of up to
-    `WINDOW` steps that end with it."""
+    `SMOOTHED_STEPS` steps that end with it."""
     losses = np.array(curve.losses, dtype=np.float64)
+    # The mean of a run of steps is a difference of two sums from the first step on.
     sums = np.cumsum(np.concatenate([[0.0], losses]))
     last = np.arange(1, len(losses) + 1)
-    first = np.maximum(last - WINDOW, 0)
+    first = np.maximum(last - SMOOTHED_STEPS, 0)
     return curve.step_seconds * (last - 1), (sums[last] - sums[first]) / (last - first)
 
 
@@ -520,7 +542,6 @@ HOW_LEARNED = {
         "as stand there."
     ),
 }
-SYNCHRONOUS, ASYNCHRONOUS = "synchronous towers", "asynchronous towers"  # `LossCurve.name`
 TOWERS_TEXT = (
     "The paper compares its placement with data parallelism on Inception-V3 (section 4.4): batch "
     "128 as 4 towers of 32, parameters and data reading on the CPU. Its placement trains 19.7 % "
@@ -532,7 +553,7 @@ CURVES_TEXT = (
     "4 x 16 images a step; NMT 64 wide that learns to write 8 words backwards with Adam, 4 x 16 "
     "sentences a step. Seconds of a step are simulated on the full-size graphs. Expert and planned "
     "compute the same numbers, so that their losses are the same step by step; each line is the "
-    "mean of up to 20 steps, and ends where the first of them does."
+    f"mean of up to {SMOOTHED_STEPS} steps, and ends where the first of them does."
 )
 FIT_TEXT = {
     "rl17": (
@@ -584,7 +605,12 @@ class _Residuals:
 
 @dataclass(frozen=True)
 class _FitShown:
-    """The section of the fit, with the table's largest machine and its rates."""
+    """The section of the fit, with the table's largest machine and its rates.
+
+    provisional                  the fit has not been made yet
+    without_convolutions_apart   a second fit, in which convolutions reach the same share of the
+                                 peak as other ops
+    """
 
     text: str
     provisional: bool
@@ -596,6 +622,7 @@ class _FitShown:
 
 
 def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> _TowersShown:
+    """The section of towers."""
     rows = [
         (
             tower.title,
@@ -613,16 +640,15 @@ def _towers(towers: Sequence[TowerResult], curves: Sequence[LossCurve]) -> _Towe
 def _against_towers(curves: Sequence[LossCurve]) -> Iterator[str]:
     """Yield sentences that repeat the paper's comparisons with our seconds: the step of all
     examples (planned, and the expert's) and asynchronous towers, each against synchronous ones."""
-    of_title: dict[str, dict[str, float]] = {}
+    step_seconds: dict[str, dict[str, float]] = {}  # title -> name of the curve -> seconds
     for curve in curves:
-        of_title.setdefault(curve.title, {})[curve.name] = curve.step_seconds
-    for title, seconds in of_title.items():
+        step_seconds.setdefault(curve.title, {})[curve.name] = curve.step_seconds
+    for title, seconds in step_seconds.items():
         if SYNCHRONOUS not in seconds:
             continue
-        base = seconds[SYNCHRONOUS]
-        for name in ("planned", "expert", ASYNCHRONOUS):
+        for name in ("planned", EXPERT, ASYNCHRONOUS):
             if name in seconds:
-                change = 100 * (1 - seconds[name] / base)
+                change = 100 * (1 - seconds[name] / seconds[SYNCHRONOUS])
                 yield (
                     f"{title}, ours: a step of {'' if name == ASYNCHRONOUS else 'all examples, '}"
                     f"{name}, takes {format_seconds(seconds[name])}, {abs(change):.1f} % "
@@ -631,6 +657,7 @@ def _against_towers(curves: Sequence[LossCurve]) -> Iterator[str]:
 
 
 def _curves(curves: Sequence[LossCurve]) -> _CurvesShown:
+    """The section of training curves."""
     networks = []
     for title in dict.fromkeys(curve.title for curve in curves):
         of_network = [curve for curve in curves if curve.title == title]
@@ -651,13 +678,16 @@ def _losses(curves: Sequence[LossCurve]) -> PageTable:
     end = _shared_seconds(curves)
     rows = []
     for curve in curves:
-        steps = min(len(curve.losses), max(1, math.floor(end / curve.step_seconds * (1 + 1e-9))))
+        # The steps that this curve has done by then, at least one; a quotient that is a whole
+        # number may come out slightly less.
+        steps = math.floor(end / curve.step_seconds * (1 + 1e-9))
+        steps = min(len(curve.losses), max(1, steps))
         rows.append((
             curve.name,
             format_seconds(curve.step_seconds),
             f"{steps:,}",
-            f"{_mean(curve.losses[:steps]):.3f}",
-            f"{_mean(curve.losses):.3f}",
+            f"{_last_mean(curve.losses[:steps]):.3f}",
+            f"{_last_mean(curve.losses):.3f}",
             f"{len(curve.losses):,}",
         ))  # fmt: skip
     head = ("", "seconds of a step", f"steps in {format_seconds(end)}", "loss then",
@@ -668,7 +698,7 @@ def _losses(curves: Sequence[LossCurve]) -> PageTable:
 def _convergence(curves: Sequence[LossCurve]) -> str:
     """Sentences that compare the losses of both kinds of towers; "" if one kind is missing."""
     after = {
-        curve.name: _mean(curve.losses)
+        curve.name: _last_mean(curve.losses)
         for curve in curves
         if curve.name in (SYNCHRONOUS, ASYNCHRONOUS)
     }
@@ -688,40 +718,42 @@ def _convergence(curves: Sequence[LossCurve]) -> str:
     return text
 
 
-def _mean(losses: Sequence[float]) -> float:
-    last = losses[-WINDOW:]
+def _last_mean(losses: Sequence[float]) -> float:
+    """The mean of up to `SMOOTHED_STEPS` losses, the last ones."""
+    last = losses[-SMOOTHED_STEPS:]
     return sum(last) / len(last)
 
 
 def _fit(name: str, cases: Sequence[Case]) -> _FitShown:
     """The section of the fit: which rates of the machines were fitted, and the residuals."""
-    fitted = _fitted(name)
-    without = fitted.get("without_convolutions_apart")
+    fit = _fit_of(name)
+    without = fit.get("without_convolutions_apart")
     largest = max(cases, key=lambda case: case.gpus, default=None)
     machine = None if largest is None else parse_machine(largest.machine)
     return _FitShown(
         text=FIT_TEXT[name],
-        provisional=bool(fitted.get("provisional")),
-        residuals=_residuals(fitted),
+        provisional=bool(fit.get("provisional")),
+        residuals=_residuals(fit),
         without_convolutions_apart=_residuals(without) if isinstance(without, Mapping) else None,
-        command=str(fitted.get("command") or ""),
+        command=str(fit.get("command") or ""),
         machine="" if machine is None else machine.name,
         rates=[] if machine is None else _rates(machine),
     )
 
 
-def _fitted(name: str) -> dict[str, Any]:
+def _fit_of(name: str) -> dict[str, Any]:
     """A paper's entry in the file of fits; {} if there is none that can be read."""
     try:
         fits = json.loads(FITTED.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    fitted = fits.get(name) if isinstance(fits, dict) else None
-    return fitted if isinstance(fitted, dict) else {}
+    fit = fits.get(name) if isinstance(fits, dict) else None
+    return fit if isinstance(fit, dict) else {}
 
 
-def _residuals(fitted: Mapping[str, Any]) -> _Residuals | None:
-    figures, parameters = fitted.get("figures"), fitted.get("parameters")
+def _residuals(fit: Mapping[str, Any]) -> _Residuals | None:
+    """The figures that a fit met, with the number of its parameters; None if it names none."""
+    figures, parameters = fit.get("figures"), fit.get("parameters")
     if not figures:
         return None
     text = f"{len(figures)} figures met {parameters} parameters." if parameters else ""
@@ -746,8 +778,8 @@ def _residuals(fitted: Mapping[str, Any]) -> _Residuals | None:
 
 
 def _rates(machine: Machine) -> list[PageTable]:
-    """The tables of a machine's rates: a line for each model of device, and one for each kind of
-    link."""
+    """The tables of a machine's rates: a line for each model of device, and one for each pair of
+    models that links join, with the rates of the last of these links."""
     models = {device.model: device for device in machine.devices}
     counts = {model: sum(d.model == model for d in machine.devices) for model in models}
     rows = [
@@ -776,13 +808,13 @@ def _rates(machine: Machine) -> list[PageTable]:
         )
         for link in machine.links
     }
-    ends = [(name, *rates) for name, rates in links.items()]
-    return [PageTable(head, rows), PageTable(("link", "bandwidth", "latency"), ends)]
+    link_rows = [(name, *rates) for name, rates in links.items()]
+    return [PageTable(head, rows), PageTable(("link", "bandwidth", "latency"), link_rows)]
 
 
-def _made(name: str, rows: Sequence[CaseResult], facts: Sequence[tuple[str, str]]) -> PageTable:
+def _facts(name: str, rows: Sequence[CaseResult], facts: Sequence[tuple[str, str]]) -> PageTable:
     """The table of facts on the run: the command, and how long the rows took."""
     lines = dict(facts) or {"command": f"dovetail bench {name}"}
-    spent = sum(row.seconds for row in rows)
-    lines["all rows together"] = f"{format_seconds(spent)} of computing, captures included"
+    row_seconds = sum(row.seconds for row in rows)
+    lines["all rows together"] = f"{format_seconds(row_seconds)} of computing, captures included"
     return PageTable((), list(lines.items()), "facts")

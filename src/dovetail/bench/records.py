@@ -175,11 +175,15 @@ class TowerResult:
     reason: str = ""
 
 
+SYNCHRONOUS, ASYNCHRONOUS = "synchronous towers", "asynchronous towers"
+"""The names of the curves of towers, and of the ways of training that give their losses."""
+
+
 @dataclass(frozen=True)
 class LossCurve:
     """Loss against simulated time of a real training run.
 
-    name          "expert", "planned", "synchronous towers", "asynchronous towers"
+    name          "expert", "planned", `SYNCHRONOUS` or `ASYNCHRONOUS`
     step_seconds  simulated seconds of one step
     losses        [steps] loss of the training batch, before each step's update
     """

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from dovetail.bench import graphs
 from dovetail.bench.cases import RL17_CASES
 from dovetail.bench.methods import HYPOTHESIS, PLAIN, out_of_memory
-from dovetail.bench.records import Case, CaseResult, Column, LossCurve, TowerResult
+from dovetail.bench.records import (
+    ASYNCHRONOUS,
+    SYNCHRONOUS,
+    Case,
+    CaseResult,
+    Column,
+    LossCurve,
+    TowerResult,
+)
 from dovetail.bench.running import (
     EXPERT,
     BenchSettings,
@@ -219,7 +227,7 @@ def _tower(kind: str, graph: str) -> tuple[str, str]:
 
 
 INCEPTION, NMT = "Inception-V3", "NMT"
-ONE_BATCH, SYNCHRONOUS, ASYNCHRONOUS = "one batch", "synchronous towers", "asynchronous towers"
+ONE_BATCH = "one batch"
 LEARNS_AS = {
     "expert": ONE_BATCH,
     "planned": ONE_BATCH,

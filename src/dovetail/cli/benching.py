@@ -99,11 +99,11 @@ def bench(  # noqa: PLR0913  one argument an option
             complain=say,
         )
     asked = learn or '""'
-    made = _made(
+    facts = _facts(
         f"dovetail bench {paper.value} --budget {budget} --learn {asked} --seeds {seeds} "
         f"--seed {seed} --jobs {jobs}"
     )
-    write_page(paper.value, table.cases, table.rows, table.towers, table.curves, page, made=made)
+    write_page(paper.value, table.cases, table.rows, table.towers, table.curves, page, facts=facts)
     write_csv(paper.value, table.cases, table.rows, csv)
     write_trainings(paper.value, table.done, trainings)
     for written in (page, csv, trainings):
@@ -146,8 +146,8 @@ def _trials(text: str) -> int:
     return int(digits)
 
 
-def _made(command: str) -> list[tuple[str, str]]:
-    """The lines of the page that say how it was made: command, machine and versions."""
+def _facts(command: str) -> list[tuple[str, str]]:
+    """The lines of the page about how it was made."""
     import os
     from importlib.metadata import version
 

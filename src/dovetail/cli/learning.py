@@ -79,7 +79,7 @@ def pretrain(  # noqa: PLR0913  one argument an option
     The policy first imitates what a search finds, then learns by PPO. Families that are held out
     for the comparison are not trained on. Ctrl-C during PPO keeps the policy.
     """
-    from dovetail.cli.learning_run import Events
+    from dovetail.cli.learning_run import TensorBoardPoints
     from dovetail.cli.training import check_folder, parse_seconds
     from dovetail.placers.learned.pretraining import pretrain as follow
 
@@ -90,7 +90,9 @@ def pretrain(  # noqa: PLR0913  one argument an option
     recipe = _recipe(graphs, networks, passes)
     points: list[Point] = []
     with ExitStack() as stack:
-        events = None if tensorboard is None else stack.enter_context(Events(tensorboard))
+        tensorboard_points = None
+        if tensorboard is not None:
+            tensorboard_points = stack.enter_context(TensorBoardPoints(tensorboard))
         where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bar = stack.enter_context(progress_bar())
 
@@ -100,8 +102,8 @@ def pretrain(  # noqa: PLR0913  one argument an option
             bar(f"{news.stage} {news.text}", share, None if point is None else point.best)
             if point is not None:
                 points.append(point)
-                if events is not None:
-                    events.add(point)
+                if tensorboard_points is not None:
+                    tensorboard_points.add(point)
             elif news.done == news.of:
                 say(f"{news.stage}: {news.done} {news.text}")
 

@@ -1,4 +1,4 @@
-"""Runs `dovetail learn`: shows a policy while it learns, then writes the results and a summary."""
+"""Runs `dovetail learn`: shows the progress of learning, writes the results, and sums them up."""
 
 import math
 import re
@@ -30,185 +30,19 @@ from dovetail.cli.training_run import typed
 from dovetail.placers.learned.records import Point
 from dovetail.units import format_seconds, printable
 
-# --- Progress on standard error ---
-
-RECENT = 240
-"""The curve of a task and controller shows its last updates, as many as this."""
-WIDTH = 30
-"""A curve has at most this many blocks."""
-MOST_TOLD = 24
-"""A line of progress tells of at most this many tasks."""
-BLOCKS = "▁▂▃▄▅▆▇█"
-"""A curve is drawn with these, from the lowest value to the highest."""
-
-
-@dataclass
-class _TaskRow:
-    """The updates of one task and controller."""
-
-    updates: int = 0
-    last: Point | None = None
-    means: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-
-    def add(self, point: Point) -> None:
-        self.updates += 1
-        self.last = point
-        self.means.append(point.mean)
-
-
-class LearningProgress:
-    """Shows a run on standard error, as a table that changes:
-
-        zoo:rnnlm by gdp ━━━━━━━━━━━╺━━━━━━━ 1,104 of 2,000 trials  72 trials/s 0:00:15
-
-        task        controller   updates   best      mean      invalid   entropy   mean of updates
-        zoo:rnnlm   0            68        2.55 ms   2.8 ms    0 %       0.63      ▇▆▅▃▂▂▁
-
-    If standard error is no terminal, it writes a line every `LINE_SECONDS` instead. `add` must be
-    called with each point, from any thread.
-
-    trials, seconds   how much the run is to take; None: it has no such limit
-    tell              a function that writes a line
-    clock             a function that returns seconds, by which lines are paced
-    """
-
-    def __init__(
-        self,
-        title: str,
-        trials: int | None,
-        seconds: float | None = None,
-        tell: Callable[[str], None] = say,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.title, self.total, self.seconds = title, trials, seconds
-        self.live = False
-        self.points: list[Point] = []
-        self._rows: dict[tuple[str, int], _TaskRow] = {}
-        self._trials: dict[int, int] = {}
-        self._tell, self._clock = tell, clock
-        self._begin = clock()
-        self._bar, self._line_pace = RunBar(title, clock), LinePace(clock)
-        self._lock = threading.Lock()
-
-    def add(self, point: Point) -> None:
-        """Count an update that a controller has made."""
-        with self._lock:
-            self.points.append(point)
-            self._rows.setdefault((point.task, point.controller), _TaskRow()).add(point)
-            self._trials[point.controller] = point.trials
-            line = self._line() if not self.live and self._line_pace.is_due() else ""
-        if line:
-            self._tell(line)
-
-    @property
-    def trials(self) -> int:
-        """The number of trials so far, over all controllers."""
-        return sum(self._trials.values())
-
-    def line(self) -> str:
-        """The run in one line."""
-        with self._lock:
-            return self._line()
-
-    def table(self) -> RenderableType:
-        """The run, with a row for each task and controller."""
-        with self._lock:
-            below = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-            for name in ("task", "controller", "updates", "best", "mean", "invalid", "entropy"):
-                below.add_column(name, overflow="ellipsis", no_wrap=True)
-            below.add_column("mean of updates", no_wrap=True)
-            rows = [
-                (foreign(task), str(controller), *_cells(row))
-                for (task, controller), row in sorted(self._rows.items())
-            ]
-            top = self._bar.at(self._share(), self._counted(), *self._pace())
-            return Group(top, listed(below, rows))
-
-    def _line(self) -> str:
-        parts = [self.title, self._counted(), *self._pace()]
-        tasks = {task for task, _ in self._rows}
-        for task in sorted(tasks)[:MOST_TOLD]:
-            rows = [row for (name, _), row in self._rows.items() if name == task and row.last]
-            points = [row.last for row in rows if row.last is not None]
-            named = f"{task}: " if len(tasks) > 1 else ""
-            parts.append(named + _told(points))
-        return ", ".join(parts)
-
-    def _counted(self) -> str:
-        seen = f"{self.trials:,}"
-        return f"{seen} of {self.total:,} trials" if self.total else f"{seen} trials"
-
-    def _pace(self) -> list[str]:
-        passed = self._clock() - self._begin
-        return [f"{self.trials / passed:.3g} trials/s"] if self.trials and passed > 0 else []
-
-    def _share(self) -> float | None:
-        if self.seconds:
-            return min(1.0, (self._clock() - self._begin) / self.seconds)
-        return min(1.0, self.trials / self.total) if self.total else None
-
-
-def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Draws the values as blocks. If there are more than `width`, each block is the mean of some.
-    Values that are not finite are left out."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    count = min(width, len(finite))
-    bounds = [len(finite) * i // count for i in range(count + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(bounds)]
-    low, high = min(means), max(means)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
-
-
-def _told(points: Sequence[Point]) -> str:
-    """Sums up the last updates of a task's controllers in one phrase."""
-    best = min(point.best for point in points)
-    means = [point.mean for point in points if math.isfinite(point.mean)]
-    invalid = sum(point.invalid for point in points) / len(points)
-    entropy = sum(point.entropy for point in points) / len(points)
-    mean = sum(means) / len(means) if means else math.nan
-    return (
-        f"best {_seconds(best)}, mean {_seconds(mean)}, invalid {100 * invalid:.0f} %, "
-        f"entropy {entropy:.3g}"
-    )
-
-
-def _cells(row: _TaskRow) -> list[str]:
-    last = row.last
-    assert last is not None, "a row begins with a point"
-    return [
-        f"{row.updates:,}",
-        _seconds(last.best),
-        _seconds(last.mean),
-        f"{100 * last.invalid:.0f} %",
-        f"{last.entropy:.3g}",
-        sparkline(row.means),
-    ]
-
-
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if math.isfinite(seconds) else "-"
-
-
-# --- A run: its files, its summary ---
-
 if TYPE_CHECKING:
     from dovetail.pipeline.learning import LearningResult
     from dovetail.pipeline.requests import LearnRequest, TaskRequest
     from dovetail.pipeline.sources import TellProgress
 
-FIGURES = ("best", "mean", "invalid", "entropy", "loss")
-"""TensorBoard shows these fields of `Point`."""
+CURVES = ("best", "mean", "invalid", "entropy", "loss")
+"""The fields of `Point` that TensorBoard shows."""
 
 
 @dataclass(frozen=True)
 class LearningOutputs:
-    """Files and folders to write; None: not asked for.
-
-    plans   the plan's file, or a folder of plans if several networks are learned
-    """
+    """Files and folders to write; None if not asked for. `plans` is a file, or a folder if there
+    are several tasks."""
 
     plans: Path | None = None
     policy: Path | None = None
@@ -217,60 +51,30 @@ class LearningOutputs:
     tensorboard: Path | None = None
 
 
-class Events:
-    """Writes points as scalars for TensorBoard while they come, with a run for each controller."""
-
-    def __init__(self, folder: Path) -> None:
-        from dovetail.training.tensorboard import check_installed
-
-        check_installed()
-        self.folder = folder
-        self._stack = ExitStack()
-        self._writers: dict[int, Any] = {}
-
-    def add(self, point: "Point") -> None:
-        """Write a point's figures. Their step is the number of trials of the controller."""
-        from dovetail.training.tensorboard import Scalars
-
-        if point.controller not in self._writers:
-            scalars = Scalars(self.folder / f"controller-{point.controller}")
-            self._writers[point.controller] = self._stack.enter_context(scalars)
-        for figure in FIGURES:
-            value = getattr(point, figure)
-            if math.isfinite(value):
-                tag = f"{figure}/{point.task}"
-                self._writers[point.controller].add(tag, point.trials, value, time.time())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-
 def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_json: bool) -> None:
     """Learn, write what was asked for, and print the summary or one JSON object.
 
-    Raises `InfeasibleError` if no placement that was tried fits, after the policy is written.
+    Raises `InfeasibleError` if nothing that was tried fits, after the policy is written.
     """
     from dovetail.pipeline.learning import learn_all
 
-    total = request.trials if request.seconds else request.most_trials
+    # A run of so many seconds has no number of trials that it could be a share of.
+    total = None if request.seconds else request.most_trials
     title = f"{_named(request.tasks)} by {request.method}"
     progress = LearningProgress(title, total, request.seconds)
     say(f"learning {title}, {'measured' if request.measured else 'simulated'} trials")
     with ExitStack() as stack:
-        events = None
+        tensorboard = None
         if outputs.tensorboard is not None:
-            events = stack.enter_context(Events(outputs.tensorboard))
+            tensorboard = stack.enter_context(TensorBoardPoints(outputs.tensorboard))
         stack.enter_context(drawn(progress))
 
-        def heard(point: "Point") -> None:
+        def add(point: Point) -> None:
             progress.add(point)
-            if events is not None:
-                events.add(point)
+            if tensorboard is not None:
+                tensorboard.add(point)
 
-        result = learn_all(request, heard, _doing())
+        result = learn_all(request, add, _say_once())
     _write(result, request.tasks, outputs)
     if as_json:
         show_json(summary(result, request.tasks, outputs))
@@ -278,10 +82,10 @@ def learn_and_write(request: "LearnRequest", outputs: LearningOutputs, *, as_jso
         _show(result, request.tasks)
     if result.learned.interrupted:
         say("interrupted: this is the best so far")
-    if not any(result.plans):
-        result.plan  # noqa: B018  raises the error that says why nothing fits
     if result.failures:
         say(f"{len(result.failures)} trials failed, the last one: {result.failures[-1]}")
+    if not any(result.plans):
+        result.plan  # noqa: B018  without a plan it raises the error that says so
 
 
 def summary(
@@ -313,27 +117,27 @@ def summary(
 def _task_summary(
     result: "LearningResult", index: int, name: str, path: Path | None
 ) -> dict[str, Any]:
-    plan, learned = result.plans[index], result.learned
+    plan = result.plans[index]
     measured = result.measured[0] if result.measured else None
-    is_feasible = plan is not None
     return {
         "task": name,
-        "machine": plan.machine.name if plan is not None else None,
-        "feasible": is_feasible,
-        "value": plan.value if plan is not None else None,
-        "lower_bound": plan.lower_bound if plan is not None else None,
-        "baselines": plan.baselines if plan is not None else None,
-        "groups": plan.groups if plan is not None else None,
-        "found": learned.found.get(name),
+        "machine": None if plan is None else plan.machine.name,
+        "feasible": plan is not None,
+        "value": None if plan is None else plan.value,
+        "lower_bound": None if plan is None else plan.lower_bound,
+        "baselines": None if plan is None else plan.baselines,
+        "groups": None if plan is None else plan.groups,
+        "found": result.learned.found.get(name),
         "measured_seconds": None if measured is None else measured.median_seconds,
         "measured_spread": None if measured is None else measured.spread,
-        "plan": _text(path) if is_feasible else None,
+        "plan": None if plan is None else _text(path),
     }
 
 
 def _write(
     result: "LearningResult", tasks: "Sequence[TaskRequest]", outputs: LearningOutputs
 ) -> None:
+    """Write the files that were asked for, and say so. TensorBoard's are written by now."""
     written = []
     if outputs.policy is not None:
         result.save_policy(outputs.policy)
@@ -361,23 +165,24 @@ def _write(
 
 
 def plan_path(outputs: LearningOutputs, tasks: "Sequence[TaskRequest]", index: int) -> Path | None:
-    """The file for the plan of a task: the one that was named, or one in the folder if there are
-    several tasks. None if no plan was asked for."""
+    """The file of a task's plan; None if plans are not asked for. Of several tasks each has a file
+    in the folder."""
     if outputs.plans is None or len(tasks) == 1:
         return outputs.plans
+    # The number makes the name unique; the rest is for people, and short enough for any system.
     name = re.sub(r"[^A-Za-z0-9.]+", "-", tasks[index].name).strip("-.")[:80]
     return outputs.plans / f"{index}-{name}.json"
 
 
 def _show(result: "LearningResult", tasks: "Sequence[TaskRequest]") -> None:
-    """Print each task's best plan, what was measured again, and the pace of the run."""
+    """Print what was learned, for people."""
     from dovetail.reports.tables import methods_table
 
     learned = result.learned
     for task, plan in zip(tasks, result.plans, strict=True):
         trials = learned.found.get(task.name)
-        after = "nothing fits" if trials is None else f"the best after {trials:,} trials"
-        show(Text(printable(f"{task.name}: {after}")))
+        outcome = "nothing fits" if trials is None else f"the best after {trials:,} trials"
+        show(Text(printable(f"{task.name}: {outcome}")))
         if plan is not None:
             show(methods_table(plan))
     if result.measured:
@@ -402,17 +207,210 @@ def _named(tasks: "Sequence[TaskRequest]") -> str:
     return f"{tasks[0].name} and {len(tasks) - 1} more"
 
 
-def _doing() -> "TellProgress":
-    """A `TellProgress` that says each thing that is done once, before there is anything to draw."""
-    told = set[str]()
+def _say_once() -> "TellProgress":
+    """A callback that says each thing that is done, when it begins. Progress with points is drawn
+    elsewhere."""
+    said = set[str]()
 
-    def doing(what: str, _fraction: float, _best: float | None) -> None:
-        if what not in told:
-            told.add(what)
-            say(what)
+    def tell(doing: str, _fraction: float, _best: float | None) -> None:
+        if doing not in said:
+            said.add(doing)
+            say(doing)
 
-    return doing
+    return tell
 
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
+
+
+class TensorBoardPoints:
+    """Writes points as TensorBoard's scalars, while they come, for each controller as a run of its
+    own. A context manager: the files are closed at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        from dovetail.training.tensorboard import check_installed
+
+        check_installed()
+        self.folder = folder
+        self._stack = ExitStack()
+        self._writers: dict[int, Any] = {}  # controller -> its file
+
+    def add(self, point: Point) -> None:
+        """Write a point's figures, at the trials of its controller."""
+        from dovetail.training.tensorboard import Scalars
+
+        if point.controller not in self._writers:
+            scalars = Scalars(self.folder / f"controller-{point.controller}")
+            self._writers[point.controller] = self._stack.enter_context(scalars)
+        for curve in CURVES:
+            value = getattr(point, curve)
+            if math.isfinite(value):
+                tag = f"{curve}/{point.task}"
+                self._writers[point.controller].add(tag, point.trials, value, time.time())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+# --- Progress on standard error: a table that changes, or lines ---
+#
+#     zoo:rnnlm by gdp ━━━━━━━━━━━╺━━━━━━━ 1,104 of 2,000 trials  72 trials/s 0:00:15
+#
+#     task        controller   updates   best      mean      invalid   entropy   mean of updates
+#     zoo:rnnlm   0            68        2.55 ms   2.8 ms    0 %       0.63      ▇▆▅▃▂▂▁
+#
+# If standard error is no terminal, a line is written every `LINE_SECONDS`.
+
+RECENT_UPDATES = 240
+"""The curve of a task and controller is drawn from this many updates, the last ones."""
+CURVE_WIDTH = 30
+"""A curve has at most this many blocks."""
+MOST_TASKS = 24
+"""A line has the figures of at most this many tasks."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+"""The blocks of a curve, from its least value to its greatest."""
+
+
+@dataclass
+class _TaskRow:
+    """The updates of one task and controller: their number, the last one, recent means."""
+
+    last: Point
+    updates: int = 0
+    means: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_UPDATES))
+
+    def add(self, point: Point) -> None:
+        self.updates += 1
+        self.last = point
+        self.means.append(point.mean)
+
+
+class LearningProgress:
+    """Shows a run that goes on; `add` is to be called with each point, in any thread.
+
+    trials   how many trials the run takes; None if it ends by time
+    seconds  how long the run takes; None if it ends by trials
+    tell     says a line; `clock` paces the lines
+    live     `table` is drawn again and again, so no lines are said
+    """
+
+    def __init__(
+        self,
+        title: str,
+        trials: int | None,
+        seconds: float | None = None,
+        tell: Callable[[str], None] = say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.title, self.total, self.seconds = title, trials, seconds
+        self.live = False
+        self.points: list[Point] = []
+        self._rows: dict[tuple[str, int], _TaskRow] = {}
+        self._trials: dict[int, int] = {}
+        self._tell, self._clock = tell, clock
+        self._begin = clock()
+        self._bar, self._line_pace = RunBar(title, clock), LinePace(clock)
+        self._lock = threading.Lock()
+
+    def add(self, point: Point) -> None:
+        """Take the point of a controller's latest update."""
+        with self._lock:
+            self.points.append(point)
+            key = (point.task, point.controller)
+            self._rows.setdefault(key, _TaskRow(point)).add(point)
+            self._trials[point.controller] = point.trials
+            line = self._line() if not self.live and self._line_pace.is_due() else ""
+        if line:
+            self._tell(line)
+
+    @property
+    def trials(self) -> int:
+        """The trials that were judged so far, by all controllers."""
+        return sum(self._trials.values())
+
+    def table(self) -> RenderableType:
+        """The line of the run, and below it a row for each task and controller."""
+        with self._lock:
+            table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+            for name in ("task", "controller", "updates", "best", "mean", "invalid", "entropy"):
+                table.add_column(name, overflow="ellipsis", no_wrap=True)
+            table.add_column("mean of updates", no_wrap=True)
+            rows = [
+                (foreign(task), str(controller), *_cells(row))
+                for (task, controller), row in sorted(self._rows.items())
+            ]
+            bar = self._bar.at(self._share(), self._count(), *self._pace())
+            return Group(bar, listed(table, rows))
+
+    def _line(self) -> str:
+        """The run in one line."""
+        parts = [self.title, self._count(), *self._pace()]
+        tasks = sorted({task for task, _ in self._rows})
+        for task in tasks[:MOST_TASKS]:
+            points = [row.last for (name, _), row in self._rows.items() if name == task]
+            prefix = f"{task}: " if len(tasks) > 1 else ""
+            parts.append(prefix + _figures(points))
+        return ", ".join(parts)
+
+    def _count(self) -> str:
+        """How many trials were judged, and of how many."""
+        judged = f"{self.trials:,}"
+        return f"{judged} of {self.total:,} trials" if self.total else f"{judged} trials"
+
+    def _pace(self) -> list[str]:
+        """The trials per second, if there are any yet."""
+        passed = self._clock() - self._begin
+        return [f"{self.trials / passed:.3g} trials/s"] if self.trials and passed > 0 else []
+
+    def _share(self) -> float | None:
+        """The share of the run that is done; None if its end is not known."""
+        if self.seconds:
+            return min(1.0, (self._clock() - self._begin) / self.seconds)
+        return min(1.0, self.trials / self.total) if self.total else None
+
+
+def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """The values as blocks. If there are more than `width`, each block is the mean of several. What
+    is not finite is left out."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    bounds = [len(finite) * i // count for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def _figures(points: Sequence[Point]) -> str:
+    """The figures of a task, from the last update of each controller."""
+    best = min(point.best for point in points)
+    means = [point.mean for point in points if math.isfinite(point.mean)]
+    invalid = sum(point.invalid for point in points) / len(points)
+    entropy = sum(point.entropy for point in points) / len(points)
+    mean = sum(means) / len(means) if means else math.nan
+    return (
+        f"best {_seconds(best)}, mean {_seconds(mean)}, invalid {100 * invalid:.0f} %, "
+        f"entropy {entropy:.3g}"
+    )
+
+
+def _cells(row: _TaskRow) -> list[str]:
+    last = row.last
+    return [
+        f"{row.updates:,}",
+        _seconds(last.best),
+        _seconds(last.mean),
+        f"{100 * last.invalid:.0f} %",
+        f"{last.entropy:.3g}",
+        sparkline(row.means),
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if math.isfinite(seconds) else "-"

@@ -233,9 +233,9 @@ class _Phase:
     def problem_under(self, block_map: BlockMap) -> PlacementProblem:
         """The phase's problem under the map: where to run the groups without parameters."""
         allowed = self.problem.allowed.copy()
-        holders = np.flatnonzero(self.held_block >= 0)
-        devices = block_map[self.held_block[holders]]
-        allowed[holders] &= devices[:, None] == np.arange(allowed.shape[1])
+        holding = np.flatnonzero(self.held_block >= 0)
+        devices = block_map[self.held_block[holding]]
+        allowed[holding] &= devices[:, None] == np.arange(allowed.shape[1])
         capacities = self.problem.capacities - self.unread_on_devices(block_map)
         return replace(self.problem, allowed=allowed, capacities=capacities)
 
@@ -293,8 +293,8 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
     every_holder = sorted({path for of_op in holders.values() for path in of_op.values()})
     if not every_holder:
         raise UsageError("phases", "no phase reads a parameter, so they share no placement")
-    block_of = _blocks(every_holder, [(holders[name], problems[name][0]) for name in steps])
-    count = max(block_of.values()) + 1
+    block_of_holder = _blocks(every_holder, [(holders[name], problems[name][0]) for name in steps])
+    count = max(block_of_holder.values()) + 1
     read_bytes = {name: _read_bytes(steps[name].graph, holders[name]) for name in steps}
     # The phases share one model, so a parameter is on its block's device in every phase, also in
     # those that do not read it.
@@ -309,7 +309,7 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
         reader_of = np.full(count, -1, dtype=np.int32)
         pins: dict[str, int] = {}
         for op, path in holders[name].items():
-            block = block_of[path]
+            block = block_of_holder[path]
             held_block[problem.groups.of_op[op]] = block
             reader_of[block] = op
             # A module that is not whole has other modules inside, which its path would pin as well.
@@ -320,7 +320,7 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
         np.logical_and.at(allowed, held_block[holding], problem.allowed[holding])
         unread_bytes = np.zeros(count, dtype=np.int64)
         for path, parameter in model_bytes.keys() - read_bytes[name].keys():
-            unread_bytes[block_of[path]] += model_bytes[path, parameter]
+            unread_bytes[block_of_holder[path]] += model_bytes[path, parameter]
         phase = _Phase(
             name=name,
             step=step,
@@ -337,7 +337,8 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
         )
         phases.append(phase)
     blocks = tuple(
-        tuple(path for path in every_holder if block_of[path] == block) for block in range(count)
+        tuple(path for path in every_holder if block_of_holder[path] == block)
+        for block in range(count)
     )
     for block in np.flatnonzero(~allowed.any(axis=1)).tolist():
         raise UsageError(
