@@ -280,7 +280,8 @@ def _place_along(
 ) -> PlacerOutcome:
     """Do what `place` does, for a problem with a chain."""
     if placer_name not in (*ALONG, "auto"):
-        detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single or chain"
+        # `chain` is no name that a user may give: `auto` runs it.
+        detail = f"{placer_name!r} keeps no order of stages; leave it out, or use single"
         raise UsageError("placer", detail)
     for name, method in ALONG.items():
         attempt(name, method, problem, budget)
