@@ -172,6 +172,29 @@ def test_memory_counts_parameters_that_only_another_phase_reads(steps):
         dt.plan_phases(steps, CARDS, budget=FEW, pins=[("*", "k80:0")], caps=[("k80:0", fits - 1)])
 
 
+class Tied(nn.Module):
+    """A head that every phase runs, tied to an embedding that only the phase with tokens runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16)
+        self.head = nn.Linear(16, 100, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens=None, x=None):
+        return self.head(self.embedding(tokens) if x is None else x)
+
+
+def test_memory_counts_a_tied_parameter_once_on_a_device():
+    module = Tied().eval()
+    steps = {
+        "reading": dt.capture(module, tokens=torch.ones(4, 8, dtype=torch.long)),
+        "writing": dt.capture(module, x=torch.randn(4, 1, 16)),
+    }
+    found = dt.plan_phases(steps, CARDS, budget=FEW, pins=[("*", "k80:0")])
+    assert found.plans["writing"].caps == ()  # the head reads there what the embedding would
+
+
 def test_a_cache_goes_from_prefill_to_decode_and_numbers_equal_plain_ones(monkeypatch, here):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(

@@ -89,7 +89,7 @@ def test_ctrl_c_in_the_evaluator_keeps_what_other_stages_found():
 
 def test_other_methods_keep_no_order_of_stages():
     problem = problem_of(dt.capture(*MODELS["mlp"]()), "step")
-    with pytest.raises(UsageError, match="keeps no order of stages"):
+    with pytest.raises(UsageError, match=r"keeps no order of stages; leave it out, or use single$"):
         place(problem, "metis", Budget(evaluations=10))
 
 

@@ -188,7 +188,9 @@ class _Phase:
                   it reads
     reader_of     [blocks] an op that reads a parameter of the block; -1: this phase has none
     pins          (pattern, block): the pins that hold the phase's modules to their blocks
-    unread_bytes  [blocks] bytes of the parameters that only other phases read
+    read          [pairs, 2] (block, parameter), where this phase reads the parameter from the block
+    unread        [pairs, 2] the same, where only other phases do
+    parameter_bytes   [parameters] of the whole model
     """
 
     name: str
@@ -202,7 +204,9 @@ class _Phase:
     block_of: NDArray[np.int32]
     reader_of: NDArray[np.int32]
     pins: tuple[tuple[str, int], ...]
-    unread_bytes: NDArray[np.int64]
+    read: NDArray[np.int64]
+    unread: NDArray[np.int64]
+    parameter_bytes: NDArray[np.int64]
 
     def placements(self, maps: BlockMaps) -> NDArray[np.int32]:
         """[maps, groups] the device of each group if it follows its block. A group that may not run
@@ -212,12 +216,15 @@ class _Phase:
         return np.where(allowed, followed, self.problem.fastest).astype(np.int32)
 
     def unread_on_devices(self, block_map: BlockMap) -> NDArray[np.int64]:
-        """[devices] bytes of the parameters on each device that only other phases read."""
-        sums = np.bincount(
-            block_map,
-            weights=self.unread_bytes.astype(np.float64),
-            minlength=self.problem.devices,
-        )
+        """[devices] bytes of the parameters on each device that only other phases read there."""
+        # Blocks may be tied: a parameter that several blocks of a device hold counts once, and not
+        # at all if this phase reads it there.
+        count = len(self.parameter_bytes)
+        unread = block_map[self.unread[:, 0]] * count + self.unread[:, 1]
+        read = block_map[self.read[:, 0]] * count + self.read[:, 1]
+        devices, parameters = np.divmod(np.setdiff1d(unread, read), count)
+        sizes = self.parameter_bytes[parameters].astype(np.float64)
+        sums = np.bincount(devices, weights=sizes, minlength=self.problem.devices)
         return sums.astype(np.int64)
 
     def evaluate(self, maps: BlockMaps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -301,6 +308,13 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
     model_bytes: dict[tuple[str, str], int] = {}
     for of_phase in read_bytes.values():
         model_bytes |= of_phase
+    parameter_bytes = {parameter: size for (_, parameter), size in model_bytes.items()}
+    index = {parameter: i for i, parameter in enumerate(parameter_bytes)}
+
+    def indices(pairs: Iterable[tuple[str, str]]) -> NDArray[np.int64]:
+        rows = [(block_of_holder[path], index[parameter]) for path, parameter in pairs]
+        return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
     allowed = np.ones((count, len(machine.devices)), dtype=bool)
     phases = []
     for name, step in steps.items():
@@ -318,9 +332,6 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
         # A block may be only where all groups that hold it may be, in every phase.
         holding = held_block >= 0
         np.logical_and.at(allowed, held_block[holding], problem.allowed[holding])
-        unread_bytes = np.zeros(count, dtype=np.int64)
-        for path, parameter in model_bytes.keys() - read_bytes[name].keys():
-            unread_bytes[block_of_holder[path]] += model_bytes[path, parameter]
         phase = _Phase(
             name=name,
             step=step,
@@ -333,7 +344,9 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
             block_of=_followed_blocks(problem, held_block),
             reader_of=reader_of,
             pins=tuple(pins.items()),
-            unread_bytes=unread_bytes,
+            read=indices(read_bytes[name]),
+            unread=indices(model_bytes.keys() - read_bytes[name].keys()),
+            parameter_bytes=np.array(list(parameter_bytes.values()), dtype=np.int64),
         )
         phases.append(phase)
     blocks = tuple(
