@@ -183,6 +183,9 @@ def table_of_momentum(replicas: int = 4000, steps: int = 80) -> str:
             texts = [f"{text} ({b:g})" for text, b in zip(texts, MOMENTA[kind], strict=True)]
         lines.append([kind, *texts])
     lines.append(["1 - 1/n", *(f"{1 - 1 / n:.4g}" for n in WORKERS)])
-    stale = [f"{one.mean_staleness:.2f}" for one in found["exponential"]]
+    memoryless = found["exponential"]
+    lines.append(["c, exponential", *(f"{each.rate:.5f}" for each in memoryless)])
+    lines.append(["eta / n", *(f"{each.theory_rate:.5f}" for each in memoryless)])
+    stale = [f"{each.mean_staleness:.2f}" for each in memoryless]
     lines.append(["mean staleness, exponential", *stale])
     return markdown(["step times", *(f"n = {n}" for n in WORKERS)], lines)

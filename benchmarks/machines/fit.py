@@ -93,7 +93,7 @@ def fit_rl17(work: Path) -> dict[str, Any]:
 
 
 def rl17_figures(work: Path) -> list[Figure]:
-    """Single-device figures of the networks of table 1; OOM is none."""
+    """Single-device figures of the networks of table 2; OOM is none."""
     found: dict[tuple[str, str], Figure] = {}
     for case in RL17_CASES:
         printed = case.published.seconds if case.published else {}

@@ -47,7 +47,7 @@ def test_flops_are_those_of_the_layers(found):
     assert convolutions + head < found["convolutional"]["flops"] < 1.2 * (convolutions + head)
 
 
-@pytest.mark.parametrize("name", ["trained", "trained_perceptron"])
+@pytest.mark.parametrize("name", ["trained", "trained_perceptron", "trained_regularized"])
 def test_training_steps_equal_keras_under_torch(found, name):
     """Losses, weights, and statistics of batch norms, three steps on."""
     trained = found[name]

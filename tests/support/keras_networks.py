@@ -45,6 +45,16 @@ def two_inputs():
     return keras.Model([a, b], [shared(a), layers.Dense(2, name="other")(b)])
 
 
+def regularized():
+    """Two regularizers of weights, and `add_loss` by a layer that regularizes its inputs."""
+    rules = keras.regularizers
+    first = layers.Dense(
+        5, kernel_regularizer=rules.L2(0.03), bias_regularizer=rules.L1(0.02), activation="tanh"
+    )
+    activity = layers.ActivityRegularization(l1=0.05, l2=0.01)
+    return keras.Sequential([keras.Input((6,)), first, activity, layers.Dense(8)])
+
+
 def build():
     """As MODEL names it."""
     torch.manual_seed(0)
@@ -79,7 +89,7 @@ def of_training(model, x, target, steps=3):
     expected = []
     for _ in range(steps):
         optimizer.zero_grad()
-        value = loss(model(x, training=True), target)
+        value = loss(model(x, training=True), target) + sum(model.losses)
         value.backward()
         optimizer.step()
         expected.append(value.item())
@@ -137,6 +147,7 @@ def everything():
         "two_inputs": of_inference(two_inputs(), torch.randn(2, 4), torch.randn(2, 3)),
         "trained": of_training(convolutional(), images, target),
         "trained_perceptron": of_training(perceptron(), torch.randn(7, 6), torch.randn(7, 8)),
+        "trained_regularized": of_training(regularized(), torch.randn(7, 6), torch.randn(7, 8)),
         "draws": [float(x) for x in draws],
         "random": [n for n, r in zip(dropped.graph.names, random, strict=True) if r],
         "named": len(resolve("tests.support.keras_networks:build", train=SGD()).graph),

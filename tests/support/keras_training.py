@@ -10,7 +10,7 @@ import torch
 from keras import layers
 
 from dovetail.errors import DovetailError
-from dovetail.training.modules import ModuleLearner, flatten
+from dovetail.training.modules import ModuleLearner, flatten, parameters_of
 from dovetail.training.trainer import Trainer
 
 cross_entropy = torch.nn.functional.cross_entropy
@@ -36,13 +36,22 @@ def fit(model, **options):
     return Trainer(model, cross_entropy, SGD, "downpour", **options).fit(data(), data())
 
 
+def regularized():
+    keras.utils.set_random_seed(0)
+    first = layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.1))
+    return keras.Sequential(
+        [keras.Input((6,)), first, layers.ActivityRegularization(l2=0.05), layers.Dense(3)]
+    )
+
+
 def plainly(model):
     """torch's own loop, over the run's samples in their order."""
     features, labels = data()
     optimizer = SGD([v.value for v in model.trainable_variables])
     for rows in np.random.default_rng((0, 0)).permutation(40).reshape(5, 8):
         optimizer.zero_grad()
-        cross_entropy(model(features[rows], training=True), labels[rows]).backward()
+        loss = cross_entropy(model(features[rows], training=True), labels[rows])
+        (loss + sum(model.losses)).backward()
         optimizer.step()
     return flatten(model)
 
@@ -81,6 +90,16 @@ def statistics():
     return max(float(e.max()) for e in errors), norm.momentum
 
 
+def sizes_in_order():
+    """Of two equal models' parameters, where torch sorts the second one's names otherwise."""
+    found = []
+    for names in (("dense_8", "dense_9"), ("dense_9", "dense_10")):
+        first, last = (layers.Dense(n, name=name) for n, name in zip((8, 3), names, strict=True))
+        model = keras.Sequential([keras.Input((6,)), first, last])
+        found.append([p.numel() for p in parameters_of(torch.nn.Sequential(model))])
+    return found
+
+
 def complaint(model):
     try:
         fit(model)
@@ -90,13 +109,16 @@ def complaint(model):
 
 
 def everything():
-    model = perceptron()
+    model, penalised = perceptron(), regularized()
     history = fit(model)
+    fit(penalised)
     return {
         "error": relative(flatten(model), plainly(perceptron())),
+        "regularized_error": relative(flatten(penalised), plainly(regularized())),
         "figures": history.outcome.evaluations[-1].figures,
         "inputs": several_inputs(),
         "drawn": [dropped(0), dropped(0), dropped(1)],
+        "sizes_in_order": sizes_in_order(),
         "statistics": statistics(),
         "unbuilt": complaint(keras.Sequential([layers.Dense(3)])),
         "parameters": flatten(perceptron(norm=True)).size,

@@ -37,8 +37,11 @@ def test_a_run_of_no_more_than_n_commits_has_no_staleness():
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 16])
 def test_memoryless_steps_give_an_implicit_momentum_of_1_minus_1_over_n(workers):
+    """Both terms of equation 1.1: the momentum, and what is left of the learning rate."""
     found = implicit_momentum(workers, StepTimes("exponential"), replicas=3000, steps=60)
     assert found.momentum == pytest.approx(found.theory, abs=0.02)
+    assert found.theory_rate == 0.02 / workers
+    assert found.rate == pytest.approx(found.theory_rate, rel=0.1)
     assert found.mean_staleness == pytest.approx(workers - 1, rel=0.02)
 
 

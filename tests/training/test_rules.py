@@ -141,16 +141,23 @@ def test_easgd_takes_gradient_and_spring_at_the_same_point(dtype, bound):
 
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 @pytest.mark.parametrize(("options", "alpha"), [({"alpha": 0.3}, 0.3), ({"rho": 2.0}, 2.0 * RATE)])
-def test_aeasgd_walks_then_is_pulled_towards_a_fresh_center(options, alpha, dtype, bound):
+def test_aeasgd_takes_gradient_and_elastic_step_at_the_same_point(options, alpha, dtype, bound):
     theta, fresh = vectors(2, dtype=dtype)
     gradients, rule = quadratic(dtype), make_rule("aeasgd", **options)
     local = new_local(rule, theta)
     local.center = fresh
-    found = window(rule, local, gradients, plain, RATE)
-    end, _ = walked(theta, gradients)
-    force = alpha * (end - fresh)
-    assert close(found, force, bound)
-    assert close(local.theta, end - force, bound)
+    # Algorithm 1 as the paper prints it: x is theta_k before the elastic step.
+    theta_k, force = theta.astype(np.float64), 0.0
+    for _ in range(3):
+        message = window(rule, local, gradients, plain, RATE)
+        for step, gradient in enumerate(gradients):
+            x = theta_k
+            if step == 0:
+                theta_k = theta_k - force
+            theta_k = theta_k + plain(x, gradient(x))
+        force = alpha * (theta_k - fresh)
+        assert close(message, force, bound)
+        assert close(local.theta, theta_k, bound)
     assert rule.pulls_first
     assert rule.keeps_theta
 
@@ -165,16 +172,19 @@ def test_eamsgd_looks_ahead_and_keeps_its_velocity_over_windows(dtype, bound):
     def update(_theta, gradient):
         return (-RATE * gradient).astype(gradient.dtype)
 
-    x, v = theta.astype(np.float64), 0.0
-    for _ in range(2):
-        found = window(rule, local, gradients, update)
-        for gradient in gradients:
+    # Algorithm 2: as in algorithm 1, x is theta_k before the elastic step.
+    theta_k, v, force = theta.astype(np.float64), 0.0, 0.0
+    for _ in range(3):
+        message = window(rule, local, gradients, update)
+        for step, gradient in enumerate(gradients):
+            x = theta_k
+            if step == 0:
+                theta_k = theta_k - force
             v = 0.8 * v - RATE * gradient(x + 0.8 * v)
-            x = x + v
-        force = 0.3 * (x - fresh)
-        x = x - force
-        assert close(found, force, bound)
-        assert close(local.theta, x, bound)
+            theta_k = theta_k + v
+        force = 0.3 * (theta_k - fresh)
+        assert close(message, force, bound)
+        assert close(local.theta, theta_k, bound)
 
 
 def test_hogwild_adds_to_the_shared_center_where_there_is_something_to_add():

@@ -27,8 +27,16 @@ def test_one_worker_trains_a_keras_model_as_torch_optim_does(found):
     assert list(found["figures"]) == ["loss"]
 
 
+def test_losses_of_regularizers_and_layers_are_added(found):
+    assert found["regularized_error"] < 1e-6
+
+
 def test_a_model_of_several_inputs_gets_them(found):
     assert found["inputs"] == 40
+
+
+def test_the_vectors_order_is_the_layers_and_not_that_of_their_names(found):
+    assert found["sizes_in_order"] == [[6 * 8, 8, 8 * 3, 3]] * 2
 
 
 def test_dropout_draws_from_the_runs_seed(found):

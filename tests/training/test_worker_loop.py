@@ -160,10 +160,10 @@ def test_an_elastic_worker_pulls_before_it_commits_and_keeps_its_parameters():
     theta = center + learner.update(center, gradient.vector, 0)
     force = alpha * (theta - moved)
     np.testing.assert_array_equal(ask.vector, force)
-    theta = theta - force  # where its next window begins
     worker.ask(told(verdict=APPLIED, lease=a_lease(4, 8, 1), clock=9))
     gradient = learner.gradient(theta, order(job, 0)[4:8], 0)
     theta = theta + learner.update(theta, gradient.vector, 0)
+    theta = theta - force  # after the gradient, which was taken where the window ended
     ask = worker.ask(told(moved, clock=12))
     np.testing.assert_array_equal(ask.vector, alpha * (theta - moved))
 

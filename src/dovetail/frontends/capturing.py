@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from dovetail.errors import CaptureError, ModelError
 from dovetail.frontends.building import build
-from dovetail.frontends.keras_models import keras_module
+from dovetail.frontends.keras_models import KerasModule, keras_loss, keras_module
 from dovetail.frontends.optimizers import GradScaler, Optimizer, format_optimizer
 from dovetail.frontends.program import Captured, Signature
 from dovetail.frontends.recording import TracingError, fake, fake_mode_of, is_fake, memory_of
@@ -121,6 +121,8 @@ def capture_call(
     _check_module(name, model)
     _check_optimizer(name, model, train)
     _check_loss(name, targets, loss)
+    if isinstance(model, KerasModule) and train is not None:
+        loss = keras_loss(loss)
     _check_scaler(name, model, train, scaler)
     signature = Signature.of(model, args, kwargs, targets)
     if not signature.inputs:

@@ -5,12 +5,13 @@ which it holds as parameters, and calls its layers in a way that torch's hooks d
 wrapper has what the capture expects. Trainable variables are parameters and the others buffers,
 each named "LAYER.VARIABLE", and each layer is a submodule with the layer's name.
 
-    forward(inputs):  outputs, state' = model.stateless_call(trainable, state, inputs)
+    forward(inputs):  outputs, state', losses = model.stateless_call(trainable, state, inputs)
                       state <- state'          state: the variables that are not trainable
 
 Keras: https://keras.io/api/models/model/, `stateless_call`. Written against Keras 3.15;
-`_flatten_layers` is private by name only. Differences: the caller gives the loss, and losses of
-regularizers and `add_loss` are not added to it.
+`_flatten_layers` is private by name only. As in Keras' `fit`, the losses of regularizers and
+`add_loss` are added to the caller's loss. So in training the module returns (outputs, losses), and
+`keras_loss` takes both.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
-from dovetail.training.keras_models import check_keras
+from dovetail.training.keras_models import check_keras, with_added_losses
 
 
 def keras_module(model: Any, training: bool) -> nn.Module:
@@ -39,6 +40,20 @@ def keras_module(model: Any, training: bool) -> nn.Module:
             "leave seed out: runs draw from theirs",
         )
     return KerasModule(model).train(training)
+
+
+def keras_loss(loss: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """Return a loss function on what a `KerasModule` returns in training.
+
+    loss   the caller's loss(output, *targets); None: the output is the loss
+    """
+
+    def total(returned: tuple[Any, list[Any]], *targets: Any) -> Tensor:
+        output, added = returned
+        plain = output if loss is None else loss(output, *targets)
+        return with_added_losses(plain, added)
+
+    return total
 
 
 def _has_own_seed(layer: Any) -> bool:
@@ -88,7 +103,10 @@ class KerasModule(nn.Module):
                 scope.register_buffer(name, variable.value.detach())
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return the model's outputs, and write the new state over the buffers."""
+        """Return the model's outputs, and write the new state over the buffers.
+
+        In training return (outputs, losses of regularizers and `add_loss`).
+        """
         model: Any = self.keras_model
         # A capture swaps this module's tensors for fake ones, so they are looked up in each call.
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -98,13 +116,13 @@ class KerasModule(nn.Module):
         )
         model_inputs = inputs[0] if len(inputs) == 1 else list(inputs)
         with self._scoped():
-            outputs, new_state = model.stateless_call(
-                trainable, state, model_inputs, training=self.training
+            outputs, new_state, losses = model.stateless_call(
+                trainable, state, model_inputs, training=self.training, return_losses=True
             )
         for old, new in zip(state, new_state, strict=True):
             if new is not old:
                 old.copy_(new.detach())
-        return outputs
+        return (outputs, losses) if self.training else outputs
 
     @contextlib.contextmanager
     def _scoped(self) -> Iterator[None]:

@@ -17,9 +17,11 @@ Differences:
   activation and would keep a forward chain apart.
 * `largest_share` (ours) stops a merge that would hold more than that share of all FLOPs or bytes.
   Without it the rule melts a network without branches into one group, which no plan can split.
-* Groups that read different shared parameters stay apart. This gives the paper's own group per LSTM
-  cell and softmax step. If the last cells of two layers were joined, both layers' weights would
-  have to be on one device.
+* Groups that read different shared parameters stay apart. If the last cells of two layers were
+  joined, both layers' weights would have to be on one device.
+* The paper's table 1 has 188 groups for RNNLM, 280 for NMT and 83 for Inception-V3. Here there are
+  374, 824 and 160: a layer of 40 LSTM cells has about four forward groups a cell, where the paper
+  has one, and branches of Inception modules are several groups.
 * In a replicated graph each tower is grouped like the replica that it copies. Its groups join no
   other tower's groups, and no averages and updates, which would tie all towers together.
 """

@@ -5,8 +5,9 @@
     efficiency    E(a, b) = integral of a's accuracy / integral of b's, up to the shorter time
 
 Papers: I. Mitliagkas, C. Zhang, S. Hadjis, C. Re, "Asynchrony begets Momentum, with an Application
-to Deep Learning", 2016, https://arxiv.org/abs/1605.09774, the queuing model: with memoryless step
-times E[x_{t+1} - x_t] = mu E[x_t - x_{t-1}] - c E[gradient(x_t)], mu = 1 - 1/n.
+to Deep Learning", 2016, https://arxiv.org/abs/1605.09774, the queuing model; the thesis below has
+it as equation 1.1: with memoryless step times and learning rate eta
+    E[x_{t+1} - x_t] = mu E[x_t - x_{t-1}] - c E[gradient(x_t)],   mu = 1 - 1/n,   c = eta/n.
 J. Hermans, "On Scalable Deep Learning and Parallelizing Gradient Descent", Maastricht University
 2017, https://arxiv.org/abs/1710.06408, chapter 4, its experiments (temporal efficiency).
 Differences: expectations are means over replicas that run the same descent under schedules of
@@ -45,7 +46,9 @@ class ImplicitMomentum:
     """The implicit momentum mu of a descent on x*x/2, averaged over replicas.
 
     momentum       the fitted mu
-    theory         1 - 1/n, the value under memoryless step times
+    theory         1 - 1/n, its value under memoryless step times
+    rate           the fitted c, what is left of the learning rate eta
+    theory_rate    eta/n, its value under memoryless step times
     mean_staleness mean staleness of the descent's commits
     trajectory     [steps + 1] x after each step, as a mean over replicas
     """
@@ -53,6 +56,8 @@ class ImplicitMomentum:
     workers: int
     momentum: float
     theory: float
+    rate: float
+    theory_rate: float
     mean_staleness: float
     trajectory: Floats
 
@@ -115,13 +120,15 @@ def implicit_momentum(
         base[every, who] = x
         pulled[every, who] = clock + 1
         ends[every, who] += times.draw(rng, replicas)
-    momentum, _ = fit_momentum(trajectory)
+    momentum, fitted_rate = fit_momentum(trajectory)
     return ImplicitMomentum(
-        workers,
-        momentum,
-        1 - 1 / workers,
-        float(np.mean(stale)),
-        trajectory,
+        workers=workers,
+        momentum=momentum,
+        theory=1 - 1 / workers,
+        rate=fitted_rate,
+        theory_rate=rate / workers,
+        mean_staleness=float(np.mean(stale)),
+        trajectory=trajectory,
     )
 
 

@@ -5,11 +5,13 @@ variables (statistics, seeds) are parameters without a gradient, so each worker 
 model is told in each call whether it trains, and its dropout layers draw from seeds of their own.
 
 Keras: https://keras.io/api/models/model/. Written against Keras 3.15, whose `_flatten_layers` is
-private by its name. Differences from Keras' `fit`: regularizers and `add_loss` are not added to the
-loss. This module does not import Keras: if nobody has imported it, no model is a Keras model.
+private by its name. As in Keras' `fit`, the losses of regularizers and `add_loss` are added to the
+loss of training. The loss on a validation set is the loss function's alone. This module does not
+import Keras: if nobody has imported it, no model is a Keras model.
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,6 +41,17 @@ def call_keras(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     """Calls the model. Keras takes several inputs as one list."""
     inputs = arguments if len(arguments) <= 1 else (list(arguments),)
     return module(*inputs, **keywords, training=module.training)
+
+
+def with_added_losses(loss: torch.Tensor, added: Iterable[Any]) -> torch.Tensor:
+    """The loss with what regularizers and `add_loss` add, each summed to one number, as Keras'
+    `Trainer.compute_loss` does.
+
+    added   `model.losses` after a call
+    """
+    for more in added:
+        loss = loss + torch.sum(torch.as_tensor(more)).to(loss.dtype)
+    return loss
 
 
 def seed_keras(module: Any, draw: int) -> None:

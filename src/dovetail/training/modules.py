@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dovetail.errors import ModelError
 from dovetail.training.datasets import Collate, StreamSource, open_dataset, split
-from dovetail.training.keras_models import call_keras, is_keras, seed_keras
+from dovetail.training.keras_models import call_keras, is_keras, seed_keras, with_added_losses
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Vector
 from dovetail.training.torch_optimizers import MakeOptimizer, Rates, Schedule, check_optimizer
@@ -41,7 +41,7 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     Raises `ModelError` if they cannot form one float vector in the CPU's memory.
     """
     name = type(module).__name__
-    named = [(path, p) for path, p in module.named_parameters() if p.requires_grad]
+    named = [(path, p) for path, p in _named_parameters(module) if p.requires_grad]
     for path, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(name, f"{path} has no shape yet; call the model once")
@@ -55,6 +55,25 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
         raise ModelError(name, "mixes float32 and float64 parameters; convert it to one of them")
     _check_apart(name, named)
     return [parameter for _, parameter in named]
+
+
+def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(path, parameter), each parameter once. A Keras model's are in its layers' order.
+
+    torch would sort a Keras model's by name, and Keras counts its layers over the whole process
+    (`dense_9`, `dense_10`). The same model built once more would have another order, and a
+    checkpoint's vector would not fit it.
+    """
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    for prefix, inner in module.named_modules():
+        if is_keras(inner):
+            layer: Any = inner
+            own = [(variable.path, variable.value) for variable in layer.variables]
+        else:
+            own = list(inner.named_parameters(prefix, recurse=False))
+        for path, parameter in own:
+            named.setdefault(id(parameter), (path, parameter))
+    return list(named.values())
 
 
 def _check_apart(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
@@ -104,9 +123,14 @@ def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
-    """The loss of a batch, with the graph that autograd needs for the backward pass."""
+    """The loss of a batch, with the graph that autograd needs for the backward pass. A Keras
+    model's own losses are added."""
     output, targets = outputs(module, batch)
-    return loss(output, *targets)
+    plain = loss(output, *targets)
+    if not is_keras(module):
+        return plain
+    keras_model: Any = module
+    return with_added_losses(plain, keras_model.losses)
 
 
 def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -5,7 +5,7 @@
                                       └── validation: random tasks of other seeds ──┘
 
 Y. Zhou et al., "GDP: Generalized Device Placement for Dataflow Graphs", 2019,
-https://arxiv.org/abs/1910.01578, section 3.4 (GDP-batch: one policy for many graphs) and 4.4.
+https://arxiv.org/abs/1910.01578, section 3.3 (GDP-batch: one policy for many graphs) and 4.4.
 Differences: the paper trains on other networks alone and from a random start; here the set is
 mostly random graphs, and the policy first imitates what classical methods find there. What PPO
 adds to that is measured on validation tasks and stands in the card.

@@ -4,17 +4,18 @@ the center move towards each other.
 S. Zhang, A. Choromanska, Y. LeCun: Deep learning with Elastic Averaging SGD, NIPS 2015,
 https://arxiv.org/abs/1412.6651, section 3, algorithms 1 and 2.
 
-    worker k   AEASGD   theta_k += U(g(theta_k))
-               EAMSGD   v = delta v + U(g(theta_k + delta v));   theta_k += v
-               every lambda steps, with a fresh theta~:
-               E = alpha (theta_k - theta~);   theta_k -= E;   commit E
+    worker k   every lambda steps, with a fresh theta~:
+               E = alpha (theta_k - theta~);   commit E;   otherwise E = 0
+               AEASGD   theta_k += U(g(theta_k)) - E
+               EAMSGD   v = delta v + U(g(theta_k + delta v));   theta_k += v - E
     server     theta~ += E
 
-theta~ never replaces theta_k. In the paper alpha = eta rho. Here v is the worker's velocity, not a
-commit. delta = .9 is dist-keras' default; the paper's own, which others cite as .99, could not be
-checked.
-Differences: the elastic step ends a window, where the paper's begins one. Between two windows that
-is the same moment. U may be any optimizer, where the paper has -eta g.
+The gradient beside an elastic step is taken where theta_k was before that step. So both algorithms
+have it, as does the authors' program (mpiT, `optim.eamsgd`). theta~ never replaces theta_k. In the
+paper alpha = eta rho. Here v is the worker's velocity, not a commit. delta = .9 is dist-keras'
+default; the paper's own, which others cite as .99, could not be checked.
+Differences: E is computed at the end of a window, where the paper computes it at the beginning of
+the next one, which is the same moment. U may be any optimizer, where the paper has -eta g.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from dovetail.training import kernels
 from dovetail.training.options import fraction, positive
 from dovetail.training.records import Vector
-from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update, at_theta
+from dovetail.training.rules.contract import Arrival, Local, Rule, Slice, Update
 
 FORCE, VELOCITY, AHEAD = "force", "velocity", "ahead"
 """The rules' vectors on a worker: E, v and theta_k + delta v."""
@@ -34,11 +35,15 @@ def aeasgd(alpha: float = 0.05, rho: float | None = None) -> Rule:
     eta is the worker's learning rate at that moment. The default of .05 is the setting of J.
     Hermans' thesis (see `adag`): rho = 5 at a learning rate of .01.
     """
+
+    def step(local: Local, gradient: Vector, update: Update) -> None:
+        kernels.add(local.theta, update(local.theta, gradient))
+        _let_force_act(local)
+
     return Rule(
         name="aeasgd",
         options={"alpha": alpha, "rho": rho},
-        look=at_theta,
-        step=_step,
+        step=step,
         message=_Elastic(alpha, rho),
         apply=_apply,
         pulls_first=True,
@@ -63,6 +68,7 @@ def eamsgd(alpha: float = 0.05, rho: float | None = None, delta: float = 0.9) ->
         np.multiply(velocity, velocity.dtype.type(delta), out=velocity)
         kernels.add(velocity, change)
         kernels.add(local.theta, velocity)
+        _let_force_act(local)
 
     return Rule(
         name="eamsgd",
@@ -78,7 +84,7 @@ def eamsgd(alpha: float = 0.05, rho: float | None = None, delta: float = 0.9) ->
 
 
 class _Elastic:
-    """The elastic step: subtracts E = alpha (theta_k - theta~) from theta_k, and returns E."""
+    """Returns E = alpha (theta_k - theta~), which the next window's first step subtracts."""
 
     def __init__(self, alpha: float, rho: float | None) -> None:
         fraction("alpha", alpha)
@@ -92,12 +98,13 @@ class _Elastic:
         force = local.slots[FORCE]
         np.subtract(local.theta, local.center, out=force)
         np.multiply(force, force.dtype.type(alpha), out=force)
-        np.subtract(local.theta, force, out=local.theta)
         return force
 
 
-def _step(local: Local, gradient: Vector, update: Update) -> None:
-    kernels.add(local.theta, update(local.theta, gradient))
+def _let_force_act(local: Local) -> None:
+    """At the first step of a window, subtracts the force that the window before it ended with."""
+    if not local.steps:
+        np.subtract(local.theta, local.slots[FORCE], out=local.theta)
 
 
 def _apply(part: Slice, arrival: Arrival) -> None:
