@@ -1,6 +1,8 @@
+import itertools
+
 import numpy as np
 
-from dovetail.graph import Phase, group
+from dovetail.graph import Phase, group, group_levels
 from dovetail.graph.grouping import colocate, merge_single_consumers
 from tests.support.builders import Op, graph_of, source
 
@@ -63,6 +65,29 @@ def test_a_merge_stops_at_the_largest_share():
     groups = merge_single_consumers(graph, colocate(graph), largest_share=1 / 4)
     assert groups.count >= 4
     assert np.bincount(groups.of_op).max() <= 16
+
+
+def test_levels_only_split_what_the_one_before_joined():
+    chains = [
+        Op(f"{chain}{i}", (f"{chain}{i - 1}",) if i else ("x",))
+        for chain in "abc"
+        for i in range(400)
+    ]
+    graph = graph_of(source("x", "input"), *chains, Op("end", ("a399", "b399", "c399")))
+    levels = group_levels(graph)
+    units = [unit_of[levels.finest.of_op] for unit_of in levels.coarser]
+    assert np.array_equal(units[0], group(graph).of_op)
+    assert np.array_equal(levels.finest.of_op, colocate(graph).of_op)
+    counts = [int(unit_of.max()) + 1 for unit_of in units] + [levels.finest.count]
+    assert len(counts) == 4 and all(a < b for a, b in itertools.pairwise(counts))
+    for coarse, fine in itertools.pairwise([*units, levels.finest.of_op]):
+        pairs = np.unique(np.stack([fine, coarse]), axis=1)
+        assert len(pairs[0]) == fine.max() + 1
+
+
+def test_groups_that_the_rule_does_not_join_have_no_levels():
+    graph = graph_of(*[Op(f"op{i}") for i in range(5)])
+    assert group_levels(graph).coarser == ()
 
 
 def test_groups_are_numbered_by_their_first_op_and_cover_all():

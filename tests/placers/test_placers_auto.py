@@ -8,6 +8,7 @@ import pytest
 
 from dovetail.errors import OutOfMemoryError, UsageError
 from dovetail.placers import BASELINES, PLACERS, Budget, parse_budget, place
+from dovetail.placers.auto import SPLIT
 from dovetail.placers.baselines import single
 from dovetail.simulator import Simulator
 from tests.support.placer_instances import (
@@ -257,3 +258,78 @@ def test_a_search_of_seconds_ends_by_the_clock_it_was_given():
 def test_auto_proves_what_it_enumerated():
     outcome = place(case(4, groups=5, devices=2), "auto", parse_budget("500e"))
     assert (outcome.bound.seconds, outcome.bound.proof) == (outcome.value, "every placement")
+
+
+def test_groups_are_split_where_that_is_faster():
+    # Two chains of four ops each, joined crosswise: whole units cannot run beside each other.
+    reads = [[], [], [0], [1], [2], [3], [4], [5]]
+    graph = build_graph(reads, sizes=[1] * 8)
+    crosswise = np.array([0, 0, 0, 1, 1, 1, 1, 1], dtype=np.int32)
+    problem = build_problem(graph, build_machine(2), coarser=(crosswise,))
+    outcome = place(problem, "auto", Budget(evaluations=300))
+    assert outcome.value == best_value(problem) == 4.0
+    assert outcome.placer == SPLIT
+    assert outcome.baselines["single"] == 8.0
+
+
+@pytest.mark.parametrize("memory", FREE_OR_TIGHT)
+@pytest.mark.parametrize("seed", range(6))
+def test_splitting_finds_the_best_of_all_groups(seed, memory):
+    rng = np.random.default_rng((17, seed))
+    shape = random_problem(rng, memory_share=None if memory == "free memory" else 0.5)
+    units = np.arange(shape.groups.count, dtype=np.int32) // 2
+    problem = dataclasses.replace(shape, coarser=(units,))
+    best = best_value(problem)
+    if best is None:
+        with pytest.raises(OutOfMemoryError):
+            place(problem, "auto", Budget(evaluations=3000))
+        return
+    outcome = place(problem, "auto", Budget(evaluations=3000))
+    assert outcome.value == pytest.approx(best)
+    assert outcome.evaluations <= 3000
+
+
+def test_a_split_search_has_one_result_for_a_seed_and_keeps_it_at_ctrl_c():
+    shape = random_problem(np.random.default_rng(3), groups=12, devices=3)
+    units = np.arange(12, dtype=np.int32) // 4
+    problem = dataclasses.replace(shape, coarser=(units,))
+    first, again = (place(problem, "auto", Budget(evaluations=400)) for _ in range(2))
+    assert np.array_equal(first.placement, again.placement)
+
+    evaluated = 0
+
+    def interrupted(placements):
+        nonlocal evaluated
+        evaluated += len(placements)
+        if evaluated > 250:
+            raise KeyboardInterrupt
+        return shape.evaluate(placements)
+
+    broken = place(
+        dataclasses.replace(problem, evaluate=interrupted), "auto", Budget(evaluations=400)
+    )
+    assert broken.interrupted and broken.value >= first.value
+
+
+def test_ctrl_c_before_any_placement_is_no_plan():
+    shape = random_problem(np.random.default_rng(3), groups=12, devices=3)
+
+    def interrupted(_placements):
+        raise KeyboardInterrupt
+
+    problem = dataclasses.replace(
+        shape, coarser=(np.arange(12, dtype=np.int32) // 4,), evaluate=interrupted
+    )
+    with pytest.raises(KeyboardInterrupt):
+        place(problem, "auto", Budget(evaluations=400))
+
+
+def test_units_with_contrary_pins_are_split():
+    graph = build_graph([[], [0], [1], [2]])
+    machine = build_machine(2)
+    units = (np.array([0, 0, 0, 0], dtype=np.int32), np.array([0, 0, 1, 1], dtype=np.int32))
+    pins = [("op0", machine.device_names[0]), ("op1", machine.device_names[1])]
+    problem = build_problem(graph, machine, coarser=units, pins=pins)
+    assert [unit_of.tolist() for unit_of in problem.coarser] == [[0, 1, 2, 2], [0, 1, 2, 2]]
+    outcome = place(problem, "auto", Budget(evaluations=50))
+    assert outcome.placement[:2].tolist() == [0, 1]

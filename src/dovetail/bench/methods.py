@@ -16,6 +16,7 @@ from dovetail.bench.records import MethodResult
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, InvalidError
 from dovetail.graph import Graph, Groups, Phase, group
+from dovetail.graph.grouping import numbered
 from dovetail.machine import Machine
 from dovetail.placers import (
     PLACERS,
@@ -88,10 +89,7 @@ def split(graph: Graph, groups: Groups, pinned: NDArray[np.bool_]) -> Groups:
     apart = groups.of_op * 2 + pinned
     written = graph.is_source & (graph.residences >= 0)
     apart[written] = apart[graph.residences[written]]
-    _, first, inverse = np.unique(apart, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int32)
-    rank[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
-    return Groups(rank[inverse].astype(np.int32), len(first))
+    return numbered(apart)
 
 
 PLAIN, HYPOTHESIS = "plain", "hypothesis"

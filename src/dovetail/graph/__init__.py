@@ -1,7 +1,7 @@
 """The graph of ops: records, validation, files, grouping, towers and a synthetic network."""
 
 from dovetail.graph.files import load_graph, save_graph
-from dovetail.graph.grouping import Groups, colocate, group
+from dovetail.graph.grouping import GroupLevels, Groups, colocate, group, group_levels
 from dovetail.graph.records import EVERYWHERE, HOST, LOSS_MODULE, Graph, Phase
 from dovetail.graph.replicate import Replicated, replicate
 from dovetail.graph.synthetic import layered
@@ -11,11 +11,13 @@ __all__ = [
     "HOST",
     "LOSS_MODULE",
     "Graph",
+    "GroupLevels",
     "Groups",
     "Phase",
     "Replicated",
     "colocate",
     "group",
+    "group_levels",
     "layered",
     "load_graph",
     "replicate",

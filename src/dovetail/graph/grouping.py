@@ -63,6 +63,46 @@ def group(graph: Graph, units: Units | None = None, *, largest_share: float = 1 
     return merge_single_consumers(graph, groups, units, largest_share=largest_share)
 
 
+@dataclass(frozen=True, eq=False)
+class GroupLevels:
+    """Groups of a graph that a search may split.
+
+    finest     the smallest groups: what step 1 leaves
+    coarser    partitions of the finest groups from coarse to fine: [finest groups] the unit that
+               each is in, numbered in the order of their first groups. Each partition only splits
+               units of the one before. The first is that of `group`, the finest itself is left out
+    """
+
+    finest: Groups
+    coarser: tuple[Int32, ...]
+
+
+SHARES = (1 / 32, 1 / 128, 1 / 512)
+"""The largest share of the work of a group at each level, from coarse to fine."""
+FINER = 1.25
+"""A level is left out if the next one has less than this many times its groups."""
+
+
+def group_levels(graph: Graph, units: Units | None = None) -> GroupLevels:
+    """Return the groups of step 1, and the groups of step 2 with ever smaller limits. Units as in
+    `group`."""
+    finest = colocate(graph, units)
+    coarser: list[Int32] = []
+    for share in SHARES:
+        merged = merge_single_consumers(graph, finest, units, largest_share=share)
+        unit_of = np.empty(finest.count, dtype=np.int64)
+        unit_of[finest.of_op] = merged.of_op
+        if coarser:
+            # The rule with a smaller limit may join what it left apart with a larger one.
+            unit_of += coarser[-1].astype(np.int64) * merged.count
+        partition = numbered(unit_of)
+        if not coarser or partition.count >= FINER * (int(coarser[-1].max()) + 1):
+            coarser.append(partition.of_op)
+    if finest.count < FINER * (int(coarser[-1].max()) + 1):
+        coarser.pop()
+    return GroupLevels(finest, tuple(coarser))
+
+
 def colocate(graph: Graph, units: Units | None = None) -> Groups:
     """Return the groups after step 1. Each unit is in one group. Near-linear in ops + reads."""
     ops = np.arange(len(graph), dtype=np.int32)
@@ -89,7 +129,7 @@ def colocate(graph: Graph, units: Units | None = None) -> Groups:
     befores, afters = (np.concatenate(ends) for ends in zip(*pairs, strict=True))
     edges = coo_array((np.ones(len(befores), np.int8), (befores, afters)), shape=(len(graph),) * 2)
     _, sets = connected_components(edges, directed=False)
-    return _renumber(_with_sources(graph, sets.astype(np.int32)))
+    return numbered(_with_sources(graph, sets.astype(np.int32)))
 
 
 def _within_units(units: Units) -> list[tuple[Int32, Int32]]:
@@ -123,7 +163,7 @@ def merge_single_consumers(
         np.empty(groups.count, dtype=np.int32),
         np.empty(len(edges), dtype=np.int32),
     )
-    return _renumber(roots[groups.of_op])
+    return numbered(roots[groups.of_op])
 
 
 @kernel
@@ -216,8 +256,8 @@ def _with_sources(graph: Graph, sets: Int32) -> Int32:
     return sets
 
 
-def _renumber(roots: Int32) -> Groups:
-    """Return groups that are numbered in the order of their first ops."""
+def numbered(roots: NDArray[np.integer]) -> Groups:
+    """Return groups of equal entries of `roots` [ops], numbered in the order of their first ops."""
     _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int32)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)

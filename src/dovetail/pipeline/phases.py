@@ -38,7 +38,7 @@ from scipy.sparse.csgraph import connected_components
 from dovetail.costs import Costs
 from dovetail.errors import InfeasibleError, UsageError
 from dovetail.frontends import Captured
-from dovetail.graph import Graph
+from dovetail.graph import Graph, GroupLevels
 from dovetail.graph.units import Units, matched_modules, module_paths, units_of
 from dovetail.machine import Machine
 from dovetail.methods import PLACERS
@@ -292,7 +292,7 @@ def _joint_problem(request: PhasesRequest, machine: Machine, costs: Mapping[str,
             replace(options, step=step, whole=()),
             machine,
             costs[name],
-            groups_of(step, units[name]),
+            GroupLevels(groups_of(step, units[name]), ()),
         )
         for name, step in steps.items()
     }

@@ -25,7 +25,7 @@ from dovetail.errors import (
 from dovetail.exports import DeviceMap
 from dovetail.exports.rules import rules_for
 from dovetail.frontends import Captured
-from dovetail.graph import EVERYWHERE, Graph, Groups
+from dovetail.graph import EVERYWHERE, Graph, GroupLevels, group_levels
 from dovetail.graph.units import Units, matched_modules, units_of
 from dovetail.instances import Instance
 from dovetail.machine import Machine, names_here
@@ -108,7 +108,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     kept = _kept_modules(request, machine)
     costs = costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
-    groups = groups_of(step, kept.units, per_op=request.per_op or bool(request.format))
+    groups = _groups_to_place(request, kept)
     problem, simulator = problem_of(request, machine, costs, groups, kept)
     budget = _budget_of(request)
     chosen: Plan | None = None
@@ -138,7 +138,7 @@ def problem_of(
     request: PlanRequest,
     machine: Machine,
     costs: Costs,
-    groups: Groups,
+    groups: GroupLevels,
     kept: "_Kept | None" = None,
 ) -> tuple[PlacementProblem, Simulator]:
     """The problem that placers search, and the simulator that values each placement."""
@@ -151,7 +151,8 @@ def problem_of(
         machine,
         costs,
         lambda placements: simulator.evaluate(placements, objective),
-        groups=groups,
+        groups=groups.finest,
+        coarser=groups.coarser,
         objective=objective,
         pins=request.pins,
         caps=request.caps,
@@ -253,6 +254,17 @@ def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
         for pattern, name in unsplit.items()
     )
     return _Kept(patterns, rules.units, may_run, rules.chain, notes)
+
+
+def _groups_to_place(request: PlanRequest, kept: "_Kept") -> GroupLevels:
+    """The groups of the problem. Only `auto` splits groups while it searches; an instance has only
+    one kind of groups, and what a format keeps together is small already."""
+    step, fine = request.planned_step, request.per_op or bool(request.format)
+    splits = request.placer == "auto" and request.method is None and not request.contiguous
+    splits &= not fine and request.resolved_objective != "latency"
+    if splits and not isinstance(step, Instance):
+        return group_levels(graph_of(step), kept.units)
+    return GroupLevels(groups_of(step, kept.units, per_op=fine), ())
 
 
 def _budget_of(request: PlanRequest) -> Budget:

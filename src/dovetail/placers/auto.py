@@ -1,5 +1,14 @@
 """Tries every method within one budget, keeps the best plan, and notes what each method found.
 
+    coarse units ──steps 1 to 3──► best ──► split units ──local search──► … ──► the groups, apart
+    COARSE_SHARE of the budget              the rest, an equal part for each level
+
+Which ops should stay together is part of the search: few large units are quick to search, but the
+best plan may split them. If the problem has `coarser` partitions, steps 1 to 3 place the units of
+the coarsest one. Then local search improves the best placement on ever smaller units, down to the
+groups themselves; see Walshaw's multilevel refinement in `multilevel`. All levels are simulated on
+the true graph.
+
 1. The baselines, then, where there are few placements (at most `exhaustive.MOST_PLACEMENTS`, and
    within the budget), all of them, which is exact.
 2. Otherwise the constructive methods, each once, until `CONSTRUCTIVE_SHARE` of the budget is spent.
@@ -25,10 +34,14 @@ so that a seed and a budget of evaluations give one plan.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from dovetail.methods import PLACERS, Method
 from dovetail.placers.baselines import attempt, try_baselines
 from dovetail.placers.budget import Budget
 from dovetail.placers.exhaustive import can_enumerate, exhaustive
+from dovetail.placers.local_search import local_search
+from dovetail.placers.multilevel import under_units
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
 
 CONSTRUCTIVE_SHARE = 0.4
@@ -46,6 +59,10 @@ MOST_EXACT_GROUPS = 64
 then neither finds nor proves anything in time."""
 FLOOR = 0.15
 """A method without gains keeps this share, before shares are scaled to sum to 1."""
+COARSE_SHARE = 0.5
+"""The share of the budget that is spent on the coarsest units, if groups may be split."""
+SPLIT = "split_groups"
+"""The name in outcomes for a placement that splits units of the coarsest partition."""
 LEARNED = False
 """True: for the objective `step` the shipped policy (`gdp`) also runs, after the constructive
 methods."""
@@ -53,13 +70,45 @@ methods."""
 
 def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Return the best placement of all methods; ties: the method that was tried first."""
+    if problem.coarser:
+        _coarse_to_fine(problem, budget)
+    else:
+        _try_methods(problem, budget)
+    return min(budget.found.values(), key=lambda pair: pair[0])[1]
+
+
+def _try_methods(problem: PlacementProblem, budget: Budget) -> None:
+    """Run the baselines, then every method on these groups."""
     try_baselines(problem, budget)
     if can_enumerate(problem, budget):
         attempt("exhaustive", exhaustive, problem, budget)
     else:
         _construct(problem, budget)
         _improve(problem, budget)
-    return min(budget.found.values(), key=lambda pair: pair[0])[1]
+
+
+def _coarse_to_fine(problem: PlacementProblem, budget: Budget) -> None:
+    """Run all methods on the coarsest units, then improve the best placement on ever smaller ones.
+
+    A budget of units is apart, since its ledger is keyed by placements of units.
+    """
+    levels = [*problem.coarser, np.arange(problem.groups.count, dtype=np.int32)]
+    for i, unit_of in enumerate(levels):
+        if i and (budget.closed or budget.exhausted):
+            return
+        left = 1 - budget.fraction
+        part = _part(budget, left / (len(levels) - i) if i else COARSE_SHARE, apart=True)
+        if budget.bound is not None:
+            part.prove(budget.bound.seconds, budget.bound.proof)
+        level = under_units(problem, unit_of)
+        if i == 0:
+            _try_methods(level, part)
+        else:
+            # So far units are whole in every placement, so any group tells where its unit is.
+            _, some_group = np.unique(unit_of, return_index=True)
+            part.adopt(budget, some_group.astype(np.int32))
+            attempt(SPLIT, local_search, level, part)
+        budget.adopt(part, unit_of)
 
 
 def methods_of(role: str, objective: str) -> list[Method]:
@@ -149,9 +198,11 @@ def _gain(before: tuple[float, float, float], after: tuple[float, float, float])
     return fall + (bound_now - bound) / bound_now if bound_now > bound else fall
 
 
-def _part(budget: Budget, share: float) -> Budget:
-    """Return a slice of `share` of the whole budget, with at least one evaluation."""
+def _part(budget: Budget, share: float, *, apart: bool = False) -> Budget:
+    """Return a slice of `share` of the whole budget, with at least one evaluation. `apart`: with a
+    ledger of its own."""
     evaluations = share * budget.evaluations
     # A budget of seconds has infinitely many evaluations, which `int` cannot take.
     whole = evaluations if evaluations == float("inf") else max(1.0, float(int(evaluations)))
-    return budget.slice(seconds=share * budget.seconds, evaluations=whole)
+    make = budget.apart if apart else budget.slice
+    return make(seconds=share * budget.seconds, evaluations=whole)

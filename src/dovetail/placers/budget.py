@@ -61,6 +61,7 @@ class _Shared:
     bound          the best lower bound that holds while groups stay together
     interrupted    a Ctrl-C arrived
     pace_seconds   seconds per evaluation in the latest batch
+    bought         number of evaluations, with those of budgets `apart`
     rounds         how many searches have asked for a number of their own
     """
 
@@ -72,6 +73,7 @@ class _Shared:
     bound: LowerBound | None = None
     interrupted: bool = False
     pace_seconds: float = 0.0
+    bought: int = 0
     rounds: int = 0
 
 
@@ -116,15 +118,43 @@ class Budget:
             _shared=self._shared,
         )
 
+    def apart(self, *, seconds: float = np.inf, evaluations: float = np.inf) -> "Budget":
+        """Return a smaller budget within this one, for the same graph in other groups. What it
+        spends is spent here too, but its ledger is its own, since placements are of other groups.
+        `adopt` brings its results back."""
+        part = self.slice(seconds=seconds, evaluations=evaluations)
+        part._shared = _Shared()
+        return part
+
+    def adopt(self, part: "Budget", unit_of: NDArray[np.int32]) -> None:
+        """Enter what a budget `apart` found, with its placements spread over this one's groups.
+
+        unit_of   [groups] the part's group that each group is in
+        """
+        known = [*part.found.values(), *part.fewest.values()]
+        if part.best is not None:
+            known.append(part.best[:2])
+        for score, placement in known:
+            self._enter(placement[unit_of], score, part.peaks(placement))
+        for used, (score, placement) in part.fewest.items():
+            self._keep_fewest(used, score, placement[unit_of])
+        for name, (score, placement) in part.found.items():
+            if name not in self.found or score < self.found[name][0]:
+                self._shared.found[name] = (score, placement[unit_of])
+                self._shared.found_seconds[name] = part.found_seconds[name]
+
     @property
     def interrupted(self) -> bool:
         """True after a Ctrl-C. From then on only evaluations that must be made (`always`) are
         made."""
-        return self._shared.interrupted
+        around = self.parent is not None and self.parent.interrupted
+        return around or self._shared.interrupted
 
     @interrupted.setter
     def interrupted(self, value: bool) -> None:
         self._shared.interrupted = value
+        if self.parent is not None:
+            self.parent.interrupted = value
 
     @property
     def best(self) -> tuple[Score, GroupPlacement, NDArray[np.int64]] | None:
@@ -203,9 +233,14 @@ class Budget:
 
         A method also charges here for work that evaluates no whole placement, at a rate of its own.
         """
+        for budget in self._and_around():
+            budget.spent += evaluations
+
+    def _and_around(self) -> Iterator["Budget"]:
+        """Yield this budget and those that it is a part of, from the inside out."""
         budget: Budget | None = self
         while budget is not None:
-            budget.spent += evaluations
+            yield budget
             budget = budget.parent
 
     def prove(self, seconds: float, proof: str) -> None:
@@ -225,9 +260,7 @@ class Budget:
     def note(self, name: str, score: Score, placement: GroupPlacement) -> None:
         """Record what a method found, and how many seconds of the whole budget have passed."""
         self._shared.found[name] = (score, placement)
-        whole = self
-        while whole.parent is not None:
-            whole = whole.parent
+        *_, whole = self._and_around()
         self._shared.found_seconds[name] = whole.spent_seconds
 
     def known(self, placement: GroupPlacement) -> bool:
@@ -236,8 +269,13 @@ class Budget:
 
     @property
     def distinct(self) -> int:
-        """Number of placements that have been evaluated."""
+        """Number of placements of these groups whose scores are known."""
         return len(self._shared.entries)
+
+    @property
+    def evaluated(self) -> int:
+        """Number of evaluations so far, with those of budgets `apart`."""
+        return self._shared.bought
 
     def peaks(self, placement: GroupPlacement) -> NDArray[np.int64]:
         """Return [devices] the peak bytes of a placement that was evaluated; else `KeyError`."""
@@ -273,6 +311,10 @@ class Budget:
         began = self.clock()
         evaluation = problem.evaluate(problem.spread(placements))
         self.charge(len(placements))
+        for shared in {
+            id(budget._shared): budget._shared for budget in self._and_around()
+        }.values():
+            shared.bought += len(placements)
         over = np.maximum(evaluation.peak_memory_bytes - problem.capacities, 0).sum(axis=1)
         # An infeasible placement that fits into memory (it waits for itself, or is not contiguous)
         # counts as lacking one byte, so that it is worse than every feasible one.
@@ -280,20 +322,24 @@ class Budget:
         used = _devices_used(placements[:, problem.running], problem.devices).tolist()
         for i, row in enumerate(placements):
             score = Score(float(lacking[i]), float(evaluation.values[i]))
-            simple = self._shared.fewest.get(used[i])
-            if simple is None or score < simple[0]:
-                self._shared.fewest[used[i]] = (score, row.copy())
-            self._shared.entries[_digest(row)] = (score, evaluation.peak_memory_bytes[i])
-            if self.best is None or score < self.best[0]:
-                self._shared.best = (score, row.copy(), evaluation.peak_memory_bytes[i])
+            self._keep_fewest(used[i], score, row)
+            self._enter(row, score, evaluation.peak_memory_bytes[i])
         self._shared.pace_seconds = (self.clock() - began) / len(placements)
         self.report()
 
+    def _enter(self, placement: GroupPlacement, score: Score, peaks: NDArray[np.int64]) -> None:
+        self._shared.entries[_digest(placement)] = (score, peaks)
+        if self.best is None or score < self.best[0]:
+            self._shared.best = (score, placement.copy(), peaks)
+
+    def _keep_fewest(self, used: int, score: Score, placement: GroupPlacement) -> None:
+        simple = self._shared.fewest.get(used)
+        if simple is None or score < simple[0]:
+            self._shared.fewest[used] = (score, placement.copy())
+
     def report(self) -> None:
         """Call `progress` of the whole budget with the share that is spent and the best value."""
-        whole = self
-        while whole.parent is not None:
-            whole = whole.parent
+        *_, whole = self._and_around()
         if whole.progress is not None and self.best is not None:
             score = self.best[0]
             whole.progress(whole.fraction, np.inf if score.lacking_bytes else score.value)

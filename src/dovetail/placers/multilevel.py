@@ -119,7 +119,7 @@ def under_units(problem: PlacementProblem, unit_of: Int32) -> PlacementProblem:
     `merged_problem`."""
     allowed = _allowed_devices(problem, unit_of)
     groups = Groups(unit_of[problem.groups.of_op], len(allowed))
-    return replace(problem, groups=groups, allowed=allowed)
+    return replace(problem, groups=groups, allowed=allowed, coarser=())
 
 
 def _allowed_devices(problem: PlacementProblem, unit_of: Int32) -> NDArray[np.bool_]:

@@ -111,7 +111,9 @@ def _run(
     min_gain: float,
 ) -> None:
     """Enter what the baselines and the method return into `budget.found`."""
-    try_baselines(problem, budget)
+    # Where groups may be split, `auto` runs the baselines on the coarsest units.
+    if not (problem.coarser and placer_name == "auto" and method is None):
+        try_baselines(problem, budget)
     if min_gain:
         # The rest of the budget is for plans with fewer devices.
         share = 1 - SEARCH_SHARE
@@ -123,6 +125,8 @@ def _run(
             auto(problem, budget)
         except KeyboardInterrupt:
             budget.interrupted = True
+            if not budget.found:
+                raise
     elif placer_name not in BASELINES:
         attempt(placer_name, method or PLACERS[placer_name].load(), problem, budget)
 
@@ -189,7 +193,7 @@ def _outcome(
         },
         found_seconds={name: budget.found_seconds[name] for name in found},
         bound=budget.bound,
-        evaluations=budget.distinct,
+        evaluations=budget.evaluated,
         seconds=budget.spent_seconds,
         interrupted=budget.interrupted,
         notes=notes,

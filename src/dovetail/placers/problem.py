@@ -19,6 +19,7 @@ from dovetail.costs import Costs
 from dovetail.errors import NoDeviceError, PinError
 from dovetail.graph import HOST, Graph, Groups, Phase
 from dovetail.graph.convexity import find_return
+from dovetail.graph.grouping import numbered
 from dovetail.machine import Machine
 from dovetail.plans import capacities_of
 from dovetail.simulator.loads import LoadModel, load_model
@@ -46,6 +47,8 @@ class PlacementProblem:
     chain        [groups] position of each group along one order; -1: the group has no position.
                  A placement is feasible only if each device takes one run of this order, or none.
                  None: there is no such order
+    coarser      partitions of the groups from coarse to fine, as in `graph.GroupLevels`: `auto`
+                 searches the units of each before it splits them
     """
 
     graph: Graph
@@ -61,6 +64,7 @@ class PlacementProblem:
     trace: Trace | None = None
     ranked: bool = False
     chain: NDArray[np.int32] | None = None
+    coarser: tuple[NDArray[np.int32], ...] = ()
 
     @property
     def devices(self) -> int:
@@ -223,6 +227,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     ranked: bool = False,
     may_run: NDArray[np.bool_] | None = None,
     chain: NDArray[np.int32] | None = None,
+    coarser: tuple[NDArray[np.int32], ...] = (),
 ) -> PlacementProblem:
     """Build the problem that placers solve.
 
@@ -231,6 +236,7 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
     caps      (device name, bytes): the most that the device may use
     may_run   [ops, devices] a further limit on where each op may go; None: no further limit
     chain     [ops] position of each op's group along an order, as in `PlacementProblem`; -1: none
+    coarser   as in `PlacementProblem`; a unit whose groups have no device in common is split
 
     Raises `PinError` (a pin matches nothing, or contradicts another pin), `UnknownDeviceError`,
     `NoDeviceError` (an op that no device may run) and `CostError`.
@@ -256,10 +262,31 @@ def make_problem(  # noqa: PLR0913  (keyword-only beyond the four that every pro
         places = np.full(groups.count, -1, dtype=np.int32)
         np.maximum.at(places, groups.of_op, chain)
         evaluate = _only_runs(evaluate, groups, places)
+    coarser = _placeable(coarser, allowed)
     return PlacementProblem(
         graph, machine, costs, groups, allowed, capacities, objective, evaluate, seed,
-        contiguous, trace, ranked, places,
+        contiguous, trace, ranked, places, coarser,
     )  # fmt: skip
+
+
+def _placeable(
+    coarser: tuple[NDArray[np.int32], ...], allowed: NDArray[np.bool_]
+) -> tuple[NDArray[np.int32], ...]:
+    """Return the partitions, in which units whose groups have no device in common are split, each
+    into units of groups that may go to the same devices."""
+    placeable: list[NDArray[np.int32]] = []
+    _, pattern = np.unique(allowed, axis=0, return_inverse=True)
+    for unit_of in coarser:
+        common = np.ones((int(unit_of.max()) + 1, allowed.shape[1]), dtype=bool)
+        np.logical_and.at(common, unit_of, allowed)
+        has_device = np.asarray(common.any(axis=1))[unit_of]
+        apart = np.where(has_device, 0, pattern.reshape(-1) + 1)
+        # A finer partition must also split what a coarser one had to split.
+        around = placeable[-1].astype(np.int64) if placeable else np.zeros(len(unit_of), np.int64)
+        keys = np.stack([around, unit_of, apart], axis=1)
+        _, split = np.unique(keys, axis=0, return_inverse=True)
+        placeable.append(numbered(split.reshape(-1)).of_op)
+    return tuple(placeable)
 
 
 def _only_runs(evaluate: Evaluate, groups: Groups, chain: NDArray[np.int32]) -> Evaluate:
