@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from dovetail.bench import running
-from dovetail.bench.methods import HYPOTHESIS, METHODS, PLAIN, lay_ground, run_method, spread
+from dovetail.bench.methods import HYPOTHESIS, METHODS, PLAIN, lay_ground, run_method
 from dovetail.bench.records import Case, Published
 from dovetail.bench.table import matching, run_table
 from dovetail.errors import RunError, UsageError
+from dovetail.graph import group
 from dovetail.machine import parse_machine, save_machine
 from dovetail.pipeline import graph_of, resolve_model
 from dovetail.simulator import Simulator
@@ -80,12 +81,21 @@ def test_the_value_of_a_method_is_that_of_its_own_placement(graph, method):
     ground = lay_ground(graph, machine, PLAIN, seed=0)
     found, placement = run_method(ground, method, "60e")
     simulator = Simulator(graph, machine, ground.problem.costs)
-    evaluated = simulator.evaluate(spread(ground, placement)[None])
+    evaluated = simulator.evaluate(placement[None])
     assert found.seconds == evaluated.values[0]
     assert list(found.peak_memory_bytes.values()) == evaluated.peak_memory_bytes[0].tolist()
     if method.startswith("1 "):
-        kinds = {machine.devices[d].kind for d in np.unique(placement[ground.problem.free])}
+        kinds = {machine.devices[d].kind for d in np.unique(placement[~graph.is_source])}
         assert kinds == {method[2:].lower()}
+
+
+def test_auto_may_split_the_groups_of_the_other_methods(graph):
+    ground = lay_ground(graph, parse_machine(MACHINE), PLAIN, seed=0)
+    assert np.array_equal(ground.problem.groups.of_op, group(graph).of_op)
+    assert ground.splitting.groups.count > ground.problem.groups.count
+    found, placement = run_method(ground, "auto", "200e")
+    evaluated = Simulator(graph, ground.problem.machine, ground.problem.costs, ranked=True)
+    assert found.seconds == evaluated.evaluate(placement[None]).values[0]
 
 
 def test_methods_do_not_hand_on_the_value_of_a_better_one(graph):

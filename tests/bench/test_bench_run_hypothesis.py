@@ -18,7 +18,6 @@ from dovetail.bench.methods import (
     run_method,
     slow_links,
     split,
-    spread,
 )
 from dovetail.graph import Phase, colocate, group
 from dovetail.machine import parse_machine
@@ -124,10 +123,9 @@ def test_all_links_are_slow_and_devices_as_they_were():
     "method", [method for method in METHODS[HYPOTHESIS] if method not in ABSENT]
 )
 def test_every_method_keeps_updates_and_sums_on_the_cpu(ground, method):
-    found, placement = run_method(ground, method, "30e")
+    found, placed = run_method(ground, method, "30e")
     assert found.seconds is not None
     graph, machine = ground.problem.graph, ground.problem.machine
-    placed = spread(ground, placement)
     cpu = machine.device_index("haswell")
     pinned = on_the_cpu(graph)
     assert (placed[pinned] == cpu).all()

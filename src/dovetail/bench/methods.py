@@ -6,7 +6,6 @@ fits is shown as OOM, whatever the others found.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from dovetail.bench.records import MethodResult
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, InvalidError
-from dovetail.graph import Graph, Groups, Phase, group
+from dovetail.graph import Graph, GroupLevels, Groups, Phase, group_levels
 from dovetail.graph.grouping import numbered
 from dovetail.machine import Machine
 from dovetail.placers import (
@@ -30,7 +29,8 @@ from dovetail.placers import (
 )
 from dovetail.placers.auto import MOST_EXACT_GROUPS
 from dovetail.placers.baselines import attempt
-from dovetail.plans import normalise
+from dovetail.placers.multilevel import under_units
+from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.units import format_bytes
 
@@ -122,28 +122,31 @@ method that `auto` tries, as `PLACERS` has them. `single` is split into 1 CPU an
 class Ground:
     """The problem and the bound that all methods of a column share.
 
+    splitting   the same problem for `auto`, which may split the groups of `problem`
     permitted   [ops, devices] True if the op may be on the device, whatever group it is in
     """
 
     problem: PlacementProblem
+    splitting: PlacementProblem
     permitted: NDArray[np.bool_]
     bound: LowerBound
 
 
 def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground:
     """The problem of a column: the plain one, or the hypothesis's machine, groups and pins."""
-    groups, pinned = group(graph), np.zeros(len(graph), dtype=bool)
+    levels, pinned = group_levels(graph), np.zeros(len(graph), dtype=bool)
     if column == HYPOTHESIS:
         pinned = on_the_cpu(graph)
-        groups, machine = split(graph, groups, pinned), slow_links(machine)
+        levels, machine = _split_levels(graph, levels, pinned), slow_links(machine)
     costs = analytic_costs(graph, machine)
     simulator = Simulator(graph, machine, costs, ranked=True)
-    problem = make_problem(
+    splitting = make_problem(
         graph,
         machine,
         costs,
         lambda placements: simulator.evaluate(placements, "step"),
-        groups=groups,
+        groups=levels.finest,
+        coarser=levels.coarser,
         seed=seed,
         trace=simulator.timeline,
         ranked=simulator.ranked,
@@ -154,11 +157,24 @@ def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground
         elsewhere = np.arange(len(machine.devices)) != home
         lives = pinned[np.maximum(graph.residences, 0)] & (graph.residences >= 0)
         places[np.ix_(lives, elsewhere)] = False
-        allowed = problem.allowed.copy()
-        allowed[np.ix_(np.unique(groups.of_op[pinned]), elsewhere)] = False
-        problem = replace(problem, allowed=allowed)
+        allowed = splitting.allowed.copy()
+        allowed[np.ix_(np.unique(levels.finest.of_op[pinned]), elsewhere)] = False
+        splitting = replace(splitting, allowed=allowed)
+    problem = under_units(splitting, splitting.coarser[0]) if splitting.coarser else splitting
     bound = lower_bound(graph, machine, costs, "step", places, capacities=problem.capacities)
-    return Ground(problem, places, bound)
+    return Ground(problem, splitting, places, bound)
+
+
+def _split_levels(graph: Graph, levels: GroupLevels, pinned: NDArray[np.bool_]) -> GroupLevels:
+    """The levels, in which the pinned ops of each group are a group of their own: see `split`."""
+    finest = split(graph, levels.finest, pinned)
+    coarser = []
+    for unit_of in levels.coarser:
+        units = Groups(unit_of[levels.finest.of_op], int(unit_of.max()) + 1)
+        of_group = np.empty(finest.count, np.int32)
+        of_group[finest.of_op] = split(graph, units, pinned).of_op
+        coarser.append(of_group)
+    return GroupLevels(finest, tuple(coarser))
 
 
 def first_of(machine: Machine, kind: str) -> int:
@@ -168,14 +184,14 @@ def first_of(machine: Machine, kind: str) -> int:
     return kinds.index(kind)
 
 
-def run_method(
-    ground: Ground, name: str, budget: str
-) -> tuple[MethodResult, GroupPlacement | None]:
-    """Run a method: its result, and its placement [groups], None if it refuses the problem.
+def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Placement | None]:
+    """Run a method: its result, and its placement [ops], with sources filled in; None if it refuses
+    the problem.
 
     budget   text of the budget for a search; one in evaluations holds for every method
     """
-    problem, limit = ground.problem, _limit(name, budget)
+    problem = ground.splitting if name == "auto" else ground.problem
+    limit = _limit(name, budget)
     limit.prove(ground.bound.seconds, ground.bound.proof)
     began = time.perf_counter()
     try:
@@ -193,7 +209,8 @@ def run_method(
         peak_memory_bytes=dict(zip(problem.machine.device_names, peaks.tolist(), strict=True)),
         search_seconds=limit.spent_seconds,
     )
-    return result, placement
+    spread = problem.spread(placement)
+    return result, normalise(spread, problem.graph, problem.machine)
 
 
 def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:
@@ -204,13 +221,6 @@ def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArra
         return ""
     name = machine.devices[device].name
     return f"OOM: {name} needs {format_bytes(needed)} of {format_bytes(available)}"
-
-
-def spread(ground: Ground, placement: Sequence[int]) -> NDArray[np.int32]:
-    """The placement of ops [ops] of a placement [groups], with sources filled in."""
-    problem = ground.problem
-    of_op = problem.spread(np.array(placement, dtype=np.int32))
-    return normalise(of_op, problem.graph, problem.machine)
 
 
 def _placer(name: str) -> Placer:

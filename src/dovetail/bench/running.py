@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dovetail.bench import graphs
 from dovetail.bench.figures import work_of
 from dovetail.bench.methods import (
@@ -22,7 +24,6 @@ from dovetail.bench.methods import (
     Ground,
     lay_ground,
     run_method,
-    spread,
 )
 from dovetail.bench.records import Case, CaseResult, Column, MethodResult, PlanWork
 from dovetail.bench.store import GRAPHS, PLANNED, Store, all_code, code_fingerprint, fingerprint
@@ -269,7 +270,7 @@ def _run(ground: Ground, method: str, budget: str) -> dict[str, Any]:
 def _collect_works(ground: Ground, kept: _StoredParts) -> Iterator[tuple[str, dict[str, Any]]]:
     values, problem = kept.values(), ground.problem
     for name in shown_of(values):
-        placement = spread(ground, values[name]["placement"])
+        placement = np.array(values[name]["placement"], dtype=np.int32)
         yield (
             name,
             asdict(

@@ -68,6 +68,9 @@ from dovetail.runtime.files import read_json
 from dovetail.simulator import LowerBound, Simulator
 from dovetail.units import HERE
 
+MOST_SPLIT_OPS = 100_000
+"""The groups of a larger graph are not split: too few placements of it are simulated in a usual
+budget to make use of that."""
 GivenMap = Mapping[str, int | str]
 """A device map: module or parameter path -> device. A `DeviceMap` names the main device as well."""
 
@@ -257,12 +260,13 @@ def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
 
 
 def _groups_to_place(request: PlanRequest, kept: "_Kept") -> GroupLevels:
-    """The groups of the problem. Only `auto` splits groups while it searches; an instance has only
+    """The groups of the problem. Only `auto` splits groups while it searches. An instance has only
     one kind of groups, and what a format keeps together is small already."""
     step, fine = request.planned_step, request.per_op or bool(request.format)
     splits = request.placer == "auto" and request.method is None and not request.contiguous
     splits &= not fine and request.resolved_objective != "latency"
-    if splits and not isinstance(step, Instance):
+    splits &= not isinstance(step, Instance) and len(graph_of(step)) <= MOST_SPLIT_OPS
+    if splits:
         return group_levels(graph_of(step), kept.units)
     return GroupLevels(groups_of(step, kept.units, per_op=fine), ())
 
