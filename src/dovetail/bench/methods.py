@@ -6,6 +6,7 @@ fits is shown as OOM, whatever the others found.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 from dovetail.bench.records import MethodResult
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, InvalidError
-from dovetail.graph import Graph, GroupLevels, Groups, Phase, group_levels
-from dovetail.graph.grouping import numbered
+from dovetail.graph import Graph, Phase, group_levels
 from dovetail.machine import Machine
 from dovetail.placers import (
     PLACERS,
@@ -34,15 +34,16 @@ from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.units import format_bytes
 
-# ---- The hypothesis: variables and gradient sums on the CPU, links at 3.5 GB/s ----
+# ---- The hypothesis: shared variables and their gradient sums on the CPU, links at 3.5 GB/s ----
 #
 # RL17's expert and its partitioners come out several times slower than any cost model of K80s
 # explains (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML
 # 2017, https://arxiv.org/abs/1706.04972, table 2). One reading brings the expert near the printed
-# seconds: TensorFlow kept the variables, their updates and the sums of their gradients on the CPU,
-# so that every weight crosses a slow link to each device that reads it, and every gradient crosses
-# back. This is a guess, not verified by the paper. Nothing is fitted to it: the rates of the
-# devices are those of the plain machine.
+# seconds: a variable that several devices read, its update and the sums of its gradient were kept
+# on the CPU, so that every such weight crosses a slow link to each device that reads it, and every
+# gradient crosses back. A variable that one device reads is on that device, so one GPU takes what
+# it takes without the hypothesis. This is a guess, not verified by the paper. Nothing is fitted to
+# it: the rates of the devices are those of the plain machine.
 
 
 LINK_BYTES_PER_SECOND = 3.5e9
@@ -57,39 +58,53 @@ def slow_links(machine: Machine) -> Machine:
     return replace(machine, name=f"{machine.name}, links at 3.5 GB/s", links=links)
 
 
-def on_the_cpu(graph: Graph) -> NDArray[np.bool_]:
-    """[ops] True for ops that the hypothesis keeps on the CPU: updates, with which their variables
-    live, and additions that sum the gradients of one variable.
+class SharedVariables:
+    """The variables of a graph, and what is on the CPU if several devices read one.
 
-    Such an addition belongs to no forward op (autograd put it there), and its outputs are read by
-    updates and by such additions alone. O(ops + reads).
+    That is its update, with which the variable lives, and additions that sum its gradients. Such an
+    addition belongs to no forward op (autograd put it there), and its outputs are read by updates
+    and by such additions alone. O(ops + reads).
     """
-    pinned = np.asarray(graph.phases == Phase.UPDATE)
+
+    def __init__(self, graph: Graph, cpu: int) -> None:
+        self._cpu = cpu
+        variable_of = _variables(graph)
+        producers = graph.producers[graph.input_tensors]
+        updates = graph.residences[producers]
+        reads = graph.is_source[producers] & (updates >= 0) & (variable_of[graph.readers] < 0)
+        reads &= variable_of[np.maximum(updates, 0)] >= 0
+        pairs = np.unique(np.stack([updates[reads], graph.readers[reads]], axis=1), axis=0)
+        read, self._offsets = np.unique(pairs[:, 0], return_index=True)
+        self._readers = pairs[:, 1]
+        self._moved = np.flatnonzero(np.isin(variable_of, read)).astype(np.int32)
+        self._variables = np.searchsorted(read, variable_of[self._moved])
+
+    def settle(self, placements: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the placements [batch, ops], in which each variable's update and sums are where
+        all that read the variable are, or on the CPU if these are on several devices."""
+        settled = placements.copy()
+        if len(self._moved):
+            devices = placements[:, self._readers]
+            lowest = np.minimum.reduceat(devices, self._offsets, axis=1)
+            highest = np.maximum.reduceat(devices, self._offsets, axis=1)
+            homes = np.where(lowest == highest, lowest, self._cpu)
+            settled[:, self._moved] = homes[:, self._variables]
+        return settled
+
+
+def _variables(graph: Graph) -> NDArray[np.int32]:
+    """[ops] the update op of the variable whose update or sum of gradients each op is; -1: none."""
+    variable_of = np.full(len(graph), -1, dtype=np.int32)
+    updates = np.flatnonzero(graph.phases == Phase.UPDATE)
+    variable_of[updates] = updates
     sums = (graph.phases == Phase.BACKWARD) & (graph.gradient_of < 0)
     sums &= np.array([kind.startswith(_SUMS) for kind in graph.kinds], dtype=bool)
     # Readers come after producers, so going backwards all readers of an op are decided.
     for op in np.flatnonzero(sums)[::-1].tolist():
         readers = np.concatenate([graph.consumers_of(tensor) for tensor in graph.outputs_of(op)])
-        pinned[op] = len(readers) > 0 and pinned[readers].all()
-    return _with_colocated(graph, pinned)
-
-
-def _with_colocated(graph: Graph, pinned: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[ops] the pinned ops and all ops that share a colocation id with one of them, without
-    sources."""
-    given = graph.colocation >= 0
-    ids = np.unique(graph.colocation[given & pinned])
-    return np.asarray((pinned | (given & np.isin(graph.colocation, ids))) & ~graph.is_source)
-
-
-def split(graph: Graph, groups: Groups, pinned: NDArray[np.bool_]) -> Groups:
-    """The groups, in which the pinned ops of each group are a group of their own, so that no other
-    op goes where they go. As in `graph.grouping` a source is with the op that writes it; any other
-    source stays in its group."""
-    apart = groups.of_op * 2 + pinned
-    written = graph.is_source & (graph.residences >= 0)
-    apart[written] = apart[graph.residences[written]]
-    return numbered(apart)
+        if len(readers) and (variable_of[readers] >= 0).all():
+            variable_of[op] = variable_of[readers[0]]
+    return variable_of
 
 
 PLAIN, HYPOTHESIS = "plain", "hypothesis"
@@ -123,58 +138,43 @@ class Ground:
     """The problem and the bound that all methods of a column share.
 
     splitting   the same problem for `auto`, which may split the groups of `problem`
-    permitted   [ops, devices] True if the op may be on the device, whatever group it is in
+    settle      placements [batch, ops] as a method chose them -> as they are evaluated
     """
 
     problem: PlacementProblem
     splitting: PlacementProblem
-    permitted: NDArray[np.bool_]
     bound: LowerBound
+    settle: Callable[[NDArray[np.int32]], NDArray[np.int32]]
 
 
 def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground:
-    """The problem of a column: the plain one, or the hypothesis's machine, groups and pins."""
-    levels, pinned = group_levels(graph), np.zeros(len(graph), dtype=bool)
+    """The problem of a column: on the plain machine, or under the hypothesis."""
+    levels = group_levels(graph)
+    settle = _unchanged
     if column == HYPOTHESIS:
-        pinned = on_the_cpu(graph)
-        levels, machine = _split_levels(graph, levels, pinned), slow_links(machine)
+        machine = slow_links(machine)
+        settle = SharedVariables(graph, first_of(machine, "cpu")).settle
     costs = analytic_costs(graph, machine)
     simulator = Simulator(graph, machine, costs, ranked=True)
     splitting = make_problem(
         graph,
         machine,
         costs,
-        lambda placements: simulator.evaluate(placements, "step"),
+        lambda placements: simulator.evaluate(settle(placements), "step"),
         groups=levels.finest,
         coarser=levels.coarser,
         seed=seed,
-        trace=simulator.timeline,
+        trace=lambda placement: simulator.timeline(settle(placement[None])[0]),
         ranked=simulator.ranked,
     )
-    places = permitted(graph, machine, ())
-    if pinned.any():
-        home = first_of(machine, "cpu")
-        elsewhere = np.arange(len(machine.devices)) != home
-        lives = pinned[np.maximum(graph.residences, 0)] & (graph.residences >= 0)
-        places[np.ix_(lives, elsewhere)] = False
-        allowed = splitting.allowed.copy()
-        allowed[np.ix_(np.unique(levels.finest.of_op[pinned]), elsewhere)] = False
-        splitting = replace(splitting, allowed=allowed)
     problem = under_units(splitting, splitting.coarser[0]) if splitting.coarser else splitting
+    places = permitted(graph, machine, ())
     bound = lower_bound(graph, machine, costs, "step", places, capacities=problem.capacities)
-    return Ground(problem, splitting, places, bound)
+    return Ground(problem, splitting, bound, settle)
 
 
-def _split_levels(graph: Graph, levels: GroupLevels, pinned: NDArray[np.bool_]) -> GroupLevels:
-    """The levels, in which the pinned ops of each group are a group of their own: see `split`."""
-    finest = split(graph, levels.finest, pinned)
-    coarser = []
-    for unit_of in levels.coarser:
-        units = Groups(unit_of[levels.finest.of_op], int(unit_of.max()) + 1)
-        of_group = np.empty(finest.count, np.int32)
-        of_group[finest.of_op] = split(graph, units, pinned).of_op
-        coarser.append(of_group)
-    return GroupLevels(finest, tuple(coarser))
+def _unchanged(placements: NDArray[np.int32]) -> NDArray[np.int32]:
+    return placements
 
 
 def first_of(machine: Machine, kind: str) -> int:
@@ -209,8 +209,8 @@ def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Pl
         peak_memory_bytes=dict(zip(problem.machine.device_names, peaks.tolist(), strict=True)),
         search_seconds=limit.spent_seconds,
     )
-    spread = problem.spread(placement)
-    return result, normalise(spread, problem.graph, problem.machine)
+    settled = ground.settle(problem.spread(placement)[None])[0]
+    return result, normalise(settled, problem.graph, problem.machine)
 
 
 def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:

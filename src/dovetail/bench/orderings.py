@@ -196,9 +196,9 @@ def _why_single(ground: _Ground, a: str, b: str) -> str:
     moved = f" (the expert's plan: {_transfers(work)})" if work else ""
     if ground.name == HYPOTHESIS:
         return (
-            "With variables and gradient sums on the CPU, one GPU reads every weight over a link "
-            f"at {format_bandwidth(ground.link_bytes_per_second)} and sends every gradient back, "
-            f"and the CPU updates them{moved}."
+            "A weight that several devices read is on the CPU: it is sent over a link at "
+            f"{format_bandwidth(ground.link_bytes_per_second)} to each of them, every gradient is "
+            f"sent back, and the CPU updates it{moved}. One GPU keeps all weights."
         )
     return f"{_step_of(ground)}."
 

@@ -60,8 +60,8 @@ CITATIONS = {
     ),
 }
 HYPOTHESIS_TEXT = (
-    "Hypothesis, not stated by the paper: variables and gradient sums pinned to the CPU, links at "
-    "3.5 GB/s. Nothing is fitted to it."
+    "Hypothesis, not stated by the paper: a variable that several devices read is on the CPU, as "
+    "are its update and the sums of its gradient; links at 3.5 GB/s. Nothing is fitted to it."
 )
 COLUMN_TITLES = {PLAIN: "plain costs", HYPOTHESIS: "hypothesis"}
 """Maps our columns to their titles; any other column has its name as title."""
