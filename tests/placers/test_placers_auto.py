@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.errors import OutOfMemoryError, UsageError
 from dovetail.placers import BASELINES, PLACERS, Budget, parse_budget, place
-from dovetail.placers.auto import SPLIT
+from dovetail.placers.auto import SPLIT, _part
 from dovetail.placers.baselines import single
 from dovetail.simulator import Simulator
 from tests.support.placer_instances import (
@@ -333,3 +333,8 @@ def test_units_with_contrary_pins_are_split():
     assert [unit_of.tolist() for unit_of in problem.coarser] == [[0, 1, 2, 2], [0, 1, 2, 2]]
     outcome = place(problem, "auto", Budget(evaluations=50))
     assert outcome.placement[:2].tolist() == [0, 1]
+
+
+def test_a_slice_of_nothing_of_a_budget_of_seconds_is_no_error():
+    assert _part(Budget(seconds=1.0), 0.0).evaluations == float("inf")
+    assert _part(Budget(evaluations=10), 0.0).evaluations == 1

@@ -20,8 +20,8 @@ Differences:
 * Groups that read different shared parameters stay apart. If the last cells of two layers were
   joined, both layers' weights would have to be on one device.
 * The paper's table 1 has 188 groups for RNNLM, 280 for NMT and 83 for Inception-V3. Here there are
-  374, 824 and 160: a layer of 40 LSTM cells has about four forward groups a cell, where the paper
-  has one, and branches of Inception modules are several groups.
+  374, 824 and 160, since the paper also joins each LSTM cell and each branch. `cells` does that,
+  and has 131, 303 and 63.
 * In a replicated graph each tower is grouped like the replica that it copies. Its groups join no
   other tower's groups, and no averages and updates, which would tie all towers together.
 """
@@ -142,9 +142,16 @@ def _within_units(units: Units) -> list[tuple[Int32, Int32]]:
 
 
 def merge_single_consumers(
-    graph: Graph, groups: Groups, units: Units | None = None, *, largest_share: float = 1.0
+    graph: Graph,
+    groups: Groups,
+    units: Units | None = None,
+    *,
+    largest_share: float = 1.0,
+    units_join: bool = True,
 ) -> Groups:
     """Return the groups after step 2. `largest_share=1` is the paper's rule without a limit.
+
+    units_join   False: a unit joins no consumer, though others may join it
 
     Takes O(rounds x reads).
     """
@@ -158,12 +165,16 @@ def merge_single_consumers(
         weights,
         limit,
         _kept_apart(graph, groups, units),
+        len(graph) if units is not None and not units_join else _NO_LIMIT,
         roots,
         np.full(groups.count, -1, dtype=np.int32),
         np.empty(groups.count, dtype=np.int32),
         np.empty(len(edges), dtype=np.int32),
     )
     return numbered(roots[groups.of_op])
+
+
+_NO_LIMIT = np.iinfo(np.int32).max
 
 
 @kernel
@@ -173,6 +184,7 @@ def _merge(  # noqa: PLR0913 (kernel)
     weights: NDArray[np.float64],
     limit: NDArray[np.float64],
     shared: Int32,
+    sealed_from: int,
     roots: Int32,
     heads: Int32,
     order: Int32,
@@ -185,6 +197,7 @@ def _merge(  # noqa: PLR0913 (kernel)
     shared                 [groups] id of the set of shared parameters that a group reads; -1: none.
                            A group merges only with groups of its own id or of id -1, so the merged
                            set has one id again
+    sealed_from            a group of this id or a higher one joins no consumer
     heads, order, following   work space: [groups] of -1, [groups], [edges]
     """
     edges, merged = len(producers), True
@@ -223,6 +236,7 @@ def _merge(  # noqa: PLR0913 (kernel)
             if several or b < 0:
                 continue
             apart = shared[a] >= 0 and shared[b] >= 0 and shared[a] != shared[b]
+            apart = apart or shared[a] >= sealed_from
             flops, size_bytes = weights[a, 0] + weights[b, 0], weights[a, 1] + weights[b, 1]
             if apart or flops > limit[0] or size_bytes > limit[1]:
                 continue

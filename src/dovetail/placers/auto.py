@@ -59,7 +59,7 @@ MOST_EXACT_GROUPS = 64
 then neither finds nor proves anything in time."""
 FLOOR = 0.15
 """A method without gains keeps this share, before shares are scaled to sum to 1."""
-COARSE_SHARE = 0.5
+COARSE_SHARE = 0.35
 """The share of the budget that is spent on the coarsest units, if groups may be split."""
 SPLIT = "split_groups"
 """The name in outcomes for a placement that splits units of the coarsest partition."""
@@ -201,8 +201,9 @@ def _gain(before: tuple[float, float, float], after: tuple[float, float, float])
 def _part(budget: Budget, share: float, *, apart: bool = False) -> Budget:
     """Return a slice of `share` of the whole budget, with at least one evaluation. `apart`: with a
     ledger of its own."""
-    evaluations = share * budget.evaluations
-    # A budget of seconds has infinitely many evaluations, which `int` cannot take.
-    whole = evaluations if evaluations == float("inf") else max(1.0, float(int(evaluations)))
+    # A budget of seconds has infinitely many evaluations, of which no share is a whole number.
+    whole = budget.evaluations
+    if np.isfinite(whole):
+        whole = max(1.0, float(int(share * whole)))
     make = budget.apart if apart else budget.slice
     return make(seconds=share * budget.seconds, evaluations=whole)
