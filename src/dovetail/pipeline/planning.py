@@ -108,7 +108,7 @@ def find_plan(request: PlanRequest, progress: TellProgress = silent) -> Plan:
     kept = _kept_modules(request, machine)
     costs = costs_of(step, machine, progress, notes)
     progress("grouping ops", 0.0, None)
-    groups = groups_of(step, kept.units, per_op=request.per_op or bool(request.format))
+    groups = groups_of(step, kept.units, per_op=request.places_ops or bool(request.format))
     problem, simulator = problem_of(request, machine, costs, groups, kept)
     budget = _budget_of(request)
     chosen: Plan | None = None
