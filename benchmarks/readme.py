@@ -22,9 +22,15 @@ from dovetail.bench.records import BestSoFar, CaseResult, Column, LearnedRun, Me
 from dovetail.bench.tables import middle
 
 METHODS = {
-    "rl17": ("1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert", "heft", "auto", "seq2seq"),
-    "gdp": ("1 GPU", "metis", "scotch", "expert", "heft", "auto", "gdp", "hdp"),
-}
+    "rl17": (
+        "1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert", "heft", "auto", "seq2seq",
+        "seq2seq-paper",
+    ),
+    "gdp": (
+        "1 GPU", "metis", "scotch", "expert", "heft", "auto", "gdp", "gdp-paper", "hdp",
+        "hdp-paper",
+    ),
+}  # fmt: skip
 HERE = Path(__file__).parent
 
 

@@ -196,13 +196,15 @@ def _mixed(effort: Effort, keys: tuple[str, ...]) -> Text:
 
 def unseen(effort: Effort, rows: Sequence[str]) -> Text:
     yield "### The shipped policy on families that it never saw\n"
-    lines, ratios = [], {name: [] for name in ("zero-shot", "fine-tuned", "etf", "human")}
+    names = ("likeliest", "best proposed", "fine-tuned", "etf", "human")
+    lines, ratios = [], {name: [] for name in names}
     for row in (row for row in UNSEEN if row in rows):
         gdp = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
         found = [tuned_shipped(effort, row, seed) for seed in _seeds(effort)]
         task = task_for(effort.table, row, "gdp")[0]
         values = {
-            "zero-shot": _middle(t.zero_shot for t in found),
+            "likeliest": _middle(t.likeliest for t in found),
+            "best proposed": _middle(t.zero_shot for t in found),
             "fine-tuned": _middle(_seconds(t.run) for t in found),
             "etf": _classical(task, "etf"),
             "human": _human(effort, row),
@@ -217,7 +219,11 @@ def unseen(effort: Effort, rows: Sequence[str]) -> Text:
     yield table(head, lines)
     means = {name: geometric_mean(found) for name, found in ratios.items()}
     said = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items() if mean)
-    yield f"\nOver GDP-one, geometric means: {said}."
+    yield (
+        f"\nOver GDP-one, geometric means: {said}. Likeliest: the one placement that the policy "
+        "takes for best, as it is; best proposed: of all that it proposes, the plain cuts and the "
+        "advice of classical planners among them."
+    )
 
 
 def _classical(task: PlacementTask, name: str) -> float | None:

@@ -31,6 +31,8 @@ class Method:
                  model before it finds anything
     large        `auto` also tries it on graphs of more than `auto.LARGE_OPS` ops
     learns       `dovetail learn` can train its policy
+    carries      a policy that was trained on one graph, or several, serves others
+    per_op       it places every op by itself: only what must stay together is a group
     with_policy  a function that takes (policy file or None, updates) and returns a placer; "" where
                  the method takes no policy file
     """
@@ -44,6 +46,8 @@ class Method:
     slices: int = 1
     large: bool = True
     learns: bool = False
+    carries: bool = False
+    per_op: bool = False
     with_policy: str = ""
 
     def load(self) -> Callable[..., Any]:
@@ -202,6 +206,13 @@ PLACERS: dict[str, Method] = table(
         learns=True,
     ),
     Method(
+        "seq2seq-paper",
+        "placers.learned.placing:seq2seq_paper",
+        ALL_OBJECTIVES,
+        "RL17's policy as published, trained on this graph",
+        learns=True,
+    ),
+    Method(
         "hdp",
         "placers.learned.placing:hdp",
         ALL_OBJECTIVES,
@@ -209,12 +220,30 @@ PLACERS: dict[str, Method] = table(
         learns=True,
     ),
     Method(
+        "hdp-paper",
+        "placers.learned.placing:hdp_paper",
+        ALL_OBJECTIVES,
+        "HDP's policy as published, trained on this graph op by op",
+        learns=True,
+        per_op=True,
+    ),
+    Method(
         "gdp",
         "placers.learned.placing:gdp",
         ALL_OBJECTIVES,
         "proposals of a GDP policy that was trained on other graphs",
         learns=True,
+        carries=True,
         with_policy="placers.learned.placing:make_gdp",
+    ),
+    Method(
+        "gdp-paper",
+        "placers.learned.placing:gdp_paper",
+        ALL_OBJECTIVES,
+        "GDP's policy as published, trained on this graph op by op",
+        learns=True,
+        carries=True,
+        per_op=True,
     ),
     Method(
         "gdp+search",

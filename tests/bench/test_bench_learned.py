@@ -24,7 +24,7 @@ from dovetail.bench.tables import (
     target_of,
 )
 from dovetail.costs import analytic_costs
-from dovetail.graph import Groups, layered
+from dovetail.graph import Groups, colocate, layered
 from dovetail.machine import parse_machine
 from dovetail.simulator import Simulator
 from tests.support.bench_samples import METHODS, fits, make_case, make_column, make_row, oom
@@ -143,7 +143,12 @@ def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(t
     asked = settings(tmp_path, methods=FEW, learn=40, seeds=2)
     table = run_table(asked, CASES, jobs=0)
     assert not table.failures
-    assert trained == [(case.key, "seq2seq", seed) for seed in (0, 1) for case in CASES]
+    assert sorted(trained) == sorted(
+        (case.key, method, seed)
+        for case in CASES
+        for method in ("seq2seq", "seq2seq-paper")
+        for seed in (0, 1)
+    )
     for row in table.rows:
         column = row.columns[PLAIN]
         runs = column.learned["seq2seq"]
@@ -162,7 +167,8 @@ def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(t
     without = run_table(replace(asked, learn=0), CASES, jobs=0)
     assert without.computed == 0
     assert not without.rows[0].columns[PLAIN].learned
-    run_table(replace(asked, learn=80), CASES[:1], jobs=0)
+    more = replace(asked, learn=80, learn_of={"seq2seq-paper": 0})
+    run_table(more, CASES[:1], jobs=0)
     assert trained == [("tiny-2gpu", "seq2seq", 0), ("tiny-2gpu", "seq2seq", 1)]
     own = replace(asked, learn=0, learn_of={"seq2seq": 20})
     (row,) = run_table(own, CASES[:1], jobs=0).rows
@@ -173,7 +179,7 @@ def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(t
 def test_other_code_of_learning_leaves_what_was_planned_and_the_other_way_round(
     tmp_path, trained, monkeypatch, kind, again
 ):
-    asked = settings(tmp_path, methods=FEW, learn=8, seeds=1)
+    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq": 8}, seeds=1)
     run_table(asked, CASES[:1], jobs=0)
     real = store.code_fingerprint
     for module in (store, running):
@@ -300,6 +306,71 @@ def test_gdps_tables_have_its_ratios_its_effort_and_the_papers():
         "less search than HDP": "5.0 x",
     }
     assert [one.limit for one in efforts(gdp_column())] == ["", ""]
+
+
+def published_column():
+    """`gdp_column`, with both methods as published and what the shipped policy proposes."""
+    runs = gdp_column().learned | {
+        "gdp-paper": tuple(made_run("gdp-paper", s, [(7, 0.8 + s / 10)]) for s in (0, 1, 2)),
+        "hdp-paper": (made_run("hdp-paper", 0, []),),
+        "likeliest": (made_run("likeliest", 0, [(1, 0.88)], trials=1),),
+        "proposals": (made_run("proposals", 0, [(1, 0.88), (40, 0.76)]),),
+    }
+    methods = METHODS | {name: middle(of).found for name, of in runs.items()}
+    return replace(make_column(), methods=methods, learned=runs)
+
+
+def test_as_published_stands_beside_ours_and_the_likeliest_apart_from_the_best_proposed():
+    done = [(gdp_case(), make_row(plain=published_column()))]
+    titled = dict(tables.tables_of("gdp", done))
+    head, (row,) = titled["As published, and ours"]
+    found = dict(zip(head, row, strict=True))
+    assert (found["gdp-paper"], found["gdp (ours)"]) == ("0.900 s", "0.600 s")
+    assert (found["hdp-paper"], found["hdp (ours)"]) == ("OOM", "0.700 s")
+    assert found["shipped policy: likeliest"] == "0.880 s"
+    assert found["shipped policy: proposals"] == "0.760 s"
+    assert (found["expert"], found["gdp-paper to expert"]) == ("0.920 s", "0.978 x")
+    assert found["the paper's gdp"] == "0.911 x"  # .234 / .257
+    assert "0.800 s to 1.00 s" in row
+    assert "as published 0.900 s" in render("gdp", [done[0][0]], [done[0][1]], [], [])
+    ours_alone = [(gdp_case(), make_row(plain=gdp_column()))]
+    assert "As published, and ours" not in dict(tables.tables_of("gdp", ours_alone))
+
+
+def test_a_line_of_the_csv_has_the_papers_figure_beside_both_modes():
+    lines = tables.lines_of("gdp", [gdp_case()], [make_row(plain=published_column())])
+    found = {line["method"]: line for line in lines}
+    for method in ("gdp", "gdp-paper"):
+        assert (found[method]["paper_column"], found[method]["paper_seconds"]) == ("GDP-one", 0.234)
+    assert found["likeliest"]["paper_column"] == ""
+
+
+@pytest.mark.parametrize("method", ["likeliest", "proposals"])
+def test_what_the_shipped_policy_proposes_is_judged_without_training(method, task):
+    run, placement = run_learned(task, "by hand", method, trials=5, seed=0)
+    assert run.updates == 0
+    assert (run.trials == 1) == (method == "likeliest")
+    problem = task.problem(threads=1)
+    found = problem.evaluate(problem.spread(placement[None]))
+    assert run.found.seconds == found.values[0]
+
+
+def test_the_likeliest_placement_is_asked_for_once_and_the_rest_seed_by_seed(tmp_path):
+    asked = settings(tmp_path, name="gdp", learn=9, seeds=2)
+    every = list(learned.trainings(asked))
+    assert every.count(("likeliest", 0)) == 1
+    assert ("likeliest", 1) not in every
+    assert {seed for method, seed in every if method == "gdp-paper"} == {0, 1}
+
+
+def test_methods_as_published_place_rl17s_groups_or_every_op():
+    wide, machine = layered(4000, training=True), parse_machine("rl17/2")
+    assert task_of("", wide, machine, "seq2seq-paper")[1] == "RL17's rule"
+    for method in ("gdp-paper", "hdp-paper"):
+        found, grouping = task_of("", wide, machine, method)
+        assert (found.groups.count, grouping) == (
+            colocate(wide).count, "all that colocation leaves",
+        )  # fmt: skip
 
 
 def test_the_page_shows_every_training_and_the_cards_their_sum():

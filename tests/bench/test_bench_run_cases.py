@@ -3,7 +3,7 @@
 import pytest
 
 from dovetail.bench import CASES, GDP_COLUMNS, RL17_COLUMNS
-from dovetail.bench.cases import LEARNED, METHOD_OF
+from dovetail.bench.cases import AS_PUBLISHED, LEARNED, METHOD_OF
 from dovetail.bench.methods import METHODS, PLAIN
 from dovetail.frontends import parse_optimizer
 from dovetail.frontends.models import parse_zoo
@@ -28,6 +28,12 @@ def test_every_printed_column_has_a_method_that_plans_or_one_that_learns(paper, 
     assert set(case.published.seconds) <= set(columns)
     for column in columns:
         assert (METHOD_OF[column] in METHODS[PLAIN]) != (METHOD_OF[column] in LEARNED[paper])
+
+
+def test_every_method_that_learns_for_a_printed_column_stands_there_as_published_too():
+    for methods in LEARNED.values():
+        for method in set(methods) & set(METHOD_OF.values()):
+            assert AS_PUBLISHED[method] in methods
 
 
 def test_rows_have_keys_of_their_own():

@@ -269,7 +269,7 @@ def no_capture(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--method", "magic"), "seq2seq, hdp, gdp"),
+        (("--method", "magic"), "seq2seq, seq2seq-paper, hdp, hdp-paper, gdp, gdp-paper"),
         (("--trials", 7), "one update of 1 controllers takes 16"),
         (("--trials", 20, "--controllers", 2), "takes 32"),
         (("--trials", 100, "--budget", "5m"), "not both"),
@@ -283,6 +283,7 @@ def no_capture(monkeypatch):
         (("--setting", "rate"), "NAME=VALUE"),
         (("--setting", "objective=sac"), "reinforce, ppo"),
         (("--setting", "baseline=magic"), "moving, mean, batch"),
+        (("--setting", "ratio=magic"), "decision, placement"),
         (("--setting", "decay_every=0"), "decay_every"),
         (("--setting", "passes=0"), "passes"),
         (("--setting", "valid_only_from=soon"), "valid_only_from"),

@@ -231,5 +231,19 @@ METHOD_OF: dict[str, str] = {
 }
 """Maps each column of a paper to our method."""
 
-LEARNED: dict[str, tuple[str, ...]] = {"rl17": ("seq2seq",), "gdp": ("gdp", "hdp")}
+AS_PUBLISHED: dict[str, str] = {
+    "seq2seq": "seq2seq-paper",
+    "gdp": "gdp-paper",
+    "hdp": "hdp-paper",
+}
+"""Maps each method of ours that learns to the same as its paper has it. A row has both."""
+
+LIKELIEST, PROPOSALS = "likeliest", "proposals"
+"""What the shipped policy comes to without training on the row: by the one placement that it thinks
+likeliest, and by the best of all that it proposes (`placers.learned.placing.proposals`)."""
+
+LEARNED: dict[str, tuple[str, ...]] = {
+    "rl17": ("seq2seq", "seq2seq-paper"),
+    "gdp": ("gdp", "gdp-paper", "hdp", "hdp-paper", LIKELIEST, PROPOSALS),
+}
 """Maps each table to its methods that learn. Their budget is one of their own: trials and seeds."""

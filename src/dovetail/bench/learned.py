@@ -1,11 +1,12 @@
-"""Trains a learned method on one row alone: RL17's seq2seq, HDP, or GDP-one.
+"""Trains a learned method on one row alone: RL17's seq2seq, HDP, or GDP-one, ours or as published.
 
     graph ──► groups ──► Task ──► learn ──► LearnedRun, placement
                            └────► Tally: the simulator, and the curve of what it was asked
 
-Every method starts from nothing: no shipped policy, no plan of another method, no baseline. There
-is one exception: GDP's features hold the choices of two classical planners (`gdp`). HDP and GDP
-place the same groups.
+Every method starts from nothing: no plan of another method, no baseline, and no shipped policy but
+for what that proposes untrained (`SHIPPED`). There is one exception: GDP's features hold the
+choices of two classical planners (`gdp`). HDP and GDP place the same groups; as published
+(`hdp-paper`, `gdp-paper`) they place every op by itself.
 """
 
 import time
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.bench import graphs
-from dovetail.bench.cases import LEARNED
+from dovetail.bench.cases import LEARNED, LIKELIEST, PROPOSALS
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.records import BestSoFar, Case, CaseResult, LearnedRun, MethodResult
 from dovetail.bench.running import BenchSettings, Tell
@@ -29,6 +30,7 @@ from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.grouping import merge_single_consumers
 from dovetail.machine import Machine, parse_machine
 from dovetail.machine.files import machine_to_dict
+from dovetail.methods import PLACERS
 from dovetail.placers.learned.records import LearningSettings, PlacementTask, Trials
 from dovetail.placers.multilevel import coarsen
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
@@ -40,8 +42,10 @@ if TYPE_CHECKING:  # they need torch
 
 TellTraining = Callable[[int, float], None]
 """A callback: tell(trials so far, best seconds or inf)."""
-RL17_METHODS = ("seq2seq",)
+RL17_METHODS = ("seq2seq", "seq2seq-paper")
 """These methods place the groups of RL17's rule, as every planner does."""
+SHIPPED = (LIKELIEST, PROPOSALS)
+"""These are the shipped policy's, on the groups of `gdp`. They draw once, and train nothing."""
 FEWEST_GROUPS, MOST_GROUPS = 500, 1000
 """GDP and HDP train on a number of groups in this range, which two cores can do."""
 IDLE_UPDATES = 50
@@ -55,6 +59,8 @@ def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[Pla
     task = by_rule(name, graph, machine)
     if method in RL17_METHODS:
         return task, "RL17's rule"
+    if method not in SHIPPED and PLACERS[method].per_op:
+        return replace(task, groups=colocate(graph)), "all that colocation leaves"
     groups, grouping = _size_groups(task)
     return replace(task, groups=groups), grouping
 
@@ -166,6 +172,21 @@ def train(
     return drive(policy, settings_of(method), views, tallies, trials=trials, seed=seed).updates
 
 
+def propose(method: str, task: PlacementTask, tally: Tally, seed: int) -> None:
+    """Have the shipped policy's likeliest placement judged, or all that it proposes. Raises
+    `PolicyFileError` where no policy is shipped."""
+    from dovetail.placers.learned.files import load_policy, shipped
+    from dovetail.placers.learned.placing import proposals
+
+    (seen,) = views_of([task])
+    policy, _card = load_policy(shipped(), "gdp")
+    if method == LIKELIEST:
+        tally(policy.likeliest(seen.view)[None])
+        return
+    for placements in proposals(policy, seen.view, seed):
+        tally(placements)
+
+
 def views_of(tasks: Sequence[PlacementTask]) -> list["TaskView"]:
     """The tasks as a policy sees them."""
     from dovetail.placers.learned.features import look
@@ -224,9 +245,13 @@ def run_learned(
     tell: TellTraining = lambda _trials, _seconds: None,
 ) -> tuple[LearnedRun, GroupPlacement | None]:
     """Train a method for at most `trials` trials: its record, and its best placement [groups], None
-    if none fits."""
+    if none fits. One of `SHIPPED` has as many trials as it proposes."""
     tally, began = Tally(task.problem(seed=seed, threads=1), tell), time.perf_counter()
-    updates = train(method, (task,), (tally,), trials=trials, seed=seed)
+    if method in SHIPPED:
+        propose(method, task, tally, seed)
+        updates = 0
+    else:
+        updates = train(method, (task,), (tally,), trials=trials, seed=seed)
     run = run_of(method, seed, grouping, tally, updates, time.perf_counter() - began)
     return run, tally.placement
 
@@ -263,11 +288,13 @@ def run_of(
 
 
 def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
-    """Yield (method, seed) of every training of a row, seed by seed."""
+    """Yield (method, seed) of every training of a row, seed by seed. The likeliest placement of a
+    policy that is not trained needs one seed."""
     methods = [method for method in LEARNED[settings.name] if settings.trials_of(method)]
     for seed in range(settings.seed, settings.seed + settings.seeds):
         for method in methods:
-            yield method, seed
+            if method != LIKELIEST or seed == settings.seed:
+                yield method, seed
 
 
 def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.bench.cases import LEARNED, METHOD_OF
+from dovetail.bench.cases import AS_PUBLISHED, LEARNED, LIKELIEST, METHOD_OF, PROPOSALS
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.orderings import format_step
 from dovetail.bench.records import (
@@ -95,7 +95,7 @@ def _lines(head: Line, published: Published | None, column: Column) -> Iterator[
     given = published.seconds if published else {}
     head = head | {"bound_seconds": column.bound, "bound_proof": column.proof}
     for method, result in column.methods.items():
-        beside = [paper for paper in given if METHOD_OF.get(paper) == method] or [""]
+        beside = [paper for paper in given if method in methods_of(paper)] or [""]
         for paper in beside:
             yield (
                 head | {"method": method} | _our_cells(result) | _paper_cells(given, paper, result)
@@ -107,9 +107,16 @@ def _not_run(
 ) -> Iterator[Line]:
     given = published.seconds if published else {}
     for paper in given:
-        method = METHOD_OF[paper]
-        if method in learned and method not in column.methods:
-            yield head | {"method": method, "reason": NOT_RUN} | _paper_cells(given, paper, None)
+        for method in methods_of(paper):
+            if method in learned and method not in column.methods:
+                cells = _paper_cells(given, paper, None)
+                yield head | {"method": method, "reason": NOT_RUN} | cells
+
+
+def methods_of(paper_column: str) -> tuple[str, ...]:
+    """Our methods for a column of a paper: ours, and of one that learns the same as published."""
+    method = METHOD_OF[paper_column]
+    return (method, AS_PUBLISHED[method]) if method in AS_PUBLISHED else (method,)
 
 
 def _our_cells(result: MethodResult) -> Line:
@@ -282,6 +289,7 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 #
 #     rl17   seq2seq against the best baseline, and against its `LearningTarget`
 #     gdp    GDP-one and HDP against human and `auto`; how much less GDP evaluates than HDP
+#     both   each method beside the same as published; of GDP what the shipped policy proposes
 
 
 Done = Sequence[tuple[Case, CaseResult]]
@@ -304,6 +312,7 @@ def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
     else:
         titled.insert(0, ("Against human, HDP and auto", _gdp(trained)))
         titled.insert(1, ("Search effort", _efforts(trained)))
+    titled.insert(-1, ("As published, and ours", _as_published(name, trained)))
     return [(title, table) for title, table in titled if table[1]]
 
 
@@ -340,6 +349,36 @@ def _rl17(trained: _Trained) -> TextTable:
             _yes_or_no(_meets(target, seconds)),
         ))  # fmt: skip
     return head, rows
+
+
+def _as_published(name: str, trained: _Trained) -> TextTable:
+    """Each method of the table as its paper has it, beside ours; of rows that have one of them. The
+    last columns compare with the expert, and have the paper's own ratio."""
+    pairs = [(ours, AS_PUBLISHED[ours]) for ours in LEARNED[name] if ours in AS_PUBLISHED]
+    shipped = [method for method in (LIKELIEST, PROPOSALS) if method in LEARNED[name]]
+    head = ["row"]
+    for ours, published in pairs:
+        head += [published, "best to worst", f"{ours} (ours)"]
+    head += [f"shipped policy: {method}" for method in shipped] + ["expert"]
+    head += [f"{published} to expert" for _, published in pairs]
+    head += [f"the paper's {ours}" for ours, _ in pairs]
+    rows: list[tuple[str, ...]] = []
+    for case, column in trained:
+        if not column.learned.keys() & {*AS_PUBLISHED.values(), *shipped}:
+            continue
+        printed = case.published.seconds if case.published else {}
+        human = printed.get("expert", printed.get("human"))
+        of_paper = {METHOD_OF[paper]: seconds for paper, seconds in printed.items()}
+        cells = [case.title]
+        for ours, published in pairs:
+            cells += [*_median_and_span(column, published), _median_and_span(column, ours)[0]]
+        cells += [_median_and_span(column, method)[0] for method in shipped]
+        expert = _median(column, "expert")
+        cells += [format_step(expert) if "expert" in column.methods else NOTHING]
+        cells += [_ratio(_median(column, published), expert) for _, published in pairs]
+        cells += [_ratio(of_paper.get(ours), human) for ours, _ in pairs]
+        rows.append(tuple(cells))
+    return tuple(head), rows
 
 
 def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:

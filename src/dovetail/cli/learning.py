@@ -174,7 +174,8 @@ def _tell(card: dict[str, Any], out: Path, as_json: bool) -> None:
 # --- `dovetail learn one`, `batch` and `finetune` ---
 
 learn = typer.Typer(
-    help="Train a policy that places networks: seq2seq (RL17), hdp or gdp.",
+    help="Train a policy that places networks: seq2seq (RL17), hdp or gdp; each also as "
+    "published, seq2seq-paper, hdp-paper, gdp-paper.",
     no_args_is_help=True,
     add_completion=False,
 )

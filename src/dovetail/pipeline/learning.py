@@ -23,6 +23,7 @@ from dovetail.executors import run as execute
 from dovetail.frontends import Captured
 from dovetail.instances import Instance
 from dovetail.machine import Machine
+from dovetail.methods import PLACERS
 from dovetail.pipeline.planning import find_plan
 from dovetail.pipeline.requests import (
     LearnRequest,
@@ -191,9 +192,10 @@ def _load_for(
 
     policy, card = load_policy(path, method)
     sizes = card.get("sizes")
-    # Only a GDP policy serves graphs and machines of any size. The other policies have the
-    # one-hot adjacency of one graph in their input.
-    if method != "gdp" and not (isinstance(sizes, list) and _sizes(task) in sizes):
+    # Only policies of GDP serve graphs of any size. The other policies have the one-hot adjacency
+    # of one graph in their input.
+    carries = PLACERS[policy.name].carries
+    if not carries and not (isinstance(sizes, list) and _sizes(task) in sizes):
         names = card.get("trained_on")
         graphs = ", ".join(map(str, names)) if isinstance(names, list) else "another graph"
         raise PolicyMismatchError(

@@ -262,7 +262,7 @@ def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
 def _groups_to_place(request: PlanRequest, kept: "_Kept") -> GroupLevels:
     """The groups of the problem. Only `auto` splits groups while it searches. An instance has only
     one kind of groups, and what a format keeps together is small already."""
-    step, fine = request.planned_step, request.per_op or bool(request.format)
+    step, fine = request.planned_step, request.places_ops or bool(request.format)
     splits = request.placer == "auto" and request.method is None and not request.contiguous
     splits &= not fine and request.resolved_objective != "latency"
     splits &= not isinstance(step, Instance) and len(graph_of(step)) <= MOST_SPLIT_OPS

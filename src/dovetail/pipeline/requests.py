@@ -123,6 +123,11 @@ class PlanRequest:
         return self.objective or default_objective(self.step)
 
     @property
+    def places_ops(self) -> bool:
+        """True if every op is placed by itself: by `per_op`, or always by this placer."""
+        return self.per_op or PLACERS[self.placer].per_op
+
+    @property
     def resolved_gain(self) -> float:
         """`min_gain`, or its default for this step."""
         if self.min_gain is None:
@@ -283,8 +288,8 @@ class LearnRequest:
     `InvalidError` for a request that cannot be learned, as far as that can be known beforehand.
 
     tasks        the steps to place, on their machines
-    method       Policy to train: seq2seq, hdp or gdp. By default that of the policy file, else
-                 seq2seq
+    method       Policy to train: seq2seq, hdp or gdp, or one of them as published: seq2seq-paper,
+                 hdp-paper, gdp-paper. By default that of the policy file, else seq2seq
     policy       Policy file to start from
     trials       Placements to try in all, over all tasks and controllers
     seconds      How long to learn, in place of a number of trials
@@ -318,12 +323,14 @@ class LearnRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tasks", tuple(self.tasks))
         object.__setattr__(self, "method", self._method())
+        every = PLACERS[self.method].per_op
+        tasks = [replace(task, per_op=task.per_op or every) for task in self.tasks]
+        object.__setattr__(self, "tasks", tuple(tasks))
         if self.backend:
             check_name("backend", self.backend, BACKENDS)
         check_seed(self.seed)
-        if len(self.tasks) > 1 and self.method != "gdp":
+        if len(self.tasks) > 1 and not PLACERS[self.method].carries:
             raise UsageError("method", f"{self.method} learns one graph; gdp learns many at once")
         self._check_length()
         self._check_measured()
@@ -411,7 +418,7 @@ class LearnRequest:
     def _check_task(self, task: TaskRequest) -> None:
         from dovetail.pipeline.sources import graph_of
 
-        if task.per_op and self.method != "gdp":
+        if task.per_op and self.method != "gdp" and not PLACERS[self.method].per_op:
             raise UsageError(
                 "per_op", f"is for gdp; {self.method} decides for one group after the other"
             )
@@ -452,9 +459,9 @@ def _check_measurable(task: TaskRequest) -> None:
 
 
 def _check_settings(settings: "LearningSettings") -> None:
-    from dovetail.placers.learned.records import BASELINES, OBJECTIVES
+    from dovetail.placers.learned.records import BASELINES, OBJECTIVES, RATIOS
 
-    for name, known in (("objective", OBJECTIVES), ("baseline", BASELINES)):
+    for name, known in (("objective", OBJECTIVES), ("baseline", BASELINES), ("ratio", RATIOS)):
         if getattr(settings, name) not in known:
             value = getattr(settings, name)
             raise UsageError("setting", f"{name} is {value!r}, not one of {', '.join(known)}")

@@ -9,20 +9,25 @@ import torch
 
 from dovetail.placers.learned.features import look
 from dovetail.placers.learned.gdp import Gdp
+from dovetail.placers.learned.gdp_paper import GdpPaper
 from dovetail.placers.learned.hdp import Hdp
 from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.losses import ppo, reinforce
 from dovetail.placers.learned.records import LearningSettings, Trials
 from dovetail.placers.learned.seq2seq import Seq2Seq
+from dovetail.placers.learned.seq2seq_paper import Seq2SeqPaper
 from tests.support.learned_problems import random_problem
 
 REINFORCE = LearningSettings("reinforce", trials=6, rate=0.01, entropy=0.1, entropy_each=0.05)
 PPO = LearningSettings("ppo", trials=6, rate=0.01, entropy=0.1, passes=3, clip=0.05)
+WHOLE = replace(PPO, ratio="placement", clip=0.5)
 SMALL = {
     "seq2seq": (Seq2Seq, {"hidden": 6}, reinforce, REINFORCE),
     "hdp": (Hdp, {"hidden": 6, "grouper_hidden": 5}, reinforce, REINFORCE),
     # One segment: no gradient goes into the segment before, and none should.
     "gdp": (Gdp, {"hidden": 8, "heads": 2, "segment": 8}, ppo, PPO),
+    "seq2seq-paper": (Seq2SeqPaper, {"hidden": 6}, reinforce, REINFORCE),
+    "gdp-paper": (GdpPaper, {"hidden": 8, "heads": 2, "segment": 8}, ppo, WHOLE),
 }
 
 
@@ -118,7 +123,7 @@ def placements_of(name, actions):
 
 
 @pytest.mark.usefixtures("_doubles")
-@pytest.mark.parametrize("name", ["seq2seq", "hdp"])
+@pytest.mark.parametrize("name", ["seq2seq", "seq2seq-paper", "hdp"])
 def test_reinforce_estimates_the_gradient_of_the_expected_cost(name):
     problem = random_problem(2, groups=3, devices=2, tight=False)
     view = exact_view(problem)
@@ -170,6 +175,8 @@ LEARNING = {
     "seq2seq": (0.005, 40, {}),
     "hdp": (0.01, 30, {"noise": 0.0, "bound": 5.0}),
     "gdp": (0.003, 25, {"layers": 1, "sage_layers": 1}),
+    "seq2seq-paper": (0.01, 40, {}),
+    "gdp-paper": (0.003, 25, {"layers": 1, "sage_layers": 1}),
 }
 """Adam's rate, updates, and further options."""
 

@@ -24,6 +24,9 @@ OPTIONS = {
     "seq2seq": {"hidden": 8},
     "hdp": {"hidden": 8, "grouper_hidden": 8},
     "gdp": {"hidden": 16, "heads": 2},
+    "seq2seq-paper": {"hidden": 8},
+    "hdp-paper": {"hidden": 8, "grouper_hidden": 8},
+    "gdp-paper": {"hidden": 16, "heads": 2},
 }
 METHODS = list(OPTIONS)
 

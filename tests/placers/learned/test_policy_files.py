@@ -53,10 +53,10 @@ def with_card(path, **changes):
 def test_a_policy_comes_back_as_it_was_saved(cls, view, tmp_path):
     policy = cls.for_view(view, seed=4, hidden=8)
     save_policy(tmp_path / "p", policy, CARD)
-    loaded, card = load_policy(tmp_path / "p", cls.name)
+    loaded, card = load_policy(tmp_path / "p", policy.name)
     assert type(loaded) is cls
     assert loaded.config == policy.config
-    assert card["method"] == cls.name
+    assert card["method"] == policy.name
     assert {name: card[name] for name in CARD} == CARD
     draws = [p.draw(view, 5, torch.Generator().manual_seed(0)) for p in (policy, loaded)]
     assert torch.equal(draws[0].log_probs, draws[1].log_probs)

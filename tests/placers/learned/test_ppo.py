@@ -1,6 +1,6 @@
-"""PPO's clipped objective, decision by decision."""
+"""PPO's clipped objective, decision by decision and for a placement as a whole."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -57,6 +57,23 @@ def test_a_decision_that_has_gone_far_enough_teaches_no_more():
     assert (gradient[0, 1:] < 0).all()
     assert gradient[1, 0] > 0
     assert gradient[1, 2] > 0
+
+
+def test_one_ratio_for_a_placement_is_the_product_of_its_decisions():
+    settings = replace(SETTINGS, ratio="placement")
+    ratios = torch.tensor([[1.5, 0.5, 1.1], [1.5, 0.9, 0.9], [2.0, 2.0, 2.0]])
+    found, gradient = loss_at(ratios, torch.tensor([2.0, -1.0, 3.0]), settings)
+    assert found == pytest.approx(-np.mean([2 * 0.825, -1.215, 3 * 1.2]))
+    assert (gradient[0] == gradient[0, 0]).all()
+    assert gradient[0, 0] < 0 < gradient[1, 0]
+    assert not gradient[2].any()
+
+
+def test_the_ratio_of_a_placement_of_many_ops_stays_finite():
+    settings = replace(SETTINGS, ratio="placement")
+    found, gradient = loss_at(torch.full((1, 500), 2.0), torch.tensor([-1.0]), settings)
+    assert np.isfinite(found)
+    assert torch.isfinite(gradient).all()
 
 
 def test_trials_without_an_advantage_teach_nothing():

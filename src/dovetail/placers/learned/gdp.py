@@ -29,7 +29,7 @@ where its bias is the mean of all trials before, and the best placement so far i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -69,7 +69,7 @@ from dovetail.placers.learned.records import Int64, LearningSettings, ProblemVie
 # sees concat(h, h_N(producers), h_N(consumers)): one neighbourhood cannot tell what comes before
 # from
 # what comes after. No neighbour is left out, where GraphSAGE samples some. f is a dense layer and a
-# ReLU, added to h and normalised. Of equal maxima each gets the gradient.
+# ReLU, added to h and normalised. Of equal maxima each gets an equal share of the gradient.
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,9 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         highest, sources, owners = ctx.saved_tensors
-        sent = gradient.index_select(0, owners) * highest
+        # Like ops are alike before the first layer, so that equal maxima are the rule there.
+        ties = torch.zeros_like(gradient).index_add_(0, owners, highest.to(gradient.dtype))
+        sent = (gradient / ties.clamp_(min=1)).index_select(0, owners) * highest
         return torch.zeros_like(gradient).index_add_(0, sources, sent), None, None
 
 
@@ -381,7 +383,7 @@ class Gdp(Policy):
                    how much faster than the network it learns
     """
 
-    name: ClassVar[str] = "gdp"
+    name = "gdp"
 
     def __init__(  # noqa: PLR0913  (keyword-only options)
         self,

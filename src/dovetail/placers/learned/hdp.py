@@ -17,21 +17,27 @@ Both are drawn from, both are trained at once by REINFORCE: log π is the sum ov
     rate         .1, after 400 updates x .95 every 50  .1
     failing      sqrt(100), where the baseline starts; after 1,000 updates only what ran teaches
 
-Differences: the "ops" are the problem's groups, and a learned group is one of them or many. The
-open version's training step draws a second grouping and placement, of an empty input, and teaches
-those by the first ones' reward; we teach what was tried. Its grouper multiplies raw sizes and
-indices by two matrices in a row, which decides most ops before any training: here features are of
-one size, a hidden layer has a ReLU, and `sharpness` says how decided grouping begins. Costs and
-places of ops are features beside type, sizes and neighbours; kinds have vectors of their own, as in
-the paper. There are no more learned groups than ops. Ops without a choice join no group; groups see
-their devices as neighbours. A group may go wherever one of its ops may, and an op that may not goes
-to its fastest device; a group without ops decides nothing. Each trial has a grouping of its own.
-The open version draws no new placements after 500 updates, but keeps the last one; `greedy_from`
-does that by taking the likeliest.
+`hdp-paper` is the paper's column (`PAPER`): every op by itself, type, output shapes and neighbours
+as features, 256 groups, 4 placements of each grouping, Adam at .1 throughout, the gradient's norm
+cut to 1, and none of our means against early certainty. What the paper leaves open is the open
+version's: widths, the baseline's decay, the failing signal. `hdp` is what learns more (`SETTINGS`).
+
+Differences: the "ops" are the problem's groups, what must stay together for `hdp-paper`, and a
+learned group is one of them or many. The open version's training step draws a second grouping and
+placement, of an empty input, and teaches those by the first ones' reward; we teach what was tried.
+Its grouper multiplies raw sizes and indices by two matrices in a row, which decides most ops before
+any training: here features are of one size, a hidden layer has a ReLU, and `sharpness` says how
+decided grouping begins. Costs and places of ops are features of `hdp` beside type, sizes and
+neighbours; kinds have vectors of their own, as in the paper. There are no more learned groups than
+ops. Ops without a choice join no group; groups see their devices as neighbours. A group may go
+wherever one of its ops may, and an op that may not goes to its fastest device; a group without ops
+decides nothing. Of `hdp` each trial has a grouping of its own. The open version draws no new
+placements after 500 updates, but keeps the last one; `greedy_from` does that by taking the
+likeliest.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -69,9 +75,10 @@ PIECE = 2**20
 
 
 class HdpPlacer(nn.Module):
-    """Embeddings [batch, steps, size], `allowed` [batch, steps, devices] -> a device a step.
+    """Embeddings [batch or 1, steps, size], `allowed` [batch or 1, steps, devices] -> a device a
+    step. Where all trials share their embeddings, they are encoded once.
 
-    bound, temperature   C and T
+    bound, temperature   C and T; bound 0: no tanh
     """
 
     def __init__(
@@ -107,7 +114,7 @@ class HdpPlacer(nn.Module):
         """
         before = torch.full_like(actions, self.devices)
         before[:, 1:] = actions[:, :-1]
-        memory, state = self._encode(embeddings)
+        memory, state = self._encode(embeddings, len(actions))
         states, _ = self.decoder(self.device_embeddings(before), state)
         context = _attend(self.query(states), memory, self.score)
         logits = self._logits(torch.cat([states, context], dim=2), noise)
@@ -126,7 +133,7 @@ class HdpPlacer(nn.Module):
                  likeliest
         """
         batch, steps, _ = chance.shape
-        memory, (hidden, cell) = self._encode(embeddings)
+        memory, (hidden, cell) = self._encode(embeddings, batch)
         into, from_hidden, *biases = self.decoder.parameters()
         of_device = nn.functional.linear(self.device_embeddings.weight, into, biases[0] + biases[1])
         again = from_hidden.T.contiguous()
@@ -150,11 +157,13 @@ class HdpPlacer(nn.Module):
             log_probs[:, step] = logs.gather(1, last[:, None])[:, 0]
         return actions, log_probs
 
-    def _encode(self, embeddings: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _encode(self, embeddings: Tensor, batch: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """(memory [batch, steps, hidden], the decoder's first state [1, batch, hidden] twice)."""
         states, last = self.encoder(embeddings)
-        hidden, cell = (torch.cat([s[0], s[1]], dim=1)[None] for s in last)
-        return self.memory(states), (hidden, cell)
+        hidden, cell = (
+            torch.cat([s[0], s[1]], dim=1).expand(batch, -1).contiguous()[None] for s in last
+        )
+        return self.memory(states).expand(batch, -1, -1), (hidden, cell)
 
     def _logits(self, states: Tensor, noise: Tensor | None) -> Tensor:
         logits: Tensor = self.out(states) / self.temperature
@@ -216,6 +225,7 @@ def _tanh(queries: Tensor, memory: Tensor) -> Tensor:
     return (queries[:, :, None] + memory[:, None]).tanh_()
 
 
+MOST_GROUPS, GROUPS_PER_DEVICE = 256, 20
 REFERENCE_SETTINGS = LearningSettings(
     "reinforce",
     trials=4,
@@ -236,6 +246,22 @@ REFERENCE: dict[str, Any] = {
     "greedy_from": 500,
 }
 """Settings and options of the open version."""
+PAPER_SETTINGS = LearningSettings(
+    "reinforce", trials=4, rate=0.1, failing=10.0, valid_only_from=1000
+)
+PAPER: dict[str, Any] = {
+    "hidden": 512,
+    "grouper_hidden": 64,
+    "bound": 5.0,
+    "temperature": 10.0,
+    "noise": 0.1,
+    "noise_until": 500,
+    "samples": 4,
+    "costs": False,
+}
+"""Settings and options of the paper, section 4: `hdp-paper`. The rate is fixed, and the gradient's
+norm is cut to 1. Widths, the failing signal and the baseline's decay are those of the open version,
+for the paper does not give them."""
 SETTINGS = LearningSettings(
     "reinforce",
     trials=8,
@@ -254,9 +280,7 @@ SETTINGS = LearningSettings(
 certainty, which `seq2seq` and `gdp` have as well."""
 NEIGHBOURS = 6
 """Of each direction, that the grouper sees of an op."""
-FEATURES = SHAPES + NUMBERS + 2 * NEIGHBOURS
 KIND_SIZE = 20
-MOST_GROUPS, GROUPS_PER_DEVICE = 256, 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +288,7 @@ class _ViewTensors:
     """A view as tensors, of the n groups that are free: the ops.
 
     places     [n] their indices in the view
-    features   [n, FEATURES] what the grouper sees of an op, but for its kinds
+    features   [n, features] what the grouper sees of an op, but for its kinds
     kinds      [n, kinds] shares
     ends       [2, edges] an op, or n + the device of a group without a choice
     allowed    [n, devices]
@@ -290,11 +314,12 @@ class Hdp(Policy):
                    update `noise_until`
     greedy_from    update from which on the placer takes the likeliest device; None: never
     sharpness      factor of the grouper's logits before training
+    samples        trials in a row that share one grouping: the paper's k placements of each
+    costs          False: types, shapes and neighbours alone, as in the paper; the policy is then
+                   named hdp-paper
 
     Takes O(trials x groups^2 x hidden) a draw.
     """
-
-    name: ClassVar[str] = "hdp"
 
     def __init__(  # noqa: PLR0913  (keyword-only)
         self,
@@ -310,27 +335,32 @@ class Hdp(Policy):
         noise_until: int = 750,
         greedy_from: int | None = None,
         sharpness: float = 1.0,
+        samples: int = 1,
+        costs: bool = True,
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.name = "hdp" if costs else "hdp-paper"
         self.config = {
             "kinds": list(kinds), "devices": devices, "groups": groups, "hidden": hidden,
             "grouper_hidden": grouper_hidden, "bound": bound, "temperature": temperature,
             "noise": noise, "noise_until": noise_until, "greedy_from": greedy_from,
-            "sharpness": sharpness, "seed": seed,
+            "sharpness": sharpness, "samples": samples, "costs": costs, "seed": seed,
         }  # fmt: skip
+        self.samples, self.costs = samples, costs
+        numbers = SHAPES + NUMBERS if costs else SHAPES
         self.groups, self.noise, self.noise_until = groups, noise, noise_until
         self.greedy_from, self.update = greedy_from, 0
         self.buckets = np.array(kinds, dtype=np.int64)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.kinds = nn.Parameter(torch.randn(len(kinds), KIND_SIZE))
-            first = nn.Linear(KIND_SIZE + FEATURES, grouper_hidden)
+            first = nn.Linear(KIND_SIZE + numbers + 2 * NEIGHBOURS, grouper_hidden)
             last = nn.Linear(grouper_hidden, groups, bias=False)
             nn.init.xavier_uniform_(first.weight)
             nn.init.xavier_uniform_(last.weight, gain=sharpness)
             self.grouper = nn.Sequential(first, nn.ReLU(), last)
-            size = 2 * (groups + devices) + 1 + len(kinds) + FEATURES - 2 * NEIGHBOURS
+            size = 2 * (groups + devices) + costs + len(kinds) + numbers
             self.placer = HdpPlacer(
                 size, devices, hidden=hidden, bound=bound, temperature=temperature
             )
@@ -338,9 +368,12 @@ class Hdp(Policy):
 
     @classmethod
     def for_view(cls, view: ProblemView, *, seed: int = 0, **options: Any) -> Self:
-        """A policy of the view's kinds, devices and, by the reference's rule, groups."""
+        """A policy of the view's kinds, devices and groups: by the open version's rule, and as
+        published always `MOST_GROUPS`, but no more than there are ops."""
         kinds = np.unique(view.kind_buckets).tolist()
-        most = min(MOST_GROUPS, GROUPS_PER_DEVICE * view.device_count, int(view.free.sum()))
+        most = min(MOST_GROUPS, int(view.free.sum()))
+        if options.get("costs", True):
+            most = min(most, GROUPS_PER_DEVICE * view.device_count)
         options = {"groups": max(1, most), **options}
         return cls(kinds=kinds, devices=view.device_count, seed=seed, **options)
 
@@ -411,9 +444,10 @@ class Hdp(Policy):
         seen, batch = self._see(view), len(seeds)
         noise = self._noise(seen, seeds)
         logs = self._grouping(seen, noise).log_softmax(dim=2).expand(batch, -1, -1)
-        groups = (logs + _gumbel(logs, generator)).argmax(dim=2)
+        firsts = torch.arange(batch) // self.samples * self.samples
+        groups = (logs + gumbel(logs, generator)).argmax(dim=2)[firsts]
         embeddings, allowed = self._embed(seen, groups)
-        chance = _gumbel(allowed.to(logs.dtype), None if greedy else generator)
+        chance = gumbel(allowed.to(logs.dtype), None if greedy else generator)
         devices, placed = self.placer.decode(
             embeddings, allowed, chance, None if noise is None else noise[1]
         )
@@ -454,7 +488,7 @@ class Hdp(Policy):
         batch, ops = grouped.shape
         devices, dtype = seen.allowed.shape[1], seen.features.dtype
         ones = torch.ones(ops, 1, dtype=dtype)
-        features = seen.features[:, : FEATURES - 2 * NEIGHBOURS]
+        features = seen.features[:, : -2 * NEIGHBOURS]
         columns = torch.cat([ones, seen.kinds, features, seen.allowed.to(dtype)], dim=1)
         rows = grouped + self.groups * torch.arange(batch)[:, None]
         sums = torch.zeros(batch * self.groups, columns.shape[1], dtype=dtype)
@@ -464,7 +498,7 @@ class Hdp(Policy):
         count, kinds, features, allowed = sums.tensor_split(ends, dim=2)
         parts = [
             self._adjacency(seen, grouped),
-            count / max(1, ops),
+            *([count / max(1, ops)] if self.costs else []),
             kinds / (1 + kinds.amax(dim=2, keepdim=True)),
             features / count.clamp(min=1),
         ]
@@ -489,11 +523,13 @@ class Hdp(Policy):
             if view.device_count != self.placer.devices:
                 reason = f"made for {self.placer.devices} devices, not {view.device_count}"
                 raise PolicyMismatchError(self.name, reason)
-            self._last = (view, _see(view, self.buckets, self.kinds.dtype))
+            self._last = (view, _see(view, self.buckets, self.kinds.dtype, costs=self.costs))
         return self._last[1]
 
 
-def _see(view: ProblemView, buckets: NDArray[np.int64], dtype: torch.dtype) -> _ViewTensors:
+def _see(
+    view: ProblemView, buckets: NDArray[np.int64], dtype: torch.dtype, *, costs: bool
+) -> _ViewTensors:
     free = np.flatnonzero(view.free)
     code = np.asarray(view.settled, dtype=np.int64) + len(free)
     code[free] = np.arange(len(free))
@@ -502,7 +538,8 @@ def _see(view: ProblemView, buckets: NDArray[np.int64], dtype: torch.dtype) -> _
     known = np.isin(view.kind_buckets, buckets)
     at = np.searchsorted(buckets, view.kind_buckets[known])
     np.add.at(kinds, (rows[known], at), view.kind_shares[known])
-    given = np.concatenate([view.shapes, view.numbers], axis=1)[free]
+    numbers = [view.shapes, view.numbers] if costs else [view.shapes]
+    given = np.concatenate(numbers, axis=1)[free]
     spread = given.std(axis=0) if len(free) else 1.0
     given = (given - given.mean(axis=0)) / np.maximum(spread, 1e-3) if len(free) else given
     features = np.concatenate([given, _neighbours(view)[free]], axis=1)
@@ -531,7 +568,7 @@ def _neighbours(view: ProblemView) -> NDArray[np.float32]:
     return found
 
 
-def _gumbel(like: Tensor, generator: torch.Generator | None) -> Tensor:
+def gumbel(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Numbers whose addition to log-probabilities makes the largest a draw; without a generator
     zeros."""
     if generator is None:

@@ -31,6 +31,8 @@ from dovetail.placers.learned.records import BASELINES, Bool, LearningSettings, 
 
 SMALLEST_SPREAD = 1e-3
 """Of the mean cost: differences below that are not made larger."""
+LARGEST_LOG = 20.0
+"""The logarithm of a placement's ratio is cut to this, so that the ratio stays finite."""
 
 
 def cost(trials: Trials, settings: LearningSettings) -> NDArray[np.float64]:
@@ -145,14 +147,16 @@ def reinforce(
 #     r = pi(a) / pi_drawn(a)          A: the trial's advantage
 #     L = -mean(min(r A, clip(r, 1 - c, 1 + c) A)) - w mean(entropy)
 #
-# Differences: r is per decision, not of a whole placement: a product over a thousand decisions
-# leaves
-# [1 - c, 1 + c] at the first step, and the gradient would be gone. Every decision of a trial has
-# the
-# trial's advantage. There is no value network: the bias is the mean of all earlier trials, which is
-# the baseline's business (`advantage`). `with_elite` lets the best placement so far take part in
-# every batch, so that what was found once is learned; J. Oh et al., "Self-Imitation Learning", ICML
-# 2018, https://arxiv.org/abs/1806.05635, replay what did better than expected.
+# With `LearningSettings.ratio` "placement" a is a whole placement, as in GDP's objective, whose
+# policy is the probability of one. GDP's text does not say whether the ratio is clipped as a whole
+# or op by op. A product over a thousand decisions leaves [1 - c, 1 + c] at the first step, so that
+# further passes over a batch do little.
+#
+# Differences: with `ratio` "decision" (ours) r is per decision, and every decision of a trial has
+# the trial's advantage. There is no value network: the bias is the mean of all earlier trials,
+# which is the baseline's business (`advantage`). `with_elite` lets the best placement so far take
+# part in every batch, so that what was found once is learned; J. Oh et al., "Self-Imitation
+# Learning", ICML 2018, https://arxiv.org/abs/1806.05635, replay what did better than expected.
 
 
 def ppo(
@@ -162,11 +166,16 @@ def ppo(
 
     advantages   [batch] higher is better; 0 for trials that teach nothing
 
-    Means run over the decisions that were open, of all trials.
+    Means run over the decisions that were open, of all trials; over trials where each has one
+    ratio.
     """
     judged = policy.judge(view, draw.actions)
     taken = (draw.log_probs != 0) | (judged.log_probs.detach() != 0)
-    ratios = torch.exp(judged.log_probs - draw.log_probs)
+    logs = judged.log_probs - draw.log_probs
+    if settings.ratio == "placement":
+        logs = logs.sum(dim=1, keepdim=True).clamp(max=LARGEST_LOG)
+        taken = taken.any(dim=1, keepdim=True)
+    ratios = torch.exp(logs)
     clipped = ratios.clamp(1 - settings.clip, 1 + settings.clip)
     each = advantages[:, None]
     gains = torch.minimum(ratios * each, clipped * each)

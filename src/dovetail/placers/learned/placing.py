@@ -4,6 +4,7 @@
 
 seq2seq   from a fresh policy, by REINFORCE (RL17)
 hdp       likewise, its grouper trained with it
+*-paper   each of the three as published, from a fresh policy
 gdp       from a policy that was trained before on other graphs, zero-shot: what it thinks
           likeliest, the cuts and the advice that it began from, and what it draws; then, if told
           to, some updates by PPO, which learn from the best of those
@@ -51,6 +52,21 @@ def seq2seq(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
 def hdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     """Train HDP's policy until the budget is spent; the best placement [groups] it drew."""
     return _train_afresh("hdp", problem, budget)
+
+
+def seq2seq_paper(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Train RL17's policy as published until the budget is spent; the best placement [groups]."""
+    return _train_afresh("seq2seq-paper", problem, budget)
+
+
+def hdp_paper(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Train HDP's policy as published until the budget is spent; the best placement [groups]."""
+    return _train_afresh("hdp-paper", problem, budget)
+
+
+def gdp_paper(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Train GDP's policy as published until the budget is spent; the best placement [groups]."""
+    return _train_afresh("gdp-paper", problem, budget)
 
 
 def gdp(problem: PlacementProblem, budget: Budget) -> GroupPlacement:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +41,12 @@ class Judged:
 class Policy(nn.Module, ABC):
     """Float32 on one device. `config` rebuilds it: `type(policy)(**policy.config)`.
 
-    A policy of `seq2seq` or `hdp` is made for one view (its sizes stand in `config`); one of `gdp`
-    serves every view.
+    A policy of `seq2seq` or `hdp` is made for one view (its sizes stand in `config`), and so are
+    their paper modes; one of `gdp` serves every view, and one of `gdp-paper` every view with as
+    many devices.
     """
 
-    name: ClassVar[str]
+    name: str
     config: dict[str, Any]
 
     def alone(self, view: ProblemView) -> "Policy":

@@ -126,6 +126,7 @@ class Trials:
 
 OBJECTIVES = ("reinforce", "ppo")
 BASELINES = ("moving", "mean", "batch")
+RATIOS = ("decision", "placement")
 
 Judge = Callable[[NDArray[np.int32]], Trials]
 """[batch, groups] -> Trials."""
@@ -148,6 +149,8 @@ class LearningSettings:
     normalised      advantages are divided by their spread (ours)
     gradient_norm   the gradient's L2 norm is cut to it
     passes, clip    of PPO: gradient steps a batch of trials, and the ratio's limit
+    ratio           of PPO: "placement", one for all decisions of a trial; "decision", one each
+                    (ours)
     elite           the best placement so far is one more trial of every batch, with so many times
                     the batch's highest advantage; 0: it is not (ours)
     """
@@ -168,6 +171,7 @@ class LearningSettings:
     gradient_norm: float = 1.0
     passes: int = 1
     clip: float = 0.2
+    ratio: str = "decision"
     elite: float = 0.0
 
 

@@ -26,7 +26,7 @@ without those of either that are another method's advice. The best placement so 
 trial of every batch (`LearningSettings.elite`).
 """
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -206,7 +206,7 @@ class Seq2Seq(Policy):
     order in which they are decided.
     """
 
-    name: ClassVar[str] = "seq2seq"
+    name = "seq2seq"
 
     def __init__(
         self, *, groups: int, devices: int, hidden: int = HIDDEN, stay: float = STAY, seed: int = 0
