@@ -100,6 +100,19 @@ def sizes_in_order():
     return found
 
 
+def predicted():
+    """Largest difference of predictions and figures from the model's own, dropout being off."""
+    model = perceptron(norm=True, dropout=0.5)
+    fit(model)
+    features, labels = data()
+    with torch.no_grad():
+        own = model(features, training=False)
+    trainer = Trainer(model, cross_entropy, SGD, backend="simulated", batch=40)
+    error = float((trainer.predict((features, labels)) - own).abs().max())
+    loss = trainer.evaluate((features, labels))["loss"]
+    return max(error, abs(loss - float(cross_entropy(own, labels))))
+
+
 def complaint(model):
     try:
         fit(model)
@@ -120,6 +133,7 @@ def everything():
         "drawn": [dropped(0), dropped(0), dropped(1)],
         "sizes_in_order": sizes_in_order(),
         "statistics": statistics(),
+        "predicted": predicted(),
         "unbuilt": complaint(keras.Sequential([layers.Dense(3)])),
         "parameters": flatten(perceptron(norm=True)).size,
     }

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dovetail.errors import UsageError
 from dovetail.training.ledger import Leases, Ledger
+from dovetail.training.positions import Positions
 from dovetail.training.records import Commit, Job, Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.rules import make_rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read
@@ -87,9 +88,12 @@ class Runs(RuleBasedStateMachine):
         window=st.sampled_from([1, 2, None]),
         workers=st.integers(1, 3),
         come=st.integers(0, 4),
+        partition=st.sampled_from(["leased", "fixed"]),
     )
-    def begin(self, name, samples, epochs, window, workers, come):
-        self.job = a_job(samples=samples, epochs=epochs, window=window, workers=workers)
+    def begin(self, name, samples, epochs, window, workers, come, partition):
+        self.job = a_job(
+            samples=samples, epochs=epochs, window=window, workers=workers, partition=partition
+        )
         self.ledger = Ledger(self.job, RULES[name])
         self.clients, self.zombies = {}, {}
         self.owned = {}  # (worker, lease number) -> positions, as they were answered
@@ -154,11 +158,31 @@ class Runs(RuleBasedStateMachine):
         assert reply.clock == self.clock
         assert (reply.lease is None) == reply.done
         if reply.lease is not None:
+            if (worker, reply.lease.number) not in self.owned:
+                self.check_share(worker, reply.lease)
             self.owned[worker, reply.lease.number] = reply.lease
             slack = self.ledger.rule.slack
-            if slack is not None and reply.lease != client.lease:
+            leased = self.job.partition == "leased"
+            if slack is not None and reply.lease != client.lease and leased:
                 assert self.windows[worker] - self.slowest() <= slack
         client.hear(reply)
+
+    def check_share(self, worker, lease):
+        """A new lease is of the worker's own share, or of an absent worker's if that is used up."""
+        if self.job.partition == "leased":
+            return
+        positions = Positions(self.job)
+        share = positions.pool_of(lease.start)
+        assert share == positions.pool_of(lease.stop - 1)
+        if share == worker:
+            return
+        assert share not in self.clients, "its owner is there"
+        if worker < self.job.workers:
+            own = set(range(*positions.pools[worker]))
+            leases = (self.owned[key] for key in self.owned if key[0] == worker)
+            assert own <= {p for lease in leases for p in range(lease.start, lease.stop)} | set(
+                self.committed
+            )
 
     def slowest(self):
         return min(self.windows.values()) if len(self.joined) >= self.job.workers else 0
@@ -250,7 +274,11 @@ class Runs(RuleBasedStateMachine):
         assert self.ledger.done == (len(self.committed) == total)
         waiting = {c.worker for c in self.clients.values() if c.sent is not None}
         assert waiting == set(self.ledger.waiting)
-        if waiting and len(self.joined) >= self.job.workers:
+        # With shares, those of workers that never came are nobody's.
+        come = len(self.joined) >= self.job.workers
+        if self.job.partition != "leased":
+            come = self.joined >= set(range(self.job.workers))
+        if waiting and come:
             assert waiting != set(self.clients), "all wait, so nobody can end it"
 
     def teardown(self):
@@ -648,3 +676,68 @@ def test_the_end_of_a_stream_needs_no_timeout():
 def test_an_empty_run_is_done_at_once():
     assert answers(a_ledger(epochs=0).offer(first(0)))[0] == Reply(done=True)
     assert Lease(0, 0, 2) == answers(a_ledger().offer(first(0)))[0].lease
+
+
+def shares_of(ledger, workers):
+    """Worker -> the leases that it gets if all take turns, until nobody gets any."""
+    spans = {worker: [] for worker in range(workers)}
+    replies = {w: answers(ledger.offer(first(w)))[w] for w in range(workers)}
+    while replies:
+        worker, reply = next(iter(replies.items()))
+        del replies[worker]
+        if reply.lease is None:
+            continue
+        spans[worker].append((reply.lease.start, reply.lease.stop))
+        turn = a_turn(worker, reply.lease, len(spans[worker]), ledger.clock)
+        replies |= answers(ledger.offer(turn))
+    return spans
+
+
+def test_each_worker_leases_from_its_share_whose_windows_cross_the_epochs():
+    ledger = a_ledger(samples=7, epochs=2, batch=2, window=3, workers=2, partition="fixed")
+    # Shares of 3 and 4 samples: steps of 2 + 1 + 2 + 1, and of 2 + 2 + 2 + 2.
+    assert shares_of(ledger, 2) == {0: [(0, 5), (5, 6)], 1: [(6, 12), (12, 14)]}
+    assert ledger.done and ledger.samples == 14
+
+
+def test_without_a_window_a_worker_leases_its_whole_share():
+    ledger = a_ledger("averaging", samples=7, epochs=3, window=None, workers=2, partition="fixed")
+    ledger.offer(first(0))
+    replies = answers(ledger.offer(first(1)))
+    assert [(r.lease.start, r.lease.stop) for r in replies.values()] == [(0, 9), (9, 21)]
+
+
+def test_a_lost_workers_share_waits_until_others_have_finished_theirs():
+    ledger = a_ledger(samples=8, batch=2, workers=2, partition="fixed")
+    leases = [answers(ledger.offer(first(worker)))[worker].lease for worker in range(2)]
+    ledger.evict(1)
+    second = answers(ledger.offer(a_turn(0, leases[0])))[0].lease
+    assert (second.start, second.stop) == (2, 4)  # its own
+    third = answers(ledger.offer(a_turn(0, second, 2)))[0].lease
+    assert (third.start, third.stop) == (4, 6)  # the lost worker's
+    back = answers(ledger.offer(first(1)))[1].lease
+    assert (back.start, back.stop) == (6, 8)  # it came back and goes on with what is left
+    assert answers(ledger.offer(a_turn(0, third, 3))) == {}  # nothing is left for the other
+    assert not ledger.done
+    assert all(r.done for r in answers(ledger.offer(a_turn(1, back))).values()) and ledger.done
+
+
+def test_a_worker_that_has_finished_a_small_share_holds_nobody_up():
+    """Shares of 2 and 3 samples are 1 and 2 windows an epoch, and the slack is 1."""
+    job = {"samples": 5, "epochs": 9, "batch": 2, "workers": 2, "partition": "fixed"}
+    ledger = a_ledger("ssp", **job)
+    shares_of(ledger, 2)
+    assert ledger.done
+
+
+def test_a_state_from_before_there_were_shares_is_restored():
+    ledger = a_ledger()
+    ledger.offer(first(0))
+    state = ledger.state()
+    (state["leases"]["next"],) = state["leases"]["next"]
+    assert Ledger.restore(ledger.job, ledger.rule, state).state() == ledger.state()
+
+
+def test_a_stream_has_no_shares():
+    with pytest.raises(UsageError, match="stream of unknown length"):
+        a_ledger(samples=None, partition="fixed")

@@ -14,7 +14,7 @@ from dovetail.training.modules import ModuleLearner, flatten
 from dovetail.training.monitor import DivergenceWarning
 from dovetail.training.records import Job
 from dovetail.training.trainer import Trainer
-from dovetail.training.worker import order
+from tests.support.run_order import order
 from tests.support.training_models import (
     OPTIMIZERS,
     SGD,

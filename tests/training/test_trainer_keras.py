@@ -39,6 +39,10 @@ def test_the_vectors_order_is_the_layers_and_not_that_of_their_names(found):
     assert found["sizes_in_order"] == [[6 * 8, 8, 8 * 3, 3]] * 2
 
 
+def test_predictions_and_figures_are_the_models_own_in_inference(found):
+    assert found["predicted"] < 1e-6
+
+
 def test_dropout_draws_from_the_runs_seed(found):
     first, again, other = found["drawn"]
     assert first == again != other

@@ -8,8 +8,9 @@ import pytest
 from dovetail.errors import TrainingError
 from dovetail.training.records import Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.rules import make_rule
-from dovetail.training.worker import Ask, Stepped, Told, batches, order, work
+from dovetail.training.worker import Ask, Stepped, Told, work
 from tests.support.least_squares import LeastSquares, a_job, start
+from tests.support.run_order import batches, order
 
 APPLIED, REFUSED = Verdict.APPLIED, Verdict.REFUSED
 

@@ -19,6 +19,7 @@ from dovetail.cli.benching import bench
 from dovetail.cli.learning import learn
 from dovetail.cli.output import say
 from dovetail.cli.planning import plan
+from dovetail.cli.predicting import PREDICT_EPILOG, predict
 from dovetail.cli.scheduling import schedule
 from dovetail.cli.showing import capture, machine, networks
 from dovetail.cli.training import EPILOG, train, train_report
@@ -41,6 +42,7 @@ app.command(epilog=listing("Placers:", PLACERS))(plan)
 app.command(epilog=listing("Schedulers:", SCHEDULERS))(schedule)
 app.command(epilog=EPILOG)(train)
 app.command("train-report")(train_report)
+app.command(epilog=PREDICT_EPILOG)(predict)
 app.add_typer(learn, name="learn")
 
 

@@ -14,7 +14,7 @@ from dovetail.cli.arguments import Json, check_outputs, split_pair
 from dovetail.cli.output import say, show, show_json
 from dovetail.errors import ModelError, UnwritableError, UsageError
 from dovetail.training.backends import BACKENDS
-from dovetail.training.request import TrainRequest
+from dovetail.training.request import PARTITIONS, TrainRequest
 
 EPILOG = """\
 Examples:
@@ -84,6 +84,13 @@ def train(  # noqa: PLR0913  one argument an option
         int | None,
         typer.Option(min=1, help="Passes over all samples", show_default=_default("epochs")),
     ] = None,
+    partition: Annotated[
+        str,
+        typer.Option(
+            help="; ".join(f"{name}: {help}" for name, help in PARTITIONS.items()),
+            show_default=_default("partition"),
+        ),
+    ] = "",
     lr: Annotated[
         float | None, typer.Option(help="Learning rate, in place of the optimizer's own")
     ] = None,
@@ -187,6 +194,7 @@ def train(  # noqa: PLR0913  one argument an option
     settings = _given(
         workers=workers, batch=batch, epochs=epochs, lr=lr, seed=seed, patience=patience,
         folder=folder, backend=backend or None, wire=wire or None, monitor=monitor or None,
+        partition=partition or None,
         metrics=tuple(metric) if metric else None, resume=resume or None,
         validate=int(validate) if validate.isdecimal() else validate or None,
     )  # fmt: skip

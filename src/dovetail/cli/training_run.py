@@ -448,6 +448,8 @@ def suggest_and_show(
 
     context   that of `dovetail train`. The suggested command has the other options that were typed
     """
+    if setup.request.partition != "leased":
+        raise UsageError("--suggest", "simulates parts of the data, leased; leave --partition out")
     request = replace(setup.request, folder=None, resume=False)
     prepared = prepare(request, setup.dataset, setup.validation)
     with progress_bar() as bar:

@@ -64,7 +64,7 @@ def open_dataset(dataset: Any, collate: Collate | None = None, epochs: int = 1) 
 
 
 def _open(dataset: Any, collate: Collate | None, epochs: int) -> SampleSource:
-    if isinstance(dataset, ArraySource | MapSource | StreamSource):
+    if isinstance(dataset, ArraySource | MapSource | StreamSource | ArrangedSource):
         return dataset
     # A subclass of TensorDataset may change its items, so only the class itself is sliced.
     if type(dataset) is TensorDataset:
@@ -92,15 +92,15 @@ class ArraySource:
     """Arrays of one length, sliced by row."""
 
     def __init__(self, arrays: tuple[Any, ...]) -> None:
-        self._arrays = _as_tensors(arrays)
-        lengths = set(_lengths(self._arrays))
+        self.arrays = _as_tensors(arrays)
+        lengths = set(_lengths(self.arrays))
         if len(lengths) != 1:
             raise UsageError("dataset", f"its arrays have {sorted(lengths)} rows; they must agree")
         self.samples: int | None = lengths.pop()
 
     def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
         """Rows `indices` of each array."""
-        return _take(self._arrays, torch.from_numpy(np.ascontiguousarray(indices))), len(indices)
+        return _take(self.arrays, torch.from_numpy(np.ascontiguousarray(indices))), len(indices)
 
 
 def _as_tensors(tree: Any) -> Any:
@@ -228,6 +228,58 @@ class StreamSource:
         else:
             self._items, self._position = iter(self._dataset), start
         self._epoch = epoch
+
+
+class ArrangedSource:
+    """A data set whose samples have another order: sample i is `order[i]` of `source`."""
+
+    def __init__(self, source: SampleSource, order: NDArray[np.int64]) -> None:
+        self._source, self._order = source, order
+        self.samples = source.samples
+
+    def batch(self, indices: NDArray[np.int64], epoch: int) -> tuple[Any, int]:
+        """The samples `indices` of the arranged data set."""
+        return self._source.batch(self._order[indices], epoch)
+
+
+def labels_of(source: SampleSource) -> NDArray[np.generic]:
+    """The label [samples] of each sample: its first target, one number, or one of several classes
+    as a row of probabilities (one-hot). Of a map-style data set all items are read once.
+
+    Raises `UsageError` for a stream, and for targets that are no labels.
+    """
+    if source.samples is None:
+        raise UsageError("partition", "a stream is not sorted by label; give fixed arrays or items")
+    if isinstance(source, ArraySource):
+        parts = [_labels(source.arrays)]
+    else:
+        rows = np.arange(source.samples, dtype=np.int64)
+        chunks = np.array_split(rows, -(-source.samples // _LABELS_READ))
+        parts = [_labels(source.batch(chunk, 0)[0]) for chunk in chunks]
+    return np.concatenate(parts)
+
+
+_LABELS_READ = 256
+"""So many items of a map-style data set are collated at once when its labels are read."""
+
+
+def _labels(batch: Any) -> NDArray[np.generic]:
+    """The labels [samples] of a batch."""
+    targets = split(batch)[2]
+    if not targets:
+        raise UsageError("partition", "by-label needs labels, and the data set has no target")
+    labels = np.asarray(targets[0])
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim == 2 and (labels >= 0).all() and np.allclose(labels.sum(1), 1):
+        labels = labels.argmax(1)
+    if labels.ndim != 1 or labels.dtype.kind not in "biuf":
+        raise UsageError(
+            "partition",
+            f"by-label sorts by the first target, which must be one number a sample; it is of "
+            f"shape {labels.shape} and type {labels.dtype}",
+        )
+    return labels
 
 
 # `next` returns this at a stream's end. None cannot mark the end, because an item may be None.

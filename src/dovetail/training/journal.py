@@ -28,7 +28,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,7 +65,7 @@ class JournalRecord:
 
 def identity(job: Job, rule: Rule) -> dict[str, Any]:
     """The fields that identify a run, by name, as values that JSON can hold."""
-    fields = asdict(job) | {"rule": rule.name}
+    fields = {"run": job.run} | job.facts() | {"rule": rule.name}
     fields |= {f"option {name}": value for name, value in rule.options.items()}
     # The fields go through JSON once, so that they compare equal to those that a file holds.
     json_fields: dict[str, Any] = json.loads(json.dumps(fields, default=str))

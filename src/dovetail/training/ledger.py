@@ -18,15 +18,22 @@ one worker alone has 0.
   clock counts its leases, and a worker that joins late starts level with the slowest.
 * A worker that asks for samples when none is free waits, because it may get a dead worker's. All
   that wait are answered when the last sample is committed.
+* If each worker has a share of the samples (`positions`), its leases come from its share. While a
+  worker is absent (it died and its replacement has not joined, or it is silent, or lost for good),
+  others that have finished their own shares lease from its share, one window at a time. If it comes
+  back, it goes on with what is left. So each sample of each epoch still counts exactly once.
 
 The same calls give the same steps, so a log of the calls is enough to continue after a server died.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 from dovetail.errors import UsageError
-from dovetail.training.records import Commit, Job, Lease, Refusal, Reply, Turn, Verdict
+from dovetail.training.positions import Positions
+from dovetail.training.records import LEASED, Commit, Job, Lease, Refusal, Reply, Turn, Verdict
 from dovetail.training.rules.contract import Rule
 from dovetail.training.steps import Answer, Apply, Combine, Forget, Read, Step
 
@@ -192,10 +199,34 @@ class Ledger:
         return member
 
     def _slowest(self) -> int:
-        """Windows of the slowest worker that is present; 0 until all first workers have joined."""
+        """Windows of the slowest worker that is present and may have samples left to train; 0 until
+        all first workers have joined."""
         if len(self._members) < self.job.workers:
             return 0
-        return min((m.windows for m in self._members.values() if m.present), default=0)
+        # A worker that has finished its share commits nothing more, so nobody waits for it.
+        working = (
+            member.windows
+            for worker, member in self._members.items()
+            if member.present and (member.lease is not None or self._may_lease(worker))
+        )
+        return min(working, default=0)
+
+    def _may_lease(self, worker: int) -> bool:
+        """Whether there may be samples for the worker. In the pool of all workers there may be some
+        again until the end, since any worker may die."""
+        return self.job.partition == LEASED or self._leases.has_free(self._pools(worker))
+
+    def _pools(self, worker: int) -> list[int]:
+        """The pools of samples that the worker may lease from, those to be used up first first."""
+        if self.job.partition == LEASED:
+            return [0]
+        absent = [
+            number
+            for number, member in sorted(self._members.items())
+            if not member.present and number < self.job.workers
+        ]
+        own = [worker] if worker < self.job.workers else []
+        return own + [number for number in absent if number != worker]
 
     def _apply(self, commit: Commit) -> list[Step]:
         """Counts the commit and returns the step that applies it, if one does."""
@@ -289,7 +320,7 @@ class Ledger:
         ahead = member.windows - self._slowest()
         slack = self.rule.slack
         if member.lease is None and gives_leases and (slack is None or ahead <= slack):
-            member.lease = self._leases.take(self._window_steps(member))
+            member.lease = self._leases.take(self._window_steps(member), self._pools(worker))
         return None if member.lease is None else replace(reply, lease=member.lease)
 
     def _window_steps(self, member: _LedgerWorker) -> int | None:
@@ -352,9 +383,9 @@ def _waiting_turn_of(fields: dict[str, Any]) -> _WaitingTurn:
 class Leases:
     """A run's samples as positions: which are free, which are held, and which are committed.
 
-    Positions [0, samples x epochs) are cut into windows, in order. Samples of a dead worker are
-    handed out again before any new ones. A stream has no epochs here: its positions run on until a
-    worker meets the end. All of it is deterministic, and knows no workers, vectors or time.
+    The positions of each pool are cut into windows, in order. Samples of a dead worker are handed
+    out again before any new ones of their pool. A stream has no epochs here: its positions run on
+    until a worker meets the end. All of it is deterministic, and knows no workers, vectors or time.
 
     stop        number of positions of the run; None: a stream whose end is not known yet
     committed   number of samples that were committed
@@ -364,9 +395,11 @@ class Leases:
         if job.samples is None and job.window is None:
             raise UsageError("window", "a stream of unknown length has no shares; give a window")
         self._job = job
+        self._positions = Positions(job)
         self.stop = None if job.samples is None else job.samples * job.epochs
         self.committed = 0
-        self._next = 0  # the first position that was never handed out
+        # Of each pool: the first position that was never handed out.
+        self._next = [start for start, _ in self._positions.pools]
         self._number = 0  # of the next lease
         self._returned: list[tuple[int, int]] = []  # [start, stop) of positions, sorted
         self._held: dict[int, Lease] = {}  # by number
@@ -374,42 +407,72 @@ class Leases:
     @property
     def finished(self) -> bool:
         """Whether every position is committed."""
-        if self.stop is None or self._returned or self._next < self.stop:
+        if self.stop is None or self.has_free(range(len(self._next))):
             return False
         # A lease beyond the end of a stream holds no samples, so nothing depends on its commit.
         return all(lease.start >= self.stop for lease in self._held.values())
 
-    def take(self, steps: int | None = None) -> Lease | None:
-        """Takes the next free positions: at most `steps` batches (None: the job's window), never
-        across an epoch's end. If each worker commits only once, a lease is a worker's whole share.
-        Returns None if no position is free."""
-        if self._returned:
-            start, end = self._returned.pop(0)
-            stop = self._stop_of(start, end, steps)
-            if stop < end:
-                self._returned.insert(0, (stop, end))
-        elif self.stop is None or self._next < self.stop:
-            start = self._next
-            stop = self._next = self._stop_of(start, self.stop, steps)
-        else:
-            return None
-        lease = Lease(self._number, start, stop)
-        self._number += 1
-        self._held[lease.number] = lease
-        return lease
+    def has_free(self, pools: Iterable[int]) -> bool:
+        """Whether one of the pools has a position that nobody holds and that is not committed."""
+        return any(self._spans_of(pool) or self._has_new(pool) for pool in pools)
+
+    def take(self, steps: int | None = None, pools: Iterable[int] = (0,)) -> Lease | None:
+        """Takes the next free positions of the first pool that has any: at most `steps` batches
+        (None: the job's window). From the pool of all workers, a lease does not cross an epoch's
+        end. If each worker commits only once, a lease is a worker's whole share. Returns None if no
+        position is free."""
+        for pool in pools:
+            returned = self._spans_of(pool)
+            if returned:
+                start, end = returned[0]
+                stop = self._stop_of(start, end, steps)
+                self._returned.remove((start, end))
+                if stop < end:
+                    self._returned.append((stop, end))
+                    self._returned.sort()
+            elif self._has_new(pool):
+                start = self._next[pool]
+                stop = self._next[pool] = self._stop_of(start, self._end_of(pool), steps)
+            else:
+                continue
+            lease = Lease(self._number, start, stop)
+            self._number += 1
+            self._held[lease.number] = lease
+            return lease
+        return None
+
+    def _spans_of(self, pool: int) -> list[tuple[int, int]]:
+        """The positions of a pool that were handed out and came back."""
+        if len(self._next) == 1:
+            return self._returned
+        return [span for span in self._returned if self._positions.pool_of(span[0]) == pool]
+
+    def _end_of(self, pool: int) -> int | None:
+        """Where a pool ends; None: a stream whose end is not known yet."""
+        return self.stop if len(self._next) == 1 else self._positions.pools[pool][1]
+
+    def _has_new(self, pool: int) -> bool:
+        end = self._end_of(pool)
+        return end is None or self._next[pool] < end
 
     def _stop_of(self, start: int, end: int | None, steps: int | None) -> int:
         """Where a lease stops that starts at `start`. `end`: where the free positions end."""
         job = self._job
         if job.window is None:
-            assert self.stop is not None
+            assert self.stop is not None and end is not None
+            if job.partition != LEASED:
+                return end
             # Rounded up, so that the shares of all workers cover the run.
-            stop = start + -(-self.stop // job.workers)
-        else:
+            return min(start + -(-self.stop // job.workers), end)
+        if job.partition == LEASED:
             stop = start + (steps or job.window) * job.batch
             if job.samples:
                 stop = min(stop, (start // job.samples + 1) * job.samples)
-        return stop if end is None else min(stop, end)
+            return stop if end is None else min(stop, end)
+        # A worker goes through its share again and again, so its windows may cross epochs' ends.
+        assert end is not None
+        steps_of_lease = islice(self._positions.batches(start, end), steps or job.window)
+        return max(stop for _, stop in steps_of_lease)
 
     def give_back(self, lease: Lease) -> None:
         """Frees a lease's positions. They are handed out again before all new ones."""
@@ -442,7 +505,7 @@ class Leases:
         return {
             "stop": self.stop,
             "committed": self.committed,
-            "next": self._next,
+            "next": list(self._next),
             "number": self._number,
             "returned": [list(span) for span in self._returned],
             "held": [[lease.number, lease.start, lease.stop] for lease in self._held.values()],
@@ -454,7 +517,9 @@ class Leases:
         leases = cls(job)
         leases.stop = state["stop"]
         leases.committed = state["committed"]
-        leases._next = state["next"]
+        # Runs from before there were shares kept the one pool's number by itself.
+        following = state["next"]
+        leases._next = list(following) if isinstance(following, list) else [following]
         leases._number = state["number"]
         leases._returned = [(start, stop) for start, stop in state["returned"]]
         leases._held = {number: Lease(number, start, stop) for number, start, stop in state["held"]}

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
-from dovetail.training.datasets import Collate, StreamSource, open_dataset, split
+from dovetail.training.datasets import (
+    ArrangedSource,
+    Collate,
+    StreamSource,
+    open_dataset,
+    split,
+)
 from dovetail.training.keras_models import call_keras, is_keras, seed_keras, with_added_losses
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Vector
@@ -254,7 +260,11 @@ def _store(piece: Tensor, gradient: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class ModuleLearners:
-    """Makes a worker's learner by its index. This record is sent to the worker's process."""
+    """Makes a worker's learner by its index. This record is sent to the worker's process.
+
+    arrangement   [samples] the samples of the data set in the order of `positions.arrangement`;
+                  None: as they are
+    """
 
     module: nn.Module
     loss: Loss
@@ -264,10 +274,13 @@ class ModuleLearners:
     collate: Collate | None = None
     epochs: int = 1
     seed: int = 0
+    arrangement: NDArray[np.int64] | None = None
 
     def __call__(self, worker: int) -> ModuleLearner:
         """A learner with its own copy of the module."""
         source = open_dataset(self.dataset, self.collate, self.epochs)
+        if self.arrangement is not None:
+            source = ArrangedSource(source, self.arrangement)
         return ModuleLearner(
             copy.deepcopy(self.module), self.loss, self.optimizer, source, self.schedule,
             seed=self.seed, worker=worker,

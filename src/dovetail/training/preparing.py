@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError, UnknownRuleError, UsageError
 from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Backend, Storage
 from dovetail.training.checkpoint import RunFolder, open_folder
-from dovetail.training.datasets import SampleSource, StreamSource, open_dataset
+from dovetail.training.datasets import SampleSource, StreamSource, labels_of, open_dataset
 from dovetail.training.group import GroupLearners
 from dovetail.training.keras_models import check_keras, is_keras
 from dovetail.training.learner import MakeLearner
@@ -27,7 +28,8 @@ from dovetail.training.modules import (
 )
 from dovetail.training.optimizers import make_optimizer
 from dovetail.training.pickling import check_travels
-from dovetail.training.records import Job, Vector
+from dovetail.training.positions import arrangement
+from dovetail.training.records import LEASED, Job, Vector
 from dovetail.training.request import TrainRequest
 from dovetail.training.rules import RULES, make_rule
 from dovetail.training.rules.contract import Rule
@@ -66,7 +68,7 @@ def prepare(request: TrainRequest, dataset: Any, validation: Any) -> PreparedTra
     source = open_dataset(dataset, request.collate, request.epochs)
     learners = ModuleLearners(
         request.model, request.loss, optimizer, dataset, request.schedule, request.collate,
-        request.epochs, request.seed,
+        request.epochs, request.seed, _arrangement(request, source),
     )  # fmt: skip
     theta = flatten(request.model)
     _try_out(learners, theta, request.batch)
@@ -193,6 +195,23 @@ def _evaluator(request: TrainRequest, source: SampleSource, validation: Any) -> 
     return evaluator
 
 
+def _arrangement(request: TrainRequest, source: SampleSource) -> NDArray[np.int64] | None:
+    """The order [samples] of the data set from which shares are cut; None: there are no shares."""
+    if request.partition == LEASED:
+        return None
+    if source.samples is None:
+        raise UsageError("partition", f"{request.partition} needs a data set of known length")
+    if source.samples < request.workers:
+        raise UsageError(
+            "partition",
+            f"{source.samples} samples are too few for a share for each of {request.workers} "
+            "workers",
+        )
+    by_label = request.partition == "by-label"
+    labels = labels_of(source) if by_label else np.zeros(source.samples, np.bool_)
+    return arrangement(request.partition, labels, request.seed)
+
+
 def _check_wire(wire: str, job: Job, rule: Rule) -> None:
     make_wire(wire, job.size, job.dtype)  # raises what is wrong with it
     if wire.startswith("topk") and RULES[rule.name].sends_parameters:
@@ -232,6 +251,7 @@ def _job(request: TrainRequest, rule: Rule, source: SampleSource, theta: Vector)
         workers=request.workers,
         seed=request.seed,
         dtype=str(theta.dtype),
+        partition=request.partition,
     )
 
 
@@ -239,6 +259,5 @@ def _facts(model: nn.Module, job: Job, rule: Rule) -> dict[str, Any]:
     """The facts that a resumed run must share with the run that it continues. A hash stands for the
     names and shapes of the model's parameters."""
     text = repr([(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()])
-    facts = {key: value for key, value in vars(job).items() if key != "run"}
     model_facts = f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return {"rule": rule.name, "options": rule.options, "model": model_facts, **facts}
+    return {"rule": rule.name, "options": rule.options, "model": model_facts, **job.facts()}

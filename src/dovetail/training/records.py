@@ -3,13 +3,12 @@
     worker ── Turn(commit?, pull?, lease?) ──► server        one message and its answer a window
            ◄── Reply(verdict, lease, clock) ──               vectors travel beside them
 
-A *lease* is the samples of one window, as positions in the run: position p is sample
-`order(epoch)[p % samples]` of epoch `p // samples`. The commit that carries a lease's samples ends
-the lease. So each sample counts exactly once, even if workers die. This module imports no torch, so
-that the server starts without it.
+A *lease* is the samples of one window, as positions in the run; `positions` says which samples they
+are. The commit that carries a lease's samples ends the lease. So each sample counts exactly once,
+even if workers die. This module imports no torch, so that the server starts without it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -18,6 +17,8 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.floating[Any]]
 """[size] all trainable parameters in one vector, float32 or float64."""
+LEASED = "leased"
+"""The partition of a run whose workers lease from one pool; see `positions`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Job:
     batch      samples of one local step
     window     local steps between commits (lambda); None: each worker commits once, at the end
     workers    n that the run starts with; rules that gather wait for all of them at the start
+    partition  which samples are whose: a name in `request.PARTITIONS`
     """
 
     run: str
@@ -42,6 +44,15 @@ class Job:
     workers: int = 1
     seed: int = 0
     dtype: str = "float32"
+    partition: str = LEASED
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that a run and its resumption must share, but for `run`. A partition is named
+        only if it is not the first one, so that runs from before there were others go on."""
+        fields = {name: value for name, value in asdict(self).items() if name != "run"}
+        if self.partition == LEASED:
+            del fields["partition"]
+        return fields
 
 
 @dataclass(frozen=True)

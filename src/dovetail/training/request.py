@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 STORAGE_OPTIONS = ("log", "snapshot_commits", "sync")
 """`storage` may set these fields of `Storage`. The others follow from `folder` and `resume`."""
 
+PARTITIONS = {
+    "leased": "one shuffled pool, from which all workers lease; a slow worker trains fewer samples",
+    "fixed": "a share for each worker, drawn once",
+    "by-label": "the samples sorted by label, then cut into a share for each worker",
+}
+"""Partition -> what is whose, for the help; see `positions`."""
+
 
 # These defaults are made in functions, because importing their classes here would import numpy.
 def _guard() -> Guard:
@@ -58,6 +65,9 @@ class TrainRequest:
     epochs      passes over all samples
     batch       samples of a local step
     window      local steps between commits. None: one commit, at the end; "auto": the rule's own
+    partition   which samples each worker trains, a name in `PARTITIONS`. `fixed` and `by-label`
+                need a data set of known length, and `by-label` a label a sample. Others train a
+                lost worker's share once they have finished their own (see `ledger`)
     lr          learning rate, in place of the optimizer's own
     schedule    a factor of the learning rate by epoch, or a torch scheduler (`torch_optimizers`)
     metrics     figures of the validation set beside the loss: "accuracy", or functions like the
@@ -87,6 +97,7 @@ class TrainRequest:
     epochs: int = 1
     batch: int = 32
     window: int | str | None = "auto"
+    partition: str = "leased"
     lr: float | None = None
     schedule: Schedule | None = None
     metrics: Metrics = ()
@@ -116,6 +127,9 @@ class TrainRequest:
         options.count("seed", self.seed, least=0)
         if not callable(self.loss):
             raise UsageError("loss", f"{self.loss!r} is not callable")
+        if self.partition not in PARTITIONS:
+            says = f"must be one of {', '.join(PARTITIONS)}, not {self.partition!r}"
+            raise UsageError("partition", says)
         self._check_window()
         self._check_backend()
         self._check_folder()

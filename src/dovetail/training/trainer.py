@@ -17,6 +17,7 @@ from dovetail.training.divergence import LossWatch, remedy
 from dovetail.training.history import History
 from dovetail.training.modules import unflatten
 from dovetail.training.monitor import RunMonitor
+from dovetail.training.predicting import evaluate, predict
 from dovetail.training.preparing import PreparedTraining, prepare
 from dovetail.training.records import Evaluation, Outcome
 from dovetail.training.request import TrainRequest
@@ -62,6 +63,15 @@ class Trainer:
     ) -> History:
         """Trains the request's model, which then holds the result; see `train`."""
         return train(self.request, dataset, validation, watcher=watcher)
+
+    def predict(self, dataset: Any) -> Any:
+        """The model's outputs over a data set, by many workers; see `predicting.predict`."""
+        return predict(self.request, dataset)
+
+    def evaluate(self, dataset: Any) -> dict[str, float]:
+        """The model's loss and metrics over a data set, by many workers; see
+        `predicting.evaluate`."""
+        return evaluate(self.request, dataset)
 
 
 # help() and editors show this signature: the settings, each with its default.

@@ -116,7 +116,7 @@ class Evaluator:
         first = next(batches_of(self._validation, self._batch, 1), None)
         if first is None:
             raise UsageError("validation", "is empty")
-        self._figures_of(first[0])
+        figures_of(self._module, self._loss, self._metrics, first[0])
 
     @torch.no_grad()
     def __call__(self, theta: Vector) -> dict[str, float]:
@@ -129,23 +129,28 @@ class Evaluator:
         sums = dict.fromkeys(self.figures, 0.0)
         total = 0
         for batch, samples in batches_of(self._validation, self._batch):
-            for name, value in self._figures_of(batch).items():
+            figures = figures_of(self._module, self._loss, self._metrics, batch)
+            for name, value in figures.items():
                 sums[name] += samples * value
             total += samples
         return {name: value / total for name, value in sums.items()}
-
-    def _figures_of(self, batch: Any) -> dict[str, float]:
-        output, targets = outputs(self._module, batch)
-        figures = {"loss": _number("loss", self._loss(output, *targets))}
-        for name, metric in self._metrics.items():
-            figures[name] = _number(name, metric(output, *targets))
-        return figures
 
     def refresh(self, module: nn.Module) -> None:
         """Computes the batch-norm statistics of the module's present parameters, if it has any."""
         if has_statistics(module):
             batches = batches_of(self._training, self._batch, MOST_NORM_BATCHES)
             compute_statistics(module, (batch for batch, _ in batches))
+
+
+def figures_of(
+    module: nn.Module, loss: Loss, metrics: Mapping[str, Metric], batch: Any
+) -> dict[str, float]:
+    """The loss and the metrics of one batch, in the mode that the module is in."""
+    output, targets = outputs(module, batch)
+    figures = {"loss": _number("loss", loss(output, *targets))}
+    for name, metric in metrics.items():
+        figures[name] = _number(name, metric(output, *targets))
+    return figures
 
 
 def batches_of(

@@ -8,7 +8,7 @@ and decides how long each takes.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import TrainingError
 from dovetail.training.learner import Learner
+from dovetail.training.positions import Positions, Stretch
 from dovetail.training.records import (
     Commit,
     Job,
@@ -120,25 +121,6 @@ def drive(steps: Work, ask: Callable[[Ask], Told], beat: Callable[[], None]) -> 
         return
 
 
-def order(job: Job, epoch: int) -> NDArray[np.int64] | None:
-    """The order [samples] in which the epoch takes the data set's samples; None for a stream, whose
-    samples keep their own order."""
-    if job.samples is None:
-        return None
-    return np.random.default_rng((job.seed, epoch)).permutation(job.samples)
-
-
-def batches(job: Job, lease: Lease) -> Iterator[tuple[int, int]]:
-    """Yields the positions [start, stop) of a lease's local steps. None crosses an epoch's end."""
-    start = lease.start
-    while start < lease.stop:
-        stop = min(start + job.batch, lease.stop)
-        if job.samples:
-            stop = min(stop, (start // job.samples + 1) * job.samples)
-        yield start, stop
-        start = stop
-
-
 def _ask(turn: Turn, vector: Vector | None = None) -> Generator[Ask, Told | None, Told]:
     answer = yield Ask(turn, vector)
     assert answer is not None, "a turn is answered"
@@ -161,7 +143,8 @@ class _WorkerLoop:
         self._samples = 0
         self._loss = 0.0  # sum over these samples
         self._seconds = (0.0, 0.0)
-        self._epoch = -1
+        self._positions = Positions(job)
+        self._stretch: Stretch | None = None  # whose order is kept
         self._order: NDArray[np.int64] | None = None
 
     def adopt(self, answer: Told) -> None:
@@ -193,7 +176,7 @@ class _WorkerLoop:
         self._loss = 0.0
         begin_seconds = self._clock()
         self._rule.begin(local)
-        for start, stop in batches(self._job, lease):
+        for start, stop in self._positions.batches(lease.start, lease.stop):
             stepped = self._step(local, start, stop)
             if stepped.samples:
                 yield stepped
@@ -202,11 +185,10 @@ class _WorkerLoop:
         self._seconds = (begin_seconds, self._clock())
 
     def _step(self, local: Local, start: int, stop: int) -> Stepped:
-        samples = self._job.samples
-        epoch, fraction = (start // samples, start / samples) if samples else (0, 0.0)
-        indices = self._indices(epoch, start, stop)
+        stretch, fraction = self._positions.stretch(start), self._positions.passes(start)
+        indices = self._indices(stretch, start, stop)
         learner = self._learner
-        gradient = learner.gradient(self._rule.look(local), indices, epoch)
+        gradient = learner.gradient(self._rule.look(local), indices, stretch.epoch)
         if gradient.samples:
             local.rate = learner.rate(fraction)
             self._rule.step(local, gradient.vector, lambda t, g: learner.update(t, g, fraction))
@@ -215,13 +197,12 @@ class _WorkerLoop:
             self._loss += gradient.loss * gradient.samples
         return Stepped(gradient.samples, gradient.loss)
 
-    def _indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        if self._epoch != epoch:
-            self._epoch, self._order = epoch, order(self._job, epoch)
+    def _indices(self, stretch: Stretch, start: int, stop: int) -> NDArray[np.int64]:
+        if self._stretch != stretch:
+            self._stretch, self._order = stretch, self._positions.order(stretch)
         if self._order is None:
             return np.arange(start, stop)
-        first = epoch * len(self._order)
-        return self._order[start - first : stop - first]
+        return self._order[start - stretch.start : stop - stretch.start]
 
     def commit(self, lease: Lease, sequence: int) -> tuple[Commit, Vector | None]:
         """The window's commit and its vector. A commit of no steps only says that the stream has

@@ -22,8 +22,8 @@ from dovetail.training.backends import load_backend
 from dovetail.training.backends.contract import Assignment, Watcher
 from dovetail.training.records import Job
 from dovetail.training.rules import make_rule
-from dovetail.training.worker import order
 from tests.support.learned_problems import random_problem
+from tests.support.run_order import order
 from tests.support.tiny_policies import PPO, REINFORCE, Table
 
 GROUPS, K = 6, 8

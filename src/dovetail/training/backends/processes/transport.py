@@ -6,7 +6,7 @@ A message that cannot be sent is no error here: `wait` reports the process that 
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -75,10 +75,7 @@ def run(assignment: Assignment, watcher: Watcher, **options: Any) -> Outcome:
     count that as a death, and when the server raises; `NoWorkersError`, `ServerLostError`,
     `DivergedError`.
     """
-    unknown = sorted(set(options) - set(ProcessesOptions.__dataclass_fields__))
-    if unknown:
-        raise UsageError(unknown[0], "the processes backend has no such option")
-    chosen = ProcessesOptions(**options)
+    chosen = ProcessesOptions.of(options)
     with ExitStack() as stack:
         storage = assignment.storage
         if storage is None and chosen.log:
@@ -104,6 +101,14 @@ class ProcessesOptions:
     server_threads: int = 1
     late: Sequence[int] = ()
     log: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "ProcessesOptions":
+        """Raises `UsageError` for one that is not there."""
+        unknown = sorted(set(options) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise UsageError(unknown[0], "the processes backend has no such option")
+        return cls(**options)
 
     def __post_init__(self) -> None:
         for name in ("threads", "server_threads"):

@@ -375,11 +375,11 @@ class RayActors:
         try:
             answer: ActorReport | CenterCopy | None = self._ray.get(ref)
         except ActorDiedError as error:
-            return ServerEnded(_shorten(error), for_good=True)
+            return ServerEnded(shorten(error), for_good=True)
         except RayTaskError:  # the next report says what it was
             return None
         except RayError as error:
-            return ServerEnded(_shorten(error))
+            return ServerEnded(shorten(error))
         return answer
 
     def _end(self, worker: int, ref: Any) -> Iterator[Word]:
@@ -395,12 +395,12 @@ class RayActors:
             yield WorkerRaised(worker, ProcessError(f"worker {worker}", text))
             yield WorkerDied(worker, text.strip().splitlines()[-1])
         except RayError as error:
-            yield WorkerDied(worker, _shorten(error))
+            yield WorkerDied(worker, shorten(error))
         else:
             yield WorkerFinished(worker)
 
 
-def _shorten(error: Exception) -> str:
+def shorten(error: Exception) -> str:
     """The first lines of one of Ray's messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:300]

@@ -1,0 +1,269 @@
+"""`dovetail predict` applies a trained model to a data set with many workers."""
+
+import csv
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.arguments import Json, check_outputs
+from dovetail.cli.output import say, show_json
+from dovetail.cli.training import FUNCTION_HELP, open_setup, parse_options
+from dovetail.errors import FileFormatError, UsageError
+from dovetail.training.backends import BACKENDS
+
+if TYPE_CHECKING:
+    from dovetail.cli.training import Setup
+
+PREDICT_EPILOG = """\
+Examples:
+
+  dovetail train mymodels:digits --out weights.pt
+
+  dovetail predict mymodels:digits weights.pt images.npy --out predictions.npy
+
+  dovetail predict mymodels:digits weights.pt validation --evaluate --metric accuracy
+
+The functions are those of `dovetail train --help`.
+"""
+INPUTS, OUTPUTS = (".npy", ".npz", ".csv"), (".npy", ".npz", ".csv")
+OWN = ("dataset", "validation")
+"""These words name the data that the function returns beside its model."""
+DATA_HELP = (
+    "dataset or validation: those that FUNCTION returns; package.module:function that returns a "
+    "data set; .npy: the model's input, a row a sample; .npz: the first array is the input, the "
+    "others are targets; .csv: a sample a line, all columns are its input"
+)
+
+
+def predict(  # noqa: PLR0913  one argument an option
+    function: Annotated[str, typer.Argument(metavar="FUNCTION", help=FUNCTION_HELP)],
+    weights: Annotated[Path, typer.Argument(help="Weights that `train --out` wrote")],
+    data: Annotated[str, typer.Argument(help=DATA_HELP)],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the outputs, a row a sample: .npy, .csv, or .npz for a model of several"
+        ),
+    ] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Print the loss and the metrics; DATA needs targets")
+    ] = False,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Figure to print beside the loss: accuracy")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers that compute side by side", show_default="2")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of one call of the model", show_default="32")
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help=f"Where workers run: {', '.join(BACKENDS)}; simulated computes in this process",
+            show_default="processes",
+        ),
+    ] = "",
+    backend_option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE, a setting of the backend, e.g. threads=2 of processes"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Apply a trained model to a data set with many workers.
+
+    Outputs are in the data set's order, and are what the model itself returns in evaluation mode.
+    """
+    if out is None and not evaluate:
+        raise UsageError("--out", "name a file for the outputs, or give --evaluate")
+    if metric and not evaluate:
+        raise UsageError("--metric", "goes with --evaluate")
+    if out is not None and out.suffix not in OUTPUTS:
+        raise UsageError("--out", f"{out} must end in {', '.join(OUTPUTS)}")
+    check_outputs(out, inputs=[str(weights), data])
+    given = {
+        "workers": workers,
+        "batch": batch,
+        "backend": backend or None,
+        "metrics": tuple(metric) if metric else None,
+        "backend_options": parse_options("--backend-option", backend_option or ()) or None,
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    opened = open_setup(function, settings, {})
+    _load_weights(opened.request.model, weights)
+    dataset = _open_data(opened, function, data)
+    _compute(opened, dataset, out, evaluate, as_json)
+
+
+def _compute(
+    setup: "Setup", dataset: Any, out: Path | None, evaluates: bool, as_json: bool
+) -> None:
+    """Compute what was asked for, write it, and print a line each or one JSON object."""
+    from dovetail.training import predicting
+
+    printed: dict[str, Any] = {"out": None, "shapes": None, "figures": None}
+    if out is not None:
+        named = _named(predicting.predict(setup.request, dataset))
+        _write(named, out)
+        printed |= {"out": str(out), "shapes": {key: list(a.shape) for key, a in named.items()}}
+        say(f"wrote {out}")
+    if evaluates:
+        printed["figures"] = figures = predicting.evaluate(setup.request, dataset)
+        if not as_json:
+            for name, value in figures.items():
+                typer.echo(f"{name}  {value:.6g}")
+    if as_json:
+        show_json(printed)
+
+
+def _load_weights(model: Any, path: Path) -> None:
+    """Put the weights of a file into the model. Raises `FileFormatError`."""
+    import pickle
+
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise FileFormatError(str(path), error.strerror or str(error)) from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        detail = f"it holds no weights: {_first_line(error)}"
+        raise FileFormatError(str(path), detail) from None
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError, KeyError) as error:
+        text = re.sub(r"\s+", " ", str(error)).strip()[:300]
+        raise FileFormatError(str(path), f"it does not fit the model: {text}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+# --- The data set ---
+
+
+def _open_data(setup: "Setup", function: str, text: str) -> Any:
+    """The data set that a DATA text names. Raises `UsageError`, `FileFormatError`, `ModelError`."""
+    from dovetail.runtime.functions import call_function, names_function
+
+    if text in OWN:
+        dataset = setup.dataset if text == "dataset" else setup.validation
+        if dataset is None:
+            raise UsageError("DATA", f"{function} returns no {text} set")
+        return dataset
+    if names_function(text):
+        return call_function(text)
+    path = Path(text)
+    if path.suffix not in INPUTS:
+        offered = ", ".join((*OWN, "package.module:function", *INPUTS))
+        raise UsageError("DATA", f"{text!r} is none of {offered}")
+    arrays = _read_csv(path) if path.suffix == ".csv" else _read_arrays(path)
+    first, *targets = arrays
+    return (_as_the_model(setup.request.model, first), *targets)
+
+
+def _read_arrays(path: Path) -> list[Any]:
+    """The arrays of a .npy or .npz file."""
+    import zipfile
+
+    import numpy as np
+
+    try:
+        found = np.load(path, allow_pickle=False)
+        arrays = [found] if isinstance(found, np.ndarray) else [found[name] for name in found.files]
+    except OSError as error:
+        raise FileFormatError(str(path), error.strerror or str(error)) from None
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise FileFormatError(str(path), f"it holds no arrays: {_first_line(error)}") from None
+    if not arrays:
+        raise FileFormatError(str(path), "it holds no array")
+    return arrays
+
+
+def _read_csv(path: Path) -> list[Any]:
+    """[lines, columns] the numbers of a CSV file, whose first line may be a head."""
+    import numpy as np
+
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            lines = [line for line in csv.reader(file, strict=True) if line]
+    except (OSError, ValueError, csv.Error) as error:
+        detail = getattr(error, "strerror", None) or str(error)
+        raise FileFormatError(str(path), detail) from None
+    if lines and not _are_numbers(lines[0]):
+        del lines[0]
+    for number, line in enumerate(lines, 1):
+        if len(line) != len(lines[0]) or not _are_numbers(line):
+            detail = f"sample {number} is not {len(lines[0])} numbers"
+            raise FileFormatError(str(path), detail)
+    return [np.array(lines, np.float64).reshape(len(lines), -1)]
+
+
+def _are_numbers(cells: list[str]) -> bool:
+    try:
+        return bool([float(cell) for cell in cells])
+    except ValueError:
+        return False
+
+
+def _as_the_model(model: Any, array: Any) -> Any:
+    """The array as the model's parameters have it: floats in their type, all else as it is."""
+    import torch
+
+    tensor = torch.as_tensor(array)
+    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return tensor.to(kinds[0]) if tensor.is_floating_point() and kinds else tensor
+
+
+# --- The outputs ---
+
+
+def _named(output: Any, name: str = "output") -> dict[str, Any]:
+    """Name -> array of each tensor of an output: `output`, `output_0`, or `output_KEY`."""
+    if isinstance(output, dict | tuple):
+        pairs = output.items() if isinstance(output, dict) else enumerate(output)
+        named: dict[str, Any] = {}
+        for key, inner in pairs:
+            named |= _named(inner, f"{name}_{key}")
+        return named
+    return {name: output.numpy()}
+
+
+def _write(named: dict[str, Any], path: Path) -> None:
+    """Write arrays by name. Raises `UsageError` if the file's form cannot hold them, and
+    `UnwritableError`."""
+    import numpy as np
+
+    from dovetail.runtime.files import write_atomically
+
+    content = io.BytesIO()
+    if path.suffix == ".npz":
+        np.savez(content, **named)
+    elif len(named) > 1:
+        raise UsageError("--out", f"the model returns {', '.join(named)}; give a .npz file")
+    else:
+        (array,) = named.values()
+        _write_one(content, array, path.suffix)
+    write_atomically(path, content.getvalue())
+
+
+def _write_one(content: io.BytesIO, array: Any, suffix: str) -> None:
+    """Write one array as a .npy file, or as a CSV table with a line a sample."""
+    import numpy as np
+
+    if suffix == ".npy":
+        np.save(content, array, allow_pickle=False)
+        return
+    if array.ndim > 2:
+        detail = f"the model returns {array.ndim} axes, and a table has two; give a .npy file"
+        raise UsageError("--out", detail)
+    lines = io.StringIO()
+    # The text of a numpy number reads back as the same number of its type.
+    csv.writer(lines, lineterminator="\n").writerows(
+        [str(value) for value in row] for row in array.reshape(len(array), -1)
+    )
+    content.write(lines.getvalue().encode())
