@@ -10,9 +10,10 @@ waits for none of the libraries that the methods need.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 ALL_OBJECTIVES = ("step", "load", "latency")
+Grouping = Literal["rule", "ops", "cells"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Method:
     large        `auto` also tries it on graphs of more than `auto.LARGE_OPS` ops
     learns       `dovetail learn` can train its policy
     carries      a policy that was trained on one graph, or several, serves others
-    per_op       it places every op by itself: only what must stay together is a group
+    grouping     the groups that it places: "rule", those of RL17's rule; "ops", only what must stay
+                 together; "cells", those of RL17's experiments (`graph.cells`)
     with_policy  a function that takes (policy file or None, updates) and returns a placer; "" where
                  the method takes no policy file
     """
@@ -47,7 +49,7 @@ class Method:
     large: bool = True
     learns: bool = False
     carries: bool = False
-    per_op: bool = False
+    grouping: Grouping = "rule"
     with_policy: str = ""
 
     def load(self) -> Callable[..., Any]:
@@ -211,6 +213,7 @@ PLACERS: dict[str, Method] = table(
         ALL_OBJECTIVES,
         "RL17's policy as published, trained on this graph",
         learns=True,
+        grouping="cells",
     ),
     Method(
         "hdp",
@@ -225,7 +228,7 @@ PLACERS: dict[str, Method] = table(
         ALL_OBJECTIVES,
         "HDP's policy as published, trained on this graph op by op",
         learns=True,
-        per_op=True,
+        grouping="ops",
     ),
     Method(
         "gdp",
@@ -243,7 +246,7 @@ PLACERS: dict[str, Method] = table(
         "GDP's policy as published, trained on this graph op by op",
         learns=True,
         carries=True,
-        per_op=True,
+        grouping="ops",
     ),
     Method(
         "gdp+search",

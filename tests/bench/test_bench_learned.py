@@ -365,7 +365,7 @@ def test_the_likeliest_placement_is_asked_for_once_and_the_rest_seed_by_seed(tmp
 
 def test_methods_as_published_place_rl17s_groups_or_every_op():
     wide, machine = layered(4000, training=True), parse_machine("rl17/2")
-    assert task_of("", wide, machine, "seq2seq-paper")[1] == "RL17's rule"
+    assert task_of("", wide, machine, "seq2seq-paper")[1] == "cells and branches"
     for method in ("gdp-paper", "hdp-paper"):
         found, grouping = task_of("", wide, machine, method)
         assert (found.groups.count, grouping) == (

@@ -38,7 +38,7 @@ def asked():
 
 @pytest.fixture(scope="module")
 def task(asked):
-    return task_of(asked)
+    return task_of(asked, "seq2seq")
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from dovetail.bench.store import Store, fingerprint
 from dovetail.bench.tables import middle
 from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, Groups, colocate, group
+from dovetail.graph.cells import group_cells
 from dovetail.graph.grouping import merge_single_consumers
 from dovetail.machine import Machine, parse_machine
 from dovetail.machine.files import machine_to_dict
@@ -42,8 +43,6 @@ if TYPE_CHECKING:  # they need torch
 
 TellTraining = Callable[[int, float], None]
 """A callback: tell(trials so far, best seconds or inf)."""
-RL17_METHODS = ("seq2seq", "seq2seq-paper")
-"""These methods place the groups of RL17's rule, as every planner does."""
 SHIPPED = (LIKELIEST, PROPOSALS)
 """These are the shipped policy's, on the groups of `gdp`. They draw once, and train nothing."""
 FEWEST_GROUPS, MOST_GROUPS = 500, 1000
@@ -57,12 +56,15 @@ _FINEST_SHARE = 2.0**-12
 def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[PlacementTask, str]:
     """(task, text on how its groups came about): the task on which a method is trained."""
     task = by_rule(name, graph, machine)
-    if method in RL17_METHODS:
+    if method == "seq2seq":
         return task, "RL17's rule"
-    if method not in SHIPPED and PLACERS[method].per_op:
+    grouping = "" if method in SHIPPED else PLACERS[method].grouping
+    if grouping == "cells":
+        return replace(task, groups=group_cells(graph)), "cells and branches"
+    if grouping == "ops":
         return replace(task, groups=colocate(graph)), "all that colocation leaves"
-    groups, grouping = _size_groups(task)
-    return replace(task, groups=groups), grouping
+    groups, text = _size_groups(task)
+    return replace(task, groups=groups), text
 
 
 def by_rule(name: str, graph: Graph, machine: Machine) -> PlacementTask:

@@ -138,7 +138,7 @@ def learn_all(
     progress  called with each update of the policy
     tell      called before and after the learning: while costs and finalists are measured
     """
-    tasks = [task_of(task, tell) for task in request.tasks]
+    tasks = [task_of(task, request.method, tell) for task in request.tasks]
     policy, card = _starting_policy(request, tasks)
     if request.measured:
         return _learn_measured(request, tasks[0], policy, card, progress, tell)
@@ -147,9 +147,9 @@ def learn_all(
     return _finish(request, tasks, chosen, policy, card, learned)
 
 
-def task_of(request: TaskRequest, tell: TellProgress = silent) -> PlacementTask:
-    """The task of a request. If its machine is this one, the machine is probed and the costs are
-    measured."""
+def task_of(request: TaskRequest, method: str, tell: TellProgress = silent) -> PlacementTask:
+    """The task of a request, with the groups that the method places. If its machine is this one,
+    the machine is probed and the costs are measured."""
     step = request.planned_step
     graph, machine = graph_of(step), machine_of(step, request.machine, tell)
     permitted(graph, machine, request.pins)
@@ -159,7 +159,7 @@ def task_of(request: TaskRequest, tell: TellProgress = silent) -> PlacementTask:
         graph,
         machine,
         costs_of(step, machine, tell),
-        groups_of(step, per_op=request.per_op),
+        groups_of(step, grouping="ops" if request.per_op else PLACERS[method].grouping),
         objective=objective,
         pins=tuple(request.pins),
         caps=tuple(request.caps),

@@ -262,13 +262,13 @@ def _kept_modules(request: PlanRequest, machine: Machine) -> _Kept:
 def _groups_to_place(request: PlanRequest, kept: "_Kept") -> GroupLevels:
     """The groups of the problem. Only `auto` splits groups while it searches. An instance has only
     one kind of groups, and what a format keeps together is small already."""
-    step, fine = request.planned_step, request.places_ops or bool(request.format)
+    step, grouping = request.planned_step, request.grouping
     splits = request.placer == "auto" and request.method is None and not request.contiguous
-    splits &= not fine and request.resolved_objective != "latency"
+    splits &= grouping == "rule" and request.resolved_objective != "latency"
     splits &= not isinstance(step, Instance) and len(graph_of(step)) <= MOST_SPLIT_OPS
     if splits:
         return group_levels(graph_of(step), kept.units)
-    return GroupLevels(groups_of(step, kept.units, per_op=fine), ())
+    return GroupLevels(groups_of(step, kept.units, grouping=grouping), ())
 
 
 def _budget_of(request: PlanRequest) -> Budget:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.errors import UsageError
-from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS
+from dovetail.methods import ALL_OBJECTIVES, PLACERS, SCHEDULERS, Grouping
 from dovetail.training.backends import BACKENDS
 from dovetail.units import HERE
 
@@ -123,9 +123,9 @@ class PlanRequest:
         return self.objective or default_objective(self.step)
 
     @property
-    def places_ops(self) -> bool:
-        """True if every op is placed by itself: by `per_op`, or always by this placer."""
-        return self.per_op or PLACERS[self.placer].per_op
+    def grouping(self) -> Grouping:
+        """The groups that are placed: single ops by `per_op` or for a format, else the placer's."""
+        return "ops" if self.per_op or self.format else PLACERS[self.placer].grouping
 
     @property
     def resolved_gain(self) -> float:
@@ -324,9 +324,7 @@ class LearnRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", self._method())
-        every = PLACERS[self.method].per_op
-        tasks = [replace(task, per_op=task.per_op or every) for task in self.tasks]
-        object.__setattr__(self, "tasks", tuple(tasks))
+        object.__setattr__(self, "tasks", tuple(self.tasks))
         if self.backend:
             check_name("backend", self.backend, BACKENDS)
         check_seed(self.seed)
@@ -418,7 +416,7 @@ class LearnRequest:
     def _check_task(self, task: TaskRequest) -> None:
         from dovetail.pipeline.sources import graph_of
 
-        if task.per_op and self.method != "gdp" and not PLACERS[self.method].per_op:
+        if task.per_op and self.method not in ("gdp", "gdp-paper"):
             raise UsageError(
                 "per_op", f"is for gdp; {self.method} decides for one group after the other"
             )

@@ -33,11 +33,13 @@ from dovetail.frontends import Captured, parse_optimizer, towers
 from dovetail.frontends import resolve as resolve_network
 from dovetail.frontends.onnx import Shapes, is_from_onnx, load_onnx
 from dovetail.graph import Graph, Groups, colocate, group, replicate
+from dovetail.graph.cells import group_cells
 from dovetail.graph.files import graph_from
 from dovetail.graph.replicate import towers_of
 from dovetail.graph.units import Units, module_paths
 from dovetail.instances import Instance, instance_from, is_instance
 from dovetail.machine import Machine, names_here, parse_machine
+from dovetail.methods import Grouping
 from dovetail.plans import Plan, Source, normalise
 from dovetail.runtime.files import read_json
 from dovetail.runtime.neighbours import Neighbours, disturbs
@@ -323,15 +325,19 @@ def graph_of(step: Step) -> Graph:
     return graph
 
 
-def groups_of(step: Step, units: Units | None = None, *, per_op: bool = False) -> Groups:
-    """The groups of ops that placers place as one.
+def groups_of(step: Step, units: Units | None = None, *, grouping: Grouping = "rule") -> Groups:
+    """The groups of ops that placers place as one. `grouping` as in `methods.Method`.
 
     The groups of an instance are its colour classes and no larger ones, because its bounds and
-    published values are for those. With `per_op` only ops that must stay together form a group.
+    published values are for those. Units of modules that must stay whole are no cells: with them,
+    "cells" is "rule".
     """
     graph = graph_of(step)
-    fine = per_op or isinstance(step, Instance)
-    return colocate(graph, units) if fine else group(graph, units)
+    if grouping == "ops" or isinstance(step, Instance):
+        return colocate(graph, units)
+    if grouping == "cells" and units is None:
+        return group_cells(graph)
+    return group(graph, units)
 
 
 def unsplit_modules(step: Step) -> dict[str, str]:
