@@ -1,0 +1,85 @@
+"""What it brings that `auto` splits groups, on the rows of GDP's table. Prints Markdown.
+
+    python benchmarks/planners/splitting.py [--rows inception-2gpu,...] [--evaluations 5000]
+
+    rule     auto on the groups of RL17's rule, at most 1/32 of the work each
+    finest   auto on the smallest groups, what must stay together
+    split    auto as the tool runs it: units of the rule first, then ever smaller ones
+
+All three get the same number of evaluations, on one thread, and one seed gives one result.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from dovetail.bench import graphs
+from dovetail.bench.cases import GDP_CASES
+from dovetail.bench.methods import PLAIN, lay_ground
+from dovetail.bench.records import Case
+from dovetail.bench.store import Store
+from dovetail.graph import Graph
+from dovetail.machine import parse_machine
+from dovetail.placers import PLACERS, Budget
+from dovetail.placers.problem import PlacementProblem
+
+COLUMNS = (
+    "row", "ops", "groups of the rule, finest", "rule", "finest", "split", "split / rule",
+    "wall seconds",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", default="", help="keys of rows, with commas; by default all")
+    parser.add_argument("--evaluations", type=int, default=5000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
+    options = parser.parse_args()
+    keys = options.rows.split(",") if options.rows else [case.key for case in GDP_CASES]
+    unknown = set(keys) - {case.key for case in GDP_CASES}
+    if unknown:
+        parser.error(f"no such row: {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory() as temporary:
+        store = Store(options.graphs or Path(temporary), print)
+        print(f"| {' | '.join(COLUMNS)} |")
+        print(f"| --- | {' | '.join(['---:'] * (len(COLUMNS) - 1))} |")
+        for case in GDP_CASES:
+            if case.key in keys:
+                graph = graphs.graph_for(store, case)
+                cells = row_of(case, graph, options.evaluations, options.seeds)
+                print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def row_of(case: Case, graph: Graph, evaluations: int, seeds: int) -> list[str]:
+    """The cells of a row: seconds of a step as median (least to most) of all seeds."""
+    machine, began = parse_machine(case.machine), time.perf_counter()
+    found: dict[str, list[float]] = {"rule": [], "finest": [], "split": []}
+    for seed in range(seeds):
+        ground = lay_ground(graph, machine, PLAIN, seed)
+        unsplit = replace(ground.splitting, coarser=())
+        for name, problem in zip(found, (ground.problem, unsplit, ground.splitting), strict=True):
+            found[name].append(value_of(problem, evaluations))
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    return [
+        case.title,
+        f"{len(graph):,}",
+        f"{ground.problem.groups.count:,}, {ground.splitting.groups.count:,}",
+        *(f"{middle[name]:.4f} ({min(v):.4f} to {max(v):.4f})" for name, v in found.items()),
+        f"{middle['split'] / middle['rule']:.3f}",
+        f"{time.perf_counter() - began:.0f}",
+    ]
+
+
+def value_of(problem: PlacementProblem, evaluations: int) -> float:
+    """Seconds of a step by auto's best placement."""
+    budget = Budget(evaluations=evaluations, threads=1)
+    PLACERS["auto"](problem, budget)
+    return min(score.value for score, _ in budget.found.values())
+
+
+if __name__ == "__main__":
+    main()
