@@ -453,7 +453,7 @@ def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
     if mean is not None:
         yield (
             "GDP-one over auto", f"{mean:.3f} x",
-            f"geometric mean of {len(to_auto)} rows; auto does not learn",
+            f"geometric mean of {len(to_auto)} rows; auto does not learn, on other groups",
         )  # fmt: skip
     of_rows = [row_efforts for _, column in trained if (row_efforts := efforts(column))]
     mean = geometric_mean(of_row(row_efforts) for row_efforts in of_rows)
