@@ -9,7 +9,8 @@ https://arxiv.org/abs/1706.04972, sections 3.1 and 3.2.
     d_t         of the decoder's LSTM, which is fed the embedding of d_{t-1}, with Bahdanau's
                 attention over m: `hdp.HdpPlacer` with neither bound, temperature nor noise
 
-Trained by REINFORCE on sqrt(seconds), against a moving average that begins at the failing signal.
+Groups are those of the paper's experiments, a cell or branch each (`graph.cells`). Trained by
+REINFORCE on sqrt(seconds), against a moving average that begins at the failing signal.
 Against `seq2seq` there is no start by positions, no other feature, no alignment of the decoder, no
 `stay`, no entropy, no normalised advantages and no imitation of the best placement.
 
