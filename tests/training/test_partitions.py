@@ -81,6 +81,7 @@ def test_every_sample_of_every_epoch_is_trained_once_by_its_own_worker(backend, 
     ]  # fmt: skip
     if partition == "by-label":
         assert labels_by_worker(history) == {0: {0.0}, 1: {1.0}, 2: {2.0}}
+        assert "epochs 2, partition by-label" in history.summary()
     else:
         assert any(len(labels) > 1 for labels in labels_by_worker(history).values())
 
