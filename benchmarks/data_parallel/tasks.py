@@ -8,17 +8,16 @@
 A fifth is kept for validation, the same for every seed. Features are scaled by what is left.
 """
 
-import gzip
 import warnings
 from pathlib import Path
 
 import numpy as np
-from mlp import Floats, Integers, Task
+from mlp import Floats, Task
 
+from dovetail.bench.thesis import read_mnist
 from dovetail.errors import FileFormatError, MissingLibraryError
 
 HELD_OUT = 0.2
-IDX_UNSIGNED_BYTE = 8
 
 
 def digits() -> Task:
@@ -33,20 +32,8 @@ def cancer() -> Task:
 
 def mnist(folder: Path, hidden: tuple[int, ...] = (256,)) -> Task:
     """The four idx files, gzipped or not, under their usual names."""
-    parts = [
-        _idx(folder, f"{part}-{kind}")
-        for part in ("train", "t10k")
-        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
-    ]
-    inputs, labels, test_inputs, test_labels = parts
-    return Task(
-        "mnist",
-        (inputs.reshape(len(inputs), -1) / 255).astype(np.float32),
-        labels.astype(np.int64),
-        (test_inputs.reshape(len(test_inputs), -1) / 255).astype(np.float32),
-        test_labels.astype(np.int64),
-        hidden,
-    )
+    data = read_mnist(folder)
+    return Task("mnist", data.inputs, data.labels, data.test_inputs, data.test_labels, hidden)
 
 
 def higgs(path: Path, rows: int | None = 200_000, hidden: tuple[int, ...] = (128,)) -> Task:
@@ -92,25 +79,3 @@ def _standardised(task: Task) -> Task:
         task.test_labels,
         task.hidden,
     )
-
-
-def _idx(folder: Path, name: str) -> Integers:
-    """[...] unsigned bytes of an idx file: two zero bytes, type, axes, a big-endian size each."""
-    path = folder / name
-    try:
-        content = path.read_bytes() if path.exists() else _unzipped(folder / f"{name}.gz")
-    except OSError as error:
-        raise FileFormatError(str(path), "neither it nor its .gz can be read") from error
-    if len(content) < 4 or content[:3] != bytes([0, 0, IDX_UNSIGNED_BYTE]):
-        raise FileFormatError(str(path), "it is not an idx file of unsigned bytes")
-    axes = content[3]
-    shape = np.frombuffer(content, ">u4", axes, 4).astype(np.int64)
-    values = np.frombuffer(content, np.uint8, -1, 4 + 4 * axes)
-    if values.size != shape.prod():
-        raise FileFormatError(str(path), f"it holds {values.size} bytes, not {shape.prod()}")
-    return values.reshape(shape)
-
-
-def _unzipped(path: Path) -> bytes:
-    with gzip.open(path) as file:
-        return file.read()

@@ -71,9 +71,14 @@ def labels_by_worker(history):
     return found
 
 
-@pytest.mark.parametrize("backend", ["simulated", "threads", "processes"])
-@pytest.mark.parametrize("partition", ["fixed", "by-label"])
-def test_every_sample_of_every_epoch_is_trained_once_by_its_own_worker(backend, partition):
+@pytest.mark.parametrize(
+    ("partition", "backend"),
+    [
+        ("fixed", "simulated"), ("fixed", "threads"), ("by-label", "simulated"),
+        ("by-label", "threads"), ("by-label", "processes"),
+    ],
+)  # fmt: skip
+def test_every_sample_of_every_epoch_is_trained_once_by_its_own_worker(partition, backend):
     times, history = trained(partition, backend=backend)
     assert times.tolist() == [2] * SAMPLES
     assert [sum(r.samples for r in history.outcome.rows if r.worker == w) for w in range(3)] == [
@@ -81,6 +86,7 @@ def test_every_sample_of_every_epoch_is_trained_once_by_its_own_worker(backend, 
     ]  # fmt: skip
     if partition == "by-label":
         assert labels_by_worker(history) == {0: {0.0}, 1: {1.0}, 2: {2.0}}
+        assert "epochs 2, partition by-label" in history.summary()
     else:
         assert any(len(labels) > 1 for labels in labels_by_worker(history).values())
 

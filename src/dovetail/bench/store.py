@@ -19,7 +19,7 @@ from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
-GRAPHS, PLANNED, LEARNED = "graphs", "planned", "learned"
+GRAPHS, PLANNED, LEARNED, TRAINED = "graphs", "planned", "learned", "trained"
 _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
 _RESTS_ON: dict[str, tuple[str, ...]] = {
@@ -29,13 +29,14 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
         *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/multilevel.py",
         "placers/learned", "bench/learned.py",
     ),
+    TRAINED: ("runtime", "training", "bench/thesis.py"),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is
 computed anew. What a result names by content, such as the graph of a row, is not."""
 _NOT = {
     PLANNED: (
         "placers/learned", "bench/learned.py", "bench/page.py", "bench/tables.py",
-        "bench/orderings.py",
+        "bench/orderings.py", "bench/thesis.py", "bench/thesis_page.py",
     ),
 }  # fmt: skip
 """Maps kinds of result to code that is left out of `_RESTS_ON`, because it only shows results or

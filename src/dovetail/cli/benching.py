@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dovetail.bench import CaseResult, Column
     from dovetail.bench.table import BenchTable
+    from dovetail.bench.thesis import ThesisSettings
 
 PAGE, CSV, TRAININGS = "index.html", "rows.csv", "trainings.csv"
 """The files that the command writes into its folder."""
@@ -25,12 +26,23 @@ class Paper(StrEnum):
 
     RL17 = "rl17"
     GDP = "gdp"
+    THESIS = "thesis"
+
+
+THESIS_OPTIONS = ("workers", "windows", "epochs", "data", "samples")
+"""Options that go with `thesis` alone."""
+TABLE_OPTIONS = ("budget", "rows", "learn")
+"""Options that go with the tables of placement alone."""
 
 
 def bench(  # noqa: PLR0913  one argument an option
+    context: typer.Context,
     paper: Annotated[
         Paper,
-        typer.Argument(help="rl17: Mirhoseini et al., ICML 2017; gdp: Zhou et al., 2019"),
+        typer.Argument(
+            help="rl17: Mirhoseini et al., ICML 2017; gdp: Zhou et al., 2019; thesis: Hermans, "
+            "2017, update rules by workers and windows"
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -59,6 +71,23 @@ def bench(  # noqa: PLR0913  one argument an option
     jobs: Annotated[
         int, typer.Option(min=1, help="Rows that are computed at once, each on a core")
     ] = 2,
+    workers: Annotated[
+        str, typer.Option(help="thesis: numbers of workers n, e.g. 1,2")
+    ] = "10,15,20,25,30,35,40",
+    windows: Annotated[
+        str, typer.Option(help="thesis: windows lambda, e.g. 5,10")
+    ] = "10,15,20,25,30,35,40",
+    epochs: Annotated[int, typer.Option(min=1, help="thesis: passes over the data")] = 40,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="thesis: MNIST, a folder of its idx files or Keras' mnist.npz. Without it the "
+            "data are a stand-in"
+        ),
+    ] = "",
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="thesis: train on the first samples alone")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compute a paper's table with every method, and write it beside the paper's figures.
@@ -66,6 +95,23 @@ def bench(  # noqa: PLR0913  one argument an option
     Results are kept, so the same command goes on where it was stopped. If a row fails, the other
     rows are written and the exit status is 1.
     """
+    _check_options(context, paper)
+    folder = _folder(paper, out)
+    if paper is Paper.THESIS:
+        from dovetail.bench.thesis import ThesisSettings
+
+        grid = ThesisSettings(
+            folder,
+            _numbers("--workers", workers),
+            _numbers("--windows", windows),
+            epochs=epochs,
+            data=data,
+            samples=samples,
+            seeds=seeds,
+            seed=seed,
+        )
+        _bench_thesis(grid, jobs, fresh, as_json)
+        return
     from dovetail.bench.cases import CASES
     from dovetail.bench.page import write_page
     from dovetail.bench.running import BenchSettings
@@ -78,11 +124,6 @@ def bench(  # noqa: PLR0913  one argument an option
     trials, trials_of = _learning(paper.value, learn)
     check_seed(seed)
     matching(CASES[paper.value], rows)
-    if out is None:
-        raise UsageError("--out", f"name the folder of the table, such as benchmarks/{paper.value}")
-    folder = out
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("--out", f"{folder} is a file; name a folder")
     settings = BenchSettings(
         paper.value, folder, budget, seed, learn=trials, learn_of=trials_of, seeds=seeds
     )
@@ -116,6 +157,93 @@ def bench(  # noqa: PLR0913  one argument an option
         show(_rows_table(table))
     if table.failures:
         raise typer.Exit(1)
+
+
+def _check_options(context: typer.Context, paper: Paper) -> None:
+    """Raise `UsageError` for an option that was given and belongs to another table."""
+    foreign = TABLE_OPTIONS if paper is Paper.THESIS else THESIS_OPTIONS
+    for name in foreign:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{name}", f"does not go with {paper.value}")
+
+
+def _folder(paper: Paper, out: Path | None) -> Path:
+    if out is None:
+        raise UsageError("--out", f"name the folder of the table, such as benchmarks/{paper.value}")
+    if out.exists() and not out.is_dir():
+        raise UsageError("--out", f"{out} is a file; name a folder")
+    return out
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """The distinct numbers that "10,15" names, in its order. Raises `UsageError`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(option, f"{text!r} is not a list of numbers such as 10,15")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _bench_thesis(settings: "ThesisSettings", jobs: int, fresh: bool, as_json: bool) -> None:
+    """Compute the thesis' grid, write its files, and print its tables or one JSON object."""
+    from dataclasses import asdict
+
+    from dovetail.bench.thesis import MNIST, run_grid
+    from dovetail.bench.thesis_page import (
+        WARNING,
+        ordering,
+        tables_of,
+        write_thesis_csv,
+        write_thesis_page,
+    )
+
+    data = settings.load()
+    if data.name != MNIST:
+        say(f"warning: {WARNING}")
+    page, csv = settings.out / PAGE, settings.out / CSV
+    settings.out.mkdir(parents=True, exist_ok=True)
+    check_outputs(page, csv)
+    with progress_bar() as progress:
+        results, failures = run_grid(
+            settings,
+            jobs=jobs,
+            fresh=fresh,
+            tell=lambda said, fraction: progress(said, fraction, None),
+            complain=say,
+        )
+    write_thesis_page(settings, results, page, facts=_facts(_thesis_command(settings, jobs)))
+    write_thesis_csv(settings, results, csv)
+    for written in (page, csv):
+        say(f"wrote {written}")
+    for task, failure in failures.items():
+        say(f"error: {task} failed:\n{failure}")
+    if as_json:
+        cells = [asdict(cell) | asdict(result) for cell, result in results.items()]
+        files = {"page": str(page), "csv": str(csv)}
+        show_json(
+            {"table": "thesis", "data": data.name, "cells": cells, "failures": failures} | files
+        )
+    else:
+        from rich.table import Table as RichTable
+
+        for shown in tables_of(settings, results):
+            table = RichTable(*shown.head, title=shown.title)
+            for row in shown.rows:
+                table.add_row(*row)
+            show(table)
+        say(ordering(settings, results))
+    if failures:
+        raise typer.Exit(1)
+
+
+def _thesis_command(settings: "ThesisSettings", jobs: int) -> str:
+    numbers = {"workers": settings.workers, "windows": settings.windows}
+    lists = [f"--{name} {','.join(map(str, values))}" for name, values in numbers.items()]
+    words = ["dovetail bench thesis", *lists, f"--epochs {settings.epochs}"]
+    words += ["--data MNIST"] if settings.data else []
+    words += [f"--samples {settings.samples}"] if settings.samples else []
+    words += [f"--seeds {settings.seeds} --seed {settings.seed} --jobs {jobs}"]
+    return " ".join(words)
 
 
 def _learning(paper: str, text: str) -> tuple[int, dict[str, int]]:

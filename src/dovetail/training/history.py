@@ -51,7 +51,7 @@ from dovetail.errors import FileFormatError
 from dovetail.runtime.files import read_json, write_atomically
 from dovetail.training.analysis import Staleness, staleness
 from dovetail.training.divergence import Divergence, diverging, remedy
-from dovetail.training.records import Evaluation, Event, Outcome, Row
+from dovetail.training.records import LEASED, Evaluation, Event, Outcome, Row
 from dovetail.training.tensorboard import Scalars
 from dovetail.units import format_count, format_seconds, printable
 
@@ -321,6 +321,10 @@ def _facts(history: History) -> list[tuple[str, str]]:
         for field in ("window", "batch", "epochs")
         if (value := history.of_job(field)) is not None
     ]
+    job = outcome.meta.get("job")
+    partition = job.get("partition", LEASED) if isinstance(job, dict) else LEASED
+    if partition != LEASED:
+        sizes.append(f"partition {partition}")
     facts.append(("run", ", ".join(sizes)))
     working = outcome.seconds - min((row.begin_seconds for row in outcome.rows), default=0.0)
     rate = len(history) / working if working > 0 else math.nan

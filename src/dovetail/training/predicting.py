@@ -350,14 +350,15 @@ class _FarPool:
     def finished(self) -> Iterator[tuple[int, Any]]:
         results = []
         for worker in self._far.ready(list(self._underway)):
-            number, portion = self._underway.pop(worker)
             try:
-                results.append((number, self._far.receive(worker)))
-                self._free.append(worker)
+                result = self._far.receive(worker)
             except ProcessDiedError as error:
+                self._waiting.append(self._underway.pop(worker))
                 self._far.end(worker)
-                self._waiting.append((number, portion))
                 self._replace(error)
+            else:
+                results.append((self._underway.pop(worker)[0], result))
+                self._free.append(worker)
         while self._waiting and self._free:
             self.start(*self._waiting.popleft())
         yield from results
