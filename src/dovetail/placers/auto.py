@@ -93,6 +93,12 @@ def _coarse_to_fine(problem: PlacementProblem, budget: Budget) -> None:
     A budget of units is apart, since its ledger is keyed by placements of units.
     """
     levels = [*problem.coarser, np.arange(problem.groups.count, dtype=np.int32)]
+    # So few units are no start worth the name: finer ones hold all their placements.
+    while len(levels) > 1 and can_enumerate(under_units(problem, levels[0]), budget):
+        del levels[0]
+    if len(levels) == 1:
+        _try_methods(problem, budget)
+        return
     for i, unit_of in enumerate(levels):
         if i and (budget.closed or budget.exhausted):
             return

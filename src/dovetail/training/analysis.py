@@ -9,7 +9,7 @@ to Deep Learning", 2016, https://arxiv.org/abs/1605.09774, the queuing model; th
 it as equation 1.1: with memoryless step times and learning rate eta
     E[x_{t+1} - x_t] = mu E[x_t - x_{t-1}] - c E[gradient(x_t)],   mu = 1 - 1/n,   c = eta/n.
 J. Hermans, "On Scalable Deep Learning and Parallelizing Gradient Descent", Maastricht University
-2017, https://arxiv.org/abs/1710.06408, chapter 4, its experiments (temporal efficiency).
+2017, https://arxiv.org/abs/1710.06408, chapter 3 (temporal efficiency, equation 3.4).
 Differences: expectations are means over replicas that run the same descent under schedules of
 their own; mu and c are then fitted to the mean trajectory by least squares.
 """
