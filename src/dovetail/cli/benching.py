@@ -96,12 +96,11 @@ def bench(  # noqa: PLR0913  one argument an option
     rows are written and the exit status is 1.
     """
     _check_options(context, paper)
-    folder = _folder(paper, out)
     if paper is Paper.THESIS:
         from dovetail.bench.thesis import ThesisSettings
 
         grid = ThesisSettings(
-            folder,
+            _folder(paper, out),
             _numbers("--workers", workers),
             _numbers("--windows", windows),
             epochs=epochs,
@@ -124,6 +123,7 @@ def bench(  # noqa: PLR0913  one argument an option
     trials, trials_of = _learning(paper.value, learn)
     check_seed(seed)
     matching(CASES[paper.value], rows)
+    folder = _folder(paper, out)
     settings = BenchSettings(
         paper.value, folder, budget, seed, learn=trials, learn_of=trials_of, seeds=seeds
     )
