@@ -104,6 +104,10 @@ def test_figures_are_printed(predict, weights):
         ("missing.csv", ("--evaluate",), "No such file"),
         ("ragged.csv", ("--evaluate",), "sample 2 is not 2 numbers"),
         ("own.npy", ("--out", "own.npy"), "it is read as well"),
+        ("own.npy", ("--evaluate",), "holds no targets"),
+        ("words.npy", ("--evaluate",), "it holds <U3"),
+        ("head.csv", ("--out", "y.npy"), "it holds no sample"),
+        ("empty.csv", ("--out", "y.npy"), "it holds no sample"),
     ],
 )
 def test_what_cannot_be_predicted_ends_in_one_line(
@@ -112,6 +116,9 @@ def test_what_cannot_be_predicted_ends_in_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.npy").write_text("no array")
     (tmp_path / "ragged.csv").write_text("1,2\n3\n")
+    (tmp_path / "head.csv").write_text("a,b\n")
+    (tmp_path / "empty.csv").write_text("")
+    np.save(tmp_path / "words.npy", np.array(["one", "two"]))
     np.save(tmp_path / "own.npy", np.zeros((2, 4), np.float32))
     status, _, err = predict(data, *options)
     assert status == 2

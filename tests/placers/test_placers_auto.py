@@ -6,7 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dovetail.errors import OutOfMemoryError, UsageError
+import dovetail.placers.auto
+from dovetail.errors import InfeasibleError, OutOfMemoryError, UsageError
 from dovetail.placers import BASELINES, PLACERS, Budget, parse_budget, place
 from dovetail.placers.auto import SPLIT, _part
 from dovetail.placers.baselines import single
@@ -260,7 +261,13 @@ def test_auto_proves_what_it_enumerated():
     assert (outcome.bound.seconds, outcome.bound.proof) == (outcome.value, "every placement")
 
 
-def test_groups_are_split_where_that_is_faster():
+@pytest.fixture
+def no_enumeration(monkeypatch):
+    """`auto` searches the few placements of a test's units as it does those of many."""
+    monkeypatch.setattr(dovetail.placers.auto, "can_enumerate", lambda *_: False)
+
+
+def test_groups_are_split_where_that_is_faster(no_enumeration):
     # Two chains of four ops each, joined crosswise: whole units cannot run beside each other.
     reads = [[], [], [0], [1], [2], [3], [4], [5]]
     graph = build_graph(reads, sizes=[1] * 8)
@@ -274,14 +281,14 @@ def test_groups_are_split_where_that_is_faster():
 
 @pytest.mark.parametrize("memory", FREE_OR_TIGHT)
 @pytest.mark.parametrize("seed", range(6))
-def test_splitting_finds_the_best_of_all_groups(seed, memory):
+def test_splitting_finds_the_best_of_all_groups(seed, memory, no_enumeration):
     rng = np.random.default_rng((17, seed))
     shape = random_problem(rng, memory_share=None if memory == "free memory" else 0.5)
     units = np.arange(shape.groups.count, dtype=np.int32) // 2
     problem = dataclasses.replace(shape, coarser=(units,))
     best = best_value(problem)
     if best is None:
-        with pytest.raises(OutOfMemoryError):
+        with pytest.raises(InfeasibleError):
             place(problem, "auto", Budget(evaluations=3000))
         return
     outcome = place(problem, "auto", Budget(evaluations=3000))
@@ -289,7 +296,7 @@ def test_splitting_finds_the_best_of_all_groups(seed, memory):
     assert outcome.evaluations <= 3000
 
 
-def test_a_split_search_has_one_result_for_a_seed_and_keeps_it_at_ctrl_c():
+def test_a_split_search_has_one_result_for_a_seed_and_keeps_it_at_ctrl_c(no_enumeration):
     shape = random_problem(np.random.default_rng(3), groups=12, devices=3)
     units = np.arange(12, dtype=np.int32) // 4
     problem = dataclasses.replace(shape, coarser=(units,))
@@ -322,6 +329,24 @@ def test_ctrl_c_before_any_placement_is_no_plan():
     )
     with pytest.raises(KeyboardInterrupt):
         place(problem, "auto", Budget(evaluations=400))
+
+
+def test_few_units_are_enumerated_and_then_the_groups():
+    rng = np.random.default_rng(5)
+    shape = random_problem(rng, groups=8, devices=3)
+    problem = dataclasses.replace(shape, coarser=(np.arange(8, dtype=np.int32) // 2,))
+    outcome = place(problem, "auto", Budget(evaluations=20000))
+    assert outcome.value == pytest.approx(best_value(problem))
+    assert outcome.placer == "exhaustive" or outcome.value == outcome.baselines[outcome.placer]
+
+
+def test_that_no_units_fit_says_nothing_of_the_groups(no_enumeration):
+    # Of four groups of 10 bytes a device of 25 holds two, but not the unit of three.
+    graph = build_graph([[], [0], [1], [2]], sizes=[10] * 4)
+    units = np.array([0, 0, 0, 1], dtype=np.int32)
+    problem = build_problem(graph, build_machine(2, memory_bytes=25), coarser=(units,))
+    outcome = place(problem, "auto", Budget(evaluations=300))
+    assert outcome.value == best_value(problem)
 
 
 def test_units_with_contrary_pins_are_split():

@@ -10,7 +10,7 @@ import torch
 from keras import layers
 
 from dovetail.errors import DovetailError
-from dovetail.training.modules import ModuleLearner, flatten, parameters_of
+from dovetail.training.modules import ModuleLearner, flatten, loss_of, parameters_of
 from dovetail.training.trainer import Trainer
 
 cross_entropy = torch.nn.functional.cross_entropy
@@ -42,6 +42,13 @@ def regularized():
     return keras.Sequential(
         [keras.Input((6,)), first, layers.ActivityRegularization(l2=0.05), layers.Dense(3)]
     )
+
+
+def wrapped_losses():
+    """Losses of a batch by a Keras model inside a torch module, and of it alone."""
+    batch = (data()[0][:8], data()[1][:8])
+    alone, inside = regularized(), torch.nn.Sequential(regularized())
+    return [float(loss_of(module.eval(), cross_entropy, batch)) for module in (alone, inside)]
 
 
 def plainly(model):
@@ -132,6 +139,7 @@ def everything():
         "inputs": several_inputs(),
         "drawn": [dropped(0), dropped(0), dropped(1)],
         "sizes_in_order": sizes_in_order(),
+        "wrapped_losses": wrapped_losses(),
         "statistics": statistics(),
         "predicted": predicted(),
         "unbuilt": complaint(keras.Sequential([layers.Dense(3)])),

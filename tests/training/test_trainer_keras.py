@@ -31,6 +31,11 @@ def test_losses_of_regularizers_and_layers_are_added(found):
     assert found["regularized_error"] < 1e-6
 
 
+def test_losses_of_a_keras_model_inside_a_torch_module_are_added(found):
+    alone, inside = found["wrapped_losses"]
+    assert inside == pytest.approx(alone)
+
+
 def test_a_model_of_several_inputs_gets_them(found):
     assert found["inputs"] == 40
 

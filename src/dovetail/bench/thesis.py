@@ -22,6 +22,7 @@ import hashlib
 import math
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -237,7 +238,7 @@ def _read_npz(path: Path) -> list[NDArray[Any]]:
             return [found[name] for name in _NPZ_PARTS]
     except OSError as error:
         raise FileFormatError(str(path), error.strerror or str(error)) from None
-    except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         detail = f"it is no .npz file with {', '.join(_NPZ_PARTS)}: {error}"
         raise FileFormatError(str(path), detail) from None
 
@@ -246,7 +247,7 @@ def _read_idx(path: Path) -> NDArray[np.uint8]:
     """[...] unsigned bytes of an idx file: two zero bytes, type, axes, a big-endian size each."""
     try:
         content = path.read_bytes() if path.exists() else _unzipped(path)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise FileFormatError(str(path), "neither it nor its .gz can be read") from error
     if len(content) < 4 or content[:3] != bytes([0, 0, _IDX_UNSIGNED_BYTE]):
         raise FileFormatError(str(path), "it is not an idx file of unsigned bytes")

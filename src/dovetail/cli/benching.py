@@ -95,7 +95,10 @@ def bench(  # noqa: PLR0913  one argument an option
     Results are kept, so the same command goes on where it was stopped. If a row fails, the other
     rows are written and the exit status is 1.
     """
+    from dovetail.pipeline.requests import check_seed
+
     _check_options(context, paper)
+    check_seed(seed)
     if paper is Paper.THESIS:
         from dovetail.bench.thesis import ThesisSettings
 
@@ -116,12 +119,10 @@ def bench(  # noqa: PLR0913  one argument an option
     from dovetail.bench.running import BenchSettings
     from dovetail.bench.table import matching, run_table
     from dovetail.bench.tables import write_csv, write_trainings
-    from dovetail.pipeline.requests import check_seed
     from dovetail.placers import parse_budget
 
     parse_budget(budget)
     trials, trials_of = _learning(paper.value, learn)
-    check_seed(seed)
     matching(CASES[paper.value], rows)
     folder = _folder(paper, out)
     settings = BenchSettings(

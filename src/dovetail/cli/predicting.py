@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from dovetail.training.backends import BACKENDS
 
 if TYPE_CHECKING:
     from dovetail.cli.training import Setup
+    from dovetail.training.request import TrainRequest
 
 PREDICT_EPILOG = """\
 Examples:
@@ -94,24 +96,30 @@ def predict(  # noqa: PLR0913  one argument an option
     settings = {name: value for name, value in given.items() if value is not None}
     opened = open_setup(function, settings, {})
     _load_weights(opened.request.model, weights)
-    dataset = _open_data(opened, function, data)
-    _compute(opened, dataset, out, evaluate, as_json)
+    dataset, is_file = _open_data(opened, function, data)
+    if is_file and len(dataset) == 1 and evaluate:
+        raise UsageError("--evaluate", f"{data} holds no targets; give a .npz file with both")
+    request = opened.request
+    # A collate function makes batches of the function's own items, which a file does not hold.
+    if is_file:
+        request = replace(request, collate=None)
+    _compute(request, dataset, out, evaluate, as_json)
 
 
 def _compute(
-    setup: "Setup", dataset: Any, out: Path | None, evaluates: bool, as_json: bool
+    request: "TrainRequest", dataset: Any, out: Path | None, evaluates: bool, as_json: bool
 ) -> None:
     """Compute what was asked for, write it, and print a line each or one JSON object."""
     from dovetail.training import predicting
 
     printed: dict[str, Any] = {"out": None, "shapes": None, "figures": None}
     if out is not None:
-        named = _named(predicting.predict(setup.request, dataset))
+        named = _named(predicting.predict(request, dataset))
         _write(named, out)
         printed |= {"out": str(out), "shapes": {key: list(a.shape) for key, a in named.items()}}
         say(f"wrote {out}")
     if evaluates:
-        printed["figures"] = figures = predicting.evaluate(setup.request, dataset)
+        printed["figures"] = figures = predicting.evaluate(request, dataset)
         if not as_json:
             for name, value in figures.items():
                 typer.echo(f"{name}  {value:.6g}")
@@ -146,41 +154,50 @@ def _first_line(error: Exception) -> str:
 # --- The data set ---
 
 
-def _open_data(setup: "Setup", function: str, text: str) -> Any:
-    """The data set that a DATA text names. Raises `UsageError`, `FileFormatError`, `ModelError`."""
+def _open_data(setup: "Setup", function: str, text: str) -> tuple[Any, bool]:
+    """The data set that a DATA text names, and whether it is a file. Raises `UsageError`,
+    `FileFormatError`, `ModelError`."""
     from dovetail.runtime.functions import call_function, names_function
 
     if text in OWN:
         dataset = setup.dataset if text == "dataset" else setup.validation
         if dataset is None:
             raise UsageError("DATA", f"{function} returns no {text} set")
-        return dataset
+        return dataset, False
     if names_function(text):
-        return call_function(text)
+        return call_function(text), False
     path = Path(text)
     if path.suffix not in INPUTS:
         offered = ", ".join((*OWN, "package.module:function", *INPUTS))
         raise UsageError("DATA", f"{text!r} is none of {offered}")
     arrays = _read_csv(path) if path.suffix == ".csv" else _read_arrays(path)
     first, *targets = arrays
-    return (_as_the_model(setup.request.model, first), *targets)
+    return (_as_the_model(setup.request.model, first), *targets), True
 
 
 def _read_arrays(path: Path) -> list[Any]:
     """The arrays of a .npy or .npz file."""
     import zipfile
+    import zlib
 
     import numpy as np
 
     try:
         found = np.load(path, allow_pickle=False)
-        arrays = [found] if isinstance(found, np.ndarray) else [found[name] for name in found.files]
+        if isinstance(found, np.ndarray):
+            arrays = [found]
+        else:
+            with found:
+                arrays = [found[name] for name in found.files]
     except OSError as error:
         raise FileFormatError(str(path), error.strerror or str(error)) from None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise FileFormatError(str(path), f"it holds no arrays: {_first_line(error)}") from None
     if not arrays:
         raise FileFormatError(str(path), "it holds no array")
+    for array in arrays:
+        if array.dtype.kind not in "biuf" or array.ndim == 0:
+            raise FileFormatError(str(path), f"it holds {array.dtype} of shape {array.shape}")
     return arrays
 
 
@@ -196,6 +213,8 @@ def _read_csv(path: Path) -> list[Any]:
         raise FileFormatError(str(path), detail) from None
     if lines and not _are_numbers(lines[0]):
         del lines[0]
+    if not lines:
+        raise FileFormatError(str(path), "it holds no sample")
     for number, line in enumerate(lines, 1):
         if len(line) != len(lines[0]) or not _are_numbers(line):
             detail = f"sample {number} is not {len(lines[0])} numbers"
@@ -224,13 +243,17 @@ def _as_the_model(model: Any, array: Any) -> Any:
 
 def _named(output: Any, name: str = "output") -> dict[str, Any]:
     """Name -> array of each tensor of an output: `output`, `output_0`, or `output_KEY`."""
+    import torch
+
     if isinstance(output, dict | tuple):
         pairs = output.items() if isinstance(output, dict) else enumerate(output)
         named: dict[str, Any] = {}
         for key, inner in pairs:
             named |= _named(inner, f"{name}_{key}")
         return named
-    return {name: output.numpy()}
+    # NumPy has no bfloat16; float32 holds each of its values.
+    wide = output.float() if output.dtype == torch.bfloat16 else output
+    return {name: wide.numpy()}
 
 
 def _write(named: dict[str, Any], path: Path) -> None:

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dovetail.errors import NoPlanFitsError
 from dovetail.methods import PLACERS, Method
 from dovetail.placers.baselines import attempt, try_baselines
 from dovetail.placers.budget import Budget
@@ -77,44 +78,52 @@ def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     return min(budget.found.values(), key=lambda pair: pair[0])[1]
 
 
-def _try_methods(problem: PlacementProblem, budget: Budget) -> None:
-    """Run the baselines, then every method on these groups."""
+def _try_methods(problem: PlacementProblem, budget: Budget) -> bool:
+    """Run the baselines, then every method on these groups. Returns True if instead of them all
+    placements were tried."""
     try_baselines(problem, budget)
     if can_enumerate(problem, budget):
         attempt("exhaustive", exhaustive, problem, budget)
-    else:
-        _construct(problem, budget)
-        _improve(problem, budget)
+        return True
+    _construct(problem, budget)
+    _improve(problem, budget)
+    return False
 
 
 def _coarse_to_fine(problem: PlacementProblem, budget: Budget) -> None:
     """Run all methods on the coarsest units, then improve the best placement on ever smaller ones.
 
-    A budget of units is apart, since its ledger is keyed by placements of units.
+    If the units are so few that all their placements are tried, the methods run on the next ones as
+    well. A budget of units is apart, since its ledger is keyed by placements of units.
     """
     levels = [*problem.coarser, np.arange(problem.groups.count, dtype=np.int32)]
-    # So few units are no start worth the name: finer ones hold all their placements.
-    while len(levels) > 1 and can_enumerate(under_units(problem, levels[0]), budget):
-        del levels[0]
-    if len(levels) == 1:
-        _try_methods(problem, budget)
-        return
+    enumerated = True
     for i, unit_of in enumerate(levels):
         if i and (budget.closed or budget.exhausted):
             return
         left = 1 - budget.fraction
-        part = _part(budget, left / (len(levels) - i) if i else COARSE_SHARE, apart=True)
+        last = i + 1 == len(levels)
+        share = COARSE_SHARE if enumerated and not last else 1 / (len(levels) - i)
+        part = _part(budget, left * share, apart=True)
         if budget.bound is not None:
             part.prove(budget.bound.seconds, budget.bound.proof)
-        level = under_units(problem, unit_of)
-        if i == 0:
-            _try_methods(level, part)
-        else:
+        if i:
             # So far units are whole in every placement, so any group tells where its unit is.
             _, some_group = np.unique(unit_of, return_index=True)
             part.adopt(budget, some_group.astype(np.int32))
-            attempt(SPLIT, local_search, level, part)
-        budget.adopt(part, unit_of)
+        try:
+            level = under_units(problem, unit_of)
+            if enumerated:
+                enumerated = _try_methods(level, part)
+            else:
+                attempt(SPLIT, local_search, level, part)
+        except NoPlanFitsError:
+            # That no units fit says nothing of smaller ones.
+            if last:
+                raise
+            enumerated = True
+        finally:
+            budget.adopt(part, unit_of)
 
 
 def methods_of(role: str, objective: str) -> list[Method]:

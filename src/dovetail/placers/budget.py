@@ -1,8 +1,8 @@
 """Budget: what a search may spend, and the ledger of all placements that it has evaluated.
 
-Every placement is evaluated once, however many methods propose it; a repeat is looked up and costs
-nothing. Each entry of the ledger is a tuple that is stored in one assignment, so a Ctrl-C at any
-moment leaves every entry whole.
+Every placement is evaluated once in a ledger, however many methods propose it; a repeat is looked
+up and costs nothing. A budget `apart` has a ledger of its own. Each entry of the ledger is a tuple
+that is stored in one assignment, so a Ctrl-C at any moment leaves every entry whole.
 """
 
 import hashlib

@@ -46,7 +46,8 @@ class PlacerOutcome:
     found_seconds       method -> seconds from the start of the search until it had its value
     bound               lower bound that the search proved for placements whose groups stay
                         together; None: the search proved none
-    evaluations         number of distinct placements that were evaluated
+    evaluations         number of placements that were evaluated; one that is evaluated in groups
+                        of several sizes counts each time
     seconds             that the search took
     interrupted         Ctrl-C ended the search
     notes               sentences on why the plan has this many devices

@@ -11,7 +11,7 @@ import Keras: if nobody has imported it, no model is a Keras model.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,16 @@ def call_keras(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     """Calls the model. Keras takes several inputs as one list."""
     inputs = arguments if len(arguments) <= 1 else (list(arguments),)
     return module(*inputs, **keywords, training=module.training)
+
+
+def added_losses(module: Any) -> Iterator[Any]:
+    """Yields what Keras models, the module itself or inside it, add to the loss since they were
+    called last."""
+    if is_keras(module):
+        yield from module.losses
+    elif "keras" in sys.modules:
+        for inner in module.children():
+            yield from added_losses(inner)
 
 
 def with_added_losses(loss: torch.Tensor, added: Iterable[Any]) -> torch.Tensor:

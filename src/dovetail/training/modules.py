@@ -13,6 +13,7 @@ belong to a worker and are never sent; `validation.py` computes the trained mode
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,13 @@ from dovetail.training.datasets import (
     open_dataset,
     split,
 )
-from dovetail.training.keras_models import call_keras, is_keras, seed_keras, with_added_losses
+from dovetail.training.keras_models import (
+    added_losses,
+    call_keras,
+    is_keras,
+    seed_keras,
+    with_added_losses,
+)
 from dovetail.training.learner import Gradient
 from dovetail.training.records import Vector
 from dovetail.training.torch_optimizers import MakeOptimizer, Rates, Schedule, check_optimizer
@@ -38,6 +45,7 @@ from dovetail.training.torch_optimizers import MakeOptimizer, Rates, Schedule, c
 Loss = Callable[..., Tensor]
 """loss(output, *targets): the mean loss over the batch's samples, a scalar."""
 
+_KERAS_COUNT = re.compile(r"_\d+(?=/|$)")
 _DTYPES: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -47,7 +55,7 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     Raises `ModelError` if they cannot form one float vector in the CPU's memory.
     """
     name = type(module).__name__
-    named = [(path, p) for path, p in _named_parameters(module) if p.requires_grad]
+    named = [(path, p) for path, p in named_parameters(module) if p.requires_grad]
     for path, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(name, f"{path} has no shape yet; call the model once")
@@ -63,18 +71,18 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in named]
 
 
-def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(path, parameter), each parameter once. A Keras model's are in its layers' order.
 
     torch would sort a Keras model's by name, and Keras counts its layers over the whole process
     (`dense_9`, `dense_10`). The same model built once more would have another order, and a
-    checkpoint's vector would not fit it.
+    checkpoint's vector would not fit it. The counts are left out of these paths.
     """
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, inner in module.named_modules():
         if is_keras(inner):
             layer: Any = inner
-            own = [(variable.path, variable.value) for variable in layer.variables]
+            own = [(_KERAS_COUNT.sub("", v.path), v.value) for v in layer.variables]
         else:
             own = list(inner.named_parameters(prefix, recurse=False))
         for path, parameter in own:
@@ -129,14 +137,10 @@ def _views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def loss_of(module: nn.Module, loss: Loss, batch: Any) -> Tensor:
-    """The loss of a batch, with the graph that autograd needs for the backward pass. A Keras
-    model's own losses are added."""
+    """The loss of a batch, with the graph that autograd needs for the backward pass. What Keras
+    models, the module itself or inside it, add to the loss is added."""
     output, targets = outputs(module, batch)
-    plain = loss(output, *targets)
-    if not is_keras(module):
-        return plain
-    keras_model: Any = module
-    return with_added_losses(plain, keras_model.losses)
+    return with_added_losses(loss(output, *targets), added_losses(module))
 
 
 def outputs(module: nn.Module, batch: Any) -> tuple[Any, tuple[Any, ...]]:

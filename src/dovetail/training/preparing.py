@@ -25,6 +25,7 @@ from dovetail.training.modules import (
     ModuleLearners,
     flatten,
     loss_of,
+    named_parameters,
 )
 from dovetail.training.optimizers import make_optimizer
 from dovetail.training.pickling import check_travels
@@ -258,6 +259,6 @@ def _job(request: TrainRequest, rule: Rule, source: SampleSource, theta: Vector)
 def _facts(model: nn.Module, job: Job, rule: Rule) -> dict[str, Any]:
     """The facts that a resumed run must share with the run that it continues. A hash stands for the
     names and shapes of the model's parameters."""
-    text = repr([(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()])
+    text = repr([(n, tuple(p.shape), p.requires_grad) for n, p in named_parameters(model)])
     model_facts = f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
     return {"rule": rule.name, "options": rule.options, "model": model_facts, **job.facts()}
