@@ -1,6 +1,5 @@
 """The methods as published: exact about what they draw, blind to what the papers do not feed."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from dovetail.placers.learned.features import look
 from dovetail.placers.learned.files import load_policy, save_policy
 from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.records import Trials
+from tests.support.drawn_placements import all_placements, draw, log_probs_of, masked
 from tests.support.learned_problems import random_problem
 
 SMALL = {
@@ -38,31 +38,6 @@ def policy_for(name, view, seed=0):
     for parameter in policy.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     return policy
-
-
-def draw(policy, view, batch=16, seed=5):
-    return policy.draw(view, batch, torch.Generator().manual_seed(seed))
-
-
-def masked(view):
-    """Group 0 may not be on device 0, groups 1 and 2 have no choice."""
-    allowed, free, settled = view.allowed.copy(), view.free.copy(), view.settled.copy()
-    allowed[0, 0] = False
-    allowed[1, :] = [False, False, True]
-    free[[1, 2]] = False
-    settled[[1, 2]] = [2, 1]
-    return replace(view, allowed=allowed, free=free, settled=settled)
-
-
-def all_placements(view):
-    choices = [np.flatnonzero(row) for row in view.allowed]
-    rows = np.array(list(itertools.product(*choices)), dtype=np.int32)
-    return rows[(rows[:, ~view.free] == view.settled[~view.free]).all(axis=1)]
-
-
-def log_probs_of(policy, view, placements):
-    actions = torch.cat([policy.actions_of(view, row)["devices"] for row in placements])
-    return policy.judge(view, {"devices": actions}).log_probs.sum(dim=1).detach()
 
 
 def test_every_learned_method_has_its_mode_as_published():

@@ -1,6 +1,5 @@
 """RL17's policy: what it draws is what it judges, under every mask, and it learns."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from dovetail.placers.learned.features import POSITIONS, column, look
 from dovetail.placers.learned.learner import PolicyLearner, TaskView
 from dovetail.placers.learned.records import Trials
 from dovetail.placers.learned.seq2seq import SETTINGS, Seq2Seq, order_of
+from tests.support.drawn_placements import all_placements, draw, log_probs_of, masked
 from tests.support.learned_problems import random_problem
 
 
@@ -27,31 +27,6 @@ def policy_for(view, seed=0):
     for parameter in policy.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return policy
-
-
-def draw(policy, view, batch=16, seed=5):
-    return policy.draw(view, batch, torch.Generator().manual_seed(seed))
-
-
-def masked(view):
-    """Group 0 may not be on device 0, groups 1 and 2 have no choice."""
-    allowed, free, settled = view.allowed.copy(), view.free.copy(), view.settled.copy()
-    allowed[0, 0] = False
-    allowed[1, :] = [False, False, True]
-    free[[1, 2]] = False
-    settled[[1, 2]] = [2, 1]
-    return replace(view, allowed=allowed, free=free, settled=settled)
-
-
-def all_placements(view):
-    choices = [np.flatnonzero(row) for row in view.allowed]
-    rows = np.array(list(itertools.product(*choices)), dtype=np.int32)
-    return rows[(rows[:, ~view.free] == view.settled[~view.free]).all(axis=1)]
-
-
-def log_probs_of(policy, view, placements):
-    actions = torch.cat([policy.actions_of(view, row)["devices"] for row in placements])
-    return policy.judge(view, {"devices": actions}).log_probs.sum(dim=1).detach()
 
 
 def test_what_was_drawn_is_judged_as_likely_as_when_it_was_drawn(view):

@@ -251,20 +251,10 @@ class Seq2Seq(Policy):
 
     def _sequence(self, view: ProblemView) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings, choices and worths, in the order in which groups are decided."""
-        self._check(view)
+        check_sizes(self, view)
         order = torch.from_numpy(order_of(view))
         worths = torch.from_numpy(cuts(view)[:, :, _OWN_CUTS]).to(self.worth) @ self.worth
         return self._embed(view)[None, order], choices_of(view)[order], worths[order]
-
-    def _check(self, view: ProblemView) -> None:
-        """Raise `PolicyMismatchError` for a view of other sizes."""
-        made = self.config["groups"], self.config["devices"]
-        if made != (view.groups, view.device_count):
-            raise PolicyMismatchError(
-                self.name,
-                f"it was made for {made[0]} groups on {made[1]} devices, here are {view.groups} "
-                f"on {view.device_count}",
-            )
 
     def _embed(self, view: ProblemView) -> Tensor:
         """[groups, size]"""
@@ -293,6 +283,17 @@ class Seq2Seq(Policy):
 def order_of(view: ProblemView) -> NDArray[np.int64]:
     """[groups] the groups as they are decided: by the place of their modules, then as they are."""
     return np.argsort(view.numbers[:, column("module")], kind="stable")
+
+
+def check_sizes(policy: Policy, view: ProblemView) -> None:
+    """Raise `PolicyMismatchError` for a view of other sizes than the policy was made for."""
+    made = policy.config["groups"], policy.config["devices"]
+    if made != (view.groups, view.device_count):
+        raise PolicyMismatchError(
+            policy.name,
+            f"it was made for {made[0]} groups on {made[1]} devices, here are {view.groups} "
+            f"on {view.device_count}",
+        )
 
 
 def choices_of(view: ProblemView) -> Tensor:

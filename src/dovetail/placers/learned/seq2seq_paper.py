@@ -38,12 +38,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dovetail.errors import PolicyMismatchError
 from dovetail.placers.learned.features import BUCKETS, SHAPES
 from dovetail.placers.learned.hdp import HdpPlacer, gumbel
 from dovetail.placers.learned.policy import Draw, Judged, Policy
 from dovetail.placers.learned.records import LearningSettings, ProblemView
-from dovetail.placers.learned.seq2seq import choices_of
+from dovetail.placers.learned.seq2seq import check_sizes, choices_of
 
 HIDDEN, KINDS = 64, 16
 """Sizes: of the LSTMs' states (of the encoder's both ways together), of kinds."""
@@ -98,13 +97,7 @@ class Seq2SeqPaper(Policy):
 
     def _sequence(self, view: ProblemView) -> tuple[Tensor, Tensor]:
         """(embeddings [1, groups, size], where each group may go [groups, devices])."""
-        made = self.config["groups"], self.config["devices"]
-        if made != (view.groups, view.device_count):
-            raise PolicyMismatchError(
-                self.name,
-                f"it was made for {made[0]} groups on {made[1]} devices, here are {view.groups} "
-                f"on {view.device_count}",
-            )
+        check_sizes(self, view)
         kinds = self.kinds(
             torch.from_numpy(view.kind_buckets),
             torch.from_numpy(view.kind_offsets),
