@@ -23,12 +23,12 @@ from dovetail.bench.tables import middle
 
 METHODS = {
     "rl17": (
-        "1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert", "heft", "auto", "seq2seq",
-        "seq2seq-paper",
+        "1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert", "heft", "auto", "auto-split",
+        "seq2seq", "seq2seq-paper",
     ),
     "gdp": (
-        "1 GPU", "metis", "scotch", "expert", "heft", "auto", "gdp", "gdp-paper", "hdp",
-        "hdp-paper",
+        "1 GPU", "metis", "scotch", "expert", "heft", "auto", "auto-split", "gdp", "gdp-paper",
+        "hdp", "hdp-paper",
     ),
 }  # fmt: skip
 HERE = Path(__file__).parent

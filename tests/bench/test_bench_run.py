@@ -89,13 +89,18 @@ def test_the_value_of_a_method_is_that_of_its_own_placement(graph, method):
         assert kinds == {method[2:].lower()}
 
 
-def test_auto_may_split_the_groups_of_the_other_methods(graph):
+def test_a_column_of_its_own_may_split_the_groups_of_the_row(graph):
     ground = lay_ground(graph, parse_machine(MACHINE), PLAIN, seed=0)
     assert np.array_equal(ground.problem.groups.of_op, group(graph).of_op)
     assert ground.splitting.groups.count > ground.problem.groups.count
-    found, placement = run_method(ground, "auto", "200e")
-    evaluated = Simulator(graph, ground.problem.machine, ground.problem.costs, ranked=True)
-    assert found.seconds == evaluated.evaluate(placement[None]).values[0]
+    simulator = Simulator(graph, ground.problem.machine, ground.problem.costs, ranked=True)
+    for method, whole in (("auto", True), ("auto-split", False)):
+        found, placement = run_method(ground, method, "200e")
+        assert found.seconds == simulator.evaluate(placement[None]).values[0]
+        of_op = ground.problem.groups.of_op
+        _, some_op = np.unique(of_op, return_index=True)
+        runs = ~graph.is_source
+        assert np.array_equal(placement[runs], placement[some_op[of_op]][runs]) or not whole
 
 
 def test_methods_do_not_hand_on_the_value_of_a_better_one(graph):

@@ -79,7 +79,7 @@ def test_an_interrupt_ends_with_status_130(bench, monkeypatch, tmp_path):
         (("gdp", "--budget", "soon"), "is not a budget"),
         (("gdp", "--learn", "20s"), "is no number of placements"),
         (("gdp", "--learn", "9e,hdp=many"), "is no number of placements"),
-        (("gdp", "--learn", "9e,seq2seq=9e"), "'seq2seq' is not one of gdp, gdp-paper, hdp"),
+        (("gdp", "--learn", "9e,seq2seq=9e"), "'seq2seq' is not one of gdp, auto@gdp, gdp-paper"),
         (("gdp", "--seeds", "0"), "--seeds"),
         (("gdp", "--seed", "-1"), "seed"),
         (("gdp", "--jobs", "0"), "--jobs"),

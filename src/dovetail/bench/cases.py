@@ -242,8 +242,17 @@ LIKELIEST, PROPOSALS = "likeliest", "proposals"
 """What the shipped policy comes to without training on the row: by the one placement that it thinks
 likeliest, and by the best of all that it proposes (`placers.learned.placing.proposals`)."""
 
-LEARNED: dict[str, tuple[str, ...]] = {
-    "rl17": ("seq2seq", "seq2seq-paper"),
-    "gdp": ("gdp", "gdp-paper", "hdp", "hdp-paper", LIKELIEST, PROPOSALS),
+AUTO_ON: dict[str, str] = {
+    f"auto@{method}": method for method in ("seq2seq", "seq2seq-paper", "gdp", "gdp-paper")
 }
-"""Maps each table to its methods that learn. Their budget is one of their own: trials and seeds."""
+"""Maps "auto@gdp" to "gdp": `auto`, which does not learn, on the groups of that method (and so of
+`hdp`), with as many evaluations and as many seeds."""
+
+LEARNED: dict[str, tuple[str, ...]] = {
+    "rl17": ("seq2seq", "auto@seq2seq", "seq2seq-paper", "auto@seq2seq-paper"),
+    "gdp": (
+        "gdp", "auto@gdp", "gdp-paper", "auto@gdp-paper", "hdp", "hdp-paper", LIKELIEST, PROPOSALS,
+    ),
+}  # fmt: skip
+"""Maps each table to its methods that learn, and what is compared with them. Their budget is one of
+their own: trials and seeds."""

@@ -6,11 +6,13 @@
 Every method starts from nothing: no plan of another method, no baseline, and no shipped policy but
 for what that proposes untrained (`SHIPPED`). There is one exception: GDP's features hold the
 choices of two classical planners (`gdp`). HDP and GDP place the same groups; as published
-(`hdp-paper`, `gdp-paper`) they place every op by itself.
+(`hdp-paper`, `gdp-paper`) they place every op by itself. Beside each stands `auto`, which does not
+learn, on the same groups with as many evaluations (`AUTO_ON`).
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.bench import graphs
-from dovetail.bench.cases import LEARNED, LIKELIEST, PROPOSALS
-from dovetail.bench.methods import PLAIN
+from dovetail.bench.cases import AUTO_ON, LEARNED, LIKELIEST, PROPOSALS
+from dovetail.bench.methods import PLAIN, lay_ground
 from dovetail.bench.records import BestSoFar, Case, CaseResult, LearnedRun, MethodResult
 from dovetail.bench.running import BenchSettings, Tell
-from dovetail.bench.store import LEARNED as KIND
-from dovetail.bench.store import Store, fingerprint
+from dovetail.bench.store import LEARNED as TRAINING
+from dovetail.bench.store import SEARCHED, Store, fingerprint
 from dovetail.bench.tables import middle
 from dovetail.costs import analytic_costs
+from dovetail.errors import InfeasibleError
 from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.cells import group_cells
 from dovetail.graph.grouping import merge_single_consumers
 from dovetail.machine import Machine, parse_machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.methods import PLACERS
+from dovetail.placers.budget import Budget
 from dovetail.placers.learned.records import LearningSettings, PlacementTask, Trials
 from dovetail.placers.multilevel import coarsen
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
+from dovetail.simulator import BatchEvaluation
 from dovetail.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # they need torch
@@ -54,7 +59,9 @@ _FINEST_SHARE = 2.0**-12
 
 
 def task_of(name: str, graph: Graph, machine: Machine, method: str) -> tuple[PlacementTask, str]:
-    """(task, text on how its groups came about): the task on which a method is trained."""
+    """(task, text on how its groups came about): the task on which a method is trained. One of
+    `AUTO_ON` has that of the method that it is compared with."""
+    method = AUTO_ON.get(method, method)
     task = by_rule(name, graph, machine)
     if method == "seq2seq":
         return task, "RL17's rule"
@@ -121,9 +128,7 @@ class Tally:
         """The outcome of each placement [batch, groups]."""
         keys = [row.tobytes() for row in placements]
         self._simulate({k: i for i, k in enumerate(keys) if k not in self._known}, placements)
-        for key, row in zip(keys, placements, strict=True):
-            self._enter(key, row)
-        self._tell(self.trials, self.best_seconds)
+        self._enter_all(keys, placements)
         outcomes = [self._known[key] for key in keys]
         valid = np.array([fits for _, fits in outcomes], dtype=bool)
         seconds = np.where(valid, [seconds for seconds, _ in outcomes], np.inf)
@@ -134,23 +139,43 @@ class Tally:
         """Seconds of the best placement so far; inf if nothing fits yet."""
         return self.bests[-1].seconds if self.bests else np.inf
 
-    def _enter(self, key: bytes, row: GroupPlacement) -> None:
-        seconds, valid = self._known[key]
-        self._seen.add(key)
-        self.trials += 1
-        self.invalid += not valid
-        if valid and seconds < self.best_seconds:
-            self.bests.append(BestSoFar(self.trials, self.distinct, seconds))
-            self.placement = row.copy()
+    def watch(self, problem: PlacementProblem) -> PlacementProblem:
+        """Return a problem with the same groups that enters here every placement that a search has
+        it evaluate."""
+        _, some_op = np.unique(problem.groups.of_op, return_index=True)
+
+        def evaluate(placements: NDArray[np.int32]) -> BatchEvaluation:
+            evaluated, groups = problem.evaluate(placements), placements[:, some_op]
+            keys = [row.tobytes() for row in groups]
+            self._learn(keys, evaluated)
+            self._enter_all(keys, groups)
+            return evaluated
+
+        return replace(problem, evaluate=evaluate)
+
+    def _enter_all(self, keys: Sequence[bytes], placements: NDArray[np.int32]) -> None:
+        for key, row in zip(keys, placements, strict=True):
+            seconds, valid = self._known[key]
+            self._seen.add(key)
+            self.trials += 1
+            self.invalid += not valid
+            if valid and seconds < self.best_seconds:
+                self.bests.append(BestSoFar(self.trials, self.distinct, seconds))
+                self.placement = row.copy()
+        self._tell(self.trials, self.best_seconds)
 
     def _simulate(self, rows: dict[bytes, int], placements: NDArray[np.int32]) -> None:
-        if not rows:
-            return
+        if rows:
+            problem = self.problem
+            spread = problem.spread(placements[list(rows.values())])
+            self._learn(list(rows), problem.evaluate(spread))
+
+    def _learn(self, keys: Sequence[bytes], evaluated: BatchEvaluation) -> None:
+        """Note the outcome of each key's placement."""
         problem = self.problem
-        evaluated = problem.evaluate(problem.spread(placements[list(rows.values())]))
         over = evaluated.peak_memory_bytes - problem.capacities
         fits = evaluated.feasible & (over <= 0).all(axis=1)
-        for i, key in enumerate(rows):
+        for i, key in enumerate(keys):
             self._known[key] = (float(evaluated.values[i]), bool(fits[i]))
         if not fits.any():
             worst = int(over[0].argmax())
@@ -187,6 +212,18 @@ def propose(method: str, task: PlacementTask, tally: Tally, seed: int) -> None:
         return
     for placements in proposals(policy, seen.view, seed):
         tally(placements)
+
+
+def search(task: PlacementTask, method: str, tally: Tally, *, trials: int, seed: int) -> None:
+    """Have `auto` place the task's groups with `trials` evaluations, as a method of `AUTO_ON`.
+
+    Where these are all that colocation leaves, it begins with larger units, as it always does.
+    """
+    problem = tally.problem
+    if PLACERS[AUTO_ON[method]].grouping == "ops":
+        problem = lay_ground(task.graph, task.machine, PLAIN, seed).splitting
+    with suppress(InfeasibleError):
+        PLACERS["auto"](tally.watch(problem), Budget(evaluations=trials, threads=1))
 
 
 def views_of(tasks: Sequence[PlacementTask]) -> list["TaskView"]:
@@ -252,6 +289,9 @@ def run_learned(
     if method in SHIPPED:
         propose(method, task, tally, seed)
         updates = 0
+    elif method in AUTO_ON:
+        search(task, method, tally, trials=trials, seed=seed)
+        updates = 0
     else:
         updates = train(method, (task,), (tally,), trials=trials, seed=seed)
     run = run_of(method, seed, grouping, tally, updates, time.perf_counter() - began)
@@ -314,7 +354,7 @@ def run_training(
     """Train a method on a case from one seed, and keep the result. Returns no failures: it raises
     what a capture or a training raises."""
 
-    store = settings.store(complain, KIND)
+    store = settings.store(complain, _kind(method))
     graph = graphs.graph_for(store, case)
     task, grouping = task_of(case.key, graph, parse_machine(case.machine), method)
     name = f"{case.title}, {method}, seed {seed}"
@@ -382,7 +422,14 @@ def _name(case: Case, method: str, seed: int) -> str:
 def _key(settings: BenchSettings, case: Case, graph: str, method: str, seed: int) -> str:
     machine = machine_to_dict(parse_machine(case.machine))
     trials = settings.trials_of(method)
-    return fingerprint(KIND, graph=graph, machine=machine, method=method, trials=trials, seed=seed)
+    return fingerprint(
+        _kind(method), graph=graph, machine=machine, method=method, trials=trials, seed=seed
+    )
+
+
+def _kind(method: str) -> str:
+    """The kind of result: what code it rests on."""
+    return SEARCHED if method in AUTO_ON else TRAINING
 
 
 def _run(raw: dict[str, Any]) -> LearnedRun:

@@ -112,7 +112,10 @@ CONSTRUCTIVE_SECONDS = 30.0
 """A method that builds one placement and ends gets this many seconds, or the search's budget if
 that is more. Few of these methods look at a clock."""
 _IMPROVING = tuple(name for name, method in PLACERS.items() if method.role == "improving")
-SEARCHES = ("families", *_IMPROVING, "auto")
+SPLITTING = "auto-split"
+"""The column of `auto` as the tool runs it: free to split the groups of its row. The column `auto`
+places these groups, like all other methods of the row."""
+SEARCHES = ("families", *_IMPROVING, "auto", SPLITTING)
 """These methods use whatever budget they have."""
 _IN_TABLES = ("1 CPU", "1 GPU", "scotch", "mincut", "metis", "expert")
 """The columns that the papers' tables have."""
@@ -126,8 +129,9 @@ METHODS: dict[str, tuple[str, ...]] = {
             if method.role and method.objectives != ("latency",) and name not in _NOT_TABLED
         ),
         "auto",
+        SPLITTING,
     ),
-    HYPOTHESIS: (*_IN_TABLES, "etf", "heft", "families", "auto"),
+    HYPOTHESIS: (*_IN_TABLES, "etf", "heft", "families", "auto", SPLITTING),
 }
 """Maps each column to its methods, in the order of the table: those of the papers, then every
 method that `auto` tries, as `PLACERS` has them. `single` is split into 1 CPU and 1 GPU."""
@@ -137,7 +141,7 @@ method that `auto` tries, as `PLACERS` has them. `single` is split into 1 CPU an
 class Ground:
     """The problem and the bound that all methods of a column share.
 
-    splitting   the same problem for `auto`, which may split the groups of `problem`
+    splitting   the same problem for a search that may split the groups of `problem`
     settle      placements [batch, ops] as a method chose them -> as they are evaluated
     """
 
@@ -190,7 +194,9 @@ def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Pl
 
     budget   text of the budget for a search; one in evaluations holds for every method
     """
-    problem = ground.splitting if name == "auto" else ground.problem
+    problem = ground.problem
+    if name == SPLITTING:
+        name, problem = "auto", ground.splitting
     limit = _limit(name, budget)
     limit.prove(ground.bound.seconds, ground.bound.proof)
     began = time.perf_counter()

@@ -19,7 +19,9 @@ from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
-GRAPHS, PLANNED, LEARNED, TRAINED = "graphs", "planned", "learned", "trained"
+GRAPHS, PLANNED, LEARNED, SEARCHED, TRAINED = (
+    "graphs", "planned", "learned", "searched", "trained",
+)  # fmt: skip
 _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
 _RESTS_ON: dict[str, tuple[str, ...]] = {
@@ -29,11 +31,13 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
         *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/multilevel.py",
         "placers/learned", "bench/learned.py",
     ),
+    SEARCHED: (*_SHARED, "placers", "bench/methods.py", "bench/learned.py"),
     TRAINED: ("runtime", "training", "bench/thesis.py"),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is
 computed anew. What a result names by content, such as the graph of a row, is not."""
 _NOT = {
+    SEARCHED: ("placers/learned",),
     PLANNED: (
         "placers/learned", "bench/learned.py", "bench/page.py", "bench/tables.py",
         "bench/orderings.py", "bench/thesis.py", "bench/thesis_page.py",

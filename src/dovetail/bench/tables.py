@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dovetail.bench.cases import AS_PUBLISHED, LEARNED, LIKELIEST, METHOD_OF, PROPOSALS
+from dovetail.bench.cases import AS_PUBLISHED, AUTO_ON, LEARNED, LIKELIEST, METHOD_OF, PROPOSALS
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.orderings import format_step
 from dovetail.bench.records import (
@@ -236,7 +236,8 @@ class LearningTarget:
     """The seconds that a placement learned by RL17's method is to reach on a row.
 
     baseline      the baseline of least seconds, `baseline_seconds`
-    head_room     the baseline's seconds over `auto`'s, less 1: the gain that is possible
+    head_room     the baseline's seconds over `auto`'s, less 1: the gain that is possible. It is
+                  that of `auto@seq2seq` if it was run, on the same groups
     margin        the same gain of the paper's RL over its best baseline; None: not printed
     seconds       the target: it gains the margin, or `HEAD_ROOM_SHARE` of the head room if that is
                   less
@@ -258,7 +259,8 @@ def target_of(case: Case, column: Column) -> LearningTarget | None:
         if (result := column.methods.get(METHOD_OF[name])) is not None
         and result.seconds is not None
     }
-    auto = column.methods.get("auto")
+    # The head room is of the same groups and as many placements, where that was run.
+    auto = column.methods.get("auto@seq2seq") or column.methods.get("auto")
     if not baseline_seconds or auto is None or auto.seconds is None:
         return None
     baseline = min(baseline_seconds, key=lambda name: baseline_seconds[name])
@@ -288,7 +290,8 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 # ---- Results of learned methods as tables of text, for the page and README; trainings as CSV ----
 #
 #     rl17   seq2seq against the best baseline, and against its `LearningTarget`
-#     gdp    GDP-one and HDP against human and `auto`; how much less GDP evaluates than HDP
+#     gdp    GDP-one and HDP against human and `auto` on the same groups; how much less GDP
+#            evaluates than HDP
 #     both   each method beside the same as published; of GDP what the shipped policy proposes
 
 
@@ -358,7 +361,9 @@ def _as_published(name: str, trained: _Trained) -> TextTable:
     shipped = [method for method in (LIKELIEST, PROPOSALS) if method in LEARNED[name]]
     head = ["row"]
     for ours, published in pairs:
-        head += [published, "best to worst", f"{ours} (ours)"]
+        head += [published, "best to worst"]
+        head += ["auto, same groups"] if f"auto@{published}" in AUTO_ON else []
+        head += [f"{ours} (ours)"]
     head += [f"shipped policy: {method}" for method in shipped] + ["expert"]
     head += [f"{published} to expert" for _, published in pairs]
     head += [f"the paper's {ours}" for ours, _ in pairs]
@@ -371,7 +376,10 @@ def _as_published(name: str, trained: _Trained) -> TextTable:
         of_paper = {METHOD_OF[paper]: seconds for paper, seconds in printed.items()}
         cells = [case.title]
         for ours, published in pairs:
-            cells += [*_median_and_span(column, published), _median_and_span(column, ours)[0]]
+            cells += _median_and_span(column, published)
+            if (auto := f"auto@{published}") in AUTO_ON:
+                cells += [_median_and_span(column, auto)[0]]
+            cells += [_median_and_span(column, ours)[0]]
         cells += [_median_and_span(column, method)[0] for method in shipped]
         expert = _median(column, "expert")
         cells += [format_step(expert) if "expert" in column.methods else NOTHING]
@@ -405,15 +413,18 @@ def _rl17_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
     )  # fmt: skip
 
 
+_AUTO = "auto@gdp"
+
+
 def _gdp(trained: _Trained) -> TextTable:
     head = (
         "row", "GDP-one", "best to worst", "in as many placements as HDP", "HDP", "best to worst",
-        "human", "auto", "to HDP, in as many", "to human", "to auto", "the paper to HDP",
-        "the paper to human",
+        "human", "auto, same groups", "to HDP, in as many", "to human", "to auto",
+        "the paper to HDP", "the paper to human",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for case, column in trained:
-        seconds = {name: _median(column, name) for name in ("gdp", "hdp", "expert", "auto")}
+        seconds = {name: _median(column, name) for name in ("gdp", "hdp", "expert", _AUTO)}
         gdp_seconds, printed = seconds["gdp"], case.published.seconds if case.published else {}
         paper, cut = printed.get("GDP-one"), middle_within(column, "gdp", "hdp")
         rows.append((
@@ -421,9 +432,9 @@ def _gdp(trained: _Trained) -> TextTable:
             *_median_and_span(column, "gdp"),
             format_step(cut) if "hdp" in column.learned else NOTHING,
             *_median_and_span(column, "hdp"),
-            *(format_step(seconds[name]) for name in ("expert", "auto")),
+            *(format_step(seconds[name]) for name in ("expert", _AUTO)),
             _ratio(cut, seconds["hdp"]),
-            *(_ratio(gdp_seconds, seconds[name]) for name in ("expert", "auto")),
+            *(_ratio(gdp_seconds, seconds[name]) for name in ("expert", _AUTO)),
             *(_ratio(paper, printed.get(name)) for name in ("HDP", "human")),
         ))  # fmt: skip
     return head, rows
@@ -447,13 +458,13 @@ def _gdp_verdicts(trained: _Trained) -> Iterator[tuple[str, str, str]]:
     to_auto = [
         gdp_seconds / auto_seconds
         for _, column in trained
-        if (gdp_seconds := _median(column, "gdp")) and (auto_seconds := _median(column, "auto"))
+        if (gdp_seconds := _median(column, "gdp")) and (auto_seconds := _median(column, _AUTO))
     ]
     mean = geometric_mean(to_auto)
     if mean is not None:
         yield (
             "GDP-one over auto", f"{mean:.3f} x",
-            f"geometric mean of {len(to_auto)} rows; auto does not learn, on other groups",
+            f"geometric mean of {len(to_auto)} rows; auto does not learn, on the same groups",
         )  # fmt: skip
     of_rows = [row_efforts for _, column in trained if (row_efforts := efforts(column))]
     mean = geometric_mean(of_row(row_efforts) for row_efforts in of_rows)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dovetail.bench import graphs
 from dovetail.bench.cases import RL17_CASES
-from dovetail.bench.methods import HYPOTHESIS, PLAIN, out_of_memory
+from dovetail.bench.methods import HYPOTHESIS, PLAIN, SPLITTING, out_of_memory
 from dovetail.bench.records import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
@@ -58,7 +58,7 @@ WHOLE = replace(
 """The case with which towers are compared: one step of the examples of all towers."""
 TRANSLATION = "nmt-4gpu"
 KINDS = {True: "synchronous", False: "asynchronous"}
-_METHODS = {PLAIN: (EXPERT, "local_search", "auto"), HYPOTHESIS: ()}
+_METHODS = {PLAIN: (EXPERT, "local_search", SPLITTING), HYPOTHESIS: ()}
 
 
 def run_towers(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]:
