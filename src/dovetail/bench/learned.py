@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.bench import graphs
-from dovetail.bench.cases import LEARNED, LIKELIEST, PROPOSALS
+from dovetail.bench.cases import LEARNED, LIKELIEST, PROPOSALS, machine_of
 from dovetail.bench.methods import PLAIN
 from dovetail.bench.records import BestSoFar, Case, CaseResult, LearnedRun, MethodResult
 from dovetail.bench.running import BenchSettings, Tell
@@ -29,7 +29,7 @@ from dovetail.costs import analytic_costs
 from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.cells import group_cells
 from dovetail.graph.grouping import merge_single_consumers
-from dovetail.machine import Machine, parse_machine
+from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.methods import PLACERS
 from dovetail.placers.learned.records import LearningSettings, PlacementTask, Trials
@@ -316,7 +316,7 @@ def run_training(
 
     store = settings.store(complain, KIND)
     graph = graphs.graph_for(store, case)
-    task, grouping = task_of(case.key, graph, parse_machine(case.machine), method)
+    task, grouping = task_of(case.key, graph, machine_of(case), method)
     name = f"{case.title}, {method}, seed {seed}"
     tell(name)
     limit, tenths = settings.trials_of(method), 0
@@ -380,7 +380,7 @@ def _name(case: Case, method: str, seed: int) -> str:
 
 
 def _key(settings: BenchSettings, case: Case, graph: str, method: str, seed: int) -> str:
-    machine = machine_to_dict(parse_machine(case.machine))
+    machine = machine_to_dict(machine_of(case))
     trials = settings.trials_of(method)
     return fingerprint(KIND, graph=graph, machine=machine, method=method, trials=trials, seed=seed)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.bench.cases import with_gpu_memory
 from dovetail.bench.records import MethodResult
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, InvalidError
@@ -211,6 +212,26 @@ def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Pl
     )
     settled = ground.settle(problem.spread(placement)[None])[0]
     return result, normalise(settled, problem.graph, problem.machine)
+
+
+TIGHT_SHARE = 0.9
+"""The share in `tight_bytes`."""
+
+
+def tight_bytes(graph: Graph, machine: Machine) -> int:
+    """The memory of each GPU with which neither one GPU nor the expert's placement fits: nine
+    tenths of what the one of them that needs less needs on its fullest GPU.
+
+    It is what they need when memory is short, which is less than what they use if there is enough:
+    on a machine whose GPUs have one byte each, the order of ops is the one that needs least.
+    """
+    ground = lay_ground(graph, with_gpu_memory(machine, 1), PLAIN, seed=0)
+    gpus = [device.name for device in machine.devices if device.kind == "gpu"]
+    needs = [
+        max(run_method(ground, method, "1e")[0].peak_memory_bytes[gpu] for gpu in gpus)
+        for method in ("1 GPU", "expert")
+    ]
+    return int(TIGHT_SHARE * min(needs))
 
 
 def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:

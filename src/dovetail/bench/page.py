@@ -20,7 +20,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from dovetail.bench import tables
-from dovetail.bench.cases import AS_PUBLISHED, LEARNED, METHOD_OF
+from dovetail.bench.cases import AS_PUBLISHED, LEARNED, METHOD_OF, machine_of
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import format_step, is_oom, orderings_of
 from dovetail.bench.records import (
@@ -364,7 +364,7 @@ def _sizes(results: _TableResults) -> PageTable:
 
 
 def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseShown:
-    machine = parse_machine(case.machine)
+    machine = machine_of(case)
     columns = []
     for name, column in row.columns.items():
         orderings = orderings_of(case, row, name, machine)

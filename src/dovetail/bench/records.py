@@ -37,6 +37,7 @@ class Case:
     machine   MACHINE text
     gpus      number of GPUs of the paper's row
     ours      the sizes that the paper does not give, and where we took them from; "" for none
+    gpu_memory_bytes   the memory of each GPU; None: what `machine` says
     """
 
     key: str
@@ -47,6 +48,7 @@ class Case:
     gpus: int
     published: Published | None
     ours: str = ""
+    gpu_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)

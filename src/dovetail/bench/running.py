@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.bench import graphs
+from dovetail.bench.cases import machine_of
 from dovetail.bench.figures import work_of
 from dovetail.bench.methods import (
     HYPOTHESIS,
@@ -28,7 +29,6 @@ from dovetail.bench.methods import (
 from dovetail.bench.records import Case, CaseResult, Column, MethodResult, PlanWork
 from dovetail.bench.store import GRAPHS, PLANNED, Store, all_code, code_fingerprint, fingerprint
 from dovetail.errors import RunError
-from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
 
 COLUMNS: dict[str, tuple[str, ...]] = {"rl17": (PLAIN, HYPOTHESIS), "gdp": (PLAIN,)}
@@ -123,7 +123,7 @@ def run_column(
     graph = graphs.graph_for(store, case)
     began = time.perf_counter()
     kept = _StoredParts(settings, store, case, column, graph.fingerprint)
-    ground = lay_ground(graph, parse_machine(case.machine), column, settings.seed)
+    ground = lay_ground(graph, machine_of(case), column, settings.seed)
     if kept.get(BOUND) is None:
         bound = {"seconds": ground.bound.seconds, "proof": ground.bound.proof}
         kept.put(BOUND, bound | {"wall_seconds": time.perf_counter() - began})
@@ -188,7 +188,7 @@ class _StoredParts:
         self, settings: BenchSettings, store: Store, case: Case, column: str, graph: str
     ) -> None:
         self._settings, self._store, self._case, self._column = settings, store, case, column
-        machine = machine_to_dict(parse_machine(case.machine))
+        machine = machine_to_dict(machine_of(case))
         self._ground = {"graph": graph, "machine": machine, "column": column}
 
     def get(self, part: str) -> Any:

@@ -28,10 +28,11 @@ from dovetail.units import format_seconds
 OOM = "OOM"
 NOT_RUN = "not yet run"
 FIELDS = (
-    "table", "row", "title", "model", "optimizer", "machine", "gpus", "column", "method",
-    "paper_column", "paper_seconds", "seconds", "ratio_to_paper", "reason", "bound_seconds",
-    "bound_proof", "peak_memory_bytes", "peak_memory_by_device_bytes", "search_seconds", "ops",
-    "paper_ops", "groups", "paper_groups", "flops", "parameter_bytes", "sizes_of_ours",
+    "table", "row", "title", "model", "optimizer", "machine", "gpus", "gpu_memory_bytes",
+    "column", "method", "paper_column", "paper_seconds", "seconds", "ratio_to_paper", "reason",
+    "bound_seconds", "bound_proof", "peak_memory_bytes", "peak_memory_by_device_bytes",
+    "search_seconds", "ops", "paper_ops", "groups", "paper_groups", "flops", "parameter_bytes",
+    "sizes_of_ours",
 )  # fmt: skip
 Line = dict[str, str | int | float]
 
@@ -85,6 +86,7 @@ def _head(name: str, case: Case) -> Line:
         "optimizer": case.train,
         "machine": case.machine,
         "gpus": case.gpus,
+        "gpu_memory_bytes": _or_empty(case.gpu_memory_bytes),
         "paper_ops": _or_empty(published.ops if published else None),
         "paper_groups": _or_empty(published.groups if published else None),
         "sizes_of_ours": case.ours,
