@@ -107,6 +107,7 @@ class LearnedRun:
     distinct        number of different placements among them
     invalid_share   share of the trials that did not fit
     bests           the curve of best placements, from the first that fits to the best
+    controllers     number of asynchronous controllers; 1: one learner without a server
     """
 
     method: str
@@ -119,6 +120,7 @@ class LearnedRun:
     updates: int
     invalid_share: float
     bests: tuple[BestSoFar, ...]
+    controllers: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ class Column:
     methods   method -> its result; for a method that learns, that of its run of the median
     best      name of the best method that does not learn; "" if nothing fits
     bound     seconds that no placement beats; `proof` names what proves it
-    shown     method -> the work of its plan, for the expert and the best
+    shown     method -> the work of its plan: of the expert, of the best, and of the best run of
+              each that learns
     learned   method that learns -> its runs, by seed
     """
 

@@ -49,6 +49,7 @@ class BenchSettings:
     learn    number of trials of each training of a learned method; 0: none is run
     learn_of   method -> its own number of trials
     seeds    number of trainings of each learned method, with seeds from `seed` on
+    controllers   number of asynchronous controllers of each training
     code     code fingerprints of the process that asks; a worker with other code refuses
     """
 
@@ -60,6 +61,7 @@ class BenchSettings:
     learn: int = 0
     learn_of: dict[str, int] = field(default_factory=dict)
     seeds: int = 3
+    controllers: int = 1
     code: dict[str, str] = field(default_factory=all_code)
 
     def trials_of(self, method: str) -> int:
