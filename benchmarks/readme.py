@@ -45,9 +45,10 @@ def rows_of(folder: Path, name: str) -> dict[str, CaseResult]:
             column: _column([line for line in own if line["column"] == column], LEARNED[name])
             for column in dict.fromkeys(line["column"] for line in own)
         }
-        learned = runs.get(key, {})
-        columns[PLAIN].learned.update({method: tuple(of) for method, of in learned.items()})
-        columns[PLAIN].methods.update({m: middle(of).found for m, of in learned.items()})
+        for name_of_column, column in columns.items():
+            learned = runs.get((key, name_of_column), {})
+            column.learned.update({method: tuple(of) for method, of in learned.items()})
+            column.methods.update({m: middle(of).found for m, of in learned.items()})
         sizes = [int(own[0][field]) for field in ("ops", "groups", "flops", "parameter_bytes")]
         found[key] = CaseResult(key, *sizes, columns, 0.0)
     return found
@@ -65,8 +66,10 @@ def _column(lines: list[dict[str, str]], learned: tuple[str, ...]) -> Column:
     return Column(methods, best, float(lines[0]["bound_seconds"]), lines[0]["bound_proof"], {})
 
 
-def _trainings(path: Path) -> dict[str, dict[str, list[LearnedRun]]]:
-    found: dict[str, dict[str, list[LearnedRun]]] = {}
+def _trainings(path: Path) -> dict[tuple[str, str], dict[str, list[LearnedRun]]]:
+    """(row, column) -> method -> its trainings. Files of before the hypothesis was trained name no
+    column and no controllers."""
+    found: dict[tuple[str, str], dict[str, list[LearnedRun]]] = {}
     for line in _lines(path) if path.exists() else ():
         bests = [best.split(":") for best in line["curve"].split(";") if best]
         run = LearnedRun(
@@ -82,8 +85,10 @@ def _trainings(path: Path) -> dict[str, dict[str, list[LearnedRun]]]:
             updates=int(line["updates"]),
             invalid_share=float(line["invalid_share"]),
             bests=tuple(BestSoFar(int(t), int(d), float(seconds)) for t, d, seconds in bests),
+            controllers=int(line.get("controllers") or 1),
         )
-        found.setdefault(line["row"], {}).setdefault(run.method, []).append(run)
+        place = line["row"], line.get("column") or PLAIN
+        found.setdefault(place, {}).setdefault(run.method, []).append(run)
     return found
 
 

@@ -31,11 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from markdown import fill, table
 
 from dovetail.bench import graphs
-from dovetail.bench.cases import CASES
+from dovetail.bench.cases import CASES, machine_of
 from dovetail.bench.learned import SHIPPED, Tally, by_rule, drive, propose, task_of, views_of
 from dovetail.bench.methods import first_of
 from dovetail.bench.store import Store
-from dovetail.machine import parse_machine
 from dovetail.placers import BASELINES, Budget
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, shipped
@@ -59,7 +58,7 @@ def trained(row: str, method: str, seed: int, trials: int, changes: dict[str, An
     """One training: its line of the file."""
     case = ROWS[row][1]
     graph = graphs.graph_for(Store(HERE / "rows", say), case)
-    machine = parse_machine(case.machine)
+    machine = machine_of(case)
     task, _grouping = task_of(row, graph, machine, method)
     (seen,), tally = views_of([task]), Tally(task.problem(threads=1), lambda _trials, _best: None)
     began, updates = time.perf_counter(), 0

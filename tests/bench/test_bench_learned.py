@@ -1,15 +1,16 @@
 """The learned columns: trained row by row, kept, continued, compared, and told of."""
 
 import csv
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dovetail.bench import learned, running, store, tables
+from dovetail.bench import graphs, learned, running, store, tables
 from dovetail.bench.learned import FEWEST_GROUPS, Tally, run_learned, task_of
-from dovetail.bench.methods import PLAIN
+from dovetail.bench.methods import HYPOTHESIS, PLAIN, lay_ground
 from dovetail.bench.page import render
 from dovetail.bench.records import BestSoFar, LearnedRun, Published
 from dovetail.bench.table import BenchTask, run_table, work_off
@@ -146,17 +147,16 @@ def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(t
     assert sorted(trained) == sorted(
         (case.key, method, seed)
         for case in CASES
+        for _column in (PLAIN, HYPOTHESIS)
         for method in ("seq2seq", "seq2seq-paper")
         for seed in (0, 1)
     )
-    for row in table.rows:
-        column = row.columns[PLAIN]
+    for column in (column for row in table.rows for column in row.columns.values()):
         runs = column.learned["seq2seq"]
         assert [run.seed for run in runs] == [0, 1]
         assert column.methods["seq2seq"] == middle(runs).found
         assert column.best != "seq2seq"
         assert all(run.trials == 40 for run in runs)
-        assert not row.columns["hypothesis"].learned
     trained.clear()
     assert run_table(asked, CASES, jobs=0).rows == table.rows
     assert not trained
@@ -169,13 +169,15 @@ def test_trainings_are_kept_one_by_one_and_a_second_run_trains_only_what_lacks(t
     assert not without.rows[0].columns[PLAIN].learned
     more = replace(asked, learn=80, learn_of={"seq2seq-paper": 0})
     run_table(more, CASES[:1], jobs=0)
-    assert trained == [("tiny-2gpu", "seq2seq", 0), ("tiny-2gpu", "seq2seq", 1)]
+    assert trained == [("tiny-2gpu", "seq2seq", seed) for seed in (0, 0, 1, 1)]
     own = replace(asked, learn=0, learn_of={"seq2seq": 20})
     (row,) = run_table(own, CASES[:1], jobs=0).rows
     assert [run.trials for run in row.columns[PLAIN].learned["seq2seq"]] == [20, 20]
 
 
-@pytest.mark.parametrize(("kind", "again"), [(store.LEARNED, 1), (store.PLANNED, 2)])
+@pytest.mark.parametrize(
+    ("kind", "again"), [(store.LEARNED, 2), (store.PLANNED, 2), (store.DRAWN, 2)]
+)
 def test_other_code_of_learning_leaves_what_was_planned_and_the_other_way_round(
     tmp_path, trained, monkeypatch, kind, again
 ):
@@ -416,5 +418,80 @@ def test_a_line_of_the_csv_of_trainings_has_the_whole_curve(tmp_path):
 def test_a_training_in_progress_tells_how_far_it_is(tmp_path, trained):
     said = []
     asked = settings(tmp_path, methods=FEW, learn=40, seeds=1)
-    learned.run_training(asked, CASES[0], "seq2seq", 0, said.append, print)
+    learned.run_training(asked, CASES[0], PLAIN, "seq2seq", 0, said.append, print)
     assert any("20 trials, " in line for line in said)
+
+
+def test_under_the_hypothesis_a_training_is_judged_by_where_variables_are_then(tmp_path):
+    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq": 24}, seeds=1)
+    (row,) = run_table(asked, CASES[:1], jobs=0).rows
+    (run,) = row.columns[HYPOTHESIS].learned["seq2seq"]
+    kept = json.loads((tmp_path / "rows" / "tiny-2gpu.hypothesis.seq2seq.seed-0.json").read_text())
+    graph = graphs.graph_for(asked.store(print, store.GRAPHS), CASES[0])
+    ground = lay_ground(graph, parse_machine(MACHINE), HYPOTHESIS, seed=0)
+    placement = np.array(kept["value"]["placement"], dtype=np.int32)
+    found = ground.problem.evaluate(ground.problem.spread(placement[None]))
+    assert run.found.seconds == found.values[0]
+    assert run.found.seconds != row.columns[PLAIN].learned["seq2seq"][0].found.seconds
+
+
+def test_the_best_training_of_a_learned_method_is_drawn_and_redrawn_without_training(
+    tmp_path, trained, monkeypatch
+):
+    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq": 40}, seeds=2)
+    (row,) = run_table(asked, CASES[:1], jobs=0).rows
+    column = row.columns[PLAIN]
+    best = min(column.learned["seq2seq"], key=lambda run: run.found.seconds)
+    work = column.shown["seq2seq"]
+    assert work.picture.startswith("<svg")
+    file = tmp_path / "rows" / f"tiny-2gpu.plain.seq2seq.seed-{best.seed}.work.json"
+    assert json.loads(file.read_text())["value"]["forward_seconds"] == work.forward_seconds
+    busy = [sum(of.values()) for of in (work.forward_seconds, work.backward_seconds)]
+    assert 0 < sum(busy) <= len(work.forward_seconds) * best.found.seconds
+    trained.clear()
+    file.unlink()
+    again = run_table(asked, CASES[:1], jobs=0)
+    assert (again.computed, trained) == (1, [])
+    assert again.rows == (row,)
+    text = render("rl17", CASES[:1], [row], [], [])
+    assert "<b>learned: seq2seq, best of 2 trainings</b>" in text
+
+
+def test_controllers_train_around_a_server_in_virtual_time_and_alike_from_the_same_seed(tmp_path):
+    graph = layered(40, training=True)
+    machine = parse_machine(MACHINE)
+    few = Groups((np.arange(len(graph)) * 6 // len(graph)).astype(np.int32), 6)
+    small = learned.PlacementTask("small", graph, machine, analytic_costs(graph, machine), few)
+
+    def run(controllers):
+        asked = {"trials": 128, "seed": 3, "controllers": controllers}
+        found, placement = run_learned(small, "by hand", "seq2seq-paper", **asked)
+        return found, placement
+
+    (one, _), (four, placement), (again, _) = run(1), run(4), run(4)
+    assert (one.controllers, four.controllers) == (1, 4)
+    assert (four.trials, four.updates) == (128, 16)
+    assert four.bests == again.bests
+    assert four.bests != one.bests
+    value = Simulator(graph, machine, small.costs).evaluate(placement[None][:, few.of_op])
+    assert four.found.seconds == value.values[0]
+
+
+def test_trainings_by_several_controllers_stand_beside_those_by_one(tmp_path):
+    asked = settings(tmp_path, methods=FEW, learn_of={"seq2seq-paper": 16}, seeds=1)
+    run_table(asked, CASES[:1], jobs=0)
+    several = replace(asked, controllers=3)
+    table = run_table(several, CASES[:1], jobs=0)
+    assert table.computed == 2
+    column = table.rows[0].columns[PLAIN]
+    assert [run.controllers for run in column.learned["seq2seq-paper"]] == [3]
+    assert run_table(asked, CASES[:1], jobs=0).computed == 0
+    tables.write_trainings("rl17", table.done, tmp_path / "trainings.csv")
+    with (tmp_path / "trainings.csv").open(newline="") as file:
+        lines = [(line["column"], line["controllers"]) for line in csv.DictReader(file)]
+    assert lines == [(PLAIN, "3"), (HYPOTHESIS, "3")]
+    titles = [title for title, _ in tables.tables_of("rl17", table.done)]
+    assert titles == [
+        "As published, and ours", "How they were trained", "As published, and ours, hypothesis",
+        "How they were trained, hypothesis",
+    ]  # fmt: skip

@@ -273,6 +273,7 @@ def test_a_line_of_the_csv_has_the_papers_figure_and_ours(tmp_path):
         "optimizer": "adam",
         "machine": "rl17/2",
         "gpus": "2",
+        "gpu_memory_bytes": "",
         "column": "plain",
         "method": "expert",
         "paper_column": "expert",

@@ -10,15 +10,8 @@ w ──► f0 ──► g0 ─┐            f0, f1, f2   forward, all read w
 import numpy as np
 import pytest
 
-from dovetail.bench.methods import (
-    HYPOTHESIS,
-    METHODS,
-    PLAIN,
-    SharedVariables,
-    lay_ground,
-    run_method,
-    slow_links,
-)
+from dovetail.bench.hypothesis import SharedVariables, slow_links
+from dovetail.bench.methods import HYPOTHESIS, METHODS, PLAIN, lay_ground, run_method
 from dovetail.graph import Phase
 from dovetail.machine import parse_machine
 from dovetail.pipeline import graph_of as captured_graph

@@ -8,8 +8,13 @@ for what that proposes untrained (`SHIPPED`). There is one exception: GDP's feat
 choices of two classical planners (`gdp`). HDP and GDP place the same groups; as published
 (`hdp-paper`, `gdp-paper`) they place every op by itself. Beside each stands `auto`, which does not
 learn, on the same groups with as many evaluations (`AUTO_ON`).
+
+One learner trains by itself, or several asynchronous controllers around a parameter server, as
+RL17 has them (`train_by_controllers`).
 """
 
+import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,25 +25,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.bench import graphs
-from dovetail.bench.cases import AUTO_ON, LEARNED, LIKELIEST, PROPOSALS
-from dovetail.bench.methods import PLAIN, lay_ground
-from dovetail.bench.records import BestSoFar, Case, CaseResult, LearnedRun, MethodResult
+from dovetail.bench.cases import AUTO_ON, LEARNED, LIKELIEST, PROPOSALS, machine_of
+from dovetail.bench.figures import work_of
+from dovetail.bench.hypothesis import Settle, as_chosen, under_hypothesis
+from dovetail.bench.methods import HYPOTHESIS, PLAIN, lay_ground
+from dovetail.bench.records import (
+    BestSoFar,
+    Case,
+    CaseResult,
+    Column,
+    LearnedRun,
+    MethodResult,
+    PlanWork,
+)
 from dovetail.bench.running import BenchSettings, Tell
+from dovetail.bench.store import DRAWN, SEARCHED, Store, fingerprint
 from dovetail.bench.store import LEARNED as TRAINING
-from dovetail.bench.store import SEARCHED, Store, fingerprint
 from dovetail.bench.tables import middle
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError
 from dovetail.graph import Graph, Groups, colocate, group
 from dovetail.graph.cells import group_cells
 from dovetail.graph.grouping import merge_single_consumers
-from dovetail.machine import Machine, parse_machine
+from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.methods import PLACERS
 from dovetail.placers.budget import Budget
 from dovetail.placers.learned.records import LearningSettings, PlacementTask, Trials
 from dovetail.placers.multilevel import coarsen
 from dovetail.placers.problem import GroupPlacement, PlacementProblem
+from dovetail.plans import normalise
 from dovetail.simulator import BatchEvaluation
 from dovetail.units import format_bytes, format_seconds
 
@@ -199,6 +215,54 @@ def train(
     return drive(policy, settings_of(method), views, tallies, trials=trials, seed=seed).updates
 
 
+def train_by_controllers(
+    method: str,
+    task: PlacementTask,
+    tally: Tally,
+    *,
+    trials: int,
+    seed: int,
+    controllers: int,
+) -> int:
+    """Train a fresh policy by asynchronous controllers around a parameter server, and return the
+    number of updates, of all controllers together.
+
+    Mirhoseini et al., ICML 2017, https://arxiv.org/abs/1706.04972, section 3.4. Server, rule and
+    controllers are those of `placers.learned.learning`, where controllers also differ from the
+    paper's; here they run in virtual time, in this process and thread. How long an update of each
+    takes is drawn, 20 % more or less than the mean, so controllers do not stay in step. Equal seeds
+    give equal trainings. It ends after `trials` trials, also if nothing new is drawn.
+    """
+    import torch
+
+    from dovetail.placers.learned.catalog import make_policy, settings_of
+    from dovetail.placers.learned.learner import PolicyLearner, parameters_of
+    from dovetail.training.backends import load_backend
+    from dovetail.training.backends.contract import Assignment, Watcher
+    from dovetail.training.records import Job
+    from dovetail.training.rules import make_rule
+    from dovetail.training.step_times import StepTimes
+
+    views, settings = views_of([task]), settings_of(method)
+    policy = make_policy(method, views[0].view, seed).alone(views[0].view)
+    theta = parameters_of(policy)
+    job = Job(
+        f"bench-{seed}", theta.size, trials, 1, settings.trials, workers=controllers, seed=seed
+    )
+
+    def controller(number: int) -> "PolicyLearner":
+        own = copy.deepcopy(policy)
+        return PolicyLearner(own, views, [tally], settings, seed=seed, controller=number)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        run = load_backend("simulated", times=StepTimes("jitter", spread=0.2))
+        return run(Assignment(job, make_rule("downpour"), theta, controller), Watcher()).clock
+    finally:
+        torch.set_num_threads(threads)
+
+
 def propose(method: str, task: PlacementTask, tally: Tally, seed: int) -> None:
     """Have the shipped policy's likeliest placement judged, or all that it proposes. Raises
     `PolicyFileError` where no policy is shipped."""
@@ -274,7 +338,7 @@ def drive(
     return learner
 
 
-def run_learned(
+def run_learned(  # noqa: PLR0913  keyword-only but three
     task: PlacementTask,
     grouping: str,
     method: str,
@@ -282,20 +346,38 @@ def run_learned(
     trials: int,
     seed: int,
     tell: TellTraining = lambda _trials, _seconds: None,
+    settle: Settle = as_chosen,
+    controllers: int = 1,
 ) -> tuple[LearnedRun, GroupPlacement | None]:
     """Train a method for at most `trials` trials: its record, and its best placement [groups], None
     if none fits. One of `SHIPPED` has as many trials as it proposes."""
-    tally, began = Tally(task.problem(seed=seed, threads=1), tell), time.perf_counter()
+    began = time.perf_counter()
+    tally = Tally(_settled(task.problem(seed=seed, threads=1), settle), tell)
     if method in SHIPPED:
         propose(method, task, tally, seed)
         updates = 0
     elif method in AUTO_ON:
         search(task, method, tally, trials=trials, seed=seed)
         updates = 0
-    else:
+    elif controllers == 1:
         updates = train(method, (task,), (tally,), trials=trials, seed=seed)
+    else:
+        updates = train_by_controllers(
+            method, task, tally, trials=trials, seed=seed, controllers=controllers
+        )
     run = run_of(method, seed, grouping, tally, updates, time.perf_counter() - began)
-    return run, tally.placement
+    trains = method not in SHIPPED and method not in AUTO_ON
+    return replace(run, controllers=controllers) if trains else run, tally.placement
+
+
+def _settled(problem: PlacementProblem, settle: Settle) -> PlacementProblem:
+    """The problem, whose placements are changed by `settle` before they are simulated."""
+    evaluate, trace = problem.evaluate, problem.trace
+    return replace(
+        problem,
+        evaluate=lambda placements: evaluate(settle(placements)),
+        trace=None if trace is None else lambda placement: trace(settle(placement[None])[0]),
+    )
 
 
 def run_of(
@@ -324,8 +406,10 @@ def run_of(
 
 # ---- Stored trainings: one file a training ----
 #
-#     OUT/rows/CASE.plain.METHOD.seed-N.json      one training: a row, a method, a seed
+#     OUT/rows/CASE.COLUMN.METHOD.seed-N.json       one training: a row, a column, a method, a seed
+#     OUT/rows/CASE.COLUMN.METHOD.seed-N.work.json  the work of its best placement, for pictures
 #
+# With several controllers METHOD is followed by their number, as in "seq2seq.controllers-4".
 # Trainings are tasks of their own, so that a killed command loses only the training that ran.
 
 
@@ -339,25 +423,47 @@ def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
                 yield method, seed
 
 
-def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, int]]:
-    """(method, seed) of the trainings that are not kept yet."""
+def trained_columns(settings: BenchSettings, case: Case) -> tuple[str, ...]:
+    """The columns of a row in which methods are trained: of a row that the paper does not have, the
+    plain one alone."""
+    return settings.columns if case.published is not None else (PLAIN,)
+
+
+def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, str, int]]:
+    """(column, method, seed) of the trainings that are not kept yet, or not drawn."""
+    captured = graphs.known(store, case)
     return [
-        (method, seed)
+        (column, method, seed)
         for method, seed in trainings(settings)
-        if training_of(settings, store, case, method, seed) is None
+        for column in trained_columns(settings, case)
+        if captured is None
+        or not _is_whole(
+            _StoredTraining(settings, store, case, column, captured.graph, method, seed)
+        )
     ]
 
 
 def run_training(
-    settings: BenchSettings, case: Case, method: str, seed: int, tell: Tell, complain: Tell
+    settings: BenchSettings,
+    case: Case,
+    column: str,
+    method: str,
+    seed: int,
+    tell: Tell,
+    complain: Tell,
 ) -> list[str]:
-    """Train a method on a case from one seed, and keep the result. Returns no failures: it raises
-    what a capture or a training raises."""
+    """Train a method on a case's column from one seed, and keep the result and its picture. Returns
+    no failures: it raises what a capture or a training raises."""
 
     store = settings.store(complain, _kind(method))
     graph = graphs.graph_for(store, case)
-    task, grouping = task_of(case.key, graph, parse_machine(case.machine), method)
-    name = f"{case.title}, {method}, seed {seed}"
+    machine = machine_of(case)
+    settle: Settle = as_chosen
+    if column == HYPOTHESIS:
+        machine, settle = under_hypothesis(graph, machine)
+    task, grouping = task_of(case.key, graph, machine, method)
+    stored = _StoredTraining(settings, store, case, column, graph.fingerprint, method, seed)
+    name = f"{case.title}, {column}: {method}, seed {seed}"
     tell(name)
     limit, tenths = settings.trials_of(method), 0
 
@@ -367,69 +473,143 @@ def run_training(
             tenths = 10 * trials // limit
             tell(f"{name}: {trials:,} trials, {format_seconds(seconds)}")
 
-    run, placement = run_learned(task, grouping, method, trials=limit, seed=seed, tell=tell_tenth)
-    kept = {"run": asdict(run), "placement": None if placement is None else placement.tolist()}
-    store.put(
-        _name(case, method, seed), _key(settings, case, graph.fingerprint, method, seed), kept
-    )
+    kept = stored.get()
+    if kept is None:
+        run, placement = run_learned(
+            task, grouping, method, trials=limit, seed=seed, tell=tell_tenth, settle=settle,
+            controllers=settings.controllers,
+        )  # fmt: skip
+        kept = {"run": asdict(run), "placement": None if placement is None else placement.tolist()}
+        stored.put(kept)
+    if kept["placement"] is not None:
+        of_op = np.array(kept["placement"], dtype=np.int32)[task.groups.of_op]
+        placed = normalise(settle(of_op[None])[0], graph, machine)
+        stored.put_work(asdict(work_of(graph, machine, task.costs, task.groups, placed)))
     return []
 
 
 def with_trainings(
     settings: BenchSettings, store: Store, case: Case, row: CaseResult
 ) -> CaseResult:
-    """The row with all kept trainings in its plain column. The run of the median of each learned
-    method stands among the methods."""
-    column, seconds = row.columns[PLAIN], 0.0
+    """The row with all kept trainings in its columns. The run of the median of each learned method
+    stands among the methods, and the work of its best run among what is shown."""
+    columns = {
+        name: _with_trainings(settings, store, case, name, column)
+        for name, column in row.columns.items()
+    }
+    runs = [run for column in columns.values() for of in column.learned.values() for run in of]
+    seconds = sum(run.found.search_seconds for run in runs)
+    return replace(row, columns=columns, seconds=row.seconds + seconds)
+
+
+def _with_trainings(
+    settings: BenchSettings, store: Store, case: Case, name: str, column: Column
+) -> Column:
     runs: dict[str, list[LearnedRun]] = {}
+    shown = dict(column.shown)
     for method, seed in trainings(settings):
-        run = training_of(settings, store, case, method, seed)
+        run = training_of(settings, store, case, method, seed, name)
         if run is not None:
             runs.setdefault(method, []).append(run)
-            seconds += run.found.search_seconds
+    for method, of in runs.items():
+        if method in AUTO_ON or method in SHIPPED:
+            continue
+        best = min(of, key=lambda run: run.found.seconds or math.inf)
+        work = training_work(settings, store, case, method, best.seed, name)
+        if work is not None:
+            shown[method] = work
     medians = {method: middle(of).found for method, of in runs.items()}
     learned = {method: tuple(of) for method, of in runs.items()}
-    column = replace(column, methods={**column.methods, **medians}, learned=learned)
-    return replace(row, columns={**row.columns, PLAIN: column}, seconds=row.seconds + seconds)
+    return replace(column, methods={**column.methods, **medians}, learned=learned, shown=shown)
 
 
 def training_of(
-    settings: BenchSettings, store: Store, case: Case, method: str, seed: int
+    settings: BenchSettings, store: Store, case: Case, method: str, seed: int, column: str = PLAIN
 ) -> LearnedRun | None:
     """One training, if it is kept."""
     graph = graphs.known(store, case)
-    kept = None if graph is None else _get(settings, store, case, graph.graph, method, seed)
+    if graph is None:
+        return None
+    kept = _StoredTraining(settings, store, case, column, graph.graph, method, seed).get()
     return None if kept is None else _run(kept["run"])
+
+
+def training_work(
+    settings: BenchSettings, store: Store, case: Case, method: str, seed: int, column: str = PLAIN
+) -> PlanWork | None:
+    """The work of the best placement of one training, if it is kept."""
+    graph = graphs.known(store, case)
+    if graph is None:
+        return None
+    kept = _StoredTraining(settings, store, case, column, graph.graph, method, seed).get_work()
+    return None if kept is None else PlanWork(**kept)
 
 
 def forget_trainings(settings: BenchSettings, store: Store, case: Case) -> None:
     """Drop the kept trainings of a case that these settings ask for."""
     for method, seed in trainings(settings):
-        store.drop(_name(case, method, seed))
+        for column in settings.columns:
+            _StoredTraining(settings, store, case, column, "", method, seed).drop()
 
 
-def _get(
-    settings: BenchSettings, store: Store, case: Case, graph: str, method: str, seed: int
-) -> Any:
-    key = _key(settings, case, graph, method, seed)
-    return store.get(_name(case, method, seed), key)
+class _StoredTraining:
+    """One training in the store, and the work of its best placement, each a file."""
 
+    def __init__(
+        self,
+        settings: BenchSettings,
+        store: Store,
+        case: Case,
+        column: str,
+        graph: str,
+        method: str,
+        seed: int,
+    ) -> None:
+        several = f".controllers-{settings.controllers}" if settings.controllers > 1 else ""
+        self._store = store
+        self._name = f"{case.key}.{column}.{method}{several}.seed-{seed}"
+        self._facts = {
+            "graph": graph,
+            "machine": machine_to_dict(machine_of(case)),
+            "column": column,
+            "method": method,
+            "trials": settings.trials_of(method),
+            "seed": seed,
+            "controllers": settings.controllers,
+        }
 
-def _name(case: Case, method: str, seed: int) -> str:
-    return f"{case.key}.{PLAIN}.{method}.seed-{seed}"
+    def get(self) -> Any:
+        return self._store.get(self._name, fingerprint(_kind(self._facts["method"]), **self._facts))
 
+    def put(self, value: dict[str, Any]) -> None:
+        self._store.put(self._name, fingerprint(_kind(self._facts["method"]), **self._facts), value)
 
-def _key(settings: BenchSettings, case: Case, graph: str, method: str, seed: int) -> str:
-    machine = machine_to_dict(parse_machine(case.machine))
-    trials = settings.trials_of(method)
-    return fingerprint(
-        _kind(method), graph=graph, machine=machine, method=method, trials=trials, seed=seed
-    )
+    def get_work(self) -> Any:
+        kept = self.get()
+        return None if kept is None else self._store.get(*self._work(kept["placement"]))
+
+    def put_work(self, value: dict[str, Any]) -> None:
+        self._store.put(*self._work(self.get()["placement"]), value)
+
+    def drop(self) -> None:
+        self._store.drop(self._name)
+        self._store.drop(self._work(None)[0])
+
+    def _work(self, placement: list[int] | None) -> tuple[str, str]:
+        """(name, fingerprint) of the work of a placement."""
+        facts = {key: self._facts[key] for key in ("graph", "machine", "column", "method")}
+        return f"{self._name}.work", fingerprint(DRAWN, **facts, placement=placement)
 
 
 def _kind(method: str) -> str:
     """The kind of result: what code it rests on."""
     return SEARCHED if method in AUTO_ON else TRAINING
+
+
+def _is_whole(stored: _StoredTraining) -> bool:
+    """True for a training that is kept, with the work of its placement if one fits."""
+    kept = stored.get()
+    return kept is not None and (kept["placement"] is None or stored.get_work() is not None)
 
 
 def _run(raw: dict[str, Any]) -> LearnedRun:

@@ -6,16 +6,17 @@ fits is shown as OOM, whatever the others found.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.bench.cases import with_gpu_memory
+from dovetail.bench.hypothesis import Settle, as_chosen, under_hypothesis
 from dovetail.bench.records import MethodResult
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, InvalidError
-from dovetail.graph import Graph, Phase, group_levels
+from dovetail.graph import Graph, group_levels
 from dovetail.machine import Machine
 from dovetail.placers import (
     PLACERS,
@@ -33,79 +34,6 @@ from dovetail.placers.multilevel import under_units
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.units import format_bytes
-
-# ---- The hypothesis: shared variables and their gradient sums on the CPU, links at 3.5 GB/s ----
-#
-# RL17's expert and its partitioners come out several times slower than any cost model of K80s
-# explains (Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", ICML
-# 2017, https://arxiv.org/abs/1706.04972, table 2). One reading brings the expert near the printed
-# seconds: a variable that several devices read, its update and the sums of its gradient were kept
-# on the CPU, so that every such weight crosses a slow link to each device that reads it, and every
-# gradient crosses back. A variable that one device reads is on that device, so one GPU takes what
-# it takes without the hypothesis. This is a guess, not verified by the paper. Nothing is fitted to
-# it: the rates of the devices are those of the plain machine.
-
-
-LINK_BYTES_PER_SECOND = 3.5e9
-_SUMS = ("aten.add", "aten.sum", "aten.stack")
-
-
-def slow_links(machine: Machine) -> Machine:
-    """The machine with every link at `LINK_BYTES_PER_SECOND`; latencies stay."""
-    links = tuple(
-        replace(link, bandwidth_bytes_per_second=LINK_BYTES_PER_SECOND) for link in machine.links
-    )
-    return replace(machine, name=f"{machine.name}, links at 3.5 GB/s", links=links)
-
-
-class SharedVariables:
-    """The variables of a graph, and what is on the CPU if several devices read one.
-
-    That is its update, with which the variable lives, and additions that sum its gradients. Such an
-    addition belongs to no forward op (autograd put it there), and its outputs are read by updates
-    and by such additions alone. O(ops + reads).
-    """
-
-    def __init__(self, graph: Graph, cpu: int) -> None:
-        self._cpu = cpu
-        variable_of = _variables(graph)
-        producers = graph.producers[graph.input_tensors]
-        updates = graph.residences[producers]
-        reads = graph.is_source[producers] & (updates >= 0) & (variable_of[graph.readers] < 0)
-        reads &= variable_of[np.maximum(updates, 0)] >= 0
-        pairs = np.unique(np.stack([updates[reads], graph.readers[reads]], axis=1), axis=0)
-        read, self._offsets = np.unique(pairs[:, 0], return_index=True)
-        self._readers = pairs[:, 1]
-        self._moved = np.flatnonzero(np.isin(variable_of, read)).astype(np.int32)
-        self._variables = np.searchsorted(read, variable_of[self._moved])
-
-    def settle(self, placements: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the placements [batch, ops], in which each variable's update and sums are where
-        all that read the variable are, or on the CPU if these are on several devices."""
-        settled = placements.copy()
-        if len(self._moved):
-            devices = placements[:, self._readers]
-            lowest = np.minimum.reduceat(devices, self._offsets, axis=1)
-            highest = np.maximum.reduceat(devices, self._offsets, axis=1)
-            homes = np.where(lowest == highest, lowest, self._cpu)
-            settled[:, self._moved] = homes[:, self._variables]
-        return settled
-
-
-def _variables(graph: Graph) -> NDArray[np.int32]:
-    """[ops] the update op of the variable whose update or sum of gradients each op is; -1: none."""
-    variable_of = np.full(len(graph), -1, dtype=np.int32)
-    updates = np.flatnonzero(graph.phases == Phase.UPDATE)
-    variable_of[updates] = updates
-    sums = (graph.phases == Phase.BACKWARD) & (graph.gradient_of < 0)
-    sums &= np.array([kind.startswith(_SUMS) for kind in graph.kinds], dtype=bool)
-    # Readers come after producers, so going backwards all readers of an op are decided.
-    for op in np.flatnonzero(sums)[::-1].tolist():
-        readers = np.concatenate([graph.consumers_of(tensor) for tensor in graph.outputs_of(op)])
-        if len(readers) and (variable_of[readers] >= 0).all():
-            variable_of[op] = variable_of[readers[0]]
-    return variable_of
-
 
 PLAIN, HYPOTHESIS = "plain", "hypothesis"
 CONSTRUCTIVE_SECONDS = 30.0
@@ -142,22 +70,21 @@ class Ground:
     """The problem and the bound that all methods of a column share.
 
     splitting   the same problem for a search that may split the groups of `problem`
-    settle      placements [batch, ops] as a method chose them -> as they are evaluated
+    settle      what the column does to a placement before it is evaluated
     """
 
     problem: PlacementProblem
     splitting: PlacementProblem
     bound: LowerBound
-    settle: Callable[[NDArray[np.int32]], NDArray[np.int32]]
+    settle: Settle
 
 
 def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground:
     """The problem of a column: on the plain machine, or under the hypothesis."""
     levels = group_levels(graph)
-    settle = _unchanged
+    settle: Settle = as_chosen
     if column == HYPOTHESIS:
-        machine = slow_links(machine)
-        settle = SharedVariables(graph, first_of(machine, "cpu")).settle
+        machine, settle = under_hypothesis(graph, machine)
     costs = analytic_costs(graph, machine)
     simulator = Simulator(graph, machine, costs, ranked=True)
     splitting = make_problem(
@@ -175,10 +102,6 @@ def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground
     places = permitted(graph, machine, ())
     bound = lower_bound(graph, machine, costs, "step", places, capacities=problem.capacities)
     return Ground(problem, splitting, bound, settle)
-
-
-def _unchanged(placements: NDArray[np.int32]) -> NDArray[np.int32]:
-    return placements
 
 
 def first_of(machine: Machine, kind: str) -> int:
@@ -217,6 +140,26 @@ def run_method(ground: Ground, name: str, budget: str) -> tuple[MethodResult, Pl
     )
     settled = ground.settle(problem.spread(placement)[None])[0]
     return result, normalise(settled, problem.graph, problem.machine)
+
+
+TIGHT_SHARE = 0.9
+"""The share in `tight_bytes`."""
+
+
+def tight_bytes(graph: Graph, machine: Machine) -> int:
+    """The memory of each GPU with which neither one GPU nor the expert's placement fits: nine
+    tenths of what the one of them that needs less needs on its fullest GPU.
+
+    It is what they need when memory is short, which is less than what they use if there is enough:
+    on a machine whose GPUs have one byte each, the order of ops is the one that needs least.
+    """
+    ground = lay_ground(graph, with_gpu_memory(machine, 1), PLAIN, seed=0)
+    gpus = [device.name for device in machine.devices if device.kind == "gpu"]
+    needs = [
+        max(run_method(ground, method, "1e")[0].peak_memory_bytes[gpu] for gpu in gpus)
+        for method in ("1 GPU", "expert")
+    ]
+    return int(TIGHT_SHARE * min(needs))
 
 
 def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArray[np.int64]) -> str:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dovetail.bench.cases import METHOD_OF
-from dovetail.bench.methods import HYPOTHESIS, LINK_BYTES_PER_SECOND
+from dovetail.bench.hypothesis import LINK_BYTES_PER_SECOND
+from dovetail.bench.methods import HYPOTHESIS
 from dovetail.bench.records import Case, CaseResult, Column, MethodResult, PlanWork
 from dovetail.machine import Device, Machine
 from dovetail.units import format_bandwidth, format_bytes, format_seconds

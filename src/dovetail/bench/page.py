@@ -20,7 +20,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from dovetail.bench import tables
-from dovetail.bench.cases import AS_PUBLISHED, LEARNED, METHOD_OF
+from dovetail.bench.cases import AS_PUBLISHED, LEARNED, METHOD_OF, machine_of
 from dovetail.bench.methods import HYPOTHESIS, PLAIN
 from dovetail.bench.orderings import format_step, is_oom, orderings_of
 from dovetail.bench.records import (
@@ -364,7 +364,7 @@ def _sizes(results: _TableResults) -> PageTable:
 
 
 def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseShown:
-    machine = parse_machine(case.machine)
+    machine = machine_of(case)
     columns = []
     for name, column in row.columns.items():
         orderings = orderings_of(case, row, name, machine)
@@ -387,7 +387,7 @@ def _shown_case(results: _TableResults, case: Case, row: CaseResult) -> _CaseSho
                 [ordering.holds for ordering in orderings],
                 PageTable(head, lines, "scroll why") if lines else None,
                 [_shown_plan(case, column, method) for method in column.shown],
-                _method_table(column, LEARNED[results.name] if name == PLAIN else ()),
+                _method_table(column, LEARNED[results.name]),
             )
         )
     return _CaseShown(case.title, columns)
@@ -399,6 +399,11 @@ def _shown_plan(case: Case, column: Column, method: str) -> _PlanShown:
     if method == column.best == EXPERT:
         role = "expert, which is the best"
     seconds = _step_or(_seconds_of(column, method), OOM)
+    runs = column.learned.get(method, ())
+    if runs:  # what is drawn is the best of the trainings, while the tables have their median
+        role = f"learned: {method}"
+        role += f", best of {len(runs)} trainings" if len(runs) > 1 else ""
+        seconds = format_step(tables.span(runs)[0])
     chart = load_chart(work, f"{case.title}, {role}: seconds by device and channel")
     return _PlanShown(role, seconds, drawing(work.picture), chart)
 
@@ -531,12 +536,12 @@ def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray]:
 
 HOW_LEARNED = {
     "rl17": (
-        "Every training begins with nothing but the graph, on the groups of RL17's rule. "
-        "seq2seq-paper is RL17's method as published; seq2seq is ours, with more features, a start "
-        "by modules and parameters, and imitation of the best placement. Its "
-        "placements are simulated; the paper's were run, for 12 to 27 hours a row. To reach: the "
-        "best baseline less the paper's margin of RL over its own, or less 80 % of the head room "
-        "that auto, which does not learn, finds over ours, if that is less."
+        "Every training begins with nothing but the graph, on the groups of RL17's rule; those of "
+        "seq2seq-paper are a cell or branch each. seq2seq-paper is RL17's method as published; "
+        "seq2seq is ours, with more features, a start by modules and parameters, and imitation of "
+        "the best placement. Placements are simulated; the paper's were run, for 12 to 27 hours a "
+        "row. To reach: the best baseline less the paper's margin of RL over its own, or less 80 % "
+        "of the head room that auto, which does not learn, finds over ours, if that is less."
     ),
     "gdp": (
         "Every training begins with nothing but the graph: GDP-one is not the policy that comes "

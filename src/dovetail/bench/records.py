@@ -37,6 +37,7 @@ class Case:
     machine   MACHINE text
     gpus      number of GPUs of the paper's row
     ours      the sizes that the paper does not give, and where we took them from; "" for none
+    gpu_memory_bytes   the memory of each GPU; None: what `machine` says
     """
 
     key: str
@@ -47,6 +48,7 @@ class Case:
     gpus: int
     published: Published | None
     ours: str = ""
+    gpu_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class LearnedRun:
     distinct        number of different placements among them
     invalid_share   share of the trials that did not fit
     bests           the curve of best placements, from the first that fits to the best
+    controllers     number of asynchronous controllers; 1: one learner without a server
     """
 
     method: str
@@ -117,6 +120,7 @@ class LearnedRun:
     updates: int
     invalid_share: float
     bests: tuple[BestSoFar, ...]
+    controllers: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ class Column:
     methods   method -> its result; for a method that learns, that of its run of the median
     best      name of the best method that does not learn; "" if nothing fits
     bound     seconds that no placement beats; `proof` names what proves it
-    shown     method -> the work of its plan, for the expert and the best
+    shown     method -> the work of its plan: of the expert, of the best, and of the best run of
+              each that learns
     learned   method that learns -> its runs, by seed
     """
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.bench import graphs
+from dovetail.bench.cases import machine_of
 from dovetail.bench.figures import work_of
 from dovetail.bench.methods import (
     HYPOTHESIS,
@@ -28,7 +29,6 @@ from dovetail.bench.methods import (
 from dovetail.bench.records import Case, CaseResult, Column, MethodResult, PlanWork
 from dovetail.bench.store import GRAPHS, PLANNED, Store, all_code, code_fingerprint, fingerprint
 from dovetail.errors import RunError
-from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
 
 COLUMNS: dict[str, tuple[str, ...]] = {"rl17": (PLAIN, HYPOTHESIS), "gdp": (PLAIN,)}
@@ -49,6 +49,7 @@ class BenchSettings:
     learn    number of trials of each training of a learned method; 0: none is run
     learn_of   method -> its own number of trials
     seeds    number of trainings of each learned method, with seeds from `seed` on
+    controllers   number of asynchronous controllers of each training
     code     code fingerprints of the process that asks; a worker with other code refuses
     """
 
@@ -60,6 +61,7 @@ class BenchSettings:
     learn: int = 0
     learn_of: dict[str, int] = field(default_factory=dict)
     seeds: int = 3
+    controllers: int = 1
     code: dict[str, str] = field(default_factory=all_code)
 
     def trials_of(self, method: str) -> int:
@@ -123,7 +125,7 @@ def run_column(
     graph = graphs.graph_for(store, case)
     began = time.perf_counter()
     kept = _StoredParts(settings, store, case, column, graph.fingerprint)
-    ground = lay_ground(graph, parse_machine(case.machine), column, settings.seed)
+    ground = lay_ground(graph, machine_of(case), column, settings.seed)
     if kept.get(BOUND) is None:
         bound = {"seconds": ground.bound.seconds, "proof": ground.bound.proof}
         kept.put(BOUND, bound | {"wall_seconds": time.perf_counter() - began})
@@ -188,7 +190,7 @@ class _StoredParts:
         self, settings: BenchSettings, store: Store, case: Case, column: str, graph: str
     ) -> None:
         self._settings, self._store, self._case, self._column = settings, store, case, column
-        machine = machine_to_dict(parse_machine(case.machine))
+        machine = machine_to_dict(machine_of(case))
         self._ground = {"graph": graph, "machine": machine, "column": column}
 
     def get(self, part: str) -> Any:

@@ -19,8 +19,8 @@ from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
-GRAPHS, PLANNED, LEARNED, SEARCHED, TRAINED = (
-    "graphs", "planned", "learned", "searched", "trained",
+GRAPHS, PLANNED, LEARNED, SEARCHED, DRAWN, TRAINED = (
+    "graphs", "planned", "learned", "searched", "drawn", "trained",
 )  # fmt: skip
 _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
@@ -29,9 +29,10 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
     PLANNED: (*_SHARED, *_NETWORKS, "placers", "bench"),
     LEARNED: (
         *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/multilevel.py",
-        "placers/learned", "bench/learned.py",
+        "placers/learned", "bench/learned.py", "bench/hypothesis.py",
     ),
-    SEARCHED: (*_SHARED, "placers", "bench/methods.py", "bench/learned.py"),
+    SEARCHED: (*_SHARED, "placers", "bench/methods.py", "bench/learned.py", "bench/hypothesis.py"),
+    DRAWN: (*_SHARED, "reports/layout.py", "bench/figures.py", "bench/hypothesis.py"),
     TRAINED: ("runtime", "training", "bench/thesis.py"),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is

@@ -292,10 +292,10 @@ def _columns(settings: BenchSettings, store: Store, cases: Iterable[Case]) -> It
 
 def _trainings(settings: BenchSettings, store: Store, cases: Iterable[Case]) -> Iterator[_Lack]:
     for case in cases:
-        for method, seed in untrained(settings, store, case):
-            name = f"{case.key} {method} seed {seed}"
+        for column, method, seed in untrained(settings, store, case):
+            name = f"{case.key} {column} {method} seed {seed}"
             function = "dovetail.bench.learned:run_training"
-            yield name, case, function, (settings, case, method, seed)
+            yield name, case, function, (settings, case, column, method, seed)
 
 
 def run_table(

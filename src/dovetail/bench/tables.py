@@ -28,10 +28,11 @@ from dovetail.units import format_seconds
 OOM = "OOM"
 NOT_RUN = "not yet run"
 FIELDS = (
-    "table", "row", "title", "model", "optimizer", "machine", "gpus", "column", "method",
-    "paper_column", "paper_seconds", "seconds", "ratio_to_paper", "reason", "bound_seconds",
-    "bound_proof", "peak_memory_bytes", "peak_memory_by_device_bytes", "search_seconds", "ops",
-    "paper_ops", "groups", "paper_groups", "flops", "parameter_bytes", "sizes_of_ours",
+    "table", "row", "title", "model", "optimizer", "machine", "gpus", "gpu_memory_bytes",
+    "column", "method", "paper_column", "paper_seconds", "seconds", "ratio_to_paper", "reason",
+    "bound_seconds", "bound_proof", "peak_memory_bytes", "peak_memory_by_device_bytes",
+    "search_seconds", "ops", "paper_ops", "groups", "paper_groups", "flops", "parameter_bytes",
+    "sizes_of_ours",
 )  # fmt: skip
 Line = dict[str, str | int | float]
 
@@ -71,8 +72,7 @@ def lines_of(name: str, cases: Sequence[Case], rows: Sequence[CaseResult]) -> It
         for column_name, column in row.columns.items():
             of = head | {"column": column_name}
             yield from _lines(of, case.published, column)
-            if column_name == PLAIN:
-                yield from _not_run(of, case.published, column, LEARNED[name])
+            yield from _not_run(of, case.published, column, LEARNED[name])
 
 
 def _head(name: str, case: Case) -> Line:
@@ -85,6 +85,7 @@ def _head(name: str, case: Case) -> Line:
         "optimizer": case.train,
         "machine": case.machine,
         "gpus": case.gpus,
+        "gpu_memory_bytes": _or_empty(case.gpu_memory_bytes),
         "paper_ops": _or_empty(published.ops if published else None),
         "paper_groups": _or_empty(published.groups if published else None),
         "sizes_of_ours": case.ours,
@@ -300,15 +301,33 @@ TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """A table of text: its head and its rows."""
 PAPER_HOURS = "12 to 27 hours"
 LEARNED_FIELDS = (
-    "row", "method", "seed", "seconds", "reason", "groups", "grouping", "trials", "distinct",
-    "updates", "invalid_share", "trials_to_best", "distinct_to_best", "wall_seconds", "curve",
+    "row", "column", "method", "seed", "controllers", "seconds", "reason", "groups", "grouping",
+    "trials", "distinct", "updates", "invalid_share", "trials_to_best", "distinct_to_best",
+    "wall_seconds", "curve",
 )  # fmt: skip
 NOTHING = "-"
 
 
 def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
-    """(title, table) of every table on learned methods that has rows."""
-    trained = [(case, row.columns[PLAIN]) for case, row in done if row.columns[PLAIN].learned]
+    """(title, table) of every table on learned methods that has rows: those of the plain column,
+    then those of the others, whose titles name them."""
+    columns = dict.fromkeys(column for _, row in done for column in row.columns)
+    return [
+        (title if column == PLAIN else f"{title}, {column}", table)
+        for column in sorted(columns, key=lambda column: column != PLAIN)
+        for title, table in _tables_of(name, _trained(done, column))
+    ]
+
+
+def _trained(done: Done, column: str) -> "_Trained":
+    return [
+        (case, row.columns[column])
+        for case, row in done
+        if column in row.columns and row.columns[column].learned
+    ]
+
+
+def _tables_of(name: str, trained: "_Trained") -> list[tuple[str, TextTable]]:
     titled = [("How they were trained", _trainings(name, trained))]
     if name == "rl17":
         titled.insert(0, ("Against the best baseline", _rl17(trained)))
@@ -321,7 +340,7 @@ def tables_of(name: str, done: Done) -> list[tuple[str, TextTable]]:
 
 def verdicts(name: str, done: Done) -> list[tuple[str, str, str]]:
     """(label, figure, remark) of the cards that sum up all rows with trainings."""
-    columns = [(case, row.columns[PLAIN]) for case, row in done if row.columns[PLAIN].learned]
+    columns = _trained(done, PLAIN)
     return list(_rl17_verdicts(columns) if name == "rl17" else _gdp_verdicts(columns))
 
 
@@ -520,7 +539,8 @@ def _format_trials(trials: float, effort: EffortAgainstHDP) -> str:
 
 def _trainings(name: str, trained: _Trained) -> TextTable:
     head = (
-        "row", "method", "groups", "how they came about", "trainings", "placements each",
+        "row", "method", "groups", "how they came about", "trainings", "controllers",
+        "placements each",
         "different ones", "to the best", "updates", "does not fit", "a training took",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = []
@@ -536,6 +556,7 @@ def _trainings(name: str, trained: _Trained) -> TextTable:
                 f"{run.groups:,}",
                 run.grouping,
                 str(len(runs)),
+                str(run.controllers),
                 f"{run.trials:,}",
                 f"{run.distinct:,}",
                 f"{run.bests[-1].trial:,}" if run.bests else NOTHING,
@@ -547,25 +568,28 @@ def _trainings(name: str, trained: _Trained) -> TextTable:
 
 
 def write_trainings(name: str, done: Done, path: str | os.PathLike[str]) -> None:
-    """Write one line for each training of a row, method and seed. `curve` is
+    """Write one line for each training of a row, column, method and seed. `curve` is
     "trial:distinct:seconds" of every placement that was better than all before it. Raises
     `UnwritableError`."""
     text = io.StringIO()
     writer = csv.DictWriter(text, LEARNED_FIELDS, restval="", lineterminator="\n")
     writer.writeheader()
     for case, row in done:
-        for method in LEARNED[name]:
-            for run in row.columns[PLAIN].learned.get(method, ()):
-                writer.writerow(_line(case, run))
+        for column_name, column in row.columns.items():
+            for method in LEARNED[name]:
+                for run in column.learned.get(method, ()):
+                    writer.writerow(_line(case, column_name, run))
     write_atomically(path, text.getvalue().encode("utf-8", "replace"))
 
 
-def _line(case: Case, run: LearnedRun) -> dict[str, str | int | float]:
+def _line(case: Case, column: str, run: LearnedRun) -> dict[str, str | int | float]:
     last = run.bests[-1] if run.bests else None
     return {
         "row": case.key,
+        "column": column,
         "method": run.method,
         "seed": run.seed,
+        "controllers": run.controllers,
         "seconds": "" if run.found.seconds is None else run.found.seconds,
         "reason": run.found.reason,
         "groups": run.groups,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.bench import graphs
-from dovetail.bench.cases import RL17_CASES
+from dovetail.bench.cases import RL17_CASES, machine_of
 from dovetail.bench.methods import HYPOTHESIS, PLAIN, SPLITTING, out_of_memory
 from dovetail.bench.records import (
     ASYNCHRONOUS,
@@ -38,7 +38,7 @@ from dovetail.bench.store import PLANNED, Store, fingerprint
 from dovetail.costs import analytic_costs
 from dovetail.errors import MissingLibraryError
 from dovetail.graph import Graph, replicate
-from dovetail.machine import Machine, parse_machine
+from dovetail.machine import Machine
 from dovetail.machine.files import machine_to_dict
 from dovetail.networks import NETWORKS
 from dovetail.networks.records import Options
@@ -65,7 +65,7 @@ def run_towers(settings: BenchSettings, tell: Tell, complain: Tell) -> list[str]
     """Simulate and keep the towers of both kinds."""
     store = settings.store(complain)
     graph = graphs.graph_for(store, TOWER)
-    machine = parse_machine(TOWER.machine)
+    machine = machine_of(TOWER)
     for synchronous, kind in KINDS.items():
         name, key = _tower(kind, graph.fingerprint)
         if store.get(name, key) is None:
@@ -201,7 +201,7 @@ def _losses(settings: BenchSettings) -> tuple[str, str]:
 
 def _tower(kind: str, graph: str) -> tuple[str, str]:
     """(name, fingerprint) of a kind of towers in the store."""
-    machine = machine_to_dict(parse_machine(TOWER.machine))
+    machine = machine_to_dict(machine_of(TOWER))
     key = fingerprint(PLANNED, graph=graph, machine=machine, kind=kind, replicas=REPLICAS)
     return f"{TOWER.key}.{kind}-towers", key
 

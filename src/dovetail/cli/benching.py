@@ -31,7 +31,7 @@ class Paper(StrEnum):
 
 THESIS_OPTIONS = ("workers", "windows", "epochs", "data", "samples")
 """Options that go with `thesis` alone."""
-TABLE_OPTIONS = ("budget", "rows", "learn")
+TABLE_OPTIONS = ("budget", "rows", "learn", "controllers")
 """Options that go with the tables of placement alone."""
 
 
@@ -64,6 +64,14 @@ def bench(  # noqa: PLR0913  one argument an option
     seeds: Annotated[
         int, typer.Option(min=1, help="Trainings of each learned method, with seeds from --seed on")
     ] = 3,
+    controllers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Asynchronous controllers of each training, around a parameter server; 1: one "
+            "learner without a server",
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of every method, and of the first training")] = 0,
     fresh: Annotated[
         bool, typer.Option(help="Compute these rows anew, even if their results are kept")
@@ -126,7 +134,14 @@ def bench(  # noqa: PLR0913  one argument an option
     matching(CASES[paper.value], rows)
     folder = _folder(paper, out)
     settings = BenchSettings(
-        paper.value, folder, budget, seed, learn=trials, learn_of=trials_of, seeds=seeds
+        paper.value,
+        folder,
+        budget,
+        seed,
+        learn=trials,
+        learn_of=trials_of,
+        seeds=seeds,
+        controllers=controllers,
     )
     settings.store(say)  # makes the folder
     page, csv, trainings = folder / PAGE, folder / CSV, folder / TRAININGS
@@ -143,7 +158,7 @@ def bench(  # noqa: PLR0913  one argument an option
     asked = learn or '""'
     facts = _facts(
         f"dovetail bench {paper.value} --budget {budget} --learn {asked} --seeds {seeds} "
-        f"--seed {seed} --jobs {jobs}"
+        f"--seed {seed} --jobs {jobs}" + (f" --controllers {controllers}" * (controllers > 1))
     )
     write_page(paper.value, table.cases, table.rows, table.towers, table.curves, page, facts=facts)
     write_csv(paper.value, table.cases, table.rows, csv)
@@ -325,7 +340,12 @@ def _column_summary(column: "Column") -> dict[str, Any]:
         "methods": {name: found.seconds for name, found in column.methods.items()},
         "learned": {
             method: [
-                {"seed": run.seed, "seconds": run.found.seconds, "trials": run.trials}
+                {
+                    "seed": run.seed,
+                    "seconds": run.found.seconds,
+                    "trials": run.trials,
+                    "controllers": run.controllers,
+                }
                 for run in runs
             ]
             for method, runs in column.learned.items()
