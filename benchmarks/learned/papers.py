@@ -14,6 +14,7 @@ nothing. One thread, simulated placements; a training begins with nothing but th
 
 import argparse
 import csv
+import io
 import os
 import statistics
 import time
@@ -39,6 +40,7 @@ from dovetail.placers import BASELINES, Budget
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, shipped
 from dovetail.placers.learned.records import LearningSettings, PlacementTask
+from dovetail.runtime.files import write_atomically
 
 HERE = Path(__file__).parent
 ROWS = {case.key: (paper, case) for paper, cases in CASES.items() for case in cases}
@@ -108,10 +110,11 @@ def kept(path: Path) -> list[Line]:
 def keep(path: Path, line: Line) -> None:
     """Add a training to the file, in place of one that was made in the same way."""
     lines = {_key(other): other for other in kept(path)} | {_key(line): line}
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines[key] for key in sorted(lines))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines[key] for key in sorted(lines))
+    write_atomically(path, text.getvalue())
 
 
 def _key(line: Line) -> tuple[str, ...]:

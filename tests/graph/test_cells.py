@@ -47,6 +47,16 @@ def test_each_period_of_a_module_that_loops_by_itself_is_a_cell():
     assert named_sets(graph, group_cells(graph).of_op) == cells
 
 
+def test_layers_of_the_same_kinds_in_a_row_are_no_cells():
+    names = ("conv0", "relu0", "conv1", "relu1")
+    ops = [
+        Op(name, (before,), kind=name[:4], module=f"blocks.0.{i}")
+        for i, (name, before) in enumerate(zip(names, ("x", *names[:-1]), strict=True))
+    ]
+    graph = graph_of(source("x"), *ops)
+    assert named_sets(graph, cells_of(graph)) == [set(names)]
+
+
 def test_a_branch_is_one_group_and_joins_no_other():
     graph = graph_of(
         source("x"),

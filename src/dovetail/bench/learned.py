@@ -566,7 +566,7 @@ class _StoredTraining:
         seed: int,
     ) -> None:
         several = f".controllers-{settings.controllers}" if settings.controllers > 1 else ""
-        self._store = store
+        self._store, self._kind = store, _kind(method)
         self._name = f"{case.key}.{column}.{method}{several}.seed-{seed}"
         self._facts = {
             "graph": graph,
@@ -579,10 +579,10 @@ class _StoredTraining:
         }
 
     def get(self) -> Any:
-        return self._store.get(self._name, fingerprint(_kind(self._facts["method"]), **self._facts))
+        return self._store.get(self._name, fingerprint(self._kind, **self._facts))
 
     def put(self, value: dict[str, Any]) -> None:
-        self._store.put(self._name, fingerprint(_kind(self._facts["method"]), **self._facts), value)
+        self._store.put(self._name, fingerprint(self._kind, **self._facts), value)
 
     def get_work(self) -> Any:
         kept = self.get()

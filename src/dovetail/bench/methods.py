@@ -16,7 +16,7 @@ from dovetail.bench.hypothesis import Settle, as_chosen, under_hypothesis
 from dovetail.bench.records import MethodResult
 from dovetail.costs import analytic_costs
 from dovetail.errors import InfeasibleError, InvalidError
-from dovetail.graph import Graph, group_levels
+from dovetail.graph import Graph, group, group_levels
 from dovetail.machine import Machine
 from dovetail.placers import (
     PLACERS,
@@ -98,7 +98,10 @@ def lay_ground(graph: Graph, machine: Machine, column: str, seed: int) -> Ground
         trace=lambda placement: simulator.timeline(settle(placement[None])[0]),
         ranked=simulator.ranked,
     )
-    problem = under_units(splitting, splitting.coarser[0]) if splitting.coarser else splitting
+    # All methods place the groups of RL17's rule, of which the finest are parts.
+    unit_of = np.empty(levels.finest.count, dtype=np.int32)
+    unit_of[levels.finest.of_op] = group(graph).of_op
+    problem = under_units(splitting, unit_of)
     places = permitted(graph, machine, ())
     bound = lower_bound(graph, machine, costs, "step", places, capacities=problem.capacities)
     return Ground(problem, splitting, bound, settle)

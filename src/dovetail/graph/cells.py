@@ -87,10 +87,12 @@ def _runs(ops: list[int], keys: list[str]) -> list[tuple[str, list[int]]]:
 
 def _periods(graph: Graph, run: list[int]) -> list[list[int]]:
     """Return the ops of each period of the run, by the shortest period that divides it; the whole
-    run if there is none. Ops of one kind in a row are no loop over steps."""
-    kinds = [graph.kinds[op] for op in run]
+    run if there is none. Ops of one kind in a row are no loop over steps, nor are modules that
+    follow one another with ops of the same kinds."""
+    calls = [(graph.kinds[op], graph.modules[op]) for op in run]
+    several = len({kind for kind, _ in calls}) > 1
     for period in range(2, len(run) // 2 + 1):
-        if len(run) % period == 0 and kinds[period:] == kinds[:-period] and len(set(kinds)) > 1:
+        if several and len(run) % period == 0 and calls[period:] == calls[:-period]:
             return [run[start : start + period] for start in range(0, len(run), period)]
     return [run]
 

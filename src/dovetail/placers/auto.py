@@ -64,9 +64,6 @@ COARSE_SHARE = 0.35
 """The share of the budget that is spent on the coarsest units, if groups may be split."""
 SPLIT = "split_groups"
 """The name in outcomes for a placement that splits units of the coarsest partition."""
-LEARNED = False
-"""True: for the objective `step` the shipped policy (`gdp`) also runs, after the constructive
-methods."""
 
 
 def auto(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
@@ -134,10 +131,7 @@ def methods_of(role: str, objective: str) -> list[Method]:
 
 def _construct(problem: PlacementProblem, budget: Budget) -> None:
     """Run each constructive method once, with a quarter of the share that is left for them."""
-    methods = methods_of("constructive", problem.objective)
-    if LEARNED and problem.objective == "step":
-        methods.append(PLACERS["gdp"])
-    for method in methods:
+    for method in methods_of("constructive", problem.objective):
         if _is_large(problem) and not method.large:
             continue
         left = CONSTRUCTIVE_SHARE - budget.fraction
