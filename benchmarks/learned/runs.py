@@ -1,8 +1,8 @@
 """What the experiments on learned placement are made of: trainings, each kept as it is done.
 
-    one       a fresh policy on one graph                   GDP-one, HDP, and the ablation's
+    one       a fresh policy on one graph                   GDP-one, HDP
     batch     a fresh policy on several graphs in turn      GDP-batch; the policy is kept
-    tuned     a batch's policy on one graph: what it draws at once, and after some updates
+    tuned     a batch's policy on one graph: what it proposes at once, and after fine-tuning
 
 A training is found again by everything that it depends on, the code included, so a killed run goes
 on where it was. GDP-one and HDP are those of `dovetail bench gdp`, if they have as many trials;
@@ -75,8 +75,8 @@ def say(text: str) -> None:
 class Effort:
     """How much each training may spend.
 
-    trials     of a training, for each of its graphs; hdp_trials: of HDP's
-    updates    of fine-tuning, at most
+    trials     placements of a training, for each of its graphs, and of fine-tuning, with what the
+               policy proposes before; hdp_trials: of HDP's
     seeds      trainings of each
     table      folder of `dovetail bench gdp`, whose graphs and trainings are used
     out        folder of what is kept
@@ -86,7 +86,6 @@ class Effort:
 
     trials: int
     hdp_trials: int
-    updates: int
     seeds: int
     table: Path
     out: Path
@@ -112,7 +111,7 @@ class Tuned:
 
     zero_shot   seconds of the best that it proposes
     likeliest   seconds of the likeliest alone; None: it does not fit
-    run         those placements, and then the fine-tuning's
+    run         all placements, the proposals first and then the fine-tuning's
     """
 
     zero_shot: float | None
@@ -158,7 +157,7 @@ def tuned_shipped(effort: Effort, row: str, seed: int) -> Tuned:
 
 def _tuned(effort: Effort, file: Path, trained: str, row: str, seed: int) -> Tuned:
     name = f"tuned.{row}.{_short(trained)}"
-    key = fingerprint(LEARNED, **_ground(effort, (row,)), trained=trained, updates=effort.updates)
+    key = fingerprint(LEARNED, **_ground(effort, (row,)), trained=trained, trials=effort.trials)
     kept = effort.store.get(name, key)
     if kept is None:
         policy, _ = load_policy(file, "gdp")
@@ -218,12 +217,16 @@ def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]
     policy, settings = policy.alone(seen.view), finetuning(seen.view)
     torch.set_num_threads(1)
     began = time.perf_counter()
-    likeliest = tally(policy.likeliest(seen.view)[None])
+    likeliest = None
     for placements in proposals(policy, seen.view, seed):
-        tally(placements)
-    zero_shot = tally.best_seconds
-    trials = effort.updates * settings.trials
-    learner = drive(policy, settings, [seen], [tally], trials=trials, seed=seed)
+        outcome = tally(placements[: effort.trials - tally.trials])
+        # The first proposal of all is the likeliest.
+        likeliest = outcome if likeliest is None else likeliest
+        if tally.trials == effort.trials:
+            break
+    assert likeliest is not None
+    zero_shot, left = tally.best_seconds, effort.trials - tally.trials
+    learner = drive(policy, settings, [seen], [tally], trials=left, seed=seed)
     return {
         "zero_shot": zero_shot if np.isfinite(zero_shot) else None,
         "likeliest": float(likeliest.seconds[0]) if likeliest.valid[0] else None,
