@@ -9,14 +9,17 @@ https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
     table3     one policy for related graphs, for unlike ones, for variants of one
     figure2    one of six graphs held out: the others' policy on it, as it is and fine-tuned
     figure4    the same with the graph among those that the policy was trained on
-    ablation   without attention, without superposition, without classical advice
+    ablation   without attention, superposition, or classical advice: one policy for all graphs,
+               and one for those graphs that the paper says fail without superposition
+    ablation-one   the same by a policy for each graph, without the table of one graph's own
     shipped    the policy that comes with the package on families that it never saw
     hdp        HDP as its authors' open version trains it, against ours, which GDP is compared with
 
 Differences: sizes of the networks are ours (`bench/cases.py`), and so are the six graphs of figures
 2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
 All graphs are placed as groups (`bench/learned.py`), the expert's placement as well, and every
-seed's figure is of the best placement of its training; of several seeds the median is shown.
+seed's figure is of the best placement of its training; of several seeds the median is shown, with
+the best and the worst.
 Fine-tuning and GDP-one get the same number of placements, and those that the policy proposes before
 it is tuned count among them. What a policy was trained with before does not count.
 """
@@ -34,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from markdown import fill, table
-from runs import CASES, Effort, batch, one, task_for, tuned, tuned_shipped
+from runs import CASES, Effort, Trained, batch, one, task_for, tuned, tuned_shipped
 
 from dovetail.bench.records import BestSoFar, LearnedRun
 from dovetail.bench.tables import geometric_mean, reached
@@ -90,15 +93,13 @@ def _batch(effort: Effort, printed: dict[str, float | None]) -> Text:
     keys, lines, ratios = tuple(printed), [], []
     for row, paper in printed.items():
         alone = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
-        shared = _over(effort, lambda seed, row=row: _seconds(batch(effort, keys, seed)[row]))
-        if alone and shared:
-            ratios.append(alone / shared)
+        shared = _over(effort, lambda seed, row=row: _seconds(batch(effort, keys, seed)[row].run))
+        ratios.append(_ratios(alone, shared))
         theirs = "-" if paper is None else f"{paper:+.1f} %"
-        lines.append((CASES[row].title, _s(alone), _s(shared), _faster(alone, shared), theirs))
+        faster = _faster(_middle(alone), _middle(shared))
+        lines.append((CASES[row].title, _cell(alone), _cell(shared), faster, theirs))
     yield table(("graph", "GDP-one", "GDP-batch", "batch is faster by", "the paper"), lines)
-    mean = geometric_mean(ratios)
-    if mean is not None:
-        yield f"\nGeometric mean of {len(ratios)} graphs: {100 * (mean - 1):+.1f} %."
+    yield _means(ratios)
 
 
 def figure2(effort: Effort, rows: Sequence[str]) -> Text:
@@ -131,9 +132,10 @@ def _generalisation(
         searches += less
         lines.append((
             CASES[row].title,
-            *(_s(seconds) for seconds in (
-                _human(effort, row), _middle(map(_seconds, hdp)), gdp,
-                _middle(t.likeliest for t in found), _middle(t.zero_shot for t in found), fine,
+            *map(_cell, (
+                [_human(effort, row)], [*map(_seconds, hdp)], [*map(_seconds, alone)],
+                [t.likeliest for t in found], [t.zero_shot for t in found],
+                [_seconds(t.run) for t in found],
             )),
             _faster(gdp, fine),
             ", ".join(map(str, less)),
@@ -161,48 +163,67 @@ def _generalisation(
 
 
 def ablation(effort: Effort, rows: Sequence[str]) -> Text:
-    yield "### Without attention, superposition, or classical advice\n"
-    lines, ratios = [], {option: [] for option in ABLATIONS}
-    for row in (row for row in SIX if row in rows):
-        whole = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
-        cells = [CASES[row].title, _s(whole)]
-        for option in ABLATIONS:
-            without = _over(
-                effort,
-                lambda seed, row=row, option=option: _seconds(
-                    one(effort, row, seed, **{option: False})
-                ),
-            )
-            cells += [_s(without), _faster(without, whole)]
-            if whole and without:
-                ratios[option].append(without / whole)
-        lines.append(tuple(cells))
-    head = ["graph", "GDP-one"]
-    for option in ABLATIONS:
-        head += [f"without {option}", "it is worth"]
-    yield table(head, lines)
-    for option, paper in ABLATIONS.items():
-        mean = geometric_mean(ratios[option])
-        if mean is not None:
-            theirs = "ours alone" if paper is None else f"in the paper {paper} %"
-            worth = f"{100 * (mean - 1):+.1f} % in the geometric mean; {theirs}"
-            yield f"\n{option}: {worth}."
-    chosen = tuple(row for row in MIXED if row in rows)
-    if len(chosen) > 1:
-        yield "\nOne policy for unlike graphs, with and without superposition:\n"
-        yield from _mixed(effort, chosen)
+    yield (
+        "### Without attention, superposition, or classical advice\n\nOne policy for all of these "
+        "graphs, which therefore has no table of logits of one graph's own.\n"
+    )
+    keys = tuple(row for row in TABLE2 if row in rows)
+    if len(keys) < 2:
+        yield f"No batch: it takes two or more of {', '.join(TABLE2)}."
+        return
+    yield from _ablated(effort, keys, ABLATIONS, lambda row, seed, options: batch(
+        effort, keys, seed, **options)[row])  # fmt: skip
+    mixed = tuple(row for row in MIXED if row in rows)
+    if len(mixed) > 1:
+        yield (
+            "\nOne policy for the graphs of which the paper says that without superposition a "
+            f"batch fails on {' and '.join(CASES[row].title for row in MIXED[:2])}:\n"
+        )
+        yield from _ablated(effort, mixed, ("superposition",), lambda row, seed, options: batch(
+            effort, mixed, seed, **options)[row])  # fmt: skip
 
 
-def _mixed(effort: Effort, keys: tuple[str, ...]) -> Text:
-    lines = []
+def ablation_one(effort: Effort, rows: Sequence[str]) -> Text:
+    yield (
+        "### The same with a policy for each graph\n\nWithout the table of logits that our GDP-one "
+        "has for each group and device, in every column: it can hold what attention would find.\n"
+    )
+    keys = [row for row in SIX if row in rows]
+    yield from _ablated(effort, keys, ABLATIONS, lambda row, seed, options: batch(
+        effort, (row,), seed, table=False, **options)[row])  # fmt: skip
+
+
+def _ablated(
+    effort: Effort,
+    keys: Sequence[str],
+    without: Iterable[str],
+    train: Callable[[str, int, dict[str, bool]], Trained],
+) -> Text:
+    """Best placements and likeliest ones, whole and without each option."""
+    ways: dict[str, dict[str, bool]] = {"whole": {}} | {
+        option: {option: False} for option in without
+    }
+    columns = [name if not options else f"without {name}" for name, options in ways.items()]
+    ratios: dict[str, list[list[float | None]]] = {name: [] for name in ways}
+    best, likeliest = [], []
     for row in keys:
-        ways = [
-            _over(effort, lambda seed, row=row, more=more: _seconds(
-                batch(effort, keys, seed, **more)[row]))
-            for more in ({}, {"superposition": False})
-        ]  # fmt: skip
-        lines.append((CASES[row].title, _s(ways[0]), _s(ways[1]), _faster(ways[1], ways[0])))
-    yield table(("graph", "with", "without", "it is worth"), lines)
+        found = {
+            name: [train(row, seed, options) for seed in _seeds(effort)]
+            for name, options in ways.items()
+        }
+        seconds = {name: [_seconds(each.run) for each in of] for name, of in found.items()}
+        for name, of in seconds.items():
+            ratios[name].append(_ratios(of, seconds["whole"]))
+        best.append((CASES[row].title, *map(_cell, seconds.values())))
+        last = ([each.likeliest for each in of] for of in found.values())
+        likeliest.append((CASES[row].title, *map(_cell, last)))
+    yield table(("best placement of the training", *columns), best)
+    yield ""
+    yield table(("likeliest placement after it", *columns), likeliest)
+    for name in list(ways)[1:]:
+        paper = ABLATIONS[name]
+        theirs = "it is ours" if paper is None else f"the paper: {paper} %"
+        yield f"{_means(ratios[name], f'{name} is worth')} {theirs}."
 
 
 def unseen(effort: Effort, rows: Sequence[str]) -> Text:
@@ -210,7 +231,7 @@ def unseen(effort: Effort, rows: Sequence[str]) -> Text:
     names = ("likeliest", "best proposed", "fine-tuned", "etf", "human")
     lines, ratios = [], {name: [] for name in names}
     for row in (row for row in UNSEEN if row in rows):
-        gdp = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
+        gdp = _middle(_over(effort, lambda seed, row=row: _seconds(one(effort, row, seed))))
         found = [tuned_shipped(effort, row, seed) for seed in _seeds(effort)]
         task = task_for(effort.table, row, "gdp")[0]
         values = {
@@ -255,7 +276,8 @@ def reference(effort: Effort, rows: Sequence[str]) -> Text:
                 one(effort, row, seed, "hdp", **more)))
             for more in ({"reference": True}, {})
         ]  # fmt: skip
-        lines.append((CASES[row].title, _s(ways[0]), _s(ways[1]), _faster(*ways)))
+        faster = _faster(*map(_middle, ways))
+        lines.append((CASES[row].title, *map(_cell, ways), faster))
     yield table(("graph", "the open version's", "ours", "ours is faster by"), lines)
 
 
@@ -265,6 +287,7 @@ PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
     "figure2": figure2,
     "figure4": figure4,
     "ablation": ablation,
+    "ablation-one": ablation_one,
     "shipped": unseen,
     "hdp": reference,
 }
@@ -305,8 +328,38 @@ def _seconds(run: LearnedRun) -> float | None:
     return run.found.seconds
 
 
-def _over(effort: Effort, seconds: Callable[[int], float | None]) -> float | None:
-    return _middle(seconds(seed) for seed in _seeds(effort))
+def _over(effort: Effort, seconds: Callable[[int], float | None]) -> list[float | None]:
+    """The seconds of each seed."""
+    return [seconds(seed) for seed in _seeds(effort)]
+
+
+def _ratios(before: Sequence[float | None], after: Sequence[float | None]) -> list[float | None]:
+    """Seed by seed, how many times as long one takes as the other; None where one does not fit."""
+    pairs = zip(before, after, strict=True)
+    return [b / a if b and a else None for b, a in pairs]
+
+
+def _means(ratios: Sequence[Sequence[float | None]], what: str = "Faster by") -> str:
+    """Text on the geometric mean over graphs of `ratios` [graphs, seeds]: of each seed alone, and
+    the median of those."""
+    means = [geometric_mean(r for r in of_seed if r) for of_seed in zip(*ratios, strict=True)]
+    each = [mean for mean in means if mean is not None]
+    if not each:
+        return f"\n{what}: no figure, for nothing fits."
+    lacking = sum(ratio is None for of_graph in ratios for ratio in of_graph)
+    left_out = f", without {lacking} pairs of which one does not fit" if lacking else ""
+    by_seed = ", ".join(f"{100 * (mean - 1):+.1f}" for mean in each)
+    return (
+        f"\n{what} {100 * (statistics.median(each) - 1):+.1f} % in the geometric mean of "
+        f"{len(ratios)} graphs (by seed: {by_seed}{left_out})."
+    )
+
+
+def _cell(values: Sequence[float | None]) -> str:
+    """The median of seeds, with the best and the worst."""
+    order = sorted(values, key=lambda value: math.inf if value is None else value)
+    spread = f" ({_s(order[0])} to {_s(order[-1])})" if len(order) > 1 else ""
+    return f"{_s(_middle(order))}{spread}"
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

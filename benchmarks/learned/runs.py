@@ -33,6 +33,7 @@ from dovetail.machine.files import machine_to_dict
 from dovetail.placers.learned import hdp
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, save_policy, shipped
+from dovetail.placers.learned.learner import TaskView
 from dovetail.placers.learned.placing import finetuning, proposals
 from dovetail.placers.learned.policy import Policy
 from dovetail.placers.learned.records import LearningSettings, PlacementTask, ProblemView
@@ -106,6 +107,18 @@ class Effort:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What a fresh policy came to on one of the graphs that it was trained on.
+
+    likeliest   seconds of the placement that it takes for likeliest in the end; None: it does not
+                fit
+    """
+
+    run: LearnedRun
+    likeliest: float | None
+
+
+@dataclass(frozen=True)
 class Tuned:
     """What a policy that was trained before comes to on one graph.
 
@@ -126,19 +139,23 @@ def one(effort: Effort, key: str, seed: int, method: str = "gdp", **options: Any
         found = training_of(table, table.store(say), CASES[key], method, seed)
         if found is not None:
             return cut(found, effort.trials_of(method))
-    return batch(effort, (key,), seed, method, **options)[key]
+    return batch(effort, (key,), seed, method, **options)[key].run
 
 
 def batch(
     effort: Effort, keys: Sequence[str], seed: int, method: str = "gdp", **options: Any
-) -> dict[str, LearnedRun]:
-    """key -> what one policy found for that graph, trained on all of them in turn."""
+) -> dict[str, Trained]:
+    """key -> what one policy found for that graph, trained on all of them in turn.
+
+    options   of the policy, and `table=False`: without the table of logits that `Policy.alone` adds
+              to a policy of one graph. A policy of several graphs never has one.
+    """
     name, key = _named(effort, keys, seed, method, options)
     kept = effort.store.get(name, key)
     if kept is None or not _policy_file(effort, name).exists():
         kept = _train(effort, keys, seed, method, options, _policy_file(effort, name))
         effort.store.put(name, key, kept)
-    return {row: _run(raw) for row, raw in kept.items()}
+    return {row: Trained(_run(raw["run"]), raw["likeliest"]) for row, raw in kept.items()}
 
 
 def tuned(effort: Effort, keys: Sequence[str], row: str, seed: int, **options: Any) -> Tuned:
@@ -187,7 +204,7 @@ def _train(
     tasks = [task for task, _ in pairs]
     seen, tallies = views_of(tasks), [_tally(task) for task in tasks]
     policy, settings = _fresh(method, seen[0].view, seed, options)
-    if len(keys) == 1:
+    if len(keys) == 1 and options.get("table", True):
         policy = policy.alone(seen[0].view)
     trials = effort.trials_of(method) * len(keys)
     began = time.perf_counter()
@@ -196,10 +213,17 @@ def _train(
     card = {"trained_on": list(keys), "seed": seed, "trials": trials, "updates": learner.updates}
     save_policy(file, policy, card)
     updates = learner.updates // len(keys)
-    return {
-        row: asdict(run_of(method, seed, grouping, tally, updates, spent))
-        for row, (_, grouping), tally in zip(keys, pairs, tallies, strict=True)
-    }
+    say(f"it took {spent:.0f} s, {spent / max(1, learner.trials):.3f} s a placement")
+    kept = {}
+    for row, (_, grouping), view, tally in zip(keys, pairs, seen, tallies, strict=True):
+        run = asdict(run_of(method, seed, grouping, tally, updates, spent))
+        kept[row] = {"run": run, "likeliest": _likeliest(policy, view, tally)}
+    return kept
+
+
+def _likeliest(policy: Policy, seen: TaskView, tally: Tally) -> float | None:
+    outcome = tally(policy.likeliest(seen.view)[None])
+    return float(outcome.seconds[0]) if outcome.valid[0] else None
 
 
 def _fresh(
@@ -208,6 +232,7 @@ def _fresh(
     """A policy and how it is trained; of HDP with the option `reference` that of its authors."""
     if options.get("reference"):
         return make_policy(method, view, seed, **hdp.REFERENCE), hdp.REFERENCE_SETTINGS
+    options = {name: value for name, value in options.items() if name != "table"}
     return make_policy(method, view, seed, **options), settings_of(method)
 
 
@@ -246,7 +271,7 @@ def _named(
     """(name, fingerprint) of a training."""
     key = fingerprint(
         LEARNED, **_ground(effort, keys), method=method, trials=effort.trials_of(method), seed=seed,
-        options=options,
+        options=options, kept="run, likeliest",
     )  # fmt: skip
     return f"{method}.{_short(','.join(keys))}.{_short(repr(sorted(options.items())))}.{seed}", key
 

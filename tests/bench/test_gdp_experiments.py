@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dovetail.bench.records import BestSoFar, LearnedRun, MethodResult
+from dovetail.placers.learned.files import load_policy
 from tests.support.benchmark_scripts import benchmark_scripts
 
 TINY = "zoo:rnnlm?layers=1&hidden=16&batch=3&vocabulary=50&steps={}"
@@ -20,7 +21,7 @@ def scripts():
             modules.runs.CASES[row] = replace(
                 like, key=row, title=row, model=TINY.format(steps), published=None
             )
-            modules.experiments.SIX[row] = 0.0
+            modules.experiments.SIX[row] = modules.experiments.TABLE2[row] = 0.0
         yield modules
 
 
@@ -69,3 +70,32 @@ def test_a_table_says_what_each_training_had(scripts, effort):
     text = "\n".join(scripts.experiments.figure2(effort(48), ROWS))
     assert "GDP-one has 48 placements a graph, and so has fine-tuning" in text
     assert text.count("| tiny-") == 2
+
+
+def test_an_ablation_is_of_policies_without_a_table_of_one_graph(scripts, effort, folder):
+    before = {path.name for path in folder.rglob("*.safetensors")}
+    asked = effort(16, seeds=2)
+    text = "\n".join(scripts.experiments.ablation(asked, ROWS))
+    alone = "\n".join(scripts.experiments.ablation_one(asked, ROWS[:1]))
+    files = [path for path in folder.rglob("*.safetensors") if path.name not in before]
+    configs = [load_policy(path)[0].config for path in files]
+    assert len(configs) == 2 * 2 * 4  # a batch and a graph, two seeds, whole and without three
+    assert all(config["individual"] is None for config in configs)
+    for option in ("attention", "superposition", "advice"):
+        assert sum(not config[option] for config in configs) == 4
+        assert f"{option} is worth" in text
+    assert text.count("| tiny-") == 4  # best and likeliest
+    assert alone.count("| tiny-") == 2
+    assert list(scripts.experiments.ablation(asked, ROWS[:1]))[-1].startswith("No batch")
+
+
+def test_what_does_not_fit_is_left_out_of_a_mean_and_counted(scripts):
+    mean = scripts.experiments._means
+    assert "+20.0 % in the geometric mean of 1 graphs (by seed: +10.0, +20.0, +40.0)" in mean(
+        [[1.1, 1.2, 1.4]]
+    )
+    assert "+44.0 % in the geometric mean of 2 graphs (by seed: +44.0, without 1 pairs" in mean(
+        [[1.44], [None]]
+    )
+    assert "no figure" in mean([[None]])
+    assert scripts.experiments._cell([2.0, None, 1.0]) == "2.000 (1.000 to OOM)"
