@@ -1,6 +1,7 @@
 """GDP's experiments beyond its first table, in ours: batches, held-out graphs, and the ablation.
 
     python benchmarks/learned/experiments.py --parts table2,figure2 --trials 1000 --seeds 1
+    python benchmarks/learned/experiments.py --method gdp-paper --parts table3 --trials 1000
 
 Paper: Y. Zhou et al., "GDP: Generalized Device Placement for Dataflow Graphs", 2019,
 https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
@@ -19,9 +20,13 @@ Differences: sizes of the networks are ours (`bench/cases.py`), and so are the s
 2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
 All graphs are placed as groups (`bench/learned.py`), the expert's placement as well, and every
 seed's figure is of the best placement of its training; of several seeds the median is shown, with
-the best and the worst.
-Fine-tuning and GDP-one get the same number of placements, and those that the policy proposes before
-it is tuned count among them. What a policy was trained with before does not count.
+the best and the worst. Fine-tuning and GDP-one get the same number of placements, and those that
+the policy proposes before it is tuned count among them. What a policy was trained with before does
+not count.
+
+`--method gdp-paper` does all that is of GDP by its method as published, every op by itself, and
+beside HDP as published. Its policy proposes its likeliest placement alone, and is tuned as it was
+trained.
 """
 
 import argparse
@@ -123,7 +128,9 @@ def _generalisation(
     lines, steps, searches = [], [], []
     for row in rows:
         alone = [one(effort, row, seed) for seed in _seeds(effort)]
-        hdp = [one(effort, row, seed, "hdp") for seed in _seeds(effort)]
+        # On the same groups: as published, both place every op by itself.
+        other = "hdp-paper" if effort.method == "gdp-paper" else "hdp"
+        hdp = [one(effort, row, seed, other) for seed in _seeds(effort)]
         found = [tuned(effort, others(row), row, seed) for seed in _seeds(effort)]
         gdp, fine = _middle(map(_seconds, alone)), _middle(_seconds(t.run) for t in found)
         less = [_less_search(a, t.run, effort.trials) for a, t in zip(alone, found, strict=True)]
@@ -171,7 +178,7 @@ def ablation(effort: Effort, rows: Sequence[str]) -> Text:
     if len(keys) < 2:
         yield f"No batch: it takes two or more of {', '.join(TABLE2)}."
         return
-    yield from _ablated(effort, keys, ABLATIONS, lambda row, seed, options: batch(
+    yield from _ablated(effort, keys, _options(effort), lambda row, seed, options: batch(
         effort, keys, seed, **options)[row])  # fmt: skip
     mixed = tuple(row for row in MIXED if row in rows)
     if len(mixed) > 1:
@@ -189,8 +196,14 @@ def ablation_one(effort: Effort, rows: Sequence[str]) -> Text:
         "has for each group and device, in every column: it can hold what attention would find.\n"
     )
     keys = [row for row in SIX if row in rows]
-    yield from _ablated(effort, keys, ABLATIONS, lambda row, seed, options: batch(
-        effort, (row,), seed, table=False, **options)[row])  # fmt: skip
+    less = {"table": False} if effort.method == "gdp" else {}
+    yield from _ablated(effort, keys, _options(effort), lambda row, seed, options: batch(
+        effort, (row,), seed, **less, **options)[row])  # fmt: skip
+
+
+def _options(effort: Effort) -> list[str]:
+    """What an ablation leaves out: the published method has no advice."""
+    return [name for name in ABLATIONS if effort.method == "gdp" or name != "advice"]
 
 
 def _ablated(
@@ -293,6 +306,10 @@ PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
 }
 
 
+OURS = ("shipped", "hdp")
+"""Parts that are not of GDP as published."""
+
+
 @dataclass(frozen=True)
 class Share:
     """Placements of one training over those of another; `at_least`: it is not there after all."""
@@ -314,7 +331,7 @@ def _less_search(alone: LearnedRun, run: LearnedRun, trials: int) -> Share:
 
 def _human(effort: Effort, row: str) -> float | None:
     """Seconds of the expert's placement of the groups that GDP places."""
-    problem = task_for(effort.table, row, "gdp")[0].problem(threads=1)
+    problem = task_for(effort.table, row, effort.method)[0].problem(threads=1)
     placement = BASELINES["expert"](problem, Budget(evaluations=1))
     found = problem.evaluate(problem.spread(placement[None]))
     return float(found.values[0]) if found.feasible[0] else None
@@ -376,9 +393,9 @@ def _faster(before: float | None, after: float | None) -> str:
     return "-" if not before or not after else f"{100 * (before / after - 1):+.1f} %"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", help=f"of {', '.join(PARTS)}; default: all of the method")
     parser.add_argument("--rows", default=",".join(CASES), help="only these graphs")
     parser.add_argument(
         "--trials", type=int, default=1000, help="placements a graph of every training and tuning"
@@ -391,7 +408,24 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="of bench gdp")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--readme", type=Path, help="fill the parts into this file's marks")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--method", choices=("gdp", "gdp-paper"), default="gdp", help="as we have it, or published"
+    )
+    arguments = parser.parse_args(argv)
+    parts = [part.strip() for part in (arguments.parts or ",".join(PARTS)).split(",")]
+    rows = [row.strip() for row in arguments.rows.split(",")]
+    for kind, names, known in (("part", parts, PARTS), ("row", rows, CASES)):
+        for name in names:
+            if name not in known:
+                parser.error(f"{kind} {name!r} is not one of {', '.join(known)}")
+    published = arguments.method == "gdp-paper"
+    if published and not arguments.parts:
+        parts = [part for part in parts if part not in OURS]
+    if published and (odd := set(OURS).intersection(parts)):
+        parser.error(f"--method gdp-paper: {', '.join(sorted(odd))} is of other methods")
+    for name in ("trials", "seeds"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
     effort = Effort(
         arguments.trials,
         arguments.hdp_trials or arguments.trials,
@@ -399,17 +433,17 @@ def main() -> None:
         arguments.table,
         arguments.out,
         arguments.table_trials,
+        arguments.method,
     )
-    rows = [row.strip() for row in arguments.rows.split(",")]
-    for name in arguments.parts.split(","):
+    for name in parts:
         text = "\n".join(PARTS[name](effort, rows))
         text += (
-            f"\n\n{effort.trials:,} placements a graph and training ({effort.hdp_trials:,} of "
-            f"HDP's), {effort.seeds} seeds."
+            f"\n\n`{effort.method}`, {effort.trials:,} placements a graph and training "
+            f"({effort.hdp_trials:,} of HDP's), {effort.seeds} seeds."
         )
         print(text, flush=True)
         if arguments.readme:
-            fill(arguments.readme, name, text)
+            fill(arguments.readme, f"{name}-paper" if published else name, text)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,11 @@
 A training is found again by everything that it depends on, the code included, so a killed run goes
 on where it was. GDP-one and HDP are those of `dovetail bench gdp`, if they have as many trials;
 what lacks is trained here, and the table is left as it is.
+
+The devices of `gdp-paper` are rows of its last layer, so its policy of a batch has as many as the
+largest machine. A graph on a smaller machine has its GPUs at the first rows and its CPU at the
+last, and nothing may be on the others (`widened`). GDP's paper does not say how its batches differ
+in devices, as far as we could check.
 """
 
 import hashlib
@@ -20,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dovetail.bench import graphs
 from dovetail.bench.cases import GDP_CASES
@@ -36,7 +42,13 @@ from dovetail.placers.learned.files import load_policy, save_policy, shipped
 from dovetail.placers.learned.learner import TaskView
 from dovetail.placers.learned.placing import finetuning, proposals
 from dovetail.placers.learned.policy import Policy
-from dovetail.placers.learned.records import LearningSettings, PlacementTask, ProblemView
+from dovetail.placers.learned.records import (
+    LearningSettings,
+    PlacementTask,
+    ProblemView,
+    Trials,
+)
+from dovetail.placers.problem import PlacementProblem
 
 GDP = {case.key: case for case in GDP_CASES}
 _RNNLM_4, _GNMT_8 = GDP["rnnlm-4-4gpu"], GDP["gnmt-8-8gpu"]
@@ -67,6 +79,10 @@ CASES = GDP | {
 }  # fmt: skip
 
 
+HDP = ("hdp", "hdp-paper")
+MOST_DEVICES = max(len(parse_machine(case.machine).devices) for case in CASES.values())
+
+
 def say(text: str) -> None:
     """How far it is, aside from the results."""
     print(text, file=sys.stderr, flush=True)
@@ -83,6 +99,7 @@ class Effort:
     out        folder of what is kept
     table_trials   of the trainings there; the first `trials` of each count, for trainings follow
                    no schedule. None: as many as `trials`
+    method     "gdp" or "gdp-paper": GDP as we have it, or as published
     """
 
     trials: int
@@ -91,17 +108,18 @@ class Effort:
     table: Path
     out: Path
     table_trials: int | None = None
+    method: str = "gdp"
 
     @property
     def store(self) -> Store:
         return Store(self.out / "rows", say)
 
     def trials_of(self, method: str) -> int:
-        return self.hdp_trials if method == "hdp" else self.trials
+        return self.hdp_trials if method in HDP else self.trials
 
     @property
     def bench(self) -> Table:
-        own = {"hdp": self.hdp_trials}
+        own = dict.fromkeys(HDP, self.hdp_trials)
         trials = self.table_trials or self.trials
         return Table("gdp", self.table, learn=trials, learn_of=own, seeds=self.seeds)
 
@@ -132,8 +150,12 @@ class Tuned:
     run: LearnedRun
 
 
-def one(effort: Effort, key: str, seed: int, method: str = "gdp", **options: Any) -> LearnedRun:
-    """A training on one graph: the table's if it has one, else one of this folder."""
+def one(
+    effort: Effort, key: str, seed: int, method: str | None = None, **options: Any
+) -> LearnedRun:
+    """A training on one graph: the table's if it has one, else one of this folder. The method is
+    the effort's, if none is named."""
+    method = method or effort.method
     if not options and key in GDP:
         table = effort.bench
         found = training_of(table, table.store(say), CASES[key], method, seed)
@@ -143,13 +165,14 @@ def one(effort: Effort, key: str, seed: int, method: str = "gdp", **options: Any
 
 
 def batch(
-    effort: Effort, keys: Sequence[str], seed: int, method: str = "gdp", **options: Any
+    effort: Effort, keys: Sequence[str], seed: int, method: str | None = None, **options: Any
 ) -> dict[str, Trained]:
     """key -> what one policy found for that graph, trained on all of them in turn.
 
     options   of the policy, and `table=False`: without the table of logits that `Policy.alone` adds
               to a policy of one graph. A policy of several graphs never has one.
     """
+    method = method or effort.method
     name, key = _named(effort, keys, seed, method, options)
     kept = effort.store.get(name, key)
     if kept is None or not _policy_file(effort, name).exists():
@@ -159,25 +182,25 @@ def batch(
 
 
 def tuned(effort: Effort, keys: Sequence[str], row: str, seed: int, **options: Any) -> Tuned:
-    """The policy of a batch of GDP on a graph, which may be one of them."""
+    """The policy of a batch on a graph, which may be one of them."""
     batch(effort, keys, seed, **options)
-    name, trained = _named(effort, keys, seed, "gdp", options)
-    return _tuned(effort, _policy_file(effort, name), trained, row, seed)
+    name, trained = _named(effort, keys, seed, effort.method, options)
+    return _tuned(effort, _policy_file(effort, name), trained, row, seed, effort.method)
 
 
 def tuned_shipped(effort: Effort, row: str, seed: int) -> Tuned:
     """The policy that comes with the package on a graph."""
     file = shipped()
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    return _tuned(effort, file, f"shipped {content} {seed}", row, seed)
+    return _tuned(effort, file, f"shipped {content} {seed}", row, seed, "gdp")
 
 
-def _tuned(effort: Effort, file: Path, trained: str, row: str, seed: int) -> Tuned:
+def _tuned(effort: Effort, file: Path, trained: str, row: str, seed: int, method: str) -> Tuned:
     name = f"tuned.{row}.{_short(trained)}"
     key = fingerprint(LEARNED, **_ground(effort, (row,)), trained=trained, trials=effort.trials)
     kept = effort.store.get(name, key)
     if kept is None:
-        policy, _ = load_policy(file, "gdp")
+        policy, _ = load_policy(file, method)
         kept = _tune(effort, policy, row, seed)
         effort.store.put(name, key, kept)
     return Tuned(kept["zero_shot"], kept["likeliest"], _run(kept["run"]))
@@ -201,8 +224,8 @@ def _train(
 ) -> dict[str, Any]:
     say(f"training {method} on {', '.join(keys)}, seed {seed} {options or ''}")
     pairs = [task_for(effort.table, row, method) for row in keys]
-    tasks = [task for task, _ in pairs]
-    seen, tallies = views_of(tasks), [_tally(task) for task in tasks]
+    devices = _devices(method, keys)
+    seen, tallies = zip(*(_seat(task, devices) for task, _ in pairs), strict=True)
     policy, settings = _fresh(method, seen[0].view, seed, options)
     if len(keys) == 1 and options.get("table", True):
         policy = policy.alone(seen[0].view)
@@ -237,13 +260,19 @@ def _fresh(
 
 
 def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]:
-    task, grouping = task_for(effort.table, row, "gdp")
-    (seen,), tally = views_of([task]), _tally(task)
-    policy, settings = policy.alone(seen.view), finetuning(seen.view)
+    task, grouping = task_for(effort.table, row, policy.name)
+    seen, tally = _seat(task, policy.config.get("devices"))
+    policy = policy.alone(seen.view)
+    if policy.name == "gdp":
+        settings, proposed = finetuning(seen.view), proposals(policy, seen.view, seed)
+    else:
+        # As published, a policy has one likeliest placement, and is tuned as it was trained.
+        settings = settings_of(policy.name)
+        proposed = iter([policy.likeliest(seen.view)[None]])
     torch.set_num_threads(1)
     began = time.perf_counter()
     likeliest = None
-    for placements in proposals(policy, seen.view, seed):
+    for placements in proposed:
         outcome = tally(placements[: effort.trials - tally.trials])
         # The first proposal of all is the likeliest.
         likeliest = outcome if likeliest is None else likeliest
@@ -256,13 +285,59 @@ def _tune(effort: Effort, policy: Policy, row: str, seed: int) -> dict[str, Any]
         "zero_shot": zero_shot if np.isfinite(zero_shot) else None,
         "likeliest": float(likeliest.seconds[0]) if likeliest.valid[0] else None,
         "run": asdict(
-            run_of("gdp", seed, grouping, tally, learner.updates, time.perf_counter() - began)
+            run_of(policy.name, seed, grouping, tally, learner.updates, time.perf_counter() - began)
         ),
     }
 
 
-def _tally(task: PlacementTask) -> Tally:
-    return Tally(task.problem(threads=1), lambda _trials, _seconds: None)
+def _devices(method: str, keys: Sequence[str]) -> int | None:
+    """How many devices each view of a training has; None: those of its machine."""
+    return MOST_DEVICES if method == "gdp-paper" and len(keys) > 1 else None
+
+
+def _seat(task: PlacementTask, devices: int | None) -> tuple[TaskView, Tally]:
+    """A task as a policy of so many devices sees it, and the judge of what it draws for it."""
+    (seen,), problem = views_of([task]), task.problem(threads=1)
+    if devices is None or devices == seen.view.device_count:
+        return seen, Tally(problem, _quiet)
+    gpus = [device.kind for device in task.machine.devices].count("gpu")
+    count = seen.view.device_count
+    # Every machine has its GPUs first (`parse_machine`).
+    rows = np.concatenate([np.arange(gpus), np.arange(devices - count + gpus, devices)])
+    return TaskView(seen.name, widened(seen.view, rows, devices)), _Narrowing(problem, rows)
+
+
+def widened(view: ProblemView, rows: NDArray[np.int64], devices: int) -> ProblemView:
+    """The view with so many devices, its own ones as `rows` [its devices]; on the others nothing
+    may be. Raises `ValueError` where they are too few."""
+    if len(rows) > devices or len(rows) != view.device_count:
+        raise ValueError(f"{view.device_count} devices do not fit into {devices}")
+    seconds = np.repeat(view.seconds.max(axis=1, keepdims=True), devices, axis=1)
+    allowed = np.zeros(seconds.shape, dtype=bool)
+    described = np.zeros((devices, view.devices.shape[1]), dtype=view.devices.dtype)
+    links = np.zeros((devices, devices, view.links.shape[2]), dtype=view.links.dtype)
+    seconds[:, rows], allowed[:, rows] = view.seconds, view.allowed
+    described[rows], links[np.ix_(rows, rows)] = view.devices, view.links
+    return replace(
+        view, seconds=seconds, allowed=allowed, devices=described, links=links,
+        settled=rows[view.settled].astype(np.int32),
+    )  # fmt: skip
+
+
+class _Narrowing(Tally):
+    """The tally of a `widened` view: placements name its devices by `rows`."""
+
+    def __init__(self, problem: PlacementProblem, rows: NDArray[np.int64]) -> None:
+        super().__init__(problem, _quiet)
+        self._device_of = np.full(int(rows.max()) + 1, -1, dtype=np.int32)
+        self._device_of[rows] = np.arange(len(rows))
+
+    def __call__(self, placements: NDArray[np.int32]) -> Trials:
+        return super().__call__(self._device_of[placements])
+
+
+def _quiet(_trials: int, _seconds: float) -> None:
+    """Tells nobody."""
 
 
 def _named(
@@ -271,7 +346,7 @@ def _named(
     """(name, fingerprint) of a training."""
     key = fingerprint(
         LEARNED, **_ground(effort, keys), method=method, trials=effort.trials_of(method), seed=seed,
-        options=options, kept="run, likeliest",
+        options=options, devices=_devices(method, keys), kept="run, likeliest",
     )  # fmt: skip
     return f"{method}.{_short(','.join(keys))}.{_short(repr(sorted(options.items())))}.{seed}", key
 

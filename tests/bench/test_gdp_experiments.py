@@ -2,25 +2,31 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
+from dovetail.bench.learned import Tally
 from dovetail.bench.records import BestSoFar, LearnedRun, MethodResult
+from dovetail.placers.learned.catalog import make_policy
 from dovetail.placers.learned.files import load_policy
 from tests.support.benchmark_scripts import benchmark_scripts
 
 TINY = "zoo:rnnlm?layers=1&hidden=16&batch=3&vocabulary=50&steps={}"
-ROWS = ("tiny-a", "tiny-b")
+ROWS = ("tiny-a", "tiny-b")  # on 2 GPUs
+WIDER = "tiny-c"  # on 4
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    """The benchmark's modules, with two small networks on 2 GPUs among the graphs."""
+    """The benchmark's modules, with three small networks among the graphs."""
     with benchmark_scripts("learned", "runs", "experiments") as modules:
         like = modules.runs.CASES["rnnlm-2-2gpu"]
-        for row, steps in zip(ROWS, (2, 3), strict=True):
+        for row, steps, gpus in (("tiny-a", 2, 2), ("tiny-b", 3, 2), (WIDER, 2, 4)):
             modules.runs.CASES[row] = replace(
-                like, key=row, title=row, model=TINY.format(steps), published=None
-            )
+                like, key=row, title=row, model=TINY.format(steps), machine=f"gdp/{gpus}",
+                gpus=gpus, published=None,
+            )  # fmt: skip
             modules.experiments.SIX[row] = modules.experiments.TABLE2[row] = 0.0
         yield modules
 
@@ -99,3 +105,51 @@ def test_what_does_not_fit_is_left_out_of_a_mean_and_counted(scripts):
     )
     assert "no figure" in mean([[None]])
     assert scripts.experiments._cell([2.0, None, 1.0]) == "2.000 (1.000 to OOM)"
+
+
+def test_a_policy_of_more_devices_places_on_those_of_the_machine_alone(scripts, effort):
+    runs = scripts.runs
+    task, _ = runs.task_for(effort(16).table, "tiny-a", "gdp-paper")
+    (own, _), (wide, tally) = runs._seat(task, None), runs._seat(task, 9)
+    assert (own.view.device_count, wide.view.device_count) == (3, 9)
+    policy = make_policy("gdp-paper", wide.view, 0)
+    drawn = policy.draw(wide.view, 64, torch.Generator().manual_seed(0))
+    assert set(np.unique(drawn.placements)) == {0, 1, 8}  # two GPUs first, the CPU last
+    assert torch.isfinite(drawn.log_probs).all()
+    assert torch.isfinite(policy.judge(wide.view, drawn.actions).entropies).all()
+    assert policy.likeliest(wide.view).max() <= 8
+    judged = tally(drawn.placements)
+    narrow = np.where(drawn.placements == 8, 2, drawn.placements).astype(np.int32)
+    plain = Tally(task.problem(threads=1), lambda _trials, _seconds: None)(narrow)
+    assert (judged.seconds == plain.seconds).all()
+    with pytest.raises(ValueError, match="3 devices do not fit into 2"):
+        runs.widened(own.view, np.arange(3), 2)
+
+
+def test_batches_and_held_out_graphs_by_gdp_as_published_may_differ_in_devices(scripts, effort):
+    asked = effort(32, method="gdp-paper")
+    trained = scripts.runs.batch(asked, ("tiny-a", WIDER), 0)
+    assert [each.run.method for each in trained.values()] == ["gdp-paper"] * 2
+    assert [each.run.trials for each in trained.values()] == [32, 32]
+    tuned = scripts.runs.tuned(asked, ["tiny-a", WIDER], "tiny-b", 0)
+    assert tuned.run.trials == 32
+    assert tuned.zero_shot == tuned.likeliest >= tuned.run.found.seconds
+    text = "\n".join(scripts.experiments.ablation(asked, ROWS))
+    assert "superposition is worth" in text
+    assert "advice is worth" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--parts", "table9"], "part 'table9' is not one of table2, table3"),
+        (["--rows", "gnmt"], "row 'gnmt' is not one of"),
+        (["--method", "gdp-paper", "--parts", "shipped"], "shipped is of other methods"),
+        (["--trials", "0"], "--trials must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_named(scripts, given, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        scripts.experiments.main(given)
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
