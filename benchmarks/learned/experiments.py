@@ -14,7 +14,7 @@ https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
                and one for those graphs that the paper says fail without superposition
     ablation-one   the same by a policy for each graph, without the table of one graph's own
     shipped    the policy that comes with the package on families that it never saw
-    hdp        HDP as its authors' open version trains it, against ours, which GDP is compared with
+    hdp        HDP until it converges, at the rates of its authors' open version and at ours
 
 Differences: sizes of the networks are ours (`bench/cases.py`), and so are the six graphs of figures
 2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
@@ -34,6 +34,7 @@ import math
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +43,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from markdown import fill, table
-from runs import CASES, Effort, Trained, batch, one, task_for, tuned, tuned_shipped
+from runs import (
+    CASES,
+    GDP,
+    Effort,
+    Trained,
+    batch,
+    converged,
+    fixed,
+    one,
+    task_for,
+    tuned,
+    tuned_shipped,
+)
 
 from dovetail.bench.records import BestSoFar, LearnedRun
 from dovetail.bench.tables import geometric_mean, reached
-from dovetail.placers import BASELINES, PLACERS, Budget
+from dovetail.placers import PLACERS, Budget
 from dovetail.placers.learned.records import PlacementTask
 
 HERE = Path(__file__).parent
@@ -76,13 +89,16 @@ TABLE3: dict[str, dict[str, float | None]] = {
 ABLATIONS = {"attention": 18.0, "superposition": 6.5, "advice": None}
 """Option of the policy -> % that it is worth in the paper; None: it is ours."""
 UNSEEN = ("gnmt-2-2gpu", "gnmt-4-4gpu", "gnmt-8-8gpu", "amoebanet-4gpu", "llama-4gpu")
+HDP_RATES: dict[str, dict[str, bool]] = {
+    "the open version's rates": {"reference": True}, "our rates": {},
+}  # fmt: skip
 MIXED = ("amoebanet-4gpu", "inception-2gpu", "rnnlm-4-4gpu", "gnmt-4-4gpu")
 """Without superposition batch training of these fails on the first two, by the paper."""
 
 
 def table2(effort: Effort, rows: Sequence[str]) -> Text:
     yield "### GDP-batch over GDP-one (table 2)\n"
-    yield from _batch(effort, {row: TABLE2[row] for row in rows if row in TABLE2})
+    yield from _batch(effort, {row: paper for row, paper in TABLE2.items() if row in rows})
 
 
 def table3(effort: Effort, rows: Sequence[str]) -> Text:
@@ -104,7 +120,7 @@ def _batch(effort: Effort, printed: dict[str, float | None]) -> Text:
         faster = _faster(_middle(alone), _middle(shared))
         lines.append((CASES[row].title, _cell(alone), _cell(shared), faster, theirs))
     yield table(("graph", "GDP-one", "GDP-batch", "batch is faster by", "the paper"), lines)
-    yield _means(ratios)
+    yield f"{_means(ratios)}."
 
 
 def figure2(effort: Effort, rows: Sequence[str]) -> Text:
@@ -236,7 +252,7 @@ def _ablated(
     for name in list(ways)[1:]:
         paper = ABLATIONS[name]
         theirs = "it is ours" if paper is None else f"the paper: {paper} %"
-        yield f"{_means(ratios[name], f'{name} is worth')} {theirs}."
+        yield f"{_means(ratios[name], f'{name} is worth')}; {theirs}."
 
 
 def unseen(effort: Effort, rows: Sequence[str]) -> Text:
@@ -280,18 +296,41 @@ def _classical(task: PlacementTask, name: str) -> float | None:
     return None if score.lacking_bytes else score.value
 
 
-def reference(effort: Effort, rows: Sequence[str]) -> Text:
-    yield "### HDP with the rates of its open version, and with ours\n"
-    lines = []
-    for row in (row for row in SIX if row in rows):
-        ways = [
-            _over(effort, lambda seed, row=row, more=more: _seconds(
-                one(effort, row, seed, "hdp", **more)))
-            for more in ({"reference": True}, {})
-        ]  # fmt: skip
-        faster = _faster(*map(_middle, ways))
-        lines.append((CASES[row].title, *map(_cell, ways), faster))
-    yield table(("graph", "the open version's", "ours", "ours is faster by"), lines)
+def hdp(effort: Effort, rows: Sequence[str]) -> Text:
+    yield "### HDP until it converges\n"
+    head = ["graph", "groups", "human", "one GPU"]
+    for name in HDP_RATES:
+        head += [name, "over human", "placements used", "to the best"]
+    lines, ended = [], Counter()
+    ratios: dict[str, list[list[float | None]]] = {name: [] for name in HDP_RATES}
+    for row in (row for row in GDP if row in rows):
+        task, _ = task_for(effort.table, row, "hdp")
+        human, one_gpu = fixed(effort, row, "hdp")
+        cells = [CASES[row].title, f"{task.groups.count:,}", _s(human), _s(one_gpu)]
+        for name, options in HDP_RATES.items():
+            found = [converged(effort, row, seed, "hdp", **options) for seed in _seeds(effort)]
+            seconds = [_seconds(each.run) for each in found]
+            middle = _middle(seconds)
+            ratios[name].append(_ratios(seconds, [human] * len(seconds)))
+            ended.update(each.ended for each in found)
+            cells += [
+                _cell(seconds), f"{middle / human:.3f}" if middle and human else "-",
+                ", ".join(f"{each.run.trials:,}" for each in found),
+                ", ".join(f"{each.run.bests[-1].trial:,}" if each.run.bests else "never"
+                          for each in found),
+            ]  # fmt: skip
+        printed = CASES[row].published.seconds if CASES[row].published else {}
+        theirs, their_human = printed.get("HDP"), printed.get("human")
+        cells.append(f"{theirs / their_human:.3f}" if theirs and their_human else "-")
+        lines.append(tuple(cells))
+    yield table((*head, "the paper's over human"), lines)
+    for name, of in ratios.items():
+        yield f"{_means(of, f'{name[0].upper()}{name[1:]}: slower than human by')}."
+    yield (
+        f"\nA training ends after {effort.patience:,} placements without a better one "
+        f"({ended['no better']} of {ended.total()}), once its policy draws nothing new "
+        f"({ended['nothing new']}), or after {effort.limit:,} ({ended['limit']})."
+    )
 
 
 PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
@@ -302,7 +341,7 @@ PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
     "ablation": ablation,
     "ablation-one": ablation_one,
     "shipped": unseen,
-    "hdp": reference,
+    "hdp": hdp,
 }
 
 
@@ -331,10 +370,7 @@ def _less_search(alone: LearnedRun, run: LearnedRun, trials: int) -> Share:
 
 def _human(effort: Effort, row: str) -> float | None:
     """Seconds of the expert's placement of the groups that GDP places."""
-    problem = task_for(effort.table, row, effort.method)[0].problem(threads=1)
-    placement = BASELINES["expert"](problem, Budget(evaluations=1))
-    found = problem.evaluate(problem.spread(placement[None]))
-    return float(found.values[0]) if found.feasible[0] else None
+    return fixed(effort, row, effort.method)[0]
 
 
 def _seeds(effort: Effort) -> range:
@@ -362,13 +398,13 @@ def _means(ratios: Sequence[Sequence[float | None]], what: str = "Faster by") ->
     means = [geometric_mean(r for r in of_seed if r) for of_seed in zip(*ratios, strict=True)]
     each = [mean for mean in means if mean is not None]
     if not each:
-        return f"\n{what}: no figure, for nothing fits."
+        return f"\n{what}: no figure, for nothing fits"
     lacking = sum(ratio is None for of_graph in ratios for ratio in of_graph)
     left_out = f", without {lacking} pairs of which one does not fit" if lacking else ""
     by_seed = ", ".join(f"{100 * (mean - 1):+.1f}" for mean in each)
     return (
         f"\n{what} {100 * (statistics.median(each) - 1):+.1f} % in the geometric mean of "
-        f"{len(ratios)} graphs (by seed: {by_seed}{left_out})."
+        f"{len(ratios)} graphs (by seed: {by_seed}{left_out})"
     )
 
 
@@ -408,6 +444,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="of bench gdp")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--readme", type=Path, help="fill the parts into this file's marks")
+    parser.add_argument("--patience", type=int, default=1000, help="of the part hdp: placements")
+    parser.add_argument("--limit", type=int, default=20_000, help="likewise, in all")
     parser.add_argument(
         "--method", choices=("gdp", "gdp-paper"), default="gdp", help="as we have it, or published"
     )
@@ -423,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parts = [part for part in parts if part not in OURS]
     if published and (odd := set(OURS).intersection(parts)):
         parser.error(f"--method gdp-paper: {', '.join(sorted(odd))} is of other methods")
-    for name in ("trials", "seeds"):
+    for name in ("trials", "seeds", "patience", "limit"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
     effort = Effort(
@@ -434,13 +472,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.out,
         arguments.table_trials,
         arguments.method,
+        arguments.patience,
+        arguments.limit,
     )
     for name in parts:
         text = "\n".join(PARTS[name](effort, rows))
-        text += (
-            f"\n\n`{effort.method}`, {effort.trials:,} placements a graph and training "
-            f"({effort.hdp_trials:,} of HDP's), {effort.seeds} seeds."
-        )
+        if name != "hdp":
+            text += (
+                f"\n\n`{effort.method}`, {effort.trials:,} placements a graph and training "
+                f"({effort.hdp_trials:,} of HDP's)."
+            )
+        text += f"\n\nSeeds: {effort.seeds}."
         print(text, flush=True)
         if arguments.readme:
             fill(arguments.readme, f"{name}-paper" if published else name, text)

@@ -3,6 +3,7 @@
     one       a fresh policy on one graph                   GDP-one, HDP
     batch     a fresh policy on several graphs in turn      GDP-batch; the policy is kept
     tuned     a batch's policy on one graph: what it proposes at once, and after fine-tuning
+    converged a fresh policy on one graph, until it finds nothing better
 
 A training is found again by everything that it depends on, the code included, so a killed run goes
 on where it was. GDP-one and HDP are those of `dovetail bench gdp`, if they have as many trials;
@@ -30,12 +31,14 @@ from numpy.typing import NDArray
 from dovetail.bench import graphs
 from dovetail.bench.cases import GDP_CASES
 from dovetail.bench.learned import Tally, drive, run_of, task_of, training_of, views_of
+from dovetail.bench.methods import first_of
 from dovetail.bench.records import BestSoFar, Case, LearnedRun, MethodResult
 from dovetail.bench.running import BenchSettings as Table
 from dovetail.bench.store import LEARNED, Store, fingerprint
 from dovetail.bench.tables import cut
 from dovetail.machine import parse_machine
 from dovetail.machine.files import machine_to_dict
+from dovetail.placers import BASELINES, Budget
 from dovetail.placers.learned import hdp
 from dovetail.placers.learned.catalog import make_policy, settings_of
 from dovetail.placers.learned.files import load_policy, save_policy, shipped
@@ -100,6 +103,8 @@ class Effort:
     table_trials   of the trainings there; the first `trials` of each count, for trainings follow
                    no schedule. None: as many as `trials`
     method     "gdp" or "gdp-paper": GDP as we have it, or as published
+    patience   a training until convergence ends after so many placements without a better one
+    limit      or after so many in all
     """
 
     trials: int
@@ -109,6 +114,8 @@ class Effort:
     out: Path
     table_trials: int | None = None
     method: str = "gdp"
+    patience: int = 1000
+    limit: int = 20_000
 
     @property
     def store(self) -> Store:
@@ -204,6 +211,86 @@ def _tuned(effort: Effort, file: Path, trained: str, row: str, seed: int, method
         kept = _tune(effort, policy, row, seed)
         effort.store.put(name, key, kept)
     return Tuned(kept["zero_shot"], kept["likeliest"], _run(kept["run"]))
+
+
+@dataclass(frozen=True)
+class Converged:
+    """A training until convergence.
+
+    ended   "no better": no better placement in as many as the patience; "nothing new": the policy
+            draws what it drew before (`IDLE_UPDATES`); "limit"
+    """
+
+    run: LearnedRun
+    ended: str
+
+
+def converged(effort: Effort, key: str, seed: int, method: str, **options: Any) -> Converged:
+    """Train a fresh policy on one graph until it converges."""
+    limits = {"patience": effort.patience, "limit": effort.limit}
+    name = f"{method}-converged.{key}.{_short(repr(sorted(options.items())))}.{seed}"
+    fingerprinted = fingerprint(
+        LEARNED, **_ground(effort, (key,)), method=method, seed=seed, options=options, **limits
+    )
+    kept = effort.store.get(name, fingerprinted)
+    if kept is None:
+        kept = _converge(effort, key, seed, method, options)
+        effort.store.put(name, fingerprinted, kept)
+    return Converged(_run(kept["run"]), kept["ended"])
+
+
+class _NoBetter(Exception):
+    """A training has not found anything better for as long as it may."""
+
+
+class _Patient(Tally):
+    """A tally that ends the training after `patience` placements without a better one."""
+
+    def __init__(self, problem: PlacementProblem, patience: int) -> None:
+        super().__init__(problem, _quiet)
+        self._patience = patience
+
+    def __call__(self, placements: NDArray[np.int32]) -> Trials:
+        outcomes = super().__call__(placements)
+        if self.trials - (self.bests[-1].trial if self.bests else 0) >= self._patience:
+            raise _NoBetter
+        return outcomes
+
+
+def _converge(
+    effort: Effort, key: str, seed: int, method: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    say(f"training {method} on {key} until it converges, seed {seed} {options or ''}")
+    task, grouping = task_for(effort.table, key, method)
+    (seen,), tally = views_of([task]), _Patient(task.problem(threads=1), effort.patience)
+    policy, settings = _fresh(method, seen.view, seed, options)
+    policy = policy.alone(seen.view)
+    began, ended = time.perf_counter(), "nothing new"
+    try:
+        drive(policy, settings, [seen], [tally], trials=effort.limit, seed=seed)
+        if tally.trials >= effort.limit:
+            ended = "limit"
+    except _NoBetter:
+        ended = "no better"
+    spent = time.perf_counter() - began
+    say(f"it took {spent:.0f} s, {spent / tally.trials:.3f} s a placement: {ended}")
+    run = run_of(method, seed, grouping, tally, -(-tally.trials // settings.trials), spent)
+    return {"run": asdict(run), "ended": ended}
+
+
+def fixed(effort: Effort, row: str, method: str) -> tuple[float | None, float | None]:
+    """(expert, one GPU): seconds of these placements of the groups that a method places; None where
+    one does not fit."""
+    task, _ = task_for(effort.table, row, method)
+    problem = task.problem(threads=1)
+    expert = BASELINES["expert"](problem, Budget(evaluations=1))
+    one_gpu = problem.settle(problem.fastest * 0 + first_of(task.machine, "gpu"))
+    judged = Tally(problem, _quiet)(np.stack([expert, one_gpu]))
+    of_expert, of_gpu = (
+        float(seconds) if valid else None
+        for seconds, valid in zip(judged.seconds, judged.valid, strict=True)
+    )
+    return of_expert, of_gpu
 
 
 @cache

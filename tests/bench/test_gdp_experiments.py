@@ -1,6 +1,7 @@
 """benchmarks/learned/experiments.py on networks of a few dozen ops."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from dovetail.bench.learned import Tally
 from dovetail.bench.records import BestSoFar, LearnedRun, MethodResult
+from dovetail.placers.learned import placing
 from dovetail.placers.learned.catalog import make_policy
 from dovetail.placers.learned.files import load_policy
 from tests.support.benchmark_scripts import benchmark_scripts
@@ -53,15 +55,16 @@ def run_of(trials, *bests):
 
 
 def test_fine_tuning_and_training_afresh_get_the_same_placements_with_proposals_counted(
-    scripts, effort
+    scripts, effort, monkeypatch
 ):
-    for trials in (48, 300):  # fewer, and more, than a policy proposes
+    monkeypatch.setattr(placing, "MOST_PROPOSED", 32)
+    for trials in (16, 76):  # fewer, and more, than a policy proposes
         asked = effort(trials)
         alone = scripts.runs.one(asked, "tiny-a", 0)
         tuned = scripts.runs.tuned(asked, ["tiny-b"], "tiny-a", 0)
         assert alone.trials == tuned.run.trials == trials
         assert tuned.run.found.seconds <= tuned.zero_shot <= tuned.likeliest
-    assert tuned.run.updates == 1  # of the 44 placements that 256 proposals leave
+    assert tuned.run.updates == 1  # of the 44 placements that 32 proposals leave
 
 
 def test_a_tuning_that_never_gets_there_counts_with_all_placements(scripts):
@@ -137,6 +140,30 @@ def test_batches_and_held_out_graphs_by_gdp_as_published_may_differ_in_devices(s
     text = "\n".join(scripts.experiments.ablation(asked, ROWS))
     assert "superposition is worth" in text
     assert "advice is worth" not in text
+
+
+def test_hdp_trains_until_it_finds_nothing_better_and_says_how_long(scripts, effort):
+    def ended(seed=0, **limits):
+        asked = effort(16, **limits)
+        return scripts.runs.converged(asked, "tiny-a", seed, "hdp", reference=True)
+
+    short = ended(patience=12, limit=400)
+    assert short.ended == "no better"
+    since = short.run.trials - short.run.bests[-1].trial
+    assert 12 <= since < 16  # an update draws 4
+    assert all(b.trial - a.trial < 16 for a, b in pairwise(short.run.bests))
+    cut = ended(patience=400, limit=8)
+    assert (cut.ended, cut.run.trials) == ("limit", 8)
+
+
+def test_the_table_of_hdp_has_the_placements_that_each_seed_used(scripts, effort, monkeypatch):
+    monkeypatch.setitem(scripts.runs.GDP, "tiny-a", scripts.runs.CASES["tiny-a"])
+    monkeypatch.setattr(scripts.experiments, "HDP_RATES", {"its rates": {"reference": True}})
+    asked = effort(16, seeds=2, patience=8, limit=8)
+    text = "\n".join(scripts.experiments.hdp(asked, ["tiny-a"]))
+    used = [scripts.runs.converged(asked, "tiny-a", seed, "hdp", reference=True) for seed in (0, 1)]
+    assert f"| {', '.join(str(each.run.trials) for each in used)} |" in text
+    assert "Its rates: slower than human by" in text
 
 
 @pytest.mark.parametrize(
