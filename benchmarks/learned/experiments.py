@@ -1,6 +1,7 @@
 """GDP's experiments beyond its first table, in ours: batches, held-out graphs, and the ablation.
 
     python benchmarks/learned/experiments.py --parts table2,figure2 --trials 1000 --seeds 1
+    python benchmarks/learned/experiments.py --method gdp-paper --parts table3 --trials 1000
 
 Paper: Y. Zhou et al., "GDP: Generalized Device Placement for Dataflow Graphs", 2019,
 https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
@@ -9,32 +10,56 @@ https://arxiv.org/abs/1910.01578, tables 2 and 3, figures 2 and 4, section 4.
     table3     one policy for related graphs, for unlike ones, for variants of one
     figure2    one of six graphs held out: the others' policy on it, as it is and fine-tuned
     figure4    the same with the graph among those that the policy was trained on
-    ablation   without attention, without superposition, without classical advice
+    ablation   without attention, superposition, or classical advice: one policy for all graphs,
+               and one for those graphs that the paper says fail without superposition
+    ablation-one   the same by a policy for each graph, without the table of one graph's own
     shipped    the policy that comes with the package on families that it never saw
-    hdp        HDP as its authors' open version trains it, against ours, which GDP is compared with
+    hdp        HDP until it converges, at the rates of its authors' open version and at ours
 
 Differences: sizes of the networks are ours (`bench/cases.py`), and so are the six graphs of figures
 2 and 4, those of table 3's first batch, and in what three variants of a network differ: the batch.
-All graphs are placed as groups (`bench/learned.py`), and every seed's figure is of the best
-placement of its training; of several seeds the median is shown.
+All graphs are placed as groups (`bench/learned.py`), the expert's placement as well, and every
+seed's figure is of the best placement of its training; of several seeds the median is shown, with
+the best and the worst. Fine-tuning and GDP-one get the same number of placements, and those that
+the policy proposes before it is tuned count among them. What a policy was trained with before does
+not count.
+
+`--method gdp-paper` does all that is of GDP by its method as published, every op by itself, and
+beside HDP as published. Its policy proposes its likeliest placement alone, and is tuned as it was
+trained.
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from markdown import fill, table
-from runs import CASES, Effort, batch, one, task_for, tuned, tuned_shipped
+from runs import (
+    CASES,
+    GDP,
+    Effort,
+    Trained,
+    batch,
+    converged,
+    fixed,
+    one,
+    task_for,
+    tuned,
+    tuned_shipped,
+)
 
-from dovetail.bench.records import LearnedRun
+from dovetail.bench.records import BestSoFar, LearnedRun
 from dovetail.bench.tables import geometric_mean, reached
-from dovetail.placers import BASELINES, PLACERS, Budget
+from dovetail.placers import PLACERS, Budget
 from dovetail.placers.learned.records import PlacementTask
 
 HERE = Path(__file__).parent
@@ -64,13 +89,16 @@ TABLE3: dict[str, dict[str, float | None]] = {
 ABLATIONS = {"attention": 18.0, "superposition": 6.5, "advice": None}
 """Option of the policy -> % that it is worth in the paper; None: it is ours."""
 UNSEEN = ("gnmt-2-2gpu", "gnmt-4-4gpu", "gnmt-8-8gpu", "amoebanet-4gpu", "llama-4gpu")
+HDP_RATES: dict[str, dict[str, bool]] = {
+    "the open version's rates": {"reference": True}, "our rates": {},
+}  # fmt: skip
 MIXED = ("amoebanet-4gpu", "inception-2gpu", "rnnlm-4-4gpu", "gnmt-4-4gpu")
 """Without superposition batch training of these fails on the first two, by the paper."""
 
 
 def table2(effort: Effort, rows: Sequence[str]) -> Text:
     yield "### GDP-batch over GDP-one (table 2)\n"
-    yield from _batch(effort, {row: TABLE2[row] for row in rows if row in TABLE2})
+    yield from _batch(effort, {row: paper for row, paper in TABLE2.items() if row in rows})
 
 
 def table3(effort: Effort, rows: Sequence[str]) -> Text:
@@ -86,15 +114,13 @@ def _batch(effort: Effort, printed: dict[str, float | None]) -> Text:
     keys, lines, ratios = tuple(printed), [], []
     for row, paper in printed.items():
         alone = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
-        shared = _over(effort, lambda seed, row=row: _seconds(batch(effort, keys, seed)[row]))
-        if alone and shared:
-            ratios.append(alone / shared)
+        shared = _over(effort, lambda seed, row=row: _seconds(batch(effort, keys, seed)[row].run))
+        ratios.append(_ratios(alone, shared))
         theirs = "-" if paper is None else f"{paper:+.1f} %"
-        lines.append((CASES[row].title, _s(alone), _s(shared), _faster(alone, shared), theirs))
+        faster = _faster(_middle(alone), _middle(shared))
+        lines.append((CASES[row].title, _cell(alone), _cell(shared), faster, theirs))
     yield table(("graph", "GDP-one", "GDP-batch", "batch is faster by", "the paper"), lines)
-    mean = geometric_mean(ratios)
-    if mean is not None:
-        yield f"\nGeometric mean of {len(ratios)} graphs: {100 * (mean - 1):+.1f} %."
+    yield f"{_means(ratios)}."
 
 
 def figure2(effort: Effort, rows: Sequence[str]) -> Text:
@@ -118,80 +144,115 @@ def _generalisation(
     lines, steps, searches = [], [], []
     for row in rows:
         alone = [one(effort, row, seed) for seed in _seeds(effort)]
-        hdp = [one(effort, row, seed, "hdp") for seed in _seeds(effort)]
+        # On the same groups: as published, both place every op by itself.
+        other = "hdp-paper" if effort.method == "gdp-paper" else "hdp"
+        hdp = [one(effort, row, seed, other) for seed in _seeds(effort)]
         found = [tuned(effort, others(row), row, seed) for seed in _seeds(effort)]
         gdp, fine = _middle(map(_seconds, alone)), _middle(_seconds(t.run) for t in found)
-        less = [_less_search(a, t.run) for a, t in zip(alone, found, strict=True)]
+        less = [_less_search(a, t.run, effort.trials) for a, t in zip(alone, found, strict=True)]
         if gdp and fine:
             steps.append(fine / gdp)
-        searches += [share for share in less if share is not None]
+        searches += less
         lines.append((
             CASES[row].title,
-            *(_s(seconds) for seconds in (
-                _human(effort, row), _middle(map(_seconds, hdp)), gdp,
-                _middle(t.likeliest for t in found), _middle(t.zero_shot for t in found), fine,
+            *map(_cell, (
+                [_human(effort, row)], [*map(_seconds, hdp)], [*map(_seconds, alone)],
+                [t.likeliest for t in found], [t.zero_shot for t in found],
+                [_seconds(t.run) for t in found],
             )),
             _faster(gdp, fine),
-            ", ".join(map(_share, less)),
+            ", ".join(map(str, less)),
         ))  # fmt: skip
     head = (
         "graph", "human", "HDP", "GDP-one", "zero-shot, likeliest", "zero-shot, best proposed",
         "fine-tuned", "faster than GDP-one by", "of its placements to one as good",
     )  # fmt: skip
     yield table(head, lines)
-    mean, search = geometric_mean(steps), geometric_mean(searches)
+    mean, search = geometric_mean(steps), geometric_mean([share.value for share in searches])
     if mean is not None:
         yield f"\nFine-tuned over GDP-one, geometric mean: {mean:.3f} x the step time"
     if search is not None:
+        never = sum(share.at_least for share in searches)
         yield (
-            f"and {search:.2f} x the placements, in the {len(searches)} of "
-            f"{len(rows) * effort.seeds} trainings that get there."
+            f"and {'at least ' if never else ''}{search:.2f} x the placements to one as good as "
+            f"GDP-one's best: {never} of {len(searches)} trainings never get there, and count with "
+            f"all {effort.trials:,}."
         )
+    yield (
+        f"\nGDP-one has {effort.trials:,} placements a graph, and so has fine-tuning, with what "
+        "the policy proposes first. The placements by which that policy was trained before, "
+        f"{effort.trials:,} of each of its graphs, are not counted."
+    )
 
 
 def ablation(effort: Effort, rows: Sequence[str]) -> Text:
-    yield "### Without attention, superposition, or classical advice\n"
-    lines, ratios = [], {option: [] for option in ABLATIONS}
-    for row in (row for row in SIX if row in rows):
-        whole = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
-        cells = [CASES[row].title, _s(whole)]
-        for option in ABLATIONS:
-            without = _over(
-                effort,
-                lambda seed, row=row, option=option: _seconds(
-                    one(effort, row, seed, **{option: False})
-                ),
-            )
-            cells += [_s(without), _faster(without, whole)]
-            if whole and without:
-                ratios[option].append(without / whole)
-        lines.append(tuple(cells))
-    head = ["graph", "GDP-one"]
-    for option in ABLATIONS:
-        head += [f"without {option}", "it is worth"]
-    yield table(head, lines)
-    for option, paper in ABLATIONS.items():
-        mean = geometric_mean(ratios[option])
-        if mean is not None:
-            theirs = "ours alone" if paper is None else f"in the paper {paper} %"
-            worth = f"{100 * (mean - 1):+.1f} % in the geometric mean; {theirs}"
-            yield f"\n{option}: {worth}."
-    chosen = tuple(row for row in MIXED if row in rows)
-    if len(chosen) > 1:
-        yield "\nOne policy for unlike graphs, with and without superposition:\n"
-        yield from _mixed(effort, chosen)
+    yield (
+        "### Without attention, superposition, or classical advice\n\nOne policy for all of these "
+        "graphs, which therefore has no table of logits of one graph's own.\n"
+    )
+    keys = tuple(row for row in TABLE2 if row in rows)
+    if len(keys) < 2:
+        yield f"No batch: it takes two or more of {', '.join(TABLE2)}."
+        return
+    yield from _ablated(effort, keys, _options(effort), lambda row, seed, options: batch(
+        effort, keys, seed, **options)[row])  # fmt: skip
+    mixed = tuple(row for row in MIXED if row in rows)
+    if len(mixed) > 1:
+        yield (
+            "\nOne policy for the graphs of which the paper says that without superposition a "
+            f"batch fails on {' and '.join(CASES[row].title for row in MIXED[:2])}:\n"
+        )
+        yield from _ablated(effort, mixed, ("superposition",), lambda row, seed, options: batch(
+            effort, mixed, seed, **options)[row])  # fmt: skip
 
 
-def _mixed(effort: Effort, keys: tuple[str, ...]) -> Text:
-    lines = []
+def ablation_one(effort: Effort, rows: Sequence[str]) -> Text:
+    yield (
+        "### The same with a policy for each graph\n\nWithout the table of logits that our GDP-one "
+        "has for each group and device, in every column: it can hold what attention would find.\n"
+    )
+    keys = [row for row in SIX if row in rows]
+    less = {"table": False} if effort.method == "gdp" else {}
+    yield from _ablated(effort, keys, _options(effort), lambda row, seed, options: batch(
+        effort, (row,), seed, **less, **options)[row])  # fmt: skip
+
+
+def _options(effort: Effort) -> list[str]:
+    """What an ablation leaves out: the published method has no advice."""
+    return [name for name in ABLATIONS if effort.method == "gdp" or name != "advice"]
+
+
+def _ablated(
+    effort: Effort,
+    keys: Sequence[str],
+    without: Iterable[str],
+    train: Callable[[str, int, dict[str, bool]], Trained],
+) -> Text:
+    """Best placements and likeliest ones, whole and without each option."""
+    ways: dict[str, dict[str, bool]] = {"whole": {}} | {
+        option: {option: False} for option in without
+    }
+    columns = [name if not options else f"without {name}" for name, options in ways.items()]
+    ratios: dict[str, list[list[float | None]]] = {name: [] for name in ways}
+    best, likeliest = [], []
     for row in keys:
-        ways = [
-            _over(effort, lambda seed, row=row, more=more: _seconds(
-                batch(effort, keys, seed, **more)[row]))
-            for more in ({}, {"superposition": False})
-        ]  # fmt: skip
-        lines.append((CASES[row].title, _s(ways[0]), _s(ways[1]), _faster(ways[1], ways[0])))
-    yield table(("graph", "with", "without", "it is worth"), lines)
+        found = {
+            name: [train(row, seed, options) for seed in _seeds(effort)]
+            for name, options in ways.items()
+        }
+        seconds = {name: [_seconds(each.run) for each in of] for name, of in found.items()}
+        for name, of in seconds.items():
+            ratios[name].append(_ratios(of, seconds["whole"]))
+        best.append((CASES[row].title, *map(_cell, seconds.values())))
+        last = ([each.likeliest for each in of] for of in found.values())
+        likeliest.append((CASES[row].title, *map(_cell, last)))
+    yield table(("best placement of the training", *columns), best)
+    yield ""
+    yield table(("likeliest placement after it", *columns), likeliest)
+    for name in list(ways)[1:]:
+        paper = ABLATIONS[name]
+        theirs = "it is ours" if paper is None else f"the paper: {paper} %"
+        yield f"{_means(ratios[name], f'{name} is worth')}; {theirs}."
 
 
 def unseen(effort: Effort, rows: Sequence[str]) -> Text:
@@ -199,7 +260,7 @@ def unseen(effort: Effort, rows: Sequence[str]) -> Text:
     names = ("likeliest", "best proposed", "fine-tuned", "etf", "human")
     lines, ratios = [], {name: [] for name in names}
     for row in (row for row in UNSEEN if row in rows):
-        gdp = _over(effort, lambda seed, row=row: _seconds(one(effort, row, seed)))
+        gdp = _middle(_over(effort, lambda seed, row=row: _seconds(one(effort, row, seed))))
         found = [tuned_shipped(effort, row, seed) for seed in _seeds(effort)]
         task = task_for(effort.table, row, "gdp")[0]
         values = {
@@ -222,7 +283,9 @@ def unseen(effort: Effort, rows: Sequence[str]) -> Text:
     yield (
         f"\nOver GDP-one, geometric means: {said}. Likeliest: the one placement that the policy "
         "takes for best, as it is; best proposed: of all that it proposes, the plain cuts and the "
-        "advice of classical planners among them."
+        "advice of classical planners among them. GDP-one has "
+        f"{effort.trials:,} placements a graph, and so has fine-tuning, with those proposals. What "
+        "the shipped policy was trained with is not counted."
     )
 
 
@@ -233,17 +296,41 @@ def _classical(task: PlacementTask, name: str) -> float | None:
     return None if score.lacking_bytes else score.value
 
 
-def reference(effort: Effort, rows: Sequence[str]) -> Text:
-    yield "### HDP with the rates of its open version, and with ours\n"
-    lines = []
-    for row in (row for row in SIX if row in rows):
-        ways = [
-            _over(effort, lambda seed, row=row, more=more: _seconds(
-                one(effort, row, seed, "hdp", **more)))
-            for more in ({"reference": True}, {})
-        ]  # fmt: skip
-        lines.append((CASES[row].title, _s(ways[0]), _s(ways[1]), _faster(*ways)))
-    yield table(("graph", "the open version's", "ours", "ours is faster by"), lines)
+def hdp(effort: Effort, rows: Sequence[str]) -> Text:
+    yield "### HDP until it converges\n"
+    head = ["graph", "groups", "human", "one GPU"]
+    for name in HDP_RATES:
+        head += [name, "over human", "placements used", "to the best"]
+    lines, ended = [], Counter()
+    ratios: dict[str, list[list[float | None]]] = {name: [] for name in HDP_RATES}
+    for row in (row for row in GDP if row in rows):
+        task, _ = task_for(effort.table, row, "hdp")
+        human, one_gpu = fixed(effort, row, "hdp")
+        cells = [CASES[row].title, f"{task.groups.count:,}", _s(human), _s(one_gpu)]
+        for name, options in HDP_RATES.items():
+            found = [converged(effort, row, seed, "hdp", **options) for seed in _seeds(effort)]
+            seconds = [_seconds(each.run) for each in found]
+            middle = _middle(seconds)
+            ratios[name].append(_ratios(seconds, [human] * len(seconds)))
+            ended.update(each.ended for each in found)
+            cells += [
+                _cell(seconds), f"{middle / human:.3f}" if middle and human else "-",
+                ", ".join(f"{each.run.trials:,}" for each in found),
+                ", ".join(f"{each.run.bests[-1].trial:,}" if each.run.bests else "never"
+                          for each in found),
+            ]  # fmt: skip
+        printed = CASES[row].published.seconds if CASES[row].published else {}
+        theirs, their_human = printed.get("HDP"), printed.get("human")
+        cells.append(f"{theirs / their_human:.3f}" if theirs and their_human else "-")
+        lines.append(tuple(cells))
+    yield table((*head, "the paper's over human"), lines)
+    for name, of in ratios.items():
+        yield f"{_means(of, f'{name[0].upper()}{name[1:]}: slower than human by')}."
+    yield (
+        f"\nA training ends after {effort.patience:,} placements without a better one "
+        f"({ended['no better']} of {ended.total()}), once its policy draws nothing new "
+        f"({ended['nothing new']}), or after {effort.limit:,} ({ended['limit']})."
+    )
 
 
 PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
@@ -252,24 +339,38 @@ PARTS: dict[str, Callable[[Effort, Sequence[str]], Text]] = {
     "figure2": figure2,
     "figure4": figure4,
     "ablation": ablation,
+    "ablation-one": ablation_one,
     "shipped": unseen,
-    "hdp": reference,
+    "hdp": hdp,
 }
 
 
-def _less_search(alone: LearnedRun, run: LearnedRun) -> float | None:
-    """Placements to one as good as GDP-one's best, as a share of GDP-one's own to it."""
-    if not alone.bests:
-        return None
-    hit = reached(run, alone.bests[-1].seconds)
-    return None if hit is None else hit.trial / alone.bests[-1].trial
+OURS = ("shipped", "hdp")
+"""Parts that are not of GDP as published."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Placements of one training over those of another; `at_least`: it is not there after all."""
+
+    value: float
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        return f"{'> ' if self.at_least else ''}{self.value:.2f} x"
+
+
+def _less_search(alone: LearnedRun, run: LearnedRun, trials: int) -> Share:
+    """Placements to one as good as GDP-one's best, as a share of GDP-one's own to it; `trials` are
+    those that either may use."""
+    best = alone.bests[-1] if alone.bests else BestSoFar(trials, trials, math.inf)
+    hit = reached(run, best.seconds)
+    return Share(trials / best.trial, True) if hit is None else Share(hit.trial / best.trial)
 
 
 def _human(effort: Effort, row: str) -> float | None:
-    problem = task_for(effort.table, row, "seq2seq")[0].problem(threads=1)
-    placement = BASELINES["expert"](problem, Budget(evaluations=1))
-    found = problem.evaluate(problem.spread(placement[None]))
-    return float(found.values[0]) if found.feasible[0] else None
+    """Seconds of the expert's placement of the groups that GDP places."""
+    return fixed(effort, row, effort.method)[0]
 
 
 def _seeds(effort: Effort) -> range:
@@ -280,8 +381,38 @@ def _seconds(run: LearnedRun) -> float | None:
     return run.found.seconds
 
 
-def _over(effort: Effort, seconds: Callable[[int], float | None]) -> float | None:
-    return _middle(seconds(seed) for seed in _seeds(effort))
+def _over(effort: Effort, seconds: Callable[[int], float | None]) -> list[float | None]:
+    """The seconds of each seed."""
+    return [seconds(seed) for seed in _seeds(effort)]
+
+
+def _ratios(before: Sequence[float | None], after: Sequence[float | None]) -> list[float | None]:
+    """Seed by seed, how many times as long one takes as the other; None where one does not fit."""
+    pairs = zip(before, after, strict=True)
+    return [b / a if b and a else None for b, a in pairs]
+
+
+def _means(ratios: Sequence[Sequence[float | None]], what: str = "Faster by") -> str:
+    """Text on the geometric mean over graphs of `ratios` [graphs, seeds]: of each seed alone, and
+    the median of those."""
+    means = [geometric_mean(r for r in of_seed if r) for of_seed in zip(*ratios, strict=True)]
+    each = [mean for mean in means if mean is not None]
+    if not each:
+        return f"\n{what}: no figure, for nothing fits"
+    lacking = sum(ratio is None for of_graph in ratios for ratio in of_graph)
+    left_out = f", without {lacking} pairs of which one does not fit" if lacking else ""
+    by_seed = ", ".join(f"{100 * (mean - 1):+.1f}" for mean in each)
+    return (
+        f"\n{what} {100 * (statistics.median(each) - 1):+.1f} % in the geometric mean of "
+        f"{len(ratios)} graphs (by seed: {by_seed}{left_out})"
+    )
+
+
+def _cell(values: Sequence[float | None]) -> str:
+    """The median of seeds, with the best and the worst."""
+    order = sorted(values, key=lambda value: math.inf if value is None else value)
+    spread = f" ({_s(order[0])} to {_s(order[-1])})" if len(order) > 1 else ""
+    return f"{_s(_middle(order))}{spread}"
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
@@ -294,48 +425,67 @@ def _s(seconds: float | None) -> str:
     return "OOM" if seconds is None else f"{seconds:.3f}"
 
 
-def _share(value: float | None) -> str:
-    return "never" if value is None else f"{value:.2f} x"
-
-
 def _faster(before: float | None, after: float | None) -> str:
     return "-" if not before or not after else f"{100 * (before / after - 1):+.1f} %"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", help=f"of {', '.join(PARTS)}; default: all of the method")
     parser.add_argument("--rows", default=",".join(CASES), help="only these graphs")
-    parser.add_argument("--trials", type=int, default=3000, help="placements a graph and training")
+    parser.add_argument(
+        "--trials", type=int, default=1000, help="placements a graph of every training and tuning"
+    )
     parser.add_argument("--hdp-trials", type=int, help="of HDP; default: as many as the others")
     parser.add_argument(
         "--table-trials", type=int, help="of the trainings in --table; their first --trials count"
     )
-    parser.add_argument("--updates", type=int, default=50, help="of fine-tuning, at most")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--table", type=Path, default=HERE.parent / "gdp", help="of bench gdp")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--readme", type=Path, help="fill the parts into this file's marks")
-    arguments = parser.parse_args()
+    parser.add_argument("--patience", type=int, default=1000, help="of the part hdp: placements")
+    parser.add_argument("--limit", type=int, default=20_000, help="likewise, in all")
+    parser.add_argument(
+        "--method", choices=("gdp", "gdp-paper"), default="gdp", help="as we have it, or published"
+    )
+    arguments = parser.parse_args(argv)
+    parts = [part.strip() for part in (arguments.parts or ",".join(PARTS)).split(",")]
+    rows = [row.strip() for row in arguments.rows.split(",")]
+    for kind, names, known in (("part", parts, PARTS), ("row", rows, CASES)):
+        for name in names:
+            if name not in known:
+                parser.error(f"{kind} {name!r} is not one of {', '.join(known)}")
+    published = arguments.method == "gdp-paper"
+    if published and not arguments.parts:
+        parts = [part for part in parts if part not in OURS]
+    if published and (odd := set(OURS).intersection(parts)):
+        parser.error(f"--method gdp-paper: {', '.join(sorted(odd))} is of other methods")
+    for name in ("trials", "seeds", "patience", "limit"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1")
     effort = Effort(
         arguments.trials,
         arguments.hdp_trials or arguments.trials,
-        arguments.updates,
         arguments.seeds,
         arguments.table,
         arguments.out,
         arguments.table_trials,
+        arguments.method,
+        arguments.patience,
+        arguments.limit,
     )
-    rows = [row.strip() for row in arguments.rows.split(",")]
-    for name in arguments.parts.split(","):
+    for name in parts:
         text = "\n".join(PARTS[name](effort, rows))
-        text += (
-            f"\n\n{effort.trials:,} placements a graph and training ({effort.hdp_trials:,} of "
-            f"HDP's), {effort.seeds} seeds, at most {effort.updates} updates of fine-tuning."
-        )
+        if name != "hdp":
+            text += (
+                f"\n\n`{effort.method}`, {effort.trials:,} placements a graph and training "
+                f"({effort.hdp_trials:,} of HDP's)."
+            )
+        text += f"\n\nSeeds: {effort.seeds}."
         print(text, flush=True)
         if arguments.readme:
-            fill(arguments.readme, name, text)
+            fill(arguments.readme, f"{name}-paper" if published else name, text)
 
 
 if __name__ == "__main__":
