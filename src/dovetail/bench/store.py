@@ -20,6 +20,7 @@ from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
 GRAPHS, PLANNED, LEARNED, TRAINED = "graphs", "planned", "learned", "trained"
+SCHEDULED = "scheduled"
 _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
 _RESTS_ON: dict[str, tuple[str, ...]] = {
@@ -30,13 +31,18 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
         "placers/learned", "bench/learned.py",
     ),
     TRAINED: ("runtime", "training", "bench/thesis.py"),
+    SCHEDULED: (
+        "runtime", "graph", "machine", "costs", "networks", "frontends", "schedulers",
+        "executors/stages", "pipeline/scheduling.py", "bench/dos.py",
+    ),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is
 computed anew. What a result names by content, such as the graph of a row, is not."""
 _NOT = {
     PLANNED: (
         "placers/learned", "bench/learned.py", "bench/page.py", "bench/tables.py",
-        "bench/orderings.py", "bench/thesis.py", "bench/thesis_page.py",
+        "bench/orderings.py", "bench/thesis.py", "bench/thesis_page.py", "bench/dos.py",
+        "bench/dos_page.py",
     ),
 }  # fmt: skip
 """Maps kinds of result to code that is left out of `_RESTS_ON`, because it only shows results or
