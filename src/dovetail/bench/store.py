@@ -19,8 +19,8 @@ from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
-GRAPHS, PLANNED, LEARNED, SEARCHED, DRAWN, TRAINED = (
-    "graphs", "planned", "learned", "searched", "drawn", "trained",
+GRAPHS, PLANNED, LEARNED, SEARCHED, DRAWN, TRAINED, SCHEDULED = (
+    "graphs", "planned", "learned", "searched", "drawn", "trained", "scheduled",
 )  # fmt: skip
 _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
@@ -34,6 +34,10 @@ _RESTS_ON: dict[str, tuple[str, ...]] = {
     SEARCHED: (*_SHARED, "placers", "bench/methods.py", "bench/learned.py", "bench/hypothesis.py"),
     DRAWN: (*_SHARED, "reports/layout.py", "bench/figures.py", "bench/hypothesis.py"),
     TRAINED: ("runtime", "training", "bench/thesis.py"),
+    SCHEDULED: (
+        "runtime", "graph", "machine", "costs", "networks", "frontends", "schedulers",
+        "executors/stages", "pipeline/scheduling.py", "bench/dos.py",
+    ),
 }  # fmt: skip
 """Maps each kind of result to the code that computes it. If that code changes, the result is
 computed anew. What a result names by content, such as the graph of a row, is not."""
@@ -41,7 +45,8 @@ _NOT = {
     SEARCHED: ("placers/learned",),
     PLANNED: (
         "placers/learned", "bench/learned.py", "bench/page.py", "bench/tables.py",
-        "bench/orderings.py", "bench/thesis.py", "bench/thesis_page.py",
+        "bench/orderings.py", "bench/thesis.py", "bench/thesis_page.py", "bench/dos.py",
+        "bench/dos_page.py",
     ),
 }  # fmt: skip
 """Maps kinds of result to code that is left out of `_RESTS_ON`, because it only shows results or

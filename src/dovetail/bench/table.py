@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from dovetail.bench import graphs
 from dovetail.bench.cases import CASES
@@ -230,7 +230,17 @@ class BenchTable:
         return [(case, of_key[case.key]) for case in self.cases if case.key in of_key]
 
 
-def matching(cases: Iterable[Case], patterns: str) -> list[Case]:
+class Keyed(Protocol):
+    """Whatever has a key, by which rows are asked for."""
+
+    @property
+    def key(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Keyed)
+
+
+def matching(cases: Iterable[Row], patterns: str) -> list[Row]:
     """The cases whose key matches one of the patterns "rnnlm-*,nmt-2gpu"; all for "".
 
     Raises `UsageError` if none does.

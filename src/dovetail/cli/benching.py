@@ -1,5 +1,6 @@
 """`dovetail bench`: computes a paper's table, with the paper's columns and ours side by side."""
 
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from dovetail.bench import CaseResult, Column
+    from dovetail.bench.dos import DosSettings
     from dovetail.bench.table import BenchTable
     from dovetail.bench.thesis import ThesisSettings
 
@@ -26,13 +28,19 @@ class Paper(StrEnum):
 
     RL17 = "rl17"
     GDP = "gdp"
+    DOS = "dos"
     THESIS = "thesis"
 
 
-THESIS_OPTIONS = ("workers", "windows", "epochs", "data", "samples")
-"""Options that go with `thesis` alone."""
-TABLE_OPTIONS = ("budget", "rows", "learn", "controllers")
-"""Options that go with the tables of placement alone."""
+_PLACING = (Paper.RL17, Paper.GDP)
+PAPERS_OF = {
+    **dict.fromkeys(("budget", "learn", "controllers"), _PLACING),
+    "rows": (*_PLACING, Paper.DOS),
+    **dict.fromkeys(("jobs", "seeds"), (*_PLACING, Paper.THESIS)),
+    **dict.fromkeys(("workers", "windows", "epochs", "data", "samples"), (Paper.THESIS,)),
+    **dict.fromkeys(("device", "batch", "rounds", "sampled", "size"), (Paper.DOS,)),
+}
+"""Maps an option to the papers that it goes with. Those that are not named go with all."""
 
 
 def bench(  # noqa: PLR0913  one argument an option
@@ -40,8 +48,9 @@ def bench(  # noqa: PLR0913  one argument an option
     paper: Annotated[
         Paper,
         typer.Argument(
-            help="rl17: Mirhoseini et al., ICML 2017; gdp: Zhou et al., 2019; thesis: Hermans, "
-            "2017, update rules by workers and windows"
+            help="rl17: Mirhoseini et al., ICML 2017; gdp: Zhou et al., 2019; dos: Accelerate DNN "
+            "Inference by Inter-Operator Parallelism, 2019; thesis: Hermans, 2017, update rules by "
+            "workers and windows"
         ),
     ],
     out: Annotated[
@@ -52,7 +61,11 @@ def bench(  # noqa: PLR0913  one argument an option
         str, typer.Option(help="Limit of each search: seconds (20s) or evaluations (5000e)")
     ] = ("20s"),
     rows: Annotated[
-        str, typer.Option(help='Compute only these rows, e.g. "rnnlm-*,nmt-2gpu"')
+        str,
+        typer.Option(
+            help='Compute only these rows, e.g. "rnnlm-*,nmt-2gpu", or of dos '
+            '"table5.*,table2.squeezenet.cpu"'
+        ),
     ] = "",
     learn: Annotated[
         str,
@@ -96,6 +109,24 @@ def bench(  # noqa: PLR0913  one argument an option
     samples: Annotated[
         int | None, typer.Option(min=1, help="thesis: train on the first samples alone")
     ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="dos: cpu or cuda:0, which are measured, and presets, which are predicted. Table "
+            "1 has the paper's as well"
+        ),
+    ] = "cpu,v100",
+    batch: Annotated[str, typer.Option(help="dos: batch sizes of table 2 and figure 6")] = (
+        "1,2,4,8,16"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="dos: rounds of measuring")] = 15,
+    sampled: Annotated[
+        int, typer.Option(min=0, help="dos: random schedules of each network (figure 7)")
+    ] = 100,
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, help="dos: pixels of an image's side. By default the network's own"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compute a paper's table with every method, and write it beside the paper's figures.
@@ -107,6 +138,19 @@ def bench(  # noqa: PLR0913  one argument an option
 
     _check_options(context, paper)
     check_seed(seed)
+    if paper is Paper.DOS:
+        from dovetail.runtime.setup import spin_briefly
+
+        # OpenMP reads its settings when torch is imported, so this comes before.
+        spin_briefly()
+        from dovetail.bench.dos import DosSettings
+
+        devices = tuple(dict.fromkeys(filter(None, (part.strip() for part in device.split(",")))))
+        networks = DosSettings(
+            _folder(paper, out), devices, _numbers("--batch", batch), rounds, sampled, size, seed
+        )
+        _bench_dos(networks, rows, fresh, as_json)
+        return
     if paper is Paper.THESIS:
         from dovetail.bench.thesis import ThesisSettings
 
@@ -177,10 +221,9 @@ def bench(  # noqa: PLR0913  one argument an option
 
 def _check_options(context: typer.Context, paper: Paper) -> None:
     """Raise `UsageError` for an option that was given and belongs to another table."""
-    foreign = TABLE_OPTIONS if paper is Paper.THESIS else THESIS_OPTIONS
-    for name in foreign:
+    for name, papers in PAPERS_OF.items():
         source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if paper not in papers and source is not None and source.name == "COMMANDLINE":
             raise UsageError(f"--{name}", f"does not go with {paper.value}")
 
 
@@ -240,16 +283,73 @@ def _bench_thesis(settings: "ThesisSettings", jobs: int, fresh: bool, as_json: b
             {"table": "thesis", "data": data.name, "cells": cells, "failures": failures} | files
         )
     else:
-        from rich.table import Table as RichTable
-
         for shown in tables_of(settings, results):
-            table = RichTable(*shown.head, title=shown.title)
-            for row in shown.rows:
-                table.add_row(*row)
-            show(table)
+            _show_table(shown.title, shown.head, shown.rows)
         say(ordering(settings, results))
     if failures:
         raise typer.Exit(1)
+
+
+def _bench_dos(settings: "DosSettings", rows: str, fresh: bool, as_json: bool) -> None:
+    """Compute DOS's tables, write their files, and print the tables or one JSON object."""
+    from dovetail.bench.dos import OTHER_SIZE, run_rows
+    from dovetail.bench.dos_page import tables_of, write_dos_csv, write_dos_page
+    from dovetail.bench.table import matching
+
+    matching(settings.rows, rows)
+    warning = "" if settings.size is None else OTHER_SIZE
+    if warning:
+        say(f"warning: {warning}")
+    page, csv = settings.out / PAGE, settings.out / CSV
+    settings.out.mkdir(parents=True, exist_ok=True)
+    check_outputs(page, csv)
+    with progress_bar() as progress:
+        found = run_rows(
+            settings,
+            rows=rows,
+            fresh=fresh,
+            tell=lambda said, fraction: progress(said, fraction, None),
+            complain=say,
+        )
+    facts = _facts(_dos_command(settings))
+    write_dos_page(found.lines, page, missing=found.missing, warning=warning, facts=facts)
+    write_dos_csv(found.lines, csv)
+    for written in (page, csv):
+        say(f"wrote {written}")
+    for task, failure in found.failures.items():
+        say(f"error: {task} failed:\n{failure}")
+    if as_json:
+        show_json({
+            "table": "dos", "lines": found.lines, "missing": found.missing,
+            "tasks": found.computed, "failures": found.failures, "page": str(page),
+            "csv": str(csv),
+        })  # fmt: skip
+    else:
+        for shown in tables_of(found.lines):
+            _show_table(shown.title, shown.head, shown.rows)
+    if found.failures:
+        raise typer.Exit(1)
+
+
+def _dos_command(settings: "DosSettings") -> str:
+    words = [
+        "dovetail bench dos",
+        f"--device {','.join(settings.devices)}",
+        f"--batch {','.join(map(str, settings.batches))}",
+        f"--rounds {settings.rounds} --sampled {settings.sampled}",
+        *([f"--size {settings.size}"] if settings.size else []),
+        f"--seed {settings.seed}",
+    ]
+    return " ".join(words)
+
+
+def _show_table(title: str, head: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.table import Table as RichTable
+
+    table = RichTable(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
+    show(table)
 
 
 def _thesis_command(settings: "ThesisSettings", jobs: int) -> str:

@@ -32,6 +32,9 @@ def schedule(  # noqa: PLR0913  one option each
     ] = "",
     rounds: Annotated[int, option(ScheduleRequest, "rounds")] = ScheduleRequest.rounds,
     sampled: Annotated[int, option(ScheduleRequest, "sampled")] = ScheduleRequest.sampled,
+    specialised: Annotated[
+        str, option(ScheduleRequest, "specialised")
+    ] = ScheduleRequest.specialised,
     seed: Annotated[int, option(ScheduleRequest, "seed")] = ScheduleRequest.seed,
     report: Annotated[
         Path | None,
@@ -51,7 +54,7 @@ def schedule(  # noqa: PLR0913  one option each
 
     devices = _names(device) or ScheduleRequest.devices
     request = ScheduleRequest(
-        model, devices, _names(scheduler), _batches(batch), rounds, sampled, seed
+        model, devices, _names(scheduler), _batches(batch), rounds, sampled, specialised, seed
     )
     pages = [None] * len(devices) if report is None else _pages(report, devices)
     check_outputs(*pages, inputs=[model])

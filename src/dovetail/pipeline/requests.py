@@ -487,6 +487,8 @@ class ScheduleRequest:
     batches     Batch sizes of a network of the zoo. By default the one that MODEL says
     rounds      Rounds of measuring. Each runs all schedules, one after another
     sampled     Random schedules to measure, so that predictions can be compared with them
+    specialised Scheduler whose schedules run at the sizes and on the devices that they were not
+                made for. By default each one's chosen schedule
     seed        Seed of weights, inputs and random schedules
     """
 
@@ -496,6 +498,7 @@ class ScheduleRequest:
     batches: Sequence[int] = ()
     rounds: int = 15
     sampled: int = 0
+    specialised: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -503,6 +506,8 @@ class ScheduleRequest:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in self.schedulers:
             check_name("scheduler", name, SCHEDULERS)
+        if self.specialised:
+            check_name("specialised", self.specialised, self.schedulers or SCHEDULERS)
         if any(batch < 1 for batch in self.batches):
             raise UsageError("batch", "batch sizes are 1 or more")
         if self.rounds < 1:

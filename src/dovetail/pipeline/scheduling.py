@@ -7,7 +7,6 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -52,6 +51,8 @@ from dovetail.schedulers.scheduling import SchedulerResult
 
 RANDOM = "random"
 """The scheduler's name of a candidate that was drawn at random."""
+DRAWS_EACH = 20
+"""At most so many draws for each random schedule that is wanted: a narrow network has few."""
 _ROUND_OFF = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Outputs of two schedules may differ by this share of the output's largest value, by dtype. Any
 other dtype, such as an integer, must agree exactly."""
@@ -94,7 +95,7 @@ def target_of(
     if is_cuda(device):
         inputs, _ = example_values(step, seed)
         return cuda_target(step, kernels, prepared, inputs, device, cost_cache, tell)
-    return analytic_target(step, kernels, prepared, _one_device(device))
+    return analytic_target(step, kernels, prepared, one_device(device))
 
 
 def check_repeats(step: Captured) -> None:
@@ -108,7 +109,7 @@ def check_repeats(step: Captured) -> None:
         raise UsageError("MODEL", "it draws random numbers; stages do not keep their order")
 
 
-def _one_device(text: str) -> Device:
+def one_device(text: str) -> Device:
     """The one device of a preset, apart from its implied host. Raises `UsageError` if it has
     several."""
     devices = [device for device in parse_machine(text).devices if device.kind != "host"]
@@ -117,7 +118,7 @@ def _one_device(text: str) -> Device:
     return devices[0]
 
 
-@with_fields_of(ScheduleRequest, skip=("model", "devices", "batches", "sampled"))
+@with_fields_of(ScheduleRequest, skip=("model", "devices", "batches", "sampled", "specialised"))
 def schedule(
     step: Captured,
     device: str = CPU,
@@ -245,16 +246,21 @@ def sample(
     rounds: int,
     progress: TellProgress = silent,
 ) -> list[tuple[float, float]]:
-    """(predicted, measured) seconds of `count` random schedules, all measured side by side."""
+    """(predicted, measured) seconds of `count` distinct random schedules, all measured side by
+    side. There are fewer if no more are found in `DRAWS_EACH` draws for each."""
     groups, ops = target.problem.groups, target.problem.group_ops
-    drawn = [random_stages(target.block, rng, groups, ops) for _ in range(count)]
+    drawn: dict[tuple[OpSet, ...], None] = {}
+    for _ in range(DRAWS_EACH * count):
+        drawn[tuple(random_stages(target.block, rng, groups, ops))] = None
+        if len(drawn) == count:
+            break
     candidates = [as_candidate(target, stages) for stages in drawn]
     timers = {}
     for place, candidate in enumerate(candidates):
         step = target.step(candidate)
         assert step is not None, "only a device that is here runs schedules"
         timers[str(place)] = target.timed(step)
-        progress("random schedules", (place + 1) / count / 2, None)
+        progress("random schedules", (place + 1) / len(candidates) / 2, None)
     measured = measure(timers, rounds, lambda f: progress("random schedules", 0.5 + f / 2, None))
     return [
         (candidate.predicted_seconds, statistics.median(measured[str(place)]))
@@ -361,12 +367,13 @@ def find_schedules(
         ]
         results = [_find_on_target(target, request, progress) for target in of_device]
         targets.append(of_device)
-        matrix = _batch_matrix(of_device, results, request.rounds)
+        made = [_specialised(result, request.specialised) for result in results]
+        matrix = _batch_matrix(of_device, made, request.rounds)
         first = of_device[0]
         by_device.append(
             Schedules(_name(request), first.device, first.source, tuple(results), tuple(matrix))
         )
-    across = _device_matrices(targets, by_device)
+    across = _device_matrices(targets, by_device, request)
     return [
         replace(on_device, specialisations=(*on_device.specialisations, *across))
         for on_device in by_device
@@ -435,47 +442,64 @@ def _find_on_target(
     return scheduled
 
 
+def _specialised(result: Scheduled, scheduler: str) -> ScheduleCandidate:
+    """The schedule that runs where it was not made for."""
+    return result.candidate(scheduler) if scheduler else result.best
+
+
 def _batch_matrix(
-    targets: Sequence[ScheduleTarget], results: Sequence[Scheduled], rounds: int
+    targets: Sequence[ScheduleTarget], made: Sequence[ScheduleCandidate], rounds: int
 ) -> list[Specialisation]:
     """The matrix of batch sizes: each size run by the schedule made for each. Seconds are measured
     if the device is here. Empty if there is one size, or if the sizes have different kernels."""
     if len(targets) < 2 or len({target.block for target in targets}) > 1:
         return []
     names = tuple(f"batch {batch_of(target.captured)}" for target in targets)
-    rows = [_row(target, results, rounds) for target in targets]
+    rows = [_row(target, made, rounds)[0] for target in targets]
     return [Specialisation("batch sizes", names, names, tuple(rows))]
 
 
-def _row(target: ScheduleTarget, results: Sequence[Scheduled], rounds: int) -> tuple[float, ...]:
-    """The seconds on one target of the best schedule of each result: measured, or all predicted if
-    one of them cannot run."""
-    steps = [target.step(reseen(target, result.best)) for result in results]
-    running = [step for step in steps if step is not None]
-    if len(running) < len(steps):
-        return tuple(reseen(target, result.best).predicted_seconds for result in results)
-    timers = {str(i): target.timed(step) for i, step in enumerate(running)}
+def _row(
+    target: ScheduleTarget, made: Sequence[ScheduleCandidate], rounds: int
+) -> tuple[tuple[float, ...], bool]:
+    """The seconds of the schedules on one target, and whether they were measured. They are
+    predicted if the device is not here."""
+    seen = [reseen(target, candidate) for candidate in made]
+    # Schedules that run alike are measured as one, so that noise does not tell them apart.
+    programs = [target.program(candidate) for candidate in seen]
+    names = [str(programs.index(program)) for program in programs]
+    steps = {name: target.step(seen[int(name)]) for name in dict.fromkeys(names)}
+    timers = {name: target.timed(step) for name, step in steps.items() if step is not None}
+    if not timers:
+        return tuple(candidate.predicted_seconds for candidate in seen), False
     seconds = measure(timers, rounds)
-    return tuple(statistics.median(seconds[str(i)]) for i in range(len(running)))
+    return tuple(statistics.median(seconds[name]) for name in names), True
 
 
 def _device_matrices(
-    targets: Sequence[Sequence[ScheduleTarget]], by_device: Sequence[Schedules]
+    targets: Sequence[Sequence[ScheduleTarget]],
+    by_device: Sequence[Schedules],
+    request: ScheduleRequest,
 ) -> list[Specialisation]:
-    """One matrix for each batch size: each device run by the schedule made for each device, as
-    predicted. Empty if there is one device."""
+    """One matrix for each batch size: each device run by the schedule made for each device. Seconds
+    are measured on the devices that are here. Empty if there is one device."""
     if len(by_device) < 2:
         return []
     names = tuple(on_device.device for on_device in by_device)
     matrices = []
     for place in range(len(by_device[0].results)):
-        seconds: dict[tuple[int, int], float] = {}
-        for row, column in product(range(len(by_device)), repeat=2):
-            best = by_device[column].results[place].best
-            seconds[row, column] = reseen(targets[row][place], best).predicted_seconds
-        table = tuple(
-            tuple(seconds[r, c] for c in range(len(by_device))) for r in range(len(by_device))
-        )
-        title = f"devices at batch {by_device[0].results[place].batch}, predicted"
-        matrices.append(Specialisation(title, names, names, table))
+        results = [on_device.results[place] for on_device in by_device]
+        made = [_specialised(result, request.specialised) for result in results]
+        rows = [_row(of_device[place], made, request.rounds) for of_device in targets]
+        title = f"devices at batch {results[0].batch}, {_how_known(names, rows)}"
+        seconds = tuple(of_row for of_row, _ in rows)
+        matrices.append(Specialisation(title, names, names, seconds))
     return matrices
+
+
+def _how_known(names: Sequence[str], rows: Sequence[tuple[tuple[float, ...], bool]]) -> str:
+    measured = [name for name, (_, was_measured) in zip(names, rows, strict=True) if was_measured]
+    if not measured:
+        return "predicted"
+    others = " and predicted on the others" if len(measured) < len(names) else ""
+    return f"measured on {' and '.join(measured)}{others}"

@@ -1,0 +1,30 @@
+"""Write the tables of README.md from the rows.csv beside it: python benchmarks/dos/readme.py
+
+`dovetail bench dos` writes rows.csv; no figure of the README is typed by hand.
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from markdown import fill, table
+
+from dovetail.bench.dos_page import tables_of
+
+HERE = Path(__file__).parent
+NAMES = ("table 5", "work", "search", "table 1", "table 2", "figure 6", "figure 7", "blocks")
+
+
+def main(folder: Path = HERE) -> None:
+    with (folder / "rows.csv").open(newline="") as file:
+        shown = {found.name: found for found in tables_of(list(csv.DictReader(file)))}
+    for name in NAMES:
+        found = shown.get(name)
+        text = "Not computed." if found is None else table(found.head, found.rows)
+        fill(folder / "README.md", name, text)
+
+
+if __name__ == "__main__":
+    main()
