@@ -20,12 +20,13 @@ from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
 GRAPHS, PLANNED, LEARNED, DRAWN = "graphs", "planned", "learned", "drawn"
-TRAINED = "trained"
+TOWERS, TRAINED = "towers", "trained"
 _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
 _RESTS_ON: dict[str, tuple[str, ...]] = {
     GRAPHS: ("runtime", "graph", *_NETWORKS),
     PLANNED: (*_SHARED, *_NETWORKS, "placers", "bench"),
+    TOWERS: (*_SHARED, *_NETWORKS, "training", "bench/towers.py"),
     LEARNED: (
         *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/multilevel.py",
         "placers/learned", "bench/learned.py", "bench/hypothesis.py",
