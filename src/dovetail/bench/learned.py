@@ -494,7 +494,7 @@ def with_trainings(
     """The row with all kept trainings in its columns. The run of the median of each learned method
     stands among the methods, and the work of its best run among what is shown."""
     columns = {
-        name: _with_trainings(settings, store, case, name, column)
+        name: column_with_trainings(settings, store, case, name, column)
         for name, column in row.columns.items()
     }
     runs = [run for column in columns.values() for of in column.learned.values() for run in of]
@@ -502,9 +502,10 @@ def with_trainings(
     return replace(row, columns=columns, seconds=row.seconds + seconds)
 
 
-def _with_trainings(
+def column_with_trainings(
     settings: BenchSettings, store: Store, case: Case, name: str, column: Column
 ) -> Column:
+    """The column with all its kept trainings; see `with_trainings`."""
     runs: dict[str, list[LearnedRun]] = {}
     shown = dict(column.shown)
     for method, seed in trainings(settings):

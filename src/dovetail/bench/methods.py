@@ -30,12 +30,15 @@ from dovetail.placers import (
 )
 from dovetail.placers.auto import MOST_EXACT_GROUPS
 from dovetail.placers.baselines import attempt
+from dovetail.placers.expert import expert_apart
 from dovetail.placers.multilevel import under_units
 from dovetail.plans import Placement, normalise
 from dovetail.simulator import LowerBound, Simulator, lower_bound
 from dovetail.units import format_bytes
 
 PLAIN, HYPOTHESIS = "plain", "hypothesis"
+APART = "expert of section 4.4"
+"""RL17's expert for the training of NMT, which is no row of a table: `expert_apart`."""
 CONSTRUCTIVE_SECONDS = 30.0
 """A method that builds one placement and ends gets this many seconds, or the search's budget if
 that is more. Few of these methods look at a clock."""
@@ -176,7 +179,8 @@ def out_of_memory(machine: Machine, peaks: NDArray[np.int64], capacities: NDArra
 
 
 def _placer(name: str) -> Placer:
-    return {"1 CPU": _on_one("cpu"), "1 GPU": _on_one("gpu")}.get(name) or PLACERS[name]
+    of_bench = {"1 CPU": _on_one("cpu"), "1 GPU": _on_one("gpu"), APART: expert_apart}
+    return of_bench.get(name) or PLACERS[name]
 
 
 def _on_one(kind: str) -> Placer:

@@ -188,7 +188,7 @@ SYNCHRONOUS, ASYNCHRONOUS = "synchronous towers", "asynchronous towers"
 class LossCurve:
     """Loss against simulated time of a real training run.
 
-    name          "expert", "planned", `SYNCHRONOUS` or `ASYNCHRONOUS`
+    name          a key of `towers.LEARNS_AS`: "expert", "planned", a method that learns, ...
     step_seconds  simulated seconds of one step
     losses        [steps] loss of the training batch, before each step's update
     """

@@ -19,14 +19,15 @@ from dovetail.errors import FileFormatError, UnwritableError
 from dovetail.runtime.files import read_json, write_atomically
 
 FORMAT, VERSION = "dovetail.bench", 1
-GRAPHS, PLANNED, LEARNED, SEARCHED, DRAWN, TRAINED, SCHEDULED = (
-    "graphs", "planned", "learned", "searched", "drawn", "trained", "scheduled",
+GRAPHS, PLANNED, LEARNED, SEARCHED, DRAWN, TOWERS, TRAINED, SCHEDULED = (
+    "graphs", "planned", "learned", "searched", "drawn", "towers", "trained", "scheduled",
 )  # fmt: skip
 _SHARED = ("runtime", "graph", "machine", "timeline.py", "plans", "costs", "simulator")
 _NETWORKS = ("networks", "frontends", "bench/graphs.py")
 _RESTS_ON: dict[str, tuple[str, ...]] = {
     GRAPHS: ("runtime", "graph", *_NETWORKS),
     PLANNED: (*_SHARED, *_NETWORKS, "placers", "bench"),
+    TOWERS: (*_SHARED, *_NETWORKS, "training", "bench/towers.py"),
     LEARNED: (
         *_SHARED, "training", "placers/problem.py", "placers/budget.py", "placers/multilevel.py",
         "placers/learned", "bench/learned.py", "bench/hypothesis.py",

@@ -16,7 +16,13 @@ from dovetail.bench.methods import METHODS, PLAIN, lay_ground, run_method
 from dovetail.bench.records import Case, CaseResult, LossCurve, TowerResult
 from dovetail.bench.running import BenchSettings, forget, missing, read_row
 from dovetail.bench.store import Store
-from dovetail.bench.towers import forget_towers, lacking, read_curves, read_towers
+from dovetail.bench.towers import (
+    forget_towers,
+    lacking,
+    read_curves,
+    read_towers,
+    untrained_whole,
+)
 from dovetail.errors import ProcessDiedError, ProcessError, UsageError
 from dovetail.graph.synthetic import layered
 from dovetail.machine import parse_machine
@@ -277,7 +283,10 @@ def tasks_of(
         for name, (of, function) in lacking(settings, store).items():
             lacks.append((name, of, function, (settings,)))
     lacks += _columns(settings, store, cases := list(cases))
-    lacks += sorted(_trainings(settings, store, cases), key=lambda lack: lack[3][-1])
+    learned = list(_trainings(settings, store, cases))
+    if towers:
+        learned += _of_trainings(settings, *untrained_whole(settings, store))
+    lacks += sorted(learned, key=lambda lack: lack[3][-1])
     before = [_COMPILE] if jobs > 1 and any(of for _, of, _, _ in lacks) else []
     captures: dict[str, BenchTask] = {}
     tasks = []
@@ -302,10 +311,16 @@ def _columns(settings: BenchSettings, store: Store, cases: Iterable[Case]) -> It
 
 def _trainings(settings: BenchSettings, store: Store, cases: Iterable[Case]) -> Iterator[_Lack]:
     for case in cases:
-        for column, method, seed in untrained(settings, store, case):
-            name = f"{case.key} {column} {method} seed {seed}"
-            function = "dovetail.bench.learned:run_training"
-            yield name, case, function, (settings, case, column, method, seed)
+        yield from _of_trainings(settings, case, untrained(settings, store, case))
+
+
+def _of_trainings(
+    settings: BenchSettings, case: Case, lacking: Iterable[tuple[str, str, int]]
+) -> Iterator[_Lack]:
+    for column, method, seed in lacking:
+        name = f"{case.key} {column} {method} seed {seed}"
+        function = "dovetail.bench.learned:run_training"
+        yield name, case, function, (settings, case, column, method, seed)
 
 
 def run_table(

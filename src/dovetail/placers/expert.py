@@ -6,6 +6,10 @@ https://arxiv.org/abs/1706.04972, section 4.1 and table 2: each LSTM layer on it
 attention and softmax with the top layer, the embedding with the first; Inception in contiguous
 parts of equal layer count.
 
+`expert_apart` has the rule with which the paper compares the training of NMT, section 4.4 and
+figure 6: each LSTM layer, the attention and the softmax on a GPU of its own. It is known here from
+excerpts of the paper and from its introduction; the section itself was not read.
+
 Differences: if there are more layers than devices, layer i goes to device i x devices // layers. A
 network is an RNN if modules named after recurrent layers have an index ("lstm.0", "cells.1"); a
 network with other indexed layers ("layers.2") is treated alike. A group goes where most of its
@@ -30,6 +34,8 @@ _LAYER = re.compile(
     re.IGNORECASE,
 )
 """Finds an indexed layer in a module's path: "lstm.0", "encoder_layers.3", "cell_1"."""
+_ATTENTION = re.compile(r"attention|memory", re.IGNORECASE)
+"""Finds the module of an attention, or of what it reads, in a module's path."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,32 @@ def expert(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
     else:
         place = _by_run(problem.graph, len(devices))
         part_of_op = np.array([place[module] for module in modules])
+    return problem.settle(devices[_vote(problem, part_of_op, len(devices))])
+
+
+def expert_apart(problem: PlacementProblem, budget: Budget) -> GroupPlacement:
+    """Return `expert`'s placement of an RNN, but with attention and softmax each on a device of
+    their own, and layers of equal rank in encoder and decoder on one. Evaluates nothing.
+
+    Modules named after attention or its memory are the attention. What else runs outside all layers
+    and not before the first is the softmax. A network without recurrent layers is placed as by
+    `expert`.
+    """
+    devices = np.array(_expert_devices(problem), dtype=np.int32)
+    modules = problem.graph.modules
+    layers = {module: _layer_of(module) for module in dict.fromkeys(modules)}
+    if not any(layers.values()):
+        return expert(problem, budget)
+    # With as many devices as modules every layer is a part, and the top one is the largest.
+    part_of = _by_layer(problem.graph, layers, len(layers))
+    before, top = _before_layers(problem.graph, layers), max(part_of.values())
+    for module, layer in layers.items():
+        if layer is None and module not in before:
+            part_of[module] = top + (1 if _ATTENTION.search(module) else 2)
+    count = top + 3
+    part_of_op = np.array([part_of[module] for module in modules])
+    if count > len(devices):
+        part_of_op = part_of_op * len(devices) // count
     return problem.settle(devices[_vote(problem, part_of_op, len(devices))])
 
 
@@ -92,6 +124,16 @@ def _by_layer(graph: Graph, layers: dict[str, _StackLayer | None], devices: int)
     def part(rank: int, count: int) -> int:
         return rank if count <= devices else rank * devices // count
 
+    before = _before_layers(graph, layers)
+    top = max(part(rank, count) for rank, count in ranks.values())
+    return {
+        module: part(*ranks[layer]) if layer else 0 if module in before else top
+        for module, layer in layers.items()
+    }
+
+
+def _before_layers(graph: Graph, layers: dict[str, _StackLayer | None]) -> set[str]:
+    """Return the modules that run before the first layer."""
     # Ops stand in topological order, so what precedes the first op of any layer runs before it.
     before: set[str] = set()
     for module, phase in zip(graph.modules, graph.phases.tolist(), strict=True):
@@ -99,11 +141,7 @@ def _by_layer(graph: Graph, layers: dict[str, _StackLayer | None], devices: int)
             if layers[module]:
                 break
             before.add(module)
-    top = max(part(rank, count) for rank, count in ranks.values())
-    return {
-        module: part(*ranks[layer]) if layer else 0 if module in before else top
-        for module, layer in layers.items()
-    }
+    return before
 
 
 def _by_run(graph: Graph, devices: int) -> dict[str, int]:
