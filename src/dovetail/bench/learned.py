@@ -424,9 +424,10 @@ def trainings(settings: BenchSettings) -> Iterator[tuple[str, int]]:
 
 
 def trained_columns(settings: BenchSettings, case: Case) -> tuple[str, ...]:
-    """The columns of a row in which methods are trained: of a row that the paper does not have, the
-    plain one alone."""
-    return settings.columns if case.published is not None else (PLAIN,)
+    """The columns of a row in which methods are trained: those that have methods, and of a row with
+    little memory the plain one alone."""
+    columns = settings.columns if case.gpu_memory_bytes is None else (PLAIN,)
+    return tuple(column for column in columns if settings.methods_of(column))
 
 
 def untrained(settings: BenchSettings, store: Store, case: Case) -> list[tuple[str, str, int]]:
